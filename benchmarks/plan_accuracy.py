@@ -1,9 +1,10 @@
-"""What `verl plan` says of memory against what real FSDP engines take, part by part, on CPUs.
+"""What `verl plan` says of memory against what real FSDP and Megatron engines take, part by part, on CPUs.
 
 Each case runs an engine of 1 or 2 ranks in processes of their own, through one step of training. Weights, gradients and
 optimizer state are the bytes of the engine's tensors; activations those that autograd keeps; the pass is how far
 PyTorch's allocator rises at most in a forward and backward pass, by its own records. The engine computes as on a GPU:
-the CPU's own layers and collectives, which keep other tensors, are left out. ::
+the CPU's own layers and collectives, which keep other tensors, are left out. Stored parts are means over the ranks;
+activations and the pass are those of the rank with most, of a pipeline its first stage. ::
 
     python -m benchmarks.plan_accuracy [--quick] [--json plan.json]
 """
@@ -15,6 +16,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +30,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from verl.backends.base import Backend
-from verl.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.planner.memory import ModelMemory, RankLayout
+from verl.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, McoreEngineConfig
+from verl.planner.memory import ModelMemory
 from verl.planner.passes import Rows
+from verl.planner.plan import layout_of
 from verl.planner.shapes import ModelShape
 from verl.protocol import DataProto
 from verl.testing.models import tiny_model_dir
@@ -39,7 +42,8 @@ from verl.workers.engine import EngineRegistry, MicroBatchConfig
 from verl.workers.engine.passes import MicroBatch, split_micro_batches
 from verl.workers.losses import sft_loss
 
-PARTS = ("weights", "gradients", "optimizer", "kept activations", "pass")
+STORED, OF_A_PASS = ("weights", "gradients", "optimizer"), ("kept activations", "pass")
+PARTS = STORED + OF_A_PASS
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,20 @@ class Case:
     dtype: str = "bfloat16"
     is_shared: bool = False
     """Whether the four sequences share a prompt, half as long as they are."""
+    sizes: Mapping[str, int] | None = None
+    """Of a layout of Megatron; None is FSDP. Each stage of its pipeline has a pass."""
+
+    @property
+    def stages(self) -> int:
+        """Stages of the pipeline."""
+        return (self.sizes or {}).get("pipeline_model_parallel_size", 1)
+
+    @property
+    def placement(self) -> FSDPEngineConfig | McoreEngineConfig:
+        """The section of the back end."""
+        if self.sizes is None:
+            return FSDPEngineConfig(dtype=self.dtype)
+        return McoreEngineConfig(dtype=self.dtype, **self.sizes)
 
     @property
     def rows(self) -> Rows:
@@ -68,6 +86,7 @@ _SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, 
           "num_key_value_heads": 2, "head_dim": 32, "vocab": 1024}  # fmt: skip
 _MEDIUM = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
            "num_key_value_heads": 4, "head_dim": 64, "vocab": 16384}  # fmt: skip
+TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 CASES = [
     Case("small qwen3", "qwen3", 1, False, 1024, _SMALL),
     Case("small llama", "llama", 1, True, 1024, _SMALL),
@@ -79,6 +98,11 @@ CASES = [
     Case("medium llama, fp32", "llama", 2, True, 2048, _MEDIUM, "fp32"),
     Case("medium qwen3, shared prompt", "qwen3", 1, True, 2048, _MEDIUM, is_shared=True),
     Case("medium qwen3, shared prompt", "qwen3", 1, False, 2048, _MEDIUM, is_shared=True),
+    *(
+        Case(f"small qwen3, Megatron {name}", "qwen3", ranks, checkpoints, 1024, _SMALL, sizes=sizes)
+        for name, ranks, sizes in (("1 rank", 1, {}), ("TP 2", 2, TENSOR), ("PP 2", 2, PIPELINE))
+        for checkpoints in (False, True)
+    ),
 ]
 
 
@@ -108,7 +132,7 @@ def on_rank(rank: int, ranks: int, cases: Sequence[tuple[str, Case]], folder: st
     """Measure the cases of so many ranks, and write ``<case>_<rank>.json``."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store_{ranks}", ranks)
+    store = dist.FileStore(f"{folder}/store_{cases[0][0]}", ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     for name, case in cases:
         found = one_engine(case, f"{folder}/{name}", Path(f"{folder}/{name}_{rank}_trace.json"))
@@ -121,56 +145,102 @@ def one_engine(case: Case, model: str, trace: Path) -> dict[str, float]:
     """Run one engine through a step, and measure it."""
     engine: Any = EngineRegistry.new(
         "language_model",
-        "fsdp2",
+        "fsdp2" if case.sizes is None else "megatron",
         model_config=HFModelConfig(path=model, enable_gradient_checkpointing=case.checkpoints),
-        engine_config=FSDPEngineConfig(dtype=case.dtype),
+        engine_config=case.placement,
         optimizer_config=FSDPOptimizerConfig(lr=1e-5),
         device_name="cpu",
     )
-    engine.backend = Backend(engine.device)
+    if case.sizes is None:
+        engine.backend = Backend(engine.device)
     engine.initialize()
-    vocabulary, micro = case.shape["vocab"], MicroBatchConfig(micro_batch_size_per_gpu=4, shares_prompts=case.is_shared)
+    vocabulary = case.shape["vocab"]
+    micro = MicroBatchConfig(micro_batch_size_per_gpu=4 // case.stages, shares_prompts=case.is_shared)
     data, small = batch_of(case.rows, vocabulary), batch_of(Rows(16, 16, case.rows.group), vocabulary)
     with engine.train_mode():
         engine.train_batch(small, sft_loss, micro)  # the optimizer makes its state
         engine.optimizer_zero_grad()
         engine.forward_backward_batch(small, sft_loss, micro)
-        gradients = nbytes(p.grad for p in engine.model.parameters())
+        stored = of_fsdp(engine) if case.sizes is None else of_megatron(engine)
         # With gradients of an earlier pass, to which this one adds: what it takes besides.
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             engine.forward_backward_batch(data, sft_loss, micro)
         profile.export_chrome_trace(str(trace))
         engine.optimizer_zero_grad()
-        kept, gathered = activations(engine, next(split_micro_batches(data, micro, engine.device)))
-        engine._reshard()
+        if case.sizes is None:
+            kept = kept_by_fsdp(engine, next(split_micro_batches(data, micro, engine.device)))
+        else:
+            kept = kept_by_megatron(engine, data, micro)
+    return stored | {"kept activations": kept, "pass": allocated_rise(trace)}
+
+
+def of_fsdp(engine: Any) -> dict[str, float]:
+    """What lies in memory between passes."""
     return {
         "weights": nbytes(engine.model.parameters()),
-        "gradients": gradients,
+        "gradients": nbytes(p.grad for p in engine.model.parameters()),
         "optimizer": nbytes(v for s in engine.optimizer.state.values() for v in s.values() if v.dim()),
-        "kept activations": sum(size for pointer, size in kept.items() if pointer not in gathered),
-        "pass": allocated_rise(trace),
     }
 
 
-def activations(engine: Any, part: MicroBatch) -> tuple[dict[int, int], set[int]]:
-    """Return address and bytes of what autograd keeps of the decoder layers, and addresses of gathered weights."""
+def of_megatron(engine: Any) -> dict[str, float]:
+    """What lies in memory between passes."""
+    return {
+        "weights": nbytes(engine.model.pieces.parameters()),
+        "gradients": nbytes(engine.optimizer.buffers()),
+        "optimizer": nbytes(engine.optimizer.tensors()),
+    }
+
+
+def kept_by_fsdp(engine: Any, part: MicroBatch) -> int:
+    """Bytes of what autograd keeps of the decoder layers, without gathered weights."""
     kept: dict[int, int] = {}
     gathered: set[int] = set()
+
+    def weights_of(module: torch.nn.Module, *_: Any) -> None:
+        gathered.update(p.untyped_storage().data_ptr() for p in module.parameters() if not isinstance(p, DTensor))
+
+    handles = [layer.register_forward_hook(weights_of) for layer in engine._units]
+    with keeping(kept):
+        engine.model(engine._inputs(part), frozenset({"hidden"}), 1.0)
+    for handle in handles:
+        handle.remove()
+    engine._reshard()
+    return sum(size for pointer, size in kept.items() if pointer not in gathered)
+
+
+def kept_by_megatron(engine: Any, data: DataProto, micro: MicroBatchConfig) -> int:
+    """Bytes of what autograd keeps of the forward passes that this stage makes before its first backward pass."""
+    weights = {p.untyped_storage().data_ptr() for p in engine.model.pieces.parameters()}
+    passes: list[dict[int, int]] = []
+    contexts = ExitStack()
+
+    def begin(*_: Any) -> None:
+        passes.append({})
+        contexts.enter_context(keeping(passes[-1]))
+
+    def end(*_: Any) -> None:
+        contexts.close()
+
+    (piece,) = engine.model.pieces
+    handles = [piece.register_forward_pre_hook(begin), piece.register_forward_hook(end)]
+    engine.forward_backward_batch(data, sft_loss, micro)
+    for handle in handles:
+        handle.remove()
+    engine.optimizer_zero_grad()
+    at_once = passes[: engine.layout.pipeline if engine.model.first.pre_process else 1]  # of at most two stages
+    return sum(size for kept in at_once for pointer, size in kept.items() if pointer not in weights)
+
+
+def keeping(kept: dict[int, int]) -> AbstractContextManager[None]:
+    """Fill ``kept`` with address and bytes of what autograd keeps in the context."""
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    def weights_of(module: torch.nn.Module, *_: Any) -> None:
-        gathered.update(p.untyped_storage().data_ptr() for p in module.parameters() if not isinstance(p, DTensor))
-
-    handles = [layer.register_forward_hook(weights_of) for layer in engine._units]
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        engine.model(engine._inputs(part), frozenset({"hidden"}), 1.0)
-    for handle in handles:
-        handle.remove()
-    return kept, gathered
+    return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
 
 
 def allocated_rise(trace: Path) -> int:
@@ -186,11 +256,11 @@ def _time(event: Mapping[str, Any]) -> float:
 
 def planned(case: Case, model: str) -> dict[str, float]:
     """What the planner says."""
-    shape = ModelShape.read(model)
-    compute = 4 if case.dtype == "fp32" else 2
-    layout = RankLayout(shards=case.ranks, compute_bytes=compute, is_gathered=case.ranks > 1 or compute != 4)
-    memory = ModelMemory(shape=shape, layout=layout, trained=shape.parameters(), checkpoints=case.checkpoints)
-    tokens = case.rows.of_rows(4)
+    shape, layout = ModelShape.read(model), layout_of(case.placement, case.ranks, False)
+    memory = ModelMemory(
+        shape=shape, layout=layout, trained=shape.parameters(), checkpoints=case.checkpoints, with_entropy=False
+    )
+    tokens = case.rows.of_rows(4 // case.stages)
     return {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -206,13 +276,16 @@ def compare(cases: Sequence[Case]) -> Iterator[tuple[Case, dict[str, tuple[float
         named = [(f"case{number}", case) for number, case in enumerate(cases)]
         for name, case in named:
             tiny_model_dir(f"{folder}/{name}", case.family, **dict(case.shape))
-        for ranks in sorted({case.ranks for case in cases}):
-            wanted = [(name, case) for name, case in named if case.ranks == ranks]
+        for ranks, sizes in dict.fromkeys((case.ranks, repr(case.sizes)) for case in cases):
+            # A process has one layout of Megatron.
+            wanted = [(name, case) for name, case in named if (case.ranks, repr(case.sizes)) == (ranks, sizes)]
             mp.start_processes(on_rank, (ranks, wanted, folder), ranks, start_method="spawn")
             for name, case in wanted:
                 found = [json.loads(Path(f"{folder}/{name}_{rank}.json").read_text()) for rank in range(ranks)]
                 plan = planned(case, f"{folder}/{name}")
-                yield case, {part: (plan[part], sum(one[part] for one in found) / ranks) for part in PARTS}
+                mean = {part: sum(one[part] for one in found) / ranks for part in STORED}
+                most = {part: max(one[part] for one in found) for part in OF_A_PASS}
+                yield case, {part: (plan[part], real) for part, real in (mean | most).items()}
 
 
 def main() -> None:

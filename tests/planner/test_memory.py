@@ -82,6 +82,53 @@ def test_a_training_pass_by_hand():
     assert LOGITS_AT_ONCE == CHUNK_ELEMENTS
 
 
+def megatron(**layout):
+    return model(stored_bytes=2, is_gathered=False, is_megatron=True, **layout)
+
+
+def test_activations_under_megatron_by_hand():
+    # Norms 128 and head norms 72 as above, attention 2·(3·8 + 3·4) = 72, feed-forward 5·2·12 = 120, rotation
+    # 4·2·4 = 32.
+    assert megatron().layer_activations == 128 + 72 + 72 + 120 + 32
+    assert megatron(tensor=2).layer_activations == (128 + 72 + 72 + 120) / 2 + 32
+    assert megatron(tensor=2, divides_norms=False).layer_activations == 128 + (72 + 72 + 120) / 2 + 32
+    # With checkpointing: the input of each layer, 2·8, the last norm's 48, and angles, 4·4.
+    assert megatron().kept_activations(5) == 5 * (2 * 16 + 48 + 16)
+    assert megatron(tensor=2).kept_activations(5) == 5 * ((2 * 16 + 48) / 2 + 16)
+    assert replace(megatron(), checkpoints=False).kept_activations(5) == 5 * (2 * 424 + 48)
+
+
+def test_stages_of_a_pipeline_keep_what_waits_for_its_backward_pass():
+    """Four layers. The first stage has no norm before the head, the last one has."""
+    four = replace(SHAPE, layers=4)
+    two = replace(megatron(pipeline=2), shape=four)
+    # First stage: 2 micro-batches of 2 layers with their angles.
+    assert two.kept_activations(5) == 5 * 2 * (2 * 16 + 16)
+    # Stages of two pieces of a layer: 2 stages · 2 pieces and 1 more wait in the first, 3 in the last.
+    pieces = replace(megatron(pipeline=2, pieces=2), shape=four)
+    assert pieces.kept_activations(5) == 5 * 5 * (16 + 16)
+    # At the head, with a large vocabulary: 1 micro-batch of 2 layers, or 3 of a layer; the norm's 48, its output, 16,
+    # and as much for the responses and for their gradients.
+    tokens = PassTokens(5, 5, 5)
+    for held, kept in ((two, 2 * 16 + 16), (pieces, 3 * (16 + 16))):
+        wide = replace(held, shape=replace(four, vocabulary=10_000), with_entropy=False)
+        parts = wide.training_pass(tokens)
+        assert parts["activations"] == 5 * (kept + 48 + 3 * 16)
+        # Three fp32 copies and the gradient in bf16, and the gradient of the head.
+        assert parts["logits"] == 5 * 10_000 * (3 * 4 + 2) + 10_000 * 8 * 2
+    wide = replace(two, shape=replace(four, vocabulary=10_000))
+    assert wide.training_pass(tokens)["logits"] == 5 * 10_000 * 4 * 4 + 10_000 * 8 * 2
+    assert wide.inference_pass(tokens)["logits"] == 5 * 10_000 * 3 * 4
+
+
+def test_gradients_of_weights_are_in_a_pass_under_megatron():
+    # A layer is computed again: 32 + 48 + 16 kept, 424 of it, its gradients 2·2·(12 + 8); and 2·8·12 weights' in bf16.
+    assert megatron().training_pass(PassTokens(100, 1, 100))["activations"] == 100 * (96 + 424 + 80) + 2 * 8 * 12 * 2
+    # With few tokens the gradient of the embedding is the most.
+    wide = replace(megatron(), shape=replace(SHAPE, vocabulary=10_000), outputs=1)
+    assert wide.training_pass(PassTokens(1, 1, 1))["activations"] == 10_000 * 8 * 2
+
+
 def test_ranks_that_share_a_sequence_share_its_activations():
     one, two = (
         model(shards=2).training_pass(PassTokens(4096, 4096, 4096)),

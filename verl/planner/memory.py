@@ -16,6 +16,21 @@ each token
 
 or with gradient checkpointing only its input, b · H, while one layer at a time is computed again. Where responses share
 a prompt, attention keeps b · 2K more for each token of a copy of the prompt's keys and values.
+
+Layers of megatron-core compute queries, keys and values in one tensor, which stays whole while the values are needed,
+and gate and up in another, of whose second half they make a copy; and each layer makes its own cosines and sines of the
+angles, for queries and for keys. With D the width of a head, that is
+
+    rotation       4b · D
+    attention      b · (3A + 3K)
+    feed-forward   5b · I
+
+Ranks that share matrices divide all of it but the rotation, and the norms only with sequence parallelism. With
+checkpointing a pass keeps the fp32 angles, 4 · D, besides the layers' inputs.
+
+Of p pipeline stages the first keeps p micro-batches of its 1/p of the layers; in v pieces each (arXiv:2104.04473,
+section 2.2) it keeps what (v p + p - 1) / (v p) times all layers keep of one. The last, which has the head, keeps one
+micro-batch of its 1/p of the layers, or (v p - p + 1) / (v p) times all.
 """
 
 from __future__ import annotations
@@ -41,6 +56,8 @@ class RankLayout:
     """Ranks over which stored weights, gradients and optimizer state are divided (FSDP)."""
     tensor: int = 1
     """Ranks that share each weight matrix (Megatron)."""
+    divides_norms: bool = True
+    """Whether they divide the tokens between attention and feed-forward too (sequence parallelism)."""
     pipeline: int = 1
     """Ranks that share the layers (Megatron)."""
     pieces: int = 1
@@ -89,6 +106,7 @@ class ModelMemory:
         outputs: width of the head; None is the vocabulary size.
         trained: parameters that are trained: all, those of adapters, or 0 for a frozen model.
         checkpoints: whether layers are computed again in the backward pass.
+        with_entropy: whether training passes compute entropies.
     """
 
     shape: ModelShape
@@ -96,6 +114,7 @@ class ModelMemory:
     trained: int
     checkpoints: bool = True
     outputs: int | None = None
+    with_entropy: bool = True
     adapters: int = 0
     """Parameters of adapters, stored in fp32 beside the model's."""
 
@@ -148,7 +167,16 @@ class ModelMemory:
         norms = 2 * (4 + 2 * b) * s.hidden
         head_norms = (4 + b) * (s.attention_width + s.kv_width) if s.has_head_norms else 0
         attention = b * (2 * s.attention_width + 2 * s.kv_width)
-        return (norms + head_norms + attention + 4 * b * width + routed) / self.layout.tensor
+        if not self.layout.is_megatron:
+            return norms + head_norms + attention + 4 * b * width + routed
+        attention += b * (s.attention_width + s.kv_width)
+        divided = head_norms + attention + 5 * b * width + routed
+        return norms / self._norm_ranks + divided / self.layout.tensor + 4 * b * s.head_dim
+
+    @property
+    def _norm_ranks(self) -> int:
+        """Ranks that divide what is between attention and feed-forward."""
+        return self.layout.tensor if self.layout.divides_norms else 1
 
     @property
     def copied_keys(self) -> float:
@@ -158,21 +186,41 @@ class ModelMemory:
     def kept_activations(self, tokens: float, copies: float = 0.0) -> float:
         """Bytes that all layers keep of ``tokens`` tokens of this rank's part until their backward passes.
 
-        ``copies`` are tokens of this part whose keys and values were copied for responses that share a prompt.
+        ``copies`` are tokens of this part whose keys and values were copied for responses that share a prompt. In a
+        pipeline these are the bytes of the first stage, which keeps most.
         """
+        lay = self.layout
+        more_pieces = (lay.pipeline - 1) / (lay.pipeline * lay.pieces) if lay.pieces > 1 else 0.0
+        return self._kept(tokens, copies, 1 + more_pieces, has_head=lay.pipeline == 1)
+
+    def _kept_by_last_stage(self, tokens: float, copies: float) -> float:
+        lay = self.layout
+        parts = 1 / lay.pipeline if lay.pieces == 1 else 1 - 1 / lay.pieces + 1 / (lay.pipeline * lay.pieces)
+        return self._kept(tokens, copies, parts, has_head=True)
+
+    def _kept(self, tokens: float, copies: float, parts: float, has_head: bool) -> float:
+        """Bytes kept of ``parts`` times all layers, with a norm before the head."""
         s, lay = self.shape, self.layout
-        per_layer = lay.compute_bytes * s.hidden / lay.tensor if self.checkpoints else self.layer_activations
+        per_layer = lay.compute_bytes * s.hidden / self._norm_ranks if self.checkpoints else self.layer_activations
+        norm = (4 + lay.compute_bytes) * s.hidden / self._norm_ranks if has_head else 0.0
+        angles = 4 * s.head_dim * parts * lay.pipeline * lay.pieces if self.checkpoints and lay.is_megatron else 0.0
         copied = 0.0 if self.checkpoints else copies * self.copied_keys * s.layers
-        # Megatron's first stage keeps as many micro-batches as there are stages, of its part of the layers each.
-        return tokens * (per_layer * s.layers + (4 + lay.compute_bytes) * s.hidden) + copied
+        return tokens * (per_layer * s.layers * parts + norm + angles) + copied
 
     def logits(self, tokens: float, with_gradient: bool) -> float:
-        """Bytes of the logits that are in memory at once: four copies in fp32, and one in another compute format."""
+        """Bytes of the logits that are in memory at once.
+
+        Under FSDP four copies in fp32, two without gradients, and one in another compute format. Under Megatron three
+        in fp32, and a fourth for the gradient of the entropy, else the gradient in another compute format.
+        """
         if self.outputs is not None:
             return 0.0
         vocabulary = self.shape.vocabulary / self.layout.tensor
         at_once = min(tokens * vocabulary, max(LOGITS_AT_ONCE, vocabulary))
         converted = self.layout.compute_bytes if self.layout.compute_bytes < 4 else 0
+        if self.layout.is_megatron:
+            last = (4 if self.with_entropy else converted) if with_gradient else 0
+            return at_once * (3 * 4 + last)
         return at_once * ((4 * 4 if with_gradient else 2 * 4) + converted)
 
     def _gathered_layers(self, with_gradient: bool) -> float:
@@ -203,33 +251,39 @@ class ModelMemory:
 
         ``tokens`` are those of all ranks that share the micro-batch.
         """
-        lay = self.layout
+        s, lay, b = self.shape, self.layout, self.layout.compute_bytes
         own, copies = tokens.computed / lay.sequence, (tokens.keys - tokens.computed) / lay.sequence
-        kept = self.kept_activations(own, copies)
         root, head_gradient = self._root()
-        head = self.logits(tokens.responses / lay.sequence, with_gradient=True)
+        responses = tokens.responses / lay.sequence
+        head, hidden = self.logits(responses, with_gradient=True), own * b * s.hidden
         layer = own * self.layer_activations + copies * self.copied_keys if self.checkpoints else 0.0
-        layer += own * 2 * lay.compute_bytes * (self.shape.feed_forward / lay.tensor + self.shape.hidden)  # gradients
-        s = self.shape
+        layer += own * 2 * b * (s.feed_forward / lay.tensor + s.hidden)  # gradients
         everything = s.embedding_parameters + s.head_parameters(self.outputs)
-        moments = {
-            "logits": {
-                "activations": kept + own * lay.compute_bytes * self.shape.hidden,
+        of_root = {  # its gradients, once more in the format of the reduction
+            "activations": 0.0,
+            "gathered": root * 2 + everything * 4 if head_gradient else root,
+            "logits": 0.0,
+        }
+        if lay.is_megatron and self.trained:
+            hidden += 2 * responses * b * s.hidden  # those of the responses, and their gradients
+            # Gradients of weights are made one matrix after the other, and added to their buffers.
+            head += (s.head_parameters(self.outputs) or s.embedding_parameters) * b / lay.tensor
+            layer += 2 * s.hidden * s.feed_forward * b / lay.tensor
+            of_root["activations"] = s.embedding_parameters * b / lay.tensor
+        moments = (
+            {
+                "activations": self._kept_by_last_stage(own, copies) + hidden,
                 "gathered": root + head_gradient,
                 "logits": head,
             },
-            "layer": {
-                "activations": kept + layer,
+            {
+                "activations": self.kept_activations(own, copies) + layer,
                 "gathered": root + head_gradient + self._gathered_layers(with_gradient=True),
                 "logits": 0.0,
             },
-            "root": {  # its gradients, once more in the format of the reduction
-                "activations": 0.0,
-                "gathered": root * 2 + everything * 4 if head_gradient else root,
-                "logits": 0.0,
-            },
-        }
-        return max(moments.values(), key=lambda parts: sum(parts.values()))
+            of_root,
+        )
+        return max(moments, key=lambda parts: sum(parts.values()))
 
     def inference_pass(self, tokens: PassTokens) -> Mapping[str, float]:
         """As :meth:`training_pass`, without gradients."""

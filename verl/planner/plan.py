@@ -183,12 +183,17 @@ class Plan:
                 f"{name}: fsdp_config.ulysses_sequence_parallel_size={sequence} does not divide the model's "
                 f"{shape.heads} attention heads. Use a divisor of them."
             )
+        actor = self.config.actor_rollout_ref.actor
+        checkpoints = model.enable_gradient_checkpointing
+        if isinstance(placement, McoreEngineConfig) and placement.override_transformer_config:
+            checkpoints = placement.override_transformer_config.get("recompute_granularity") == "full"
         memory = ModelMemory(
             shape=shape,
             layout=layout_of(placement, self.ranks, adapters > 0),
             trained=(adapters or shape.parameters(outputs)) if is_trained else 0,
-            checkpoints=model.enable_gradient_checkpointing,
+            checkpoints=checkpoints,
             outputs=outputs,
+            with_entropy=actor.entropy_coeff != 0 or actor.calculate_entropy or actor.entropy_target is not None,
             adapters=adapters,
         )
         has_buffers = is_trained and isinstance(placement, McoreEngineConfig) and not placement.grad_offload
@@ -378,6 +383,7 @@ def layout_of(placement: FSDPEngineConfig | McoreEngineConfig, ranks: int, has_a
         return RankLayout(
             sequence=placement.context_parallel_size,
             tensor=tensor,
+            divides_norms=placement.sequence_parallel,
             pipeline=pipeline,
             pieces=placement.virtual_pipeline_model_parallel_size or 1,
             expert=placement.expert_model_parallel_size,
