@@ -22,7 +22,7 @@ SMALL_STEPS |= {f"{section}__optim__override_optimizer_config": "{eps:1e-4}" for
 GRPO = {"algorithm__adv_estimator": "grpo", "actor_rollout_ref__actor__use_kl_loss": "true"}
 
 
-def layout(ranks, tensor=1, pipeline=1, context=1, expert=1):
+def layout(ranks, tensor=1, pipeline=1, context=1, expert=1, pieces=1):
     """Experts are whole on one rank."""
     sizes = {
         "tensor_model_parallel_size": tensor,
@@ -31,6 +31,8 @@ def layout(ranks, tensor=1, pipeline=1, context=1, expert=1):
     }
     if expert > 1:
         sizes |= {"expert_model_parallel_size": expert, "expert_tensor_parallel_size": 1}
+    if pieces > 1:
+        sizes["virtual_pipeline_model_parallel_size"] = pieces
     actor = {f"actor_rollout_ref__actor__megatron__{name}": size for name, size in sizes.items()}  # others follow it
     return {"trainer__controller": "ray", "trainer__n_gpus_per_node": ranks, **MEGATRON, **actor}
 
@@ -58,6 +60,7 @@ LAYOUTS = {
     "one rank": layout(1),
     "2 copies": layout(2),
     "pp 2": layout(2, pipeline=2),
+    "pp 2, two pieces each": layout(2, pipeline=2, pieces=2),
     "cp 2": layout(2, context=2),
     "ep 2": layout(2, expert=2),
     "tp 2 x pp 2": layout(4, tensor=2, pipeline=2),
@@ -69,11 +72,16 @@ LAYOUTS = {
 
 
 def models_for(sizes, folder):
-    """Models with experts, where ranks share them."""
-    if not any("expert" in name for name in sizes):
+    """Models that the layout can divide: with experts, or with a layer for each piece of a pipeline."""
+    names = " ".join(sizes)
+    if "expert" in names:
+        kind = {"family": "qwen3_moe"}
+    elif "virtual" in names:
+        kind = {"num_hidden_layers": 4}
+    else:
         return {}
-    model = tiny_model_dir(folder / "mixture", "qwen3_moe")
-    reward_model = tiny_model_dir(folder / "reward_mixture", "qwen3_moe", task="sequence_classification")
+    model = tiny_model_dir(folder / "fitting", **kind)
+    reward_model = tiny_model_dir(folder / "fitting_reward_model", task="sequence_classification", **kind)
     paths = {"actor_rollout_ref": model, "critic": model, "reward_model": reward_model}
     return {f"{section}__model__path": path for section, path in paths.items()}
 

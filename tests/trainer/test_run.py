@@ -51,12 +51,10 @@ def rounding(key: str) -> float:
         return 1e-5  # exp of twice the sum of all gaps of a response: 2 * 16 tokens * 3e-7, as below
     if key.startswith(("training/rollout_", "rollout_corr/")):
         return 5e-6  # the gap between rollout and trainer is rounding itself: small on both sides is all that holds
-    if key.endswith("loss"):
-        # The mean of terms of order 1 that nearly cancel. Each has the error of exp(log-prob - old log-prob), and
-        # log-probs of size 5 are rounded by 5 / 2^24 = 3e-7.
-        return 3e-7
-    if key.endswith("_kl"):
-        return 6e-7  # a mean of differences of two such log-probs
+    if key.endswith(("loss", "_kl")):
+        # Means of terms of order 1 that nearly cancel. Each has the error of log-prob - old log-prob, two numbers of
+        # size 5, each rounded by 5 / 2^24 = 3e-7.
+        return 6e-7
     if key.endswith("explained_var"):
         return 2.4e-7  # 1 minus a ratio near 1, which is rounded by 2^-23
     return 1e-7
