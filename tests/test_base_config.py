@@ -6,7 +6,7 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
-from verl.config.base import BaseConfig, section, sentence_of, setting, subsection
+from verl.config.base import BaseConfig, defaults_of, section, sentence_of, setting, subsection
 from verl.errors import ConfigError
 from verl.toolkit.config import omega_conf_to_dataclass
 from verl.trainer.config import PPOConfig
@@ -54,6 +54,24 @@ def test_nobody_writes():
     changed = dataclasses.replace(Inner(), lr=2.0)
     assert changed.lr == 2.0
     assert Inner().lr == 0.5
+
+
+def test_sections_of_equal_values_are_equal():
+    assert Inner(lr=0.1) == Inner(lr=0.1) != Inner(lr=0.2)
+    assert Inner() != {"lr": 0.5}
+    assert len({Inner(), Inner(lr=0.5), Inner(lr=0.1)}) == 2
+    assert PPOConfig(composed={"a": 1}) == PPOConfig()  # not of the compared fields
+
+
+def test_defaults_of_a_subsection_may_differ_from_those_of_its_class():
+    @section
+    class Slow(BaseConfig):
+        inner: Inner = subsection(Inner, lr=0.1)
+
+    assert Slow().inner == Inner(lr=0.1)
+    assert Slow(inner=Inner()).inner.lr == 0.5
+    with pytest.raises(TypeError, match="Inner has no momentum"):
+        defaults_of(Inner, momentum=0.9)
 
 
 @pytest.mark.parametrize("arguments", [{"lr": 0}, {"lr": "fast"}, {"momentum": 0.9}])

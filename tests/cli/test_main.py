@@ -34,6 +34,19 @@ def test_answers_load_nothing_heavy():
     assert [line for line in done.stdout.splitlines() if line.startswith("loaded:")] == ["loaded: []"] * len(answers)
 
 
+def test_a_configuration_is_shown_without_what_only_runs_need():
+    code = (
+        "import sys; from verl.cli.main import cli; from verl.config import PPOConfig\n"
+        "try: cli(['train', '--cfg', 'job', 'data.train_batch_size=8'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "wanted = ('torch', 'ray', 'rich', 'psutil', 'filelock')\n"
+        "print([name for name in wanted if name in sys.modules], PPOConfig.__pydantic_complete__, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "train_batch_size: 8" in done.stdout
+    assert done.stderr == "[] False\n"  # no validator was built either
+
+
 def test_each_command_answers_help_by_its_module_without_torch():
     names = [*MODULES, *(f"inspect {name}" for name in INSPECTIONS)]
     code = (

@@ -182,7 +182,7 @@ def test_processes_that_do_not_end_are_killed(running):
 
 CLOSED_STREAMS = """
 import sys
-from verl.supervision.processes import open_closed_streams
+from verl.base.streams import open_closed_streams
 open_closed_streams()
 with open(sys.argv[1], "w") as file:
     print("shown")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -160,6 +159,8 @@ def prepare_process() -> None:
     warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning, r"torchdata\.")
     env.refuse_unusable()
     plugins = env.external_plugins()
+    import importlib.metadata  # here, because every command imports this module
+
     # Reading what all installed packages offer takes a tenth of a second, and few runs have a plugin.
     offered = importlib.metadata.entry_points(group="verl.plugins") if plugins else ()
     installed = {plugin.name: plugin for plugin in offered}

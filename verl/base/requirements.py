@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +15,10 @@ def requirements(extra: str = "") -> list[Requirement]:
     In a clone pyproject.toml says it, because the metadata of an editable installation may be older; elsewhere the
     metadata of the installed package.
     """
-    from packaging.requirements import Requirement  # every command imports this module, and few need it
+    import importlib.metadata  # here, because every command imports this module, and few need it
+    import tomllib
+
+    from packaging.requirements import Requirement
 
     if (project := Path(__file__).parents[2] / "pyproject.toml").is_file():
         stated = tomllib.loads(project.read_text())["project"]

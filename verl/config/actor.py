@@ -187,14 +187,6 @@ class FSDPActorConfig(ActorConfig, DistributedModel):
         return self.megatron if self.strategy == "megatron" else self.fsdp_config
 
 
-def _forward_only() -> FSDPEngineConfig:
-    return FSDPEngineConfig(forward_only=True)
-
-
-def _frozen_megatron() -> McoreEngineConfig:
-    return McoreEngineConfig(forward_only=True)
-
-
 @section
 class RefConfig(BaseConfig, DistributedModel):
     """The frozen reference policy; only its log-probs are computed."""
@@ -215,13 +207,13 @@ class RefConfig(BaseConfig, DistributedModel):
     """Tokens per pass on one rank, with `log_prob_use_dynamic_bsz`."""
     profiler: ModelProfilerConfig = subsection(ModelProfilerConfig)
     """Ranks whose processes are profiled."""
-    fsdp_config: FSDPEngineConfig = subsection(_forward_only)
+    fsdp_config: FSDPEngineConfig = subsection(FSDPEngineConfig, forward_only=True)
     """Sharding, precision, offload."""
     ulysses_sequence_parallel_size: int = setting(
         1, ge=1, interpolation="${oc.select:actor_rollout_ref.actor.ulysses_sequence_parallel_size,1}"
     )
     """Ranks that share each sequence, by default as for the actor; the same setting as that of `fsdp_config`."""
-    megatron: McoreEngineConfig = subsection(_frozen_megatron)
+    megatron: McoreEngineConfig = subsection(McoreEngineConfig, forward_only=True)
     """With `strategy=megatron`; sizes that are not set are the actor's."""
 
     @property

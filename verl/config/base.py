@@ -42,8 +42,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 SectionT = TypeVar("SectionT", bound="BaseConfig")
 
-# Numbers are turned into strings where a string is wanted: YAML reads experiment_name=7 as a number.
-_RULES = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
+# Numbers are turned into strings where a string is wanted: YAML reads experiment_name=7 as a number. What validates a
+# section is built when one is validated: `--help`, `--cfg job` and `verl explain` read fields and defaults alone.
+_RULES = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False, defer_build=True)
 _META = "verl"
 
 
@@ -171,16 +172,45 @@ def setting(default: Any = dataclasses.MISSING, *, factory: Callable[..., Any] |
     return Field(default, json_schema_extra=extra, **about)
 
 
-def subsection(cls: Callable[[], Any], **meta: Any) -> Any:
-    """Declare a field that holds a section, by default ``cls()``."""
-    # Not the class itself: pydantic would work out its signature, with all fields, to see that it takes no argument.
-    return setting(factory=lambda: cls(), **meta)
+def subsection(cls: type[SectionT], **changes: Any) -> Any:
+    """Declare a field that holds a section: by default that of the class, with ``changes`` of its fields."""
+    # Not functools.partial: to see that no argument is taken, pydantic would work out the signature of what is wrapped.
+    return setting(factory=lambda: defaults_of(cls, **changes))
+
+
+def defaults_of(cls: type[SectionT], **changes: Any) -> SectionT:
+    """Make a section of its defaults and ``changes``, which are not validated."""
+    values: dict[str, Any] = {}
+    for name, field in config_fields(cls).items():
+        given = name in changes
+        values[name] = (
+            changes.pop(name) if given else field.get_default(call_default_factory=True, validated_data=values)
+        )
+    if changes:
+        raise TypeError(f"{cls.__name__} has no {', '.join(changes)}")
+    made = cls.__new__(cls)
+    vars(made).update(values)
+    return made
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def section(cls: type[T]) -> type[T]:
     """Turn a class into a frozen, keyword-only, validated dataclass that refuses unknown fields."""
-    return pydantic_dataclass(frozen=True, kw_only=True, repr=False, config=_RULES)(cls)  # type: ignore[return-value]
+    made: Any = pydantic_dataclass(frozen=True, eq=False, kw_only=True, repr=False, config=_RULES)(cls)
+    made.__eq__, made.__hash__ = _equal, _hashed  # the decorator's would be compiled for each section
+    return made
+
+
+def _compared(section: Any) -> tuple[Any, ...]:
+    return tuple(getattr(section, field.name) for field in dataclasses.fields(section) if field.compare)
+
+
+def _equal(section: Any, other: object) -> bool:
+    return type(section) is type(other) and _compared(section) == _compared(other)
+
+
+def _hashed(section: Any) -> int:
+    return hash(_compared(section))
 
 
 def local_copies(section: SectionT, without: Collection[str] = ()) -> SectionT:

@@ -109,7 +109,7 @@ class CriticConfig(BaseConfig):
     """How per-token losses are aggregated to a scalar; all denominators are global."""
     use_prefix_grouper: bool = setting(False)
     """Compute a prompt once for all its responses in a pass, in updates and values (docs/shared_prompts.md)."""
-    optim: FSDPOptimizerConfig = subsection(lambda: FSDPOptimizerConfig(lr=1e-5))
+    optim: FSDPOptimizerConfig = subsection(FSDPOptimizerConfig, lr=1e-5)
     """Optimizer and schedule."""
     checkpoint: CheckpointConfig = subsection(CheckpointConfig)
     """What a checkpoint holds."""

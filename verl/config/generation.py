@@ -33,10 +33,6 @@ class GenerationDataConfig(BaseConfig):
     """Further arguments of the chat template."""
 
 
-def _wide_sampling() -> RolloutConfig:
-    return RolloutConfig(top_k=50, top_p=0.7, prompt_length=1536)
-
-
 @section
 class GenerationConfig(BaseConfig):
     """Sampling from a model, without training."""
@@ -47,7 +43,7 @@ class GenerationConfig(BaseConfig):
     """Files of prompts and of their responses."""
     model: HFModelConfig = subsection(HFModelConfig)
     """The model that is sampled from."""
-    rollout: RolloutConfig = subsection(_wide_sampling)
+    rollout: RolloutConfig = subsection(RolloutConfig, top_k=50, top_p=0.7, prompt_length=1536)
     """How responses are sampled."""
     ray_kwargs: RayConfig = subsection(RayConfig)
     """How Ray is started."""

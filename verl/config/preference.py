@@ -100,7 +100,7 @@ class RMConfig(PreferenceConfig):
     """A reward model from preferences: data, model, loss, optimizer, run."""
 
     trainer: SFTTrainerConfig = subsection(
-        lambda: SFTTrainerConfig(project_name="reward-model", experiment_name="test", total_epochs=1)
+        SFTTrainerConfig, project_name="reward-model", experiment_name="test", total_epochs=1
     )
     loss: RewardModelLossConfig = subsection(RewardModelLossConfig)
     """The loss."""
@@ -115,10 +115,8 @@ class RMConfig(PreferenceConfig):
 class DPOConfig(PreferenceConfig):
     """Direct preference optimisation: data, model, reference, loss, optimizer, run."""
 
-    optim: FSDPOptimizerConfig = subsection(lambda: FSDPOptimizerConfig(lr=5e-7, lr_scheduler_type="cosine"))
-    trainer: SFTTrainerConfig = subsection(
-        lambda: SFTTrainerConfig(project_name="dpo", experiment_name="test", total_epochs=1)
-    )
+    optim: FSDPOptimizerConfig = subsection(FSDPOptimizerConfig, lr=5e-7, lr_scheduler_type="cosine")
+    trainer: SFTTrainerConfig = subsection(SFTTrainerConfig, project_name="dpo", experiment_name="test", total_epochs=1)
     loss: DirectPreferenceLossConfig = subsection(DirectPreferenceLossConfig)
     """The loss."""
     ref: ReferenceModelConfig = subsection(ReferenceModelConfig)

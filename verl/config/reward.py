@@ -53,10 +53,6 @@ FailurePolicy = Literal["mask", "drop_group", "stop"]
 """Treatment of samples that could not be scored."""
 
 
-def _forward_only() -> FSDPEngineConfig:
-    return FSDPEngineConfig(forward_only=True)
-
-
 @section
 class SandboxFusionConfig(BaseConfig):
     """Where generated programs run: on a SandboxFusion service, or in the sandbox of this machine."""
@@ -88,7 +84,7 @@ class RewardModelModelConfig(BaseConfig):
     """Values that replace entries of the model's config."""
     use_remove_padding: bool = setting(False)
     """Pack sequences one after the other, so that no time goes into padding."""
-    fsdp_config: FSDPEngineConfig = subsection(_forward_only)
+    fsdp_config: FSDPEngineConfig = subsection(FSDPEngineConfig, forward_only=True)
     """Sharding, precision, offload."""
 
 
@@ -167,7 +163,7 @@ class RewardModelConfig(BaseConfig, DistributedModel):
     """Tokens per pass on one rank, with `use_dynamic_bsz`."""
     ulysses_sequence_parallel_size: int = setting(1, ge=1)
     """Ranks that share each sequence; the same setting as that of `model.fsdp_config`."""
-    megatron: McoreEngineConfig = subsection(lambda: McoreEngineConfig(forward_only=True))
+    megatron: McoreEngineConfig = subsection(McoreEngineConfig, forward_only=True)
     """With `strategy=megatron`; sizes that are not set are the actor's."""
     profiler: RewardProfilerConfig = subsection(RewardProfilerConfig)
     """Ranks whose processes are profiled."""

@@ -65,7 +65,7 @@ class SupervisedConfig(BaseConfig, DistributedModel):
     """The model that is trained."""
     engine: FSDPEngineConfig = subsection(FSDPEngineConfig)
     """Sharding, precision, offload."""
-    optim: FSDPOptimizerConfig = subsection(lambda: FSDPOptimizerConfig(lr=1e-5, lr_scheduler_type="cosine"))
+    optim: FSDPOptimizerConfig = subsection(FSDPOptimizerConfig, lr=1e-5, lr_scheduler_type="cosine")
     """Optimizer and schedule."""
     checkpoint: CheckpointConfig = subsection(CheckpointConfig)
     """What a checkpoint holds."""

@@ -14,7 +14,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -194,24 +193,3 @@ def _has_mark(pid: int, word: bytes) -> bool:
     except OSError:  # it has ended or belongs to another user
         return False
     return any(entry == word or entry.startswith(word + b"/") for entry in environment.split(b"\0"))
-
-
-# ---- this process ---------------------------------------------------------------------------------
-
-
-def open_closed_streams() -> None:
-    """Open standard input, output and error on the null device if this process was started without them.
-
-    Otherwise the next file or socket would get one of their descriptors and be read or written in their place.
-    """
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        try:
-            os.fstat(number)
-        except OSError:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != number:
-                os.dup2(null, number)
-                os.close(null)
-        if getattr(sys, name) is None:
-            stream = open(os.devnull, mode)  # noqa: SIM115  (stays open; the descriptor may be another file's by now)
-            setattr(sys, name, stream)

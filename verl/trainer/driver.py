@@ -22,9 +22,6 @@ from verl.base import env
 from verl.base.import_utils import prepare_process
 from verl.base.lazy import importing_meanwhile
 from verl.config import BaseTrainerConfig
-from verl.supervision.lock import FolderLock
-from verl.supervision.restarts import restarted_when_killed
-from verl.utils.console import working
 from verl.utils.file_log import THIS_RUN, cut_own_end
 
 ConfigT = TypeVar("ConfigT")
@@ -50,7 +47,9 @@ def driving(config: Any, modules: Sequence[str] = ()) -> Iterator[None]:
     Raises:
         CheckpointError: another running training saves into the same folder.
     """
-    from verl.checkpoint.states import seed_everything  # needs torch
+    from verl.checkpoint.states import seed_everything  # needs torch; the others too are what `--help` can do without
+    from verl.supervision.lock import FolderLock
+    from verl.utils.console import working
 
     trainer = config.trainer
     prepare_process()
@@ -85,6 +84,8 @@ def restarting_driver(config: ConfigT) -> Iterator[ConfigT]:
     Yields:
         the configuration to run with; after a restart its ``resume_mode`` may differ from that of ``config``.
     """
+    from verl.supervision.restarts import restarted_when_killed
+
     trainer: Any = config.trainer  # pyright: ignore[reportAttributeAccessIssue]
     if trainer.recovery.driver_restarts == 0 or sys.platform != "linux":
         yield config

@@ -19,7 +19,6 @@ from verl.trainer.config.command_line import command
 from verl.trainer.config.sizes import derived_sizes, resolve_device, sizes_table
 from verl.trainer.driver import driving, load_controller
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy
-from verl.utils.console import show, status
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -134,6 +133,7 @@ class TaskRunner:
             from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
             from verl.trainer.ppo.trajectories import wanted_agents
             from verl.utils import hf_processor, hf_tokenizer
+            from verl.utils.console import show, status
             from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
             from verl.utils.model import check_has_experts, check_tokenizer_fits, hf_config_of
             from verl.workers.reward_input import RewardInput

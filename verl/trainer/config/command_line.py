@@ -23,17 +23,15 @@ from verl.base.fs import name_problem
 from verl.base.import_utils import prepare_process
 from verl.base.lazy import importing
 from verl.base.redact import redacted, secrets_in, without_secrets
+from verl.base.streams import open_closed_streams
 from verl.config import BaseConfig, Problem
 from verl.config.problems import report
 from verl.errors import CheckpointError, ConfigError, DataError, ResourceError, RewardError
 from verl.supervision.interruption import interruptible
-from verl.supervision.processes import open_closed_streams
-from verl.trainer.config.help import help_page
 from verl.trainer.config.keys import iter_keys
 from verl.trainer.config.named_keys import keys_named
 from verl.trainer.config.omegaconf_private import use_faster_parsers, yaml_loader
 from verl.trainer.config.translate import Translator
-from verl.utils.console import console, status
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 
@@ -299,6 +297,8 @@ def command(
         def entry(cfg: DictConfig) -> None:
             _show_full_errors(shown_in_full)
             if restarts:  # a training run; others write their result to standard output
+                from verl.utils.console import status
+
                 status("checking the configuration")
             mask_record(cfg)
             try:
@@ -351,6 +351,9 @@ def command(
 
 def _print_help(run: FunctionType, root: type[BaseConfig]) -> None:
     """Describe the command, or the sections and keys that are named after ``--help``."""
+    from verl.trainer.config.help import help_page
+    from verl.utils.console import console
+
     after = itertools.dropwhile(lambda argument: argument not in ("--help", "-h"), sys.argv)
     words = [word for word in after if not word.startswith("-") and "=" not in word]
     try:

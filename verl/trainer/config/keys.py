@@ -15,7 +15,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from verl.config.base import BaseConfig, Meta, config_fields, meta_of, section_of, sentence_of
+from verl.config.base import BaseConfig, Meta, config_fields, defaults_of, meta_of, section_of, sentence_of
 from verl.trainer.config.key_table import INACTIVE
 
 Tree = dict[str, Any]
@@ -99,7 +99,7 @@ class InactiveKey:
 
 def iter_keys(root: type[BaseConfig], default: BaseConfig | None = None, prefix: str = "") -> Iterator[Key]:
     """Yield every field below ``root`` in the order of the classes, each section before its fields."""
-    default = root() if default is None else default
+    default = defaults_of(root) if default is None else default
     for name, field in config_fields(root).items():
         meta = meta_of(field)
         if meta.internal:
@@ -144,7 +144,7 @@ def _named_types(annotation: Any) -> set[Any]:
 
 @functools.cache
 def _default_tree(root: type[BaseConfig]) -> Tree:
-    return default_tree(root, root())
+    return default_tree(root, defaults_of(root))
 
 
 def default_tree(root: type[BaseConfig], default: BaseConfig | None = None) -> Tree:

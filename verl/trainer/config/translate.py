@@ -88,7 +88,7 @@ class Translator:
         """Move other spellings to their keys, in place."""
         self._restore_sections(tree)
         for alias in ALIASES:
-            if self._leads_somewhere(alias):
+            if get(tree, alias.old, _MISSING) is not _MISSING and self._leads_somewhere(alias):
                 self._apply(alias, tree)
         for path, (old, now) in OLD_DEFAULTS.items():
             if path in self.keys and get(tree, path) is old:
@@ -229,9 +229,7 @@ class Translator:
 
     def _apply(self, alias: Alias, tree: Tree) -> None:
         """Move the value under ``alias.old``, or all values if it is a section of keys."""
-        found = get(tree, alias.old, _MISSING)
-        if found is _MISSING:
-            return
+        found = get(tree, alias.old)
         target = self.keys.get(alias.new)
         takes_keys = target is None or target.section is not None or isinstance(target.default, Mapping)
         by_key = takes_keys and isinstance(found, Mapping)

@@ -1,0 +1,24 @@
+"""Standard input, output and error of this process."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def open_closed_streams() -> None:
+    """Open standard input, output and error on the null device if this process was started without them.
+
+    Otherwise the next file or socket would get one of their descriptors and be read or written in their place.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115  (stays open; the descriptor may be another file's by now)
+            setattr(sys, name, stream)
