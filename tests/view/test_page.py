@@ -63,6 +63,21 @@ def test_curves_of_two_runs_are_drawn_and_smoothed(server, open_view):
     assert "data.seed" in page.locator("section", has_text="Settings that differ").inner_text()
 
 
+def test_forty_runs_have_forty_lines(serve, open_view, tmp_path):
+    for number in range(40):
+        make_up_run(tmp_path / f"run{number:02}", steps=2, metrics=0, prompts=1, siblings=1)
+    page = open_view(serve(tmp_path)).page
+    page.get_by_role("button", name="all", exact=True).click()
+    looks = page.locator("#runs .line").evaluate_all("all => all.map((one) => one.style.background)")
+    assert len(set(looks)) == 40
+    markers = page.locator("figure[data-metric='critic/score/mean'] .u-marker")
+    page.wait_for_function(
+        "n => document.querySelectorAll(\"figure[data-metric='critic/score/mean'] .u-marker\").length === n", arg=41
+    )
+    assert markers.evaluate_all("all => all.map((one) => one.style.background)")[1:] == looks
+    assert page.locator("figure[data-metric='critic/score/mean'] .u-marker").nth(9).bounding_box()["height"] == 3
+
+
 def test_one_question_answers_for_several_runs_and_metrics(server):
     keys = [run["id"] for run in server.get("/api/runs").json()["runs"]]
     names = ["critic/score/mean", "actor/entropy"]
@@ -276,13 +291,17 @@ def test_times_alerts_and_keys(server, open_view):
         "2.489 s",
         "0.95 s",
     ]
+    resumed = page.locator(".timeline .resumed")
+    assert resumed.inner_text() == "resumed after step 15"
+    assert resumed.locator("xpath=following-sibling::*[1]/button").inner_text() == "16"
     lanes = page.locator(".lanes").get_by_role("listitem")
     assert lanes.nth(2).get_attribute("aria-label").startswith("global_pool 1: generate_sequences 4.0")
     with page.expect_download() as saved:
         page.get_by_text("Trace for Perfetto").click()
     trace = json.loads(Path(saved.value.path()).read_text())
     assert {event["name"] for event in trace["traceEvents"]} >= {
-        "gen", "reward", "update_actor", "step", "ActorRolloutRefWorker.update_actor", "memory (MiB)"
+        "gen", "reward", "update_actor", "step", "ActorRolloutRefWorker.update_actor", "memory (MiB)",
+        "resumed, step 15",
     }  # fmt: skip
     page.keyboard.press("4")
     page.locator("#runs li", has_text="first").locator("button.only").click()

@@ -23,6 +23,8 @@ def test_a_report_has_curves_alerts_samples_tokens_and_settings(tmp_path):
     page = (tmp_path / "out/report.html").read_text()
     assert page.count("<svg") == 12
     assert "45 points" in page
+    assert "<p class=note>A tick at the bottom is a checkpoint. A dashed line is a resumption.</p>" in page
+    assert page.count('class="resumed"') == 12
     assert "Gradient spike, step 40" in page
     assert page.count("<h3>Best</h3>") == page.count("<h3>Worst</h3>") == 2
     assert page.count("Tokens by advantages") == 4  # two of the best, two of the worst; validation has none
@@ -146,6 +148,16 @@ def test_a_curve_without_height_lies_in_the_middle_and_says_its_value_once(steps
     drawn = curve(np.array(steps, float), np.array(values))
     assert re.findall(r"<text [^>]*>(.*?)</text>", drawn) == texts
     assert f'points="{points}"' in drawn
+
+
+def test_marks_stand_at_their_steps_and_checkpoints_of_one_place_once():
+    marks = [("resumed", 4), ("checkpoint", 5), ("checkpoint", 5), ("checkpoint", 9), ("resumed", 2), ("resumed", None)]
+    drawn = curve(np.array([3.0, 5.0]), np.array([1.0, 2.0]), [{"kind": kind, "step": step} for kind, step in marks])
+    # 134 of a step, from 46 on.
+    assert re.findall(r'class="(\w+)" x1="(\d+)" y1="(\d+)" x2="(\d+)" y2="132"', drawn) == [
+        ("resumed", "180", "8", "180"),
+        ("checkpoint", "314", "126", "314"),
+    ]
 
 
 @pytest.mark.parametrize("has_metrics", [True, False])

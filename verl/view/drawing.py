@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import numpy as np
 
 from verl.view.curves import extremes
@@ -12,8 +15,18 @@ POINTS = 600
 """Points of a curve; a longer one is drawn by the lowest and highest of each interval."""
 
 
-def curve(steps: np.ndarray, values: np.ndarray) -> str:
-    """Return an SVG of one curve, with its lowest and highest value and its first and last step beside the axes."""
+TICK = 6
+"""Height of the tick of a checkpoint."""
+
+
+def curve(steps: np.ndarray, values: np.ndarray, marks: Iterable[Mapping[str, Any]] = ()) -> str:
+    """Return an SVG of one curve, with its lowest and highest value and its first and last step beside the axes.
+
+    Args:
+        steps: (points,) of the values.
+        values: (points,) of the metric; those that are not finite are left out.
+        marks: ``kind`` and ``step`` of resumptions, drawn as dashed lines, and of checkpoints, ticks at the bottom.
+    """
     finite = np.isfinite(values)
     steps, values = steps[finite], values[finite]
     if not len(steps):
@@ -21,13 +34,23 @@ def curve(steps: np.ndarray, values: np.ndarray) -> str:
     rows = extremes(values, POINTS)
     steps, values = steps[rows], values[rows]
     low, high, first, last = float(values.min()), float(values.max()), float(steps.min()), float(steps.max())
-    x = LEFT + (steps - first) / ((last - first) or 1) * (WIDTH - LEFT - 6)
+    scale = (WIDTH - LEFT - 6) / ((last - first) or 1)
+    x = LEFT + (steps - first) * scale
     floor = HEIGHT - BOTTOM
     middle = (TOP + floor) / 2
     y = floor - (values - low) / (high - low) * (floor - TOP) if high > low else np.full(len(values), middle)
     points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
     dot = f'<circle cx="{x[0]:.1f}" cy="{y[0]:.1f}" r="2.5" fill="#2f7fbf"/>' if len(x) == 1 else ""
     label = f"{len(values)} points from {values[0]:.4g} to {values[-1]:.4g}"
+    places = {
+        (mark["kind"], f"{LEFT + (mark['step'] - first) * scale:.0f}"): None
+        for mark in marks
+        if mark["step"] is not None and first <= mark["step"] <= last
+    }
+    marked = "".join(
+        f'<line class="{kind}" x1="{at}" y1="{TOP if kind == "resumed" else floor - TICK}" x2="{at}" y2="{floor}"/>'
+        for kind, at in places
+    )
     heights = [(TOP + 8, high), (floor, low)] if high > low else [(middle + 4, high)]
     ends = [(f'x="{LEFT}"', first)] + ([(f'x="{WIDTH - 2}" text-anchor="end"', last)] if last > first else [])
     return (
@@ -36,5 +59,6 @@ def curve(steps: np.ndarray, values: np.ndarray) -> str:
         f'<line x1="{LEFT}" y1="{floor}" x2="{WIDTH}" y2="{floor}"/>'
         + "".join(f'<text x="{LEFT - 4}" y="{at:g}" text-anchor="end">{value:.4g}</text>' for at, value in heights)
         + "".join(f'<text {at} y="{HEIGHT - 4}">{value:g}</text>' for at, value in ends)
+        + marked
         + f'<polyline points="{points}"/>{dot}</svg>'
     )

@@ -40,7 +40,10 @@ h1 { font-size: 1.5rem; } h2 { margin-top: 2rem; font-size: 1.15rem; }
 figure { margin: 0; border: 1px solid #8886; border-radius: 8px; padding: .6rem; min-width: 0; }
 figcaption { font-weight: 600; font-size: .85rem; overflow-wrap: anywhere; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: currentColor; font: 10px system-ui; }
-svg line { stroke: #8885; } svg polyline { fill: none; stroke: #2f7fbf; stroke-width: 1.6; }
+svg line { stroke: #8885; } svg :is(.resumed, .checkpoint) { stroke: currentColor; }
+svg .resumed { stroke-dasharray: 5 3; }
+svg polyline { fill: none; stroke: #2f7fbf; stroke-width: 1.6; }
+.note { font-size: .85rem; opacity: .8; }
 table { border-collapse: collapse; font-size: .88rem; }
 th, td { text-align: start; padding: .2rem .7rem .2rem 0; vertical-align: top; }
 td { overflow-wrap: anywhere; }
@@ -100,7 +103,7 @@ def page_of(run: Run, index: Index) -> str:
         table({name: value for name, value in facts.items() if value}),
         ending(about),
         alerts(run.alerts(index)),
-        curves(run, index),
+        curves(run, index, about["marks"]),
         *(samples(run, index, folder_kind) for folder_kind in about["kinds"]),
         f"<h2>Settings</h2><details><summary>{len(about['config'])} keys</summary>{table(about['config'])}</details>",
     ]
@@ -128,7 +131,7 @@ def alerts(found: Sequence[Mapping[str, Any]]) -> str:
     return f"<h2>Health</h2>{''.join(items) or '<p>No rule is broken.</p>'}"
 
 
-def curves(run: Run, index: Index) -> str:
+def curves(run: Run, index: Index, marks: Sequence[Mapping[str, Any]]) -> str:
     """All curves; the usual ones open."""
     names = sorted(run.metrics.names)
     if not names:
@@ -139,13 +142,15 @@ def curves(run: Run, index: Index) -> str:
 
     def figures(chosen: Iterable[str]) -> str:
         drawn = [
-            f"<figure><figcaption>{escaped(name)}</figcaption>{curve(found[name][0], found[name][2])}</figure>"
+            f"<figure><figcaption>{escaped(name)}</figcaption>{curve(found[name][0], found[name][2], marks)}</figure>"
             for name in chosen
         ]
         return f"<div class=curves>{''.join(drawn)}</div>"
 
     more = f"<details><summary>{len(rest)} more curves</summary>{figures(rest)}</details>" if rest else ""
-    return f"<h2>Curves</h2>{figures(first)}{more}"
+    words = {"checkpoint": "A tick at the bottom is a checkpoint.", "resumed": "A dashed line is a resumption."}
+    note = " ".join(said for kind, said in words.items() if any(mark["kind"] == kind for mark in marks))
+    return f"<h2>Curves</h2>{f'<p class=note>{note}</p>' if note else ''}{figures(first)}{more}"
 
 
 def samples(run: Run, index: Index, kind: Kind) -> str:

@@ -24,7 +24,7 @@ from starlette.staticfiles import StaticFiles
 from verl.errors import DataError
 from verl.view.curves import thinned
 from verl.view.ranks import bounds_of, lanes_of, summary_of
-from verl.view.runs import Library, Run
+from verl.view.runs import Library, Run, marks_of
 from verl.view.samples import SampleFilter, find_samples, one_sample, place_of_sample, sample_values
 from verl.view.timeline import chrome_trace, spans_of
 from verl.view.tokens import tokens_of
@@ -173,7 +173,8 @@ class Answers:
         run = self._run(request)
         steps, recorded = spans_of(run.events, *_step_range(request)), set(run.ranks.steps(None, None))
         numbers = [step["step"] for step in steps if step["step"] in recorded]
-        return chrome_trace(run.files.name, steps, ((step, call) for step in numbers for call in run.ranks.calls(step)))
+        calls = ((step, call) for step in numbers for call in run.ranks.calls(step))
+        return chrome_trace(run.files.name, steps, calls, marks_of(run.events))
 
 
 def make_app(library: Library) -> Starlette:

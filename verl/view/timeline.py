@@ -36,7 +36,10 @@ def _nested(spans: Iterable[tuple[str, float, float]]) -> list[dict[str, Any]]:
 
 
 def chrome_trace(
-    name: str, steps: Iterable[Mapping[str, Any]], calls: Iterable[tuple[int, Mapping[str, Any]]] = ()
+    name: str,
+    steps: Iterable[Mapping[str, Any]],
+    calls: Iterable[tuple[int, Mapping[str, Any]]] = (),
+    marks: Iterable[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """Return stages, and the calls of ranks, as a trace of complete events (``ph: X``), in microseconds since 1970.
 
@@ -46,10 +49,16 @@ def chrome_trace(
         name: of the run.
         steps: stages, as of :func:`spans_of`.
         calls: step and call, as of ``RanksFile.calls``.
+        marks: resumptions and checkpoints, as of ``marks_of``; they become instant events of the driver.
     """
     events = [_process(1, f"verl {name}: driver")]
     for step in steps:
         events += [_complete(span, 1, "stage", step["step"]) for span in step["spans"]]
+    events += [
+        {"name": f"{mark['kind']}, step {mark['step']}", "ph": "i", "s": "g", "pid": 1, "tid": 1, "ts": round(at * 1e6)}
+        for mark in marks
+        if (at := mark["time"]) is not None
+    ]
     numbers: dict[str, int] = {}
     for step, call in calls:
         if call["rank"] not in numbers:

@@ -1,6 +1,7 @@
 // One metric of some runs as curves.
 
 import uPlot from "./vendor/uPlot.esm.js";
+import { lineBackground } from "./colours.js";
 import { h, short } from "./dom.js";
 import { smoothed } from "./smoothing.js";
 
@@ -12,7 +13,7 @@ const WHOLE = [...Array(9).keys()].flatMap((power) => [1, 2, 5].map((digit) => d
 /**
  * Draw curves into an element; returns a function that removes them.
  *
- * curves: [{label, colour, steps, times, values, marks: [{kind, step, time}]}]
+ * curves: [{label, colour, dash, steps, times, values, marks: [{kind, step, time}]}]
  * options: {axis: "step" | "relative" | "wall", smoothing: 0..0.99}
  */
 export function drawChart(element, name, curves, options) {
@@ -27,9 +28,10 @@ export function drawChart(element, name, curves, options) {
   const series = curves.map((curve, place) => ({
     label: labels[place],
     stroke: curve.colour,
+    dash: curve.dash,
     width: 1.5,
     spanGaps: true,
-    points: { show: curve.values.length < 40, size: 4 },
+    points: { show: curve.values.length < 40 && !curve.dash.length, size: 4 },
     value: (_, value) => short(value),
   }));
   const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px system-ui" };
@@ -43,7 +45,7 @@ export function drawChart(element, name, curves, options) {
       { ...axis, size: 56, values: (_, splits) => splits.map(short) },
     ],
     series: [{ label: options.axis, ...(options.axis === "wall" ? {} : { value: (_, value) => short(value) }) }, ...series],
-    legend: { show: true, live: true },
+    legend: { show: true, live: true, markers: { width: 0, fill: (_, place) => (place ? lineBackground(curves[place - 1]) : "") } },
     cursor: { drag: { x: true, y: false }, sync: { key: "curves" } },
     hooks: { draw: [(drawn) => drawMarks(drawn, marks, ink)] },
   }, data, element);

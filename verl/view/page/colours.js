@@ -3,9 +3,23 @@
 // Of Okabe and Ito: distinct for colour-blind eyes too.
 const RUNS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6d00", "#7f7f7f"];
 
-/** Colour of the run at a place of the list. */
-export function runColour(place) {
-  return RUNS[place % RUNS.length];
+/** Lengths of strokes and gaps; a run beyond the colours has a colour again, and another of these. */
+const DASHES = [[], [8, 4], [2, 3], [10, 3, 2, 3], [10, 3, 2, 3, 2, 3]];
+
+/** Colour and dash of the run at a place of the list: different for as many runs as the product of both lists. */
+export function runStyle(place) {
+  return { colour: RUNS[place % RUNS.length], dash: DASHES[Math.floor(place / RUNS.length) % DASHES.length] };
+}
+
+/** The background that looks like a piece of such a line. */
+export function lineBackground({ colour, dash }) {
+  let at = 0;
+  const stops = dash.map((length, part) => {
+    const from = at;
+    at += length;
+    return `${part % 2 ? "transparent" : colour} ${from}px ${at}px`;
+  });
+  return dash.length ? `repeating-linear-gradient(90deg, ${stops.join(", ")})` : colour;
 }
 
 const STAGES = {

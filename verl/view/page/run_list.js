@@ -1,7 +1,7 @@
 // The list of runs beside every view: which are chosen, and which is looked at.
 
 import { ago, fill, h, short } from "./dom.js";
-import { runColour } from "./colours.js";
+import { lineBackground, runStyle } from "./colours.js";
 
 const KEY = "verl-view-runs";
 
@@ -43,8 +43,8 @@ export class RunList {
     return this.runs.find((run) => run.id === wanted) || this.selected()[0];
   }
 
-  colour(id) {
-    return runColour(this.places.get(id) || 0);
+  style(id) {
+    return runStyle(this.places.get(id) || 0);
   }
 
   /** The runs whose names have the text of the search. */
@@ -98,15 +98,16 @@ export class RunList {
   }
 
   item(run) {
+    const look = this.style(run.id);
     const state = run.recovered ? `${run.state}, recovered` : run.state;
     const numbers = Object.entries(run.latest).slice(0, 1).map(([name, value]) => `${name} ${short(value)}`);
     return h("li", { "data-run": run.id },
       h("label", {},
         h("input", {
           type: "checkbox", checked: this.chosen.has(run.id), onchange: () => this.toggle(run.id),
-          style: { "accent-color": this.colour(run.id) },
+          style: { "accent-color": look.colour },
         }),
-        h("span", { class: "swatch", style: { background: this.colour(run.id) } }),
+        h("span", { class: "line", style: { background: lineBackground(look) } }),
         h("span", { class: "name", title: run.path }, run.name)),
       h("button", { type: "button", class: "only", title: "this run alone", onclick: () => this.choose([run.id]) }, "only"),
       h("div", { class: "about" },

@@ -114,7 +114,7 @@ class Curves {
     const runs = [...this.details.values()].filter((run) => run.metrics.includes(name));
     const found = await ask("series", { run: runs.map((run) => run.id), name });
     const curves = runs.map((run) => ({
-      label: run.name, colour: this.list.colour(run.id), marks: run.marks, ...found[run.id][name],
+      label: run.name, ...this.list.style(run.id), marks: run.marks, ...found[run.id][name],
     }));
     if (!box.isConnected) return;
     const plot = box.querySelector(".plot");

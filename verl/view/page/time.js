@@ -22,10 +22,11 @@ export async function showTime(main, parameters, list) {
   let chosen = parameters.step ? Number(parameters.step) : null;
   const load = async () => {
     keepInAddress("time", { run: run.id, ...range, step: chosen ?? "" });
-    const steps = await ask("spans", { run: run.id, ...range });
+    const [steps, about] = await Promise.all([ask("spans", { run: run.id, ...range }), ask("details", { run: [run.id] })]);
+    const resumed = about[run.id].marks.filter((mark) => mark.kind === "resumed");
     if (steps.length) await showRanks(ranks, run, range, chosen ?? steps.at(-1).step);
     else fill(ranks);
-    fill(body, steps.length ? timeline(steps, choose) : h("p", { class: "empty" },
+    fill(body, steps.length ? timeline(steps, resumed, choose) : h("p", { class: "empty" },
       `${run.name} has no times of stages: the tracker file writes them to a file .run.jsonl beside its metrics.`));
   };
   const choose = (number) => {
@@ -131,7 +132,7 @@ function waits({ steps, ranks }) {
   ];
 }
 
-function timeline(steps, choose) {
+function timeline(steps, resumed, choose) {
   const totals = new Map();
   for (const { spans } of steps) for (const span of spans) totals.set(span.name, (totals.get(span.name) || 0) + span.seconds);
   const whole = totals.get("step") || 1;
@@ -142,7 +143,9 @@ function timeline(steps, choose) {
     h("h2", {}, `Stages of the last ${shown.length} steps`),
     h("div", { class: "legend" }, rows.map(([name]) => h("span", {}, h("i", { class: "swatch", style: { background: stageColour(name) } }), name))),
     h("div", { class: "timeline", role: "group", "aria-label": `Stages of ${shown.length} steps; the table below has their means` },
-      shown.map((step) => line(step, longest, choose))),
+      shown.flatMap((step) => [
+        ...resumed.filter((mark) => mark.step === step.step - 1).map((mark) => h("div", { class: "resumed" }, `resumed after step ${mark.step}`)),
+        line(step, longest, choose)])),
     h("h2", {}, `Mean of ${steps.length} steps: ${short(whole / steps.length)} s`),
     table(["stage", "seconds", "share"], rows.map(([name, seconds]) => [name, short(seconds / steps.length), `${Math.round((100 * seconds) / whole)} %`])),
   ];
