@@ -117,6 +117,11 @@ class McoreEngineConfig(BaseConfig):
                 f"{path}.override_transformer_config", self.override_transformer_config, wrong, ", ".join(RECOMPUTE)
             )
         yield from self._recomputation(f"{path}.override_transformer_config")
+        if self.dtype in ("fp16", "float16"):
+            yield Problem(f"{path}.dtype", self.dtype, "its gradients underflow", "bfloat16 or float32")
+
+    def pipeline_problems(self, path: str) -> Iterator[Problem]:
+        """Pieces without a pipeline. Asked of models that Megatron holds, as other sections have the actor's sizes."""
         if (self.virtual_pipeline_model_parallel_size or 1) > 1 and self.pipeline_model_parallel_size == 1:
             yield Problem(
                 f"{path}.virtual_pipeline_model_parallel_size",
@@ -124,8 +129,6 @@ class McoreEngineConfig(BaseConfig):
                 "there is no pipeline to interleave with pipeline_model_parallel_size=1",
                 "null, or a pipeline_model_parallel_size above 1",
             )
-        if self.dtype in ("fp16", "float16"):
-            yield Problem(f"{path}.dtype", self.dtype, "its gradients underflow", "bfloat16 or float32")
 
     def _recomputation(self, path: str) -> Iterator[Problem]:
         """Values of :data:`RECOMPUTE` that megatron-core takes together."""

@@ -1,5 +1,6 @@
 """Keys of strategy=megatron: what is refused, what follows what, and how batches are shared."""
 
+import importlib.util
 import json
 import re
 from importlib.util import find_spec
@@ -54,9 +55,10 @@ def test_sizes_must_divide_the_ranks_and_be_the_same(run: Run):
     message = run.refusal(
         TWO | {"trainer.n_gpus_per_node": 3, "data.train_batch_size": 12, f"{ACTOR}.ppo_mini_batch_size": 12}
     )
-    assert "2 ranks share the model, which does not divide 3 ranks" in message
+    sizes = "{tensor_model_parallel_size: 2}"
+    assert f"{ACTOR}.megatron={sizes}: 2 ranks share the model, which does not divide 3 ranks" in message
     message = run.refusal(TWO | {"critic.megatron.pipeline_model_parallel_size": 2, "algorithm.adv_estimator": "gae"})
-    assert "megatron-core has one layout in a process" in message
+    assert f"megatron-core has one layout in a process, and {ACTOR}.megatron has {sizes}" in message
 
 
 def test_sizes_must_divide_the_model_before_it_loads(run: Run, tmp_path):
@@ -110,11 +112,19 @@ def test_what_is_refused(run: Run):
         message = run.refusal(TWO | {f"{key}.enable_activation_offload": True} | more)
         assert f"{key}.enable_activation_offload=true: activations stay on the device under megatron" in message
     assert "from which reading runs code" in run.refusal({f"{ACTOR}.megatron.use_dist_checkpointing": True})
-    message = run.refusal({f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": 2})
-    assert "there is no pipeline to interleave with pipeline_model_parallel_size=1" in message
+    message = run.refusal(TWO | {f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": 2})
+    assert message.count("there is no pipeline to interleave with pipeline_model_parallel_size=1") == 1
     override = {"recompute_granularity": "full", "num_layers": 3}
     message = run.refusal({f"{ACTOR}.megatron.override_transformer_config": override})
     assert "num_layers cannot be set" in message
+
+
+def test_without_megatron_core_a_run_says_how_to_install_it(run: Run, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "megatron" else found(name))
+    message = run.refusal({"actor_rollout_ref.actor.strategy": "megatron"})
+    assert "actor_rollout_ref.actor.strategy=megatron: megatron-core is not installed" in message
+    assert re.search(r"remedy: pip install .*megatron.* on every node, or use strategy=fsdp2", message)
 
 
 @pytest.mark.parametrize(

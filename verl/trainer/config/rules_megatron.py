@@ -11,6 +11,7 @@ from typing import Any
 from verl.base.requirements import install_command
 from verl.config import DPOConfig, McoreEngineConfig, PPOConfig, Problem, SupervisedConfig
 from verl.config.megatron import MIXTURES, SIZES, ranks_per_copy
+from verl.config.problems import shown
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils import model_files
@@ -52,15 +53,19 @@ def layouts(config: PPOConfig | SupervisedConfig) -> Problems:
     found = _held(config)
     if not found:
         return
+    looked_at = []  # models that follow the actor have its problems too
     for held in found:
-        yield from _layout(held)
+        layout = held.model.path, held.model.override_config, held.ranks, _sizes(held.placement)
+        if layout not in looked_at:
+            yield from _layout(held)
+            looked_at.append(layout)
     pool = isinstance(config, PPOConfig) and config.reward_model.enable_resource_pool
     together = [held for held in found if not (pool and held.section == "reward_model")]
     for held in together:
-        sizes = [held.placement[size] for size in SIZES]
-        if sizes != [together[0].placement[size] for size in SIZES]:
-            wrong = f"megatron-core has one layout in a process, and {together[0].section} has another one"
-            yield Problem(held.sizes, dict(zip(SIZES, sizes, strict=True)), wrong, "the same sizes")
+        sizes, first = _sizes(held.placement), _sizes(together[0].placement)
+        if sizes != first:
+            wrong = f"megatron-core has one layout in a process, and {together[0].sizes} has {shown(first)}"
+            yield Problem(held.sizes, sizes, wrong, "the same sizes")
     if (size := found[0].placement.expert_model_parallel_size) > 1:
         kinds = [model_files.model_type(Path(held.model.path).expanduser()) for held in found]
         if not any(kind is None or kind in MIXTURES for kind in kinds):
@@ -69,6 +74,11 @@ def layouts(config: PPOConfig | SupervisedConfig) -> Problems:
     for held in found:
         if held.trained is not None:
             yield from _training(held)
+
+
+def _sizes(engine: McoreEngineConfig) -> dict[str, int] | str:
+    """Return the sizes of a layout that are not 1, or say that there are none."""
+    return {size: engine[size] for size in SIZES if engine[size] not in (None, 1)} or "sizes of 1"
 
 
 def _training(held: _Held) -> Problems:
@@ -114,11 +124,11 @@ def _held(config: PPOConfig | SupervisedConfig) -> list[_Held]:
 
 def _layout(held: _Held) -> Problems:
     engine, path, ranks = held.placement, held.model.path, held.ranks
+    yield from engine.pipeline_problems(held.sizes)
     shared_by = ranks_per_copy(engine)
     if ranks % shared_by:
         wrong = f"{shared_by} ranks share the model, which does not divide {ranks} ranks"
-        value = {size: engine[size] for size in SIZES}
-        yield Problem(held.sizes, value, wrong, f"sizes whose product divides {ranks}")
+        yield Problem(held.sizes, _sizes(engine), wrong, f"sizes whose product divides {ranks}")
     expert_tensor = engine.expert_tensor_parallel_size or engine.tensor_model_parallel_size
     experts_by = expert_tensor * engine.expert_model_parallel_size * engine.pipeline_model_parallel_size
     if ranks % experts_by and not ranks % shared_by:

@@ -82,8 +82,8 @@ class MegatronEngine(BaseEngine):
         timeout_s: float = 600,
         total_steps: int = 0,
     ) -> None:
-        if problems := list(engine_config.problems("megatron")):
-            raise ConfigError(str(problems[0]))
+        for problem in (*engine_config.problems("megatron"), *engine_config.pipeline_problems("megatron")):
+            raise ConfigError(str(problem))
         self.model_config = model_config
         self.engine_config = engine_config
         self.optimizer_config = optimizer_config
