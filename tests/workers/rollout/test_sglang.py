@@ -32,6 +32,7 @@ from verl.testing.rollout_conformance import (
 from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
+from verl.workers.rollout import base, remote
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.client import EngineClient
 from verl.workers.rollout.engine_kwargs import Launch
@@ -39,6 +40,7 @@ from verl.workers.rollout.engine_side.verl_engine import checksum
 from verl.workers.rollout.sglang_rollout import SGLangRollout, private, served
 from verl.workers.rollout.sglang_rollout.served import SGLangServer
 from verl.workers.rollout.sglang_rollout.settings import process_environment
+from verl.workers.rollout.state import EngineState
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here; `make test-sglang` has it"
@@ -181,6 +183,24 @@ def test_many_small_buckets_are_one_update(mode: EngineUnderTest) -> None:
     running = mode.ready()
     assert running._engine.load_weights(weights_of(seed=1), 4096) == SIZE
     assert tokens_of(running.generate([greedy(PROMPTS[0])])) == [oracle_greedy(PROMPTS[0], 12, seed=1)]
+
+
+def test_states(mode: EngineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What SGLang says of its load: requests and memory while it draws, and nothing of either afterwards."""
+    monkeypatch.setattr(base, "_TELL_EVERY_S", 0)
+    monkeypatch.setattr(remote, "_LOOK_S", 0.001)
+    running = mode.ready(response_length=200)
+    told: list[EngineState] = []
+    running.on_state = told.append
+    running.generate([greedy(prompt, max_tokens=200) for prompt in PROMPTS])
+    after = running.state()
+    assert (after.requests_running, after.requests_waiting, after.memory_use, after.memory_tokens) == (0, 0, 0, 0)
+    assert after.response_tokens is None  # SGLang does not count them
+    assert {state.weight_version for state in told} == {0}
+    assert 0 < max(state.requests_running for state in told) <= len(PROMPTS)
+    assert 0 < max(state.memory_use for state in told) < 1
+    most = max(state.memory_tokens for state in told)
+    assert max(map(len, PROMPTS)) < most <= sum(map(len, PROMPTS)) + 200 * len(PROMPTS)
 
 
 def test_an_argument_that_sglang_lacks_is_named_before_it_starts(mode: EngineUnderTest) -> None:

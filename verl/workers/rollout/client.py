@@ -297,7 +297,8 @@ class ServerClient(EngineClient):
     """
 
     metrics: ClassVar[Mapping[str, str]]
-    """Field of :class:`~verl.workers.rollout.state.EngineState` → the server's name for it at ``/metrics``."""
+    """Field of :class:`~verl.workers.rollout.state.EngineState` → the server's name for it at ``metrics_path``."""
+    metrics_path: ClassVar[str] = "/metrics"
 
     def __init__(
         self,
@@ -330,7 +331,7 @@ class ServerClient(EngineClient):
 
     def statistics(self) -> Mapping[str, float]:
         """See :meth:`EngineClient.statistics`."""
-        return fields_of(samples_of(self.server.text("/metrics"), self.metrics.values()), self.metrics)
+        return fields_of(samples_of(self.server.text(self.metrics_path), self.metrics.values()), self.metrics)
 
     def kill(self) -> Path | None:
         """See :meth:`EngineClient.kill`."""

@@ -27,6 +27,7 @@ from verl.workers.rollout.server import KILLED_CHILD, HangLimits, HangTimer
 from verl.workers.rollout.sglang_rollout import private
 from verl.workers.rollout.sglang_rollout.served import (
     LOADER,
+    LOADS,
     ORDER,
     SGLangClient,
     check_success,
@@ -116,6 +117,13 @@ class SGLangInProcess(SGLangClient):
                     private.abort(self._engine, names[number])
 
             private.run(self._engine, serve_each(requests, ask, aborted, cancel=cancel))
+
+    def statistics(self) -> Mapping[str, float]:
+        """See :meth:`EngineClient.statistics`."""
+        return {
+            field: float(sum(getattr(load, name) for load in private.loads(self._engine)))
+            for field, name in LOADS.items()
+        }
 
     def kill(self) -> None:
         """End SGLang's processes; there is no separate log. Idempotent."""

@@ -59,6 +59,11 @@ def run(engine: Any, work: Coroutine[Any, Any, None]) -> None:
     engine.loop.run_until_complete(work)
 
 
+def loads(engine: Any) -> list[Any]:
+    """Return the newest report of its load that each scheduler has made, from shared memory. Thread-safe."""
+    return engine.tokenizer_manager.load_snapshot_reader.read_all()
+
+
 def abort(engine: Any, name: str) -> None:
     """Make SGLang abort one request. Call it in the engine's event loop."""
     engine.tokenizer_manager.abort_request(name)

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,16 @@ ORDER = "verl.order"
 _PASS_PARAMS = json.dumps({"callable": b"cverl_sglang\nPassParams\n.".hex()})
 """The logit processor of every request, in SGLang's format: a pickle, as hex, that names a class."""
 _ABORT_ALL = ("/abort_request", {"abort_all": True})
+LOADS = {
+    "requests_running": "num_running_reqs",
+    "requests_waiting": "num_waiting_reqs",
+    "memory_use": "token_usage",
+    "memory_tokens": "num_used_tokens",
+}
+"""Field of :class:`~verl.workers.rollout.state.EngineState` → name in SGLang's reports of its load, made for balancing.
+
+Unlike its metrics they are also made where ``enable_metrics`` is not set, and cost a scheduler no collector.
+"""
 _MEMORY_TAGS = {"kv_cache": ("kv_cache",), "weights": ("weights", "cuda_graph")}
 
 
@@ -79,10 +89,6 @@ class SGLangClient(EngineClient):
     def wake(self, parts: Sequence[str]) -> None:
         """See :meth:`EngineClient.wake`."""
         self._call("resume_memory_occupation", tags=[tag for part in parts for tag in _MEMORY_TAGS[part]])
-
-    def statistics(self) -> Mapping[str, float]:
-        """Return nothing: SGLang's own numbers are not read."""
-        return {}
 
 
 def request_of(responses: Sequence[PartialResponse], name: str | None = None) -> dict[str, Any]:
@@ -139,6 +145,9 @@ def order_of(report: str, files: Sequence[str] = ()) -> bytes:
 
 class SGLangServer(SGLangClient, ServerClient):
     """SGLang's HTTP server in a separate process, which reads new weights from files."""
+
+    metrics: ClassVar[Mapping[str, str]] = {field: f"sglang_{name}" for field, name in LOADS.items()}
+    metrics_path = "/v1/loads?format=prometheus&include=core"
 
     def __init__(
         self,
