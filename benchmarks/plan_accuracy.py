@@ -86,7 +86,9 @@ _SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, 
           "num_key_value_heads": 2, "head_dim": 32, "vocab": 1024}  # fmt: skip
 _MEDIUM = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
            "num_key_value_heads": 4, "head_dim": 64, "vocab": 16384}  # fmt: skip
+_EXPERTS = {**_SMALL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
 TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+EXPERT = {"expert_model_parallel_size": 2}
 CASES = [
     Case("small qwen3", "qwen3", 1, False, 1024, _SMALL),
     Case("small llama", "llama", 1, True, 1024, _SMALL),
@@ -103,6 +105,7 @@ CASES = [
         for name, ranks, sizes in (("1 rank", 1, {}), ("TP 2", 2, TENSOR), ("PP 2", 2, PIPELINE))
         for checkpoints in (False, True)
     ),
+    *(Case("small qwen3_moe, Megatron EP 2", "qwen3_moe", 2, on, 1024, _EXPERTS, sizes=EXPERT) for on in (False, True)),
 ]
 
 
