@@ -111,6 +111,7 @@ def test_what_is_refused(run: Run):
     for key, more in (("actor_rollout_ref.model", {}), ("critic.model", {"algorithm.adv_estimator": "gae"})):
         message = run.refusal(TWO | {f"{key}.enable_activation_offload": True} | more)
         assert f"{key}.enable_activation_offload=true: activations stay on the device under megatron" in message
+    assert run.refusal(TWO | {f"{ACTOR}.megatron.tensor_model_parallel_size": 0}).count("parallel_size=0") == 1
     assert "from which reading runs code" in run.refusal({f"{ACTOR}.megatron.use_dist_checkpointing": True})
     message = run.refusal(TWO | {f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": 2})
     assert message.count("there is no pipeline to interleave with pipeline_model_parallel_size=1") == 1

@@ -156,7 +156,9 @@ def _layouts(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> 
         for name in MEGATRON_SIZES:
             key = f"{section}.megatron.{name}"
             if key in keys and key not in explicit and same(get(tree, key, keys[key].default), keys[key].default):
-                put(tree, key, get(tree, f"{_ACTOR}.megatron.{name}", keys[key].default))
+                size = get(tree, f"{_ACTOR}.megatron.{name}", keys[key].default)
+                if size is None or (isinstance(size, int) and size > 0):  # else it is reported once, where it was set
+                    put(tree, key, size)
 
 
 def _rows_in_driver(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> None:
