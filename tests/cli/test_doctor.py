@@ -41,6 +41,15 @@ def test_too_little_of_something_is_a_warning():
     assert doctor._enough("disk", 2**31, 2 * 2**30, "free space").verdict == "ok"
 
 
+def test_a_folder_that_cannot_be_written_is_told(monkeypatch, tmp_path):
+    for folder, verdict in ((tmp_path, "ok"), (Path("/proc"), "warn")):
+        monkeypatch.chdir(folder)
+        (found,) = (finding for finding in doctor._limits() if finding.name == "this folder")
+        assert found.verdict == verdict
+        assert bool(found.remedy) == (verdict == "warn")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_limit_is_raised_by_a_command_up_to_its_hard_value():
     kind = resource.RLIMIT_NOFILE
     soft, hard = resource.getrlimit(kind)

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +82,22 @@ def test_an_index_that_is_deleted_while_the_view_runs_is_made_again(tmp_path):
         made.refresh_samples()
         assert series(made, "x") == before
         assert find_samples(made.index, SampleFilter(run=run, kind="train")) == samples
+
+
+def test_several_views_of_one_folder_share_the_index(tmp_path):
+    """All begin at once, without an index: each makes its tables, or finds them, and adds what is not there yet."""
+    write_lines(tmp_path / "metrics.jsonl", range(1, 1501), "w")
+    for step in range(1, 31):
+        write_samples(tmp_path / "rollouts", step, 2, 2, random.Random(step))
+    with ThreadPoolExecutor(6) as threads:
+        made = list(threads.map(library, [tmp_path] * 6))
+    with made[0].index.reading() as database:
+        assert database.execute("SELECT count(*), count(DISTINCT dump) FROM sample").fetchone()[:] == (120, 30)
+    assert all(series(one, "x")[0] == list(range(1, 1501)) for one in made)
+    write_lines(tmp_path / "metrics.jsonl", range(1501, 2101))
+    made[0].refresh()  # it alone has seen what the second chunk of the index holds now
+    assert series(made[0], "x")[0] == list(range(1, 2101))
+    assert series(made[1], "x")[0] == list(range(1, 1501))
 
 
 def test_lines_that_are_no_metrics_are_left_out(tmp_path):

@@ -193,9 +193,20 @@ def _program(name: str, candidates: tuple[str, ...], use: str, remedy: str) -> F
     return Finding(name, "ok", path) if path else Finding(name, "absent", f"needed for {use}", remedy)
 
 
+def _this_folder() -> Finding:
+    """Whether runs that start here can write: below it are, unless set otherwise, their settings and checkpoints."""
+    try:
+        with tempfile.TemporaryFile(dir="."):
+            return Finding("this folder", "ok", "can be written")
+    except OSError as error:
+        remedy = "start runs elsewhere, or set hydra.run.dir and trainer.default_local_dir"
+        return Finding("this folder", "warn", f"cannot be written: {error.strerror}", remedy)
+
+
 def _limits() -> Iterator[Finding]:
     yield _enough("memory", available_memory(), MEMORY_BYTES, "end other programs, or use a smaller model")
     yield _enough("disk", psutil.disk_usage(".").free, DISK_BYTES, "free space, or set trainer.default_local_dir")
+    yield _this_folder()
     if Path("/dev/shm").is_dir():
         remedy = "mount /dev/shm larger (docker run --shm-size=16g)"
         yield _enough("shared memory", psutil.disk_usage("/dev/shm").total, SHARED_BYTES, remedy)

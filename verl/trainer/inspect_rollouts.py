@@ -124,7 +124,7 @@ def _text(message: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m verl.trainer.inspect_rollouts", description=__doc__)
+    parser = argparse.ArgumentParser(prog="verl inspect rollouts", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("file", type=Path, help="a file {step}.jsonl")
     parser.add_argument("--status", nargs="+", default=[], help="show only samples that ended so")

@@ -83,9 +83,9 @@ class MetricsFile:
             for name in names:
                 query = (
                     "SELECT steps, times, numbers FROM series JOIN chunk USING (run, number) "
-                    "WHERE run = ? AND name = ? ORDER BY number"
+                    "WHERE run = ? AND name = ? AND number < ? ORDER BY number"  # another view may have stored more
                 )
-                for steps, times, numbers in database.execute(query, (self.run, name)):
+                for steps, times, numbers in database.execute(query, (self.run, name, self._chunks)):
                     parts[name].append(tuple(np.frombuffer(part) for part in (steps, times, numbers)))  # type: ignore
         tail = list(self._tail)
         for name in names:

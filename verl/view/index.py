@@ -68,7 +68,9 @@ class Index:
             for file in self.path.parent.glob(f"{self.path.name}*"):  # with its write-ahead log
                 file.unlink()
         with self.writing() as database:
-            database.executescript(f"{_TABLES} PRAGMA user_version = {VERSION};")
+            if database.execute("PRAGMA user_version").fetchone()[0] != VERSION:  # else another view has just made them
+                for statement in f"{_TABLES} PRAGMA user_version = {VERSION}".split(";"):
+                    database.execute(statement)
         return True
 
     def _version(self) -> int:
@@ -83,13 +85,14 @@ class Index:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A connection whose changes are written together at the end; one thread at a time."""
+        """A connection whose changes are written together at the end; one at a time, of all views of the folders."""
         database = sqlite3.connect(self.path, timeout=30)
         try:
             # A lost index is made again, so nothing waits for the disk; readers go on while it is written.
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = OFF")
             with database:
+                database.execute("BEGIN IMMEDIATE")  # what is read before the first change stays true
                 yield database
         finally:
             database.close()

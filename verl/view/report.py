@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.config.problems import shown
 from verl.errors import DataError
-from verl.utils.token_page import STYLE, escaped, token_spans, whole_page
+from verl.utils.token_page import DOCTYPE, STYLE, escaped, token_spans, whole_page
 from verl.view.discovery import Kind, metrics_problem
 from verl.view.drawing import curve
 from verl.view.index import Index
@@ -62,13 +62,20 @@ def write_report(folder: Path, output: Path) -> None:
         raise DataError(f"there is no {folder}. Name the folder of a run, or its file of metrics.")
     if folder.is_file() and (wrong := metrics_problem(folder)):
         raise DataError(wrong)
+    if output.is_file() and not _is_page(output):
+        raise DataError(f"{output} is no report, and would be lost. Name another file by -o.")
     with tempfile.TemporaryDirectory() as scratch:
         library = Library([folder], Index(Path(scratch) / "index.sqlite"))
         library.find()
         names = [run.files.name for run in library.runs.values()]
         if len(names) != 1:
-            what = f"are {len(names)} runs ({', '.join(names[:8])})" if names else "is no run"
-            raise DataError(f"there {what} below {folder}: name the folder of one, or its file of metrics.")
+            if not names:
+                raise DataError(
+                    f"there is no run below {folder}. Runs with `file` in trainer.logger leave a file of metrics: name "
+                    "it, or its folder."
+                )
+            several = f"{len(names)} runs ({', '.join(names[:8])})"
+            raise DataError(f"there are {several} below {folder}: name the folder of one, or its file of metrics.")
         library.refresh()
         library.refresh_samples()
         (run,) = library.runs.values()
@@ -83,6 +90,13 @@ def write_report(folder: Path, output: Path) -> None:
             output.write_text(page, encoding="utf-8", errors="replace")
         except OSError as error:
             raise DataError(f"{output} cannot be written: {error.strerror}. Name another file by -o.") from error
+
+
+def _is_page(file: Path) -> bool:
+    """Whether a file is empty or begins as reports do."""
+    beginning = DOCTYPE.encode()
+    with file.open("rb") as opened:
+        return opened.read(len(beginning)) in (b"", beginning)
 
 
 def page_of(run: Run, index: Index) -> str:

@@ -103,10 +103,12 @@ def _new_files(index: Index, run: RunFiles, folder: DumpFolder) -> list[tuple[st
 def _add_file(
     database: sqlite3.Connection, run: str, kind: str, path: Path, step: int, size: int, modified: int
 ) -> None:
-    old = database.execute("SELECT id FROM dump WHERE path = ?", (str(path),)).fetchone()
+    old = database.execute("SELECT id, size, mtime FROM dump WHERE path = ?", (str(path),)).fetchone()
     if old is not None:
-        database.execute("DELETE FROM sample WHERE dump = ?", old)
-        database.execute("DELETE FROM dump WHERE id = ?", old)
+        if old[1:] == (size, modified):  # another view of the folder has added it
+            return
+        database.execute("DELETE FROM sample WHERE dump = ?", old[:1])
+        database.execute("DELETE FROM dump WHERE id = ?", old[:1])
     columns = "(run, kind, step, path, size, mtime) VALUES (?, ?, ?, ?, ?, ?)"
     dump = database.execute(f"INSERT INTO dump {columns}", (run, kind, step, str(path), size, modified)).lastrowid
     database.executemany(

@@ -229,9 +229,11 @@ def test_interpolations_on_the_command_line_refer_to_the_configuration(command_l
         (["trainer.logger=[console"], "trainer.logger=[console: brackets and quotes do not match"),
         (["trainer.project_name='a"], "trainer.project_name='a: brackets and quotes do not match"),
         (["trainer.total_epochs"], "1. trainer.total_epochs: a setting is written KEY=VALUE, without spaces"),
+        (["="], "1. =: a setting is written KEY=VALUE, without spaces"),
+        (["--cfg", "jobs"], "1. --cfg jobs: it shows one of three configurations.\n     allowed: job, hydra, all"),
         (["~critic"], "1. ~critic: a section cannot be deleted"),
         (["~data=legacy_data"], "1. ~data=legacy_data: a section cannot be deleted"),
-        (["trainer.total_epochs", "=", "3"], "2 problems in the configuration"),
+        (["trainer.total_epochs", "=", "3"], "3 problems in the configuration"),
     ],
 )
 def test_what_hydra_cannot_read_is_named(
@@ -242,6 +244,18 @@ def test_what_hydra_cannot_read_is_named(
     assert stopped.value.code == 2
     assert said in capsys.readouterr().err
     assert command_line.got == []
+
+
+def test_an_output_folder_that_cannot_be_made_is_told(
+    command_line: CommandLine, capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    (tmp_path / "outputs").touch()
+    with pytest.raises(SystemExit) as stopped:
+        command_line()
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ConfigError: the folder for this run's settings cannot be made: ")
+    assert said.endswith("set hydra.run.dir=FOLDER.\n")
 
 
 PUBLIC = "hydra: {searchpath: [pkg://verl.trainer.config]}\n"

@@ -9,9 +9,10 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
+from threading import Event
 from types import FunctionType
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -102,6 +103,19 @@ def _forced(override: str, folders: Sequence[Path]) -> str:
     return "++" + override.lstrip("+")
 
 
+def flag_problems(flags: Sequence[Sequence[str]]) -> list[Problem]:
+    """Return the problems of flags that lack their value, and of ``--cfg`` with one that it does not take."""
+    problems = []
+    for name, *value in flags:
+        if name in ("--cfg", "-c") and value not in (["job"], ["hydra"], ["all"]):
+            problems.append(
+                Problem("", " ".join([name, *value]), "it shows one of three configurations", "job, hydra, all")
+            )
+        elif name in _VALUE_FLAGS and not value and name not in ("--info", "-i"):
+            problems.append(Problem("", name, "its value is missing", remedy=f"write {name} VALUE"))
+    return problems
+
+
 def override_problems(overrides: Sequence[str], root: type[BaseConfig]) -> list[Problem]:
     """Return the problems of overrides that Hydra cannot read, or that would delete a section below ``root``."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -118,14 +132,18 @@ def override_problems(overrides: Sequence[str], root: type[BaseConfig]) -> list[
             continue
         try:
             parser.parse_override(override)
+            can_be_read = bool(key.lstrip("+~"))
         except HydraException:
-            if is_assigned and key and key == key.strip():
-                wrong = "brackets and quotes do not match, or a special character is not quoted"
-                remedy = "quote it twice, once for the shell: KEY=\"'VALUE'\", and lists as KEY=\"['a','b']\""
-                problems.append(Problem(key.lstrip("+"), value, wrong, remedy=remedy))
-            else:
-                wrong, remedy = "a setting is written KEY=VALUE, without spaces", "join key, equals sign and value"
-                problems.append(Problem("", override, wrong, remedy=remedy))
+            can_be_read = False
+        if can_be_read:
+            continue
+        if is_assigned and key.lstrip("+~") and key == key.strip():
+            wrong = "brackets and quotes do not match, or a special character is not quoted"
+            remedy = "quote it twice, once for the shell: KEY=\"'VALUE'\", and lists as KEY=\"['a','b']\""
+            problems.append(Problem(key.lstrip("+"), value, wrong, remedy=remedy))
+        else:
+            wrong, remedy = "a setting is written KEY=VALUE, without spaces", "join key, equals sign and value"
+            problems.append(Problem("", override.removeprefix("++"), wrong, remedy=remedy))
     return problems
 
 
@@ -285,7 +303,6 @@ def command(
     @interruptible()
     def main() -> None:
         import hydra
-        from hydra.errors import HydraException
 
         open_closed_streams()
         if {"--help", "-h"}.intersection(sys.argv[1:]):
@@ -293,8 +310,10 @@ def command(
             return
 
         told_first = "" if sys.argv[1:] else first_words
+        began = Event()
 
         def entry(cfg: DictConfig) -> None:
+            began.set()
             _show_full_errors(shown_in_full)
             if restarts:  # a training run; others write their result to standard output
                 from verl.utils.console import status
@@ -317,8 +336,8 @@ def command(
 
         prepare_hydra()
         flags_and_overrides = force_overrides(sys.argv[1:])
-        _, overrides = _parted(flags_and_overrides)
-        if problems := override_problems(overrides, root):
+        flags, overrides = _parted(flags_and_overrides)
+        if problems := [*flag_problems(flags), *override_problems(overrides, root)]:
             _end_plainly(ConfigError(report(problems)), [])
         if not any(override.startswith("hydra.job.name=") for override in overrides):
             flags_and_overrides.append(f"hydra.job.name={Path(inspect.getfile(inspect.unwrap(run))).stem}")
@@ -329,13 +348,8 @@ def command(
         shown_in_full = os.environ.get(FULL_ERROR)
         _show_full_errors("1")  # so that what is wrong with the YAML files comes here and not to Hydra's traceback
         try:
-            with redirect_stdout(composed) if prints else nullcontext():
+            with redirect_stdout(composed) if prints else nullcontext(), _errors_of_composition(began, shown_in_full):
                 start()
-        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-            if shown_in_full:
-                raise
-            sys.stderr.write(f"ConfigError: the configuration cannot be composed: {error}\n")
-            raise SystemExit(2) from None
         finally:
             _show_full_errors(shown_in_full)
             gc.freeze()  # Python would look through a million objects for garbage before the process ends
@@ -347,6 +361,26 @@ def command(
             sys.stdout.write(composed.getvalue() + said)
 
     return main
+
+
+@contextmanager
+def _errors_of_composition(began: Event, shown_in_full: str | None) -> Iterator[None]:
+    """Tell in words what goes wrong before the command itself has begun, unless all errors are shown in full."""
+    from hydra.errors import HydraException
+
+    try:
+        yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        if shown_in_full:
+            raise
+        sys.stderr.write(f"ConfigError: the configuration cannot be composed: {error}\n")
+        raise SystemExit(2) from None
+    except OSError as error:
+        if shown_in_full or began.is_set():
+            raise
+        wrong = f"the folder for this run's settings cannot be made: {error}"
+        sys.stderr.write(f"ConfigError: {wrong}. Start where you may write, or set hydra.run.dir=FOLDER.\n")
+        raise SystemExit(2) from None
 
 
 def _print_help(run: FunctionType, root: type[BaseConfig]) -> None:
