@@ -98,12 +98,14 @@ test-slow: $(DEV) ## the long proofs
 test-wheel: $(DEV) ## the wheel and the sdist, built, and installed into an environment that has nothing else of ours
 	$(BIN)/python -m pytest -m slow tests/test_packaging.py
 
+SGLANG_FILES := $(addprefix tests/workers/rollout/test_sglang,.py _adapters.py)
+
 test-sglang: $(SGLANG) ## the SGLang engine against the rollout contract, on a CPU, in an environment of its own
 	$(SGLANG_VENV)/bin/python -c 'import sglang.srt.entrypoints.engine'
-	$(SGLANG_VENV)/bin/python -m pytest tests/workers/rollout/test_sglang.py tests/workers/rollout/test_sglang_settings.py
+	$(SGLANG_VENV)/bin/python -m pytest $(SGLANG_FILES) tests/workers/rollout/test_sglang_settings.py
 
-test-sglang-slow: $(SGLANG) ## the deaths and hangs of its processes that test-sglang leaves out
-	$(SGLANG_VENV)/bin/python -m pytest -m slow tests/workers/rollout/test_sglang.py
+test-sglang-slow: $(SGLANG) ## what test-sglang leaves out: deaths and hangs of its processes, adapters and images over its server
+	$(SGLANG_VENV)/bin/python -m pytest -m slow $(SGLANG_FILES)
 
 $(VERIFIERS): requirements/verifiers.txt
 	$(PYTHON) -m venv $(VERIFIERS_VENV)

@@ -1,13 +1,14 @@
 """Do trainer and rollout engines compute what Transformers computes? The largest differences, for each kind of model.
 
     python -m benchmarks.agreement [--kinds "dense (Qwen3)" ...] [--ranks 1 2]
-    .venv-vllm/bin/python -m benchmarks.agreement --engines vllm --ranks 1
+    .venv-vllm/bin/python -m benchmarks.agreement --engines vllm --ranks 1 [--merged]
+    .venv-sglang/bin/python -m benchmarks.agreement --engines sglang --ranks 1 [--merged]
 
 Tiny models with random weights, in fp32 on one rank and on two: their responses are drawn by a rollout engine in each
 rank, and one plain forward and backward pass of Transformers over each response alone, with the model's own attention
-and positions, says what log-probs and gradients should be. Prints the table of docs/internals/agreement.md. With vllm
-all models have heads of 32 numbers, the fewest that it computes on a CPU; it runs inside the process and applies
-adapters.
+and positions, says what log-probs and gradients should be. Prints the table of docs/internals/agreement.md. vllm and
+sglang run inside the process and apply adapters, unless they get merged weights. With vllm all models have heads of 32
+numbers, the fewest that it computes on a CPU; with sglang patches of pictures have 14 pixels a side, as it knows them.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from verl.config import HFModelConfig, RolloutConfig
 from verl.config.model import FSDPEngineConfig, FSDPOptimizerConfig
+from verl.config.rollout import OTHER_PROGRAMS, OWN_ENGINES
 from verl.protocol import DataProto
 from verl.testing.models import MIXTURES, tiny_model_dir
 from verl.testing.vision_models import heads_of_32, picture_rows, tiny_vision_model_dir, write_parquet
@@ -50,7 +52,7 @@ KINDS = {
     **{f"images ({family})": family for family in FAMILIES},
     **{f"LoRA ({name})": family for family, name in ADAPTED.items()},
 }
-ENGINES = ("hf", "native", "vllm")
+ENGINES = (*OWN_ENGINES, *OTHER_PROGRAMS)
 REFUSED = {("deepseek_v3", "native")}  # latent attention
 PROMPTS, RESPONSES, PROMPT_LENGTH, RESPONSE_LENGTH = 6, 2, 40, 8
 TOLERANCE = 2e-5
@@ -70,6 +72,7 @@ def main() -> None:
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="rows of the table (all)")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["hf", "native"], help="rollout engines")
+    parser.add_argument("--merged", action="store_true", help="vllm and sglang get merged adapters")
     parser.add_argument("--ranks", nargs="+", type=int, choices=(1, 2, 4), default=[1, 2], help="ranks of the trainer")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="largest difference (%(default)s)")
     args = parser.parse_args()
@@ -80,14 +83,16 @@ def main() -> None:
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
             # Processes of their own even for one rank: a process group ends with its processes.
-            start_processes(on_rank, (ranks, args.kinds, args.engines, folder), nprocs=ranks, start_method="fork")
+            start_processes(
+                on_rank, (ranks, args.kinds, args.engines, args.merged, folder), nprocs=ranks, start_method="fork"
+            )
             found = json.loads((Path(folder) / "found.json").read_text())
         largest = max([largest, *(math.inf if math.isnan(value) else value for value in found)])
     if not largest <= args.tolerance:
         raise SystemExit(f"the largest difference, {largest:.1e}, is above {args.tolerance:.1e}")
 
 
-def on_rank(rank: int, ranks: int, kinds: Sequence[str], engines: Sequence[str], folder: str) -> None:
+def on_rank(rank: int, ranks: int, kinds: Sequence[str], engines: Sequence[str], merged: bool, folder: str) -> None:
     """Measure all kinds on one of the ranks of a gloo group; the first one prints rows and writes the differences."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -98,21 +103,26 @@ def on_rank(rank: int, ranks: int, kinds: Sequence[str], engines: Sequence[str],
         family = KINDS[kind]
         own = [engine for engine in engines if (family, engine) not in REFUSED]
         place = Path(folder, str(len(found)))
-        for engine, row in measure(family, kind.startswith("LoRA"), place, own).items():
+        for engine, row in measure(family, kind.startswith("LoRA"), place, own, merged).items():
             found += row
             if rank == 0:
-                print(f"| {kind} | `{engine}` | {ranks} | {' | '.join(f'{value:.1e}' for value in row)} |", flush=True)
+                alone = kind.startswith("LoRA") and engine in OTHER_PROGRAMS and not merged
+                name = f"{kind}, adapters alone" if alone else kind
+                print(f"| {name} | `{engine}` | {ranks} | {' | '.join(f'{value:.1e}' for value in row)} |", flush=True)
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def measure(family: str, has_adapters: bool, folder: Path, engines: Sequence[str]) -> dict[str, Differences]:
+def measure(
+    family: str, has_adapters: bool, folder: Path, engines: Sequence[str], merged: bool
+) -> dict[str, Differences]:
     """Return the differences of a kind by rollout engine; gradients are relative to the largest gradient."""
     has_images, path = family in FAMILIES, str(folder / "model")
     if dist.get_rank() == 0:
         if has_images:
-            tiny_vision_model_dir(path, family, **(heads_of_32(family) if "vllm" in engines else {}))
+            of_patches = {"patch": 14, "side": 4} if "sglang" in engines else {}
+            tiny_vision_model_dir(path, family, **(heads_of_32(family) if "vllm" in engines else {}), **of_patches)
         else:
             tiny_model_dir(path, family, **({"head_dim": 32} if "vllm" in engines else {}))
     dist.barrier()
@@ -136,7 +146,7 @@ def measure(family: str, has_adapters: bool, folder: Path, engines: Sequence[str
     plain.load_state_dict(plain.state_dict() | weights)  # buffers, such as biases of routers, are not trained
     # Prompts of a rank are not adjacent, so that both have rows of text and rows with images.
     prompts = read_prompts(path, folder / str(dist.get_rank()), has_images)[dist.get_rank() :: dist.get_world_size()]
-    return {engine: compared(engine, path, prompts, weights, plain, trainer) for engine in engines}
+    return {engine: compared(engine, path, prompts, weights, plain, trainer, merged) for engine in engines}
 
 
 def read_prompts(path: str, folder: Path, has_images: bool) -> DataProto:
@@ -156,13 +166,13 @@ def read_prompts(path: str, folder: Path, has_images: bool) -> DataProto:
 
 
 def compared(
-    engine: str, path: str, prompts: DataProto, weights: Mapping[str, Tensor], plain: Any, trainer: Any
+    engine: str, path: str, prompts: DataProto, weights: Mapping[str, Tensor], plain: Any, trainer: Any, merged: bool
 ) -> Differences:
     """Draw responses, and compare log-probs of the rollout and the trainer, and the trainer's gradients."""
     config: Any = {"name": engine, "prompt_length": PROMPT_LENGTH, "response_length": RESPONSE_LENGTH}
     config["tensor_model_parallel_size"] = 1
-    applies = engine == "vllm" and trainer.has_adapters
-    if engine == "vllm":
+    applies = engine in OTHER_PROGRAMS and trainer.has_adapters and not merged
+    if engine in OTHER_PROGRAMS:
         # The seed is one that draws no token of images, which the plain model would take for an image.
         config |= {"mode": "sync", "enforce_eager": True, "merge_adapters": not applies, "seed": 5}
     model = replace(trainer.model_config, path=path) if applies else HFModelConfig(path=path)

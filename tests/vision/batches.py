@@ -10,7 +10,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.workers.support import EPS, LR, naive_policy_loss
 from verl.protocol import DataProto
-from verl.testing.vision_models import picture_rows, write_parquet
+from verl.testing.vision_models import film_rows, picture_rows, write_parquet
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.vision.positions import continued
@@ -22,9 +22,18 @@ P, R = 34, 5
 
 def prompts(path: str, folder: Any, count: int = 6, text_every: int = 3) -> DataProto:
     """Prompts of ``picture_rows`` as the data set makes them."""
-    file = write_parquet(folder / "rows.parquet", picture_rows(count, text_every))
-    dataset = RLHFDataset(file, hf_tokenizer(path), {"max_prompt_length": P}, hf_processor(path))
-    return DataProto.from_single_dict(collate_fn([dataset[i] for i in range(count)]))
+    return _prompts(path, folder, picture_rows(count, text_every), P)
+
+
+def film_prompts(path: str, folder: Any, count: int = 8, length: int = 120) -> DataProto:
+    """Prompts of ``film_rows`` as the data set makes them."""
+    return _prompts(path, folder, film_rows(count), length)
+
+
+def _prompts(path: str, folder: Any, rows: list[dict[str, Any]], length: int) -> DataProto:
+    file = write_parquet(folder / "rows.parquet", rows)
+    dataset = RLHFDataset(file, hf_tokenizer(path), {"max_prompt_length": length}, hf_processor(path))
+    return DataProto.from_single_dict(collate_fn([dataset[i] for i in range(len(rows))]))
 
 
 def picture_batch(path: str, folder: Any, count: int = 6, text_every: int = 3) -> DataProto:

@@ -11,8 +11,9 @@ from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
 from tests.vision.agent_batches import VisionAgents
+from tests.vision.batches import film_prompts
 from tests.vision.one_family import ONE_FAMILY
-from tests.vision.test_videos import VIDEO, P, arguments_of, film_prompts
+from tests.vision.test_videos import VIDEO, P, arguments_of
 from tests.workers.support import make_engine
 from verl.agents.images import apart, together
 from verl.agents.sent_images import ImageReceiver, ImageSender

@@ -15,12 +15,13 @@ from PIL import Image
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
+from tests.vision.batches import film_prompts
 from tests.workers.support import EPS, LR, make_engine, naive_policy_loss, run_ranks, share, weights_of, with_log_probs
 from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
 from verl.testing.vision_models import film, film_rows, picture, tiny_vision_model_dir, write_parquet
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.vision.families import FAMILIES, VisionConfig
 from verl.vision.positions import continued, mrope_positions
 from verl.vision.prompts import ImagePrompts
@@ -310,14 +311,9 @@ def arguments_of(ids, inputs):
     return given
 
 
-def film_prompts(path, folder, count=8):
-    data = dataset(path, write_parquet(folder / "rows.parquet", film_rows(count)))
-    return DataProto.from_single_dict(collate_fn([data[i] for i in range(count)]))
-
-
 def film_batch(path, folder, count=8):
     """Prompts with random responses of all lengths."""
-    batch = film_prompts(path, folder, count)
+    batch = film_prompts(path, folder, count, P)
     g = torch.Generator().manual_seed(0)
     response_mask = (torch.arange(R) < torch.tensor([0, R, 3, 1, 4, 2, 5, 3])[:count, None]).long()
     responses = torch.randint(4, 104, (count, R), generator=g) * response_mask

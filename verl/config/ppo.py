@@ -16,7 +16,7 @@ from verl.config.model import HFModelConfig
 from verl.config.problems import Problem
 from verl.config.profiler import GlobalProfilerConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
-from verl.config.rollout import RolloutConfig
+from verl.config.rollout import OTHER_PROGRAMS, RolloutConfig
 from verl.config.trainer import RayConfig, TrainerConfig
 
 
@@ -45,14 +45,15 @@ class ActorRolloutRefConfig(BaseConfig):
         if self.rollout.merge_adapters:
             return
         key, wrong = f"{path}.rollout.merge_adapters".lstrip("."), ""
-        if self.rollout.name != "vllm":
-            wrong = f"rollout.name={self.rollout.name} gets merged weights; only vllm applies adapters by itself"
+        if self.rollout.name not in OTHER_PROGRAMS:
+            engines = " and ".join(OTHER_PROGRAMS)
+            wrong = f"rollout.name={self.rollout.name} gets merged weights; only {engines} apply adapters by themselves"
         elif not self.model.has_adapters:
             wrong = "no adapters are trained (model.lora_rank=0)"
         elif self.model.lora.use_dora:
-            wrong = "vllm has no DoRA (model.lora.use_dora=true)"
+            wrong = f"{self.rollout.name} has no DoRA (model.lora.use_dora=true)"
         elif self.model.lora.target_parameters:
-            wrong = "vllm gets adapters of linear layers alone (model.lora.target_parameters)"
+            wrong = f"{self.rollout.name} gets adapters of linear layers alone (model.lora.target_parameters)"
         if wrong:
             yield Problem(key, False, wrong, "true", "leave it out")
 

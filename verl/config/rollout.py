@@ -138,9 +138,9 @@ class RolloutConfig(BaseConfig):
     """How the engine loads its first weights: `dummy` waits for the trainer's (`vllm`, `sglang`)."""
     merge_adapters: bool = setting(True)
     """Merge LoRA adapters into the weights that the engine gets; false sends the base weights once and then adapters
-    alone, which the engine applies by itself (`vllm`)."""
+    alone, which the engine applies by itself (`vllm`, `sglang`)."""
     limit_images: int | None = setting(None, ge=0)
-    """Most images in one prompt (`vllm`, `sglang`); of a video of Qwen3-VL each two frames are one."""
+    """Most images in one prompt (`vllm`); of a video of Qwen3-VL each two frames are one."""
     enable_chunked_prefill: bool = setting(True)
     """Process long prompts in several passes (`vllm`, `sglang`)."""
     enable_prefix_caching: bool = setting(True)

@@ -4,7 +4,7 @@
     model = AutoModelForImageTextToText.from_pretrained(path)
     processor = hf_processor(path)
 
-Patches have 4 x 4 pixels and 2 x 2 of them are a token, so a picture of 16 x 24 pixels has six.
+Patches have 4 x 4 pixels, unless told otherwise, and 2 x 2 of them are a token, so a picture of 16 x 24 pixels has six.
 """
 
 from __future__ import annotations
@@ -57,25 +57,28 @@ def tiny_vision_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_vision_model(family: str = "qwen2_5_vl", seed: int = 0, hidden: int = 64, **overrides: Any) -> PreTrainedModel:
+def tiny_vision_model(
+    family: str = "qwen2_5_vl", seed: int = 0, hidden: int = 64, patch: int = 4, **overrides: Any
+) -> PreTrainedModel:
     """A vision-language model in fp32: two layers of width ``hidden``, a tower of two blocks of width 32.
 
     Args:
         family: one of ``verl.vision.families.FAMILIES``.
         seed: of the random weights.
         hidden: width of the language model.
+        patch: pixels of a side of a patch.
         overrides: fields of the config of the language model.
     """
     tokenizer = tiny_vision_tokenizer()
     ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in zip(
         ("vision_start", "vision_end", "image", "video"), VISION_TOKENS, strict=True
     )}  # fmt: skip
-    vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 4, "temporal_patch_size": 2}
+    vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": patch, "temporal_patch_size": 2}
     vision |= {"spatial_merge_size": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": hidden}
     if family == "qwen2_vl":
-        vision |= {"embed_dim": 32, "hidden_size": hidden, "mlp_ratio": 2}
+        vision |= {"embed_dim": 32, "hidden_size": hidden, "mlp_ratio": 2, "in_chans": 3}
     elif family == "qwen2_5_vl":
-        vision |= {"window_size": 16, "fullatt_block_indexes": [1]}
+        vision |= {"window_size": 4 * patch, "fullatt_block_indexes": [1]}
     else:
         vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
     text: dict[str, Any] = {
@@ -109,9 +112,12 @@ def tiny_vision_model(family: str = "qwen2_5_vl", seed: int = 0, hidden: int = 6
     return model.float().eval()
 
 
-def tiny_vision_model_dir(path: str | Path, family: str = "qwen2_5_vl", **arguments: Any) -> str:
-    """Save a :func:`tiny_vision_model`, its tokenizer and its image processor to ``path``; returns the path."""
-    return _saved(tiny_vision_model(family, **arguments), Path(path), family)
+def tiny_vision_model_dir(path: str | Path, family: str = "qwen2_5_vl", side: int = 2, **arguments: Any) -> str:
+    """Save a :func:`tiny_vision_model`, its tokenizer and its image processor to ``path``; returns the path.
+
+    The processor enlarges pictures to at least the area of ``side`` x ``side`` patches.
+    """
+    return _saved(tiny_vision_model(family, **arguments), Path(path), family, side)
 
 
 def tiny_image_reward_model_dir(path: str | Path, family: str = "qwen2_5_vl", seed: int = 1) -> str:
@@ -126,24 +132,26 @@ def tiny_image_reward_model_dir(path: str | Path, family: str = "qwen2_5_vl", se
     return _saved(model.float().eval(), Path(path), family)
 
 
-def _saved(model: PreTrainedModel, folder: Path, family: str) -> str:
+def _saved(model: PreTrainedModel, folder: Path, family: str, side: int = 2) -> str:
     """Save a model with its tokenizer and image processor."""
+    patch = model.config.vision_config.patch_size
     model.save_pretrained(folder)
     tiny_vision_tokenizer().save_pretrained(folder)
-    settings = {
+    settings: dict[str, Any] = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": FAMILIES[family],
-        "patch_size": 4,
+        "patch_size": patch,
         "temporal_patch_size": 2,
         "merge_size": 2,
-        "min_pixels": 8 * 8,
-        "max_pixels": 64 * 64,
+        "min_pixels": (side * patch) ** 2,
+        "max_pixels": (16 * patch) ** 2,
         "image_mean": [0.5, 0.5, 0.5],
         "image_std": [0.5, 0.5, 0.5],
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     # Pixels of a frame; for Qwen3-VL of all frames together.
-    size = {"shortest_edge": 8 * 8, "longest_edge": (4 if family == "qwen3_vl" else 1) * 64 * 64}
+    longest = (4 if family == "qwen3_vl" else 1) * settings["max_pixels"]
+    size = {"shortest_edge": settings["min_pixels"], "longest_edge": longest}
     of_videos = {key: value for key, value in settings.items() if not key.startswith(("image_processor", "m"))}
     of_videos |= {
         "video_processor_type": f"{'Qwen3VL' if family == 'qwen3_vl' else 'Qwen2VL'}VideoProcessor",

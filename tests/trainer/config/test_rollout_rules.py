@@ -248,14 +248,16 @@ def test_a_run_on_a_gpu_takes_the_fast_engine_unless_it_names_one(
 @pytest.mark.parametrize(
     ("settings", "wrong"),
     [
-        ({f"{ROLLOUT}.name": "native", "lora_rank": 4}, "name=native gets merged weights; only vllm applies adapters"),
+        ({f"{ROLLOUT}.name": "native", "lora_rank": 4}, "name=native gets merged weights; only vllm and sglang apply"),
         ({}, "no adapters are trained (model.lora_rank=0)"),
         ({"lora_rank": 4, "lora.use_dora": True}, "vllm has no DoRA (model.lora.use_dora=true)"),
+        ({f"{ROLLOUT}.name": "sglang", "lora_rank": 4, "lora.use_dora": True}, "sglang has no DoRA"),
     ],
 )
-def test_adapters_are_sent_alone_where_there_are_some_and_vllm_applies_them(run: Run, settings: dict, wrong: str):
+def test_adapters_are_sent_alone_where_there_are_some_and_the_engine_applies_them(run: Run, settings: dict, wrong: str):
     model = {k if k.startswith(ROLLOUT) else f"actor_rollout_ref.model.{k}": v for k, v in settings.items()}
-    kwargs = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.engine_kwargs": {"vllm": {"python": sys.executable}}}
+    engines = {name: {"python": sys.executable} for name in ("vllm", "sglang")}
+    kwargs = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.engine_kwargs": engines}
     assert wrong in run.refusal(kwargs | model | {f"{ROLLOUT}.merge_adapters": False})
     allowed = kwargs | {f"{ROLLOUT}.merge_adapters": False, "actor_rollout_ref.model.lora_rank": 4}
     assert not run.load(allowed).actor_rollout_ref.rollout.merge_adapters

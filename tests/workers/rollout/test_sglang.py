@@ -222,10 +222,16 @@ def test_the_private_parts_are_where_they_were(mode: EngineUnderTest) -> None:
     """What verl calls of SGLang without a promise: see ``sglang/private.py`` and ``engine_side/verl_sglang.py``."""
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.layers import sampler
+    from sglang.srt.lora.lora import LoRAAdapter
+    from sglang.srt.managers import mm_schedule
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     assert "run_scheduler_process_func" in inspect.signature(launch_server).parameters
     assert callable(run_scheduler_process)
+    assert callable(LoRAAdapter.initialize_weights)
+    assert "tensors" in inspect.signature(LoRAAdapter.initialize_weights_from_tensors).parameters
+    assert callable(mm_schedule.MultiModalStaticCache.clear)
+    assert hasattr(mm_schedule, "embedding_cache")
     assert list(inspect.signature(sampler.register_sampler_backend).parameters)[:2] == ["backend", "factory"]
     given = list(inspect.signature(sampler.Sampler.forward).parameters)
     assert given[1:4] == ["logits_output", "sampling_info", "return_logprob"]

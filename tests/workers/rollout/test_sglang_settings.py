@@ -8,14 +8,17 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from verl.errors import ConfigError, RolloutError
 from verl.testing.models import tiny_model_dir
+from verl.testing.vision_models import tiny_vision_model_dir
 from verl.utils import hf_tokenizer
 from verl.workers.config import HFModelConfig, RolloutConfig, SamplingConfig
 from verl.workers.rollout.base import RolloutOutput, RolloutRequest, SamplingParams
 from verl.workers.rollout.client import PartialResponse
 from verl.workers.rollout.sglang_rollout import SGLangRollout
+from verl.workers.rollout.sglang_rollout.adapters import completed
 from verl.workers.rollout.sglang_rollout.served import _Bytes, check_report, request_of, take
 
 
@@ -39,10 +42,10 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-def engine(folder: str, **settings: Any) -> SGLangRollout:
+def engine(folder: str, model: dict[str, Any] | None = None, **settings: Any) -> SGLangRollout:
     defaults = {"dtype": "float32", "prompt_length": 8, "response_length": 12, "tensor_model_parallel_size": 1}
     config = RolloutConfig(name="sglang", **(defaults | settings))
-    return SGLangRollout(config, HFModelConfig(path=folder), hf_tokenizer(folder), "cpu")
+    return SGLangRollout(config, HFModelConfig(path=folder, **(model or {})), hf_tokenizer(folder), "cpu")
 
 
 def test_settings_become_arguments(folder, python):
@@ -86,6 +89,54 @@ def test_the_tokenizer_is_loaded_for_stop_texts_alone(folder):
     assert engine(folder)._arguments["skip_tokenizer_init"]
     assert not engine(folder, stop=("x",))._arguments["skip_tokenizer_init"]
     assert not engine(folder, val_kwargs=SamplingConfig(stop=("x",)))._arguments["skip_tokenizer_init"]
+
+
+def test_adapters_alone_are_arguments_of_the_engine_and_of_its_requests(folder):
+    assert not {"enable_lora", "max_lora_rank"} & engine(folder)._arguments.keys()
+    rollout = engine(folder, {"lora_rank": 6}, merge_adapters=False)
+    assert rollout.applies_adapters
+    assert (rollout._arguments["enable_lora"], rollout._arguments["max_lora_rank"]) == (True, 6)
+    layers = {f"{layer}_proj" for layer in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert set(rollout._arguments["lora_target_modules"]) == layers
+    asked = RolloutRequest([5], params())
+    assert "lora_path" not in request_of([rollout._partial(asked)])
+    rollout._holds_base = True
+    assert request_of([rollout._partial(asked)] * 2)["lora_path"] == ["policy", "policy"]
+    with pytest.raises(ConfigError, match=r"those of kv_b_proj only merged. Set rollout.merge_adapters=true"):
+        engine(folder, {"lora_rank": 6, "target_modules": ("q_proj", "a.kv_b_proj")}, merge_adapters=False)
+
+
+def test_models_with_images_have_a_processor_and_patches_that_sglang_knows(tmp_path):
+    with pytest.raises(ConfigError, match=r"in patches of 1176 numbers .* this model's have 96\. Set rollout.name"):
+        engine(tiny_vision_model_dir(tmp_path / "small", "qwen2_5_vl"))
+    given = engine(tiny_vision_model_dir(tmp_path / "model", "qwen2_5_vl", patch=14))._arguments
+    assert (given["enable_multimodal"], given["skip_tokenizer_init"]) == (True, False)
+
+
+def test_adapters_get_their_neighbours_and_one_rank():
+    """q alone of q, k and v; gate and up of another rank than q; o has no neighbours."""
+    shapes = {f"a.{layer}.weight": size for layer, size in {
+        "q_proj": (4, 3), "k_proj": (2, 3), "v_proj": (2, 3), "o_proj": (3, 4), "gate_proj": (5, 3), "up_proj": (5, 3)
+    }.items()}  # fmt: skip
+    ones = {"q_proj": 2, "o_proj": 1, "gate_proj": 1, "up_proj": 1}
+    given = {}
+    for layer, rank in ones.items():
+        out, width = shapes[f"a.{layer}.weight"]
+        given |= {
+            f"a.{layer}.lora_A.weight": torch.ones(rank, width),
+            f"a.{layer}.lora_B.weight": torch.ones(out, rank),
+        }
+    found = completed(given, shapes)
+    assert {name.split(".")[1] for name in found} == {*ones, "k_proj", "v_proj"}
+    for name, tensor in found.items():
+        layer, part = name.split(".")[1:3]
+        out, width = shapes[f"a.{layer}.weight"]
+        expected = torch.zeros((2, width) if part == "lora_A" else (out, 2))
+        rank = ones.get(layer, 0)
+        (expected[:rank] if part == "lora_A" else expected[:, :rank]).fill_(1.0)
+        assert tensor.equal(expected)
+    with pytest.raises(ConfigError, match="those of in_proj only merged"):
+        completed({"a.in_proj.lora_A.weight": torch.ones(1, 2)}, {})
 
 
 @pytest.mark.parametrize(

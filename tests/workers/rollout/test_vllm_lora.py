@@ -25,11 +25,14 @@ pytestmark = needs_vllm
 RANK = 4
 
 
-def trainer_of(path: str, **lora: Any) -> Any:
+def trainer_of(path: str, target_modules: str | tuple[str, ...] = "all-linear", **lora: Any) -> Any:
+    model = HFModelConfig(
+        path=path, lora_rank=RANK, lora_alpha=8, target_modules=target_modules, lora=LoRAConfig(**lora)
+    )
     engine = EngineRegistry.new(
         "language_model",
         "fsdp2",
-        model_config=HFModelConfig(path=path, lora_rank=RANK, lora_alpha=8, lora=LoRAConfig(**lora)),
+        model_config=model,
         engine_config=FP32,
         optimizer_config=FSDPOptimizerConfig(lr=1e-3),
         device_name="cpu",

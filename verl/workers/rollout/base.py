@@ -272,8 +272,8 @@ class BaseRollout(AbsentAttributes, ABC):
                 raise RolloutError(f"a prompt has images, and {type(self.hf_config).__name__} is of a model for text.")
             if not self.takes_images:
                 raise RolloutError(
-                    f"a prompt has images, which {type(self).__name__} does not take in this version. Set "
-                    "rollout.name=native, hf or vllm."
+                    f"a prompt has images, which {type(self).__name__} does not take. Set "
+                    "rollout.name=native, hf, vllm or sglang."
                 )
         if self.weight_version == NO_WEIGHTS:
             raise RolloutError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.base.redact import is_secret
-from verl.config import RolloutConfig
+from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError
 from verl.workers.rollout.server import HangLimits
 
@@ -74,6 +75,19 @@ def launch_settings(config: RolloutConfig, start_timeout_s: float, in_process: b
             _seconds(config, HANG_TIMEOUT_S, default.hang_s), _seconds(config, ANSWER_TIMEOUT_S, default.answer_s)
         ),
     )
+
+
+def applies_adapters(config: RolloutConfig, model_config: HFModelConfig) -> bool:
+    """Return whether the engine is given LoRA adapters apart from the weights."""
+    return model_config.has_adapters and not config.merge_adapters
+
+
+def largest_rank(model_config: HFModelConfig) -> int:
+    """Return the largest rank of a model's LoRA adapters."""
+    if model_config.lora_adapter_path is None:
+        return model_config.lora_rank
+    found = json.loads((Path(model_config.lora_adapter_path) / "adapter_config.json").read_text())
+    return max([found["r"], *found.get("rank_pattern", {}).values()])
 
 
 def _python(config: RolloutConfig) -> str:

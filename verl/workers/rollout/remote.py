@@ -28,7 +28,7 @@ from verl.utils.model import empty_causal_lm, torch_dtype
 from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRequest, Weights
 from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, ServedRequests
-from verl.workers.rollout.engine_kwargs import launch_settings
+from verl.workers.rollout.engine_kwargs import applies_adapters, launch_settings
 from verl.workers.rollout.ranks import RankExchange, devices_of_the_engine, engine_group
 from verl.workers.rollout.serving import RequestQueue
 from verl.workers.rollout.state import OF_REQUESTS, EngineState
@@ -86,6 +86,7 @@ class RemoteRollout(BaseRollout):
     def set_up(self) -> None:
         """See :meth:`BaseRollout.set_up`."""
         config = self.config
+        self.applies_adapters = applies_adapters(config, self.model_config)
         self.restarts = 0
         """Number of engines that were started to replace a lost one."""
         self._losses: list[str] = []
@@ -115,8 +116,9 @@ class RemoteRollout(BaseRollout):
         self._in_process = config.mode == "sync" and self.ranks_per_engine == 1
         self._launch = launch_settings(config, self.default_start_timeout_s, self._in_process)
         dtype = torch_dtype(config.dtype)
-        model = empty_causal_lm(self.hf_config, dtype, torch.device("meta"), self.model_config.trust_remote_code)
-        self._expected = ExpectedWeights(model, dtype)
+        trust = self.model_config.trust_remote_code
+        self._empty_model = empty_causal_lm(self.hf_config, dtype, torch.device("meta"), trust)
+        self._expected = ExpectedWeights(self._empty_model, dtype)
         if self.leads and self.starts_at_once:
             self._start_or_replace()
 
@@ -211,7 +213,7 @@ class RemoteRollout(BaseRollout):
         try:
             if self._engine is not None:
                 bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes * _MIB
-                self.sent_bytes += self._engine.load_weights(checked, bucket_bytes)
+                self.sent_bytes += self._engine.load_weights(self._weights_of(checked), bucket_bytes)
             else:  # a rank without an engine still takes part in gathering, and checks the weights
                 _finish(checked)
         finally:
@@ -220,7 +222,15 @@ class RemoteRollout(BaseRollout):
     def _send_adapters(self, adapters: Iterable[tuple[str, Tensor]], version: int) -> None:
         found = self._expected.checked_adapters(adapters, version)
         if self._engine is not None:
-            self.sent_bytes += self._engine.load_adapters(found)
+            self.sent_bytes += self._engine.load_adapters(self._adapters_of(found))
+
+    def _weights_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """Return weights as the engine takes them."""
+        return weights
+
+    def _adapters_of(self, adapters: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return adapters as the engine takes them."""
+        return adapters
 
     @contextmanager
     def awake(self, weights: Weights, version: int) -> Iterator[Self]:

@@ -14,6 +14,9 @@ from torch import Tensor, nn
 
 from verl.errors import RolloutError
 
+ADAPTER = "policy"
+"""Name of the only adapters in an engine."""
+ADAPTER_FILE = "adapter_model.safetensors"
 _SHOWN_PROBLEMS = 8
 _SHOWN_NAMES = 5
 _SPARE_BYTES = 2**20  # for the header of a file
@@ -35,8 +38,9 @@ class ExpectedWeights:
         self._dtype = dtype
         self._needed = list(names.values())
         self._skipped = set() if with_buffers else set(buffers)
-        self._shapes = {name: buffer.shape for name, buffer in buffers.items()}
-        self._shapes |= {name: parameter.shape for parameter, name in names.items()}
+        self.shapes = {name: buffer.shape for name, buffer in buffers.items()}
+        """Of weights and buffers, by name."""
+        self.shapes |= {name: parameter.shape for parameter, name in names.items()}
         # Tied weights have several names; they are passed on once, under the first.
         self._first_names = {name: name for name in buffers}
         self._first_names |= {name: names[p] for name, p in module.named_parameters(remove_duplicate=False)}
@@ -55,8 +59,8 @@ class ExpectedWeights:
                 problems.append(f"{given} is unknown")
             elif name in self._skipped or name in seen:
                 continue
-            elif tensor.shape != self._shapes[name]:
-                problems.append(f"{given} has shape {list(tensor.shape)} where {list(self._shapes[name])} is needed")
+            elif tensor.shape != self.shapes[name]:
+                problems.append(f"{given} has shape {list(tensor.shape)} where {list(self.shapes[name])} is needed")
                 seen.add(name)
             else:
                 seen.add(name)
@@ -73,7 +77,7 @@ class ExpectedWeights:
         problems, found = [], {}
         for name, tensor in adapters:
             layer, _, part = name.rpartition(".lora_")
-            shape = self._shapes.get(f"{layer}.weight")
+            shape = self.shapes.get(f"{layer}.weight")
             side = -1 if part.startswith("A") else 0
             if shape is None:
                 problems.append(f"{name} is of no layer")
@@ -173,7 +177,7 @@ def write_adapters(adapters: Mapping[str, Tensor], folders: Sequence[Path]) -> t
     layers = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in adapters})
     parent = folder_with_room(folders, sum(tensor.nbytes for tensor in tensors.values()), "new weights")
     folder = Path(tempfile.mkdtemp(prefix="adapters-", dir=parent))
-    save_file(tensors, folder / "adapter_model.safetensors")
+    save_file(tensors, folder / ADAPTER_FILE)
     # The scale lora_alpha / r is 1: that of training is part of the tensors.
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": layers}
     (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -9,6 +9,8 @@ from torch import Tensor
 
 TOKEN_VARIABLE = "VERL_ENGINE_TOKEN"
 """Environment variable with a server's token: every user of the machine can read a command line."""
+ADAPTER_REPORT = "arrived"
+"""Beginning of the names of the files in a folder of adapters that tell what each rank has read of it."""
 _ROW_WORDS = 4096
 
 

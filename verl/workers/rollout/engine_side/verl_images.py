@@ -1,8 +1,9 @@
-"""Images and videos in vLLM's own format, in this process or in that of its server."""
+"""Images and videos in an engine's process: read from files, and in vLLM's own format."""
 
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,31 @@ def image_item(pixels: Tensor, grid: Tensor, seconds: float | None) -> Any:
         fields["second_per_grid_ts"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
         inputs["second_per_grid_ts"] = torch.tensor([seconds])
     return MultiModalKwargsItems.from_hf_inputs(inputs, fields)[kind][0]
+
+
+def read_image_file(number_and_path: str, engine: str) -> tuple[Tensor, Tensor, float | None]:
+    """Return pixels, grid and seconds of an image, as :func:`image_item` takes them.
+
+    Args:
+        number_and_path: its number in the prompt, a colon, and its file, whose name is the hash of its content.
+        engine: whose process this is, for messages.
+
+    Raises:
+        ValueError: the file is missing or damaged, or its content is not the one of its name.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    number, path = number_and_path.split(":", 1)
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"image {number} of the prompt did not reach {engine}: {error}") from None
+    pixels, grid = found["pixel_values"], found["image_grid_thw"]  # (patches, values), (3,)
+    seconds = float(found["second_per_grid_ts"]) if "second_per_grid_ts" in found else None
+    if image_digest(pixels.numpy(), grid.numpy(), seconds).hex() != Path(path).stem:
+        raise ValueError(f"image {number} of the prompt did not reach {engine} as it was sent: its hash differs.")
+    return pixels, grid, seconds
 
 
 def image_digest(pixels: np.ndarray, grid: np.ndarray, seconds: float | None) -> bytes:

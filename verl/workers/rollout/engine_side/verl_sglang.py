@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -13,12 +14,15 @@ from typing import Any
 
 import torch
 from sglang.srt.layers import sampler as sglang_sampler
+from sglang.srt.managers import mm_schedule
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from torch import Tensor
-from verl_engine import checksum, weights_in_files, with_checksums
+from verl_engine import ADAPTER_REPORT, checksum, weights_in_files, with_checksums
+from verl_images import read_image_file
 
 CONTRACT_BACKEND = "pytorch"
 """Sampling backend under which verl's sampler is registered; SGLang accepts this one on every device."""
+_RECENT_IMAGES = 32
 _LOADING_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, OSError)
 
 
@@ -39,10 +43,25 @@ sampling = _load_sampling()
 
 def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
     """Run SGLang's scheduler with verl's sampler."""
+    from sglang.srt.lora.lora import LoRAAdapter
     from sglang.srt.managers import scheduler
 
+    LoRAAdapter.initialize_weights = read_adapters
     sglang_sampler.register_sampler_backend(CONTRACT_BACKEND, ContractSampler)
+    if not torch.accelerator.is_available():
+        pin_nothing()
     return scheduler.run_scheduler_process(*args, **kwargs)
+
+
+def pin_nothing() -> None:
+    """Let requests for pinned memory be requests for memory, which is all that there is without an accelerator."""
+
+    def unpinned(create: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, pin_memory=False, **kwargs: create(*args, **kwargs)
+
+    # SGLang's LoRA layers ask for it on every device, and PyTorch refuses it on a CPU.
+    torch.tensor, torch.zeros = unpinned(torch.tensor), unpinned(torch.zeros)
+    torch.Tensor.pin_memory = lambda self, device=None: self
 
 
 # ---- sampling
@@ -176,7 +195,69 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
             for name, parameter in model.named_parameters()
             if shapes.get(name) == parameter.shape
         }
+        if mm_schedule.embedding_cache is not None:  # features of images by the previous weights
+            mm_schedule.embedding_cache.clear()
     except _LOADING_ERRORS as error:  # raised, it would end SGLang and the process that started it
         report["problem"] = f"{type(error).__name__}: {error}"
+    _tell(order["report"], report)
+
+
+def read_adapters(adapter: Any) -> None:
+    """Read LoRA adapters from their folder, and write a report as :func:`load_weights` does.
+
+    It takes the place of SGLang's own reader, which wants the ``load_format`` of the whole model to be one of files.
+    """
+    folder = Path(adapter.config.path)
+    arrived: dict[str, str] = {}
+    files = map(str, folder.glob("*.safetensors"))
+    adapter.initialize_weights_from_tensors(dict(with_checksums(weights_in_files(files), arrived)))
+    _tell(
+        str(folder / ADAPTER_REPORT), {"problem": "", "sampler": ContractSampler.made, "arrived": arrived, "held": {}}
+    )
+
+
+def _tell(path: str, report: dict[str, Any]) -> None:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    Path(f"{order['report']}-{rank}.json").write_text(json.dumps(report))
+    Path(f"{path}-{rank}.json").write_text(json.dumps(report))
+
+
+# ---- images
+
+
+def read_images_from_files() -> None:
+    """Let SGLang's processor of models with images take names of files where it has pixels; in its main process."""
+    from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
+
+    process = QwenVLImageProcessor.process_mm_data_async
+    if hasattr(process, "__wrapped__"):
+        return
+
+    @functools.wraps(process)
+    async def with_pixels(self: Any, image_data: Any, *args: Any, **kwargs: Any) -> Any:
+        return await process(self, [_with_pixels(given) for given in image_data or ()], *args, **kwargs)
+
+    QwenVLImageProcessor.process_mm_data_async = with_pixels
+
+
+@functools.lru_cache(_RECENT_IMAGES)  # the responses to a prompt share its images
+def _image_in(file: str) -> tuple[Tensor, Tensor, float | None]:
+    return read_image_file(file, "SGLang")
+
+
+def _with_pixels(given: str) -> dict[str, Any]:
+    """Return the images of a prompt in SGLang's own format, with each step of a video as an image of its own.
+
+    To the tower the steps of a video are apart; SGLang lets those of Qwen2.5-VL see each other.
+
+    Args:
+        given: a JSON object: ``files``, see :func:`verl_images.read_image_file`; ``offsets``, the first and the last
+            place of each step; ``mrope_positions``, (3, tokens) of the prompt, and ``mrope_position_delta``.
+    """
+    images = json.loads(given)
+    read = [_image_in(file) for file in images.pop("files")]
+    return images | {
+        "format": "processor_output",
+        "modality": "image",
+        "pixel_values": torch.cat([pixels for pixels, _, _ in read]),
+        "image_grid_thw": torch.cat([grid.new_tensor([[1, *grid[1:]]] * int(grid[0])) for _, grid, _ in read]),
+    }

@@ -26,6 +26,8 @@ def serve(port: int, arguments: dict[str, object]) -> None:
         sys.exit(
             f"this SGLang does not take verl's arguments: {error}. Install the version of requirements/sglang.txt."
         )
+    if server_args.enable_multimodal:
+        verl_sglang.read_images_from_files()
     launch_server(server_args, run_scheduler_process_func=verl_sglang.run_scheduler_process)
 
 

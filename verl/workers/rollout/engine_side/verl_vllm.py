@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_engine import TOKEN_VARIABLE, weights_in_files, with_checksums
-from verl_images import image_digest, image_item
+from verl_images import image_item, read_image_file
 
 _RECENT_IMAGES = 32
 _OPEN_PATHS = ("/health",)
@@ -79,24 +79,5 @@ class ReadImages:
 
 @functools.lru_cache(_RECENT_IMAGES)  # the responses to a prompt share its images
 def read_image(number_and_path: str) -> Any:
-    """Return an image as vLLM's ``MultiModalKwargsItem``.
-
-    Args:
-        number_and_path: its number in the prompt, a colon, and its file, whose name is the hash of its content.
-
-    Raises:
-        ValueError: the file is missing or damaged, or its content is not the one of its name.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    number, path = number_and_path.split(":", 1)
-    try:
-        found = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"image {number} of the prompt did not reach vLLM's server: {error}") from None
-    pixels, grid = found["pixel_values"], found["image_grid_thw"]  # (patches, values), (3,)
-    seconds = float(found["second_per_grid_ts"]) if "second_per_grid_ts" in found else None
-    if image_digest(pixels.numpy(), grid.numpy(), seconds).hex() != Path(path).stem:
-        raise ValueError(f"image {number} of the prompt did not reach vLLM's server as it was sent: its hash differs.")
-    return image_item(pixels, grid, seconds)
+    """Return an image in a file as vLLM's ``MultiModalKwargsItem``; see :func:`verl_images.read_image_file`."""
+    return image_item(*read_image_file(number_and_path, "vLLM's server"))

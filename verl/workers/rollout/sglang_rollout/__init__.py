@@ -6,13 +6,19 @@ draws the tokens and computes the log-probs, as for every other engine. See ``do
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
+from verl.utils.model import convert_weight_keys
 from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
 from verl.workers.rollout.client import EngineClient, PartialResponse
 from verl.workers.rollout.engine_kwargs import extra_arguments
 from verl.workers.rollout.remote import RemoteRollout
 from verl.workers.rollout.sampling import completes_stop_text
+from verl.workers.rollout.sglang_rollout.adapters import completed
 from verl.workers.rollout.sglang_rollout.inprocess import SGLangInProcess
 from verl.workers.rollout.sglang_rollout.served import SGLangServer
 from verl.workers.rollout.sglang_rollout.settings import check_names, engine_arguments, process_environment
@@ -30,6 +36,7 @@ class SGLangRollout(RemoteRollout):
     """
 
     default_start_timeout_s = 900.0
+    takes_images = True
     starts_at_once = False
 
     def set_up(self) -> None:
@@ -46,8 +53,21 @@ class SGLangRollout(RemoteRollout):
 
     def _start(self) -> EngineClient:
         if self._in_process:
-            return SGLangInProcess(self._arguments, self._environment(), self._launch.hang_limits)
-        return SGLangServer(self._arguments, self._environment(), self._launch, self._devices)
+            return SGLangInProcess(self._arguments, self._environment(), self._launch.hang_limits, self._vision)
+        return SGLangServer(self._arguments, self._environment(), self._launch, self._devices, self._vision)
+
+    def _weights_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        return ((self._names.get(name, name), tensor) for name, tensor in weights)
+
+    @cached_property
+    def _names(self) -> Mapping[str, str]:
+        """Names of weights in the model's files, which SGLang goes by; it overlooks weights of other names."""
+        live = {name: parameter.data for name, parameter in self._empty_model.named_parameters()}
+        in_files = {id(tensor): name for name, tensor in convert_weight_keys(dict(live), self._empty_model).items()}
+        return {name: in_files.get(id(tensor), name) for name, tensor in live.items()}
+
+    def _adapters_of(self, adapters: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        return completed(adapters, self._expected.shapes)
 
     def _partial(self, request: RolloutRequest) -> PartialResponse:
         sampling = request.sampling
@@ -71,4 +91,5 @@ class SGLangRollout(RemoteRollout):
             texts = sampling.stop
             return tokens[-1] in ends or bool(texts and completes_stop_text(tokens, texts, self.tokenizer))
 
-        return PartialResponse(request, params, is_end if ends or sampling.stop else None)
+        ends_here = is_end if ends or sampling.stop else None
+        return PartialResponse(request, params, ends_here, has_adapters=self._holds_base)

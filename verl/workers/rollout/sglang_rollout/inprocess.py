@@ -22,6 +22,7 @@ from torch import Tensor
 
 from verl.errors import ConfigError, EngineLostError, RolloutError
 from verl.supervision.processes import MARK_VARIABLE, is_alive, is_stopped, kill_marked, new_mark
+from verl.vision.families import VisionConfig
 from verl.workers.rollout.client import ENGINE_SIDE, PartialResponse, ServedRequests, serve_each
 from verl.workers.rollout.server import KILLED_CHILD, HangLimits, HangTimer
 from verl.workers.rollout.sglang_rollout import private
@@ -32,7 +33,6 @@ from verl.workers.rollout.sglang_rollout.served import (
     SGLangClient,
     check_success,
     order_of,
-    request_of,
     take,
 )
 from verl.workers.rollout.weights import buckets
@@ -40,6 +40,8 @@ from verl.workers.rollout.weights import buckets
 _END_S = 60
 _CHECK_S = 0.5
 _ABORT_AGAIN_S = 0.05
+_IN_MEMORY = Path("/dev/shm")
+_ADAPTER_ACTIONS = ("load_lora_adapter", "unload_lora_adapter")
 
 
 class SGLangInProcess(SGLangClient):
@@ -52,19 +54,28 @@ class SGLangInProcess(SGLangClient):
         arguments: fields of SGLang's ``ServerArgs``.
         environment: variables that SGLang needs; they remain in this process's environment.
         hang_limits: limits after which SGLang counts as hung.
+        vision: of a model with images.
 
     Raises:
         ConfigError: SGLang is not installed here, or has no argument of a given name.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], hang_limits: HangLimits) -> None:
-        super().__init__(arguments)
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        hang_limits: HangLimits,
+        vision: VisionConfig | None = None,
+    ) -> None:
+        super().__init__(arguments, vision)
         for name, value in environment.items():
             os.environ.setdefault(name, value)
         if str(ENGINE_SIDE) not in sys.path:  # SGLang's children inherit the module path
             sys.path.insert(0, str(ENGINE_SIDE))
         try:
             engine_class, arguments_class = private.engine_classes()
+            if vision is not None:
+                private.read_images_from_files()
         except ImportError as error:
             raise ConfigError(
                 f"rollout.name=sglang with rollout.mode=sync needs SGLang in this environment: {error}. Install it "
@@ -80,9 +91,13 @@ class SGLangInProcess(SGLangClient):
 
         self._hang_limits = hang_limits
         self._reports = Path(tempfile.mkdtemp(prefix="verl-sglang-"))
+        memory = [_IN_MEMORY] if os.access(_IN_MEMORY, os.W_OK) else []
+        self.folders = [Path(tempfile.mkdtemp(prefix="verl-sglang-", dir=folder)) for folder in memory] + [
+            self._reports
+        ]
         with _marked_children() as mark:
             self._engine = engine_class(**arguments)
-        self._end = weakref.finalize(self, _end_engine, self._engine, mark, self._reports)
+        self._end = weakref.finalize(self, _end_engine, self._engine, mark, self.folders)
         private.stop_watchdog(self._engine)
 
     def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
@@ -90,8 +105,8 @@ class SGLangInProcess(SGLangClient):
         if not responses:
             return
         try:
-            with _WatchedCall(self._engine, self._hang_limits, aborted):
-                answers = self._engine.generate(**request_of(responses))
+            with _WatchedCall(self._engine, self._hang_limits, aborted), self._asked(responses) as request:
+                answers = self._engine.generate(**request)
         except ValueError as error:
             raise RolloutError(f"SGLang refused a request: {error}") from error
         take(responses, answers)
@@ -104,7 +119,8 @@ class SGLangInProcess(SGLangClient):
             async def ask(number: int, response: PartialResponse) -> None:
                 names[number] = uuid.uuid4().hex
                 try:
-                    answers = await self._engine.async_generate(**request_of([response], names[number]))
+                    with self._asked([response], names[number]) as request:
+                        answers = await self._engine.async_generate(**request)
                 except ValueError as error:
                     raise RolloutError(f"SGLang refused a request: {error}") from error
                 finally:
@@ -134,6 +150,8 @@ class SGLangInProcess(SGLangClient):
             answer = getattr(self._engine, action)(**arguments)
         if isinstance(answer, tuple):
             check_success(action, *answer)
+        elif action in _ADAPTER_ACTIONS:
+            check_success(action, answer.success, answer.error_message)
 
     def _send(
         self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int
@@ -232,10 +250,11 @@ def _marked_children() -> Iterator[str]:
             os.environ[MARK_VARIABLE] = before
 
 
-def _end_engine(engine: Any, mark: str, folder: Path) -> None:
+def _end_engine(engine: Any, mark: str, folders: Iterable[Path]) -> None:
     # Not by SGLang's own `shutdown`, which ends every child of this process.
     private.forget_shutdown(engine)
     children = [psutil.Process(pid) for pid in private.child_pids(engine) if psutil.pid_exists(pid)]
     kill_marked(mark)
     psutil.wait_procs(children, timeout=_END_S)
-    shutil.rmtree(folder, ignore_errors=True)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -26,6 +26,13 @@ def engine_classes() -> tuple[type[Any], type[Any]]:
     return ContractEngine, ServerArgs
 
 
+def read_images_from_files() -> None:
+    """Let engines of this process take images as ``verl_sglang`` reads them; may be called again."""
+    import verl_sglang
+
+    verl_sglang.read_images_from_files()
+
+
 def stop_watchdog(engine: Any) -> None:
     """Stop the thread that ends this process when a child of SGLang dies."""
     watchdog = engine.tokenizer_manager._subprocess_watchdog

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
 import pickle
+import shutil
 import uuid
 from abc import abstractmethod
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar
@@ -17,6 +20,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import RolloutError
+from verl.vision.families import IMAGE_INPUTS, VisionConfig
 from verl.workers.rollout.client import (
     ENGINE_SIDE,
     EngineClient,
@@ -26,9 +30,11 @@ from verl.workers.rollout.client import (
     serve_each,
 )
 from verl.workers.rollout.engine_kwargs import Launch
-from verl.workers.rollout.engine_side.verl_engine import checksum
+from verl.workers.rollout.engine_side.verl_engine import ADAPTER_REPORT, checksum
 from verl.workers.rollout.http_client import HttpClient, refusals
-from verl.workers.rollout.weights import check_arrival, write_weight_files
+from verl.workers.rollout.image_files import ImageFiles
+from verl.workers.rollout.placed_images import PlacedImages
+from verl.workers.rollout.weights import ADAPTER, check_arrival, write_adapters, write_weight_files
 
 LOADER = "verl_sglang.load_weights"
 ORDER = "verl.order"
@@ -49,10 +55,24 @@ _MEMORY_TAGS = {"kv_cache": ("kv_cache",), "weights": ("weights", "cuda_graph")}
 
 
 class SGLangClient(EngineClient):
-    """Weights and memory of SGLang, in this process or behind HTTP; ``arguments`` are fields of its ``ServerArgs``."""
+    """Weights, memory and requests of SGLang, in this process or behind HTTP.
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    Args:
+        arguments: fields of SGLang's ``ServerArgs``.
+        vision: of a model with images.
+    """
+
+    folders: Sequence[Path]
+    """Each file for SGLang is written to the first of these with enough free space."""
+
+    def __init__(self, arguments: Mapping[str, Any], vision: VisionConfig | None) -> None:
         self.ranks = int(arguments["tp_size"])
+        self._vision = vision
+        self._has_adapters = False
+
+    @cached_property
+    def _images(self) -> ImageFiles:
+        return ImageFiles(self.folders)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
         """See :meth:`EngineClient.load_weights`. Each part is checked before the next is sent."""
@@ -67,6 +87,46 @@ class SGLangClient(EngineClient):
         finally:
             self._call("end_weight_update")
         return size
+
+    def load_adapters(self, adapters: Mapping[str, Tensor]) -> int:
+        """See :meth:`EngineClient.load_adapters`. They get a new id in SGLang, so nothing cached for the old fits."""
+        folder, tensors = write_adapters(adapters, self.folders)
+        sent = {name: str(checksum(tensor)) for name, tensor in tensors.items()}
+        try:
+            if self._has_adapters:
+                self._call("unload_lora_adapter", lora_name=ADAPTER)
+            self._has_adapters = False
+            self._call("load_lora_adapter", lora_name=ADAPTER, lora_path=str(folder))
+            self._has_adapters = True
+            for rank in range(self.ranks):
+                check_report(sent, json.loads((folder / f"{ADAPTER_REPORT}-{rank}.json").read_text()), rank)
+        finally:
+            shutil.rmtree(folder)
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    @contextlib.contextmanager
+    def _asked(self, responses: Sequence[PartialResponse], name: str | None = None) -> Iterator[dict[str, Any]]:
+        """Give :func:`request_of` with the images of the responses, whose files are there in the context."""
+        arguments = request_of(responses, name)
+        placed = [PlacedImages.of(response.request, self._vision) for response in responses]
+        with contextlib.ExitStack() as files:
+            if any(placed):
+                arguments["image_data"] = [[] if one is None else [self._image_data(one, files)] for one in placed]
+            yield arguments
+
+    def _image_data(self, placed: PlacedImages, files: contextlib.ExitStack) -> str:
+        """Return the images of a prompt as ``verl_sglang`` takes them: JSON, as SGLang's server passes texts on."""
+        offsets: list[tuple[int, int]] = []
+        for span, (steps, _, _) in zip(placed.spans, placed.tensors.arrays()[IMAGE_INPUTS[1]].tolist(), strict=True):
+            size = len(span.places) // steps
+            offsets += [(start, start + size - 1) for start in range(span.start, span.end, size)]
+        images = {
+            "files": files.enter_context(self._images.of(placed)),
+            "offsets": offsets,
+            "mrope_positions": placed.positions[1:].tolist(),
+            "mrope_position_delta": placed.offset,
+        }
+        return json.dumps(images)
 
     @abstractmethod
     def _call(self, action: str, **arguments: Any) -> None:
@@ -93,12 +153,16 @@ class SGLangClient(EngineClient):
 
 def request_of(responses: Sequence[PartialResponse], name: str | None = None) -> dict[str, Any]:
     """Arguments of SGLang's ``generate`` for all responses in one call; ``name`` is for aborting a single one."""
-    return ({} if name is None else {"rid": [name]}) | {
+    arguments: dict[str, Any] = {} if name is None else {"rid": [name]}
+    arguments |= {
         "input_ids": [list(response.request.prompt_ids) for response in responses],
         "sampling_params": [response.params for response in responses],
         "return_logprob": True,
         "custom_logit_processor": [_PASS_PARAMS] * len(responses),
     }
+    if any(response.has_adapters for response in responses):
+        arguments["lora_path"] = [ADAPTER if response.has_adapters else None for response in responses]
+    return arguments
 
 
 def take(responses: Sequence[PartialResponse], answers: Sequence[Mapping[str, Any]]) -> None:
@@ -155,18 +219,20 @@ class SGLangServer(SGLangClient, ServerClient):
         environment: Mapping[str, str],
         launch: Launch,
         devices: str | None = None,
+        vision: VisionConfig | None = None,
     ) -> None:
-        SGLangClient.__init__(self, arguments)
+        SGLangClient.__init__(self, arguments, vision)
         script = [launch.python, str(ENGINE_SIDE / "verl_sglang_server.py")]
         given = json.dumps(dict(arguments))
         ServerClient.__init__(self, "sglang", lambda port: [*script, str(port), given], environment, launch, devices)
+        self.folders = (self.server.memory_folder, self.server.folder)
 
     def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
         """See :meth:`EngineClient.generate`."""
         if responses:
             # All in one HTTP request: if they arrive one by one, SGLang's batches, and with them the rounding of
             # log-probs, differ from run to run.
-            bodies = [request_of(responses)]
+            bodies = [self._asked(responses)]
             (answers,) = self.server.post_many("/generate", bodies, cancelled=aborted, cancel=_ABORT_ALL)
             take(responses, answers or [])
 
@@ -179,8 +245,7 @@ class SGLangServer(SGLangClient, ServerClient):
             async def ask(number: int, response: PartialResponse) -> None:
                 names[number] = uuid.uuid4().hex
                 try:
-                    with refusals():
-                        body = request_of([response], names[number])
+                    with refusals(), self._asked([response], names[number]) as body:
                         take([response], await http.request("POST", "/generate", body))
                 finally:
                     del names[number]
@@ -200,13 +265,12 @@ class SGLangServer(SGLangClient, ServerClient):
     def _call(self, action: str, **arguments: Any) -> None:
         answer = self.server.post(f"/{action}", arguments)
         if answer and "success" in answer:
-            check_success(action, answer["success"], answer["message"])
+            check_success(action, answer["success"], answer.get("message") or answer.get("error_message", ""))
 
     def _send(
         self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int
     ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        folders = (self.server.memory_folder, self.server.folder)
-        for file, part in write_weight_files(weights, folders, "weights", bucket_bytes):
+        for file, part in write_weight_files(weights, self.folders, "weights", bucket_bytes):
             report = str(self.server.folder / file.stem)
             payload = base64.b64encode(pickle.dumps([(ORDER, _Bytes(order_of(report, [str(file)])))])).decode()
             try:

@@ -14,15 +14,19 @@ from transformers import PretrainedConfig
 from verl.base.registry import suggest
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError
-from verl.utils.model import ATTN_IMPLEMENTATION, resolve_model_path, torch_dtype
+from verl.utils.model import ATTN_IMPLEMENTATION, has_experts, resolve_model_path, torch_dtype
+from verl.vision.families import VisionConfig
 from verl.workers.rollout.client import ENGINE_SIDE
-from verl.workers.rollout.engine_kwargs import Launch, extra_arguments
+from verl.workers.rollout.engine_kwargs import Launch, applies_adapters, extra_arguments, largest_rank
 from verl.workers.rollout.server import SERVER_KEEPALIVE_S
+from verl.workers.rollout.sglang_rollout.adapters import ATTENTION, LAYERS, check_layers
 
 # SGLang reserves a few positions of its context for itself.
 _SPARE_POSITIONS = 8
 # Size of the cache of keys and values on a CPU, in tokens; it is larger for very long contexts.
 _CPU_CACHED_TOKENS = 65536
+# Of patches of Qwen2.5-VL; SGLang takes others for what the vision tower has made of some.
+_PATCH_VALUES = 1176
 # Attempts to list SGLang's arguments, because the process that lists them may be killed from outside.
 _ATTEMPTS = 3
 
@@ -40,7 +44,8 @@ def engine_arguments(
         ConfigError: ``engine_kwargs.sglang`` sets an argument that another setting determines, or a setting is not
             supported with SGLang.
     """
-    _refuse(config)
+    vision = VisionConfig.of(hf_config)
+    _refuse(config, hf_config.model_type, vision)
     path = resolve_model_path(model_config.path)
     context = max_model_len + _SPARE_POSITIONS
     arguments: dict[str, Any] = {
@@ -64,7 +69,9 @@ def engine_arguments(
         "ep_size": config.expert_parallel_size,
         "log_level": "error" if config.disable_log_stats else "info",
         # Stop texts end a response early only if SGLang has the tokenizer; it is not needed for anything else.
-        "skip_tokenizer_init": not (config.stop or config.val_kwargs.stop),
+        # Of a model with images SGLang gets pictures only where it has the tokenizer and the processor.
+        "skip_tokenizer_init": not (config.stop or config.val_kwargs.stop or vision),
+        "enable_multimodal": vision is not None,
         # verl's sampler and weight loader: see engine_side/verl_sglang.py.
         "sampling_backend": "pytorch",
         "enable_custom_logit_processor": True,
@@ -76,6 +83,10 @@ def engine_arguments(
     }
     if config.cudagraph_capture_sizes is not None:
         arguments["cuda_graph_bs"] = list(config.cudagraph_capture_sizes)
+    if applies_adapters(config, model_config):
+        arguments |= _adapter_arguments(model_config, has_experts(hf_config), device)
+        # Adapters alone come with an update: the base must be there again after a sleep.
+        arguments["enable_weights_cpu_backup"] = arguments["enable_memory_saver"]
     overrides = {k: v for k, v in model_config.override_config.items() if k != ATTN_IMPLEMENTATION}
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and positions < context:
@@ -89,11 +100,31 @@ def engine_arguments(
     return arguments | extra
 
 
-def _refuse(config: RolloutConfig) -> None:
+def _adapter_arguments(model_config: HFModelConfig, of_experts: bool, device: torch.device) -> dict[str, Any]:
+    """Arguments with which SGLang applies LoRA adapters by itself; adapters of experts are not among them."""
+    chosen = model_config.target_modules
+    if isinstance(chosen, tuple):
+        check_layers(chosen)
+    arguments: dict[str, Any] = {
+        "enable_lora": True,
+        "max_lora_rank": largest_rank(model_config),
+        "lora_target_modules": list(ATTENTION if of_experts else LAYERS),
+        "max_loras_per_batch": 1,
+        "lora_strict_loading": True,
+    }
+    return arguments | ({"lora_backend": "torch_native"} if device.type == "cpu" else {})
+
+
+def _refuse(config: RolloutConfig, model_type: str, vision: VisionConfig | None) -> None:
+    if model_type == "qwen2_5_vl" and vision is not None and vision.patch_values != _PATCH_VALUES:
+        raise ConfigError(
+            f"rollout.name=sglang takes pictures for qwen2_5_vl in patches of {_PATCH_VALUES} numbers (14 x 14 pixels, "
+            f"two frames, three colours), and this model's have {vision.patch_values}. Set rollout.name=native or vllm."
+        )
     if config.limit_images is not None:
         raise ConfigError(
-            f"rollout.limit_images={config.limit_images} is not used by the sglang engine, which gets token ids only. "
-            "Leave it null."
+            f"rollout.limit_images={config.limit_images} is not used by the sglang engine, which gets all images of a "
+            "prompt as one. Leave it null, or set rollout.name=vllm."
         )
     if config.pipeline_model_parallel_size > 1 or config.data_parallel_size > 1:
         raise ConfigError(

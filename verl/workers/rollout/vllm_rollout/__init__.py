@@ -17,7 +17,7 @@ from verl.workers.rollout.remote import RemoteRollout
 from verl.workers.rollout.sampling import completes_stop_text
 from verl.workers.rollout.vllm_rollout.inprocess import VLLMInProcess
 from verl.workers.rollout.vllm_rollout.served import VLLMServer
-from verl.workers.rollout.vllm_rollout.settings import applies_adapters, engine_arguments
+from verl.workers.rollout.vllm_rollout.settings import engine_arguments
 
 
 @RolloutRegistry.register("vllm")
@@ -27,11 +27,6 @@ class VLLMRollout(RemoteRollout):
     default_start_timeout_s = 600.0
     takes_images = True
     starts_at_once = True  # so that an unknown argument of vLLM is reported before anything else is built
-
-    def set_up(self) -> None:
-        """See :meth:`BaseRollout.set_up`."""
-        self.applies_adapters = applies_adapters(self.config, self.model_config)
-        super().set_up()
 
     def _engine_arguments(self) -> dict[str, Any]:
         if self.device.type == "cpu" and has_experts(self.hf_config):

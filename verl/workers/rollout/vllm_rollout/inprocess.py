@@ -24,14 +24,8 @@ from verl.workers.rollout.engine_side.verl_images import image_item
 from verl.workers.rollout.placed_images import PlacedImages, seconds_of_each
 from verl.workers.rollout.request import RolloutRequest
 from verl.workers.rollout.state import fields_of
-from verl.workers.rollout.vllm_rollout.settings import (
-    ADAPTER,
-    ADAPTER_FILE,
-    ADAPTER_ID,
-    METRICS,
-    process_environment,
-)
-from verl.workers.rollout.weights import check_arrival, write_adapters
+from verl.workers.rollout.vllm_rollout.settings import ADAPTER_ID, METRICS, process_environment
+from verl.workers.rollout.weights import ADAPTER, ADAPTER_FILE, check_arrival, write_adapters
 
 _FOLDERS = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 

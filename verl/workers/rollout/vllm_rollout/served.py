@@ -19,11 +19,11 @@ from verl.workers.rollout.client import MEMORY, PartialResponse, ServedRequests,
 from verl.workers.rollout.engine_kwargs import Launch
 from verl.workers.rollout.engine_side.verl_engine import checksum
 from verl.workers.rollout.http_client import HttpClient, refusals
+from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
 from verl.workers.rollout.server import LOOPBACK
-from verl.workers.rollout.vllm_rollout.image_files import ImageFiles
-from verl.workers.rollout.vllm_rollout.settings import ADAPTER, ADAPTER_ID, METRICS, command_line, process_environment
-from verl.workers.rollout.weights import check_arrival, write_adapters, write_weight_files
+from verl.workers.rollout.vllm_rollout.settings import ADAPTER_ID, METRICS, command_line, process_environment
+from verl.workers.rollout.weights import ADAPTER, check_arrival, write_adapters, write_weight_files
 
 _GENERATE = "/inference/v1/generate"
 _ROUTES = ("--tokens-only",)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +12,11 @@ import torch
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError
 from verl.utils.model import ATTN_IMPLEMENTATION, resolve_model_path
-from verl.workers.rollout.engine_kwargs import extra_arguments
+from verl.workers.rollout.engine_kwargs import applies_adapters, extra_arguments, largest_rank
 from verl.workers.rollout.server import SERVER_KEEPALIVE_S
 
-ADAPTER, ADAPTER_ID = "policy", 1
-"""Name and number of the only adapters in vLLM."""
+ADAPTER_ID = 1
+"""Number of the only adapters in vLLM."""
 METRICS = {
     "requests_running": "vllm:num_requests_running",
     "requests_waiting": "vllm:num_requests_waiting",
@@ -28,7 +27,6 @@ METRICS = {
     "preemptions": "vllm:num_preemptions_total",
 }
 """Field of an engine's state → vLLM's own metric."""
-ADAPTER_FILE = "adapter_model.safetensors"
 _NO_NEGATIVE = ("trust_remote_code", "skip_tokenizer_init", "disable_log_stats")
 """Arguments without a ``--no-`` form, which are false by default."""
 _CPU_KV_CACHE_BYTES = 2**30
@@ -100,7 +98,7 @@ def engine_arguments(
         if device.type == "cpu":
             arguments["skip_mm_profiling"] = True  # of GPU memory
     if applies_adapters(config, model_config):
-        rank = _largest_rank(model_config)
+        rank = _max_lora_rank(model_config)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
     if device.type == "cpu":
         # After a partial prefill vLLM rewinds the request's random generator, which CPU generators do not support.
@@ -115,17 +113,9 @@ def engine_arguments(
     return arguments | extra
 
 
-def applies_adapters(config: RolloutConfig, model_config: HFModelConfig) -> bool:
-    """Return whether vLLM is given LoRA adapters apart from the weights."""
-    return model_config.has_adapters and not config.merge_adapters
-
-
-def _largest_rank(model_config: HFModelConfig) -> int:
+def _max_lora_rank(model_config: HFModelConfig) -> int:
     """Return the smallest rank that vLLM has room for and the adapters fit into."""
-    rank = model_config.lora_rank
-    if model_config.lora_adapter_path is not None:
-        found = json.loads((Path(model_config.lora_adapter_path) / "adapter_config.json").read_text())
-        rank = max([found["r"], *found.get("rank_pattern", {}).values()])
+    rank = largest_rank(model_config)
     allowed = [size for size in _LORA_RANKS if size >= rank]
     if not allowed:
         raise ConfigError(

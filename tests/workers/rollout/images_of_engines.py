@@ -1,0 +1,176 @@
+"""Models with images in the real vLLM or SGLang, against the trainer and the engine ``native``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import AutoModelForImageTextToText
+
+from tests.vision.batches import P, film_prompts, prompts
+from tests.workers.rollout.test_vllm_lora import RANK, change, trainer_of
+from tests.workers.rollout.vllm_engines import KWARGS
+from tests.workers.support import make_engine
+from verl.errors import RolloutError
+from verl.protocol import DataProto
+from verl.protocol.shared import SharedTensors
+from verl.testing.vision_models import heads_of_32, tiny_vision_model_dir
+from verl.utils import hf_tokenizer
+from verl.vision.families import IMAGE_INPUTS
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.engine import MicroBatchConfig
+from verl.workers.rollout.base import BaseRollout, get_rollout_class
+from verl.workers.rollout.placed_images import digests
+from verl.workers.rollout.request import RolloutOutput, RolloutRequest, requests_from_prompts
+from verl.workers.rollout.serving import RequestQueue
+
+R = 6
+READERS = {"vllm": "vLLM's server", "sglang": "SGLang"}
+"""What reads the files of images, in the words of its messages."""
+
+
+def rollout_of(
+    name: str, path: str, length: int, mode: str = "sync", lora_rank: int = 0, **settings: Any
+) -> BaseRollout:
+    config = RolloutConfig(
+        name=name,
+        mode=mode,
+        prompt_length=length,
+        response_length=R,
+        dtype="float32",
+        tensor_model_parallel_size=1,
+        enforce_eager=True,
+        engine_kwargs={"vllm": KWARGS},
+        **settings,
+    )
+    return get_rollout_class(name)(config, HFModelConfig(path=path, lora_rank=lora_rank), hf_tokenizer(path), "cpu")
+
+
+def check_log_probs(name: str, family: str, mode: str, rows: str, folder: Path, **of_model: Any) -> None:
+    """Of rows of text, images and videos; after an update the same images have features of the new weights.
+
+    Log-probs are the trainer's, and greedy tokens those of the engine ``native``.
+    """
+    of_model |= heads_of_32(family)
+    paths = [tiny_vision_model_dir(folder / str(seed), family, seed=seed, **of_model) for seed in (0, 1)]
+    made = film_prompts if rows == "films" else prompts
+    batch = made(paths[0], folder, count=4).repeat(3, interleave=True)
+    batch.non_tensor_batch |= {"uid": np.repeat(np.arange(4), 3), "sample_index": np.tile(np.arange(3), 4)}
+    width = batch.batch["input_ids"].shape[1]
+    engine, native = rollout_of(name, paths[0], width, mode), rollout_of("native", paths[0], width)
+    try:
+        for version, path in enumerate(paths):
+            weights = AutoModelForImageTextToText.from_pretrained(path).state_dict()
+            batch.meta_info = {"do_sample": True}
+            with engine.awake(weights.items, version):
+                found = engine.generate_sequences(batch)
+                batch.meta_info = {"do_sample": False}
+                greedy = engine.generate_sequences(batch)
+            whole = batch.select(batch_keys=[]) | found
+            trainer = make_engine(path, trained=False)
+            log_probs = trainer.infer_batch(whole, {"log_probs"}, MicroBatchConfig())["log_probs"]
+            assert_close(found.batch["rollout_log_probs"], log_probs, atol=3e-5, rtol=0)
+            with native.awake(weights.items, version):
+                assert greedy.batch["responses"].equal(native.generate_sequences(batch).batch["responses"])
+        if rows == "pictures" and (name, mode) != ("vllm", "sync"):
+            with engine.awake(weights.items, 2):
+                check_requests_that_come_one_by_one(engine, batch, greedy.batch["responses"], READERS[name])
+    finally:
+        engine._end_engine()
+
+
+def check_adapters(name: str, family: str, mode: str, folder: Path, **of_model: Any) -> None:
+    """Rows of text and of images, with other adapters in each of three updates; log-probs are the trainer's."""
+    path = tiny_vision_model_dir(folder / "model", family, **heads_of_32(family), **of_model)
+    trainer = trainer_of(path)
+    batch = prompts(path, folder, count=4)
+    batch.non_tensor_batch |= {"uid": np.arange(4), "sample_index": np.zeros(4, dtype=int)}
+    batch.meta_info = {"do_sample": True}
+    engine = rollout_of(name, path, P, mode, RANK, merge_adapters=False)
+    sent, before = [], None
+    try:
+        for step in range(3):
+            change(trainer, step)
+            with trainer.eval_mode(), engine.awake(trainer.adapted_weights(), trainer.weight_version):
+                whole = batch.select(batch_keys=[]) | engine.generate_sequences(batch)
+            log_probs = trainer.infer_batch(whole, {"log_probs"}, MicroBatchConfig())["log_probs"]
+            assert_close(whole.batch["rollout_log_probs"], log_probs, atol=3e-5, rtol=0)
+            sent.append(engine.sent_bytes)
+            assert before is None or not whole.batch["responses"].equal(before)
+            before = whole.batch["responses"]
+    finally:
+        engine._end_engine()
+    assert sent[1] == sent[2] < sent[0] / 10
+
+
+def check_requests_that_come_one_by_one(rollout: BaseRollout, batch: DataProto, greedy: Tensor, engine: str) -> None:
+    """As agent loops send them: the tokens of the batch. An image that is lost or damaged fails its request alone."""
+    images = rollout._engine._images
+    requests = requests_from_prompts(batch, rollout.config)
+    broken = next(number for number, request in enumerate(requests) if request.images)
+    whole = dict(requests[broken].images)
+    pixels, grid = (whole[name] for name in IMAGE_INPUTS)
+    damages: dict[str, Callable[[Path], object]] = {
+        f"image 0 of the prompt did not reach {engine}: No such file": Path.unlink,
+        f"image 0 of the prompt did not reach {engine}: Error while": lambda path: path.write_bytes(b"damaged"),
+        "image 0 of the prompt .* as it was sent: its hash differs": flip_the_last_bit,
+    }
+    written = images._written
+    for number, (said, damage) in enumerate([("", None), *damages.items()]):
+        if damage is not None:  # another picture each time: recent ones are known to the server
+            other = SharedTensors(dict(zip(IMAGE_INPUTS, (pixels + number, grid), strict=True)))
+            requests[broken] = dataclasses.replace(requests[broken], images=other)
+
+            images._written = functools.partial(spoilt, written, damage, digests(other))
+        answers = served(rollout, requests)
+        if damage is not None:
+            error = answers.pop(broken)
+            assert isinstance(error, RolloutError)
+            assert re.search(said, str(error)), error
+        for place, answer in answers.items():
+            assert isinstance(answer, RolloutOutput)
+            assert answer.token_ids == greedy[place][: len(answer.token_ids)].tolist()
+    images._written = written
+    first = int(greedy[broken][0])  # a stop text makes the server stream
+    stops = dataclasses.replace(requests[broken].sampling, stop=(rollout.tokenizer.decode([first]),))
+    streamed = dataclasses.replace(requests[broken], images=SharedTensors(whole), sampling=stops)
+    for output in (rollout.generate([streamed])[0], served(rollout, [streamed])[0]):
+        assert (output.token_ids, output.finish_reason) == ([first], "stop")
+    assert not list(images._folders[0].iterdir())
+
+
+def spoilt(
+    written: Callable[..., Path], damage: Callable[[Path], object], chosen: Any, digest: bytes, *of: Any
+) -> Path:
+    path = written(digest, *of)
+    if digest in chosen:
+        damage(path)
+    return path
+
+
+def flip_the_last_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def served(rollout: BaseRollout, requests: list[RolloutRequest]) -> dict[int, Any]:
+    answers: dict[int, Any] = {}
+
+    def take(number: int, answer: Any) -> None:
+        answers[number] = answer
+        if len(answers) == len(requests):
+            queue.close()
+
+    queue = RequestQueue(take)
+    for number, request in enumerate(requests):
+        queue.put(number, request)
+    rollout.serve(queue)
+    return answers

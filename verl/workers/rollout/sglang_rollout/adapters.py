@@ -1,0 +1,53 @@
+"""LoRA adapters in the form in which SGLang applies them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+from torch.nn import functional
+
+from verl.errors import ConfigError
+
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+ATTENTION = (*_FUSED[0], "o_proj")
+LAYERS = (*ATTENTION, *_FUSED[1], "down_proj")
+"""Last parts of the names of the layers whose adapters SGLang is given."""
+
+
+def check_layers(names: Iterable[str]) -> None:
+    """Raise ConfigError if adapters of layers with these names, or endings of names, are not given to SGLang."""
+    if others := sorted({last for name in names if (last := name.rsplit(".", 1)[-1]) not in LAYERS}):
+        raise ConfigError(
+            f"rollout.merge_adapters=false: sglang applies adapters of {', '.join(LAYERS)} by itself, and those of "
+            f"{', '.join(others)} only merged. Set rollout.merge_adapters=true."
+        )
+
+
+def completed(adapters: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """Add adapters of 0 where SGLang wants some, and rows and columns of 0 to those of small rank.
+
+    SGLang computes q, k and v as one layer, and gate and up as another. Of the layers in one it wants adapters of all
+    or of none, and all adapters of a model must have one rank.
+
+    Args:
+        adapters: see :class:`~verl.workers.adapted_weights.AdaptedWeights`.
+        shapes: (out, in) of the weights of all layers by their names.
+
+    Raises:
+        ConfigError: SGLang is given no adapters of such a layer.
+    """
+    layers = {name.split(".lora_")[0]: name for name in adapters}
+    check_layers(layers)
+    rank = max(tensor.shape[0] for name, tensor in adapters.items() if ".lora_A." in name)
+    found: dict[str, Tensor] = {}
+    for layer, some in layers.items():
+        parent, own = layer.rsplit(".", 1)
+        for other in next((group for group in _FUSED if own in group), (own,)):
+            side, weight = f"{parent}.{other}", shapes[f"{parent}.{other}.weight"]
+            for part, shape in (("A", (rank, weight[1])), ("B", (weight[0], rank))):
+                name = f"{side}.lora_{part}.weight"
+                given = adapters.get(name, adapters[some].new_zeros(shape))
+                missing = [size - has for size, has in zip(shape, given.shape, strict=True)]
+                found[name] = functional.pad(given, (0, missing[1], 0, missing[0]))
+    return found
