@@ -210,6 +210,19 @@ def test_rows_with_broken_images_are_named_and_left_out(path, tmp_path, caplog):
         dataset(path, file)
 
 
+def test_placeholders_without_images_are_told_once(path, tmp_path, caplog):
+    rows = picture_rows(4)
+    for row in rows[:2]:
+        row["images"] = []
+    rows[2] |= {"images": [], "prompt": [{"role": "user", "content": "a text"}]}
+    file = write_parquet(tmp_path / "rows.parquet", rows)
+    with caplog.at_level(logging.WARNING):
+        assert len(dataset(path, file)) == 4
+    (told,) = caplog.messages
+    assert told.startswith("2 of 4 rows have <image> or <video> in a text and no image or video for it")
+    assert f"{file}, row 0 ... Name the columns of images and videos in data.image_key (now images)" in told
+
+
 def test_the_filter_counts_image_tokens_and_no_prompt_with_images_is_cut(path, tmp_path):
     rows = picture_rows(3)  # 4, 6 and 8 image tokens, and <user> START END color? <assistant>: 10 more
     file = write_parquet(tmp_path / "rows.parquet", rows)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from verl.config.actor import LossAggMode
 from verl.config.base import BaseConfig, section, setting, subsection
 from verl.config.megatron import DistributedModel, McoreEngineConfig
 from verl.config.model import (
+    ALL_LINEAR,
     CheckpointConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     LoRAConfig,
     ModuleNames,
     Strategy,
+    pattern_problems,
 )
+from verl.config.problems import Problem
 from verl.config.profiler import ModelProfilerConfig
 
 
@@ -54,7 +58,7 @@ class FSDPCriticModelCfg(BaseConfig):
     """Rank of the LoRA adapters that are trained with the head in place of the model's weights; 0 trains all."""
     lora_alpha: float = setting(16, gt=0)
     """Adapters are scaled by `lora_alpha` / `lora_rank`."""
-    target_modules: ModuleNames = setting("all-linear")
+    target_modules: ModuleNames = setting(ALL_LINEAR)
     """Layers that get adapters, as in `actor_rollout_ref.model`."""
     exclude_modules: ModuleNames | None = setting(None)
     """Layers without adapters."""
@@ -69,6 +73,11 @@ class FSDPCriticModelCfg(BaseConfig):
     def has_adapters(self) -> bool:
         """Whether LoRA adapters and the head are trained instead of all weights."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """Layers are chosen by expressions that can be read."""
+        chosen = {"target_modules": self.target_modules, "exclude_modules": self.exclude_modules}
+        yield from pattern_problems(path, chosen)
 
 
 @section

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
@@ -10,6 +11,19 @@ from verl.config.problems import Problem
 
 ModuleNames = str | tuple[str, ...]
 """A regular expression that matches full names, or a list of endings of names; see ``peft.LoraConfig``."""
+ALL_LINEAR = "all-linear"
+
+
+def pattern_problems(path: str, settings: Mapping[str, ModuleNames | None]) -> Iterator[Problem]:
+    """Of settings that choose layers, those that are no regular expression; ``path`` is the section's."""
+    for name, value in settings.items():
+        if not isinstance(value, str) or value == ALL_LINEAR:
+            continue
+        try:
+            re.compile(value)
+        except re.error as error:
+            remedy = "write a regular expression that matches whole names, or a list of their endings"
+            yield Problem(f"{path}.{name}".lstrip("."), value, f"no regular expression: {error}", remedy=remedy)
 
 
 @section
@@ -57,7 +71,7 @@ class HFModelConfig(BaseConfig):
     """Rank of the LoRA adapters that are trained in place of the model's weights; 0 trains the weights."""
     lora_alpha: float = setting(16, gt=0)
     """Adapters are scaled by `lora_alpha` / `lora_rank`."""
-    target_modules: ModuleNames = setting("all-linear")
+    target_modules: ModuleNames = setting(ALL_LINEAR)
     """Layers that get adapters: `all-linear` (all but the head), endings of names, or a regular expression."""
     exclude_modules: ModuleNames | None = setting(None)
     """Layers without adapters, as endings of names or a regular expression."""
@@ -70,6 +84,11 @@ class HFModelConfig(BaseConfig):
     def has_adapters(self) -> bool:
         """Whether LoRA adapters are trained instead of the model's weights."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """Layers are chosen by expressions that can be read."""
+        chosen = {"target_modules": self.target_modules, "exclude_modules": self.exclude_modules}
+        yield from pattern_problems(path, chosen)
 
 
 Strategy = Literal["fsdp", "fsdp2", "megatron"]

@@ -108,6 +108,10 @@ def test_another_class_in_place_of_a_section_is_refused(run: Run):
             {f"{ROLLOUT}.val_kwargs.temperature": 0.6},
             "actor_rollout_ref.rollout.val_kwargs.do_sample=false",
         ),
+        (
+            {"actor_rollout_ref.model.lora.target_parameters": ["down_proj"]},
+            "actor_rollout_ref.model.lora_rank=0 trains",
+        ),
         ({f"{ROLLOUT}.skip_dump_dir": "rollouts"}, f"{ROLLOUT}.skip_rollout=false"),
         (
             {f"{ROLLOUT}.engine_kwargs": {"vllm": {"a": 1}}},
@@ -131,6 +135,7 @@ def test_a_setting_of_what_is_turned_off_is_told(
         (SFTConfig, {"data.val_max_samples": 3}, "data.val_files=null"),
         (SFTConfig, {"optim.num_cycles": 2.0, "optim.lr_scheduler_type": "constant"}, "optim.lr_scheduler_type=const"),
         (RMConfig, {"data.max_token_len_per_gpu": 99, "data.use_dynamic_bsz": False}, "data.use_dynamic_bsz=false"),
+        (SFTConfig, {"model.lora_alpha": 32.0}, "model.lora_rank=0 trains the model's weights"),
         (DPOConfig, {"ref.param_offload": True, "loss.reference_free": True}, "loss.reference_free=true"),
     ],
 )

@@ -236,6 +236,31 @@ def test_folders_of_adapters_exist(run: Run, section: str, more: dict):
     (run.folder / "adapters").mkdir()
     message = run.refusal({f"{section}.lora_adapter_path": str(run.folder / "adapters")} | more)
     assert f"{section}.lora_adapter_path={run.folder / 'adapters'}: the folder has no adapter_config.json" in message
+    message = run.refusal({f"{section}.lora_adapter_path": str(run.folder / "none")} | more)
+    assert "there is no such folder" in message
+    assert "name a folder that peft's save_pretrained wrote" in message
+
+
+@pytest.mark.parametrize(
+    "config, wrong",
+    [
+        ('{"peft_type": "IA3"}', "the folder holds adapters of kind IA3"),
+        ('{"peft_type": "LORA"}', "the folder has no adapter_model.safetensors"),
+        ('["LORA"]', "its adapter_config.json cannot be read: 'list' object has no attribute"),
+    ],
+)
+def test_folders_of_adapters_hold_those_of_lora(run: Run, config: str, wrong: str):
+    folder = run.folder / "adapters"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(config)
+    message = run.refusal({"actor_rollout_ref.model.lora_adapter_path": str(folder)})
+    assert f"actor_rollout_ref.model.lora_adapter_path={folder}: {wrong}" in message
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model.target_modules", "critic.model.exclude_modules"])
+def test_layers_are_chosen_by_expressions_that_can_be_read(run: Run, key: str):
+    assert f"{key}=(q_proj: no regular expression: missing )" in run.refusal({key: "(q_proj"})
+    assert run.load({key: r".*\.(q|v)_proj"})
 
 
 def test_names_on_the_hub_pass(run: Run):

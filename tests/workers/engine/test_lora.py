@@ -398,7 +398,7 @@ def test_trained_adapters_that_cannot_be_used_are_refused(path, tmp_path):
     with pytest.raises(ConfigError, match=r"lora_rank=8, but the adapters in .* have rank 4"):
         make_engine(path, lora_adapter_path=str(folder), lora_rank=8)
     save_file(adapters | {"more": torch.zeros(1)}, folder / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=r"of another model: they lack nothing, have \['more'\] too much"):
+    with pytest.raises(ConfigError, match=r"of another model: the model has no more\. Name the model"):
         make_engine(path, lora_adapter_path=str(folder))
     (folder / "adapter_model.safetensors").write_bytes(b"damaged")
     with pytest.raises(ConfigError, match=r"adapter_model\.safetensors cannot be read"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import glob
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,7 +82,7 @@ def models(config: PPOConfig | SupervisedConfig | GenerationConfig) -> Problems:
             yield from _model(key, path, None)
     for key, path in adapters.items():
         if path is not None:
-            yield from _model(key, path, "adapter_config.json")
+            yield from _adapters(key, path)
     yield from _tokenizer(prefix, model)
 
 
@@ -166,6 +167,24 @@ def _is_local(path: str) -> bool:
     return path.startswith(("/", "./", "../", "~")) or Path(path).exists()
 
 
+def _adapters(key: str, path: str) -> Problems:
+    """A local folder of adapters is one of LoRA and has both files."""
+    problems = [*_model(key, path, "adapter_config.json")]
+    yield from problems
+    folder = Path(path).expanduser()
+    if problems or is_remote(path) or not _is_local(path):
+        return
+    try:
+        kind = json.loads((folder / "adapter_config.json").read_text()).get("peft_type")
+    except (ValueError, AttributeError) as error:
+        yield Problem(key, path, f"its adapter_config.json cannot be read: {error}", remedy="mend the file")
+        return
+    if kind != "LORA":
+        yield Problem(key, path, f"the folder holds adapters of kind {kind}", "those of kind LORA")
+    elif not (folder / "adapter_model.safetensors").is_file():
+        yield Problem(key, path, "the folder has no adapter_model.safetensors", remedy="save the adapters again")
+
+
 def _model(key: str, path: str, must_have: str | None, has_weights: bool = False) -> Problems:
     folder = Path(path).expanduser()
     if is_remote(path):
@@ -173,7 +192,10 @@ def _model(key: str, path: str, must_have: str | None, has_weights: bool = False
     elif not _is_local(path):
         return
     elif not folder.is_dir():
-        remedy = "name a folder that holds a model, or a model of the Hugging Face hub such as Qwen/Qwen3-0.6B"
+        if key.endswith(".lora_adapter_path"):
+            remedy = "name a folder that peft's save_pretrained wrote, or lora_adapter of a checkpoint"
+        else:
+            remedy = "name a folder that holds a model, or a model of the Hugging Face hub such as Qwen/Qwen3-0.6B"
         yield Problem(key, path, "there is no such folder", remedy=remedy)
     elif must_have and not (folder / must_have).is_file():
         yield Problem(key, path, f"the folder has no {must_have}", remedy="name a folder in the Hugging Face format")

@@ -176,12 +176,15 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
             yield (f"{section}.data_loader_seed",), f"{section}.shuffle=false"
     for section in (_ACTOR, _REF, _ROLLOUT, "critic", "reward_model"):
         yield from _of_passes(config, section)
+    for section in ("actor_rollout_ref.model", "critic.model"):
+        yield from _of_adapters(config, section)
 
 
 def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:
     """Yield what nothing reads in this run of supervised or preference training."""
     yield from _of_schedule(config, "optim")
     yield from _of_passes(config, "data")
+    yield from _of_adapters(config, "model")
     if not config.data.val_files:
         yield ("data.val_max_samples",), "data.val_files=null"
     strategy = config.engine.strategy
@@ -193,6 +196,15 @@ def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:
         yield ("data.prompt_dict_keys", "data.response_dict_keys"), "data.prompt_key=null"
     if isinstance(config, DPOConfig) and config.loss.reference_free:
         yield ("ref.param_offload",), "loss.reference_free=true"
+
+
+def _of_adapters(config: Any, section: str) -> Iterator[Silent]:
+    model = _at(config, section)
+    unread = tuple(f"{section}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules", "lora.*"))
+    if not model.has_adapters:
+        yield unread, f"{section}.lora_rank=0 trains the model's weights"
+    elif model.lora_adapter_path is not None:
+        yield unread, f"the adapters of {section}.lora_adapter_path bring theirs"
 
 
 def _of_other_losses(actor: ActorConfig) -> Iterator[Silent]:

@@ -12,7 +12,7 @@ from typing import Any
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages
 from verl.utils.dataset.files import DataFile, refuse_media
-from verl.vision.messages import in_order, with_image_parts, with_placeholders, with_times
+from verl.vision.messages import PLACEHOLDERS, in_order, with_image_parts, with_placeholders, with_times
 from verl.vision.prompts import ImagePrompts, Picture
 from verl.vision.videos import Clip, Video
 
@@ -23,6 +23,11 @@ Media = dict[str, list[Any]]
 
 SHOWN = 5
 _READ_AT_ONCE = 256
+
+
+def _has_placeholder(messages: Iterable[Message]) -> bool:
+    texts = [message["content"] or "" for message in messages]
+    return any(mark in text for text in texts for mark in PLACEHOLDERS.values())
 
 
 @dataclass(frozen=True)
@@ -156,6 +161,7 @@ class PromptImages:
             number and opened prompt of each row that is left, and the tokens that its images add to its placeholders.
         """
         broken: list[str] = []
+        bare: list[str] = []
         total = 0
 
         def counted(item: tuple[Any, str, ImagePrompt]) -> tuple[ImagePrompt, list[int]] | DataError:
@@ -167,7 +173,9 @@ class PromptImages:
         with ThreadPoolExecutor(workers) as pool:
             for part in _parts(prompts):
                 total += len(part)
-                for (number, _, _), found in zip(part, pool.map(counted, part), strict=True):
+                for (number, place, given), found in zip(part, pool.map(counted, part), strict=True):
+                    if self.maker is not None and not given.images and _has_placeholder(given.plain):
+                        bare.append(place)
                     if isinstance(found, DataError):
                         broken.append(str(found))
                     else:
@@ -183,6 +191,12 @@ class PromptImages:
             if len(broken) == total:
                 raise DataError(told)
             logger.warning("left out: %s", told)
+        if bare:
+            logger.warning(
+                "%d of %d rows have %s in a text and no image or video for it, which the model reads as text: %s "
+                "... Name the columns of images and videos in data.image_key (now %s) and data.video_key (%s).",
+                *(len(bare), total, " or ".join(PLACEHOLDERS.values()), bare[0], self.image_key, self.video_key),
+            )
 
     def of_row(self, number: Any, prompt: ImagePrompt) -> RowImages:
         """Return what :meth:`measured` found of a row."""

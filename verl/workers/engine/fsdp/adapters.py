@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from verl.base.fs import source_of
 from verl.config import HFModelConfig
+from verl.config.model import ALL_LINEAR
 from verl.errors import CheckpointError, ConfigError
 from verl.vision.families import TOWER
 
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ALL_LINEAR = "all-linear"
 ADAPTER_FOLDER = "lora_adapter"
 """Folder of a checkpoint with the adapters as files of peft."""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -143,7 +143,8 @@ def _config_in(config: HFModelConfig) -> LoraConfig:
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise ConfigError(f"{folder / CONFIG_FILE} cannot be read: {error}.") from error
     if not isinstance(found, peft().LoraConfig):
-        raise ConfigError(f"{folder} holds adapters of kind {found.peft_type}; only LORA is supported.")
+        kind = str(found.peft_type).removeprefix("PeftType.")
+        raise ConfigError(f"{folder} holds adapters of kind {kind}; only LORA is supported.")
     for name, allowed in _PLAIN.items():
         value = getattr(found, name, allowed)
         if allowed is None and not value:
@@ -293,11 +294,14 @@ def _load(hf: PreTrainedModel, folder: Path) -> None:
     trained = {name_in_file(name): p for name, p in hf.named_parameters() if p.requires_grad}
     heads = {name for name in trained if ".lora_" not in name}  # adapters of a language model have none
     missing, unknown = sorted(trained.keys() - saved.keys() - heads), sorted(saved.keys() - trained.keys())
-    wrong = [name for name in trained.keys() & saved.keys() if saved[name].shape != trained[name].shape]
-    if missing or unknown or wrong:
+    wrong = sorted(name for name in trained.keys() & saved.keys() if saved[name].shape != trained[name].shape)
+    found = {"they lack {}": missing, "the model has no {}": unknown}
+    problems = [words.format(", ".join(names[:3])) for words, names in found.items() if names]
+    problems += [f"{n} has shape {[*saved[n].shape]} for {[*trained[n].shape]} here" for n in wrong[:1]]
+    if problems:
         raise ConfigError(
-            f"the adapters in {folder} are of another model: they lack {missing[:3] or 'nothing'}, have "
-            f"{unknown[:3] or 'nothing'} too much, and another shape at {wrong[:3] or 'none'}."
+            f"the adapters in {folder} are of another model: {'; '.join(problems)}. Name the model that they were "
+            "trained on in model.path."
         )
     with torch.no_grad():
         for name, values in saved.items():
