@@ -1,6 +1,6 @@
 """Training with images: what a tiny model learns of pictures, and the memory of the pixels of a batch.
 
-    python -m benchmarks.images learning [--seed 1] [--output_dir outputs/images] [--steps 72]
+    python -m benchmarks.images learning [--seed 1] [--output_dir outputs/images] [--steps 144]
     python -m benchmarks.images memory
 
 ``learning`` makes a random Qwen2.5-VL of two layers and pictures of shapes in four colours, and trains it by GRPO,
@@ -27,9 +27,9 @@ from verl.testing.vision_models import COLORS, SHAPES, picture, png, tiny_vision
 
 REWARD = '''
 def compute_score(solution_str, ground_truth, **_):
-    """1 for the letter of the colour, 0.1 for another of the four letters or nothing."""
+    """1 for the letter of the colour, 0.1 for another of the four letters."""
     letter = solution_str[:1]
-    return 1.0 if letter == ground_truth else 0.1 * (letter in "rgbw")
+    return 1.0 if letter == ground_truth else 0.1 * (letter in set("rgbw"))
 '''
 SIZES = (8, 16, 24, 32)
 
@@ -79,7 +79,7 @@ def learning(seed: int, folder: Path, steps: int) -> None:
         "trainer__total_training_steps": steps,
         "trainer__total_epochs": 1000,
         "trainer__seed": seed,
-        "trainer__test_freq": max(1, steps // 6),
+        "trainer__test_freq": max(1, steps // 12),
         "trainer__val_before_train": "true",
     }
     given = overrides({**paths, "reward_model": paths["model"]}, folder, **changes)
@@ -131,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", choices=["learning", "memory"])
     parser.add_argument("--seed", type=int, default=1, help="learning: of data, weights and sampling")
-    parser.add_argument("--steps", type=int, default=72, help="learning: steps of GRPO")
+    parser.add_argument("--steps", type=int, default=144, help="learning: steps of GRPO")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/images"), help="learning: where it writes")
     args = parser.parse_args()
     if args.part == "memory":
