@@ -100,6 +100,11 @@ def test_what_does_not_belong_together_is_told(actor, tmp_path, caplog):
     assert run("merge", folder, "--target_dir", tmp_path / "out", "--base_model", tmp_path / "gone") == 1
     assert "gone' does not exist" in caplog.text
     assert "name its folder with --base_model" in caplog.text
+    base = json.loads((folder / "lora_adapter" / "adapter_config.json").read_text())["base_model_name_or_path"]
+    for more in ((), ("--base_model", base)):
+        assert run("merge", folder, "--target_dir", base, *more) == 1
+        assert f"--target_dir={base} is the folder of the model of the adapters" in caplog.text
+        caplog.clear()
     other = tiny_model_dir(tmp_path / "other", "qwen3", intermediate_size=96, tie_word_embeddings=True)
     assert run("merge", folder, "--target_dir", tmp_path / "out", "--base_model", other) == 1
     assert "of other shapes" in caplog.text

@@ -141,3 +141,13 @@ def test_refusals(checkpoint, tmp_path, caplog):
     assert "not a value model" in caplog.text
     assert run("merge", tmp_path) == 1
     assert "config.json is missing" in caplog.text
+
+
+def test_a_target_that_is_a_file_or_the_checkpoint_is_refused_before_weights_are_read(checkpoint, tmp_path, caplog):
+    actor = checkpoint[0] / "actor"
+    (tmp_path / "file").write_text("")
+    before = sorted(file.name for file in actor.iterdir())
+    for target, wrong in ((tmp_path / "file", "is a file"), (actor / "../actor", "is the folder of --local_dir")):
+        assert run("merge", actor, "--target_dir", str(target)) == 1
+        assert f"--target_dir={target} {wrong}" in caplog.text
+    assert sorted(file.name for file in actor.iterdir()) == before

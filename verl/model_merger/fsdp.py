@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 from collections.abc import Mapping
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from verl.checkpoint.boxes import LAYOUT_FILE, Boxes
 from verl.checkpoint.shards import assemble, read_shards, saved_world_size
 from verl.errors import CheckpointError, ConfigError
-from verl.model_merger.lora import PUBLIC_PREFIX, Adapted, PublicAdapted, has_adapters
+from verl.model_merger.lora import PUBLIC_PREFIX, Adapted, PublicAdapted, base_named_in, has_adapters
 from verl.model_merger.probes import probes
 from verl.utils.image_reward_models import sequence_classifier, token_classifier
 from verl.utils.model import load_hf_config
@@ -59,8 +60,13 @@ def merge(
         is_value_model: refuse any architecture but a value model.
         base_model: of LoRA adapters, the model that they were trained on, if it is not where it was.
     """
-    source = Path(local_dir).expanduser()
+    source, target = Path(local_dir).expanduser(), Path(target_dir).expanduser()
     config = _config_of(source, trust_remote_code)
+    base = base_model
+    if base is None:
+        with contextlib.suppress(CheckpointError):  # told later, if there are adapters that need it
+            base = base_named_in(source)
+    _check_target(target, {"--local_dir": source, "the model of the adapters": base})
     if is_value_model and not str((config.architectures or [""])[0]).endswith("ForTokenClassification"):
         raise CheckpointError(f"{source} holds a {(config.architectures or ['?'])[0]}, not a value model.")
     weights = whole_weights(source)
@@ -72,7 +78,6 @@ def merge(
     with torch.device("meta"):
         model = _empty_model(config, trust_remote_code)
     weights = _fitted(weights, model, config, source, trust_remote_code)
-    target = Path(target_dir).expanduser()
     target.mkdir(parents=True, exist_ok=True)
     # An earlier merge may have split the weights into other files.
     for old in target.glob("*.safetensors*"):
@@ -84,6 +89,18 @@ def merge(
     merged = _compare(weights, target, trust_remote_code, tolerance=0.0)
     _compare_logits(weights, adapted, config, merged, target, trust_remote_code)
     logger.info("wrote %s: %d weights, read back and equal", target, len(weights))
+
+
+def _check_target(target: Path, read: Mapping[str, str | Path | None]) -> None:
+    """Raise CheckpointError if a model cannot be written to ``target``, or would replace what it is made of."""
+    if target.exists() and not target.is_dir():
+        raise CheckpointError(f"--target_dir={target} is a file. Name a folder for the merged model.")
+    for what, folder in read.items():
+        if folder is not None and Path(folder).expanduser().resolve() == target.resolve():
+            raise CheckpointError(
+                f"--target_dir={target} is the folder of {what}, whose weights the merged ones would replace. Name "
+                "another folder."
+            )
 
 
 def compare(

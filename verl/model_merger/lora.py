@@ -69,7 +69,7 @@ class Adapted:
         base_model: str | None,
         trust_remote_code: bool,
     ) -> None:
-        named = base_model or _base_named_in(folder / ADAPTER_FOLDER / CONFIG_FILE)
+        named = base_model or base_named_in(folder)
         kind: ModelType = "language_model"
         for ending, of_ending in _TYPES.items():
             kind = of_ending if architecture.endswith(ending) else kind
@@ -125,7 +125,9 @@ def _outputs(model: HeadedModel, probe: Mapping[str, Tensor]) -> Tensor:
     return model.head(backbone(**probe).last_hidden_state[0])
 
 
-def _base_named_in(config: Path) -> str:
+def base_named_in(folder: Path) -> str:
+    """Return the path or name of the model that the adapters of a checkpoint's ``actor`` folder were trained on."""
+    config = folder / ADAPTER_FOLDER / CONFIG_FILE
     try:
         path = json.loads(config.read_text())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
