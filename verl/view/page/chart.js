@@ -39,7 +39,7 @@ export function drawChart(element, name, curves, options) {
   const plot = new uPlot({
     width: Math.max(200, element.clientWidth),
     height: HEIGHT,
-    scales: { x: { time: options.axis === "wall" } },
+    scales: { x: { time: options.axis === "wall" }, y: { range: rangeOfValues } },
     axes: [
       { ...axis, ...(options.axis === "step" ? { incrs: WHOLE } : {}), ...(options.axis === "wall" ? {} : { size: 32, values }) },  // wall time has two lines, and the usual 50
       { ...axis, size: 56, values: (_, splits) => splits.map(short) },
@@ -57,6 +57,14 @@ export function drawChart(element, name, curves, options) {
     watcher.disconnect();
     plot.destroy();
   };
+}
+
+/** The usual range but for a curve without height, which uPlot would draw at the bottom of 0 to 100 or twice its value. */
+function rangeOfValues(_, low, high) {
+  if (low === null) return [null, null];
+  if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
+  const room = Math.abs(low) || 1;
+  return [low - room, low + room];
 }
 
 function abscissaAt(curve, axis, row) {

@@ -108,10 +108,15 @@ export class RunList {
           style: { "accent-color": look.colour },
         }),
         h("span", { class: "line", style: { background: lineBackground(look) } }),
-        h("span", { class: "name", title: run.path }, run.name)),
+        h("span", { class: "name", title: run.path }, breakable(run.name))),
       h("button", { type: "button", class: "only", title: "this run alone", onclick: () => this.choose([run.id]) }, "only"),
       h("div", { class: "about" },
         h("span", { class: `state ${run.state}` }, state), ` step ${short(run.step)}, ${ago(run.changed)}`,
         numbers.length ? h("div", {}, numbers) : null));
   }
+}
+
+/** A name whose lines end behind a separator where there is one. */
+function breakable(name) {
+  return name.split(/(?<=[/_.-])/).flatMap((part) => [part, h("wbr")]);
 }
