@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import subprocess
+import sys
 
 import pytest
 from pydantic import ValidationError
@@ -59,6 +61,8 @@ def test_nobody_writes():
 def test_sections_of_equal_values_are_equal():
     assert Inner(lr=0.1) == Inner(lr=0.1) != Inner(lr=0.2)
     assert Inner() != {"lr": 0.5}
+    assert CheckpointConfig() == CheckpointConfig() != CheckpointConfig(save_contents=["model"])
+    assert len({CheckpointConfig(), CheckpointConfig()}) == 1
     assert len({Inner(), Inner(lr=0.5), Inner(lr=0.1)}) == 2
     assert PPOConfig(composed={"a": 1}) == PPOConfig()  # not of the compared fields
 
@@ -70,8 +74,49 @@ def test_defaults_of_a_subsection_may_differ_from_those_of_its_class():
 
     assert Slow().inner == Inner(lr=0.1)
     assert Slow(inner=Inner()).inner.lr == 0.5
-    with pytest.raises(TypeError, match="Inner has no momentum"):
-        defaults_of(Inner, momentum=0.9)
+    with pytest.raises(TypeError, match="CheckpointConfig has no momentum"):
+        defaults_of(CheckpointConfig, momentum=0.9)
+
+
+def test_a_subsection_of_a_user_is_made_by_its_class():
+    @section
+    class Needs(BaseConfig):
+        path: str
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+    @section
+    class Mine(BaseConfig):
+        needs: Needs = subsection(Needs)
+
+    with pytest.raises(ValidationError, match="path"):
+        Mine()
+    assert Needs(path="a") == 3
+
+
+BY_VALUE = """
+import sys, cloudpickle
+from verl.config.base import BaseConfig, section, setting, subsection
+
+@section
+class Inner(BaseConfig):
+    lr: float = setting(0.5, gt=0)
+
+@section
+class Mine(BaseConfig):
+    inner: Inner = subsection(Inner)
+
+sys.stdout.buffer.write(cloudpickle.dumps(Mine))
+"""
+
+
+def test_a_section_of_a_script_goes_to_another_process_before_one_was_made():
+    written = subprocess.run([sys.executable, "-c", BY_VALUE], capture_output=True, check=True)
+    mine = pickle.loads(written.stdout)
+    assert mine().inner.lr == 0.5
+    with pytest.raises(ValidationError):
+        mine(inner={"lr": 0})
 
 
 @pytest.mark.parametrize("arguments", [{"lr": 0}, {"lr": "fast"}, {"momentum": 0.9}])

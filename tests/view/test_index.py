@@ -84,8 +84,12 @@ def test_an_index_that_is_deleted_while_the_view_runs_is_made_again(tmp_path):
         assert find_samples(made.index, SampleFilter(run=run, kind="train")) == samples
 
 
-def test_several_views_of_one_folder_share_the_index(tmp_path):
+@pytest.mark.parametrize("found", [None, b"no database"])
+def test_several_views_of_one_folder_share_the_index(tmp_path, found):
     """All begin at once, without an index: each makes its tables, or finds them, and adds what is not there yet."""
+    if found is not None:
+        (tmp_path / ".verl_view").mkdir()
+        (tmp_path / ".verl_view/index.sqlite").write_bytes(found)
     write_lines(tmp_path / "metrics.jsonl", range(1, 1501), "w")
     for step in range(1, 31):
         write_samples(tmp_path / "rollouts", step, 2, 2, random.Random(step))

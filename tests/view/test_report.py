@@ -63,10 +63,11 @@ def test_other_files_are_no_runs_and_a_report_that_cannot_be_written_is_told(tmp
     with pytest.raises(DataError, match=r"report\.html cannot be written: .*Name another file by -o"):
         write_report(tmp_path / "run", tmp_path / "run/metrics.jsonl/report.html")
     other = tmp_path / "other.yaml"
-    other.write_text("a: 1\n")
-    with pytest.raises(DataError, match=r"other\.yaml is no report, and would be lost"):
-        write_report(tmp_path / "run", other)
-    assert other.read_text() == "a: 1\n"
+    for text in ("<!doctype html><html lang=en><p>mine</p>", "a: 1\n"):
+        other.write_text(text)
+        with pytest.raises(DataError, match=r"other\.yaml is no report, and would be lost"):
+            write_report(tmp_path / "run", other)
+        assert other.read_text() == text
     for _ in range(2):  # an older report is replaced
         write_report(tmp_path / "run", tmp_path / "report.html")
     with pytest.raises(DataError, match=r"other\.yaml holds no metrics"):

@@ -42,9 +42,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 SectionT = TypeVar("SectionT", bound="BaseConfig")
 
-# Numbers are turned into strings where a string is wanted: YAML reads experiment_name=7 as a number. What validates a
-# section is built when one is validated: `--help`, `--cfg job` and `verl explain` read fields and defaults alone.
-_RULES = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False, defer_build=True)
+# Numbers are turned into strings where a string is wanted: YAML reads experiment_name=7 as a number.
+_RULES = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
+# What validates a section of ours is built when one is validated: `--help`, `--cfg job` and `verl explain` read fields
+# and defaults alone. One of a user's may go to other processes by value, which takes what is built.
+_OUR_RULES = _RULES | ConfigDict(defer_build=True)
 _META = "verl"
 
 
@@ -179,7 +181,9 @@ def subsection(cls: type[SectionT], **changes: Any) -> Any:
 
 
 def defaults_of(cls: type[SectionT], **changes: Any) -> SectionT:
-    """Make a section of its defaults and ``changes``, which are not validated."""
+    """Make a section of its defaults and ``changes``; those of sections of verl's own are not validated."""
+    if not _is_ours(cls):
+        return cls(**changes)
     values: dict[str, Any] = {}
     for name, field in config_fields(cls).items():
         given = name in changes
@@ -196,9 +200,15 @@ def defaults_of(cls: type[SectionT], **changes: Any) -> SectionT:
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def section(cls: type[T]) -> type[T]:
     """Turn a class into a frozen, keyword-only, validated dataclass that refuses unknown fields."""
-    made: Any = pydantic_dataclass(frozen=True, eq=False, kw_only=True, repr=False, config=_RULES)(cls)
+    if not _is_ours(cls):
+        return pydantic_dataclass(frozen=True, kw_only=True, repr=False, config=_RULES)(cls)  # type: ignore[return-value]
+    made: Any = pydantic_dataclass(frozen=True, eq=False, kw_only=True, repr=False, config=_OUR_RULES)(cls)
     made.__eq__, made.__hash__ = _equal, _hashed  # the decorator's would be compiled for each section
     return made
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.startswith("verl.")
 
 
 def _compared(section: Any) -> tuple[Any, ...]:
@@ -206,7 +216,7 @@ def _compared(section: Any) -> tuple[Any, ...]:
 
 
 def _equal(section: Any, other: object) -> bool:
-    return type(section) is type(other) and _compared(section) == _compared(other)
+    return _compared(section) == _compared(other) if type(section) is type(other) else NotImplemented
 
 
 def _hashed(section: Any) -> int:

@@ -145,15 +145,16 @@ def _prompt(found: Mapping[str, Any]) -> str:
     return escaped("".join(token["text"] for token in found["prompt"]))
 
 
-DOCTYPE = "<!doctype html>"
+PAGE_BEGINS = (
+    f'<!doctype html><html lang=en><meta charset=utf-8><meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+)
 """How every page begins."""
 
 
 def whole_page(title: str, style: str, body: str) -> str:
     """Return an HTML document that runs no script and loads nothing."""
     return (
-        f"{DOCTYPE}<html lang=en><meta charset=utf-8>"
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f"{PAGE_BEGINS}"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
         f"<title>{escaped(title)}</title><style>{style}</style>{body}</html>\n"
     )

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from verl.utils.run_log import SAMPLE_NUMBERS
 
 LONGEST_NAME = 200
@@ -61,14 +63,16 @@ class Index:
     def make(self) -> bool:
         """Make the tables if the file is missing, damaged or of another version; return whether they were made."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        version = self._version()
-        if version == VERSION:
+        if self._version() == VERSION:
             return False
-        if version != 0:
-            for file in self.path.parent.glob(f"{self.path.name}*"):  # with its write-ahead log
-                file.unlink()
-        with self.writing() as database:
-            if database.execute("PRAGMA user_version").fetchone()[0] != VERSION:  # else another view has just made them
+        with FileLock(self.path.with_suffix(".lock"), timeout=60):
+            version = self._version()
+            if version == VERSION:  # another view has just made them
+                return True
+            if version != 0:
+                for file in self.path.parent.glob(f"{self.path.name}*"):  # with its write-ahead log
+                    file.unlink()
+            with self.writing() as database:
                 for statement in f"{_TABLES} PRAGMA user_version = {VERSION}".split(";"):
                     database.execute(statement)
         return True

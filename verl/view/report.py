@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.config.problems import shown
 from verl.errors import DataError
-from verl.utils.token_page import DOCTYPE, STYLE, escaped, token_spans, whole_page
+from verl.utils.token_page import PAGE_BEGINS, STYLE, escaped, token_spans, whole_page
 from verl.view.discovery import Kind, metrics_problem
 from verl.view.drawing import curve
 from verl.view.index import Index
@@ -94,9 +94,12 @@ def write_report(folder: Path, output: Path) -> None:
 
 def _is_page(file: Path) -> bool:
     """Whether a file is empty or begins as reports do."""
-    beginning = DOCTYPE.encode()
-    with file.open("rb") as opened:
-        return opened.read(len(beginning)) in (b"", beginning)
+    beginning = PAGE_BEGINS.encode()
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(beginning)) in (b"", beginning)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror}. Name another file by -o.") from error
 
 
 def page_of(run: Run, index: Index) -> str:

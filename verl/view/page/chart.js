@@ -31,7 +31,7 @@ export function drawChart(element, name, curves, options) {
     dash: curve.dash,
     width: 1.5,
     spanGaps: true,
-    points: { show: curve.values.length < 40 && !curve.dash.length, size: 4 },
+    points: { show: curve.values.length < (curve.dash.length ? 2 : 40), size: 4 },
     value: (_, value) => short(value),
   }));
   const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px system-ui" };
