@@ -132,23 +132,34 @@ class McoreEngineConfig(BaseConfig):
 
     def _recomputation(self, path: str) -> Iterator[Problem]:
         """Values of :data:`RECOMPUTE` that megatron-core takes together."""
-        granularity, method, layers, modules = (self.override_transformer_config.get(key) for key in RECOMPUTE)
+        override = self.override_transformer_config
+        granularity, method, layers, modules = (override.get(key) for key in RECOMPUTE)
         if granularity not in (None, "full", "selective"):
             yield Problem(f"{path}.recompute_granularity", granularity, "there is no such way", "full, selective, null")
+            return
         if granularity == "full":
             if method not in ("uniform", "block"):
                 wrong = "recompute_granularity=full says which layers"
                 yield Problem(f"{path}.recompute_method", method, wrong, "uniform, block")
-            if not isinstance(layers, int) or layers < 1:
+            if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
                 wrong = "recompute_granularity=full says how many layers are recomputed together (uniform), or in all"
                 yield Problem(f"{path}.recompute_num_layers", layers, wrong, "a whole number from 1")
-        if granularity == "selective":
-            if layers is not None:
-                wrong = "recompute_granularity=selective recomputes parts of every layer"
-                yield Problem(f"{path}.recompute_num_layers", layers, wrong, "null")
-            if unknown := set(modules or ()) - set(PARTS_OF_LAYERS):
-                wrong = f"layers without TransformerEngine have no {', '.join(sorted(unknown))} to recompute"
-                yield Problem(f"{path}.recompute_modules", modules, wrong, f"some of {', '.join(PARTS_OF_LAYERS)}")
+        idle, why = {
+            None: (RECOMPUTE[1:], "recompute_granularity, which says whether layers or parts are recomputed, is null"),
+            "full": (RECOMPUTE[3:], "recompute_granularity=full recomputes whole layers"),
+            "selective": (RECOMPUTE[1:3], "recompute_granularity=selective recomputes parts of every layer"),
+        }[granularity]
+        for key in idle:
+            if (value := override.get(key)) is not None:
+                remedy = "" if granularity else "or set recompute_granularity to full or selective"
+                yield Problem(f"{path}.{key}", value, why, "null", remedy)
+        if granularity == "selective" and modules is not None:
+            allowed = f"some of {', '.join(PARTS_OF_LAYERS)}"
+            if not isinstance(modules, (list, tuple)):
+                yield Problem(f"{path}.recompute_modules", modules, "it is a list", allowed)
+            elif unknown := [str(part) for part in modules if part not in PARTS_OF_LAYERS]:
+                wrong = f"layers without TransformerEngine have no {', '.join(unknown)} to recompute"
+                yield Problem(f"{path}.recompute_modules", modules, wrong, allowed)
 
 
 def ranks_per_copy(placement: FSDPEngineConfig | McoreEngineConfig) -> int:

@@ -41,13 +41,20 @@ def misfits(fields: Mapping[str, Any], engine: McoreEngineConfig, sizes: str, st
 
 
 def _unbuildable(fields: Mapping[str, Any]) -> Iterator[str]:
-    yield from (f"{name}={fields[name]}" for name, value in _FIXED.items() if fields.get(name, value) != value)
+    yield from (f"{name}={fields[name]}" for name, value in _FIXED.items() if fields.get(name) not in (None, value))
     for rule in rope_rules(fields):
         name = rope_type(rule)
         if name in ("dynamic", "longrope"):
             yield f"rotary embeddings that change with length ({name})"
-        if name == "yarn" and rule.get("attention_factor") != 1:
+        if name == "yarn" and not _keeps_attention(rule):
             yield "rotary embeddings that scale attention (yarn without attention_factor: 1.0)"
+
+
+def _keeps_attention(rule: Mapping[str, Any]) -> bool:
+    """Say whether yarn multiplies attention by 1: by its own factor, or by the ratio of two equal scales."""
+    if (factor := rule.get("attention_factor")) is not None:
+        return factor == 1
+    return bool(rule.get("mscale")) and rule["mscale"] == rule.get("mscale_all_dim")
 
 
 def _divisions(fields: Mapping[str, Any], engine: McoreEngineConfig, sizes: str) -> Iterator[Problem]:
@@ -57,6 +64,8 @@ def _divisions(fields: Mapping[str, Any], engine: McoreEngineConfig, sizes: str)
     of_heads, of_layers = "tensor_model_parallel_size", "pipeline_model_parallel_size"
     by_context = " × context_parallel_size" if context > 1 else ""
     by_pieces = " × virtual_pipeline_model_parallel_size" if pieces > 1 else ""
+    # A size that is no whole number, such as text in override_config, is for Transformers to refuse.
+    fields = {name: value for name, value in fields.items() if isinstance(value, int) or name == "mlp_only_layers"}
     heads, experts = fields.get("num_attention_heads"), ExpertSizes.of(SimpleNamespace(**fields))
     parts = [
         (of_heads, by_context, tensor * context, heads, "heads"),

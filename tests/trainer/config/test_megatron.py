@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.config.conftest import Run
-from verl.config import DPOConfig, RMConfig, SFTConfig
+from verl.config import DPOConfig, McoreEngineConfig, RMConfig, SFTConfig
 from verl.testing.models import tiny_model_dir
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
+from verl.utils.megatron_fit import misfits
 
 ACTOR = "actor_rollout_ref.actor"
 TWO = {
@@ -35,6 +36,12 @@ def test_other_models_follow_the_actors_sizes(run: Run):
     config = run.load(TWO | stages)
     models = (config.actor_rollout_ref.ref.megatron, config.critic.megatron)
     assert [model.virtual_pipeline_model_parallel_size for model in models] == [2, 2]
+    # as text, which a variable of the environment gives; 8 rows of a pass of all 4 ranks, in two copies
+    text = {f"{ACTOR}.megatron.tensor_model_parallel_size": "2", f"{ACTOR}.ppo_micro_batch_size_per_gpu": None}
+    config = run.load(TWO | text | {f"{ACTOR}.ppo_micro_batch_size": 8})
+    roles = config.actor_rollout_ref
+    assert [part.shared_by for part in (roles.actor, roles.ref, config.critic)] == [2, 2, 2]
+    assert roles.actor.ppo_micro_batch_size_per_gpu == 4
 
 
 @installed
@@ -59,6 +66,32 @@ def test_sizes_must_divide_the_ranks_and_be_the_same(run: Run):
     assert f"{ACTOR}.megatron={sizes}: 2 ranks share the model, which does not divide 3 ranks" in message
     message = run.refusal(TWO | {"critic.megatron.pipeline_model_parallel_size": 2, "algorithm.adv_estimator": "gae"})
     assert f"megatron-core has one layout in a process, and {ACTOR}.megatron has {sizes}" in message
+
+
+def test_null_is_the_tensor_size_of_experts_where_layouts_are_compared(run: Run):
+    experts = TWO | {f"{ACTOR}.megatron.expert_model_parallel_size": 2, "algorithm.adv_estimator": "gae"}
+    whole = {"critic.megatron.expert_tensor_parallel_size": 1}
+    shown = "{expert_model_parallel_size: 2, expert_tensor_parallel_size: 1, tensor_model_parallel_size: 2}"
+    message = run.refusal(experts | whole)
+    assert f"critic.megatron={shown}: megatron-core has one layout in a process" in message
+    divided = {"critic.megatron.expert_tensor_parallel_size": 2}
+    assert "one layout" not in run.refusal(experts | divided | {"data.train_batch_size": 0})
+
+
+def test_models_of_one_path_have_problems_of_their_own(run: Run, tmp_path):
+    mixture = tiny_model_dir(tmp_path / "mixture", "qwen3_moe")
+    both = {"actor_rollout_ref.model.path": mixture, "critic.model.path": mixture, "algorithm.adv_estimator": "gae"}
+    message = run.refusal(TWO | both | {"critic.megatron.sequence_parallel": False})
+    assert "critic.megatron.sequence_parallel=false: every one of the ranks" in message
+    assert f"{ACTOR}.megatron.sequence_parallel" not in message
+    # The frozen reference comes first, and may have dropout.
+    noisy = {
+        f"{part}.override_config": {"attention_dropout": 0.1} for part in ("actor_rollout_ref.model", "critic.model")
+    }
+    strategies = {"actor_rollout_ref.ref.strategy": "megatron", "critic.strategy": "megatron"}
+    message = run.refusal(both | noisy | strategies | {f"{ACTOR}.use_kl_loss": True})
+    assert "critic.strategy=megatron: it trains without noise" in message
+    assert "ref.strategy=megatron: it trains" not in message
 
 
 def test_sizes_must_divide_the_model_before_it_loads(run: Run, tmp_path):
@@ -132,7 +165,17 @@ def test_without_megatron_core_a_run_says_how_to_install_it(run: Run, monkeypatc
     ("override", "message"),
     [
         ({"recompute_granularity": "all"}, "recompute_granularity=all: there is no such way"),
+        ({"recompute_num_layers": 4}, "recompute_num_layers=4: recompute_granularity, which says whether"),
+        ({"recompute_method": "uniform"}, "recompute_method=uniform: recompute_granularity, which"),
+        ({"recompute_modules": ["mlp"]}, "recompute_modules=[mlp]: recompute_granularity, which"),
         ({"recompute_granularity": "full", "recompute_num_layers": 1}, "recompute_method=null"),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": True},
+            "recompute_num_layers=true",
+        ),
+        ({"recompute_granularity": "full", "recompute_modules": ["mlp"]}, "recompute_modules=[mlp]: recompute_gran"),
+        ({"recompute_granularity": "selective", "recompute_method": "block"}, "recompute_method=block: recompute_gran"),
+        ({"recompute_granularity": "selective", "recompute_modules": "mlp"}, "recompute_modules=mlp: it is a list"),
         ({"recompute_granularity": "full", "recompute_method": "block"}, "recompute_num_layers=null"),
         ({"recompute_granularity": "selective", "recompute_num_layers": 1}, "recompute_num_layers=1"),
         (
@@ -164,6 +207,24 @@ def test_models_that_megatron_cannot_build_are_refused_before_they_load(run: Run
     (folder / "config.json").write_text(json.dumps(fields | entries))
     settings = {f"{ACTOR}.strategy": "megatron", "actor_rollout_ref.model.path": str(folder)}
     assert message in run.refusal(settings)
+
+
+def test_what_changes_nothing_is_built(tmp_path):
+    fields = json.loads((Path(tiny_model_dir(tmp_path / "model", "llama")) / "config.json").read_text())
+
+    def told(**entries):
+        return [problem.wrong for problem in misfits(fields | entries, McoreEngineConfig(), "sizes", "strategy")]
+
+    assert told(attention_bias=None, mlp_bias=None) == []
+    # 0.1 · m · ln 4 + 1 over the same, of m = mscale and m = mscale_all_dim
+    yarn = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0}
+    assert told(rope_parameters=yarn | {"mscale_all_dim": 1.0}) == []
+    assert len(told(rope_parameters=yarn | {"mscale_all_dim": 0.5})) == 1
+    assert len(told(rope_parameters=yarn)) == 1
+    assert told(rope_parameters=yarn | {"attention_factor": 1.0}) == []
+    assert len(told(rope_parameters=yarn | {"mscale_all_dim": 1.0, "attention_factor": 2.0})) == 1
+    # Text is no size; Transformers refuses it.
+    assert told(num_hidden_layers="4") == []
 
 
 def test_the_model_is_looked_at_with_its_override_config(run: Run, tmp_path):

@@ -127,7 +127,7 @@ def _per_rank(tree: Tree, raw: Tree, per_rank: Key, older: InactiveKey, problems
             problems.append(Problem(older.path, size, wrong, remedy=f"set only {per_rank.path}"))
         return
     shared_by = _shared_by(tree, per_rank.path)
-    ranks = max(1, _ranks(tree) // shared_by) if isinstance(shared_by, int) and shared_by > 0 else 1
+    ranks = max(1, _ranks(tree) // shared_by)
     if size % ranks:
         wrong = f"it counts sequences over all ranks, and {ranks} ranks do not divide it"
         wrong += "" if shared_by == 1 else f" (groups of {shared_by} that share sequences)"
@@ -137,15 +137,14 @@ def _per_rank(tree: Tree, raw: Tree, per_rank: Key, older: InactiveKey, problems
     put(tree, per_rank.path, size // ranks)
 
 
-def _shared_by(tree: Tree, size: str) -> Any:
+def _shared_by(tree: Tree, size: str) -> int:
     """Return the number of ranks that get the same rows in passes whose size is in the key ``size``."""
     section = size.rpartition(".")[0].replace(_ROLLOUT, _ACTOR)
     # Runs on given data have one model, whose back end is named in a section of its own.
     section, megatron = ("engine", "megatron") if section == "data" else (section, f"{section}.megatron")
     if get(tree, f"{section}.strategy") == "megatron":
-        sizes = [get(tree, f"{megatron}.{name}", 1) for name in SHARING]
-        return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 1
-    return get(tree, f"{section}.{_SHARED}", 1)
+        return math.prod(_count(get(tree, f"{megatron}.{name}")) or 1 for name in SHARING)
+    return _count(get(tree, f"{section}.{_SHARED}")) or 1
 
 
 def _layouts(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> None:
@@ -157,7 +156,7 @@ def _layouts(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> 
             key = f"{section}.megatron.{name}"
             if key in keys and key not in explicit and same(get(tree, key, keys[key].default), keys[key].default):
                 size = get(tree, f"{_ACTOR}.megatron.{name}", keys[key].default)
-                if size is None or (isinstance(size, int) and size > 0):  # else it is reported once, where it was set
+                if size is None or _count(size):  # else it is reported once, where it was set
                     put(tree, key, size)
 
 
@@ -170,9 +169,13 @@ def _rows_in_driver(tree: Tree, keys: Mapping[str, Key], explicit: Collection[st
 
 
 def _ranks(tree: Mapping[str, Any]) -> int:
-    sizes = [get(tree, f"trainer.{name}", 1) for name in ("nnodes", "n_gpus_per_node")]
-    counts = [int(size) for size in sizes if str(size).isdigit() and int(size) > 0]
-    return counts[0] * counts[1] if len(counts) == 2 else 1
+    nodes, per_node = (_count(get(tree, f"trainer.{name}", 1)) for name in ("nnodes", "n_gpus_per_node"))
+    return nodes * per_node if nodes and per_node else 1
+
+
+def _count(value: Any) -> int | None:
+    """Return a positive whole number, which may be written as text; None for what is none."""
+    return int(value) or None if str(value).isdecimal() else None
 
 
 _PROGRAMS_ONLY = (

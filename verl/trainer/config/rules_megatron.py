@@ -37,6 +37,11 @@ class _Held:
     model_key: str = ""
     """Section of the model if it is trained."""
 
+    @property
+    def config_path(self) -> str:
+        """Folder of the model's config, or a name on the hub."""
+        return getattr(self.model, "hf_config_path", None) or self.model.path
+
 
 def models(config: PPOConfig | SupervisedConfig) -> Problems:
     """megatron-core is installed and has the models; layouts divide ranks, and are one where models share processes."""
@@ -53,12 +58,14 @@ def layouts(config: PPOConfig | SupervisedConfig) -> Problems:
     found = _held(config)
     if not found:
         return
-    looked_at = []  # models that follow the actor have its problems too
+    told = []  # models that follow the actor have its problems too, and may have others: they are trained or frozen
     for held in found:
-        layout = held.model.path, held.model.override_config, held.ranks, _sizes(held.placement)
-        if layout not in looked_at:
-            yield from _layout(held)
-            looked_at.append(layout)
+        layout = held.config_path, held.model.override_config, held.ranks, _sizes(held.placement)
+        for problem in _layout(held):
+            same = layout, problem.key.removeprefix(held.section), problem.wrong
+            if same not in told:
+                yield problem
+                told.append(same)
     pool = isinstance(config, PPOConfig) and config.reward_model.enable_resource_pool
     together = [held for held in found if not (pool and held.section == "reward_model")]
     for held in together:
@@ -77,8 +84,9 @@ def layouts(config: PPOConfig | SupervisedConfig) -> Problems:
 
 
 def _sizes(engine: McoreEngineConfig) -> dict[str, int] | str:
-    """Return the sizes of a layout that are not 1, or say that there are none."""
-    return {size: engine[size] for size in SIZES if engine[size] not in (None, 1)} or "sizes of 1"
+    """Return the sizes of a layout that null does not mean as well, or say that there are none."""
+    usual = dict.fromkeys(SIZES, 1) | {"expert_tensor_parallel_size": engine.tensor_model_parallel_size}
+    return {size: engine[size] for size in SIZES if engine[size] not in (None, usual[size])} or "sizes of 1"
 
 
 def _training(held: _Held) -> Problems:
@@ -123,7 +131,7 @@ def _held(config: PPOConfig | SupervisedConfig) -> list[_Held]:
 
 
 def _layout(held: _Held) -> Problems:
-    engine, path, ranks = held.placement, held.model.path, held.ranks
+    engine, ranks = held.placement, held.ranks
     yield from engine.pipeline_problems(held.sizes)
     shared_by = ranks_per_copy(engine)
     if ranks % shared_by:
@@ -135,7 +143,6 @@ def _layout(held: _Held) -> Problems:
         wrong = f"{experts_by} ranks share the experts, which does not divide {ranks} ranks"
         key = f"{held.sizes}.expert_model_parallel_size"
         yield Problem(key, engine.expert_model_parallel_size, wrong, f"sizes whose product divides {ranks}")
-    model = held.model
-    fields = model_files.config_entries(Path(getattr(model, "hf_config_path", None) or path).expanduser())
+    fields = model_files.config_entries(Path(held.config_path).expanduser())
     if fields:  # else a name on the hub, whose model is looked at when it loads
-        yield from misfits(fields | model.override_config, engine, held.sizes, f"{held.section}.strategy")
+        yield from misfits(fields | held.model.override_config, engine, held.sizes, f"{held.section}.strategy")

@@ -130,7 +130,7 @@ def _transformer_config(
     recompute: dict[str, Any] = {}
     if model.enable_gradient_checkpointing and not engine.forward_only:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if engine.override_transformer_config and not engine.forward_only:
+    if "recompute_granularity" in engine.override_transformer_config and not engine.forward_only:
         recompute = dict(engine.override_transformer_config)
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
