@@ -151,6 +151,21 @@ def test_pieces_of_a_pipeline_that_divide_the_layers_are_planned(folder):
     assert plan.models["actor"].memory.layout.pipeline == 2
 
 
+def test_recomputation_is_planned_as_checkpoints_if_it_is_of_each_layer_alone(folder):
+    """28 layers in two stages are 14 in each."""
+    section = "++actor_rollout_ref.actor.megatron.override_transformer_config"
+
+    def checkpoints(method, layers):
+        recompute = f"{{recompute_granularity: full, recompute_method: {method}, recompute_num_layers: {layers}}}"
+        plan = plan_of(folder, *MEGATRON, f"{STAGES}=2", "--gpus", "2", f"{section}={recompute}")
+        return plan.models["actor"].memory.checkpoints
+
+    assert checkpoints("uniform", 1)
+    assert not checkpoints("uniform", 2)
+    assert checkpoints("block", 14)
+    assert not checkpoints("block", 13)
+
+
 def test_advice_is_what_a_run_takes(folder):
     # A rank's share of a mini-batch is 256 / 8 = 32 rows: what fits in between is rounded down to a divisor.
     plan = plan_of(folder, "--gpus", "8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32")

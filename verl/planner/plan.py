@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from verl.config import FSDPEngineConfig, HFModelConfig, PPOConfig
 from verl.config.megatron import McoreEngineConfig
@@ -185,11 +186,15 @@ class Plan:
             )
         actor = self.config.actor_rollout_ref.actor
         checkpoints = model.enable_gradient_checkpointing
-        if isinstance(placement, McoreEngineConfig) and placement.override_transformer_config:
-            checkpoints = placement.override_transformer_config.get("recompute_granularity") == "full"
+        layout = layout_of(placement, self.ranks, adapters > 0)
+        if (
+            isinstance(placement, McoreEngineConfig)
+            and "recompute_granularity" in placement.override_transformer_config
+        ):
+            checkpoints = _computes_layer_by_layer(placement.override_transformer_config, shape, layout)
         memory = ModelMemory(
             shape=shape,
-            layout=layout_of(placement, self.ranks, adapters > 0),
+            layout=layout,
             trained=(adapters or shape.parameters(outputs)) if is_trained else 0,
             checkpoints=checkpoints,
             outputs=outputs,
@@ -364,6 +369,16 @@ class Plan:
         worst = max(stage.bytes for stage in self.stages) - self.cluster.usable_bytes
         no_row = self.stages[0].largest == 0
         return max(worst, 1.0) if no_row else worst
+
+
+def _computes_layer_by_layer(recompute: Mapping[str, Any], shape: ModelShape, layout: RankLayout) -> bool:
+    """Say whether every layer is computed again, one at a time, which is how :class:`ModelMemory` counts."""
+    if recompute["recompute_granularity"] != "full":
+        return False
+    layers = recompute["recompute_num_layers"]
+    if recompute["recompute_method"] == "uniform":
+        return layers == 1
+    return layers >= shape.layers / layout.pipeline / layout.pieces
 
 
 def layout_of(placement: FSDPEngineConfig | McoreEngineConfig, ranks: int, has_adapters: bool) -> RankLayout:

@@ -78,7 +78,7 @@ class CommandLine:
         quiet = ("hydra/job_logging=none", "hydra/hydra_logging=none", f"hydra.run.dir={self.run.folder}/outputs")
         settings = [f"{key}={value}" for key, value in self.run.ppo.items()]
         self.monkeypatch.chdir(self.run.folder)
-        self.monkeypatch.setattr(sys, "argv", ["main.py", *settings, *arguments, *quiet])
+        self.monkeypatch.setattr(sys, "argv", ["main.py", *settings, *quiet, *arguments])
         command(self.main, config_name="ppo_trainer", root=PPOConfig)()
         return self.got
 
@@ -230,6 +230,8 @@ def test_interpolations_on_the_command_line_refer_to_the_configuration(command_l
         (["trainer.project_name='a"], "trainer.project_name='a: brackets and quotes do not match"),
         (["trainer.total_epochs"], "1. trainer.total_epochs: a setting is written KEY=VALUE, without spaces"),
         (["="], "1. =: a setting is written KEY=VALUE, without spaces"),
+        (["--config-name"], "1. --config-name: its value is missing.\n     remedy: write --config-name VALUE"),
+        (["--config-name", "--cfg", "job"], "1. --config-name: its value is missing"),
         (["--cfg", "jobs"], "1. --cfg jobs: it shows one of three configurations.\n     allowed: job, hydra, all"),
         (["~critic"], "1. ~critic: a section cannot be deleted"),
         (["~data=legacy_data"], "1. ~data=legacy_data: a section cannot be deleted"),
@@ -256,6 +258,20 @@ def test_an_output_folder_that_cannot_be_made_is_told(
     said = capsys.readouterr().err
     assert said.startswith("ConfigError: the folder for this run's settings cannot be made: ")
     assert said.endswith("set hydra.run.dir=FOLDER.\n")
+    with pytest.raises(SystemExit):
+        command_line("-m", "data.train_batch_size=8,16", f"hydra.sweep.dir={tmp_path}/outputs")
+    said = capsys.readouterr().err
+    assert said.startswith("ConfigError: the folder for this sweep's settings cannot be made: ")
+    assert said.endswith("set hydra.sweep.dir=FOLDER.\n")
+
+
+def test_a_yaml_that_cannot_be_read_is_told(command_line: CommandLine, capsys: pytest.CaptureFixture[str]):
+    (command_line.run.folder / "mine.yaml").symlink_to("/proc/self/mem")  # an error for root as well
+    for more in ([], ["-m"]):
+        with pytest.raises(SystemExit) as stopped:
+            command_line("--config-path=.", "--config-name=mine", *more)
+        assert stopped.value.code == 2
+        assert capsys.readouterr().err.startswith("ConfigError: the configuration cannot be composed: [Errno 5]")
 
 
 PUBLIC = "hydra: {searchpath: [pkg://verl.trainer.config]}\n"

@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
@@ -88,8 +89,8 @@ def _parted(arguments: Sequence[str]) -> tuple[list[list[str]], list[str]]:
         elif is_assigned:
             flags.append([name, value])
         else:
-            # The value of --info may be left out.
-            has_value = rest and not (name in ("--info", "-i") and "=" in rest[0])
+            # The value of --info may be left out; a word that begins with "-" is the next flag.
+            has_value = rest and not rest[0].startswith("-") and not (name in ("--info", "-i") and "=" in rest[0])
             flags.append([name, rest.pop(0)] if has_value else [name])
     return flags, overrides
 
@@ -143,7 +144,7 @@ def override_problems(overrides: Sequence[str], root: type[BaseConfig]) -> list[
             problems.append(Problem(key.lstrip("+"), value, wrong, remedy=remedy))
         else:
             wrong, remedy = "a setting is written KEY=VALUE, without spaces", "join key, equals sign and value"
-            problems.append(Problem("", override.removeprefix("++"), wrong, remedy=remedy))
+            problems.append(Problem("", override, wrong, remedy=remedy))
     return problems
 
 
@@ -335,8 +336,8 @@ def command(
             _show_full_errors("1")  # for the composition of a sweep's next job
 
         prepare_hydra()
+        flags, overrides = _parted(sys.argv[1:])  # as written: with flags in front, one would take an override's place
         flags_and_overrides = force_overrides(sys.argv[1:])
-        flags, overrides = _parted(flags_and_overrides)
         if problems := [*flag_problems(flags), *override_problems(overrides, root)]:
             _end_plainly(ConfigError(report(problems)), [])
         if not any(override.startswith("hydra.job.name=") for override in overrides):
@@ -378,8 +379,14 @@ def _errors_of_composition(began: Event, shown_in_full: str | None) -> Iterator[
     except OSError as error:
         if shown_in_full or began.is_set():
             raise
-        wrong = f"the folder for this run's settings cannot be made: {error}"
-        sys.stderr.write(f"ConfigError: {wrong}. Start where you may write, or set hydra.run.dir=FOLDER.\n")
+        # Reading a YAML file and making a folder raise the same errors; Hydra's functions tell them apart.
+        inside = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+        if "load_configuration" in inside:
+            sys.stderr.write(f"ConfigError: the configuration cannot be composed: {error}\n")
+            raise SystemExit(2) from None
+        folder, key = ("this sweep", "hydra.sweep.dir") if "multirun" in inside else ("this run", "hydra.run.dir")
+        wrong = f"the folder for {folder}'s settings cannot be made: {error}"
+        sys.stderr.write(f"ConfigError: {wrong}. Start where you may write, or set {key}=FOLDER.\n")
         raise SystemExit(2) from None
 
 
