@@ -220,7 +220,7 @@ def test_placeholders_without_images_are_told_once(path, tmp_path, caplog):
         assert len(dataset(path, file)) == 4
     (told,) = caplog.messages
     assert told.startswith("2 of 4 rows have <image> or <video> in a text and no image or video for it")
-    assert f"{file}, row 0 ... Name the columns of images and videos in data.image_key (now images)" in told
+    assert f"{file}, row 0 ... Name the columns of images and videos in image_key (now images)" in told
 
 
 def test_the_filter_counts_image_tokens_and_no_prompt_with_images_is_cut(path, tmp_path):

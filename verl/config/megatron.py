@@ -149,7 +149,9 @@ class McoreEngineConfig(BaseConfig):
             "full": (RECOMPUTE[3:], "recompute_granularity=full recomputes whole layers"),
             "selective": (RECOMPUTE[1:3], "recompute_granularity=selective recomputes parts of every layer"),
         }[granularity]
-        for key in idle:
+        # Published configurations state that no layer is recomputed, and beside it which parts would be.
+        states_none = granularity is None and RECOMPUTE[0] in override
+        for key in () if states_none else idle:
             if (value := override.get(key)) is not None:
                 remedy = "" if granularity else "or set recompute_granularity to full or selective"
                 yield Problem(f"{path}.{key}", value, why, "null", remedy)

@@ -194,7 +194,7 @@ class PromptImages:
         if bare:
             logger.warning(
                 "%d of %d rows have %s in a text and no image or video for it, which the model reads as text: %s "
-                "... Name the columns of images and videos in data.image_key (now %s) and data.video_key (%s).",
+                "... Name the columns of images and videos in image_key (now %s) and video_key (%s).",
                 *(len(bare), total, " or ".join(PLACEHOLDERS.values()), bare[0], self.image_key, self.video_key),
             )
 
