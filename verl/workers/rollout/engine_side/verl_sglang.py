@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import json
 import sys
@@ -234,7 +235,11 @@ def read_images_from_files() -> None:
 
     @functools.wraps(process)
     async def with_pixels(self: Any, image_data: Any, *args: Any, **kwargs: Any) -> Any:
-        return await process(self, [_with_pixels(given) for given in image_data or ()], *args, **kwargs)
+        prompts = [json.loads(given) for given in image_data or ()]
+        made = await process(self, [_with_pixels(images) for images in prompts], *args, **kwargs)
+        if prompts:
+            _tell_apart(made, [step for images in prompts for step in _identities(images["files"])])
+        return made
 
     QwenVLImageProcessor.process_mm_data_async = with_pixels
 
@@ -244,18 +249,32 @@ def _image_in(file: str) -> tuple[Tensor, Tensor, float | None]:
     return read_image_file(file, "SGLang")
 
 
-def _with_pixels(given: str) -> dict[str, Any]:
+def _identities(files: list[str]) -> Iterator[bytes]:
+    """Yield 32 bytes for each step of the images in files, equal only for equal pixels, grids, speeds and steps."""
+    for file in files:
+        for step in range(int(_image_in(file)[1][0])):
+            yield hashlib.blake2b(f"{Path(file).stem} {step}".encode(), digest_size=32).digest()
+
+
+def _tell_apart(made: Any, identities: list[bytes]) -> None:
+    """Let SGLang keep features and keys by identities, as it goes by pixels alone and positions come from grids too."""
+    for item, identity in zip(made.mm_items, identities, strict=True):
+        item.set_identity(identity)
+    made.padded_input_ids = made.build_padded_input_ids(made.input_ids, made.mm_items)
+
+
+def _with_pixels(images: dict[str, Any]) -> dict[str, Any]:
     """Return the images of a prompt in SGLang's own format, with each step of a video as an image of its own.
 
     To the tower the steps of a video are apart; SGLang lets those of Qwen2.5-VL see each other.
 
     Args:
-        given: a JSON object: ``files``, see :func:`verl_images.read_image_file`; ``offsets``, the first and the last
-            place of each step; ``mrope_positions``, (3, tokens) of the prompt, and ``mrope_position_delta``.
+        images: ``files``, see :func:`verl_images.read_image_file`; ``offsets``, the first and the last place of each
+            step; ``mrope_positions``, (3, tokens) of the prompt, and ``mrope_position_delta``.
     """
-    images = json.loads(given)
-    read = [_image_in(file) for file in images.pop("files")]
-    return images | {
+    read = [_image_in(file) for file in images["files"]]
+    given = {name: value for name, value in images.items() if name != "files"}
+    return given | {
         "format": "processor_output",
         "modality": "image",
         "pixel_values": torch.cat([pixels for pixels, _, _ in read]),
