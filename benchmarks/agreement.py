@@ -1,7 +1,7 @@
 """Do trainer and rollout engines compute what Transformers computes? The largest differences, for each kind of model.
 
     python -m benchmarks.agreement [--kinds "dense (Qwen3)" ...] [--ranks 1 2]
-    .venv-vllm/bin/python -m benchmarks.agreement --engines vllm --ranks 1 [--merged]
+    .venv-vllm/bin/python -m benchmarks.agreement --engines vllm --ranks 1 2 [--merged]
     .venv-sglang/bin/python -m benchmarks.agreement --engines sglang --ranks 1 [--merged]
 
 Tiny models with random weights, in fp32 on one rank and on two: their responses are drawn by a rollout engine in each

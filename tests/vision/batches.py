@@ -22,15 +22,16 @@ P, R = 34, 5
 
 def prompts(path: str, folder: Any, count: int = 6, text_every: int = 3) -> DataProto:
     """Prompts of ``picture_rows`` as the data set makes them."""
-    return _prompts(path, folder, picture_rows(count, text_every), P)
+    return prompts_of(path, folder, picture_rows(count, text_every), P)
 
 
 def film_prompts(path: str, folder: Any, count: int = 8, length: int = 120) -> DataProto:
     """Prompts of ``film_rows`` as the data set makes them."""
-    return _prompts(path, folder, film_rows(count), length)
+    return prompts_of(path, folder, film_rows(count), length)
 
 
-def _prompts(path: str, folder: Any, rows: list[dict[str, Any]], length: int) -> DataProto:
+def prompts_of(path: str, folder: Any, rows: list[dict[str, Any]], length: int) -> DataProto:
+    """Prompts of rows as the data set makes them, padded to ``length``."""
     file = write_parquet(folder / "rows.parquet", rows)
     dataset = RLHFDataset(file, hf_tokenizer(path), {"max_prompt_length": length}, hf_processor(path))
     return DataProto.from_single_dict(collate_fn([dataset[i] for i in range(len(rows))]))

@@ -188,6 +188,12 @@ def test_recomputation_that_megatron_lacks_is_refused(run: Run, override, messag
     assert message in run.refusal({f"{ACTOR}.megatron.override_transformer_config": override})
 
 
+def test_parts_beside_no_recomputation_at_all_are_taken_as_published_configurations_have_them(run: Run):
+    override = {"recompute_granularity": None, "recompute_modules": ["core_attn"], "recompute_num_layers": None}
+    config = run.load(TWO | {f"{ACTOR}.megatron.override_transformer_config": override})
+    assert config.actor_rollout_ref.actor.megatron.override_transformer_config == override
+
+
 @pytest.mark.parametrize(
     ("family", "entries", "message"),
     [

@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
-from tests.vision.batches import P, film_prompts, prompts
+from tests.vision.batches import P, film_prompts, prompts, prompts_of
 from tests.workers.rollout.test_vllm_lora import RANK, change, trainer_of
 from tests.workers.rollout.vllm_engines import KWARGS
 from tests.workers.support import make_engine
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors
-from verl.testing.vision_models import heads_of_32, tiny_vision_model_dir
-from verl.utils import hf_tokenizer
+from verl.testing.vision_models import film_rows, heads_of_32, picture_rows, png, tiny_vision_model_dir
+from verl.utils import hf_processor, hf_tokenizer
 from verl.vision.families import IMAGE_INPUTS
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.engine import MicroBatchConfig
@@ -81,6 +82,8 @@ def check_log_probs(name: str, family: str, mode: str, rows: str, folder: Path, 
             assert_close(found.batch["rollout_log_probs"], log_probs, atol=TOLERANCES[name], rtol=0)
             with native.awake(weights.items, version):
                 assert greedy.batch["responses"].equal(native.generate_sequences(batch).batch["responses"])
+        with engine.awake(weights.items, 2):
+            check_equal_pixels(engine, equal_pixels(path, folder, rows, width), path)
         if rows == "pictures" and (name, mode) != ("vllm", "sync"):
             with engine.awake(weights.items, 2):
                 check_requests_that_come_one_by_one(engine, batch, greedy.batch["responses"], READERS[name])
@@ -110,6 +113,33 @@ def check_adapters(name: str, family: str, mode: str, folder: Path, **of_model: 
     finally:
         engine._end_engine()
     assert sent[1] == sent[2] < sent[0] / 10
+
+
+def equal_pixels(path: str, folder: Path, rows: str, length: int) -> DataProto:
+    """Two prompts of one text: plain pictures of 8 x 4 and 4 x 8 patches, or a still film at two speeds."""
+    patch = hf_processor(path).image_processor.patch_size
+    if rows == "films":
+        first = film_rows(1)[0]
+        still = first["videos"][0]["video"][:1] * 4
+        pair = [first | {"videos": [{"video": still, "fps": fps}]} for fps in (8.0, 1.0)]
+    else:
+        sizes = ((8 * patch, 4 * patch), (4 * patch, 8 * patch))
+        plain = [{"bytes": png(Image.new("RGB", size, "red")), "path": None} for size in sizes]
+        pair = [picture_rows(1)[0] | {"images": [image]} for image in plain]
+    batch = prompts_of(path, folder / "equal", pair, length)
+    one, other = (images[IMAGE_INPUTS[0]] for images in batch.non_tensor_batch["multi_modal_inputs"])
+    assert np.array_equal(one, other)
+    return batch
+
+
+def check_equal_pixels(rollout: BaseRollout, batch: DataProto, path: str) -> None:
+    """Prompts that come one after the other, and differ in positions alone, share nothing that an engine keeps."""
+    batch.non_tensor_batch |= {"uid": np.arange(2), "sample_index": np.zeros(2, dtype=int)}
+    batch.meta_info = {"do_sample": True}
+    outputs = DataProto.concat([rollout.generate_sequences(batch[row : row + 1]) for row in range(2)])
+    whole = batch.select(batch_keys=[]) | outputs
+    log_probs = make_engine(path, trained=False).infer_batch(whole, {"log_probs"}, MicroBatchConfig())["log_probs"]
+    assert_close(whole.batch["rollout_log_probs"], log_probs, atol=TOLERANCES[rollout.config.name], rtol=0)
 
 
 def check_requests_that_come_one_by_one(rollout: BaseRollout, batch: DataProto, greedy: Tensor, engine: str) -> None:

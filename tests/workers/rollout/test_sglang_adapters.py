@@ -3,43 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.workers.rollout.images_of_engines import check_adapters, check_log_probs
-from tests.workers.rollout.test_vllm_lora import RANK, change, compared, trainer_of
+from tests.workers.rollout.test_vllm_lora import RANK, change, compared, rollout_of, trainer_of
 from verl.testing.models import tiny_model_dir
-from verl.utils import hf_tokenizer
-from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.sglang_rollout import SGLangRollout
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here; `make test-sglang` has it"
 )
-
-
-@contextmanager
-def rollout_of(path: str, mode: str, target_modules: str | tuple[str, ...]) -> Iterator[SGLangRollout]:
-    config = RolloutConfig(
-        name="sglang",
-        mode=mode,
-        prompt_length=8,
-        response_length=12,
-        dtype="float32",
-        tensor_model_parallel_size=1,
-        enforce_eager=True,
-        merge_adapters=False,
-    )
-    model = HFModelConfig(path=path, lora_rank=RANK, target_modules=target_modules)
-    rollout = SGLangRollout(config, model, hf_tokenizer(path), "cpu")
-    try:
-        yield rollout
-    finally:
-        rollout._end_engine()
 
 
 @pytest.mark.parametrize(
@@ -57,7 +33,7 @@ def test_each_update_sends_the_adapters_alone(mode: str, target_modules: Any, tm
     adapters = 2 * RANK * 4 * ((2 if mode == "async" else 1) * q_or_o + k_and_v + mlp)
     base = sum(tensor.nbytes for _, tensor in trainer.adapted_weights().base())
     sent = []
-    with rollout_of(path, mode, target_modules) as rollout:
+    with rollout_of(SGLangRollout, path, target_modules, name="sglang", mode=mode) as rollout:
         for step in range(3):
             change(trainer, step)
             compared(rollout, trainer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
+import tempfile
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from verl.utils import hf_tokenizer
 from verl.workers.config import HFModelConfig, RolloutConfig, SamplingConfig
 from verl.workers.rollout.base import RolloutOutput, RolloutRequest, SamplingParams
 from verl.workers.rollout.client import PartialResponse
-from verl.workers.rollout.sglang_rollout import SGLangRollout
-from verl.workers.rollout.sglang_rollout.adapters import completed
-from verl.workers.rollout.sglang_rollout.served import _Bytes, check_report, request_of, take
+from verl.workers.rollout.server import HangLimits
+from verl.workers.rollout.sglang_rollout import SGLangRollout, inprocess
+from verl.workers.rollout.sglang_rollout.adapters import ATTENTION, LAYERS, completed
+from verl.workers.rollout.sglang_rollout.served import _Bytes, check_report, check_reports, request_of, take
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +104,34 @@ def test_adapters_alone_are_arguments_of_the_engine_and_of_its_requests(folder):
     assert "lora_path" not in request_of([rollout._partial(asked)])
     rollout._holds_base = True
     assert request_of([rollout._partial(asked)] * 2)["lora_path"] == ["policy", "policy"]
-    with pytest.raises(ConfigError, match=r"those of kv_b_proj only merged. Set rollout.merge_adapters=true"):
-        engine(folder, {"lora_rank": 6, "target_modules": ("q_proj", "a.kv_b_proj")}, merge_adapters=False)
+
+
+def test_layers_whose_adapters_sglang_does_not_apply_are_refused(folder, tmp_path):
+    """A mixture has adapters of attention alone; target_modules count only where no folder has adapters."""
+    mixture = tiny_model_dir(tmp_path / "mixture", "qwen3_moe")
+    saved = tmp_path / "adapters"
+    saved.mkdir()
+
+    def refused(model: str, names: tuple[str, ...], in_folder: tuple[str, ...] | None = None) -> str:
+        settings: dict[str, Any] = {"lora_rank": 6, "target_modules": names}
+        if in_folder is not None:
+            (saved / "adapter_config.json").write_text(json.dumps({"r": 4, "target_modules": in_folder}))
+            settings["lora_adapter_path"] = str(saved)
+        try:
+            engine(model, settings, merge_adapters=False)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    assert "those of kv_b_proj only merged. Set rollout.merge_adapters=true" in refused(
+        folder, ("q_proj", "a.kv_b_proj")
+    )
+    assert not refused(folder, ("kv_b_proj",), ("q_proj", "up_proj"))
+    assert "those of kv_b_proj only merged" in refused(folder, ("q_proj",), ("kv_b_proj",))
+    assert not refused(mixture, ("q_proj",))
+    assert "adapters of q_proj, k_proj, v_proj, o_proj by itself, and those of up_proj only" in refused(
+        mixture, ("q_proj", "up_proj")
+    )
 
 
 def test_models_with_images_have_a_processor_and_patches_that_sglang_knows(tmp_path):
@@ -126,7 +154,7 @@ def test_adapters_get_their_neighbours_and_one_rank():
             f"a.{layer}.lora_A.weight": torch.ones(rank, width),
             f"a.{layer}.lora_B.weight": torch.ones(out, rank),
         }
-    found = completed(given, shapes)
+    found = completed(given, shapes, LAYERS)
     assert {name.split(".")[1] for name in found} == {*ones, "k_proj", "v_proj"}
     for name, tensor in found.items():
         layer, part = name.split(".")[1:3]
@@ -136,7 +164,9 @@ def test_adapters_get_their_neighbours_and_one_rank():
         (expected[:rank] if part == "lora_A" else expected[:, :rank]).fill_(1.0)
         assert tensor.equal(expected)
     with pytest.raises(ConfigError, match="those of in_proj only merged"):
-        completed({"a.in_proj.lora_A.weight": torch.ones(1, 2)}, {})
+        completed({"a.in_proj.lora_A.weight": torch.ones(1, 2)}, {}, LAYERS)
+    with pytest.raises(ConfigError, match="those of gate_proj, up_proj only merged"):
+        completed(given, shapes, ATTENTION)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +277,35 @@ def test_the_report_of_an_update(changes, words):
     else:
         with pytest.raises(RolloutError, match=words):
             check_report({"a": "1", "b": "2"}, report, rank=0)
+
+
+def test_the_reports_of_all_ranks_are_read(tmp_path):
+    report = {"problem": "", "sampler": True, "arrived": {"a": "1"}, "held": {}}
+    for rank, arrived in enumerate(({"a": "1"}, {"a": "2"})):
+        (tmp_path / f"r-{rank}.json").write_text(json.dumps(report | {"arrived": arrived}))
+    check_reports({"a": "1"}, str(tmp_path / "r"), 1)
+    with pytest.raises(RolloutError, match=r"did not arrive in SGLang \(rank 1\) .*: a\."):
+        check_reports({"a": "1"}, str(tmp_path / "r"), 2)
+    (tmp_path / "r-1.json").unlink()
+    with pytest.raises(RolloutError, match=r"SGLang \(rank 1\) did not report what it loaded.*not supported"):
+        check_reports({"a": "1"}, str(tmp_path / "r"), 2)
+
+
+def test_an_engine_that_does_not_start_leaves_no_folders(tmp_path, monkeypatch):
+    def fails(**arguments: Any) -> None:
+        assert [len([*folder.iterdir()]) for folder in places] == [1, 1]
+        raise RuntimeError("no memory")
+
+    places = [tmp_path / "memory", tmp_path / "disk"]
+    for folder in places:
+        folder.mkdir()
+    monkeypatch.setattr(sys, "path", [*sys.path])  # gets the folder of what runs in SGLang
+    monkeypatch.setattr(inprocess, "_IN_MEMORY", places[0])
+    monkeypatch.setattr(tempfile, "tempdir", str(places[1]))
+    monkeypatch.setattr(inprocess.private, "engine_classes", lambda: (fails, dict))
+    with pytest.raises(RuntimeError, match="no memory"):
+        inprocess.SGLangInProcess({"tp_size": 1}, {}, HangLimits())
+    assert not [*places[0].iterdir(), *places[1].iterdir()]
 
 
 def test_bytes_travel_as_a_tensor():

@@ -19,10 +19,12 @@ from verl.testing.rollout_conformance import PROMPTS, prompt_batch
 from verl.utils import hf_tokenizer
 from verl.workers.config import FSDPOptimizerConfig, HFModelConfig, RolloutConfig
 from verl.workers.engine import EngineRegistry, MicroBatchConfig
+from verl.workers.rollout.remote import RemoteRollout
 from verl.workers.rollout.vllm_rollout import VLLMRollout
 
 pytestmark = needs_vllm
 RANK = 4
+SETTINGS: dict[str, Any] = {"name": "vllm", "engine_kwargs": {"vllm": KWARGS}}
 
 
 def trainer_of(path: str, target_modules: str | tuple[str, ...] = "all-linear", **lora: Any) -> Any:
@@ -42,20 +44,20 @@ def trainer_of(path: str, target_modules: str | tuple[str, ...] = "all-linear", 
 
 
 @contextmanager
-def rollout_of(path: str, mode: str, **settings: Any) -> Iterator[VLLMRollout]:
+def rollout_of(
+    engine: type[RemoteRollout], path: str, target_modules: str | tuple[str, ...] = "all-linear", **settings: Any
+) -> Iterator[RemoteRollout]:
     config = RolloutConfig(
-        name="vllm",
-        mode=mode,
         prompt_length=8,
         response_length=12,
         dtype="float32",
         tensor_model_parallel_size=1,
         enforce_eager=True,
         merge_adapters=False,
-        engine_kwargs={"vllm": KWARGS},
         **settings,
     )
-    rollout = VLLMRollout(config, HFModelConfig(path=path, lora_rank=RANK), hf_tokenizer(path), "cpu")
+    model = HFModelConfig(path=path, lora_rank=RANK, target_modules=target_modules)
+    rollout = engine(config, model, hf_tokenizer(path), "cpu")
     try:
         yield rollout
     finally:
@@ -72,7 +74,7 @@ def change(trainer: Any, seed: int) -> None:
     trainer.weight_version += 1
 
 
-def compared(rollout: VLLMRollout, trainer: Any) -> None:
+def compared(rollout: RemoteRollout, trainer: Any) -> None:
     """The log-probs of vLLM are those of the trainer, whose merged weights are another road to the same numbers."""
     prompts = prompt_batch(PROMPTS)
     with trainer.eval_mode(), rollout.awake(trainer.adapted_weights(), trainer.weight_version):
@@ -91,7 +93,7 @@ def test_each_update_sends_the_adapters_alone(mode: str, tmp_path: Path) -> None
     adapters = 2 * RANK * 4 * (2 * (64 + 128) + 2 * (64 + 64) + 3 * (64 + 128))
     base = sum(tensor.nbytes for _, tensor in trainer.adapted_weights().base())
     sent = []
-    with rollout_of(path, mode) as rollout:
+    with rollout_of(VLLMRollout, path, mode=mode, **SETTINGS) as rollout:
         for step in range(4):
             change(trainer, step)
             compared(rollout, trainer)
@@ -104,7 +106,7 @@ def test_an_engine_that_was_lost_gets_the_base_again(tmp_path: Path) -> None:
     path = tiny_model_dir(tmp_path / "model", "qwen3", head_dim=32)
     trainer = trainer_of(path)
     change(trainer, 0)
-    with rollout_of(path, "async") as rollout:
+    with rollout_of(VLLMRollout, path, mode="async", **SETTINGS) as rollout:
         compared(rollout, trainer)
         whole = rollout.sent_bytes
         rollout._engine.server._guard.kill()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,8 +86,19 @@ def largest_rank(model_config: HFModelConfig) -> int:
     """Return the largest rank of a model's LoRA adapters."""
     if model_config.lora_adapter_path is None:
         return model_config.lora_rank
-    found = json.loads((Path(model_config.lora_adapter_path) / "adapter_config.json").read_text())
+    found = _saved_adapters(model_config.lora_adapter_path)
     return max([found["r"], *found.get("rank_pattern", {}).values()])
+
+
+def adapted_modules(model_config: HFModelConfig) -> str | Sequence[str]:
+    """Return the layers with LoRA adapters: endings of names, or one expression for all."""
+    path = model_config.lora_adapter_path
+    return model_config.target_modules if path is None else _saved_adapters(path)["target_modules"]
+
+
+def _saved_adapters(path: str) -> dict[str, Any]:
+    """Return peft's description of a folder of adapters."""
+    return json.loads((Path(path) / "adapter_config.json").read_text())
 
 
 def _python(config: RolloutConfig) -> str:

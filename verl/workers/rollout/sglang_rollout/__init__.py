@@ -67,7 +67,7 @@ class SGLangRollout(RemoteRollout):
         return {name: in_files.get(id(tensor), name) for name, tensor in live.items()}
 
     def _adapters_of(self, adapters: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        return completed(adapters, self._expected.shapes)
+        return completed(adapters, self._expected.shapes, self._arguments["lora_target_modules"])
 
     def _partial(self, request: RolloutRequest) -> PartialResponse:
         sampling = request.sampling

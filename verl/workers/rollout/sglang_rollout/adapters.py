@@ -11,20 +11,23 @@ from verl.errors import ConfigError
 
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 ATTENTION = (*_FUSED[0], "o_proj")
+"""Last parts of the names of the layers whose adapters SGLang is given of a mixture of experts."""
 LAYERS = (*ATTENTION, *_FUSED[1], "down_proj")
-"""Last parts of the names of the layers whose adapters SGLang is given."""
+"""The same of other models."""
 
 
-def check_layers(names: Iterable[str]) -> None:
-    """Raise ConfigError if adapters of layers with these names, or endings of names, are not given to SGLang."""
-    if others := sorted({last for name in names if (last := name.rsplit(".", 1)[-1]) not in LAYERS}):
+def check_layers(names: Iterable[str], allowed: Sequence[str]) -> None:
+    """Raise ConfigError if a layer's name, or ending of a name, does not end in one of those allowed."""
+    if others := sorted({last for name in names if (last := name.rsplit(".", 1)[-1]) not in allowed}):
         raise ConfigError(
-            f"rollout.merge_adapters=false: sglang applies adapters of {', '.join(LAYERS)} by itself, and those of "
-            f"{', '.join(others)} only merged. Set rollout.merge_adapters=true."
+            f"rollout.merge_adapters=false: of this model sglang applies adapters of {', '.join(allowed)} by itself, "
+            f"and those of {', '.join(others)} only merged. Set rollout.merge_adapters=true."
         )
 
 
-def completed(adapters: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+def completed(
+    adapters: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], allowed: Sequence[str]
+) -> dict[str, Tensor]:
     """Add adapters of 0 where SGLang wants some, and rows and columns of 0 to those of small rank.
 
     SGLang computes q, k and v as one layer, and gate and up as another. Of the layers in one it wants adapters of all
@@ -33,12 +36,13 @@ def completed(adapters: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]
     Args:
         adapters: see :class:`~verl.workers.adapted_weights.AdaptedWeights`.
         shapes: (out, in) of the weights of all layers by their names.
+        allowed: last parts of the names of the layers whose adapters SGLang is given.
 
     Raises:
         ConfigError: SGLang is given no adapters of such a layer.
     """
     layers = {name.split(".lora_")[0]: name for name in adapters}
-    check_layers(layers)
+    check_layers(layers, allowed)
     rank = max(tensor.shape[0] for name, tensor in adapters.items() if ".lora_A." in name)
     found: dict[str, Tensor] = {}
     for layer, some in layers.items():

@@ -95,8 +95,11 @@ class SGLangInProcess(SGLangClient):
         self.folders = [Path(tempfile.mkdtemp(prefix="verl-sglang-", dir=folder)) for folder in memory] + [
             self._reports
         ]
-        with _marked_children() as mark:
-            self._engine = engine_class(**arguments)
+        with contextlib.ExitStack() as undone:
+            undone.callback(_remove, self.folders)
+            with _marked_children() as mark:
+                self._engine = engine_class(**arguments)
+            undone.pop_all()
         self._end = weakref.finalize(self, _end_engine, self._engine, mark, self.folders)
         private.stop_watchdog(self._engine)
 
@@ -256,5 +259,9 @@ def _end_engine(engine: Any, mark: str, folders: Iterable[Path]) -> None:
     children = [psutil.Process(pid) for pid in private.child_pids(engine) if psutil.pid_exists(pid)]
     kill_marked(mark)
     psutil.wait_procs(children, timeout=_END_S)
+    _remove(folders)
+
+
+def _remove(folders: Iterable[Path]) -> None:
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -82,8 +82,7 @@ class SGLangClient(EngineClient):
             for report, part in self._send(weights, bucket_bytes):
                 size += sum(tensor.nbytes for tensor in part.values())
                 sent = {name: str(checksum(tensor)) for name, tensor in part.items()}
-                for rank in range(self.ranks):
-                    check_report(sent, json.loads(Path(f"{report}-{rank}.json").read_text()), rank)
+                check_reports(sent, report, self.ranks)
         finally:
             self._call("end_weight_update")
         return size
@@ -98,8 +97,7 @@ class SGLangClient(EngineClient):
             self._has_adapters = False
             self._call("load_lora_adapter", lora_name=ADAPTER, lora_path=str(folder))
             self._has_adapters = True
-            for rank in range(self.ranks):
-                check_report(sent, json.loads((folder / f"{ADAPTER_REPORT}-{rank}.json").read_text()), rank)
+            check_reports(sent, str(folder / ADAPTER_REPORT), self.ranks)
         finally:
             shutil.rmtree(folder)
         return sum(tensor.nbytes for tensor in tensors.values())
@@ -179,6 +177,23 @@ def take(responses: Sequence[PartialResponse], answers: Sequence[Mapping[str, An
         log_probs = [math.nan if value is None else value for value in found]
         response.num_preempted = meta.get("num_retractions")
         response.take(tokens, log_probs, meta["finish_reason"]["type"])
+
+
+def check_reports(sent: Mapping[str, str], path: str, ranks: int) -> None:
+    """Compare the checksums of a sent part with the report of each rank, ``<path>-<rank>.json``.
+
+    Raises:
+        RolloutError: a report is missing, or see :func:`check_report`.
+    """
+    for rank in range(ranks):
+        try:
+            report = json.loads(Path(f"{path}-{rank}.json").read_text())
+        except FileNotFoundError:
+            raise RolloutError(
+                f"SGLang (rank {rank}) did not report what it loaded, so it does not load with verl's functions: this "
+                "version of SGLang is not supported."
+            ) from None
+        check_report(sent, report, rank)
 
 
 def check_report(sent: Mapping[str, str], report: Mapping[str, Any], rank: int) -> None:

@@ -17,7 +17,13 @@ from verl.errors import ConfigError
 from verl.utils.model import ATTN_IMPLEMENTATION, has_experts, resolve_model_path, torch_dtype
 from verl.vision.families import VisionConfig
 from verl.workers.rollout.client import ENGINE_SIDE
-from verl.workers.rollout.engine_kwargs import Launch, applies_adapters, extra_arguments, largest_rank
+from verl.workers.rollout.engine_kwargs import (
+    Launch,
+    adapted_modules,
+    applies_adapters,
+    extra_arguments,
+    largest_rank,
+)
 from verl.workers.rollout.server import SERVER_KEEPALIVE_S
 from verl.workers.rollout.sglang_rollout.adapters import ATTENTION, LAYERS, check_layers
 
@@ -102,13 +108,14 @@ def engine_arguments(
 
 def _adapter_arguments(model_config: HFModelConfig, of_experts: bool, device: torch.device) -> dict[str, Any]:
     """Arguments with which SGLang applies LoRA adapters by itself; adapters of experts are not among them."""
-    chosen = model_config.target_modules
-    if isinstance(chosen, tuple):
-        check_layers(chosen)
+    allowed = ATTENTION if of_experts else LAYERS
+    chosen = adapted_modules(model_config)
+    if not isinstance(chosen, str):  # the layers of an expression are checked with the first update
+        check_layers(chosen, allowed)
     arguments: dict[str, Any] = {
         "enable_lora": True,
         "max_lora_rank": largest_rank(model_config),
-        "lora_target_modules": list(ATTENTION if of_experts else LAYERS),
+        "lora_target_modules": list(allowed),
         "max_loras_per_batch": 1,
         "lora_strict_loading": True,
     }
