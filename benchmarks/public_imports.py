@@ -34,6 +34,26 @@ class Count:
         """Share of the uses that resolve."""
         return self.resolved_uses / self.uses
 
+    def add(self, address: str, uses: int, here: bool) -> None:
+        """Count an address that is here or not."""
+        self.uses += uses
+        self.names += 1
+        if here:
+            self.resolved_uses += uses
+            self.resolved_names += 1
+        else:
+            absence = absence_of(address)
+            reason = (absence.kind, absence.sentence) if absence else (UNEXPLAINED, "")
+            self.rest[reason].append((uses, address))
+
+    def reasons(self) -> list[str]:
+        """Return lines of text with each reason and the names that are missing for it, the most used first."""
+        lines = []
+        for (kind, sentence), names in sorted(self.rest.items(), key=lambda item: -sum(uses for uses, _ in item[1])):
+            lines.append(f"\n{sum(uses for uses, _ in names)} uses, {kind}: {sentence}".rstrip(": "))
+            lines += [f"  {uses:4} {name}" for uses, name in names]
+        return lines
+
 
 def count(lines: Iterable[str]) -> Count:
     """Try every import of a list."""
@@ -42,16 +62,7 @@ def count(lines: Iterable[str]) -> Count:
         if not line.strip() or line.startswith("#"):
             continue
         number, module, name = line.rstrip("\n").split("\t")
-        uses, address = int(number), module if name == "(module)" else f"{module}.{name}"
-        counted.uses += uses
-        counted.names += 1
-        if resolves(module, name):
-            counted.resolved_uses += uses
-            counted.resolved_names += 1
-        else:
-            absence = absence_of(address)
-            reason = (absence.kind, absence.sentence) if absence else (UNEXPLAINED, "")
-            counted.rest[reason].append((uses, address))
+        counted.add(module if name == "(module)" else f"{module}.{name}", int(number), resolves(module, name))
     return counted
 
 
@@ -68,14 +79,13 @@ def resolves(module: str, name: str) -> bool:
 
 def report(counted: Count) -> str:
     """Describe a count in lines of text."""
-    lines = [
-        f"{counted.resolved_uses} of {counted.uses} uses resolve ({counted.share:.1%}), "
-        f"{counted.resolved_names} of {counted.names} names"
-    ]
-    for (kind, sentence), names in sorted(counted.rest.items(), key=lambda item: -sum(uses for uses, _ in item[1])):
-        lines.append(f"\n{sum(uses for uses, _ in names)} uses, {kind}: {sentence}".rstrip(": "))
-        lines += [f"  {uses:4} {name}" for uses, name in names]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"{counted.resolved_uses} of {counted.uses} uses resolve ({counted.share:.1%}), "
+            f"{counted.resolved_names} of {counted.names} names",
+            *counted.reasons(),
+        ]
+    )
 
 
 if __name__ == "__main__":

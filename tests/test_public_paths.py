@@ -13,6 +13,8 @@ import pytest
 import verl
 from docs.generate.stubs import STUBS, stubs
 from verl.base.absent import ABSENT, why_absent
+from verl.base.doors import load
+from verl.base.reexports import REEXPORTS
 from verl.workers.rollout.hf_rollout import HFRollout
 
 NAMES = {
@@ -250,10 +252,20 @@ def test_an_old_path_gives_the_objects_of_their_home(address: str):
 REST_OF_A_DOOR = (
     "'",
     '"',
-    "from verl.base.doors import absent_names",
-    "__getattr__ = absent_names(__name__)",
+    "from verl.base.doors import old_names",
+    "__getattr__ = old_names(__name__)",
     "if __name__ == '__main__':",
 )
+
+
+@pytest.mark.parametrize("module", REEXPORTS)
+def test_names_that_a_module_only_shows_are_the_objects_of_their_home(module: str):
+    for home, names in REEXPORTS[module].items():
+        for entry in names.split():
+            shown, _, there = entry.partition("=")
+            namespace: dict[str, object] = {}
+            exec(f"from {module} import {shown}", namespace)
+            assert namespace[shown] is load(home, there or shown), entry
 
 
 def refusal(module: str, name: str) -> str:

@@ -7,12 +7,13 @@ re-exports, as the module ``verl.workers.roles``. A path that this version lacks
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 
 class OldPaths:
@@ -50,18 +51,43 @@ def install() -> None:
         sys.meta_path.append(AbsentPaths)
 
 
-def absent_names(module: str) -> Callable[[str], NoReturn]:
-    """Make the ``__getattr__`` of a module some of whose old names are absent: it raises their sentences.
+def old_names(module: str) -> Callable[[str], Any]:
+    """Make the ``__getattr__`` of a module that other versions of verl give more names.
 
-    The error is an ImportError, for ``from module import name`` replaces an AttributeError by a text of its own.
+    A name of :data:`verl.base.reexports.REEXPORTS` is imported from its home when it is asked for; one of the table
+    of absent names raises its sentence. That error is an ImportError, for ``from module import name`` replaces an
+    AttributeError by a text of its own.
     """
 
-    def missing(name: str) -> NoReturn:
-        if not name.startswith("__") and (sentence := _why_absent(f"{module}.{name}")):
-            raise ImportError(sentence, name=module)
-        raise AttributeError(f"module '{module}' has no attribute '{name}'")
+    def imported(name: str) -> Any:
+        return old_name(module, name)
 
-    return missing
+    return imported
+
+
+def old_name(module: str, name: str) -> Any:
+    """Return what a module re-exported under ``name`` in another version of verl.
+
+    Raises:
+        ImportError: the name is absent on purpose; the message says what to use.
+        AttributeError: no version has it.
+    """
+    if not name.startswith("__"):
+        from verl.base.reexports import home_of  # the tables are read only where they are needed
+
+        if home := home_of(module, name):
+            return load(*home)
+        if sentence := _why_absent(f"{module}.{name}"):
+            raise ImportError(sentence, name=module)
+    raise AttributeError(f"module '{module}' has no attribute '{name}'")
+
+
+def load(module: str, name: str) -> Any:
+    """Return an object of a module, or the module below it of that name."""
+    package = importlib.import_module(module)
+    if not hasattr(package, name):
+        return importlib.import_module(f"{module}.{name}")
+    return getattr(package, name)
 
 
 class AbsentAttributes:

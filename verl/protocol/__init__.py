@@ -1,5 +1,6 @@
 """``DataProto``, the batch that the stages and processes of a run exchange, and its tools."""
 
+from verl.base.doors import old_names
 from verl.protocol.columns import list_of_dict_to_dict_of_list, union_numpy_dict, union_tensor_dict
 from verl.protocol.data_proto import DataProto, DataProtoConfig, DataProtoItem
 from verl.protocol.future import DataProtoFuture, private_copy
@@ -44,3 +45,6 @@ __all__ = [
     "unpad_dataproto",
     "with_response_mask",
 ]
+
+
+__getattr__ = old_names(__name__)

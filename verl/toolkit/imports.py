@@ -62,3 +62,22 @@ def is_version_ge(pkg: str = "vllm", minver: str = "0.7.3") -> bool:
         return Version(importlib.metadata.version(pkg)) >= Version(minver)
     except importlib.metadata.PackageNotFoundError:
         return False
+
+
+def load_class_from_fqn(fqn: str, description: str = "class") -> type:
+    """Return a class by its full name, ``package.module.Class``.
+
+    Raises:
+        ValueError: the name has no module.
+        ImportError: there is no such module.
+        AttributeError: the module has no such class.
+    """
+    module, _, name = fqn.rpartition(".")
+    if not module:
+        raise ValueError(f"{description} '{fqn}' names no module. Write it in full: package.module.{fqn or 'Class'}.")
+    return getattr(importlib.import_module(module), name)
+
+
+def is_torch_npu_available(check_device: bool = True) -> bool:
+    """Whether Ascend devices can be used; not in this version of verl."""
+    return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 from uuid import uuid4
 
+from verl.base.doors import old_names
 from verl.errors import ConfigError
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
@@ -98,3 +99,6 @@ def schema(name: str, description: str, required: list[str], **properties: dict[
     parameters = {"type": "object", "properties": properties, "required": required}
     function = {"name": name, "description": description, "parameters": parameters}
     return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+
+
+__getattr__ = old_names(__name__)

@@ -30,7 +30,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from verl.base.doors import absent_names
+from verl.base.doors import old_names
 from verl.errors import ConfigError
 from verl.utils.config_fields import random_fields, rope_rules, rope_type
 from verl.utils.console import parameters_in_words, show
@@ -449,4 +449,4 @@ def extract_multi_modal_inputs(
     return {name: torch.cat([row[name] for row in rows if row.get(name) is not None]) for name in names}
 
 
-__getattr__ = absent_names(__name__)
+__getattr__ = old_names(__name__)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
+from verl.base.doors import old_names
 from verl.errors import ConfigError
 
 Partitions = list[list[int]]  # for each part the indices of its sequences, in ascending order
@@ -325,3 +326,6 @@ def restore_dynamic_batch(data: Tensor, batch_idx_list: Partitions) -> Tensor:
         rows = data.unbind()
         return torch.nested.as_nested_tensor([rows[i] for i in order], layout=data.layout)
     return data[order]
+
+
+__getattr__ = old_names(__name__)

@@ -15,6 +15,7 @@ from transformers import (
     ProcessorMixin,
 )
 
+from verl.base.doors import old_names
 from verl.errors import ConfigError, DataError
 from verl.utils.model import require_on_hub, resolve_model_path
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
@@ -135,3 +136,6 @@ def normalize_token_ids(tokenized_output: Any) -> list[int]:
     if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in found):
         raise DataError(f"the ids of one text are a list of integers, got {found!r:.120}.")
     return [int(token) for token in found]
+
+
+__getattr__ = old_names(__name__)

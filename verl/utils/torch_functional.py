@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl.base.doors import absent_names
+from verl.base.doors import old_names
 
 Axis = int | tuple[int, ...] | None
 
@@ -210,4 +210,4 @@ def get_cosine_schedule_with_warmup(
     return LambdaLR(optimizer, factor, last_epoch)
 
 
-__getattr__ = absent_names(__name__)
+__getattr__ = old_names(__name__)

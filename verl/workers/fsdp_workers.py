@@ -14,7 +14,7 @@ from typing import TypeVar
 from omegaconf import DictConfig
 from torch import Tensor
 
-from verl.base.doors import absent_names
+from verl.base.doors import old_names
 from verl.config import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -421,4 +421,4 @@ def _present(part: T | None, name: str) -> T:
     return part
 
 
-__getattr__ = absent_names(__name__)
+__getattr__ = old_names(__name__)

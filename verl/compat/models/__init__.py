@@ -1,5 +1,5 @@
 """Public path of code for models, none of which is here; see :mod:`verl.base.absent`."""
 
-from verl.base.doors import absent_names
+from verl.base.doors import old_names
 
-__getattr__ = absent_names(__name__)
+__getattr__ = old_names(__name__)

@@ -1,6 +1,6 @@
 """Activations in CPU memory, from :mod:`verl.toolkit.memory`."""
 
-from verl.base.doors import absent_names
+from verl.base.doors import old_names
 from verl.toolkit.memory import enable_activation_offloading as enable_activation_offloading
 
-__getattr__ = absent_names(__name__)
+__getattr__ = old_names(__name__)

@@ -1,5 +1,8 @@
 """Local copies of remote files, from :mod:`verl.base.fs` and :mod:`verl.toolkit.files`."""
 
+from verl.base.doors import old_names
 from verl.base.fs import copy_to_local as copy_to_local
 from verl.toolkit.files import copy_local_path_from_hdfs as copy_local_path_from_hdfs
 from verl.toolkit.files import local_mkdir_safe as local_mkdir_safe
+
+__getattr__ = old_names(__name__)

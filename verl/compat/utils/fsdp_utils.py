@@ -5,7 +5,7 @@ from torch.distributed.fsdp import FSDPModule as FSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fully_shard
 
-from verl.base.doors import absent_names
+from verl.base.doors import old_names
 from verl.toolkit.fsdp import apply_fsdp2 as apply_fsdp2
 from verl.toolkit.fsdp import fsdp2_clip_grad_norm_ as fsdp2_clip_grad_norm_
 from verl.toolkit.fsdp import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
@@ -22,4 +22,4 @@ from verl.toolkit.fsdp import offload_fsdp_model_to_cpu as offload_fsdp2_model_t
 from verl.toolkit.fsdp import offload_fsdp_model_to_cpu as offload_fsdp_model_to_cpu
 from verl.toolkit.fsdp import offload_fsdp_optimizer as offload_fsdp_optimizer
 
-__getattr__ = absent_names(__name__)
+__getattr__ = old_names(__name__)

@@ -1,6 +1,6 @@
 """TensorDicts with non-tensor values, from :mod:`verl.protocol.columns` and :mod:`verl.toolkit.tensordicts`."""
 
-from verl.base.doors import absent_names
+from verl.base.doors import old_names
 from verl.protocol.columns import union_tensor_dict as union_tensor_dict
 from verl.toolkit.tensordicts import assert_tensordict_eq as assert_tensordict_eq
 from verl.toolkit.tensordicts import assign_non_tensor as assign_non_tensor
@@ -23,4 +23,4 @@ from verl.toolkit.tensordicts import pop_keys as pop_keys
 from verl.toolkit.tensordicts import unpad as unpad
 from verl.toolkit.tensordicts import unwrap_non_tensor_data as unwrap_non_tensor_data
 
-__getattr__ = absent_names(__name__)
+__getattr__ = old_names(__name__)

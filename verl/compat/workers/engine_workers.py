@@ -1,5 +1,6 @@
 """Public path of the workers: :mod:`verl.workers.fsdp_workers` and :mod:`verl.workers.training_workers`."""
 
+from verl.base.doors import old_names
 from verl.workers.fsdp_workers import ActorRolloutRefWorker as ActorRolloutRefWorker
 from verl.workers.fsdp_workers import CriticWorker as CriticWorker
 from verl.workers.fsdp_workers import RewardModelWorker as RewardModelWorker
@@ -7,3 +8,5 @@ from verl.workers.training_workers import DirectPreferenceWorker as DirectPrefer
 from verl.workers.training_workers import EngineWorker as EngineWorker
 from verl.workers.training_workers import RewardModelTrainingWorker as RewardModelTrainingWorker
 from verl.workers.training_workers import TrainingWorker as TrainingWorker
+
+__getattr__ = old_names(__name__)

@@ -37,6 +37,7 @@ from typing import Any, ClassVar, TypedDict, TypeVar
 
 import torch
 
+from verl.base.doors import old_names
 from verl.base.registry import suggest
 from verl.errors import ConfigError
 from verl.single_controller.base import dispatch as modes
@@ -313,3 +314,6 @@ def undecorated(method: Callable[..., Any]) -> Callable[..., Any]:
     if registration is None or registration.wrapper is not function:
         return method
     return MethodType(function.__wrapped__, bound.__self__)
+
+
+__getattr__ = old_names(__name__)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from verl.base.doors import old_names
 from verl.errors import SchemaError
 from verl.protocol import DataProto, compute_response_mask
 from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
@@ -303,3 +304,6 @@ def source_metrics(sources: Sequence[str], scores: Sequence[float], lengths: Seq
         metrics[f"train-source/{source}/response_length/mean"] = float(tokens[rows].mean())
         metrics[f"train-source/{source}/count"] = float(rows.sum())
     return metrics
+
+
+__getattr__ = old_names(__name__)

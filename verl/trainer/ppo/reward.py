@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.base.doors import old_names
 from verl.base.import_utils import load_object
 from verl.config import FailurePolicy, PPOConfig
 from verl.errors import ConfigError, RewardError
@@ -514,3 +515,6 @@ def _manager_class(config: PPOConfig) -> Any:
     if not chosen.module.path:
         raise ConfigError("reward_manager.source=importlib needs reward_manager.module.path, the file of the class.")
     return load_object(chosen.module.path, chosen.name, "reward_manager.module")
+
+
+__getattr__ = old_names(__name__)

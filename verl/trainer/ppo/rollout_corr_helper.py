@@ -30,6 +30,7 @@ from verl.algorithms.rollout_correction import (
     parse_is_threshold,
     rejection_statistic,
 )
+from verl.base.doors import old_names
 from verl.errors import SchemaError
 from verl.protocol import DataProto
 from verl.schema import require
@@ -393,3 +394,6 @@ def _masked_metrics(rejected: Tensor, response_mask: Tensor) -> Metrics:
         "masked_fraction": masked_mean(rejected.double(), mask).item(),
         "seq_masked_fraction": masked_mean((rejected & mask).any(-1).double(), rows).item(),
     }
+
+
+__getattr__ = old_names(__name__)

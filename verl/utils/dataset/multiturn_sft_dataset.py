@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from verl.base.doors import old_names
 from verl.config import SFTDataConfig
 from verl.errors import DataError
 from verl.protocol.shared import SharedTensors
@@ -244,3 +245,6 @@ def pad_to_longest(items: list[Item], pad_token_id: int) -> dict[str, torch.Tens
         images = [item["multi_modal_inputs"] for item in items]
         columns["multi_modal_inputs"] = np.fromiter(images, dtype=object, count=len(images))
     return columns
+
+
+__getattr__ = old_names(__name__)

@@ -24,7 +24,7 @@ import torch
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
-from verl.base.doors import AbsentAttributes
+from verl.base.doors import AbsentAttributes, old_names
 from verl.config import DataConfig
 from verl.errors import DataError
 from verl.protocol.shared import SharedTensors
@@ -395,3 +395,6 @@ def check_item(item: Any, dataset: str) -> None:
     made = {*MADE_HERE} - {*names, "raw_prompt", "raw_prompt_ids", "full_prompts", "row_index", "dummy_tensor"}
     if taken := sorted(made & set(item)):
         raise DataError(f"{dataset}: an item has {', '.join(taken)}, which the run makes itself. Rename it.")
+
+
+__getattr__ = old_names(__name__)

@@ -22,6 +22,7 @@ A scorer is a function ``(solution_str, ground_truth, **settings) -> float | dic
 
 from __future__ import annotations
 
+from verl.base.doors import old_names
 from verl.utils.reward_score import (
     countdown,
     geo3k,
@@ -69,3 +70,6 @@ __all__ = [
     "search_r1_like_qa_em",
     "source_of",
 ]
+
+
+__getattr__ = old_names(__name__)

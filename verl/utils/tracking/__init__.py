@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
+from verl.base.doors import old_names
 from verl.base.redact import redacted, secrets_in, without_secrets
 from verl.errors import ConfigError, VerlError
 from verl.utils.run_log import STAGE_NOTE
@@ -398,3 +399,6 @@ def _start(name: str, project_name: str, experiment_name: str, config: Mapping[s
     except Exception as error:
         error.add_note(f"This happened when tracker '{name}' started. Take it out of the trackers to run without it.")
         raise
+
+
+__getattr__ = old_names(__name__)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.base.doors import old_names
 from verl.base.registry import Registry
 from verl.base.requirements import install_command
 from verl.checkpoint.ranks import RankState, save_together
@@ -298,3 +299,6 @@ def _load_backend(backend: str, module: str) -> None:
             f"strategy={backend} needs the package {error.name}, which is not installed. Install what it needs by "
             f"{install_command(backend)}, or use strategy=fsdp2."
         ) from error
+
+
+__getattr__ = old_names(__name__)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from verl.base.doors import AbsentAttributes, absent_names
+from verl.base.doors import AbsentAttributes, old_names
 from verl.base.registry import Registry
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
@@ -374,4 +374,4 @@ def _engines_here() -> list[str]:
     return [m.name.removesuffix("_rollout") for m in pkgutil.iter_modules(package.__path__) if "_rollout" in m.name]
 
 
-__getattr__ = absent_names(__name__)
+__getattr__ = old_names(__name__)

@@ -1,6 +1,6 @@
 """Public path of the agent loop of tools."""
 
 from verl.agents.tool_agent import ToolAgentLoop as ToolAgentLoop
-from verl.base.doors import absent_names
+from verl.base.doors import old_names
 
-__getattr__ = absent_names(__name__)
+__getattr__ = old_names(__name__)

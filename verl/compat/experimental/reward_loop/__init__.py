@@ -1,5 +1,5 @@
 """Public path of the reward loop; see :mod:`verl.experimental.reward_loop.reward_manager`."""
 
-from verl.base.doors import absent_names
+from verl.base.doors import old_names
 
-__getattr__ = absent_names(__name__)
+__getattr__ = old_names(__name__)

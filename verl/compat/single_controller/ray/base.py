@@ -1,5 +1,6 @@
 """Public path of the Ray controller, :mod:`verl.single_controller.ray`."""
 
+from verl.base.doors import old_names
 from verl.single_controller.ray import RayClassWithInitArgs as RayClassWithInitArgs
 from verl.single_controller.ray import RayResourcePool as RayResourcePool
 from verl.single_controller.ray import RayWorkerGroup as RayWorkerGroup
@@ -9,3 +10,5 @@ from verl.single_controller.ray import create_colocated_worker_cls as create_col
 from verl.single_controller.ray import create_colocated_worker_cls_fused as create_colocated_worker_cls_fused
 from verl.single_controller.ray import merge_resource_pool as merge_resource_pool
 from verl.single_controller.ray import split_resource_pool as split_resource_pool
+
+__getattr__ = old_names(__name__)

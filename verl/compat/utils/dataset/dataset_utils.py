@@ -1,6 +1,6 @@
 """Paddings of supervised data, from :mod:`verl.toolkit.names`."""
 
-from verl.base.doors import absent_names
+from verl.base.doors import old_names
 from verl.toolkit.names import DatasetPadMode as DatasetPadMode
 
-__getattr__ = absent_names(__name__)
+__getattr__ = old_names(__name__)

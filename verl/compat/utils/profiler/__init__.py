@@ -1,6 +1,6 @@
 """Profiling of workers, and timers of stages."""
 
-from verl.base.doors import absent_names
+from verl.base.doors import old_names
 from verl.toolkit.memory import GPUMemoryLogger as GPUMemoryLogger
 from verl.toolkit.memory import log_gpu_memory_usage as log_gpu_memory_usage
 from verl.toolkit.profiler import DistProfiler as DistProfiler
@@ -9,4 +9,4 @@ from verl.toolkit.profiler import ProfilerConfig as ProfilerConfig
 from verl.toolkit.timing import marked_timer as marked_timer
 from verl.utils.metric import simple_timer as simple_timer
 
-__getattr__ = absent_names(__name__)
+__getattr__ = old_names(__name__)

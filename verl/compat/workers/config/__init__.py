@@ -1,6 +1,6 @@
 """Public address of the sections of the configuration that workers read (``verl.config``)."""
 
-from verl.base.doors import absent_names
+from verl.base.doors import old_names
 from verl.config import ActorConfig as ActorConfig
 from verl.config import ActorRolloutRefConfig as ActorRolloutRefConfig
 from verl.config import AgentLoopConfig as AgentLoopConfig
@@ -29,4 +29,4 @@ from verl.config import SandboxFusionConfig as SandboxFusionConfig
 from verl.config import TraceConfig as TraceConfig
 from verl.config import WrapPolicyConfig as WrapPolicyConfig
 
-__getattr__ = absent_names(__name__)
+__getattr__ = old_names(__name__)

@@ -1,5 +1,8 @@
 """Public address of :mod:`verl.config.actor`."""
 
+from verl.base.doors import old_names
 from verl.config.actor import ActorConfig as ActorConfig
 from verl.config.actor import FSDPActorConfig as FSDPActorConfig
 from verl.config.actor import PolicyLossConfig as PolicyLossConfig
+
+__getattr__ = old_names(__name__)

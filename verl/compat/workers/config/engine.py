@@ -1,9 +1,9 @@
 """Public address of :mod:`verl.config.model` and :mod:`verl.config.megatron`."""
 
-from verl.base.doors import absent_names
+from verl.base.doors import old_names
 from verl.config.megatron import McoreEngineConfig as McoreEngineConfig
 from verl.config.model import FSDPEngineConfig as FSDPEngineConfig
 from verl.config.model import MixedPrecisionConfig as MixedPrecisionConfig
 from verl.config.model import WrapPolicyConfig as WrapPolicyConfig
 
-__getattr__ = absent_names(__name__)
+__getattr__ = old_names(__name__)

@@ -1,5 +1,8 @@
 """Public address of :mod:`verl.config.rollout`."""
 
+from verl.base.doors import old_names
 from verl.config.rollout import CheckpointEngineConfig as CheckpointEngineConfig
 from verl.config.rollout import RolloutConfig as RolloutConfig
 from verl.config.rollout import SamplingConfig as SamplingConfig
+
+__getattr__ = old_names(__name__)

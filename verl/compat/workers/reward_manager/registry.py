@@ -1,4 +1,7 @@
 """Public path of the registry of reward managers, :mod:`verl.workers.reward_manager`."""
 
+from verl.base.doors import old_names
 from verl.workers.reward_manager import get_reward_manager_cls as get_reward_manager_cls
 from verl.workers.reward_manager import register as register
+
+__getattr__ = old_names(__name__)

@@ -1,6 +1,6 @@
 """Public path of a response of the policy."""
 
 from verl.agents.servers import TokenOutput as TokenOutput
-from verl.base.doors import absent_names
+from verl.base.doors import old_names
 
-__getattr__ = absent_names(__name__)
+__getattr__ = old_names(__name__)

@@ -1,0 +1,175 @@
+"""Names that modules of other versions of verl show besides their own, because they import them, and where they live.
+
+A module of this table ends with ``__getattr__ = old_names(__name__)`` (:mod:`verl.base.doors`), so that nothing is
+imported before it is asked for, and a module low in the house may show names from above.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+_AGENT_LOOP = "verl.agents.loop"
+_CALLS = "verl.toolkit.calls"
+_DISPATCH = "verl.single_controller.base.dispatch"
+_RAY = "verl.single_controller.ray"
+_SECTIONS = "verl.config"
+
+REEXPORTS: Mapping[str, Mapping[str, str]] = {
+    "verl.experimental.agent_loop": {
+        _AGENT_LOOP: "AgentLoopOutput",
+        "verl.agents.tool_agent": "ToolAgentLoop",
+    },
+    "verl.experimental.agent_loop.agent_loop": {
+        "verl.protocol": "DataProto",
+        _SECTIONS: "HFModelConfig RolloutConfig",
+        "verl.agents.servers": "LLMServerClient",
+        "verl.utils.dataset": "RLHFDataset",
+        _CALLS: "auto_await get_event_loop",
+        "verl.toolkit.config": "omega_conf_to_dataclass",
+        "verl.utils.metric": "simple_timer",
+        "verl.utils.model": "compute_position_id_with_mask",
+        "verl.utils.tokenizer": "normalize_token_ids",
+    },
+    "verl.experimental.agent_loop.tool_agent_loop": {
+        _AGENT_LOOP: "AgentLoopBase AgentLoopOutput register",
+        "verl.agents.parsers": "FunctionCall ToolParser",
+        "verl.agents.servers": "TokenOutput",
+        "verl.tools.function_tool": "FunctionTool",
+        "verl.tools.schemas": "OpenAIFunctionCallSchema OpenAIFunctionParsedSchema ToolResponse",
+        _CALLS: "rollout_trace_op",
+        "verl.utils.metric": "simple_timer",
+    },
+    "verl.experimental.agent_loop.tool_parser": {
+        "verl.tools.schemas": "OpenAIFunctionToolSchema",
+        _CALLS: "get_event_loop rollout_trace_op",
+    },
+    "verl.protocol": {
+        "verl.toolkit.dicts": "union_two_dict",
+        "verl.utils.device": "get_device_id get_torch_device",
+        "verl.utils.torch_functional": "allgather_dict_tensors",
+    },
+    "verl.single_controller.base.decorator": {
+        "verl.protocol": "DataProtoFuture",
+        _DISPATCH: (
+            "dispatch_one_to_all dispatch_dp_compute_data_proto dispatch_dp_compute_data_proto_with_func "
+            "collect_dp_compute_data_proto dispatch_all_to_all=dispatch_as_is collect_all_to_all=collect_as_is "
+            "dispatch_dp_compute=dispatch_as_is collect_dp_compute=collect_as_is "
+            "dispatch_lazy_compute_data_proto=dispatch_nd_compute_data_proto "
+            "collect_lazy_compute_data_proto=collect_nd_compute_data_proto "
+            "dummy_direct_rollout_call=dispatch_refused"
+        ),
+    },
+    "verl.single_controller.ray.base": {
+        "verl.protocol": "DataProto",
+        "verl.single_controller.base": "ClassWithInitArgs ResourcePool Worker WorkerGroup",
+        "verl.single_controller.base.decorator": "Dispatch MAGIC_ATTR",
+        "verl.utils.device": "get_device_name",
+        "verl.toolkit.imports": "is_torch_npu_available",
+    },
+    "verl.tools.base_tool": {_CALLS: "rollout_trace_op"},
+    "verl.trainer.main_ppo": {
+        "verl.trainer.ppo.ray_trainer": "RayPPOTrainer",
+        "verl.toolkit.config": "validate_config",
+        "verl.toolkit.imports": "load_class_from_fqn",
+        "verl.utils.device": "auto_set_device is_cuda_available",
+        _CALLS: "deprecated",
+    },
+    "verl.trainer.ppo.core_algos": {
+        _SECTIONS: "ActorConfig AlgoConfig",
+        "verl.algorithms.groups": "as_torch_index group_mean_std",
+        _CALLS: "deprecated",
+    },
+    "verl.trainer.ppo.metric_utils": {
+        "verl.base.fs": "copy_to_local",
+        "verl.utils.model": "update_model_config",
+        _CALLS: "deprecated",
+    },
+    "verl.trainer.ppo.ray_trainer": {
+        "verl.protocol": "pad_dataproto_to_divisor unpad_dataproto",
+        _RAY: "RayClassWithInitArgs RayWorkerGroup create_colocated_worker_cls",
+        "verl.single_controller.base.worker": "WorkerType",
+        "verl.trainer.ppo": "core_algos",
+        "verl.algorithms": "agg_loss",
+        _SECTIONS: "AlgoConfig",
+        "verl.trainer.ppo.metric_utils": "compute_variance_proxy_metrics process_validation_metrics",
+        "verl.trainer.ppo.reward": "extract_reward",
+        "verl.utils.dataset": "create_rl_dataset create_rl_sampler",
+        "verl.utils.metric": "reduce_metrics",
+        "verl.utils.seqlen_balancing": "calculate_workload get_seqlen_balanced_partitions log_seqlen_unbalance",
+        "verl.utils.torch_functional": "masked_mean",
+        "verl.utils": "tu=tensordict_utils",
+        "verl.toolkit.checkpoints": "should_save_ckpt_esi",
+        "verl.toolkit.config": "omega_conf_to_dataclass",
+        "verl.toolkit.dicts": "rename_dict",
+        "verl.toolkit.imports": "load_class_from_fqn",
+        "verl.toolkit.padding": "left_right_2_no_padding no_padding_2_padding",
+        "verl.toolkit.timing": "marked_timer",
+        _CALLS: "deprecated",
+    },
+    "verl.trainer.ppo.rollout_corr_helper": {_SECTIONS: "PolicyLossConfig RolloutCorrectionConfig"},
+    "verl.trainer.ppo.utils": {
+        "verl.algorithms": "AdvantageEstimator",
+        "verl.single_controller.base.worker": "Worker",
+    },
+    "verl.utils": {"verl.toolkit.config": "omega_conf_to_dataclass validate_config"},
+    "verl.utils.dataset.multiturn_sft_dataset": {
+        "verl.toolkit.files": "copy_local_path_from_hdfs",
+        "verl.toolkit.names": "DatasetPadMode",
+        "verl.utils.tokenizer": "hf_tokenizer",
+        "verl.vision.images": "process_image",
+    },
+    "verl.utils.dataset.rl_dataset": {
+        "verl.toolkit.imports": "load_extern_object",
+        "verl.utils.tokenizer": "normalize_token_ids",
+    },
+    "verl.utils.model": {"verl.toolkit.imports": "is_trl_available"},
+    "verl.utils.profiler": {
+        "verl.toolkit.imports": "is_nvtx_available",
+        "verl.utils.device": "is_npu_available",
+    },
+    "verl.utils.reward_score": {_CALLS: "deprecated"},
+    "verl.utils.rollout_trace": {_CALLS: "get_event_loop"},
+    "verl.utils.torch_functional": {"verl.utils.device": "get_device_name get_torch_device"},
+    "verl.workers.config.actor": {
+        _SECTIONS: (
+            "BaseConfig CheckpointConfig FSDPEngineConfig HFModelConfig McoreEngineConfig OptimizerConfig "
+            "RolloutCorrectionConfig"
+        ),
+        "verl.toolkit.profiler": "ProfilerConfig",
+    },
+    "verl.workers.config.rollout": {
+        _SECTIONS: "BaseConfig",
+        "verl.toolkit.profiler": "ProfilerConfig",
+    },
+    "verl.workers.engine.base": {"verl.utils.device": "get_device_name"},
+    "verl.workers.engine_workers": {
+        _SECTIONS: "ActorConfig HFModelConfig RolloutConfig",
+        "verl.single_controller.base": "Worker",
+        "verl.single_controller.base.decorator": "Dispatch make_nd_compute_dataproto_dispatch_fn register",
+        "verl.toolkit.config": "omega_conf_to_dataclass",
+        "verl.toolkit.dicts": "append_to_dict",
+        "verl.toolkit.imports": "import_external_libs",
+        "verl.toolkit.memory": "aggressive_empty_cache log_gpu_memory_usage",
+        "verl.toolkit.processes": "initialize_global_process_group_ray set_numa_affinity",
+        "verl.toolkit.profiler": "DistProfiler DistProfilerExtension ProfilerConfig",
+        "verl.utils": "tu=tensordict_utils",
+        "verl.utils.device": "get_device_name get_torch_device set_expandable_segments",
+        "verl.utils.flops_counter": "FlopsCounter",
+        "verl.utils.metric": "Metric",
+        "verl.workers.rollout": "BaseRollout get_rollout_class",
+    },
+    "verl.workers.rollout.base": {"verl.toolkit.config": "omega_conf_to_dataclass"},
+}
+"""Module → home → names, separated by spaces; ``tu=tensordict_utils`` is a name that the home calls otherwise."""
+
+
+@functools.cache
+def home_of(module: str, name: str) -> tuple[str, str] | None:
+    """Return the module that holds a re-exported name, and what the name is there."""
+    for home, names in REEXPORTS.get(module, {}).items():
+        for entry in names.split():
+            shown, _, there = entry.partition("=")
+            if shown == name:
+                return home, there or shown
+    return None
