@@ -57,6 +57,14 @@ def test_folders_are_relative_to_where_the_user_is(tmp_path: Path, monkeypatch: 
     assert force_overrides(["--config-path", "nowhere"]) == ["--config-path", "nowhere"]
 
 
+@pytest.mark.parametrize("flag", ["--config-path=config", "--config-path=./config", "--config-path=config/"])
+def test_the_folder_config_is_the_users_or_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str):
+    monkeypatch.chdir(tmp_path)
+    assert force_overrides([flag, "-cn=ppo_trainer"]) == ["--config-path", str(CONFIG_DIR), "-cn", "ppo_trainer"]
+    (tmp_path / "config").mkdir()
+    assert force_overrides([flag]) == ["--config-path", str(tmp_path / "config")]
+
+
 def test_keys_that_were_set():
     assert keys_set(["++a.b=1", "+c=2", "~d.e", "f=g=h"]) == {"a.b", "c", "d.e", "f"}
 
@@ -198,6 +206,12 @@ def test_a_yaml_of_ones_own_names_ours_in_its_defaults(command_line: CommandLine
     del command_line.run.ppo["data.train_batch_size"]
     (config,) = command_line("--config-path", "conf", "--config-name=mine")
     assert config.data.train_batch_size == 16
+
+
+def test_a_folder_named_config_with_other_files_hides_none_of_ours(command_line: CommandLine):
+    (command_line.run.folder / "config").mkdir()
+    (config,) = command_line("--config-path=config", "--config-name=ppo_trainer.yaml", "data.seed=5")
+    assert config.data.seed == 5
 
 
 def test_a_sweep_runs_every_point(command_line: CommandLine):

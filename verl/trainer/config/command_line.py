@@ -67,10 +67,15 @@ def force_overrides(arguments: Sequence[str]) -> list[str]:
     flags, overrides = _parted(arguments)
     folders = [CONFIG_DIR]
     for flag in flags:
-        if flag[0] in _FOLDER_FLAGS and Path(flag[-1]).is_dir():
-            # Hydra reads a relative --config-path from the entry point's folder; users mean the working directory.
+        if flag[0] not in _FOLDER_FLAGS:
+            continue
+        # Hydra reads a relative --config-path from the entry point's folder; users mean the working directory, and
+        # with "config", which public scripts have, the folder of verl's own YAML files.
+        if Path(flag[-1]).is_dir():
             flag[-1] = str(Path(flag[-1]).absolute())
             folders.append(Path(flag[-1]))
+        elif Path(flag[-1]) == Path("config"):
+            flag[-1] = str(CONFIG_DIR)
     return [*itertools.chain(*flags), *(_forced(override, folders) for override in overrides)]
 
 

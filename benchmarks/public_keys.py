@@ -1,0 +1,300 @@
+"""Which settings of public run scripts the commands accept, and what refuses most of the others.
+
+python -m benchmarks.public_keys                     # every key of tests/public_keys.txt
+python -m benchmarks.public_keys --only main_ppo --refused
+
+Each line of the list is one key, in how many scripts of three versions it stands, and its commonest values. Every
+value is put behind a small command of its kind (``BASES``) and goes through the command's own composition and checks.
+What belongs to the script's machine is replaced: files, trackers, and the interpreter of a rollout engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import fnmatch
+import json
+import logging
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.config import BaseConfig, EvalConfig, GenerationConfig, PPOConfig, SFTConfig
+from verl.errors import ConfigError
+from verl.testing.models import hollow_model_dir
+from verl.trainer.config import load_config
+from verl.trainer.config.command_line import compose, keys_set
+
+VERSIONS = ("0.8.0.dev", "v0.8.0", "0.10")
+LIST = Path(__file__).parents[1] / "tests" / "public_keys.txt"
+ELSEWHERE = "…"
+"""In the list: a value that belongs to the script's machine."""
+
+POLICY = [
+    "algorithm.adv_estimator=grpo",
+    "data.train_files=FOLDER/rows.jsonl",
+    "data.val_files=FOLDER/rows.jsonl",
+    "data.train_batch_size=1024",
+    "actor_rollout_ref.model.path=FOLDER/model",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.name=vllm",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    f"actor_rollout_ref.rollout.engine_kwargs.vllm.python={sys.executable}",
+    f"actor_rollout_ref.rollout.engine_kwargs.sglang.python={sys.executable}",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+    "trainer.logger=[console]",
+    "trainer.n_gpus_per_node=16",
+    "trainer.nnodes=8",
+]
+SUPERVISED = [
+    "data.train_files=FOLDER/rows.jsonl",
+    "data.train_batch_size=128",
+    "model.path=FOLDER/model",
+    "trainer.logger=[console]",
+    "trainer.n_gpus_per_node=8",
+]
+GENERATION = [
+    "data.path=FOLDER/rows.jsonl",
+    "data.output_path=FOLDER/out.parquet",
+    "model.path=FOLDER/model",
+    "rollout.name=vllm",
+    f"rollout.engine_kwargs.vllm.python={sys.executable}",
+    "trainer.n_gpus_per_node=16",
+]
+SERVED = [
+    "data.train_files=FOLDER/rows.jsonl",
+    "data.output_path=FOLDER/out.parquet",
+    "actor_rollout_ref.model.path=FOLDER/model",
+    "actor_rollout_ref.rollout.name=vllm",
+    f"actor_rollout_ref.rollout.engine_kwargs.vllm.python={sys.executable}",
+]
+
+
+@dataclass(frozen=True)
+class Base:
+    """A command: its configuration, and settings that are accepted without any further one."""
+
+    config_name: str
+    root: type[BaseConfig]
+    settings: list[str]
+
+
+BASES = {
+    "main_ppo": Base("ppo_trainer", PPOConfig, POLICY),
+    "main_ppo_sync": Base("ppo_trainer", PPOConfig, POLICY),
+    "sft_trainer": Base("sft_trainer_engine", SFTConfig, SUPERVISED),
+    "fsdp_sft_trainer": Base("sft_trainer", SFTConfig, SUPERVISED),
+    "main_generation": Base("generation", GenerationConfig, GENERATION),
+    "main_generation_server": Base("generation", GenerationConfig, SERVED),
+}
+
+_MEGATRON = ["actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron"]
+_CRITIC = ["algorithm.adv_estimator=gae", "critic.ppo_micro_batch_size_per_gpu=1", "critic.model.path=FOLDER/model"]
+_REWARD_MODEL = ["reward_model.enable=True", "reward_model.model.path=FOLDER/model"]
+TOGETHER: Mapping[str, list[str]] = {
+    "actor_rollout_ref.*megatron.*": _MEGATRON,
+    "*override_optimizer_config.*": _MEGATRON,
+    "actor_rollout_ref.model.lora.*": [*_MEGATRON, "actor_rollout_ref.model.lora.rank=32"],
+    "critic.megatron.*": _MEGATRON + _CRITIC,
+    "critic.*": _CRITIC,
+    "reward_model.rollout.*": [*_REWARD_MODEL, "reward_model.rollout.name=hf"],
+    "reward_model.model.*": [*_REWARD_MODEL],
+    "engine.*model_parallel_size": ["engine.strategy=megatron"],
+    "engine.*mbridge": ["engine.strategy=megatron"],
+    "engine.override_transformer_config.*": ["engine.strategy=megatron"],
+    "*router_replay.mode": ["actor_rollout_ref.rollout.name=native"],
+    "actor_rollout_ref.rollout.enable_rollout_routing_replay": [
+        "actor_rollout_ref.rollout.name=native",
+        "actor_rollout_ref.actor.router_replay.mode=R3",
+    ],
+    "data.sampler.*": [
+        "data.sampler.class_path=FOLDER/code.py",
+        "data.sampler.class_name=RandomCurriculumSampler",
+        "data.dataloader_num_workers=0",
+    ],
+    "data.custom_cls.name": ["data.custom_cls.path=FOLDER/code.py"],
+    "*custom_reward_function.name": ["custom_reward_function.path=FOLDER/code.py"],
+    "*.profiler.*": [
+        "global_profiler.tool=torch",
+        "global_profiler.steps=[1]",
+        "actor_rollout_ref.actor.profiler.enable=True",
+    ],
+    "actor_rollout_ref.ref.profiler.*": ["actor_rollout_ref.actor.use_kl_loss=True"],
+    "algorithm.gdpo_reward_keys": ["algorithm.adv_estimator=gdpo"],
+    "algorithm.rollout_correction.rollout_rs_threshold": ["algorithm.rollout_correction.rollout_rs=token_k1"],
+    "trainer.resume_from_path": ["trainer.resume_mode=resume_path"],
+    "*overlong_buffer_cfg.enable": ["reward_model.reward_kwargs.overlong_buffer_cfg.len=8"],
+    "*.multi_turn.*": ["actor_rollout_ref.rollout.multi_turn.enable=True"],
+}
+"""Pattern of keys to the settings that scripts with such a key have too."""
+
+STAND_INS: Mapping[str, str] = {
+    "*_files": "FOLDER/rows.jsonl",
+    "data.path": "FOLDER/rows.jsonl",
+    "data.output_path": "FOLDER/out.parquet",
+    "*custom_reward_function.path": "FOLDER/code.py",
+    "data.custom_cls.path": "FOLDER/code.py",
+    "data.sampler.class_path": "FOLDER/code.py",
+    "*tool_config_path": "FOLDER/tools.yaml",
+    "*interaction_config_path": "FOLDER/interactions.yaml",
+    "trainer.resume_from_path": "FOLDER/global_step_5",
+    "*url": "http://127.0.0.1:8080/run_code",
+    "*_name": "a_name",
+    "*.key": "openai/gsm8k",
+    "*": "FOLDER/model",
+}
+CODE = """from verl.utils.dataset import RLHFDataset
+from verl.utils.dataset.sampler import AbstractCurriculumSampler
+
+
+class CustomRLHFDataset(RLHFDataset):
+    pass
+
+
+class RandomCurriculumSampler(AbstractCurriculumSampler):
+    def __init__(self, data_source, data_config):
+        pass
+
+    def update(self, batch):
+        pass
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0
+"""
+TOOL = {"class_name": "verl.tools.gsm8k_tool.Gsm8kTool", "config": {"type": "native"}}
+PARAMETERS = {"type": "object", "properties": {"answer": {"type": "string", "description": "it"}}, "required": []}
+FUNCTION = {"name": "calc_gsm8k_reward", "description": "Score.", "parameters": PARAMETERS}
+INTERACTION = {"name": "gsm8k", "class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteraction", "config": {}}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One key of the list."""
+
+    command: str
+    key: str
+    scripts: tuple[int, ...]
+    """Scripts of each of ``VERSIONS`` that set it."""
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the command says to one value of one key; no ``reason`` if it is accepted."""
+
+    line: Line
+    value: str
+    reason: str | None
+
+
+def read(file: Path) -> Iterator[Line]:
+    """Yield the lines of the list."""
+    for text in file.read_text().splitlines():
+        if text and not text.startswith("#"):
+            head, counts, values = re.split(r"  +", text, maxsplit=2)
+            command, key = head.split(" ", 1)
+            scripts = tuple(int(number) for number in counts.split("/"))
+            yield Line(command, key, scripts, tuple(values.split("; ")))
+
+
+def make_files(folder: Path) -> None:
+    """Write what a script's files are replaced by."""
+    row = {"data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "?"}]}
+    (folder / "rows.jsonl").write_text(json.dumps(row | {"reward_model": {"ground_truth": "1"}}) + "\n")
+    hollow_model_dir(folder / "model")
+    (folder / "code.py").write_text(CODE)
+    tool = TOOL | {"tool_schema": {"type": "function", "function": FUNCTION}}
+    (folder / "tools.yaml").write_text(json.dumps({"tools": [tool]}))
+    (folder / "interactions.yaml").write_text(json.dumps({"interaction": [INTERACTION]}))
+    (folder / "global_step_5").mkdir()
+
+
+def outcomes(line: Line, folder: Path) -> Iterator[Outcome]:
+    """Yield what becomes of each value of a key."""
+    base = BASES[line.command]
+    settings = list(base.settings)
+    for pattern, more in TOGETHER.items():
+        if fnmatch.fnmatchcase(line.key, pattern):
+            settings += more
+    for value in line.values:
+        written = value
+        if value == ELSEWHERE:
+            written = next(text for pattern, text in STAND_INS.items() if fnmatch.fnmatchcase(line.key, pattern))
+        if line.key == "trainer.logger":
+            written = "console" if not value.startswith("[") else "[console]"
+        config_name = base.config_name
+        if line.key == "--config-name":
+            own = value.removesuffix(".yaml")
+            config_name, more = (own, []) if own != "gsm8k_multiturn_grpo" else (config_name, [])
+        elif line.key == "--config-path":
+            more = []
+        else:
+            more = [f"{line.key}={quoted(written)}"]
+        overrides = [text.replace("FOLDER", str(folder)) for text in settings + more]
+        yield Outcome(line, value, refusal(overrides, config_name, base.root))
+
+
+def quoted(value: str) -> str:
+    """Write a value as scripts do, where the list has lost its quotes."""
+    needs = re.search(r"[\s{}*|'\"]", value) and not value.startswith(("[", "'", '"', "{"))
+    return f"'{value}'" if needs else value
+
+
+def refusal(overrides: list[str], config_name: str, root: type[BaseConfig]) -> str | None:
+    """Return what a command says against its settings."""
+    from hydra.errors import HydraException
+
+    try:
+        load_config(compose(overrides, config_name), root, keys_set(overrides))
+    except (ConfigError, HydraException) as error:
+        return str(error)
+    return None
+
+
+def main() -> None:
+    """Print, for each version, how many lines are accepted, and the refusals by the number of scripts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="one command, such as main_ppo")
+    parser.add_argument("--key", default="*", help="pattern of keys")
+    parser.add_argument("--refused", action="store_true", help="print every refused value with its reason")
+    chosen = parser.parse_args()
+    logging.disable(logging.WARNING)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_files(folder)
+        lines = [line for line in read(LIST) if chosen.only in (None, line.command)]
+        lines = [line for line in lines if fnmatch.fnmatchcase(line.key, chosen.key)]
+        found = [outcome for line in lines for outcome in outcomes(line, folder)]
+    show(found, chosen.refused)
+
+
+def show(found: list[Outcome], refused: bool) -> None:
+    """Print the counts, and the refusals."""
+    for number, version in enumerate(VERSIONS):
+        of_version = [outcome for outcome in found if outcome.line.scripts[number]]
+        accepted = [outcome for outcome in of_version if outcome.reason is None]
+        uses = sum(outcome.line.scripts[number] / len(outcome.line.values) for outcome in of_version)
+        taken = sum(outcome.line.scripts[number] / len(outcome.line.values) for outcome in accepted)
+        print(
+            f"{version:<10} {len(accepted):>4} of {len(of_version):>4} values of keys accepted; weighted by scripts "
+            f"{taken:7.1f} of {uses:7.1f} ({taken / max(uses, 1):.2%})"
+        )
+    if not refused:
+        return
+    for outcome in sorted(found, key=lambda outcome: -max(outcome.line.scripts)):
+        if outcome.reason is not None:
+            counts = "/".join(map(str, outcome.line.scripts))
+            said = " ".join(outcome.reason.split("\n")[-3:] if "problem" in outcome.reason else [outcome.reason])
+            print(f"{counts:>9}  {outcome.line.command} {outcome.line.key}={outcome.value}\n           {said[:300]}")
+
+
+if __name__ == "__main__":
+    main()
