@@ -11,19 +11,17 @@ What belongs to the script's machine is replaced: files, trackers, and the inter
 from __future__ import annotations
 
 import argparse
-import ast
 import fnmatch
 import json
 import logging
 import re
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.config import BaseConfig, EvalConfig, GenerationConfig, PPOConfig, SFTConfig
+from verl.config import BaseConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError
 from verl.testing.models import hollow_model_dir
 from verl.trainer.config import load_config

@@ -65,9 +65,9 @@ def test_a_whole_configuration_is_checked_without_the_sections_that_are_not_used
     assert "data.train_files" in str(error.value)
     assert "critic.ppo_micro_batch_size_per_gpu" in str(error.value)
     assert "my_recipe" not in str(error.value)
-    config.critic.lr = "typo"
-    with pytest.raises(ConfigError, match=r"critic\.lr"):
+    config.critic.optim.lr = "typo"
+    with pytest.raises(ConfigError, match=r"critic\.optim\.lr"):
         validate_config(config, use_reference_policy=False, use_critic=True)
     with pytest.raises(ConfigError) as error:
         validate_config(config, use_reference_policy=False, use_critic=False)
-    assert "critic.lr" not in str(error.value)
+    assert "critic.optim.lr" not in str(error.value)

@@ -132,16 +132,38 @@ def register_adv_est(
     return file
 
 
-def adv_needs(name: str) -> EstimatorNeeds:
+def _advantages_of_the_program(**_: Any) -> tuple[Tensor, Tensor]:
+    raise ConfigError(
+        "algorithm.adv_estimator is null: the program that made this configuration computes advantages itself. Name an "
+        "estimator, or override the stage `advantages` of RayPPOTrainer."
+    )
+
+
+NO_ESTIMATOR = EstimatorNeeds(
+    function=_advantages_of_the_program,
+    columns=frozenset(),
+    optional_columns=frozenset(),
+    settings=frozenset(),
+    wants_all=True,
+    no_kl_in_reward="",
+    paper="",
+    reproduces={},
+)
+"""Of ``algorithm.adv_estimator=null``: nobody knows which columns and settings the program reads."""
+
+
+def adv_needs(name: str | None) -> EstimatorNeeds:
     """Look up an estimator (a string or an ``AdvantageEstimator``) with the inputs it declares.
+
+    None, of a program that computes advantages itself, has an estimator that raises a ConfigError.
 
     Raises:
         ConfigError: there is none; the message lists the known names.
     """
-    return ESTIMATORS.get(_plain(name))
+    return NO_ESTIMATOR if name is None else ESTIMATORS.get(_plain(name))
 
 
-def get_adv_estimator_fn(name: str) -> Estimator:
+def get_adv_estimator_fn(name: str | None) -> Estimator:
     """Look up the function of an estimator; see :func:`adv_needs`."""
     return adv_needs(name).function
 

@@ -61,8 +61,9 @@ class AlgoConfig(BaseConfig):
     """Discount from a turn of the policy to its next; null is `gamma`."""
     lam: float = setting(1.0, ge=0, le=1)
     """λ of generalised advantage estimation."""
-    adv_estimator: str = setting("gae")
-    """Registered advantage estimator: gae, grpo, rloo, reinforce_plus_plus, remax, opo, gpg, ..., or one of yours."""
+    adv_estimator: str | None = setting("gae")
+    """Registered advantage estimator: gae, grpo, rloo, reinforce_plus_plus, remax, opo, gpg, ..., or one of yours; null
+    only in the configuration of a Python program that computes advantages itself."""
     norm_adv_by_std_in_grpo: bool = setting(True)
     """Divide by the group's standard deviation (GRPO and what builds on it); false is Dr. GRPO (arXiv:2503.20783)."""
     use_kl_in_reward: bool = setting(False)

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.config import PPOConfig
-from verl.config.base import BaseConfig, config_fields, is_section
+from verl.config.base import BaseConfig, is_section
 from verl.config.problems import report
 from verl.errors import ConfigError
 from verl.trainer.config.keys import all_inactive, drop, get, same
@@ -66,7 +66,7 @@ def _target(values: Mapping[str, Any]) -> type:
 def validate_config(config: DictConfig | PPOConfig, use_reference_policy: bool, use_critic: bool) -> None:
     """Check a whole configuration of ``main_ppo`` as the command does, before any model loads.
 
-    Sections at the top that verl does not know belong to the script that calls this, and are not looked at.
+    Keys and sections that verl does not know belong to the script that calls this, and are left to it.
 
     Args:
         config: the composed configuration.
@@ -81,10 +81,9 @@ def validate_config(config: DictConfig | PPOConfig, use_reference_policy: bool, 
             raise ConfigError(report(problems))
         return
     given: Any = OmegaConf.to_container(config, resolve=False)
-    known = {"reward", "ray_init", "transfer_queue", "global_profiler", *config_fields(PPOConfig)}
-    checked = {name: value for name, value in given.items() if name in known}
+    checked = dict(given)
     if not use_critic:
         checked.pop("critic", None)
     if not use_reference_policy and isinstance(actor := checked.get("actor_rollout_ref"), dict):
         checked["actor_rollout_ref"] = {name: value for name, value in actor.items() if name != "ref"}
-    load_config(checked)
+    load_config(checked, of_program=True)

@@ -27,7 +27,7 @@ def run_dpo(config: DPOConfig) -> None:
     from verl.trainer.config.load import load_config
     from verl.trainer.dpo import DPORunner
 
-    config = config if isinstance(config, DPOConfig) else load_config(config, DPOConfig)
+    config = config if isinstance(config, DPOConfig) else load_config(config, DPOConfig, of_program=True)
     with driving(config):
         DPORunner().run(config)
 

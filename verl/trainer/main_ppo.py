@@ -139,7 +139,7 @@ class TaskRunner:
             from verl.workers.reward_input import RewardInput
             from verl.workers.reward_manager import AbstractRewardManager
 
-        config = config if isinstance(config, PPOConfig) else load_config(config)
+        config = config if isinstance(config, PPOConfig) else load_config(config, of_program=True)
         self.add_actor_rollout_worker(config)
         if need_critic(config):
             self.add_critic_worker(config)
@@ -230,7 +230,7 @@ def run_ppo(config: PPOConfig | DictConfig, task_runner_class: Any = None) -> No
         from verl.single_controller.ray import RayClassWithInitArgs
 
         runner_class = RayClassWithInitArgs(runner_class).cls
-    checked = config if isinstance(config, PPOConfig) else load_config(config)
+    checked = config if isinstance(config, PPOConfig) else load_config(config, of_program=True)
     with driving(checked, _IMPORTED_BY_RUN):
         runner_class().run(config if task_runner_class else checked)
 

@@ -27,7 +27,7 @@ def run_rm(config: RMConfig) -> None:
     from verl.trainer.config.load import load_config
     from verl.trainer.reward_model import RMRunner
 
-    config = config if isinstance(config, RMConfig) else load_config(config, RMConfig)
+    config = config if isinstance(config, RMConfig) else load_config(config, RMConfig, of_program=True)
     with driving(config):
         RMRunner().run(config)
 

@@ -27,7 +27,7 @@ def run_sft(config: SFTConfig) -> None:
     from verl.trainer.config.load import load_config
     from verl.trainer.sft import SFTRunner
 
-    config = config if isinstance(config, SFTConfig) else load_config(config, SFTConfig)
+    config = config if isinstance(config, SFTConfig) else load_config(config, SFTConfig, of_program=True)
     with driving(config):
         SFTRunner().run(config)
 

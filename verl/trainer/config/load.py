@@ -10,6 +10,7 @@ All steps add to one list of problems, which the user gets together. The configu
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Collection, Mapping
@@ -48,6 +49,8 @@ def load_config(
     data_only: bool = False,
     with_rules: bool = True,
     with_algorithms: bool = True,
+    of_program: bool = False,
+    sections: Collection[str] = (),
 ) -> ConfigT:
     """Check a composed configuration and freeze it.
 
@@ -59,20 +62,29 @@ def load_config(
         with_rules: check rules at all; without them files need not exist.
         with_algorithms: derive what follows from the estimator and the loss, which imports PyTorch; only without rules
             may it be left out.
+        of_program: the configuration is that of a Python program. It may then have keys and sections of its own, which
+            stay in :func:`as_composed`, and those that resemble a known key are logged; ``_target_`` may name a
+            subclass of a section's class, and ``algorithm.adv_estimator`` may be null for a program that computes
+            advantages itself.
+        sections: report only problems of these sections, for a caller that reads no other; empty for all.
 
     Raises:
         ConfigError: lists all problems, each with key, value, allowed values and remedy.
     """
     problems: list[Problem] = []
-    translator = Translator.of(root, explicit, problems)
+    translator = Translator.of(root, explicit, problems, of_program)
     tree, raw, interpolations, told = translator.translate(cfg)
     keys, inactive = translator.keys, translator.inactive
     bad = _no_numbers(tree, raw, keys, problems)
+    if not of_program and "algorithm.adv_estimator" in keys and get(tree, "algorithm.adv_estimator") is None:
+        wrong = "only a program with advantages of its own may leave out the estimator"
+        problems.append(Problem("algorithm.adv_estimator", None, wrong, remedy="name one: grpo, gae, rloo, ..."))
     told += derive(tree, raw, keys, inactive, explicit, problems, with_algorithms)
     if issubclass(root, PPOConfig):
         tree["composed"] = raw
     config, mistyped = _build(tree, raw, root, keys, problems)
     bad |= mistyped
+    config = _with_subclasses(config, translator.extended, problems)
     broken: list[Problem] = []
     if with_rules:
         from verl.trainer.config.rules import broken_rules  # needs PyTorch, as do the algorithms that it asks
@@ -80,6 +92,8 @@ def load_config(
         broken = broken_rules(config, data_only)
     checked = [problem for problem in broken if problem.key not in bad]
     problems += [problem for problem in checked if not problem.advice]
+    if sections:
+        problems = [problem for problem in problems if problem.key.partition(".")[0] in sections]
     if problems:
         raise ConfigError(redacted(report(problems), secrets_in(raw)))
     if isinstance(config, PPOConfig | SupervisedConfig) and with_rules and not data_only:
@@ -172,6 +186,26 @@ def _build(
             bad |= paths.keys()
             for path in paths:
                 drop(tree, path)
+
+
+def _with_subclasses(
+    config: ConfigT, extended: Mapping[str, tuple[type[BaseConfig], dict[str, Any]]], problems: list[Problem]
+) -> ConfigT:
+    """Put a program's own classes in the place of sections, the innermost first."""
+    for path, (cls, added) in sorted(extended.items(), key=lambda item: -item[0].count(".")):
+        names = path.split(".")
+        above: list[Any] = [config]
+        for name in names:
+            above.append(above[-1][name])
+        try:
+            made: Any = cls(**{name: above[-1][name] for name in above[-1]}, **added)
+        except (ValidationError, ConfigError) as error:
+            problems.append(Problem(f"{path}._target_", f"{cls.__module__}.{cls.__qualname__}", str(error)))
+            continue
+        for section, name in zip(reversed(above[:-1]), reversed(names), strict=True):
+            made = dataclasses.replace(section, **{name: made})
+        config = made
+    return config
 
 
 def _is_derived(path: str, raw: Tree, key: Key) -> bool:

@@ -1,12 +1,16 @@
 """Translate the user's keys to fields: move other spellings, refuse unknown keys, remove inactive ones.
 
+Unknown keys of a configuration that a program hands over belong to that program, and are left to it.
+
 Other spellings are moved before ``${...}`` is resolved, so that an interpolation sees a value set under another
 spelling. Inactive keys are checked after it, because their resolved values decide.
 """
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
+import importlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.base import env
 from verl.base.nested import flat
 from verl.config import BaseConfig, Problem
+from verl.config.base import config_fields
 from verl.config.problems import shown
 from verl.trainer.config.interpolations import Interpolations
 from verl.trainer.config.key_table import ALIASES, OLD_DEFAULTS, RETIRED, Alias
@@ -55,6 +60,7 @@ class Translator:
     Attributes:
         explicit: keys that the user set on the command line, also those set to their default.
         problems: list to which everything that cannot be used is appended.
+        of_program: whether the configuration is that of a Python program, which may have keys of its own.
     """
 
     root: type[BaseConfig]
@@ -62,13 +68,18 @@ class Translator:
     inactive: Mapping[str, InactiveKey]
     explicit: Collection[str]
     problems: list[Problem]
+    of_program: bool = False
     spelt: dict[str, str] = field(default_factory=dict)
     """Key → the other spelling under which it was set."""
+    extended: dict[str, tuple[type[BaseConfig], dict[str, Any]]] = field(default_factory=dict)
+    """Section → the program's own class of it, by ``_target_``, and the values of the fields that this class adds."""
 
     @classmethod
-    def of(cls, root: type[BaseConfig], explicit: Collection[str], problems: list[Problem]) -> Translator:
+    def of(
+        cls, root: type[BaseConfig], explicit: Collection[str], problems: list[Problem], of_program: bool = False
+    ) -> Translator:
         """Make the translator of an entry point from the root section of its configuration."""
-        return cls(root, keys_of(root), all_inactive(root), explicit, problems)
+        return cls(root, keys_of(root), all_inactive(root), explicit, problems, of_program)
 
     def translate(self, cfg: DictConfig | Mapping[str, Any]) -> tuple[Tree, Tree, Interpolations, list[str]]:
         """Translate a composed configuration, or a plain dict with any part of it; the rest has its defaults.
@@ -106,12 +117,15 @@ class Translator:
         Returns:
             messages about settings without effect, one for each reason.
         """
+        if self.of_program:
+            self._find_extended(tree)
         self._take_out_dotted(tree)
         by_reason: dict[str, list[str]] = {}
+        misspelt: dict[str, str] = {}
         for path, value in list(flat(tree)):
             if not self._belongs(path):
                 drop(tree, path)
-                if reason := self._judge(path, value):
+                if reason := self._judge(path, value, misspelt):
                     by_reason.setdefault(reason, []).append(path)
         for path, key in self.inactive.items():
             if key.per_rank:
@@ -127,13 +141,17 @@ class Translator:
             if reason := field_key.meta.refuse_values.get(str(get(tree, path))):
                 self._refuse(path, get(tree, path), reason)
                 put(tree, path, field_key.default)
-        return [f"no effect: {', '.join(paths)} ({reason})" for reason, paths in by_reason.items()]
+        told = [f"no effect: {', '.join(paths)} ({reason})" for reason, paths in by_reason.items()]
+        kept = "the configuration of this program has a key that verl does not read"
+        return told + [f"{key}: {kept}; did you mean {near}?" for key, near in misspelt.items()]
 
     def _resolved(self, raw: Tree, interpolations: Interpolations) -> Tree:
         """Resolve ``${...}``; report one that cannot be resolved, and give its key the default."""
 
         def default(path: str, wrong: str) -> Any:
             stated = self.keys.get(path) or self.inactive.get(path)
+            if stated is None and self.of_program:
+                return None  # the program resolves its own keys
             if stated is None or get(raw, path) != stated.yaml_default:  # else its source is reported
                 remedy = "name an existing key, or give a value"
                 self.problems.append(Problem(path, get(raw, path), wrong, remedy=remedy))
@@ -145,8 +163,11 @@ class Translator:
                 put(tree, path, self.keys[path].default)
         return tree
 
-    def _judge(self, path: str, value: Any) -> str | None:
-        """Report an unknown or retired key; return the reason why a retired key that is not refused has no effect."""
+    def _judge(self, path: str, value: Any, misspelt: dict[str, str]) -> str | None:
+        """Report an unknown or retired key; return the reason why a retired key that is not refused has no effect.
+
+        An unknown key of a program is entered in ``misspelt`` if it resembles a known one.
+        """
         parent, _, name = path.rpartition(".")
         retired = next((r for r in RETIRED if _is_or_is_below(path, r.pattern)), None)
         if retired is not None:
@@ -157,13 +178,58 @@ class Translator:
             self._refuse(path, value, retired.reason)
         elif name == "_target_" and (parent == "" or self._is_section(parent)):
             target = getattr(self.keys[parent].section, "hydra_target", None) if parent else None
-            if target is not None and value != target:
+            if target is not None and value != target and not self.of_program:
                 wrong = "another class cannot be put in place of a section"
                 self.problems.append(Problem(path, value, wrong, target, "leave _target_ out"))
+        elif self.of_program:
+            misspelt |= self._resembled(path)
         else:
             near = nearest(path, self._leaf_paths() + [alias.old for alias in ALIASES])
             remedy = f"did you mean {near}?" if near else "remove it"
             self.problems.append(Problem(path, value, "there is no such key", remedy=remedy))
+        return None
+
+    # ---- keys and classes of a program ------------------------------------------------------------
+
+    def _resembled(self, path: str) -> dict[str, str]:
+        """Map the first unknown name in ``path`` to the known one of its section that it resembles, if there is one."""
+        section = ""
+        for name in path.split("."):
+            here = f"{section}.{name}".lstrip(".")
+            if not self._is_section(here):
+                known = {key.rpartition(".")[2]: key for key in self.keys if key.rpartition(".")[0] == section}
+                near = [known[found] for found in difflib.get_close_matches(name, known, n=1, cutoff=0.85)]
+                if section:  # the key may have left out a section in between, as critic.lr does
+                    near += [key for key in self.keys if key.startswith(f"{section}.") and key.endswith(f".{name}")]
+                return {here: near[0]} if near else {}
+            section = here
+        return {}
+
+    def _find_extended(self, tree: Tree) -> None:
+        """Enter sections whose ``_target_`` is a subclass of the program's, and take out the fields that it adds."""
+        for path, key in self.keys.items():
+            values = get(tree, path)
+            if key.section is None or not isinstance(values, dict) or not isinstance(values.get("_target_"), str):
+                continue
+            target, usual = values["_target_"], getattr(key.section, "hydra_target", None)
+            if target == usual or (cls := self._class_of(f"{path}._target_", target, key.section)) is None:
+                continue
+            added = config_fields(cls).keys() - config_fields(key.section).keys() - {"_target_"}
+            self.extended[path] = cls, {name: values.pop(name) for name in added & values.keys()}
+
+    def _class_of(self, path: str, target: str, section: type[BaseConfig]) -> type[BaseConfig] | None:
+        """Return the class that a ``_target_`` names; report one that is not there or is not of this section."""
+        module, _, name = target.rpartition(".")
+        try:
+            cls = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            wrong = f"it names no class: {error}"
+            self.problems.append(Problem(path, target, wrong, remedy=f"leave _target_ out, or name {section.__name__}"))
+            return None
+        if isinstance(cls, type) and issubclass(cls, section):
+            return cls if cls is not section else None
+        wrong = f"{name} is no subclass of {section.__module__}.{section.__name__}, which this section is"
+        self.problems.append(Problem(path, target, wrong, remedy="derive it from that class, under @section"))
         return None
 
     def _refuse(self, path: str, value: Any, reason: str) -> None:
@@ -232,6 +298,8 @@ class Translator:
         found = get(tree, alias.old)
         target = self.keys.get(alias.new)
         takes_keys = target is None or target.section is not None or isinstance(target.default, Mapping)
+        if self.of_program and isinstance(found, Mapping) and not takes_keys:
+            return  # a section of the program, which happens to have the name of another spelling
         by_key = takes_keys and isinstance(found, Mapping)
         values = {f".{below}": value for below, value in flat(found)} if by_key else {"": found}
         for below, value in values.items():

@@ -176,7 +176,7 @@ class RayPPOTrainer(FitParts):
         device_name: str | None = None,
         judge: JudgeService | None = None,
     ) -> None:
-        config = config if isinstance(config, PPOConfig) else load_config(config)
+        config = config if isinstance(config, PPOConfig) else load_config(config, of_program=True)
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls or load_controller(config.trainer.controller).WorkerGroup

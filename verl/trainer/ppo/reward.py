@@ -51,13 +51,14 @@ def get_custom_reward_fn(config: PPOConfig | Mapping[str, Any]) -> Callable[...,
     """Load the function named by ``custom_reward_function``, with its ``reward_kwargs`` bound; None if unset.
 
     Args:
-        config: the whole configuration, typed, or any part of it as :func:`load_reward_manager` takes it.
+        config: the whole configuration, typed, or any part of it as :func:`load_reward_manager` takes it. Only the
+            sections of rewards are checked.
 
     Raises:
         ConfigError: there is no such file or function, or it has none of the forms of
             :mod:`verl.workers.reward_manager.function`.
     """
-    config = _typed(config)
+    config = _typed(config, _OF_FUNCTION)
     chosen = config.custom_reward_function
     if not chosen.path:
         return None
@@ -82,7 +83,8 @@ def load_reward_manager(
     signature has.
 
     Args:
-        config: the whole configuration, typed; or a ``DictConfig`` or dict with any part of it, which is typed first.
+        config: the whole configuration, typed; or a ``DictConfig`` or dict with any part of it, of which the sections
+            of rewards and data are checked.
         tokenizer: tokenizer of the policy.
         num_examine: how many samples of each data source to log in every call.
         reward_kwargs: further arguments of the manager; they override the configuration's. Those of :data:`OF_JUDGE`
@@ -93,7 +95,7 @@ def load_reward_manager(
             neither function nor manager asks.
         UnknownDataSourceError: no scorer is called ``reward_format``.
     """
-    config = _typed(config)
+    config = _typed(config, _OF_MANAGER)
     judge = {name: reward_kwargs.pop(name) for name in OF_JUDGE if name in reward_kwargs}
     scorer_kwargs = _judge_of_run(config, judge) | config.reward_model.scorer_kwargs
     function = _reward_function(config, scorer_kwargs)
@@ -421,8 +423,14 @@ class EqualScores:
         )  # fmt: skip
 
 
-def _typed(config: PPOConfig | Mapping[str, Any]) -> PPOConfig:
-    return config if isinstance(config, PPOConfig) else load_config(config, with_rules=False)
+_OF_FUNCTION = ("custom_reward_function", "reward_model", "reward")
+_OF_MANAGER = (*_OF_FUNCTION, "reward_manager", "data")
+
+
+def _typed(config: PPOConfig | Mapping[str, Any], sections: Sequence[str]) -> PPOConfig:
+    if isinstance(config, PPOConfig):
+        return config
+    return load_config(config, with_rules=False, of_program=True, sections=sections)
 
 
 def _checked(
