@@ -263,6 +263,8 @@ _OBJECTS = (
     Column("trajectory_id", "object", ROW, "the trajectory that the sequence belongs to: uid/sample_index",
            "agent loops", ("reward", "advantages", "mini-batches", "metrics")),
     Column("agent", "object", ROW, "name of the agent whose sequence it is", "agent loops", ("advantages", "reward")),
+    Column("earlier_turns", "object", ROW, "token ids of the agent's turns in earlier sequences of the trajectory",
+           "the trainer, while it scores", ("reward", "reward model")),
     Column("trajectory_status", "object", ROW, "how the trajectory ended", "agent loops", ("reward", "metrics")),
     Column("trajectory_message", "object", ROW, "why the trajectory failed", "agent loops"),
     Column("trajectory_conversation", "object", ROW, "messages of the conversation with the seconds of each, or None",

@@ -33,7 +33,7 @@ class Delegates(AgentLoopBase):
 """
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
-    return sum(c.isdigit() for c in solution_str) / 8
+    return {"score": sum(c.isdigit() for c in solution_str) / 8, "read": solution_str}
 """
 
 
@@ -87,11 +87,14 @@ def test_trajectories_of_one_to_three_sequences_are_trained_on(train, tmp_path: 
         assert len(records) == round(16 * data["agent/num_sequences/mean"])
         of_trajectory: dict[str, set[float]] = {}
         turns: dict[str, int] = {}
+        said: dict[str, list[str]] = {}
         for record in records:
             name = record["trajectory"]["id"]
             of_trajectory.setdefault(name, set()).add(record["score"])
             if record["trajectory"]["agent"] == "main":
                 turns[name] = record["trajectory"]["num_turns"]
+                said.setdefault(name, []).append(record["output"])
+        assert all(record["read"] == "\n".join(said[record["trajectory"]["id"]]) for record in records)
         assert len(of_trajectory) == 16
         assert data["num_turns/mean"] == sum(turns.values()) / 16  # of the sequence that is scored
         scores = [score for (score,) in of_trajectory.values()]  # one for all sequences

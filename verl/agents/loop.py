@@ -179,9 +179,10 @@ class AgentLoopBase(ABC):
 
         Returns:
             the training sequence; or several, in the order of the trajectory: after its context was rewritten, of
-            forks, of other agents. They share the reward. The reward function reads the last sequence of the agent
-            ``main``, or the last of all if there is no such agent. A drawn token has mask 1 in one sequence alone, and
-            mask 0 where another repeats it; sequences without mask 1 are left out if there are others.
+            forks, of other agents. They share the reward. The reward function scores the last sequence of the agent
+            ``main``, or the last of all if there is no such agent, with what the agent wrote in earlier ones before
+            it. A drawn token has mask 1 in one sequence alone, and mask 0 where another repeats it; sequences without
+            mask 1 are left out if there are others.
         """
 
     async def apply_chat_template(

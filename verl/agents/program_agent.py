@@ -210,5 +210,5 @@ def _result(returned: Any) -> tuple[str | None, float | None]:
         return None, float(returned)
     raise ConfigError(
         f"the agent program returned {returned!r:.100}. It returns the answer (a text), the reward (a finite number), "
-        "or None: then the reward function reads what the policy wrote last."
+        "or None: then the reward function reads what the policy wrote."
     )

@@ -23,6 +23,7 @@ from verl.utils.torch_functional import pad_2d_list_to_length
 from verl.vision.families import FAMILIES, IMAGE_INPUTS, TEXT_PLACES, VisionConfig
 from verl.vision.positions import AXES, image_tokens
 from verl.workers.engine.images import COLUMN, has_images
+from verl.workers.policy_turns import policy_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -141,26 +142,25 @@ class RewardInput:
         return found
 
     def _translate(self, batch: DataProto) -> list[list[int]]:
-        """Token ids of each conversation, with its response, in the reward model's chat template."""
-        assert self.policy_tokenizer is not None
+        """Token ids of each prompt, and what the policy wrote as its answer, in the reward model's chat template."""
         assert self.own_tokenizer is not None
         require(batch, ("raw_prompt",), "a reward model with another tokenizer (set data.return_raw_chat=true);")
         rows = []
-        for ids, length, messages in zip(
-            batch.batch["responses"].tolist(),
-            _lengths(batch).tolist(),
-            batch.non_tensor_batch["raw_prompt"],
-            strict=True,
-        ):
-            response = ids[:length]
-            while response and response[-1] in self.policy_tokenizer.all_special_ids:
-                response = response[:-1]  # the template adds its own end tokens
-            text = self.policy_tokenizer.decode(response)
+        for turns, messages in zip(policy_turns(batch), batch.non_tensor_batch["raw_prompt"], strict=True):
+            text = "\n".join(map(self._text, turns))
             chat: list[dict[str, Any]] = [*messages, {"role": "assistant", "content": text}]
             rendered = cast(str, self.own_tokenizer.apply_chat_template(chat, tokenize=False))
             # The score is read at the end token of the turn; some templates put a line break behind it.
             rows.append(self.own_tokenizer(rendered.rstrip(), add_special_tokens=False)["input_ids"])
         return rows
+
+    def _text(self, turn: Tensor) -> str:
+        """Text of a turn of the policy without the special tokens at its end, as the template adds its own."""
+        assert self.policy_tokenizer is not None
+        ids = turn.tolist()
+        while ids and ids[-1] in self.policy_tokenizer.all_special_ids:
+            ids.pop()
+        return cast(str, self.policy_tokenizer.decode(ids))
 
     def place(self, scores: Tensor, batch: DataProto) -> Tensor:
         """Put (bsz,) scores on the last response token: (bsz, response_length). An empty response gets no score."""

@@ -313,11 +313,12 @@ def test_batch_form_sees_texts_truths_and_columns_and_may_score_tokens():
         assert len(data.batch) == len(data) == 2
         assert data.non_tensor_batch["uid"].tolist() == ["u0", "u1"]
         assert data.batch["responses"].shape == (2, 6)
+        assert data.extra_infos == [{"last_turn_str": "ab"}, {}]
         return torch.tensor([float(r == t) for r, t in zip(data.responses, data.ground_truth_answers, strict=True)])
 
     function = RewardFunction(compute_reward, {})
     data = batch_of(["ab", "c"], ["ab", "x"]) | DataProto(meta_info={"tokens": False})
-    samples = [RewardSample("s", "ab", "ab", {}), RewardSample("s", "c", "x", {})]
+    samples = [RewardSample("s", "ab", "ab", {"last_turn_str": "ab"}), RewardSample("s", "c", "x", {})]
     scores = function.submit_batch(data, samples).result()
     assert [s.value for s in scores.samples] == [1.0, 0.0]
     assert scores.tokens is None

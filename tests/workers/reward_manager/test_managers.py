@@ -354,17 +354,19 @@ def test_dapo_penalises_on_the_last_token_and_reports_the_score():
     # "ab" has 3 tokens with <eos>, "abcdef" 6; longest 6, buffer 2, factor 1: 4 are free, 5 lose 0.5, 6 lose 1
     settings = {"enable": True, "len": 2, "penalty_factor": 1.0, "log": True}
     manager = DAPORewardManager(TOKENIZER, 0, acts, max_resp_len=6, overlong_buffer_cfg=settings, max_error_rate=0.5)
-    data = batch_of(["ab", "abcd", "abcdef", "abcdef"], [0.1, 0.1, 0.1, 0.1], ["ok", "ok", "ok", "raise"])
+    # Of the last response a tool wrote two of the tokens: b and c.
+    data = batch_of(["ab", "abcd", "abcdef", "abcdef", "abcdef"], [0.1] * 5, ["ok", "ok", "ok", "raise", "ok"])
+    data.batch["response_mask"][4, 1:3] = 0
     tokens, extra = compute_reward(data, manager)
-    expected = torch.zeros(4, LENGTH)
-    expected[0, 2], expected[1, 4], expected[2, 5] = 0.1, 0.1 - 0.5, 0.1 - 1.0
+    expected = torch.zeros(5, LENGTH)
+    expected[0, 2], expected[1, 4], expected[2, 5], expected[4, 5] = 0.1, 0.1 - 0.5, 0.1 - 1.0, 0.1
     torch.testing.assert_close(tokens, expected)
     assert extra == {
-        "acc": [0.1, 0.1, 0.1, None],
-        "overlong_reward": [0.0, -0.5, -1.0, None],
-        "overlong": [False, True, True, None],
-        "score": [0.1, 0.1, 0.1, 0.0],
-        "reward_status": ["ok", "ok", "ok", "error"],
+        "acc": [0.1, 0.1, 0.1, None, 0.1],
+        "overlong_reward": [0.0, -0.5, -1.0, None, 0.0],
+        "overlong": [False, True, True, None, False],
+        "score": [0.1, 0.1, 0.1, 0.0, 0.1],
+        "reward_status": ["ok", "ok", "ok", "error", "ok"],
     }
 
 
@@ -492,7 +494,9 @@ def test_remote(service):
     tries = [sum(body["data_source"] == source for body, _ in Service.seen) for source in sources]
     assert tries == [1, 1, 1, 3, 1, 1, 1, 3]  # what may pass is tried again, twice
     body, token = next(entry for entry in Service.seen if entry[0]["data_source"] == "right")
-    assert body == {"data_source": "right", "solution_str": "ab", "ground_truth": "ab", "extra_info": {"row": 0}}
+    assert body == {"data_source": "right", "solution_str": "ab", "ground_truth": "ab"} | {
+        "extra_info": {"row": 0, "last_turn_str": "ab", "conversation_str": "ab"}
+    }
     assert token == "Bearer t"
 
 

@@ -89,17 +89,12 @@ def test_extra_info_has_what_the_rollout_knows_and_the_batch_keeps_its_own():
         tool_failures=failures,
     )
     result = manager(lambda solution_str, extra_info: {"score": 0.0, "seen": extra_info})(data, return_dict=True)
-    assert result["reward_extra_info"]["seen"] == [
-        {"row": 0, "num_turns": 2, "rm_score": 3.0, "tool_rewards": [0.5], "tool_call_counts": 1, "tool_failures": {}},
-        {
-            "row": 1,
-            "num_turns": 4,
-            "rm_score": 3.0,
-            "tool_rewards": [None, -0.25],
-            "tool_call_counts": 1,
-            "tool_failures": {"malformed_call": 1},
-        },
-    ]
+    first, second = result["reward_extra_info"]["seen"]
+    beside = {"num_turns": 2, "rm_score": 3.0, "tool_rewards": [0.5], "tool_call_counts": 1, "tool_failures": {}}
+    assert first == {"row": 0, "last_turn_str": "a", "conversation_str": "a"} | beside
+    beside = {"num_turns": 4, "rm_score": 3.0, "tool_rewards": [None, -0.25], "tool_call_counts": 1}
+    texts = {"last_turn_str": "b", "conversation_str": "b"}
+    assert second == {"row": 1, "tool_failures": {"malformed_call": 1}} | texts | beside
     assert data.non_tensor_batch["extra_info"].tolist() == [{"row": 0}, {"row": 1}]
 
 

@@ -79,7 +79,14 @@ from verl.trainer.ppo.reward import (
     start_reward,
 )
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
-from verl.trainer.ppo.sequences import Trajectories, mini_batch_sizes, resampled, trajectory_scores, with_prompts
+from verl.trainer.ppo.sequences import (
+    Trajectories,
+    mini_batch_sizes,
+    resampled,
+    trajectory_scores,
+    with_earlier_turns,
+    with_prompts,
+)
 from verl.trainer.ppo.stages import ACTOR_COLUMNS, apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.stored_rollouts import StoredRollouts
 from verl.trainer.ppo.token_dump import TokenDump
@@ -430,7 +437,7 @@ class RayPPOTrainer(FitParts):
             return start_reward(self._with_model_scores(batch), reward_fn, limit)
         agent = self.typed_config.actor_rollout_ref.rollout.agent
         rows = rows_to_score(batch, agent)
-        chosen = batch.select_idxs(rows)
+        chosen = with_earlier_turns(batch).select_idxs(rows)
         handle = start_reward(self._with_model_scores(chosen), reward_fn, limit) if rows else Deferred.known(NO_SCORES)
         return handle.map(lambda scored: with_own_scores(batch, scored, rows, agent))
 

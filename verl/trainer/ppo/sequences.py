@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from verl.agents.manager import trajectory_id
 from verl.algorithms.groups import group_numbers
 from verl.protocol import DataProto, replace_columns
+from verl.workers.policy_turns import EARLIER_TURNS, policy_turns
 from verl.workers.reward_manager.scores import on_last_token
 
 IMAGES = "multi_modal_inputs"
@@ -107,6 +108,19 @@ def compared_groups(batch: DataProto) -> np.ndarray:
     uids, agents = batch.non_tensor_batch["uid"], Trajectories.of(batch).agents
     named = [uid if agent == MAIN else f"{uid}/{agent}" for uid, agent in zip(uids.tolist(), agents, strict=True)]
     return np.fromiter(named, dtype=object, count=len(named))
+
+
+def with_earlier_turns(batch: DataProto) -> DataProto:
+    """Add ``earlier_turns`` where trajectories have several sequences: what the agent wrote in those before a row."""
+    found = Trajectories.of(batch)
+    if not found.are_split:
+        return batch
+    earlier: dict[int, list[Tensor]] = {}
+    column = np.empty(len(batch), dtype=object)
+    for row, (unit, turns) in enumerate(zip(found.of_agents, policy_turns(batch), strict=True)):
+        column[row] = earlier.get(unit, [])
+        earlier[unit] = [*column[row], *turns]
+    return batch | DataProto.from_dict(non_tensors={EARLIER_TURNS: column})
 
 
 # ---- scores ------------------------------------------------------------------------------------

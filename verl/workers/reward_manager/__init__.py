@@ -9,6 +9,7 @@ from verl.workers.reward_manager.naive import (
     PrimeRewardManager,
 )
 from verl.workers.reward_manager.services import RateLimitedRewardManager, RemoteRewardManager
+from verl.workers.reward_manager.texts import ResponseTexts, response_texts
 
 __all__ = [
     "AbstractRewardManager",
@@ -19,6 +20,8 @@ __all__ = [
     "PrimeRewardManager",
     "RateLimitedRewardManager",
     "RemoteRewardManager",
+    "ResponseTexts",
     "get_reward_manager_cls",
     "register",
+    "response_texts",
 ]

@@ -10,6 +10,7 @@ from verl.base.registry import suggest
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.utils.reward_score.parts import soft_overlong_penalty
+from verl.workers.policy_turns import own_tokens
 from verl.workers.reward_manager.abstract import register
 from verl.workers.reward_manager.function import tensors_of
 from verl.workers.reward_manager.naive import NaiveRewardManager
@@ -63,7 +64,8 @@ class DAPORewardManager(NaiveRewardManager):
     """Scores every response, and adds the soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
 
     If the function returns only a number, it is also reported as ``acc``. The reported ``score`` is without the
-    penalty, which is added to the last token's reward; ``overlong_buffer_cfg.log`` reports it separately.
+    penalty, which is added to the last token's reward; ``overlong_buffer_cfg.log`` reports it separately. The length
+    of a response is the number of tokens that the policy wrote: results of tools and messages of users do not count.
 
     Args:
         max_resp_len: longest response, in tokens.
@@ -97,8 +99,7 @@ class DAPORewardManager(NaiveRewardManager):
         ]
         if not self.buffer.enable:
             return Scores(samples, scores.tokens)
-        tensors = tensors_of(data)
-        lengths = tensors["attention_mask"][:, -tensors["responses"].size(1) :].sum(-1).tolist()
+        lengths = own_tokens(data).sum(-1).tolist()
         penalties = [
             overlong_penalty(length, self.max_resp_len, self.buffer.len, self.buffer.penalty_factor)
             if score.status == "ok"
@@ -112,7 +113,7 @@ class DAPORewardManager(NaiveRewardManager):
                 else score
                 for score, penalty in zip(samples, penalties, strict=True)
             ]
-        return Scores(samples, scores.tokens + on_last_token(tensors["response_mask"], penalties))
+        return Scores(samples, scores.tokens + on_last_token(tensors_of(data)["response_mask"], penalties))
 
 
 def overlong_penalty(length: int, longest: int, buffer: int, factor: float) -> float:

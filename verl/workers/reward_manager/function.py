@@ -63,16 +63,20 @@ class RewardBatch(DataProto):
     """Argument of a per-batch reward function: a ``DataProto`` with decoded texts."""
 
     responses: list[str]
-    """Decoded responses without special tokens."""
+    """What the policy wrote in each response, without special tokens; see
+    :class:`verl.workers.reward_manager.texts.ResponseTexts`."""
     ground_truth_answers: list[Any]
     """Ground truth of each sample, None if the data has none."""
+    extra_infos: list[dict[str, Any]]
+    """What functions of the other forms get as ``extra_info``."""
 
     @classmethod
-    def of(cls, data: DataProto, responses: list[str], truths: list[Any]) -> RewardBatch:
-        """Add texts and ground truths to a batch."""
+    def of(cls, data: DataProto, samples: Sequence[RewardSample]) -> RewardBatch:
+        """Add texts, ground truths and what is known beside them to a batch."""
         batch = cls(batch=data.batch, non_tensor_batch=data.non_tensor_batch, meta_info=data.meta_info)
-        batch.responses = responses
-        batch.ground_truth_answers = truths
+        batch.responses = [sample.solution_str for sample in samples]
+        batch.ground_truth_answers = [sample.ground_truth for sample in samples]
+        batch.extra_infos = [sample.extra_info for sample in samples]
         return batch
 
 
@@ -232,8 +236,7 @@ class RewardFunction:
             attributes: dict[str, str] = dict(zip(TEXTS_PARAMETERS, SAMPLE_PARAMETERS, strict=True))
             call = {name: [getattr(sample, attributes[name]) for sample in samples] for name in self._wanted}
         else:
-            texts, truths = [s.solution_str for s in samples], [s.ground_truth for s in samples]
-            call = {"data": data, "responses": texts, "truths": truths}
+            call = {"data": data, "samples": samples}
         future = self._pool.submit([call], self.batch_timeout_s)
         masks = tensors_of(data)["response_mask"], compute_response_mask(data)
         return Deferred([future], lambda: self._batch_scores(future.result()[0], len(samples), *masks))
@@ -263,8 +266,8 @@ class RewardFunction:
         return token_scores(tokens, response_mask, present)
 
 
-def _call_on_batch(function: Callable[..., Any], data: DataProto, responses: list[str], truths: list[Any]) -> Any:
-    return function(data=RewardBatch.of(data, responses, truths))
+def _call_on_batch(function: Callable[..., Any], data: DataProto, samples: Sequence[RewardSample]) -> Any:
+    return function(data=RewardBatch.of(data, samples))
 
 
 def _kind(source: str) -> Kind:

@@ -22,6 +22,7 @@ from verl.utils.reward_score import check_settings, check_truth, default_compute
 from verl.workers.reward_manager.abstract import AbstractRewardManager, Result, RewardTensor, register
 from verl.workers.reward_manager.function import Form, RewardFunction, RewardSample, tensors_of
 from verl.workers.reward_manager.scores import Score, Scores, extra_info, placed, token_scores
+from verl.workers.reward_manager.texts import ResponseTexts, response_texts
 
 logger = logging.getLogger(__name__)
 
@@ -211,17 +212,21 @@ class NaiveRewardManager(AbstractRewardManager):
         if self.reward_fn_key != "data_source":
             require(data, (self.reward_fn_key,), "reward_fn_key")
         rows = range(len(data))
-        texts = decode_responses(data, self.tokenizer)
+        tensors_of(data)  # checks that the columns are there
+        texts = response_texts(data, self.tokenizer)
         sources = columns.get(self.reward_fn_key, ["unknown"] * len(data))
         uids = columns.get("uid", [f"row {row}" for row in rows])
         truths = [_ground_truth(value) for value in columns.get("reward_model", [None] * len(data))]
-        extras = self._extra_infos(data)
-        return [RewardSample(str(sources[i]), texts[i], truths[i], extras[i], str(uids[i])) for i in rows]
+        extras = self._extra_infos(data, texts)
+        return [RewardSample(str(sources[i]), texts[i].solution_str, truths[i], extras[i], str(uids[i])) for i in rows]
 
-    def _extra_infos(self, data: DataProto) -> list[dict[str, Any]]:
+    def _extra_infos(self, data: DataProto, texts: Sequence[ResponseTexts]) -> list[dict[str, Any]]:
         columns, tensors = data.non_tensor_batch, tensors_of(data)
         extras = [dict(info or {}) for info in columns.get("extra_info", [None] * len(data))]
-        beside: dict[str, Sequence[Any]] = {}
+        beside: dict[str, Sequence[Any]] = {
+            "last_turn_str": [text.last_turn_str for text in texts],
+            "conversation_str": [text.conversation_str for text in texts],
+        }
         if "__num_turns__" in columns:
             beside["num_turns"] = columns["__num_turns__"].tolist()
         if "raw_prompt" in columns:
@@ -306,18 +311,6 @@ class GDPORewardManager(NaiveRewardManager):
     """
 
     forms: tuple[Form, ...] = ("sample", "texts")
-
-
-def decode_responses(data: DataProto, tokenizer: Any) -> list[str]:
-    """Return the answers of agent programs, and other responses decoded without padding and special tokens."""
-    tensors = tensors_of(data)
-    responses = tensors["responses"]
-    valid = tensors["attention_mask"][:, -responses.size(1) :].bool()
-    # Arrays, because Transformers looks at every single token of a list.
-    ids = [row[keep].numpy() for row, keep in zip(responses, valid, strict=True)]
-    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    answers = data.non_tensor_batch.get("agent_answer", [None] * len(texts))
-    return [text if answer is None else answer for text, answer in zip(texts, answers, strict=True)]
 
 
 def _ground_truth(reward_model: Any) -> Any:

@@ -1,0 +1,32 @@
+"""What the policy itself wrote in a response, as against tools, users, environments and the chat template."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl.protocol import DataProto, compute_response_mask, with_response_mask
+
+EARLIER_TURNS = "earlier_turns"
+"""Column with the turns of a trajectory that stand in earlier sequences of it."""
+
+
+def own_tokens(batch: DataProto) -> Tensor:
+    """Whether the policy wrote a token; (bsz, response_length) bool. Without ``response_mask`` it wrote all of them."""
+    return compute_response_mask(batch).bool() & with_response_mask(batch).batch["response_mask"].bool()
+
+
+def policy_turns(batch: DataProto) -> list[list[Tensor]]:
+    """Return the token ids of the policy's turns, a list for each row: those of ``earlier_turns``, and its own.
+
+    A turn is a run of tokens that the policy wrote.
+    """
+    is_own = own_tokens(batch)
+    earlier = batch.non_tensor_batch.get(EARLIER_TURNS, [()] * len(batch))
+    turns = [list(of_row) for of_row in earlier]
+    responses = batch.batch["responses"].cpu()
+    edges = torch.nn.functional.pad(is_own.to(torch.int8), (1, 1)).diff(dim=-1)  # 1 where a turn begins, -1 behind it
+    starts, ends = (edges == 1).nonzero().tolist(), (edges == -1).nonzero().tolist()
+    for (row, start), (_, end) in zip(starts, ends, strict=True):
+        turns[row].append(responses[row, start:end])
+    return turns
