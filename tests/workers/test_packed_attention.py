@@ -2,10 +2,17 @@
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.testing import assert_close
 
 from verl.errors import ConfigError
-from verl.workers.packed_attention import Packing, packed_attention_forward
+from verl.workers.packed_attention import (
+    AttentionRule,
+    Packing,
+    _varlen_kernel_of,
+    attend_packed,
+    packed_attention_forward,
+)
 
 LENGTHS = [5, 1, 7]
 
@@ -67,6 +74,36 @@ def test_sequences_do_not_reach_each_other():
         others[5] = False
         assert x.grad[:, :, others].eq(0).all()
     assert value.grad[:, :, 5].ne(0).all()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_a_kernel_without_grouped_heads_gets_a_key_for_each_query(kv_heads):
+    """PyTorch 2.11 has no ``enable_gqa``, and its kernel may take as many keys as queries only."""
+
+    def plain(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, window_size):
+        assert q.shape == k.shape == v.shape
+        assert (max_q, max_k, window_size) == (4, 4, (-1, 0))
+        parts = zip(*(x.transpose(0, 1).split(cu_q.diff().tolist(), dim=1) for x in (q, k, v)), strict=True)
+        attended = [functional.scaled_dot_product_attention(*part, is_causal=True, scale=scale) for part in parts]
+        return torch.cat(attended, dim=1).transpose(0, 1)
+
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(7, heads, 8, generator=draw) for heads in (4, kv_heads, kv_heads))
+    packing, rule = Packing.of([3, 4], query.device), AttentionRule(0.3)
+    found = _varlen_kernel_of(plain)(query, key, value, packing, rule)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    assert_close(found, attend_packed(q, k, v, packing, rule).squeeze(0))
+
+
+def test_a_kernel_that_refuses_its_arguments_is_not_a_model_that_cannot_run_packed(monkeypatch):
+    # PackingCheck takes a TypeError of a model's code for a reason to run it padded.
+    def old_kernel(q, k, v, packing):
+        return q
+
+    monkeypatch.setattr("verl.workers.packed_attention._varlen_kernel", lambda *_: old_kernel)
+    q = torch.randn(1, 2, 5, 4)
+    with pytest.raises(RuntimeError, match=r"the attention kernel old_kernel refuses its arguments: .*positional"):
+        attend_packed(q, q, q, Packing.of([5], q.device), AttentionRule(0.5))
 
 
 @pytest.mark.parametrize("extra", [{"s_aux": torch.ones(2)}, {"position_bias": torch.ones(1)}, {}])

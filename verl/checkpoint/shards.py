@@ -93,7 +93,7 @@ class TrainingState:
             for key, value in optimizer.state.get(parameter, {}).items():
                 is_rows = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
                 (rows if is_rows else other)[f"{name}/{key}"] = value
-        return _rows_of(rows, copied) | {"other": copy.deepcopy(other), "optimizer": kind_of(optimizer)}
+        return _rows_of(rows, copied) | {"other": copied_to_cpu(other), "optimizer": kind_of(optimizer)}
 
     # ---- back into it ---------------------------------------------------------------------------
 
@@ -153,14 +153,39 @@ class TrainingState:
             keys = [key for key in shards[0]["shapes"] if key.rsplit("/", 1)[0] == name]
             fresh = {key.rsplit("/", 1)[1]: torch.zeros_like(parameter) for key in keys}
             plain = {
-                key.rsplit("/", 1)[1]: value.clone() if isinstance(value, Tensor) else value
+                key.rsplit("/", 1)[1]: value
                 for key, value in shards[0]["other"].items()
                 if key.rsplit("/", 1)[0] == name
             }
+            plain = for_optimizer(optimizer, parameter, plain)
             moments |= {f"{name}/{key}": value for key, value in fresh.items()}
             if fresh or plain:
                 optimizer.state[parameter] = plain | fresh
         _load_rows(moments, shards)
+
+
+def copied_to_cpu(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy entries of an optimizer's state, tensors among them to the CPU."""
+    return {
+        key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for key, value in entries.items()
+    }
+
+
+def for_optimizer(optimizer: Optimizer, parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy saved entries that are not shaped like the weight to the device where the optimizer reads them.
+
+    Kernels that are fused, or captured in a CUDA graph, read the number of steps on the device of the weight; others
+    read it on the CPU (``torch.optim.Optimizer.load_state_dict`` has the same rule).
+    """
+    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    on_device = bool(group.get("fused") or group.get("capturable"))
+    return {
+        key: value.to(parameter.device if on_device or key != "step" else "cpu", copy=True)
+        if isinstance(value, Tensor)
+        else copy.deepcopy(value)
+        for key, value in entries.items()
+    }
 
 
 def extra_of(scheduler: LambdaLR | None, numbers: Mapping[str, int]) -> dict[str, Any]:

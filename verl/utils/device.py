@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import socket
 from types import ModuleType
 from typing import Any
 
@@ -75,7 +76,31 @@ def ensure_process_group(device: torch.device, timeout_s: float = 600, backend: 
             f"WORLD_SIZE={world_size}, but {', '.join(missing)} is not set, so the ranks cannot meet. Start them "
             "through a worker group or torchrun."
         )
+    if world_size > int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
+        _use_interface_to(os.environ["MASTER_ADDR"])
     dist.init_process_group(backend, timeout=timeout)
+
+
+def _use_interface_to(master: str) -> None:
+    """Let gloo and NCCL use the network interface by which this machine reaches ``master``, unless the user chose.
+
+    Otherwise gloo binds the address of the host's name, which may be 127.0.1.1 or one that other machines cannot reach.
+    """
+    with socket.socket(socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0][0], socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 1))  # UDP: sends nothing, and chooses a route
+        address = probe.getsockname()[0]
+    addresses = {name: {entry.address for entry in entries} for name, entries in psutil.net_if_addrs().items()}
+    interface = next((name for name, known in addresses.items() if address in known), None)
+    if interface is None:
+        logger.warning(
+            "no network interface has the address %s by which this machine reaches %s. If ranks do not meet, set "
+            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME on each machine.",
+            address,
+            master,
+        )
+        return
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, interface)
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:

@@ -6,6 +6,8 @@ sequence, so there is no padding and no mask of (tokens x tokens).
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -23,6 +25,8 @@ from verl.backends.cpu.layer_functions import packed_attention
 from verl.errors import ConfigError
 from verl.utils.transformers_private import ALL_ATTENTION_FUNCTIONS
 from verl.utils.ulysses import gather_heads_scatter_seq, heads_for_sequence
+
+logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "verl_packed"
 
@@ -166,7 +170,10 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, r
     is_checked = packing.keys is None or packing.key_parts is not None
     if kernel is not None and (is_checked or kernel is _compiled):
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (tokens, heads, head_dim)
-        return kernel(q, k, v, packing, rule).unsqueeze(0)
+        try:
+            return kernel(q, k, v, packing, rule).unsqueeze(0)
+        except TypeError as error:  # or a caller would take it for a model that cannot run packed
+            raise RuntimeError(f"the attention kernel {kernel.__name__} refuses its arguments: {error}") from error
     if packing.keys is None and len(set(packing.lengths)) == 1:
         # (sequences, heads, length, head_dim), one call for all
         q, k, v = (x.squeeze(0).unflatten(1, (-1, packing.longest)).transpose(0, 1) for x in (query, key, value))
@@ -219,9 +226,22 @@ def _varlen_kernel(query: Tensor, value_dim: int, rule: AttentionRule) -> Varlen
         return _compiled if dtype is torch.float32 and is_plain and cpu_kernels() is not None else None
     if query.device.type != "cuda" or dtype not in _HALF or head_dim > 256:
         return None
-    if find_spec("flash_attn") is not None:
+    if _imports_flash_attn():
         return _flash_attn
     return _torch_varlen() if rule.softcap is None else None
+
+
+@cache
+def _imports_flash_attn() -> bool:
+    """Whether FlashAttention 2 can be imported; version 4 is a package of the same name without its functions."""
+    if find_spec("flash_attn") is None:
+        return False
+    try:
+        from flash_attn import flash_attn_varlen_func  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        logger.warning("flash_attn is installed but not used (%s): PyTorch's own kernel takes its place.", error)
+        return False
+    return True
 
 
 def _compiled(q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
@@ -255,9 +275,20 @@ def _torch_varlen() -> VarlenKernel | None:
         return None
     from torch.nn.attention.varlen import varlen_attn
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
+    return _varlen_kernel_of(varlen_attn)
+
+
+def _varlen_kernel_of(varlen_attn: Callable[..., Any]) -> VarlenKernel:
+    """Wrap a ``varlen_attn`` of PyTorch 2.11 or newer; 2.11 does not take ``enable_gqa``."""
+    takes_grouped_heads = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+    def torch_varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
         if rule.dropout:
             raise ConfigError("attention dropout needs flash-attn; install it, or set attention_dropout=0.")
+        group_size = q.shape[1] // k.shape[1]
+        if group_size > 1 and not takes_grouped_heads:
+            k, v = (x.repeat_interleave(group_size, dim=1) for x in (k, v))
+        grouping = {"enable_gqa": group_size > 1} if takes_grouped_heads else {}
         output = varlen_attn(
             q,
             k,
@@ -268,11 +299,11 @@ def _torch_varlen() -> VarlenKernel | None:
             packing.longest,
             scale=rule.scale,
             window_size=(-1 if rule.window is None else rule.window - 1, 0),
-            enable_gqa=q.shape[1] != k.shape[1],
+            **grouping,
         )
         return cast(Tensor, output)
 
-    return kernel
+    return torch_varlen
 
 
 ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention_forward)

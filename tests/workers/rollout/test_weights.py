@@ -122,6 +122,17 @@ def test_transposed_and_expanded_tensors_arrive_as_they_read(tmp_path: Path) -> 
     assert back["expanded"].tolist() == [[1.0] * 3] * 2
 
 
+def test_a_folder_that_takes_no_file_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As when another engine has filled it since its free space was read.
+    full = Path("/proc/self")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(2**40, 0, 2**30))
+    [(path, part)] = write_weight_files(iter(numbered(4)), [full, tmp_path], "w", file_bytes=50)
+    assert path == tmp_path / "w-0.safetensors"
+    assert load_file(path).keys() == part.keys()
+    with pytest.raises(RolloutError, match=r"could not be written to /proc/self/w-0\.safetensors: .*Make room there"):
+        list(write_weight_files(iter(numbered(4)), [full], "w", file_bytes=50))
+
+
 def test_a_full_folder_is_passed_over_and_none_with_room_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,9 +249,8 @@ class BaseEngine(ABC):
         self.optimizer_zero_grad()
         metrics = self.forward_backward_batch(batch, loss_fn, micro, temperature)
         before = self.weight_version
-        if self.non_finite:
-            self.optimizer_zero_grad()
         metrics["grad_norm"] = math.nan if self.non_finite else self.optimizer_step()
+        self.optimizer_zero_grad()  # gradients would hold memory while the rollout engine needs it
         metrics["skipped_steps"] = float(self.weight_version == before)
         return metrics
 

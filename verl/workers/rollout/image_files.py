@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
+import torch
 
 from verl.vision.families import IMAGE_INPUTS, SECONDS
 from verl.workers.rollout.placed_images import PlacedImages, pixels_of_each, seconds_of_each
-from verl.workers.rollout.weights import folder_with_room
+from verl.workers.rollout.weights import save_tensors
 
 
 class ImageFiles:
@@ -56,7 +56,6 @@ class ImageFiles:
                     self._paths.pop(digest).unlink(missing_ok=True)
 
     def _written(self, digest: bytes, pixels: np.ndarray, grid: np.ndarray, seconds: float | None) -> Path:
-        path = folder_with_room(self._folders, pixels.nbytes, "images") / f"{digest.hex()}.safetensors"
-        arrays = dict(zip(IMAGE_INPUTS, (pixels, np.ascontiguousarray(grid)), strict=True))
-        save_file(arrays | ({} if seconds is None else {SECONDS: np.array([seconds], np.float32)}), path)
-        return path
+        tensors = dict(zip(IMAGE_INPUTS, (torch.from_numpy(pixels), torch.from_numpy(grid.copy())), strict=True))
+        tensors |= {} if seconds is None else {SECONDS: torch.tensor([seconds], dtype=torch.float32)}
+        return save_tensors(tensors, self._folders, f"{digest.hex()}.safetensors", "images")

@@ -50,7 +50,7 @@ def kept_tokens(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> T
     within_k = (rank < top_k[:, None]) | (top_k[:, None] <= 0)
     within_k &= ranked >= min_p[:, None] * ranked[:, :1]
     ranked = ranked * within_k
-    mass_before = torch.cat([torch.zeros_like(ranked[:, :1]), ranked.cumsum(-1)[:, :-1]], dim=-1)
+    mass_before = torch.cat([torch.zeros_like(ranked[:, :1]), _cumulative(ranked)[:, :-1]], dim=-1)
     within_p = (mass_before < top_p[:, None] * ranked.sum(-1, keepdim=True)) | (top_p[:, None] >= 1)
     return torch.zeros_like(within_k).scatter(-1, order, within_k & within_p)
 
@@ -68,11 +68,22 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         (rows,) int64.
     """
-    cdf = probs.cumsum(-1)
+    cdf = _cumulative(probs)
     total = cdf[:, -1:]
     target = torch.minimum(uniform[:, None] * total, total.nextafter(torch.zeros_like(total)))
     drawn = torch.searchsorted(cdf, target, right=True).squeeze(-1)
     return drawn.clamp(max=probs.shape[-1] - 1)  # out of range only with nan, which the engine reports
+
+
+def _cumulative(probs: Tensor) -> Tensor:
+    """Sum along each row, also where ``full_determinism`` is set: CUDA refuses ``cumsum`` of floats then."""
+    is_strict = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        return probs.cumsum(-1)
+    finally:
+        torch.use_deterministic_algorithms(is_strict, warn_only=warns_only)
 
 
 def enlarged(table: Tensor, rows: int, width: int | None = None, fill: float = 0) -> Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from uuid import uuid4
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -151,15 +152,39 @@ def write_weight_files(
         file_bytes: largest size of a file's tensors; a larger tensor has a file of its own.
 
     Raises:
-        RolloutError: none of the folders has enough free space.
+        RolloutError: none of the folders has enough free space, or it was full before the file was complete.
     """
     for number, part in enumerate(buckets(weights, file_bytes, lambda tensor: tensor.cpu().contiguous())):
-        path = (
-            folder_with_room(folders, sum(tensor.nbytes for tensor in part.values()), "new weights")
-            / f"{name}-{number}.safetensors"
-        )
-        save_file(part, path)
-        yield path, part
+        yield save_tensors(part, folders, f"{name}-{number}.safetensors", "new weights"), part
+
+
+def save_tensors(tensors: Mapping[str, Tensor], folders: Sequence[Path], name: str, what: str) -> Path:
+    """Write tensors to the file ``name`` below the first of ``folders`` with enough free space.
+
+    Another process may fill that folder meanwhile (the engines of a machine share its memory): then the next one
+    is tried.
+
+    Raises:
+        RolloutError: no folder takes it; the message names ``what``.
+    """
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    untried = list(folders)
+    while True:
+        folder = folder_with_room(untried, size, what)
+        path = folder / name
+        try:
+            path.parent.mkdir(exist_ok=True)
+            save_file(dict(tensors), path)
+        except (OSError, SafetensorError) as error:
+            path.unlink(missing_ok=True)
+            untried.remove(folder)
+            if not untried:
+                raise RolloutError(
+                    f"{size / 2**20:.0f} MiB of {what} could not be written to {path}: {error}. Make room there, or "
+                    "point TMPDIR at a folder that has it."
+                ) from error
+        else:
+            return path
 
 
 def write_adapters(adapters: Mapping[str, Tensor], folders: Sequence[Path]) -> tuple[Path, dict[str, Tensor]]:
@@ -175,9 +200,7 @@ def write_adapters(adapters: Mapping[str, Tensor], folders: Sequence[Path]) -> t
     tensors = {f"base_model.model.{name}": tensor.cpu().contiguous() for name, tensor in adapters.items()}
     rank = max(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
     layers = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in adapters})
-    parent = folder_with_room(folders, sum(tensor.nbytes for tensor in tensors.values()), "new weights")
-    folder = Path(tempfile.mkdtemp(prefix="adapters-", dir=parent))
-    save_file(tensors, folder / ADAPTER_FILE)
+    folder = save_tensors(tensors, folders, f"adapters-{uuid4().hex}/{ADAPTER_FILE}", "new weights").parent
     # The scale lora_alpha / r is 1: that of training is part of the tensors.
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": layers}
     (folder / "adapter_config.json").write_text(json.dumps(config))

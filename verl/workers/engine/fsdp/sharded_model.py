@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -115,6 +116,8 @@ class ShardedModel(BaseEngine):
         """Build and shard the model, and make the optimizer; see :class:`BaseEngine`."""
         config = self.engine_config
         if config.full_determinism:
+            # cuBLAS reads it when it first multiplies, and is not deterministic without it.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         seed_everything(config.seed + dist.get_rank())
         dtype = torch_dtype(config.model_dtype)

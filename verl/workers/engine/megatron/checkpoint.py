@@ -17,7 +17,16 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from verl.checkpoint.boxes import Boxes, StoredBox, boxes_state, saved_ranks
 from verl.checkpoint.ranks import on_all_ranks
-from verl.checkpoint.shards import KINDS, check_kind, extra_of, kind_of, load_extra, read_state, shard_file
+from verl.checkpoint.shards import (
+    KINDS,
+    check_kind,
+    copied_to_cpu,
+    extra_of,
+    kind_of,
+    load_extra,
+    read_state,
+    shard_file,
+)
 from verl.errors import CheckpointError
 from verl.workers.engine.megatron.optimizer import MegatronOptimizer
 from verl.workers.engine.megatron.weights import Place, WeightGatherer
@@ -52,7 +61,7 @@ class MegatronState:
         if "optimizer" in contents and self.optimizer is not None:
             moments = {f"/{kind}": tensors for kind, tensors in kinds.items() if kind != "main"}
             found["optim"] = boxes_state(self._boxes(moments), copied)
-            found["optim"] |= {"other": _copied(other), "optimizer": kind_of(self.optimizer.torch)}
+            found["optim"] |= {"other": copied_to_cpu(other), "optimizer": kind_of(self.optimizer.torch)}
         if "extra" in contents:
             found["extra_state"] = extra_of(self.scheduler, numbers)
         return {shard_file(kind, dist.get_world_size(), dist.get_rank()): state for kind, state in found.items()}
@@ -159,7 +168,3 @@ class MegatronState:
 
 def _moments_of(boxes: Boxes) -> set[str]:
     return {name.rsplit("/", 1)[1] for name in boxes.names()}
-
-
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.detach().cpu().clone() if isinstance(value, Tensor) else value for key, value in values.items()}

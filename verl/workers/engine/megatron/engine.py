@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -88,6 +89,9 @@ class MegatronEngine(BaseEngine):
         self.engine_config = engine_config
         self.optimizer_config = optimizer_config
         self.total_steps = total_steps
+        # CUDA reads it when it starts: with one queue, kernels and collectives of tensor parallelism run in the order
+        # in which megatron-core launches them, so that they overlap.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         self.device = get_device(device_name)
         ensure_process_group(self.device, timeout_s)
         self.layout = Layout.of(engine_config)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from verl.checkpoint.shards import for_optimizer
 from verl.config import FSDPOptimizerConfig
 from verl.workers.engine.fsdp.optimizer import build_optimizer
 from verl.workers.engine.megatron.library import parallel_state
@@ -219,8 +220,7 @@ class MegatronOptimizer:
             for kind, value in moments.items():
                 self._fill(share, value, kinds[kind])
             if moments or other:
-                copies = {key: v.clone() if isinstance(v, Tensor) else v for key, v in other.items()}
-                self.torch.state[share.main] = {**copies, **moments}
+                self.torch.state[share.main] = {**for_optimizer(self.torch, share.main, other), **moments}
         if "main" in kinds:
             self.publish()
 

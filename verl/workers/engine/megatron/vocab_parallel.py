@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.workers.engine.fsdp.head import CHUNK_ELEMENTS, TokenStatistics
+from verl.workers.engine.fsdp.head import CHUNK_ELEMENTS, TokenStatistics, add_product_
 
 
 def vocab_parallel_log_probs(
@@ -72,8 +72,7 @@ class _VocabParallel(torch.autograd.Function):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
             shifted = logits.sub_(largest.unsqueeze(-1))
             exp = shifted.exp()
-            row, column = _own(targets[part], first, len(weight))
-            chosen = exp.new_zeros(len(exp)).index_put((row,), shifted[row, column])
+            chosen = _of_targets(shifted, targets[part], first)
             sums = torch.stack([exp.sum(-1), chosen, (exp * shifted).sum(-1), exp.square().sum(-1)])
             dist.all_reduce(sums, group=group)
             total, chosen, weighted, square = sums
@@ -92,7 +91,7 @@ class _VocabParallel(torch.autograd.Function):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         first, temperature, rows, wide = ctx.settings
         grad_log_probs, grad_entropy, _ = grads
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=wide)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             log_p = _logits(hidden[part], weight, wide, temperature).sub_(log_z[part].unsqueeze(-1))
@@ -103,20 +102,30 @@ class _VocabParallel(torch.autograd.Function):
                 grad.mul_(-grad_entropy[part].unsqueeze(-1))
             if grad_log_probs is not None:
                 grad.addcmul_(p, grad_log_probs[part].unsqueeze(-1), value=-1)
-                row, column = _own(targets[part], first, len(weight))
-                grad[row, column] += grad_log_probs[part][row]
+                column, is_here = _columns(targets[part], first, len(weight))
+                if len(weight):
+                    at_target = torch.where(is_here, grad_log_probs[part].unsqueeze(-1), 0)
+                    grad.scatter_add_(-1, column, at_target)
             grad = grad.div_(temperature).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
-            grad_weight.addmm_(grad.t(), hidden[part])
-        return grad_hidden, grad_weight, None, None
+            add_product_(grad_weight, grad.t(), hidden[part])
+        return grad_hidden, grad_weight.to(weight.dtype), None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
     return torch.nn.functional.linear(hidden, weight).to(dtype).div_(temperature)
 
 
-def _own(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Rows whose target is among this rank's ``count`` tokens from ``first`` on, and its column there."""
-    columns = targets - first
-    rows = ((columns >= 0) & (columns < count)).nonzero().flatten()
-    return rows, columns[rows]
+def _columns(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Column of each target among this rank's ``count`` tokens from ``first`` on, and whether it is there; (N, 1)."""
+    columns = (targets - first).unsqueeze(-1)
+    is_here = (columns >= 0) & (columns < count)
+    return torch.where(is_here, columns, 0), is_here
+
+
+def _of_targets(values: Tensor, targets: Tensor, first: int) -> Tensor:
+    """Values (N, count) in the columns of the targets, 0 where another rank has the column; without a host sync."""
+    column, is_here = _columns(targets, first, values.shape[-1])
+    if not values.shape[-1]:
+        return values.new_zeros(len(values))
+    return torch.where(is_here, values.gather(-1, column), 0).squeeze(-1)

@@ -88,7 +88,7 @@ def engine_arguments(
         "enable_memory_saver": device.type == "cuda" and config.free_cache_engine,
     }
     if config.cudagraph_capture_sizes is not None:
-        arguments["cuda_graph_bs"] = list(config.cudagraph_capture_sizes)
+        arguments["cuda_graph_bs_decode"] = list(config.cudagraph_capture_sizes)
     if applies_adapters(config, model_config):
         arguments |= _adapter_arguments(model_config, has_experts(hf_config), device)
         # Adapters alone come with an update: the base must be there again after a sleep.
@@ -143,7 +143,11 @@ def _refuse(config: RolloutConfig, model_type: str, vision: VisionConfig | None)
 
 def process_environment(config: RolloutConfig, device: torch.device) -> dict[str, str]:
     """Environment variables for SGLang's processes, without those that the user has set."""
-    variables = {"SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPALIVE_S)}
+    variables = {
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPALIVE_S),
+        # A health check is not to generate a token: it comes during updates and while memory is released, too.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    }
     ranks = config.tensor_model_parallel_size
     if device.type == "cpu":
         variables["SGLANG_USE_CPU_ENGINE"] = "1"

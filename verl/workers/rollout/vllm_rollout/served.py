@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
+import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event
@@ -33,6 +34,8 @@ _ABORT_ALL: tuple[str, Any] = ("/abort_requests", {})
 _UNKNOWN_ARGUMENTS = "unrecognized arguments:"
 # vLLM's server reports a log-prob of nan or minus infinity as -9999.
 _NOT_FINITE = -9000.0
+# vLLM refuses to drop its prefix cache while blocks of ended requests are still in use, for some steps.
+_RESET_WITHIN_S = 10.0
 
 
 class VLLMServer(ServerClient):
@@ -183,8 +186,14 @@ class VLLMServer(ServerClient):
     def _reset_cache(self) -> None:
         if self._vision is not None:  # features of images that were computed by the previous weights
             self.server.post("/reset_encoder_cache")
-        if not self.server.post("/reset_prefix_cache")["success"]:
-            raise RolloutError("vLLM kept its prefix cache over an update of the weights: it still serves requests.")
+        deadline = time.monotonic() + _RESET_WITHIN_S
+        while not self.server.post("/reset_prefix_cache")["success"]:
+            if time.monotonic() > deadline:
+                raise RolloutError(
+                    f"vLLM kept its prefix cache over an update of the weights for {_RESET_WITHIN_S} s: it still "
+                    "serves requests."
+                )
+            time.sleep(0.05)
 
     def _load_files(self, paths: list[Path], sent: dict[str, str]) -> None:
         call = {"method": "load_weight_files", "args": [[str(path) for path in paths]]}
