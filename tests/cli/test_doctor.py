@@ -36,6 +36,21 @@ def test_a_package_that_is_too_old_or_absent_is_told_with_its_remedy(monkeypatch
     assert (found["no-such-package"].verdict, found["pytest"].verdict) == ("fail", "ok")
 
 
+@pytest.mark.parametrize(
+    "cuda, driver, remedy",
+    [
+        (None, "575.57.08", "install the build of PyTorch for this driver"),
+        ("13.0", "575.57.08", "PyTorch for CUDA 13.0 needs driver R580 or newer: update the driver, or install"),
+        ("13.0", "580.65.06", "look at CUDA_VISIBLE_DEVICES"),
+        ("12.8", "525.60.13", "look at CUDA_VISIBLE_DEVICES"),
+        ("12.8", "470.82.01", "PyTorch for CUDA 12.8 needs driver R525 or newer: update the driver, or install"),
+        ("6.4.43482", "6.12.12", "look at CUDA_VISIBLE_DEVICES"),  # ROCm
+    ],
+)
+def test_a_driver_that_is_too_old_for_the_build_of_pytorch_is_told(cuda, driver, remedy):
+    assert doctor.unseen_gpu_remedy(cuda, driver).startswith(remedy)
+
+
 def test_too_little_of_something_is_a_warning():
     assert doctor._enough("disk", 2**30, 2 * 2**30, "free space").verdict == "warn"
     assert doctor._enough("disk", 2**31, 2 * 2**30, "free space").verdict == "ok"

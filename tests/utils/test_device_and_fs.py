@@ -1,6 +1,7 @@
 """Devices, the process group of one process, local copies of remote files."""
 
 import logging
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from verl.base.fs import copy_to_local, is_remote
 from verl.config import HFModelConfig, SFTDataConfig, local_copies
 from verl.errors import DataError, ResourceError
 from verl.utils.device import (
+    _use_interface_to,
     auto_set_device,
     backend_for,
     ensure_process_group,
@@ -55,6 +57,24 @@ def test_one_process_is_a_group_of_its_own():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_ranks_of_several_machines_use_the_interface_that_reaches_the_first(monkeypatch, caplog):
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    _use_interface_to("localhost")
+    loopback = os.environ["GLOO_SOCKET_IFNAME"]
+    assert "127.0.0.1" in {entry.address for entry in psutil.net_if_addrs()[loopback]}
+    assert os.environ["NCCL_SOCKET_IFNAME"] == loopback
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "chosen")
+    _use_interface_to("localhost")
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "chosen"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(psutil, "net_if_addrs", dict)
+    _use_interface_to("localhost")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert "no network interface has the address 127.0.0.1" in caplog.text
+
+
 def test_workers_of_users_find_the_cpu(caplog):
     assert torch.zeros(1).to(get_device_id()).device == CPU
     assert (get_nccl_backend(), get_resource_name(), get_torch_device()) == ("gloo", "CPU", torch.cpu)

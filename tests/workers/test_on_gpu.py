@@ -6,15 +6,23 @@ import json
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.testing import assert_close
 
 from tests.workers.support import make_engine, ragged_batch, weights_of
-from verl.checkpoint.states import rng_state, set_rng_state
+from verl.checkpoint.states import from_arrays, rng_state, set_rng_state, to_arrays
 from verl.cli.doctor import examine
 from verl.single_controller.base.call_times import take_call_times, timed_call
 from verl.testing.models import tiny_model_dir
 from verl.testing.rollout_conformance import PROMPTS, EngineUnderTest, request
-from verl.utils.device import get_device, get_device_name, get_nccl_backend, get_resource_name, memory_metrics
+from verl.utils.device import (
+    ensure_process_group,
+    get_device,
+    get_device_name,
+    get_nccl_backend,
+    get_resource_name,
+    memory_metrics,
+)
 from verl.utils.flops_counter import device_peak_flops
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.losses import sft_loss
@@ -25,6 +33,38 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _nccl():
+    """Make the process group with NCCL, as a run on GPUs does; an engine on the CPU would make one of gloo alone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    ensure_process_group(get_device("cuda"))
+
+
+@pytest.mark.parametrize("packed_format", [torch.float32, torch.bfloat16])
+def test_a_resumed_engine_trains_on_with_the_same_bits(tmp_path, packed_format):
+    """From a checkpoint on disk and from a state in memory, whose tensors are on the CPU."""
+    path, micro = tiny_model_dir(tmp_path / "model"), MicroBatchConfig(micro_batch_size_per_gpu=2)
+    dtype = {"dtype": str(packed_format).removeprefix("torch.")}
+    engine = make_engine(path, device_name="cuda", **dtype)
+    with engine.train_mode():
+        engine.train_batch(ragged_batch(), sft_loss, micro)
+        assert all(parameter.grad is None for parameter in engine.model.parameters())
+    engine.save_checkpoint(str(tmp_path / "step"))
+    held = to_arrays(engine.state(1).states)
+    with engine.train_mode():
+        engine.train_batch(ragged_batch(), sft_loss, micro)
+    for restore in (
+        lambda other: other.load_checkpoint(str(tmp_path / "step")),
+        lambda other: other.load_state(from_arrays(held)),
+    ):
+        other = make_engine(path, device_name="cuda", **dtype)
+        restore(other)
+        with other.train_mode():
+            other.train_batch(ragged_batch(), sft_loss, micro)
+        assert_close(weights_of(other), weights_of(engine), atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("window", [None, 5])

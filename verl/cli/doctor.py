@@ -41,6 +41,9 @@ SECONDS = 120
 """Time limit of a program that is asked."""
 STYLES: dict[str, str] = {"ok": "green", "absent": "dim", "warn": "yellow", "fail": "bold red"}
 
+_OLDEST_DRIVERS = {"11": 450, "12": 525, "13": 580}
+"""Branch of NVIDIA's driver that each CUDA needs (CUDA release notes, table of minor version compatibility)."""
+
 _ASK_TORCH = """
 import json, torch
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -130,8 +133,9 @@ def _devices() -> Iterator[Finding]:
     if gpus:
         yield Finding("GPUs", "ok", f"{len(gpus)} × {gpus[0]}; PyTorch for CUDA {cuda}")
     elif driver:
-        remedy = "install the build of PyTorch for this driver" if cuda is None else "look at CUDA_VISIBLE_DEVICES"
-        yield Finding("GPUs", "warn", f"the driver sees {driver.splitlines()[0]}, PyTorch sees none", remedy)
+        first = driver.splitlines()[0]
+        remedy = unseen_gpu_remedy(cuda, first.rpartition(",")[2].strip())
+        yield Finding("GPUs", "warn", f"the driver sees {first}, PyTorch sees none", remedy)
     else:
         yield Finding("GPUs", "absent", "none: runs use the CPU")
         yield _ran("CPU kernels", _COMPILE_FOR_CPU, "compiled", "apt-get install gcc: without them a CPU is slower")
@@ -142,6 +146,16 @@ def _devices() -> Iterator[Finding]:
         yield Finding("NCCL", "ok" if known["nccl"] else "warn", known["nccl"] or "not in this PyTorch", remedy)
         yield _ran("GPU compiler", _COMPILE_FOR_GPU, "a function compiled and ran", "apt-get install g++ python3-dev")
     yield _flash_attention(known["capability"])
+
+
+def unseen_gpu_remedy(cuda: str | None, driver: str) -> str:
+    """Say why PyTorch, built for ``cuda`` (None: for CPUs), sees no GPU of a machine with this driver version."""
+    if cuda is None:
+        return "install the build of PyTorch for this driver"
+    oldest = _OLDEST_DRIVERS.get(cuda.split(".")[0])
+    if oldest and driver.split(".")[0].isdecimal() and int(driver.split(".")[0]) < oldest:
+        return f"PyTorch for CUDA {cuda} needs driver R{oldest} or newer: update the driver, or install an older build"
+    return "look at CUDA_VISIBLE_DEVICES"
 
 
 def _torch() -> dict[str, Any] | None:

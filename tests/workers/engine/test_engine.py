@@ -107,6 +107,7 @@ def test_two_ppo_steps_equal_plain_pytorch(path, batch, mode):
             engine.train_batch(batch, PolicyLoss(config), LAYOUTS[name])
         assert first["grad_norm"] == pytest.approx(norm, rel=1e-4)
         assert engine.weight_version == 2
+        assert all(p.grad is None for p in engine.model.parameters())  # their memory is the rollout engine's meanwhile
         for key, weight in weights_of(engine).items():
             assert_close(weight, expected[key], atol=2e-6, rtol=1e-5, msg=lambda m, key=key: f"{key} ({mode}): {m}")
 
