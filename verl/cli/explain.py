@@ -145,7 +145,8 @@ def read_at(path: str, alone: bool = True) -> list[str]:
     *_, section, name = ["", *path.split(".")]
     root = Path(verl.__file__).parent
     skipped = {"cli", "config", "testing"}  # the first two describe settings, and no run reads them there
-    files = {file: file.read_text() for file in sorted(root.rglob("*.py")) if not skipped & {*file.parts}}
+    sources = (file for file in sorted(root.rglob("*.py")) if not skipped & {*file.relative_to(root).parts})
+    files = {file: file.read_text() for file in sources}
     reads = {
         (file, node.end_lineno or node.lineno): _owner_of(node)
         for file, text in files.items()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from verl.config.base import BaseConfig, section, setting
+from verl.config.machine import DTYPE
 from verl.config.model import DType, FSDPEngineConfig, Strategy
 from verl.config.problems import Problem
 
@@ -103,8 +104,9 @@ class McoreEngineConfig(BaseConfig):
     """The model is never trained: no optimizer, no gradients."""
     strategy: Strategy = setting("megatron")
     """Always `megatron`."""
-    dtype: DType = setting("bfloat16")
-    """Format of weights and computation; the optimizer keeps a copy of bfloat16 weights in fp32."""
+    dtype: DType = setting("bfloat16", interpolation=DTYPE)
+    """Format of weights and computation; the optimizer keeps a copy of bfloat16 weights in fp32. By default bfloat16 on
+    GPUs and float32 on a CPU."""
 
     def problems(self, path: str) -> Iterator[Problem]:
         """Keys that are fixed, and formats that cannot be trained."""

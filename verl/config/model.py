@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
+from verl.config.machine import DTYPE
 from verl.config.problems import Problem
 
 ModuleNames = str | tuple[str, ...]
@@ -150,8 +151,9 @@ class FSDPEngineConfig(BaseConfig):
     strategy: Strategy = setting("fsdp")
     """Sharding back end; `fsdp` and `fsdp2` are both served by FSDP2; `megatron` does not read
     this section."""
-    dtype: DType = setting("bfloat16")
-    """Format of the computation (parameters are cast to it inside the passes)."""
+    dtype: DType = setting("bfloat16", interpolation=DTYPE)
+    """Format of the computation (parameters are cast to it inside the passes); by default bfloat16 on GPUs and float32
+    on a CPU."""
     ulysses_sequence_parallel_size: int = setting(1, ge=1)
     """Ranks that share each sequence (docs/long_sequences.md); it divides the ranks and the model's attention heads."""
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from verl.config.base import BaseConfig, section, setting, subsection
+from verl.config.machine import DTYPE
 from verl.config.megatron import DistributedModel, McoreEngineConfig
 from verl.config.model import DType, FSDPEngineConfig, Strategy
 from verl.config.problems import Problem
@@ -100,8 +101,8 @@ class JudgeRolloutConfig(BaseConfig):
     """Longest request in tokens, if the longest answer is to fit too."""
     response_length: int = setting(2048, ge=1)
     """Longest answer in tokens, where a request names no `max_tokens`."""
-    dtype: DType = setting("bfloat16")
-    """Format of the weights inside the engine."""
+    dtype: DType = setting("bfloat16", interpolation=DTYPE)
+    """Format of the weights inside the engine; by default bfloat16 on GPUs and float32 on a CPU."""
     gpu_memory_utilization: float = setting(0.5, gt=0, le=1)
     """Fraction of a GPU's memory that the engine may take; with `native`, fraction of the free memory (also on a CPU)
     for the KV cache."""
@@ -143,7 +144,7 @@ class RewardModelConfig(BaseConfig, DistributedModel):
     it, a generative one."""
     enable_resource_pool: bool = setting(False)
     """Give the reward model ranks of its own instead of sharing those of the policy."""
-    n_gpus_per_node: int = setting(8, ge=1)
+    n_gpus_per_node: int = setting(1, ge=1, interpolation="${trainer.n_gpus_per_node}")
     """Ranks per node of that pool."""
     nnodes: int = setting(0, ge=0)
     """Nodes of that pool."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from verl.base.registry import suggest
 from verl.config.agent import SINGLE_TURN, AgentLoopConfig, MultiTurnConfig
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
+from verl.config.machine import DTYPE
 from verl.config.model import DType
 from verl.config.observation import PrometheusConfig, TraceConfig
 from verl.config.problems import Problem
@@ -108,8 +109,8 @@ class RolloutConfig(BaseConfig):
     """Tokens that end a response besides EOS."""
     ignore_eos: bool = setting(False)
     """Go on after EOS, up to the longest response."""
-    dtype: DType = setting("bfloat16")
-    """Format of the weights inside the engine."""
+    dtype: DType = setting("bfloat16", interpolation=DTYPE)
+    """Format of the weights inside the engine; by default bfloat16 on GPUs and float32 on a CPU."""
     gpu_memory_utilization: float = setting(0.5, gt=0, le=1)
     """Fraction of a GPU's memory that the engine may take; with `native`, fraction of the free memory (also on a CPU)
     for the KV cache."""

@@ -13,6 +13,7 @@ from verl.base.registry import suggest
 from verl.base.remote import driver_problem, is_remote
 from verl.base.requirements import install_command
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
+from verl.config.machine import GPUS_PER_NODE
 from verl.config.problems import Problem
 
 TRACKERS: dict[str, str | None] = {
@@ -63,10 +64,12 @@ class PlacementConfig(BaseConfig):
 
     nnodes: int = setting(1, ge=1)
     """Nodes."""
-    n_gpus_per_node: int = setting(8, ge=1)
-    """Ranks per node: one per GPU, or processes on a machine without one."""
+    n_gpus_per_node: int = setting(1, ge=1, interpolation=GPUS_PER_NODE)
+    """Ranks per node: one per GPU, or processes on a machine without one. By default the GPUs of this machine, or of
+    the nodes of the Ray cluster that the run connects to; 1 without a GPU."""
     device: Literal["cuda", "cpu"] = setting("cuda")
-    """`cuda` uses GPUs if there are any and otherwise the CPU; `cpu` always the CPU."""
+    """`cuda` uses the GPUs of the machine or of the Ray cluster if there are any and otherwise the CPU; `cpu` always
+    the CPU."""
     controller: Literal["ray", "local"] = setting("ray")
     """`ray` starts ranks as Ray actors; `local` runs one rank in this process, for a debugger."""
 
@@ -104,7 +107,7 @@ class BaseTrainerConfig(PlacementConfig):
     """Save every this many steps and at the end; 0 at the end only, -1 never."""
     test_freq: int = setting(-1, ge=-1)
     """Validate every this many steps and at the end; -1 or 0 never."""
-    logger: Annotated[tuple[str, ...], OneOrMany] = setting(("console", "wandb"))
+    logger: Annotated[tuple[str, ...], OneOrMany] = setting(("console", "file"))
     """Trackers: console (main metrics) or console_full, file, tensorboard, wandb, mlflow, swanlab, clearml, trackio."""
     default_local_dir: str = setting(
         "checkpoints/verl_examples/gsm8k",
@@ -250,7 +253,7 @@ class SFTTrainerConfig(BaseTrainerConfig):
     """Name of the run in the trackers and part of the checkpoint folder."""
     total_epochs: int = setting(4, ge=1)
     """Passes over the training rows."""
-    logger: Annotated[tuple[str, ...], OneOrMany] = setting(("console", "wandb"))
+    logger: Annotated[tuple[str, ...], OneOrMany] = setting(("console", "file"))
     """Trackers: console (main metrics) or console_full, file, tensorboard, wandb, mlflow, swanlab, clearml, trackio."""
     default_local_dir: str = setting(
         "checkpoints/gsm8k-sft/test",
@@ -260,8 +263,8 @@ class SFTTrainerConfig(BaseTrainerConfig):
     """Folder of the checkpoints."""
     nnodes: int = setting(1, ge=1, interpolation="${oc.env:GROUP_WORLD_SIZE,1}")
     """Nodes; under torchrun, those that it started."""
-    n_gpus_per_node: int = setting(1, ge=1, interpolation="${oc.env:LOCAL_WORLD_SIZE,1}")
-    """Ranks per node; under torchrun, those that it started."""
+    n_gpus_per_node: int = setting(1, ge=1, interpolation="${oc.env:LOCAL_WORLD_SIZE," + GPUS_PER_NODE + "}")
+    """Ranks per node; under torchrun those that it started, else the GPUs of a node, or 1 without."""
     max_ckpt_to_keep: int | None = setting(None, ge=1)
     """Checkpoints to keep; null keeps all."""
 

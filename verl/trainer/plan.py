@@ -21,6 +21,7 @@ from typing import Any
 from hydra.errors import MissingConfigException
 
 from verl.config import PPOConfig
+from verl.config.machine import assumed_gpus, local_gpus
 from verl.config.problems import report
 from verl.errors import ConfigError, VerlError
 from verl.planner.advice import Change, changes, with_settings
@@ -35,6 +36,7 @@ from verl.utils.console import console, parameters_in_words, show
 
 _GB = 1e9
 PER_NODE = 8
+"""GPUs of a node, where neither the settings nor this machine say it."""
 WITH_CRITIC = ("bi_level_gae", "gae")
 """Estimators that read values."""
 WITHOUT_CRITIC = (
@@ -52,7 +54,11 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         usage="verl plan KEY=VALUE ... --gpus N --gpu NAME",
         description="Memory and time of a run before it starts. KEY=VALUE are the settings of verl train.",
     )
-    parser.add_argument("--gpus", type=int, help="number of GPUs; else that of trainer.nnodes and n_gpus_per_node")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        help="number of GPUs; else that of trainer.nnodes and n_gpus_per_node, or the GPUs of this machine, or 8",
+    )
     parser.add_argument("--gpu", default="h100", help=f"their kind: {', '.join(GPUS)}; default h100")
     parser.add_argument("--memory_gb", type=float, help="memory of one in 10^9 bytes, if not that of the data sheet")
     parser.add_argument("--prompt_tokens", type=int, help="expected tokens of a prompt; else the longest")
@@ -101,7 +107,8 @@ def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace]:
     except MissingConfigException as error:
         known = ", ".join(sorted(file.stem for file in CONFIG_DIR.glob("ppo*trainer.yaml")))
         raise ConfigError(f"--config-name {options.config_name}: there is no such file. Known are {known}.") from error
-    config = load_config(composed, explicit=keys_set(settings), with_rules=False, with_algorithms=False)
+    with assumed_gpus(PER_NODE if options.gpus else local_gpus() or PER_NODE):
+        config = load_config(composed, explicit=keys_set(settings), with_rules=False, with_algorithms=False)
     cluster = Cluster(
         gpu=gpu,
         gpus=config.trainer.ranks,

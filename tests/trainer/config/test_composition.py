@@ -29,7 +29,18 @@ ROOTS = {
     "generation": GenerationConfig,
     "evaluation": EvalConfig,
 }
-OURS = {"actor_rollout_ref.rollout.name": "native", "trainer.save_freq": 0}
+OURS = {
+    "actor_rollout_ref.rollout.name": "native",
+    "trainer.save_freq": 0,
+    "trainer.logger": ["console", "file"],
+    "trainer.n_gpus_per_node": "${verl.gpus_per_node:}",
+    "reward_model.n_gpus_per_node": "${trainer.n_gpus_per_node}",
+    "actor_rollout_ref.actor.fsdp_config.dtype": "${verl.dtype:}",
+    "actor_rollout_ref.ref.fsdp_config.dtype": "${verl.dtype:}",
+    "actor_rollout_ref.rollout.dtype": "${verl.dtype:}",
+    "critic.model.fsdp_config.dtype": "${verl.dtype:}",
+    "reward_model.rollout.dtype": "${verl.dtype:}",
+}
 """Keys whose default differs from the list on purpose."""
 
 

@@ -229,7 +229,7 @@ def test_a_run_on_a_gpu_takes_the_fast_engine_unless_it_names_one(
     name, set_by_hand = f"{ROLLOUT}.name", {"data.train_batch_size"}
     assert run.load(explicit=set_by_hand).actor_rollout_ref.rollout.name == "native"
     assert name not in caplog.text  # on a CPU nothing is chosen
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     engine, why = engine_for_gpu(importlib.util.find_spec("vllm") is not None, takes_images=False)
     assert run.load(explicit=set_by_hand).actor_rollout_ref.rollout.name == engine
     assert f"{name}: {engine}, because {why}" in caplog.text

@@ -63,7 +63,10 @@ def test_device(run: Run, asked: str, available: bool, device: str):
     assert resolve_device(run.load({"trainer.device": asked}), available) == device
 
 
-def test_the_table_says_why_the_device_is_another_one(run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert derived_sizes(run.load()).device == "cpu (trainer.device=cuda, but this machine has no CUDA device)"
+def test_the_table_says_where_the_ranks_come_from(run: Run, monkeypatch: pytest.MonkeyPatch):
+    assert dict(derived_sizes(run.load()).rows())["ranks"] == "2 (nnodes=1, n_gpus_per_node=2)"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert derived_sizes(run.load()).device == "cpu (no GPU on this machine, or in the Ray cluster of the run)"
     assert derived_sizes(run.load({"trainer.device": "cpu"})).device == "cpu"
+    monkeypatch.setattr("verl.trainer.config.sizes.has_driver", lambda: True)
+    assert derived_sizes(run.load()).device == "cpu (PyTorch cannot use the GPU of this machine: verl doctor)"

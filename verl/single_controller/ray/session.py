@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import signal
-import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import Any
 import ray
 
 from verl.backends.cpu.allocator import keep_freed_memory
+from verl.base.ray_address import answers
 from verl.base.redact import is_secret
 from verl.errors import ResourceError
 from verl.single_controller.ray.private import SETTINGS, address_left_behind, is_own_head, silence_token_notice
@@ -28,9 +28,6 @@ from verl.supervision.processes import children_in_own_group
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 10.0  # for a cluster to accept a connection, and to answer
-HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
-    [0, 0, 0, 4, 0, 0, 0, 0, 0]
-)  # RFC 9113, 3.4; empty SETTINGS
 LONGEST_FOLDER = 40  # of 107 characters of a socket's path; Ray appends "/ray/session_.../sockets/plasma_store"
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
@@ -183,7 +180,7 @@ def init_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {str(name): value for name, value in given.items() if value is not None}
     address = arguments.get("address", "auto")
     named = (os.environ.get("RAY_ADDRESS") or "auto") if address == "auto" else address
-    if named not in ("auto", "local") and not _answers(named):
+    if named not in ("auto", "local") and not answers(named, CONNECT_TIMEOUT_S):
         raise ResourceError(
             f"no Ray answers at {named} (from RAY_ADDRESS or the argument address): the cluster has ended, "
             "hangs, or cannot be reached from here. Start it (ray start --head), or unset the address: the run then "
@@ -195,29 +192,10 @@ def init_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         # Ray refuses these arguments when it connects to a running cluster.
         return {**arguments, "address": "local"}
     left_behind = address_left_behind(arguments.get("_temp_dir"))
-    if left_behind and not _answers(left_behind):
+    if left_behind and not answers(left_behind, CONNECT_TIMEOUT_S):
         logger.warning("a Ray at %s left its address behind and is gone; a new one is started", left_behind)
         return {**arguments, "address": "local"}
     return arguments
-
-
-def _answers(address: str) -> bool:
-    """Whether a gRPC server answers at ``host:port``; true for addresses of other forms.
-
-    The kernel accepts connections for a process that is stopped, so an accepted connection alone shows nothing.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if "://" in host or not port.isdigit():
-        # Ray accepts more kinds of addresses and reports itself what is wrong with this one.
-        return True
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S) as connection:
-            if os.environ.get("RAY_USE_TLS", "0") != "0":
-                return True
-            connection.sendall(HTTP2_GREETING)
-            return connection.recv(1) != b""
-    except OSError:
-        return False
 
 
 # ---- authentication and secrets ---------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from verl.config import JudgeRolloutConfig, Problem, RolloutConfig, RolloutCorrectionConfig
+from verl.config.machine import gpus_of_nodes
 from verl.config.megatron import SHARING
 from verl.config.megatron import SIZES as MEGATRON_SIZES
 from verl.config.rollout import OTHER_PROGRAMS
@@ -50,8 +51,7 @@ def derive(
         inactive: path → key that no code reads.
         explicit: keys that the user set on the command line.
         problems: list to which contradictions between two settings are appended.
-        with_algorithms: ask the registered estimators and losses what they need, and PyTorch for a GPU, which imports
-            it.
+        with_algorithms: ask the registered estimators and losses what they need, which imports PyTorch.
 
     Returns:
         messages about settings that were changed or that have no effect.
@@ -202,7 +202,7 @@ def _fast_engine(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str])
             continue
         if get(tree, name) != keys[name].default or get(tree, f"{path}.enable_rollout_routing_replay") is True:
             continue
-        if _sees_gpu():
+        if gpus_of_nodes(get(tree, "trainer", {}), get(tree, "ray_kwargs.ray_init")):
             model = get(tree, f"{path.removesuffix('rollout')}model.path")
             kind = model_files.model_type(Path(model).expanduser()) if isinstance(model, str) else None
             engine, why = engine_for_gpu(find_spec("vllm") is not None, kind in FAMILIES)
@@ -218,12 +218,6 @@ def engine_for_gpu(has_vllm: bool, takes_images: bool) -> tuple[str, str]:
     if has_vllm:
         return "vllm", "the run is on a GPU and vLLM is installed"
     return "native", "the run is on a GPU and vLLM is not installed here"
-
-
-def _sees_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _engines(tree: Tree, raw: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:

@@ -6,18 +6,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl.config import GenerationConfig, PPOConfig, SupervisedConfig
+from verl.config.machine import gpus_of_nodes, has_driver
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-NO_GPU = "cpu (trainer.device=cuda, but this machine has no CUDA device)"
+NO_GPU = "cpu (no GPU on this machine, or in the Ray cluster of the run)"
+UNUSABLE_GPU = "cpu (PyTorch cannot use the GPU of this machine: verl doctor)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Sizes of a reinforcement-learning run."""
 
-    ranks: int
+    nodes: int
+    ranks_per_node: int
     device: str
     prompts_per_step: int
     responses_per_prompt: int
@@ -35,6 +38,11 @@ class Sizes:
     """None while the size of the data is unknown."""
     total_steps: int
     """0 while the size of the data is unknown."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that train, over all nodes."""
+        return self.nodes * self.ranks_per_node
 
     @property
     def responses_per_step(self) -> int:
@@ -58,7 +66,7 @@ class Sizes:
         updates = f"{self.optimizer_steps_per_step:,} per step"
         return [
             ("device", self.device),
-            ("ranks", f"{self.ranks:,}"),
+            ("ranks", f"{self.ranks:,} (nnodes={self.nodes}, n_gpus_per_node={self.ranks_per_node})"),
             ("prompts per step", f"{self.prompts_per_step:,}"),
             ("responses per step", f"{self.responses_per_step:,} ({self.responses_per_prompt} per prompt)"),
             ("mini-batches per step", f"{self.mini_batches_per_step:,}"),
@@ -88,7 +96,8 @@ def derived_sizes(config: PPOConfig, dataset_len: int | None = None) -> Sizes:
     if shared_by > 1:
         micro_batch += f", shared by {shared_by} ranks"
     return Sizes(
-        ranks=ranks,
+        nodes=trainer.nnodes,
+        ranks_per_node=trainer.n_gpus_per_node,
         device=described_device(config),
         prompts_per_step=data.train_batch_size,
         responses_per_prompt=n,
@@ -117,22 +126,22 @@ def sizes_table(sizes: Sizes) -> Table:
 def resolve_device(
     config: PPOConfig | SupervisedConfig | GenerationConfig | Any, cuda_available: bool | None = None
 ) -> str:
-    """Return the device of a run: "cuda" if ``trainer.device=cuda`` and a device is available, else "cpu".
+    """Return the device of a run: "cuda" if ``trainer.device=cuda`` and its nodes have GPUs, else "cpu".
 
     Args:
         config: a configuration with a ``trainer`` section.
-        cuda_available: whether the ranks have CUDA devices; None checks in this process.
+        cuda_available: whether the ranks have CUDA devices; None asks the Ray cluster, else this machine.
     """
     if config.trainer.device == "cpu":
         return "cpu"
     if cuda_available is None:
-        import torch
-
-        cuda_available = torch.cuda.is_available()
+        cuda_available = bool(gpus_of_nodes(config.trainer, config.ray_kwargs.ray_init))
     return "cuda" if cuda_available else "cpu"
 
 
 def described_device(config: PPOConfig | SupervisedConfig) -> str:
     """Name the device, with the reason where it differs from ``trainer.device``."""
     device = resolve_device(config)
-    return device if device == config.trainer.device else NO_GPU
+    if device == config.trainer.device:
+        return device
+    return UNUSABLE_GPU if has_driver() else NO_GPU
