@@ -6,7 +6,10 @@ import pytest
 
 from verl.errors import ConfigError, DataError, RewardError
 from verl.trainer.config import EvalConfig, load_config
+from verl.trainer.evaluation import summarize
 from verl.trainer.main_eval import evaluate, run_eval
+from verl.trainer.ppo.validation import validation_metrics
+from verl.workers.reward_manager.scores import Score
 
 ROWS = [
     {"responses": ["#### 7", "#### 8"], "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "7"}},
@@ -54,6 +57,21 @@ def test_a_function_of_ones_own_and_its_failures(tmp_path, caplog):
     }
     assert "1 of 4 responses could not be scored" in caplog.text
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_means_are_those_of_validation():
+    values = [[1.0, 0.0, 1.0, 1.0], [0.0, 0.25, 0.0, 0.0], [1.0] * 4, [0.5] * 4]
+    failed = [(0, 1), (0, 2), (1, 0), *((3, place) for place in range(4))]
+    scores = [
+        [Score.failed("timeout", "late") if (row, place) in failed else Score(value) for place, value in enumerate(of)]
+        for row, of in enumerate(values)
+    ]
+    # Means of what was scored: (1 + 1)/2, (0.25 + 0 + 0)/3, 1; the last prompt has none.
+    assert summarize([("s", of_prompt) for of_prompt in scores])["test_score/s"] == pytest.approx((1 + 1 / 12 + 1) / 3)
+    flat = [score for of_prompt in scores for score in of_prompt]
+    columns = {"reward": [score.value for score in flat], "reward_status": [score.status for score in flat]}
+    found = validation_metrics(["s"] * 16, [number // 4 for number in range(16)], columns)
+    assert found["val-core/s/reward/mean@4"] == pytest.approx((1 + 1 / 12 + 1) / 3)
 
 
 def test_if_nothing_can_be_scored_the_first_error_is_shown(tmp_path):

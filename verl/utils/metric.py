@@ -144,6 +144,19 @@ def distribution(values: Sequence[float] | torch.Tensor, prefix: str) -> dict[st
     }
 
 
+def number_or_nan(value: Any) -> float:
+    """Return a number that a user's code gave as float; NaN for None, and for what is infinite or larger than floats.
+
+    >>> number_or_nan(True), number_or_nan(10**400), number_or_nan(None)
+    (1.0, nan, nan)
+    """
+    try:
+        number = math.nan if value is None else float(value)
+    except OverflowError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
 def extreme(name: str, values: Sequence[float]) -> float:
     """The maximum for a name that ends in ``_max``, else the minimum; NaN if any value is, whatever the order.
 

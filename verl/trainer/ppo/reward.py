@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,13 +26,14 @@ from verl.trainer.ppo.sequences import Trajectories, compared_groups, trajectory
 from verl.trainer.ppo.stages import metrics_by_source
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.deferred import Deferred
-from verl.utils.metric import Metrics, distribution
+from verl.utils.metric import Metrics, distribution, number_or_nan
 from verl.utils.reward_score import FORMATS, check_settings, default_compute_score, scorer_for_all
 from verl.utils.reward_score.prime_code import code_settings
 from verl.workers.reward_manager import AbstractRewardManager, NaiveRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.abstract import call
 from verl.workers.reward_manager.function import form_of, tensors_of
 from verl.workers.reward_manager.scores import on_drawn_tokens, token_scores
+from verl.workers.reward_manager.texts import response_texts
 
 logger = logging.getLogger(__name__)
 
@@ -247,8 +249,8 @@ def status_metrics(statuses: Sequence[str]) -> Metrics:
 def component_metrics(extra: Mapping[str, Sequence[Any]]) -> Metrics:
     """Compute ``reward/{name}/mean``, ``/max`` and ``/min`` of every numeric value of the reward function.
 
-    Samples that were not scored or lack the value are left out. A name is skipped if any scored sample has a
-    non-numeric value for it.
+    Samples that were not scored, or whose value is missing or not finite, are left out. A name is skipped if any scored
+    sample has a non-numeric value for it.
 
     Args:
         extra: the second result of :func:`compute_reward`.
@@ -256,9 +258,10 @@ def component_metrics(extra: Mapping[str, Sequence[Any]]) -> Metrics:
     statuses = extra.get("reward_status")
     metrics: Metrics = {}
     for name, values in extra.items():
-        scored = [v for row, v in enumerate(values) if v is not None and (statuses is None or statuses[row] == "ok")]
-        if scored and all(isinstance(value, (bool, int, float)) for value in scored):
-            metrics |= distribution([float(value) for value in scored], f"reward/{name}")
+        scored = [value for row, value in enumerate(values) if statuses is None or statuses[row] == "ok"]
+        if all(isinstance(value, bool | int | float | None) for value in scored):
+            present = [number for number in map(number_or_nan, scored) if not math.isnan(number)]
+            metrics |= distribution(present, f"reward/{name}") if present else {}
     return metrics
 
 
@@ -412,7 +415,7 @@ class EqualScores:
             for b, r, _ in scored
             if "finish_reason" in b.non_tensor_batch
         ]
-        response = self.tokenizer.decode(batch.batch["responses"][row], skip_special_tokens=True)
+        response = response_texts(batch.select_idxs([row]), self.tokenizer)[0].solution_str
         truth = batch.non_tensor_batch.get("reward_model", [None] * len(batch))[row]
         logger.warning(
             "all responses of each of the last %d steps have the same score, %d with %g in this step: nothing tells a "

@@ -116,7 +116,10 @@ def with_own_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
         for row, value in zip(rows, values, strict=True):
             for sibling in members[found.number[row]]:
                 columns[name][sibling] = value
-        if name not in ("score", "reward_status") and all(isinstance(value, int | float) for value in values):
+        are_numbers = all(isinstance(value, int | float | None) for value in values) and values.count(None) < len(
+            values
+        )
+        if name not in ("score", "reward_status") and are_numbers:
             for row, treatment in enumerate(treatments):
                 if treatment == "zero":
                     columns[name][row] = 0.0

@@ -20,6 +20,7 @@ from verl.trainer.ppo.sequences import Trajectories, trajectory_scores, with_pro
 from verl.trainer.ppo.token_dump import TokenDump, token_table
 from verl.trainer.ppo.trajectories import how_trajectories_ended, validation_trajectory_metrics
 from verl.utils.dataset.loading import batches
+from verl.utils.metric import number_or_nan
 from verl.utils.token_page import TokenPage
 
 
@@ -108,23 +109,37 @@ class Validator:
 def validation_metrics(data_sources: list[str], uids: list[str], columns: dict[str, list]) -> dict[str, float]:
     """Reduce the values of all samples to metrics ``val-{core|aux}/{data_source}/{variable}/{metric}``.
 
-    Core metrics are mean@N, maj@N/mean and best@N/mean for the largest N of the core variable: ``acc`` if the reward
-    function returns it, else ``reward``. A variable is used for a data source if all its samples there are numbers or
-    texts. Samples that could not be scored, and those of failed trajectories that ``rollout.agent.on_failure`` leaves
-    out, are not counted; ``val-aux/error_rate`` is their share.
+    Core metrics are mean@N, maj@N/mean and best@N/mean of the core variable, with N samples per prompt: ``acc`` if the
+    reward function returns it, else ``reward``. A variable is used for a data source if its values there are numbers or
+    texts.
+
+    Samples that could not be scored, those of failed trajectories that ``rollout.agent.on_failure`` leaves out, and
+    samples whose value of a variable is None or not finite, are missing data
+    (:mod:`verl.trainer.ppo.validation_metrics`). They change no name, and are counted: ``val-aux/error_rate`` is the
+    share of samples without a score, and of each data source ``val-aux/{data_source}/failed_samples`` is their number,
+    ``.../unscored_prompts`` that of prompts without any score, and ``.../{core variable}/missing`` that of scored
+    samples without a value of the core variable.
     """
     status = columns.get("reward_status", ["ok"] * len(uids))
-    scored = [row for row, value in enumerate(status) if value == "ok"]
-    metrics = {"val-aux/error_rate": 1 - len(scored) / max(len(status), 1)}
-    for source in dict.fromkeys(data_sources[row] for row in scored):
-        rows = [row for row in scored if data_sources[row] == source]
+    is_scored = [value == "ok" for value in status]
+    metrics = {"val-aux/error_rate": 1 - sum(is_scored) / max(len(status), 1)}
+    for source in dict.fromkeys(data_sources):
+        rows = [row for row, name in enumerate(data_sources) if name == source]
+        scored = [row for row in rows if is_scored[row]]
+        prefix = f"val-aux/{source}"
+        metrics[f"{prefix}/failed_samples"] = len(rows) - len(scored)
+        metrics[f"{prefix}/unscored_prompts"] = len({uids[row] for row in rows} - {uids[row] for row in scored})
         kept = {
-            name: [values[row] for row in rows]
+            name: [values[row] if is_scored[row] else None for row in rows]
             for name, values in columns.items()
-            if name != "reward_status" and all(isinstance(values[row], int | float | str) for row in rows)
+            if name != "reward_status" and all(isinstance(values[row], int | float | str | None) for row in scored)
         }
-        variables = process_validation_metrics([source] * len(rows), [uids[row] for row in rows], kept)[source]
+        found = process_validation_metrics([source] * len(rows), [uids[row] for row in rows], kept)
+        variables = found.get(source, {})
         core = "acc" if "acc" in variables else "reward"
+        if core in variables:
+            present = ~np.isnan(list(map(number_or_nan, kept[core])))
+            metrics[f"{prefix}/{core}/missing"] = len(scored) - int(present.sum())
         for variable, numbers in variables.items():
             largest = max(_responses(name) for name in numbers)
             for name, value in numbers.items():

@@ -1,13 +1,14 @@
 """Validation metrics: scores reduced over the responses to each prompt, then averaged over prompts.
 
-With N responses per prompt::
+With N responses per prompt, m of which have a value (m ≤ N; the others could not be scored)::
 
-    mean@N, std@N                      over the responses (std: population)
-    best@k, worst@k  (/mean, /std)     largest and smallest of k responses drawn with replacement
+    mean@N, std@N                      over the m values (std: population)
+    best@k, worst@k  (/mean, /std)     largest and smallest of k values drawn from the m with replacement
     maj@k            (/mean, /std)     value of the most frequent answer among k drawn responses
 
 for k = 2, 4, 8, ... and N. best@k and worst@k are exact expectations over all draws; maj@k is a bootstrap estimate with
-a fixed seed.
+a fixed seed. A response without a value is missing data: the names stay those of N and of its powers of two, and a
+prompt without any value is left out of the average over prompts.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from verl.utils.metric import number_or_nan
 
 N_BOOTSTRAP = 1000
 CHUNK_ELEMENTS = 2**22
@@ -31,27 +34,32 @@ def process_validation_metrics(
 ) -> ValidationMetrics:
     """Reduce validation variables per prompt, then average over the prompts of each data source.
 
-    Variables with text are left out. ``pred`` (the extracted answer, of any hashable type) is the majority's vote.
+    Variables with text are left out. ``pred`` (the extracted answer, of any hashable type; None is no answer, which
+    has a vote too) is the majority's vote.
 
     Args:
         data_sources: (samples,) name of the data set of each sample.
         sample_uids: (samples,) prompt id of each sample.
-        infos_dict: variables, (samples,) each: ``reward``, ``acc``, ``pred``, ...
+        infos_dict: variables, (samples,) each: ``reward``, ``acc``, ``pred``, ... A value that is None or not finite is
+            missing.
         seed: of the bootstrap.
 
     Returns:
         data source → variable → ``mean@N``, ``std@N``, ``best@k/mean``, ...; prompts with different numbers N of
-        responses have separate metrics ``@N``.
+        samples have separate metrics ``@N``. A variable without any value is left out.
     """
     numeric = {name: values for name, values in infos_dict.items() if not any(isinstance(v, str) for v in values)}
-    votes = infos_dict.get("pred")
+    prompts: dict[tuple[str, Any], list[int]] = defaultdict(list)
+    for position, key in enumerate(zip(data_sources, sample_uids, strict=True)):
+        prompts[key].append(position)
+    ballots = _Ballots(infos_dict["pred"], seed) if "pred" in infos_dict else None
     found: dict[str, dict[str, dict[str, list[np.ndarray]]]] = {}
-    for source, rows in _groups(data_sources, sample_uids):
-        winners = {} if votes is None else _winners(_answer_codes(votes, rows), seed)
-        for variable, values in numeric.items():
-            scores = np.array([[values[i] for i in row] for row in rows], dtype=np.float64)  # (prompts, N)
+    for variable, given in numeric.items():
+        values = np.array(list(map(number_or_nan, given)), dtype=np.float64)
+        for (source, size), rows in _blocks(prompts, ~np.isnan(values)):
             into = found.setdefault(source, {}).setdefault(variable, defaultdict(list))
-            for name, per_prompt in _reduce(scores, winners).items():
+            winners = {} if ballots is None else ballots.winners(rows, _draws(size))
+            for name, per_prompt in _reduce(values[rows], size, winners).items():
                 into[name].append(per_prompt)
     return {
         source: {
@@ -62,30 +70,24 @@ def process_validation_metrics(
     }
 
 
-def _groups(data_sources: Sequence[str], sample_uids: Sequence[Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield for each data source and number N of responses the positions of the samples, (prompts, N)."""
-    prompts: dict[tuple[str, Any], list[int]] = defaultdict(list)
-    for position, key in enumerate(zip(data_sources, sample_uids, strict=True)):
-        prompts[key].append(position)
-    blocks: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
+def _blocks(
+    prompts: Mapping[tuple[str, Any], list[int]], is_present: np.ndarray
+) -> Iterator[tuple[tuple[str, int], np.ndarray]]:
+    """Yield positions of values, (prompts, m), of prompts with equally many samples and values.
+
+    With the data source and the number N of samples.
+    """
+    blocks: dict[tuple[str, int, int], list[list[int]]] = defaultdict(list)
     for (source, _), members in prompts.items():
-        blocks[source, len(members)].append(members)
-    for (source, _), rows in blocks.items():
-        yield source, np.array(rows)
+        present = [position for position in members if is_present[position]]
+        if present:
+            blocks[source, len(members), len(present)].append(present)
+    for (source, size, _), rows in blocks.items():
+        yield (source, size), np.array(rows)
 
 
-def _answer_codes(votes: Sequence[Any], rows: np.ndarray) -> np.ndarray:
-    """Encode answers as integers, equal for equal answers to a prompt; (prompts, N)."""
-    codes = np.zeros(rows.shape, dtype=np.int16)
-    for number, row in enumerate(rows):
-        seen: dict[Any, int] = {}
-        codes[number] = [seen.setdefault(votes[i], len(seen)) for i in row]
-    return codes
-
-
-def _reduce(scores: np.ndarray, winners: Mapping[int, np.ndarray]) -> dict[str, np.ndarray]:
-    """Compute all metrics of scores (prompts, N); each has shape (prompts,)."""
-    size = scores.shape[1]
+def _reduce(scores: np.ndarray, size: int, winners: Mapping[int, np.ndarray]) -> dict[str, np.ndarray]:
+    """Compute all metrics of values (prompts, m) of ``size`` responses; each has shape (prompts,)."""
     metrics = {f"mean@{size}": scores.mean(1)}
     if size == 1:
         return metrics
@@ -118,17 +120,46 @@ def _largest_of(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     return mean, np.sqrt(variance)
 
 
-def _winners(ballots: np.ndarray, seed: int) -> dict[int, np.ndarray]:
-    """For each k, the index of the winning response in each resample, (prompts, bootstrap).
+class _Ballots:
+    """Votes of responses, and who wins them.
 
-    The most frequent answer among k drawn responses wins; ties go to the one drawn first. Its index is that of the
-    first drawn response with this answer.
+    Args:
+        votes: (samples,) the answer of each response.
+        seed: of the bootstrap.
     """
-    prompts, size = ballots.shape
-    winners = {}
-    for k in _draws(size):
-        rng = np.random.default_rng(seed)
-        winners[k] = np.empty((prompts, N_BOOTSTRAP), dtype=np.int16)
+
+    def __init__(self, votes: Sequence[Any], seed: int) -> None:
+        self._votes, self._seed = votes, seed
+        self._known: dict[tuple[bytes, tuple[int, ...]], dict[int, np.ndarray]] = {}
+
+    def winners(self, rows: np.ndarray, draws: Sequence[int]) -> dict[int, np.ndarray]:
+        """Return for each k the index of the winning response in each resample, (prompts, bootstrap).
+
+        The most frequent answer among k drawn responses wins; ties go to the one drawn first. Its index is that of the
+        first drawn response with this answer. Variables with values of the same responses share the winners.
+
+        Args:
+            rows: (prompts, m) positions of the responses that may be drawn.
+            draws: the values of k.
+        """
+        key = rows.tobytes(), (rows.shape[1], *draws)
+        if key not in self._known:
+            self._known[key] = {k: self._winners_of(self._codes(rows), k) for k in draws}
+        return self._known[key]
+
+    def _codes(self, rows: np.ndarray) -> np.ndarray:
+        """Encode answers as integers, equal for equal answers to a prompt; (prompts, m)."""
+        codes = np.zeros(rows.shape, dtype=np.int16)
+        for number, row in enumerate(rows):
+            seen: dict[Any, int] = {}
+            answers = (self._votes[i] for i in row)
+            codes[number] = [seen.setdefault(None if vote != vote else vote, len(seen)) for vote in answers]
+        return codes
+
+    def _winners_of(self, ballots: np.ndarray, k: int) -> np.ndarray:
+        prompts, size = ballots.shape
+        rng = np.random.default_rng(self._seed)
+        winners = np.empty((prompts, N_BOOTSTRAP), dtype=np.int16)
         at_once = max(1, CHUNK_ELEMENTS // (N_BOOTSTRAP * k))
         for start in range(0, prompts, at_once):
             part = ballots[start : start + at_once]
@@ -139,8 +170,8 @@ def _winners(ballots: np.ndarray, seed: int) -> dict[int, np.ndarray]:
             for voter in range(k):
                 supporters += answers == answers[..., voter : voter + 1]
             first = supporters.argmax(-1)[..., None]
-            winners[k][start : start + at_once] = np.take_along_axis(drawn, first, axis=-1)[..., 0]
-    return winners
+            winners[start : start + at_once] = np.take_along_axis(drawn, first, axis=-1)[..., 0]
+        return winners
 
 
 # ---- single prompts ---------------------------------------------------------------------------
