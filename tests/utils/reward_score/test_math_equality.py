@@ -16,7 +16,8 @@ EQUAL = {
         (r"\frac{1}{-2}", "-.5"), (r"1\frac{1}{2}", r"\frac{3}{2}"), ("2½", "2.5"),
         (r"\frac{x+1}{2}", r"\frac{x}{2}+\frac{1}{2}"), (r"\displaystyle\frac12", "0.5"),
     ],
-    "decimals": [("0.50", "0.5"), (".5", "0.5"), ("3.0", "3"), ("2.", "2"), ("−5", "-5"), ("２", "2"), ("0", "-0")],
+    "decimals": [("0.50", "0.5"), (".5", "0.5"), ("3.0", "3"), ("2.", "2"), ("−5", "-5"), ("２", "2"), ("0", "-0"),
+                 (r"0.\overline{3}", r"\frac13"), (r"0.1\bar{6}", "1/6")],
     "mixed numbers": [("3 1/2", "3.5"), ("-3 1/2", "-3.5"), (r"3\ 1/2", r"3\frac{1}{2}"), ("3 1/2", "7/2")],
     "powers of ten": [("1e3", "1000"), ("2.5E-2", "0.025"), (r"1.5\times 10^3", "1500"), (r"1\times10^{-3}", "0.001")],
     "thousands": [("1,000", "1000"), ("1,234,567", "1234567"), ("1{,}000", "1000"), (r"1\,000", "1000"),
@@ -36,7 +37,8 @@ EQUAL = {
     "inequalities": [("x>2", "2<x"), (r"x\le 3", r"3\ge x"), (r"x \neq 3", r"x\ne 3")],
     "tuples": [(r"\left(1,2\right)", "(1,2)"), ("(1, 2)", "(1,2)"), (r"(3,\frac{\pi}{2})", r"(3,\pi/2)")],
     "intervals": [(r"\left[0,1\right)", "[0,1)"), (r"(-\infty,2)\cup(3,\infty)", r"(3,\infty)\cup(-\infty,2)"),
-                  (r"x\in[0,1]", "[0,1]"), (r"\left( -\infty, 3 \right]", r"(-\infty,3]")],
+                  (r"x\in[0,1]", "[0,1]"), (r"\{x|x>2\}", r"(2,\infty)"), (r"[0,\infty)", r"x\ge 0"),
+                  ("[2,5)", r"2\le x<5"), ("1 ≤ x ≤ 3", "[1,3]"), (r"\left( -\infty, 3 \right]", r"(-\infty,3]")],
     "sets": [(r"\left\{1,2\right\}", r"\{2,1\}"), ("1,2", "2,1"), (r"\{1,2\}", "1,2"),
              (r"x=1 \text{ or } x=2", "1,2"), (r"11\text{ and }12", "12,11")],
     "plus or minus": [(r"\pm 2", "2,-2"), (r"1\pm\sqrt{2}", r"1+\sqrt{2},1-\sqrt{2}"), (r"\pm\sqrt{4}", r"\pm 2")],
@@ -88,8 +90,6 @@ TOO_KIND = [
 TOO_STRICT = [
     (r"e^{i\pi}", "-1"),  # i is a symbol to the library
     (r"\sqrt{-1}", "i"),
-    (r"0.\overline{3}", r"\frac13"),  # repeating decimals are not read
-    (r"\{x|x>2\}", r"(2,\infty)"),  # neither is set-builder notation
     (r"\text{no solution}", r"\emptyset"),
     (r"\frac{\pi}{2}", r"90^\circ"),  # degrees are a unit, not π/180
 ]
@@ -123,17 +123,13 @@ def test_unreadable_answers_are_wrong(answer, truth):
 
 
 def test_an_unreadable_truth_is_an_error():
-    with pytest.raises(RewardError, match="ground truth '' cannot be read"):
-        is_equivalent("3", "")
+    with pytest.raises(RewardError, match=r"ground truth '\$\$' cannot be read"):
+        is_equivalent("3", "$$")
 
 
 def test_what_is_known_to_be_too_kind_or_too_strict():
     assert all(is_equivalent(answer, truth) for answer, truth in TOO_KIND)
     assert not any(is_equivalent(answer, truth) for answer, truth in TOO_STRICT)
-    # As an answer an interval is read as the inequality, but not the other way round.
-    for interval, inequality in ((r"[0,\infty)", r"x\ge 0"), ("[2,5)", r"2\le x<5")):
-        assert is_equivalent(interval, inequality)
-        assert not is_equivalent(inequality, interval)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +137,7 @@ def test_what_is_known_to_be_too_kind_or_too_strict():
     [
         ("½", r"\frac{1}{2}"),
         ("¾%", r"\frac{3}{4}%"),
-        ("x²", "x²"),  # a power, which NFKC would make x2
+        ("x²", "x^{2}"),
         ("١٢", "١٢"),
         ("∞", r"\infty"),
         ("1,000,000", "1,000,000"),

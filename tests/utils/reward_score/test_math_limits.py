@@ -35,7 +35,7 @@ HANGING = [
     r"\operatorname{lcm}(9^{9^9},2)", r"\operatorname{zeros}(99999,99999)", r"\Gamma(999999999)",
     r"\sum_{k=1}^{10^9}k!", r"\prod_{k=1}^{9}" * 8 + "k", r"\int" * 12 + "x" + "dx" * 12, r"\lim_{x\to 0}x^{x^x}",
     # what the grammar can read in many ways
-    nested("{", "5", "}", 16), nested("(", "5", ")", 50), nested("x_{", "1", "}", 16), nested("|", "5", "|", 50),
+    nested("{1", "5", "}", 16), nested("(", "5", ")", 50), nested("x_{", "1", "}", 16), nested("|", "5", "|", 50),
     nested(r"\frac{", "1", "}{2}", 16), nested(r"1+\frac{1}{", "2", "}", 16), nested(r"\sqrt[3]{", "2", "}", 16),
     r"\log" * 7 + " 5", nested(r"\log(", "5", ")", 7), r"\sin " * 12 + "5", nested(r"\sin(", "5", ")", 12),
     "1" + "/2" * 20, "1" + ",1" * 900, "x" * 1000, "(1,2)" + r"\cup(3,4)" * 60,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.utils.reward_score.math_equality import is_equivalent, last_boxed
-from verl.utils.reward_score.registry import also_called, register_scorer, text_of_truth
+from verl.utils.reward_score.math_equality import is_equivalent, last_boxed, read_truth
+from verl.utils.reward_score.registry import also_called, register_scorer
 
 
 @also_called(solution_str="predict_str")
 def accuracy_reward(solution_str: str, ground_truth: Any, use_boxed: bool = True) -> float:
     r"""1 if the last ``\boxed{...}`` (without ``use_boxed``, the whole response) equals the truth in value, else 0."""
     answer = last_boxed(solution_str) if use_boxed else solution_str.strip()
-    return float(answer is not None and is_equivalent(answer, text_of_truth(ground_truth)))
+    return float(answer is not None and is_equivalent(answer, ground_truth))
 
 
 acc_reward = accuracy_reward
@@ -32,7 +32,7 @@ def format_reward(solution_str: str) -> float:
     return 1.0
 
 
-@register_scorer("hiyouga/geometry3k", truth=text_of_truth)
+@register_scorer("hiyouga/geometry3k", truth=read_truth)
 @also_called(solution_str="predict_str")
 def compute_score(solution_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1) -> float:
     r"""Score by accuracy and format, each 0 or 1.

@@ -3,48 +3,118 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal, InvalidOperation
 from typing import Any, Literal
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, RewardError
+from verl.utils.reward_score.answer_text import (
+    CURRENCY,
+    UNSIGNED,
+    WrittenNumber,
+    plain_answer,
+    read_decimal,
+    with_latex_signs,
+    with_one_spelling,
+)
+from verl.utils.reward_score.math_equality import last_boxed
 from verl.utils.reward_score.registry import register_scorer, text_of_truth
 
-NUMBER = r"-?\$?(?:(?<!\.)\.)?\d[\d,.]*"
-"""A run of digits, commas and full stops; ``5.5.5`` is one, and equals no number."""
-MARKED = re.compile(rf"####\s*({NUMBER})")
-ANY = re.compile(NUMBER)
+MARK = "####"
+LINE_LENGTH = 300
+"""Characters after a mark, or up to the last digit, that are read."""
+OPENING = re.compile(
+    r"(?:[\s*_`\"({]|\$|\\\(|\\\[|\\[,;: ]|\\(?:boxed|fbox|text|textbf|textrm|mathbf|mathrm|displaystyle)(?![A-Za-z]))*"
+)
+"""Wrappers before a number: Markdown, delimiters of formulas, a box."""
+STARTS = re.compile(rf"\s*[+-]?\s*{CURRENCY}?\s*[+-]?\s*(?:\d|\.\d|\\frac|\\sqrt)")
+NUMBER = re.compile(rf"\s*([+-]?)\s*{CURRENCY}?\s*([+-]?)\s*({UNSIGNED})")
+CONTINUES = re.compile(
+    r"[.,]?\d|[eE][+-]?\d|[kK](?![A-Za-z])|\\(?:frac|sqrt|pi)(?![A-Za-z])"
+    r"|(?:\\[,;: ]|[\s*_`\")}$])*"
+    r"(?:[:/^](?!\s*\{?\s*\\circ)\s*[({]?\s*-?\d|\s\d|[+*x\-\u2010-\u2015]\s*[({]?\s*\d|\\(?:times|cdot|div)(?![A-Za-z])"
+    r"|(?:hundred|thousand|million|billion|trillion|dozen|percent of)\b|(?:or|and|to)\s+-?\$?\d)"
+)
+"""What makes a number the beginning of something else: ``3/4``, ``1e3``, ``5:30``, ``5 million``, ``5 or 6``."""
+RUN = re.compile(
+    rf"(?:(?<![0-9A-Za-z)\]}}.])-)?{CURRENCY}?-?(?:(?<!\.)\.)?\d(?:[\d.,:/^]|[eE*x+-]{{1,2}}(?=\d))*", re.ASCII
+)
+"""A number with all that hangs together with it."""
 
 Method = Literal["strict", "flexible"]
 
 
 def extract_solution(solution_str: str, method: Method = "strict") -> str | None:
-    """Return the number that a response gives as its answer, without ``$`` and thousands separators; None if none.
+    r"""Return the number that a response gives as its answer, without separators and currency; None if none.
 
-    Method ``strict`` takes the number after the last ``####``, ``flexible`` the last number of the text.
+    Method ``strict`` takes the number after the last ``####``, with or without wrappers (``\$5``, ``**5**``,
+    ``\boxed{5}``); ``flexible`` the last number of the text. Only whole numbers and decimals are numbers here: ``3/4``,
+    ``1e3`` and ``5:30`` are none, and not the number that they begin with.
     """
     if method not in ("strict", "flexible"):
         raise ConfigError(f"gsm8k: method='{method}' is unknown; there are strict and flexible.")
-    found = (MARKED if method == "strict" else ANY).findall(solution_str)
-    return found[-1].rstrip(".,").replace(",", "").replace("$", "") if found else None
+    return _marked(solution_str) if method == "strict" else _last(solution_str)
 
 
-@register_scorer("openai/gsm8k", "gsm8k", truth=text_of_truth)
+def _marked(text: str) -> str | None:
+    """Number after the last mark that anything like a number follows."""
+    end = len(text)
+    while (start := text.rfind(MARK, 0, end)) >= 0:
+        after = text[start + len(MARK) : min(end, start + LINE_LENGTH)].lstrip("# \t\r\n")
+        line = with_one_spelling(with_latex_signs(after.split("\n", 1)[0]))
+        number = line[OPENING.match(line).end() :]  # type: ignore[union-attr]  # it matches the empty text too
+        if STARTS.match(number):
+            return _at_start(number)
+        end = start
+    return None
+
+
+def _at_start(text: str) -> str | None:
+    found = NUMBER.match(text)
+    if found is None or (found[1] and found[2]) or CONTINUES.match(text, found.end()):
+        return None
+    sign = "-" if "-" in (found[1], found[2]) else ""
+    return sign + re.sub(r"[^0-9.]", "", found[3]).removesuffix(".")
+
+
+def _last(text: str) -> str | None:
+    last = next((place for place in range(len(text) - 1, -1, -1) if text[place].isdecimal()), None)
+    if last is None:
+        return None
+    end = with_one_spelling(with_latex_signs(text[max(0, last - LINE_LENGTH) : last + LINE_LENGTH]))
+    starts = [run.start() for run in RUN.finditer(end)]
+    return _at_start(end[starts[-1] :]) if starts else None
+
+
+def read_truth(ground_truth: Any) -> WrittenNumber:
+    r"""Read the number of a ground truth: ``5``, ``5.0``, ``\boxed{5}``, or the column ``answer`` with ``#### 5``.
+
+    Raises:
+        RewardError: it has no number.
+    """
+    text = text_of_truth(ground_truth)
+    answer = _marked(text) if MARK in text else _at_start(plain_answer(last_boxed(text) or text))
+    number = read_decimal(answer or "")
+    if number is None:
+        raise RewardError(
+            f"gsm8k: ground_truth is {ground_truth!r:.120}; expected a whole number or a decimal, such as 18, '1,000' "
+            "or '2.5', alone, in \\boxed{...} or after '####'. Correct reward_model.ground_truth of this row, or its "
+            "data source."
+        )
+    return number
+
+
+@register_scorer("openai/gsm8k", "gsm8k", truth=read_truth)
 def compute_score(
     solution_str: str, ground_truth: Any, method: Method = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """Return ``score`` for the right number, ``format_score`` for another one, 0 for none.
 
     Numbers are compared by value: 1,000, 1000 and 1000.00 are equal. ``method``: see :func:`extract_solution`.
+
+    Raises:
+        RewardError: the ground truth has no number.
     """
-    answer = extract_solution(solution_str, method)
+    truth = read_truth(ground_truth)
+    answer = read_decimal(extract_solution(solution_str, method) or "")
     if answer is None:
         return 0.0
-    return score if _same_number(answer, text_of_truth(ground_truth)) else format_score
-
-
-def _same_number(answer: str, truth: str) -> bool:
-    truth = truth.strip().replace(",", "").replace("$", "")
-    try:
-        return Decimal(answer) == Decimal(truth)
-    except InvalidOperation:
-        return answer == truth
+    return score if answer.value == truth.value else format_score

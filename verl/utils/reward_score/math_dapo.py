@@ -1,7 +1,7 @@
 r"""Scorer of DAPO for competition mathematics: ±1 for the ``Answer:`` line (https://arxiv.org/abs/2503.14476).
 
-Answers are compared as text after the normalisation of Minerva (https://arxiv.org/abs/2206.14858,
-appendix D.1). That is exact for the integer answers of these data sources; for answers that need algebra use
+Answers are compared as numbers (073 is 73), or else as text after the normalisation of Minerva
+(https://arxiv.org/abs/2206.14858, appendix D.1); for answers that need algebra use
 :mod:`verl.utils.reward_score.math_reward`.
 """
 
@@ -10,17 +10,21 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl.utils.reward_score.math_equality import last_boxed
+from verl.errors import RewardError
+from verl.utils.reward_score.answer_text import plain_answer, read_number
+from verl.utils.reward_score.math_equality import last_boxed, text_of_answer
 from verl.utils.reward_score.math_equality import last_boxed_only_string as last_boxed_only_string
 from verl.utils.reward_score.math_equality import remove_boxed as remove_boxed
-from verl.utils.reward_score.registry import register_scorer, text_of_truth
+from verl.utils.reward_score.registry import register_scorer
 
 TAIL = 300
 """Number of last characters of a response that are read, so that only the final answer counts."""
 NO_ANSWER = "[INVALID]"
 """The ``pred`` of a response without an answer."""
 
-ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+ANSWER = re.compile(r"answer\s*:[\s*]*(\\\[.*?\\\]|\$\$.*?\$\$|[^\n]+)", re.IGNORECASE | re.DOTALL)
+"""The line, or the displayed formula that begins there."""
+WHOLE = re.compile(r"[+-]?\d+")
 
 SUBSTITUTIONS = (
     ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), (r"\ ", ""), (" ", ""), ("mbox", "text"),
@@ -66,31 +70,60 @@ def normalize_final_answer(final_answer: str) -> str:
     return text.replace(",", "") if THOUSANDS.fullmatch(text) else text
 
 
-@register_scorer("math_dapo", "math", "math_dapo_reasoning", "aime*", truth=text_of_truth)
+def read_truth(ground_truth: Any) -> str:
+    r"""Return the answer of a ground truth, without ``\boxed``.
+
+    Raises:
+        RewardError: nothing is left of it to compare with.
+    """
+    truth = text_of_answer(ground_truth)
+    if not normalize_final_answer(plain_answer(truth)):
+        raise RewardError(
+            f"math_dapo: ground_truth is {ground_truth!r:.120}, of which normalisation leaves nothing; expected an "
+            "answer such as 73, '073' or '\\frac{1}{2}'. Correct reward_model.ground_truth of this row, or its data "
+            "source."
+        )
+    return truth
+
+
+@register_scorer("math_dapo", "math", "math_dapo_reasoning", "aime*", truth=read_truth)
 def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
     r"""Score +1 if the last ``Answer:`` line within the last 300 characters has the right answer, -1 otherwise.
 
-    Markdown asterisks around the answer and punctuation after it are ignored (in verl 0.8 they make a right
-    answer wrong).
+    Signs and wrappers around the answer are read as in :mod:`.answer_text`, and numbers are compared by value (in
+    verl 0.8 both make a right answer wrong).
 
     Args:
         solution_str: the response.
         ground_truth: the answer, as text or number, with or without ``\boxed``.
         strict_box_verify: take the last ``\boxed{...}`` of those 300 characters instead of the ``Answer:``
-            line, and compare it without normalisation.
+            line, and compare it without normalisation; only whole numbers are compared by value.
 
     Returns:
         ``score`` (1.0 or -1.0), ``acc`` (whether it is right), and ``pred``, the answer as it was
         compared (``[INVALID]`` for none).
+
+    Raises:
+        RewardError: the ground truth has nothing to compare with.
     """
-    tail, truth = solution_str[-TAIL:], text_of_truth(ground_truth)
-    truth = last_boxed(truth) or truth
+    tail, truth = solution_str[-TAIL:], read_truth(ground_truth)
     if strict_box_verify:
-        found, truth = last_boxed(tail), truth.strip()
+        answer = last_boxed(tail)
+        is_right = answer is not None and (answer == truth or _are_same_whole_numbers(answer, truth))
     else:
         lines = ANSWER.findall(tail)
-        # Remove Markdown asterisks and the punctuation of a sentence.
-        bare = lines[-1].strip(" \t\r*").rstrip(" *.,;:") if lines else None
-        found, truth = None if bare is None else normalize_final_answer(bare), normalize_final_answer(truth)
-    is_right = found == truth
-    return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": NO_ANSWER if found is None else found}
+        answer = normalize_final_answer(plain_answer(lines[-1].strip(" \t\r*.,;:"))) if lines else None
+        is_right = answer is not None and _is_same(answer, normalize_final_answer(plain_answer(truth)))
+    return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": NO_ANSWER if answer is None else answer}
+
+
+def _is_same(answer: str, truth: str) -> bool:
+    if answer == truth:
+        return True
+    left, right = read_number(answer), read_number(truth)
+    return left is not None and right is not None and left.value == right.value
+
+
+def _are_same_whole_numbers(*texts: str) -> bool:
+    left, right = map(plain_answer, texts)
+    return bool(WHOLE.fullmatch(left) and WHOLE.fullmatch(right)) and int(left) == int(right)

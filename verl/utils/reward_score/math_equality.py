@@ -12,12 +12,13 @@ from __future__ import annotations
 import functools
 import logging
 import re
-import unicodedata
 from collections.abc import Callable
 from typing import Any
 
 from verl.errors import RewardError
+from verl.utils.reward_score.answer_text import plain_answer, read_number
 from verl.utils.reward_score.math_limits import is_text_bounded, limited
+from verl.utils.reward_score.registry import text_of_truth
 
 MAX_ANSWER_LENGTH = 2000
 """Longest answer that is compared by value, in characters; a longer one is compared as text."""
@@ -27,25 +28,20 @@ _WARM_UP = (
 )  # fmt: skip
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{(.*)\}|([^\s{].*))", re.DOTALL)
-_DELIMITERS = (("\\(", "\\)"), ("\\[", "\\]"), ("$", "$"))
-_SPELLINGS = {
-    "\u2212": "-",  # minus sign
-    "\u2044": "/",  # fraction slash
-    "\\displaystyle": "",
-    "{,}": ",",
-    "{:}": ":",
-    "\\!": "",
-    "\u221e": r"\infty ",
-    "\u03c0": r"\pi ",
-}
 _THIN_SPACE_IN_NUMBER = re.compile(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))")
 _MIXED = re.compile(r"(-?\d+)(?:\s|\\[,;: ])+(\d+)/(\d+)")
-_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\{([^{}]*)\}")
 _SCIENTIFIC = re.compile(r"(-?\d{1,20}(?:\.\d{1,20})?)[eE]([+-]?\d{1,3})")
 _NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _WITH_WORDS = re.compile(rf"({_NUMBER.pattern})\s+([A-Za-z]{{2,}}(?:\s+[A-Za-z]{{2,}})*)")
+_SET_BUILDER = re.compile(
+    r"(?:\\left)?\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*(?:\{R\}|R)\s*)?(?:\\mid(?![A-Za-z])|\||:)"
+    r"([^|]*(?:[<>]|\\[lg]eq?(?![A-Za-z]))[^|]*?)(?:\\right)?\\\}"
+)
+r"""``\{x | x > 2\}``; an inequality stands for its solutions."""
 _WORDS = re.compile(r"[A-Za-z]{3,}(?: [A-Za-z]+)*")
 _BASE = re.compile(r"[0-9A-Za-z]+_(?:\{(\d{1,9})\}|(\d{1,9}))")
+_BRACES = re.compile(r"(?:\\left\s*)?\\\{")
+_BRACKETS = re.compile(r"(?:\\left\s*)?[(\[]")
 _NO_UNITS = {"thousand", "million", "billion", "trillion", "hundred", "dozen", "half", "pi", "or", "and", "in", "mod"}
 """Words after a number that change its value or continue the expression, and so are not a unit."""
 
@@ -96,18 +92,50 @@ def last_boxed(text: str) -> str | None:
     return None if box is None else remove_boxed(box).strip()
 
 
-def is_equivalent(answer: str, truth: str) -> bool:
+def text_of_answer(ground_truth: Any) -> str:
+    r"""Return the answer of a ground truth: what stands in its last ``\boxed{...}`` or after its last ``####``, or all.
+
+    Raises:
+        RewardError: it is neither a text nor a finite number, or blank.
+    """
+    text = text_of_truth(ground_truth)
+    boxed = last_boxed(text)
+    return boxed if boxed is not None else text.rpartition("####")[2].strip()
+
+
+def read_truth(ground_truth: Any) -> str:
+    r"""Return the canonical answer of a ground truth: ``\frac{1}{2}``, ``0.5``, ``\boxed{x+1}``, ``#### 5``, ``73.0``.
+
+    Raises:
+        RewardError: it is no text or number, or nothing is left of it to compare with.
+    """
+    text = canonical(text_of_answer(ground_truth))
+    if not text.strip(" $"):
+        raise _unreadable(str(ground_truth))
+    return text
+
+
+def _unreadable(truth: str) -> RewardError:
+    return RewardError(
+        f"math: the ground truth {truth!r:.120} cannot be read as mathematics; expected an answer such as 5, "
+        "'\\frac{1}{2}' or 'x+1', alone, in \\boxed{...} or after '####'. Correct reward_model.ground_truth of this "
+        "row, or its data source."
+    )
+
+
+def is_equivalent(answer: str, truth: Any) -> bool:
     r"""Whether two answers have the same value, as ``\frac{1}{2}``, ``0.5`` and ``1/2`` have.
 
     Raises:
         RewardError: the truth cannot be read.
     """
+    right = read_truth(truth)
     if len(answer) > MAX_ANSWER_LENGTH:
-        return _without_spaces(answer) == _without_spaces(truth)
-    answer, truth = canonical(answer), canonical(truth)
-    if _without_spaces(answer) == _without_spaces(truth):
+        return _without_spaces(answer) == _without_spaces(str(truth))
+    left = canonical(answer)
+    if _without_spaces(left) == _without_spaces(right):
         return True
-    return any(_is_equal(left, right) for left, right in readings(answer, truth))
+    return any(_is_equal(*pair) for pair in readings(left, right))
 
 
 def _without_spaces(text: str) -> str:
@@ -115,29 +143,34 @@ def _without_spaces(text: str) -> str:
 
 
 def _is_equal(answer: str, truth: str) -> bool:
+    left, right = read_number(answer), read_number(truth)
+    if left is not None and right is not None:
+        return left.equals(right)
     if not is_text_bounded(answer) or not is_text_bounded(truth):
         return False  # the same texts have been found equal before
+    if (_BRACES.match(answer) and _BRACKETS.match(truth)) or (_BRACKETS.match(answer) and _BRACES.match(truth)):
+        return False  # a set is no point and no interval, although the library compares their members
     parse, verify = _library()
     gold = parse(f"\\boxed{{{truth}}}")
     if not gold:
-        raise RewardError(
-            f"math: the ground truth {truth!r} cannot be read as mathematics. Correct reward_model.ground_truth of "
-            "this row."
-        )
+        raise _unreadable(truth)
     found = parse(f"\\boxed{{{answer}}}")
-    return limited(lambda: bool(verify(gold, found)), otherwise=False)
+    return limited(lambda: verify(gold, found), otherwise=False)
 
 
 @functools.cache
-def _library() -> tuple[Callable[[str], list[Any]], Callable[[Any, Any], bool]]:
-    """Load math-verify, which takes a second, and return its functions without their time limits, which are signals."""
+def _library() -> tuple[Callable[[str], list[Any]], Callable[[list[Any], list[Any]], bool]]:
+    """Load math-verify, which takes a second, and return its reader and a comparison by exact values."""
     import math_verify
 
+    from verl.utils.reward_score.math_values import load_comparison
+
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit
-    # Of LaTeX only: by default it takes the last number of a text that it cannot read, as 5 of "@!# 5".
+    # Of LaTeX only: by default it takes the last number of a text that it cannot read, as 5 of "@!# 5". Its time limits
+    # are signals.
     latex = [math_verify.LatexExtractionConfig()]
     parse = functools.partial(math_verify.parse, extraction_config=latex, parsing_timeout=None)  # type: ignore[arg-type]
-    verify = functools.partial(math_verify.verify, timeout_seconds=None)
+    verify = load_comparison()
     # A comparison that loads modules and fills caches has many more steps, and its result must not depend on that.
     for left, right in _WARM_UP:
         verify(parse(f"\\boxed{{{left}}}"), parse(f"\\boxed{{{right}}}"))
@@ -145,23 +178,17 @@ def _library() -> tuple[Callable[[str], list[Any]], Callable[[Any, Any], bool]]:
 
 
 def canonical(text: str) -> str:
-    r"""Normalize an answer: without ``$``, final full stop, typographic signs and spaces in numbers.
+    r"""Normalize an answer: without wrappers, typographic signs and spaces in numbers.
 
     >>> canonical("$1\\,000.$"), canonical("2½"), canonical("2 1/2"), canonical("1e3"), canonical("−3")
     ('1000', '2\\frac{1}{2}', '2\\frac{1}{2}', '1\\times 10^{3}', '-3')
     """
-    text = "".join(map(_plain, text)).strip()
-    for old, new in _SPELLINGS.items():
-        text = text.replace(old, new)
-    for opening, closing in _DELIMITERS:
-        if len(text) > len(opening + closing) and text.startswith(opening) and text.endswith(closing):
-            text = text[len(opening) : -len(closing)].strip()
-    text = text.removesuffix(".").rstrip().removeprefix("\\approx").lstrip()
-    if wrapped := _TEXT.fullmatch(text):
-        text = wrapped[1].strip()
+    text = plain_answer(text).removeprefix("\\approx").lstrip()
     text = _THIN_SPACE_IN_NUMBER.sub("", text)
     if mixed := _MIXED.fullmatch(text):
         return rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
+    if condition := _SET_BUILDER.fullmatch(text):
+        return condition[2].strip()
     scientific = _SCIENTIFIC.fullmatch(text)
     return rf"{scientific[1]}\times 10^{{{int(scientific[2])}}}" if scientific else text
 
@@ -193,17 +220,6 @@ def readings(answer: str, truth: str) -> list[tuple[str, str]]:
         (rf"\frac{{{plain[0]}}}{{100}}", truth) if plain[1] == truth else (answer, rf"\frac{{{plain[1]}}}{{100}}")
     )
     return [plain, hundredths]
-
-
-def _plain(character: str) -> str:
-    """Convert digits and letters of other widths or weights to ASCII, and ``½`` to a fraction; keep all others."""
-    if character.isascii():
-        return character
-    if "VULGAR FRACTION" in unicodedata.name(character, ""):
-        above, _, below = unicodedata.normalize("NFKC", character).partition("\u2044")
-        return rf"\frac{{{above}}}{{{below}}}" if below else character
-    simple = unicodedata.normalize("NFKC", character)
-    return simple if simple.isascii() and simple.isalnum() and unicodedata.category(character) != "No" else character
 
 
 def _without_percent(text: str) -> str:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.utils.reward_score.math_equality import is_equivalent, last_boxed
+from verl.utils.reward_score.math_equality import is_equivalent, last_boxed, read_truth
 from verl.utils.reward_score.math_equality import last_boxed_only_string as last_boxed_only_string
 from verl.utils.reward_score.math_equality import remove_boxed as remove_boxed
-from verl.utils.reward_score.registry import register_scorer, text_of_truth
+from verl.utils.reward_score.registry import register_scorer
 
 
 @register_scorer(
-    "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math_reward", truth=text_of_truth
+    "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math_reward", truth=read_truth
 )
 def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0) -> float:
     r"""Return ``score`` if the last boxed answer equals the truth, ``format_score`` if it does not, 0 without one.
@@ -24,5 +24,4 @@ def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.
     answer = last_boxed(solution_str)
     if answer is None:
         return 0.0
-    truth = text_of_truth(ground_truth)
-    return score if is_equivalent(answer, last_boxed(truth) or truth) else format_score
+    return score if is_equivalent(answer, ground_truth) else format_score

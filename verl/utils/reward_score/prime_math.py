@@ -1,7 +1,7 @@
 r"""Scorer of the Numina sources of PRIME (https://arxiv.org/abs/2502.01456): the final answer must equal the truth.
 
-The answer is the last ``\boxed{...}``, or else the text after "the answer is". It is compared by value
-(:func:`verl.utils.reward_score.math_equality.is_equivalent`).
+The answer is the last ``\boxed{...}``, or else the text after "the answer is", or else the whole response. It is
+compared by value (:func:`verl.utils.reward_score.math_equality.is_equivalent`).
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl.utils.reward_score.math_equality import is_equivalent, last_boxed
-from verl.utils.reward_score.registry import also_called, register_scorer, text_of_truth
+from verl.utils.reward_score.math_equality import is_equivalent, last_boxed, read_truth
+from verl.utils.reward_score.registry import also_called, register_scorer
 
 ANSWER = re.compile(r"\banswers?(?:[ \t]*:|[ \t]+(?:is|are)\b:?)", re.IGNORECASE)
 FORMULA = re.compile(r"\$(?=\S)([^$]+)(?<=\S)\$(?!\d)")
@@ -40,19 +40,19 @@ def final_answer(text: str) -> str | None:
 
 @register_scorer(
     "numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc", "numina_cn_k12",
-    "numina_olympiads", truth=text_of_truth,
+    "numina_olympiads", truth=read_truth,
 )  # fmt: skip
 @also_called(solution_str="model_output")
 def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0) -> float:
     r"""Return ``score`` if the final answer equals the truth in value, ``format_score`` for another one, 0 for none.
 
-    The truth may be given with or without ``\boxed``; ``model_output`` is another name of the response.
+    A response that is nothing but the answer needs no mark. The truth may be given with or without ``\boxed``;
+    ``model_output`` is another name of the response.
 
     Raises:
         RewardError: the ground truth cannot be read.
     """
     answer = final_answer(solution_str)
-    if answer is None:
-        return 0.0
-    truth = text_of_truth(ground_truth)
-    return score if is_equivalent(answer, last_boxed(truth) or truth) else format_score
+    if is_equivalent(solution_str if answer is None else answer, ground_truth):
+        return score
+    return 0.0 if answer is None else format_score

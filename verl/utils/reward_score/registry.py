@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import numbers
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal, TypeVar, cast
 
 from verl.base.registry import Registry, suggest
@@ -59,6 +61,9 @@ class SourceRegistry(Registry[ScorerInfo]):
 
 
 SCORERS = SourceRegistry("data source", origin=lambda scorer: scorer.function)
+
+MISSING = frozenset({"nan", "<na>", "nat", "null", "inf", "-inf", "infinity", "-infinity"})
+"""What missing and infinite numbers become when a table is written as text."""
 
 FORMATS = {"math": "math_reward"}
 """Names of ``reward_model.reward_format`` that are not data sources."""
@@ -233,18 +238,24 @@ def check_truth(data_source: str, ground_truth: Any) -> None:
 
 
 def text_of_truth(ground_truth: Any) -> str:
-    """Return an answer that is given as text or number as text.
+    """Return an answer that is given as text or number as text; 73.0 is ``73``.
+
+    A table makes floats of whole numbers as soon as one of them is missing, and the missing one is not a number.
 
     Raises:
-        RewardError: it is something else, or blank.
+        RewardError: it is something else, blank, or not finite.
     """
-    is_number = isinstance(ground_truth, numbers.Number) and not isinstance(ground_truth, bool)
-    if not is_number and not (isinstance(ground_truth, str) and ground_truth.strip()):
+    is_number = isinstance(ground_truth, numbers.Real | Decimal) and not isinstance(ground_truth, bool)
+    if is_number and math.isfinite(ground_truth):
+        return str(int(ground_truth) if ground_truth == math.floor(ground_truth) else ground_truth)
+    text = ground_truth.strip() if isinstance(ground_truth, str) else ""
+    if not text or text.lower() in MISSING:
+        what = "has no value" if is_number or isinstance(ground_truth, str) else "is neither a text nor a number"
         raise RewardError(
-            f"ground_truth is {type(ground_truth).__name__} {ground_truth!r:.100}; this scorer compares with a text "
-            "or a number. Correct reward_model.ground_truth of this row, or its data source."
+            f"ground_truth {what}: {ground_truth!r:.100} ({type(ground_truth).__name__}). This scorer compares the "
+            "answer with a text or a number: correct reward_model.ground_truth of this row, or leave the row out."
         )
-    return str(ground_truth)
+    return text
 
 
 def scorer_for_all(source: str) -> Callable[..., Any]:
