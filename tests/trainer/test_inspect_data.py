@@ -197,6 +197,7 @@ def test_prompts_of_a_run(tmp_path, tokenizer_folder):
         # 2 · 4 · (3 + 6 + 3 + 6) / 4 prompt tokens; 2 · 4 · 512 response tokens
         "2 prompts x 4 responses: about 36 prompt tokens and at most 4,096 response tokens; 2 steps an epoch",
         "<user>abcd<assistant>[[…]]",
+        "ground truths: none; the files have no column reward_model",
         "overlap: 3 of 3 different validation rows are training rows too",
     ):
         assert part in done.stdout, part
@@ -207,10 +208,14 @@ def test_prompts_of_a_run(tmp_path, tokenizer_folder):
     ]
 
 
-def test_training_files_alone(tmp_path, tokenizer_folder):
-    file = prompts(tmp_path / "x.jsonl")
+def test_a_ground_truth_that_no_answer_could_equal_in_training_files_alone(tmp_path, tokenizer_folder):
+    truths = ["#### 5", 73.0, "five"]
+    rows = [{"prompt": "a", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": each}} for each in truths]
+    file = jsonl(tmp_path / "x.jsonl", rows)
     done = command(tmp_path, f"data.train_files={file}", f"actor_rollout_ref.model.path={tokenizer_folder}")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
+    assert "ground truths: 1 rows cannot be read by their scorer and stop the run" in done.stdout
+    assert f"{file}, row 2, openai/gsm8k: gsm8k: ground_truth is 'five'; expected a whole number" in done.stdout
     assert "data.val_files" not in done.stdout
 
 

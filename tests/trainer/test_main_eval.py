@@ -80,6 +80,12 @@ def test_if_nothing_can_be_scored_the_first_error_is_shown(tmp_path):
         evaluate(config_for(tmp_path / "r.jsonl", ROWS, **own))
 
 
+def test_a_ground_truth_that_cannot_be_read_is_an_error_of_its_row(tmp_path):
+    rows = [ROWS[0], {**ROWS[1], "reward_model": {"ground_truth": "two"}}]
+    with pytest.raises(DataError, match=r"row 1: the scorer of 'openai/gsm8k' cannot read .*'two'"):
+        evaluate(config_for(tmp_path / "r.jsonl", rows))
+
+
 def test_a_function_of_batches_is_refused(tmp_path):
     own = own_function(tmp_path, "def compute_score(data):\n    return data\n")
     with pytest.raises(ConfigError, match="main_eval has texts"):

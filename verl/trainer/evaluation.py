@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from verl.base.import_utils import load_object
 from verl.config import EvalConfig, local_copies
 from verl.errors import ConfigError, DataError, RewardError
 from verl.utils.dataset.files import DataFile, open_files, require_columns
-from verl.utils.reward_score import default_compute_score
+from verl.utils.reward_score import UnknownDataSourceError, check_truth, default_compute_score
 from verl.workers.reward_manager.function import RewardFunction, RewardSample
 from verl.workers.reward_manager.scores import Score
 
@@ -65,7 +66,18 @@ def _samples_of(file: DataFile, config: EvalConfig) -> Iterator[list[RewardSampl
             )
         truth = (row.get(config.data.reward_model_key) or {}).get("ground_truth")
         source, extra = str(row[config.data.data_source_key]), row.get("extra_info") or {}
+        if not config.custom_reward_function.path:
+            _check_truth(source, truth, f"{file.path}, row {number}")
         yield [RewardSample(source, text, truth, extra, uid=str(number)) for text in responses]
+
+
+def _check_truth(source: str, truth: Any, place: str) -> None:
+    try:
+        check_truth(source, truth)
+    except UnknownDataSourceError:
+        raise
+    except RewardError as error:
+        raise DataError(f"{place}: the scorer of '{source}' cannot read the ground truth: {error}") from error
 
 
 def summarize(groups: Sequence[tuple[str, list[Score]]]) -> dict[str, float]:

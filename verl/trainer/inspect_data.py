@@ -124,7 +124,7 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
     tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code, chat_template=model.custom_chat_template)
     processor = hf_processor(path, trust_remote_code=model.trust_remote_code)
     filters = bool(data.get("filter_overlong_prompts"))
-    reports = []
+    reports, truths, unreadable = [], [], 0
     for split in ("train", "val"):
         key = f"data.{split}_files"
         files = data[f"{split}_files"]
@@ -142,20 +142,47 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
         if split == "train" and data.get("source_weights"):
             check_weights(data.source_weights, list(report.sources))
         reports.append(report)
-    for report in reports:
-        _show_report(report, kind, config, filters, is_plain)
+        lines, count = _truth_findings(config, dataset) if kind.root is PPOConfig else ([], 0)
+        truths.append(lines)
+        unreadable += count
+    for report, lines in zip(reports, truths, strict=True):
+        _show_report(report, kind, config, filters, lines, is_plain)
     if len(reports) == 2:
         _show_overlap(*reports)
-    return sum(len(report.unusable) for report in reports)
+    return unreadable + sum(len(report.unusable) for report in reports)
 
 
-def _show_report(report: DataReport, kind: Kind, config: Any, filters: bool, is_plain: bool) -> None:
+def _truth_findings(config: Any, dataset: Any) -> tuple[list[str], int]:
+    """Describe the ground truths, and count those that their scorer cannot read, at which a run would stop."""
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+    from verl.utils.reward_score import FORMATS, UnknownDataSourceError
+    from verl.workers.reward_manager.naive import unreadable_truths
+
+    model = config.reward_model
+    if config.custom_reward_function.path or model.enable or not isinstance(dataset, RLHFDataset):
+        return ["ground truths: not read; the run does not score by a scorer of verl"], 0
+    if not any("reward_model" in file.columns for file in dataset.files):
+        return ["ground truths: none; the files have no column reward_model"], 0
+    name = FORMATS.get(model.reward_format, model.reward_format) if model.reward_format else None
+    try:
+        unreadable = unreadable_truths(dataset, name, config.data.reward_fn_key)
+    except UnknownDataSourceError as error:
+        return [f"ground truths: not read; {error}"], 0
+    if not unreadable:
+        return ["ground truths: all can be read by their scorers"], 0
+    lines = [f"ground truths: {len(unreadable):,} rows cannot be read by their scorer and stop the run; the first:"]
+    return [*lines, *(f"  {dataset.place(item)}, {source}: {error}" for item, source, error in unreadable[:3])], len(
+        unreadable
+    )
+
+
+def _show_report(report: DataReport, kind: Kind, config: Any, filters: bool, truths: list[str], is_plain: bool) -> None:
     data = config.data
     show(Text(f"\n{report.name}: {report.rows:,} rows", style="bold"))
     is_train = report.name == "data.train_files"
     show(_sources_table(report, data.get("source_weights") or {} if is_train else {}))
     show(_lengths_table(report, kind))
-    for line in _findings(report, kind, data, filters):
+    for line in [*_findings(report, kind, data, filters), *truths]:
         show(line)
     if is_train:
         show(_tokens_per_step(report, kind, config, filters))

@@ -1,6 +1,7 @@
 """The naive reward manager: where scores land, what is reported, when a run stops."""
 
 import logging
+import math
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.workers.reward_manager.hostile import length_of
 from verl.errors import ConfigError, DataError, RewardError, SchemaError
 from verl.trainer.config import DataConfig
 from verl.utils.dataset import RLHFDataset
-from verl.utils.reward_score import UnknownDataSourceError
+from verl.utils.reward_score import UnknownDataSourceError, scorer_for_all
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls, register
 from verl.workers.reward_manager.scores import on_last_token
 
@@ -180,10 +181,16 @@ def test_data_is_checked_before_a_run(tmp_path):
         manager(None).check_dataset(dataset({"prompt": "a", "reward_model": {}}))
     with pytest.raises(UnknownDataSourceError, match="'openai/gsm9k'"):
         manager(None).check_dataset(dataset(good, good | {"data_source": "openai/gsm9k"}))
-    for source, truth in (("openai/gsm8k", {"target": 3}), ("countdown", "3"), ("math_dapo", []), ("searchR1_nq", 3)):
+    for source, truth in (("openai/gsm8k", "five"), ("openai/gsm8k", math.nan), ("countdown", "3"), ("math_dapo", []),
+                          ("searchR1_nq", 3), ("apps", {"inputs": ["1"], "outputs": []})):  # fmt: skip
         other = {"data_source": source, "reward_model": {"ground_truth": truth}}
-        with pytest.raises(DataError, match=rf"1 of 2 rows .* cannot read\..*x\.jsonl, row 1, data source '{source}'"):
+        with pytest.raises(DataError, match=rf"1 of 2 rows .* cannot read\..*x\.jsonl, row 1, scorer of '{source}'"):
             manager(None).check_dataset(dataset(good, good | other))
+    of_all = manager(scorer_for_all("math_reward"))
+    of_all.check_dataset(dataset({"prompt": "a", "reward_model": {"ground_truth": "x+1"}}))
+    with pytest.raises(DataError, match=r"1 of 2 rows .* row 1, scorer of 'math_reward': .*no value: nan"):
+        of_all.check_dataset(dataset(good, good | {"reward_model": {"ground_truth": math.nan}}))
+    manager(scorer_for_all("llm_judge")).check_dataset(dataset({"prompt": "a"}))
     for truth in (
         {"reward_model": {"style": "rule"}},
         {"reward_model": {"ground_truth": None}},

@@ -65,13 +65,19 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
 
 
 def _puzzle(truth: Mapping[str, Any]) -> tuple[int, Counter[int]]:
-    """Read the target and the numbers of a ground truth."""
+    """Read the target and the numbers of a ground truth; 9.0 is 9."""
     try:
-        return int(truth["target"]), Counter(int(number) for number in truth["numbers"])
+        return _whole(truth["target"]), Counter(map(_whole, truth["numbers"]))
     except (TypeError, KeyError, ValueError, OverflowError) as error:
         raise RewardError(
             f"countdown: ground_truth is {truth!r:.120}; expected {{'target': 9, 'numbers': [1, 2, 3]}}."
         ) from error
+
+
+def _whole(number: str | float) -> int:
+    if not float(number).is_integer():
+        raise ValueError(f"{number} is no whole number")
+    return int(number) if "." not in str(number) else int(float(number))
 
 
 @register_scorer("countdown", truth=_puzzle)

@@ -28,7 +28,7 @@ from pydantic import BaseModel, Field, ValidationError
 from verl.base import env
 from verl.base.requirements import install_command
 from verl.errors import ConfigError, RewardError
-from verl.utils.reward_score.registry import register_scorer
+from verl.utils.reward_score.registry import register_scorer, text_of_truth
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -296,7 +296,17 @@ def check(settings: Mapping[str, Any]) -> None:
     _library()
 
 
-@register_scorer("llm_judge", check=check)
+def check_truth(ground_truth: Any) -> None:
+    """Check that a ground truth is no missing number; the judge needs none.
+
+    Raises:
+        RewardError: it is NaN.
+    """
+    if isinstance(ground_truth, float):
+        text_of_truth(ground_truth)
+
+
+@register_scorer("llm_judge", check=check, truth=check_truth)
 async def compute_score(
     solution_str: str,
     ground_truth: Any = None,

@@ -48,9 +48,11 @@ def load_comparison() -> Callable[[list[Value | str], list[Value | str]], bool]:
         # Of two equations without solutions the library finds all solutions equal.
         return solve_and_compare(gold, answer, *settings) and bool(sympy.solve(gold, gold.free_symbols))
 
-    grader.sympy_numeric_eq = functools.partial(_is_same, grader)
-    grader.sympy_symbolic_eq = same_symbolically
-    grader.sympy_solve_and_compare = same_solutions
+    vars(grader).update(
+        sympy_numeric_eq=functools.partial(_is_same, grader),
+        sympy_symbolic_eq=same_symbolically,
+        sympy_solve_and_compare=same_solutions,
+    )
     return functools.partial(_verify, grader)
 
 
@@ -85,16 +87,16 @@ def _is_same(grader: ModuleType, gold: Value, answer: Value, *_: int) -> bool:
     left, right = (grader.safe_sympy_doit(_without_floats(each)) for each in (gold, answer))
     if left == right:
         return True
-    difference = left - right
+    difference: sympy.Expr = left - right
     unit = max(_unit(gold), _unit(answer))
-    if difference.is_Rational:
-        return are_close(Fraction(int(difference.p), int(difference.q)), unit)
+    if isinstance(difference, sympy.Rational):
+        return are_close(_fraction(difference), unit)
     if difference.free_symbols:
         return not _differs_at_a_point(difference) and sympy.simplify(difference).is_zero is True
     return _is_small(difference, unit)
 
 
-def _without_floats(value: sympy.Expr) -> sympy.Expr:
+def _without_floats(value: sympy.Expr) -> sympy.Basic:
     """Replace every decimal by the fraction that it is written as."""
     return value.xreplace({number: sympy.Rational(str(number)) for number in value.atoms(sympy.Float)})
 
@@ -104,30 +106,41 @@ def _unit(value: sympy.Expr) -> Fraction:
     factors = sympy.Mul.make_args(value)
     decimals = [factor for factor in factors if isinstance(factor, sympy.Float)]
     scale = sympy.Mul(*(factor for factor in factors if not isinstance(factor, sympy.Float))).doit()
-    if len(decimals) != 1 or not scale.is_Rational:
+    if len(decimals) != 1 or not isinstance(scale, sympy.Rational):
         return Fraction(0)
-    return decimal_unit(f"{abs(Decimal(str(decimals[0]))):f}") * abs(Fraction(int(scale.p), int(scale.q)))
+    return decimal_unit(f"{abs(Decimal(str(decimals[0]))):f}") * abs(_fraction(scale))
 
 
-def _is_small(difference: sympy.Expr, unit: Fraction = Fraction(0)) -> bool:
-    """Whether a number without variables cannot be told from 0, or is below a unit."""
-    value = difference.evalf(15, maxn=MAX_DIFFERENCE_DIGITS)
-    parts = value.as_real_imag()
-    if not all(part.is_Float or part.is_Rational for part in parts):
-        return sympy.simplify(difference).is_zero is True
+def _fraction(value: sympy.Rational) -> Fraction:
+    return Fraction(int(value.numerator), int(value.denominator))
+
+
+def _parts(value: sympy.Expr, point: dict[sympy.Basic, sympy.Basic | float] | None = None) -> list[Fraction] | None:
+    """Real and imaginary part of a value to 15 digits, 0 where they cannot be told from 0; None for no number."""
+    parts = value.evalf(15, subs=point, maxn=MAX_DIFFERENCE_DIGITS).as_real_imag()
+    if not all(isinstance(part, (sympy.Float, sympy.Rational)) for part in parts):
+        return None
     # A precision of one bit means that no digit of the value is known: it is below all that was computed.
-    if all(part == 0 or (part.is_Float and part._prec == 1) for part in parts):
-        return True
-    return bool(unit) and parts[1] == 0 and are_close(Fraction(str(parts[0])), unit)
+    return [Fraction(0) if getattr(part, "_prec", 0) == 1 else Fraction(str(part)) for part in parts]
+
+
+def _is_small(difference: sympy.Expr, unit: Fraction) -> bool:
+    """Whether a number without variables cannot be told from 0, or is below a unit."""
+    parts = _parts(difference)
+    if parts is None:
+        return sympy.simplify(difference).is_zero is True
+    real, imaginary = parts
+    return imaginary == 0 and are_close(real, unit)
 
 
 def _differs_at_a_point(difference: sympy.Expr) -> bool:
     """Whether a difference of two expressions is certainly not 0 where its variables have certain positive values."""
     names = sorted(difference.free_symbols, key=str)
     for first in POINTS:
-        point = {name: first + sympy.Rational(2 * place, 13) for place, name in enumerate(names)}
-        value = difference.evalf(15, subs=point, maxn=MAX_DIFFERENCE_DIGITS)
-        parts = value.as_real_imag()
-        if all(part.is_Float or part.is_Rational for part in parts):
-            return not all(part == 0 or (part.is_Float and part._prec == 1) for part in parts)
+        point: dict[sympy.Basic, sympy.Basic | float] = {
+            name: first + sympy.Rational(2 * place, 13) for place, name in enumerate(names)
+        }
+        parts = _parts(difference, point)
+        if parts is not None:
+            return any(parts)
     return False

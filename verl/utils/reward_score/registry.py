@@ -245,9 +245,10 @@ def text_of_truth(ground_truth: Any) -> str:
     Raises:
         RewardError: it is something else, blank, or not finite.
     """
-    is_number = isinstance(ground_truth, numbers.Real | Decimal) and not isinstance(ground_truth, bool)
+    is_number = isinstance(ground_truth, (numbers.Real, Decimal)) and not isinstance(ground_truth, bool)
     if is_number and math.isfinite(ground_truth):
-        return str(int(ground_truth) if ground_truth == math.floor(ground_truth) else ground_truth)
+        whole = math.floor(ground_truth)
+        return str(whole if ground_truth == whole else ground_truth)
     text = ground_truth.strip() if isinstance(ground_truth, str) else ""
     if not text or text.lower() in MISSING:
         what = "has no value" if is_number or isinstance(ground_truth, str) else "is neither a text nor a number"

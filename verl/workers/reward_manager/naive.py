@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,7 +19,13 @@ from verl.schema import require
 from verl.supervision.killable_pool import Budget, RateLimit, unwrapped
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.deferred import Deferred
-from verl.utils.reward_score import check_settings, check_truth, default_compute_score
+from verl.utils.reward_score import (
+    UnknownDataSourceError,
+    check_settings,
+    check_truth,
+    default_compute_score,
+    source_of,
+)
 from verl.workers.reward_manager.abstract import AbstractRewardManager, Result, RewardTensor, register
 from verl.workers.reward_manager.function import Form, RewardFunction, RewardSample, tensors_of
 from verl.workers.reward_manager.scores import Score, Scores, extra_info, placed, token_scores
@@ -82,6 +89,7 @@ class NaiveRewardManager(AbstractRewardManager):
         function = compute_score or default_compute_score
         self.settings = {**getattr(function, "keywords", {}), **scorer_kwargs}
         self.has_rule = unwrapped(function) is not default_compute_score
+        self.format = source_of(function)
         self.function = RewardFunction(
             function,
             scorer_kwargs,
@@ -107,8 +115,13 @@ class NaiveRewardManager(AbstractRewardManager):
         return None
 
     def check_dataset(self, dataset: RLHFDataset) -> None:
-        """Check columns, styles and settings; a custom function or ``reward_format`` may need none of them."""
+        """Check columns, styles, settings and ground truths.
+
+        A custom function may need none of them; ``reward_format`` only the ground truths that its scorer compares with.
+        """
         if self.has_rule:
+            if self.format is not None:
+                _check_truths(dataset, self.format)
             return
         dataset.require_columns(
             {
@@ -133,22 +146,7 @@ class NaiveRewardManager(AbstractRewardManager):
                 f"compares the response; the first is {dataset.place(lacking[0])}. Give it a value, leave such rows "
                 "out, or score by a function of your own (custom_reward_function.path)."
             )
-        self._check_truths(dataset)
-
-    def _check_truths(self, dataset: RLHFDataset) -> None:
-        rows = zip(dataset.source_column(self.reward_fn_key), dataset.source_column("reward_model"), strict=True)
-        unreadable = []
-        for item, (source, value) in enumerate(rows):
-            try:
-                check_truth(str(source), _ground_truth(value))
-            except RewardError as error:
-                unreadable.append((item, source, error))
-        if unreadable:
-            item, source, error = unreadable[0]
-            raise DataError(
-                f"{len(unreadable)} of {len(dataset)} rows have a ground truth that the scorer of their data source "
-                f"cannot read. The first is {dataset.place(item)}, data source '{source}': {error}"
-            )
+        _check_truths(dataset, reward_fn_key=self.reward_fn_key)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Result:
         """Score a batch and wait; see :meth:`AbstractRewardManager.__call__`.
@@ -311,6 +309,40 @@ class GDPORewardManager(NaiveRewardManager):
     """
 
     forms: tuple[Form, ...] = ("sample", "texts")
+
+
+def unreadable_truths(
+    dataset: RLHFDataset, reward_format: str | None = None, reward_fn_key: str = "data_source"
+) -> list[tuple[int, str, RewardError]]:
+    """Return the rows whose ground truth their scorer cannot read: item, scorer and error.
+
+    Args:
+        dataset: the opened files.
+        reward_format: the scorer of all rows; None takes that of each row's data source.
+        reward_fn_key: column with the data source.
+
+    Raises:
+        UnknownDataSourceError: a data source has no scorer.
+    """
+    sources = itertools.repeat(reward_format) if reward_format else map(str, dataset.source_column(reward_fn_key))
+    unreadable = []
+    for item, (source, value) in enumerate(zip(sources, dataset.source_column("reward_model"), strict=False)):
+        try:
+            check_truth(source, _ground_truth(value))
+        except UnknownDataSourceError:
+            raise
+        except RewardError as error:
+            unreadable.append((item, source, error))
+    return unreadable
+
+
+def _check_truths(dataset: RLHFDataset, reward_format: str | None = None, reward_fn_key: str = "data_source") -> None:
+    if unreadable := unreadable_truths(dataset, reward_format, reward_fn_key):
+        item, source, error = unreadable[0]
+        raise DataError(
+            f"{len(unreadable)} of {len(dataset)} rows have a ground truth that their scorer cannot read. The first is "
+            f"{dataset.place(item)}, scorer of '{source}': {error}"
+        )
 
 
 def _ground_truth(reward_model: Any) -> Any:

@@ -96,7 +96,7 @@ def code_settings(
     }
 
 
-@register_scorer(*CODE_SOURCES, "prime_code", check=check_sandbox, is_timed=True)
+@register_scorer(*CODE_SOURCES, "prime_code", check=check_sandbox, truth=read_cases, is_timed=True)
 def score_code(
     solution_str: str,
     ground_truth: Any,
