@@ -18,6 +18,7 @@ LAYERS = {
     "verl.compat": 9,
     "verl.toolkit": 8,
     "verl.testing": 8,
+    "verl.api": 8,
     "verl.__main__": 8,
     "verl.cli": 8,
     "verl.view": 7,

@@ -6,19 +6,24 @@ update); distributed workers compute. Start reading at ``verl/trainer/ppo/ray_tr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from verl.base import doors
 from verl.base.lazy import on_first_use
 
 __version__ = "0.1.0"
-__all__ = ["DataProto", "__version__"]
-
-if TYPE_CHECKING:
-    from verl.protocol import DataProto
+__all__ = ["DataProto", "TrainingResult", "__version__", "evaluate", "generate", "sft", "train"]
 
 doors.install()
 
 
-# `import verl.errors` or `verl.utils` does not load torch.
-__getattr__ = on_first_use(__name__, {"DataProto": "verl.protocol"})
+# `import verl.errors` or `verl.utils` does not load torch; for type checkers the names are in __init__.pyi.
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "DataProto": "verl.protocol",
+        "TrainingResult": "verl.api.result",
+        "evaluate": "verl.api.sampling",
+        "generate": "verl.api.sampling",
+        "sft": "verl.api.training",
+        "train": "verl.api.training",
+    },
+)

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from verl.base.fs import below
@@ -123,6 +124,21 @@ def file_logger_path(project_name: str, experiment_name: str) -> Path:
         return Path(path).expanduser()
     root = Path(os.environ.get("VERL_FILE_LOGGER_ROOT", ".")).expanduser()
     return below(root, project_name, f"{experiment_name}.jsonl")
+
+
+@contextmanager
+def file_logger_at(path: Path) -> Iterator[None]:
+    """Let the ``file`` tracker write to ``path`` in the block, as a run of its own that goes on with no earlier one."""
+    names = ("VERL_FILE_LOGGER_PATH", FILE_LOGGER_RUN)
+    before = {name: os.environ.pop(name, None) for name in names}
+    os.environ["VERL_FILE_LOGGER_PATH"] = str(path)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def tensorboard_dir() -> Path:

@@ -23,6 +23,7 @@ from verl.trainer.config.generate import ENTRIES, status
 from verl.trainer.config.key_table import ALIASES, RETIRED
 from verl.trainer.config.keys import Key, all_inactive, allowed_values, iter_keys, leaves
 from verl.trainer.config.linked_keys import FORWARD_PASSES, PAIRS
+from verl.trainer.config.other_libraries import in_words
 
 MOST_KEYS = 60
 MOST_PLACES = 8
@@ -105,7 +106,9 @@ def explanation(word: str) -> tuple[RenderableType, bool]:
 
 
 def other_keys(word: str) -> Iterator[str]:
-    """Yield what is said of a key that is another spelling, or that nothing reads here."""
+    """Yield what is said of a key that is another spelling, of another library, or that nothing reads here."""
+    if text := in_words(word):
+        yield text
     for alias in ALIASES:
         if f".{alias.old}".endswith(f".{word}"):
             yield f"{alias.old} is another spelling of {alias.new}"

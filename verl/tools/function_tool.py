@@ -70,6 +70,11 @@ def function_tool(
     return mark if function is None else mark(function)
 
 
+def is_tool(function: Callable[..., Any]) -> bool:
+    """Whether a function is marked as a tool."""
+    return hasattr(function, _MARK)
+
+
 class FunctionTool(BaseTool):
     """A function as a tool. It has no state; what it returns becomes text.
 
@@ -196,7 +201,7 @@ def load_function_tools(path: str) -> list[FunctionTool]:
     """
     setting = "function_tool_path"
     module = load_module(path, setting)
-    marked = [value for value in vars(module).values() if inspect.isfunction(value) and hasattr(value, _MARK)]
+    marked = [value for value in vars(module).values() if inspect.isfunction(value) and is_tool(value)]
     if not marked:
         raise ConfigError(
             f"{setting}={path}: no function of {Path(path).name} is marked. Write @function_tool "

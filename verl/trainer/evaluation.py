@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def evaluate(config: EvalConfig) -> dict[str, float]:
-    """Score every response of the file.
+    """Score every response of the file; see :func:`score_responses`.
 
     Returns:
         for each data source ``test_score/<source>``, the mean over prompts of the mean score of their responses, and,
@@ -30,8 +30,19 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         ``reward/error_rate``, the share of responses that could not be scored and are excluded from the means.
 
     Raises:
-        DataError: the file lacks a column, or a row has no responses.
         RewardError: no response could be scored; with the first traceback.
+    """
+    return summarize(score_responses(config))
+
+
+def score_responses(config: EvalConfig) -> list[tuple[str, list[Score]]]:
+    """Score every response of the file.
+
+    Returns:
+        for each prompt its data source and the scores of its responses.
+
+    Raises:
+        DataError: the file lacks a column, or a row has no responses.
     """
     files = open_files(local_copies(config).data.path or "", "data.path")
     keys = {"response_key": config.data.response_key, "data_source_key": config.data.data_source_key}
@@ -39,7 +50,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     require_columns(files, {column: f"data.{key}" for key, column in keys.items()})
     groups = [group for file in files for group in _samples_of(file, config)]
     scores = iter(_reward_function(config).score_samples([sample for group in groups for sample in group]))
-    return summarize([(group[0].data_source, [next(scores) for _ in group]) for group in groups])
+    return [(group[0].data_source, [next(scores) for _ in group]) for group in groups]
 
 
 def _reward_function(config: EvalConfig) -> RewardFunction:
@@ -47,7 +58,7 @@ def _reward_function(config: EvalConfig) -> RewardFunction:
     if not custom.path:
         return RewardFunction(default_compute_score, {})
     function = RewardFunction(load_object(custom.path, custom.name, "custom_reward_function"), custom.reward_kwargs)
-    if function.form != "sample":
+    if function.form == "batch":
         raise ConfigError(
             f"custom_reward_function.name='{custom.name}' scores batches of tensors, and main_eval has texts. Give a "
             "function (data_source, solution_str, ground_truth, extra_info, **kwargs) -> float."

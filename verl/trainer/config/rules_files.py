@@ -30,9 +30,11 @@ def data_files(config: PPOConfig | SupervisedConfig) -> Problems:
     for key in ("train_files", "val_files"):
         for path in config.data[key] or ():
             yield from _data_file(f"data.{key}", path)
-    if both := {os.path.realpath(path) for path in config.data.train_files}.intersection(
+    both = {os.path.realpath(path) for path in config.data.train_files}.intersection(
         os.path.realpath(path) for path in config.data.val_files or ()
-    ):
+    )
+    validates = config.trainer.test_freq > 0 or (isinstance(config, PPOConfig) and config.trainer.val_before_train)
+    if both and validates:
         wrong = "the run trains on this file too, so that validation shows what was learned by heart"
         yield Problem("data.val_files", sorted(both)[0], wrong, remedy="hold rows out of training", advice=True)
 

@@ -38,6 +38,7 @@ from verl.trainer.config.keys import (
     put,
     same,
 )
+from verl.trainer.config.other_libraries import other_name, remedy_for
 
 _MISSING = object()
 
@@ -184,8 +185,13 @@ class Translator:
         elif self.of_program:
             misspelt |= self._resembled(path)
         else:
-            near = nearest(path, self._leaf_paths() + [alias.old for alias in ALIASES])
+            leaf_paths = self._leaf_paths()
+            near = nearest(path, leaf_paths + [alias.old for alias in ALIASES])
             remedy = f"did you mean {near}?" if near else "remove it"
+            other = other_name(name)
+            is_bare = other is not None and not parent and other[1].settable(leaf_paths)
+            if is_bare or not any(f".{leaf}".endswith(f".{name}") for leaf in leaf_paths):
+                remedy = remedy_for(name, value, leaf_paths) or remedy
             self.problems.append(Problem(path, value, "there is no such key", remedy=remedy))
         return None
 

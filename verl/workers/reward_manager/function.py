@@ -194,12 +194,15 @@ class RewardFunction:
         self._pool = self._pools[kinds[0]]
 
     def score_samples(self, samples: Sequence[RewardSample]) -> list[Score]:
-        """Score samples with a per-sample function and wait; a failure is the status of its sample.
+        """Score samples with a function of samples or of texts and wait; a failure is the status of its samples.
 
         Raises:
             WorkerError: the function cannot be loaded in another process.
         """
-        return self.submit_samples(samples).result()
+        if self.form == "sample":
+            return self.submit_samples(samples).result()
+        [result] = self._pool.submit([self._texts_call(samples)], self.batch_timeout_s).result()
+        return _texts_scores(result, len(samples))
 
     def submit_samples(
         self, samples: Sequence[RewardSample], tokens: Sequence[float] | None = None
@@ -233,13 +236,16 @@ class RewardFunction:
     def submit_batch(self, data: DataProto, samples: Sequence[RewardSample]) -> Deferred[Scores]:
         """Start to score a batch with a per-batch function; if the call fails, all samples fail."""
         if self.form == "texts":
-            attributes: dict[str, str] = dict(zip(TEXTS_PARAMETERS, SAMPLE_PARAMETERS, strict=True))
-            call = {name: [getattr(sample, attributes[name]) for sample in samples] for name in self._wanted}
+            call = self._texts_call(samples)
         else:
             call = {"data": data, "samples": samples}
         future = self._pool.submit([call], self.batch_timeout_s)
         masks = tensors_of(data)["response_mask"], compute_response_mask(data)
         return Deferred([future], lambda: self._batch_scores(future.result()[0], len(samples), *masks))
+
+    def _texts_call(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
+        attributes: dict[str, str] = dict(zip(TEXTS_PARAMETERS, SAMPLE_PARAMETERS, strict=True))
+        return {name: [getattr(sample, attributes[name]) for sample in samples] for name in self._wanted}
 
     def warm_up(self) -> None:
         """Start the processes, without waiting for them."""
@@ -253,17 +259,25 @@ class RewardFunction:
     def _batch_scores(
         self, result: CallResult, size: int, response_mask: torch.Tensor, present: torch.Tensor
     ) -> Scores:
-        if result.status != "ok":
-            return Scores([Score.failed(result.status, result.message)] * size)
+        if self.form == "texts" or result.status != "ok":
+            return Scores(_texts_scores(result, size))
         try:
-            if self.form == "texts":
-                return Scores([checked_score(value) for value in _checked_list(result.value, size)])
             tokens = _checked_tensor(result.value, (size, response_mask.size(1)))
         except UNUSABLE as error:
             return Scores([Score.failed("error", f"{type(error).__name__}: {error}")] * size)
         if tokens.dim() == 1:
             return Scores([checked_score(value) for value in tokens.tolist()])
         return token_scores(tokens, response_mask, present)
+
+
+def _texts_scores(result: CallResult, size: int) -> list[Score]:
+    """Convert the result of a call for all samples; if it failed, so have all of them."""
+    if result.status != "ok":
+        return [Score.failed(result.status, result.message)] * size
+    try:
+        return [checked_score(value) for value in _checked_list(result.value, size)]
+    except UNUSABLE as error:
+        return [Score.failed("error", f"{type(error).__name__}: {error}")] * size
 
 
 def _call_on_batch(function: Callable[..., Any], data: DataProto, samples: Sequence[RewardSample]) -> Any:

@@ -1,0 +1,106 @@
+"""``verl.train``, ``verl.sft``, ``verl.generate`` and ``verl.evaluate``, from objects to results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import verl
+from verl.api.result import TrainingResult
+from verl.errors import ConfigError
+from verl.testing.models import hollow_model_dir, tiny_model_dir
+
+ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(2)]
+SMALL = {"max_prompt_length": 16, "max_completion_length": 4, "trainer.device": "cpu", "trainer.progress": "off"}
+
+
+def digits(completions: list[str], **columns: Any) -> list[float]:
+    return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), family="qwen3")
+
+
+@pytest.fixture(scope="module")
+def trained(model: str, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
+    weight = 2.0
+    return verl.train(
+        model,
+        ROWS,
+        [lambda solution_str, answer: weight * (answer in solution_str), digits],
+        reward_weights=[1.0, 0.5],
+        eval_data=ROWS[:2],
+        num_generations=2,
+        max_steps=2,
+        eval_steps=2,
+        learning_rate=1e-3,
+        output_dir=tmp_path_factory.mktemp("run"),
+        **SMALL,
+    )
+
+
+def test_a_run_has_metrics_samples_and_a_model(trained: TrainingResult) -> None:
+    assert [row["step"] for row in trained.metrics] == [0, 1, 2]
+    assert len(trained.samples) == 2 * 6 * 2  # steps × prompts × responses
+    assert len(trained.eval_samples) == 2 * 2  # before and after
+    for sample in trained.samples:
+        assert sample["score"] == pytest.approx(sample["reward_1"] + 0.5 * sample["digits"])
+    last = [sample["digits"] for sample in trained.samples if sample["step"] == 2]
+    assert trained.metrics[-1]["reward/digits/mean"] == pytest.approx(sum(last) / len(last))
+    assert (trained.model / "config.json").is_file()
+
+
+def test_the_trained_model_is_another_and_loads(trained: TrainingResult, model: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    after, tokenizer = trained.load()
+    before = AutoModelForCausalLM.from_pretrained(model)
+    name, weight = next(iter(after.named_parameters()))
+    assert not bool((weight == before.get_parameter(name)).all())
+    assert tokenizer.decode(tokenizer("1+1=")["input_ids"]) == "1+1="
+
+
+def test_a_second_call_goes_on_from_the_checkpoint(trained: TrainingResult, model: str) -> None:
+    longer = verl.train(
+        model, ROWS, lambda solution_str: 0.0, eval_data=ROWS[:2], n=2, max_steps=3, output_dir=trained.folder, **SMALL
+    )
+    assert [row["step"] for row in longer.metrics] == [0, 1, 2, 3]
+    assert longer.metrics[-1]["critic/score/mean"] == 0.0  # the new function, not the one that the run began with
+    assert longer.model != trained.model or longer.checkpoint.name == "global_step_3"
+
+
+def test_responses_and_their_scores(trained: TrainingResult) -> None:
+    small = {key: value for key, value in SMALL.items() if key != "trainer.progress"}
+    rows = verl.generate(trained, ["1+1=", "2+1="], n=3, **small)
+    assert [(row["prompt"], len(row["responses"])) for row in rows] == [("1+1=", 3), ("2+1=", 3)]
+    found = verl.evaluate(trained, ROWS, [digits, lambda solution_str: 1 / len(solution_str[:1])], n=2, **small)
+    assert (found.prompts, found.responses, found.failed) == (6, 12, 0)
+    means = [sum(row["scores"]) / 2 for row in found.rows]
+    assert found.mean == pytest.approx(sum(means) / 6)
+    assert found.mean == pytest.approx(found.parts["digits"].mean + found.parts["reward_2"].mean)
+
+
+def test_supervised_training_of_prompts_and_completions(model: str, tmp_path: Path) -> None:
+    rows = [{"prompt": row["prompt"], "completion": row["answer"]} for row in ROWS]
+    small = {key: value for key, value in SMALL.items() if key.startswith("trainer")}
+    result = verl.sft(model, rows, learning_rate=1e-2, num_train_epochs=3, max_length=32, output_dir=tmp_path, **small)
+    losses = [row["train/loss"] for row in result.metrics]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    assert (result.model / "config.json").is_file()
+
+
+def test_mistakes_are_told_before_a_model_loads(tmp_path: Path) -> None:
+    hollow = hollow_model_dir(tmp_path / "model")
+    with pytest.raises(ConfigError) as error:
+        verl.train(hollow, ROWS, digits, learning_rte=1, top_p=2.0, output_dir=tmp_path / "run", **SMALL)
+    assert "learning_rte=1: there is no such key" in str(error.value)
+    assert "actor_rollout_ref.rollout.top_p=2.0" in str(error.value)
+    with pytest.raises(ConfigError, match="needs answr, and the data has no such column"):
+        verl.train(hollow, ROWS, lambda solution_str, answr: 1.0, output_dir=tmp_path / "run", **SMALL)
+    with pytest.raises(ConfigError, match="model is int"):
+        verl.train(3, ROWS, digits, output_dir=tmp_path / "run", **SMALL)  # pyright: ignore

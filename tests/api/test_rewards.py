@@ -1,0 +1,135 @@
+"""Reward functions as objects: forms, weights, columns, and the file by which other processes get them."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.api.functions import with_resolved_types, write_module
+from verl.api.rewards import COLUMNS, check_columns, combined, named_rewards
+from verl.errors import ConfigError, RewardError
+from verl.workers.reward_manager.function import RewardFunction, RewardSample
+
+
+def right(solution_str: str, answer: str) -> float:
+    return float(solution_str == answer)
+
+
+def short(completions: list[Any], **columns: Any) -> list[float]:
+    return [1.0 / len(text) for text in completions]
+
+
+def last_word(completions: list[Any], prompts: list[Any], answer: list[str]) -> list[float | None]:
+    return [
+        None if asked == "?" else float(said[0]["content"].endswith(true))
+        for said, asked, true in zip(completions, prompts, answer, strict=True)
+    ]
+
+
+def sample(text: str, prompt: str = "?", **columns: Any) -> RewardSample:
+    messages = [{"role": "user", "content": prompt}]
+    return RewardSample("unknown", text, None, {"raw_prompt": messages, COLUMNS: columns})
+
+
+def scored(functions: list[Any], samples: list[RewardSample], weights: Any = None, text_prompts: bool = True) -> Any:
+    """Scores as a run makes them: in another process."""
+    function = RewardFunction(combined(named_rewards(functions, weights), text_prompts), {})
+    try:
+        return [(score.status, score.value, score.extra) for score in function.score_samples(samples)]
+    finally:
+        function.close()
+
+
+def test_functions_of_two_forms_are_weighed_and_added() -> None:
+    bonus = 0.5
+    found = scored(
+        [right, short, lambda solution_str: bonus], [sample("ab", answer="ab"), sample("abcd", answer="b")], [2, 4, 1]
+    )
+    # 2·1 + 4·1/2 + 0.5 = 4.5;   2·0 + 4·1/4 + 0.5 = 1.5
+    assert found == [
+        ("ok", 4.5, {"right": 1.0, "short": 0.5, "reward_3": 0.5}),
+        ("ok", 1.5, {"right": 0.0, "short": 0.25, "reward_3": 0.5}),
+    ]
+
+
+def test_a_failure_is_the_status_of_its_sample() -> None:
+    found = scored([lambda solution_str: 1 / len(solution_str)], [sample(""), sample("ab")])
+    assert [(status, value) for status, value, _ in found] == [("error", 0.0), ("ok", 0.5)]
+
+
+def test_messages_and_none_as_in_trl() -> None:
+    function = combined(named_rewards([last_word], None), text_prompts=False)
+    rows = [{"raw_prompt": [{"role": "user", "content": "q"}], COLUMNS: {"answer": "7"}}] * 2
+    assert function(
+        data_sources=["x"] * 2, solution_strs=["is 7", "is 8"], ground_truths=[None] * 2, extra_infos=rows
+    ) == [
+        {"score": 1.0},
+        {"score": 0.0},
+    ]
+    nothing = combined(named_rewards([lambda completions: [None]], None), True)
+    with pytest.raises(RewardError, match="no reward function judged the response: reward_1 returned None"):
+        nothing(["x"], ["a"], [None], [{}])
+
+
+def test_async_functions_and_dicts() -> None:
+    async def slow(solution_str: str, prompt: str) -> dict[str, float]:
+        await asyncio.sleep(0)
+        return {"score": float(len(solution_str)), "asked": float(len(prompt))}
+
+    found = scored([slow, right], [sample("abc", "who?", answer="abc")])
+    assert found == [("ok", 4.0, {"slow": 3.0, "slow/asked": 4.0, "right": 1.0})]
+
+
+@pytest.mark.parametrize(
+    ("functions", "weights", "words"),
+    [
+        ([], None, "there is no reward function"),
+        ([lambda text: 1.0], None, "solution_str (one response"),
+        ([right], [1, 2], "2 numbers for 1 reward functions"),
+        ([right], [float("nan")], "no finite number"),
+        ([right, lambda data: 1], None, "must stand alone"),
+        ([3], None, "3 is int, not a function"),
+    ],
+)
+def test_what_is_no_reward_is_refused(functions: Any, weights: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        named_rewards(functions, weights)
+    assert words in str(error.value)
+
+
+def test_a_parameter_without_a_column_is_refused_before_the_run() -> None:
+    check_columns(named_rewards([right, short, last_word], None), ["prompt", "answer"])
+    with pytest.raises(
+        ConfigError, match=r"right\(.* needs answer, and the data has no such column. Its columns: prompt"
+    ):
+        check_columns(named_rewards([right], None), ["prompt"])
+
+
+def test_another_process_imports_what_was_defined_here(tmp_path: Path) -> None:
+    table = {"a": 1.0}
+    path = write_module({"reward": lambda solution_str: table[solution_str]}, tmp_path)
+    code = f"import runpy; print(runpy.run_path({str(path)!r})['reward']('a'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "1.0\n"
+    table["a"] = 2.0
+    assert write_module({"reward": lambda solution_str: table[solution_str]}, tmp_path) != path
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match="reward cannot be sent to the processes that call it"):
+        write_module({"reward": lambda solution_str: lock.locked()}, tmp_path)
+
+
+def test_types_as_texts_travel_with_a_tool() -> None:
+    def add(a: int, b: list[int] | None = None) -> int:
+        """Add."""
+        return a
+
+    copy = with_resolved_types(add)
+    assert copy is not add
+    assert copy.__annotations__ == {"a": int, "b": list[int] | None, "return": int}
+    assert (copy(3), copy.__doc__, copy.__name__) == (3, "Add.", "add")

@@ -1,0 +1,152 @@
+"""Rows given as objects or files, written where a run reads them."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.api.rewards import COLUMNS
+from verl.errors import DataError
+
+Rows = Any
+"""A list of dicts, a ``datasets.Dataset``, a ``pandas.DataFrame``, a path or a list of paths."""
+KINDS = "a list of dicts, a datasets.Dataset, a pandas.DataFrame, or the path of a parquet, json or jsonl file"
+
+
+@dataclass(frozen=True)
+class DataFiles:
+    """Files of rows, with what is known of them."""
+
+    paths: list[str]
+    columns: list[str]
+    count: int
+    text_prompts: bool
+    """Whether the prompts are texts rather than messages."""
+
+
+def as_rows(data: Rows, what: str) -> list[dict[str, Any]]:
+    """Return the rows of any kind of data as new dicts.
+
+    Args:
+        data: see :data:`Rows`.
+        what: the argument that holds it, for error messages.
+
+    Raises:
+        DataError: it is none of the kinds, has no rows, or a file cannot be read.
+    """
+    if isinstance(data, (str, Path)) or (_is_list(data) and data and all(isinstance(one, (str, Path)) for one in data)):
+        from verl.utils.dataset.files import open_files
+
+        files = open_files([str(one) for one in ([data] if isinstance(data, (str, Path)) else data)], what)
+        return [file.row(number) for file in files for number in range(len(file))]
+    if hasattr(data, "to_dict") and hasattr(data, "iloc"):
+        rows = data.to_dict("records")
+    elif isinstance(data, Mapping):
+        splits = ", ".join(map(str, data))
+        raise DataError(f"{what} is a {type(data).__name__} of {splits}. Give one of them, or {KINDS}.")
+    elif isinstance(data, Iterable):
+        if not hasattr(data, "__len__"):
+            raise DataError(f"{what} is a {type(data).__name__} without a length. Take as many rows as a run needs.")
+        rows = [row for row in data]  # noqa: C416 - a Dataset is no list
+    else:
+        raise DataError(f"{what} is {type(data).__name__}. Give {KINDS}.")
+    if not rows:
+        raise DataError(f"{what} has no rows.")
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise DataError(f"{what}, row {number} is {type(row).__name__} {row!r:.80}, not a dict. Give {KINDS}.")
+    return [{str(name): value for name, value in row.items()} for row in rows]
+
+
+def _is_list(data: Any) -> bool:
+    return isinstance(data, Sequence) and not isinstance(data, (str, bytes))
+
+
+def write_prompts(rows: Sequence[dict[str, Any]], path: Path, prompt_key: str, what: str) -> DataFiles:
+    """Write prompts for reinforcement learning as jsonl, which keeps each row's own keys and types.
+
+    Raises:
+        DataError: a row has no prompt, or a value that JSON cannot hold.
+    """
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    if prompt_key not in columns:
+        raise DataError(
+            f"{what} has no column '{prompt_key}'; its columns are {', '.join(columns)}. The prompt is a text or a "
+            "list of messages; prompt_key='NAME' names another column."
+        )
+    lines = []
+    for row in rows:
+        extra = row.get("extra_info") if isinstance(row.get("extra_info"), dict) else {}
+        others = {name: value for name, value in row.items() if name not in (prompt_key, "extra_info")}
+        lines.append({**row, "extra_info": {**(extra or {}), COLUMNS: others}})
+    write_jsonl(lines, path, what)
+    texts = [isinstance(row.get(prompt_key), str) for row in rows]
+    return DataFiles([str(path)], columns, len(rows), all(texts))
+
+
+def supervised_rows(rows: list[dict[str, Any]], what: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return rows in the form of ``verl sft``, and the settings that name their columns.
+
+    Rows with ``messages`` stay as they are. A ``completion`` that is one message of the assistant becomes its text.
+
+    Raises:
+        DataError: a completion is neither a text nor such a message.
+    """
+    if not rows or "completion" not in rows[0] or "messages" in rows[0]:
+        return rows, {}
+    made = []
+    for number, row in enumerate(rows):
+        completion: Any = row.get("completion")
+        if _is_list(completion) and len(completion) == 1 and isinstance(completion[0], Mapping):
+            completion = completion[0].get("content") if completion[0].get("role") == "assistant" else completion
+        if not isinstance(completion, str):
+            raise DataError(
+                f"{what}, row {number}: completion is {completion!r:.80}, neither a text nor one message of the "
+                "assistant. Give longer conversations as messages, all turns of the assistant are trained on."
+            )
+        made.append({**row, "completion": completion})
+    return made, {"data.prompt_key": "prompt", "data.response_key": "completion"}
+
+
+def write_jsonl(rows: Iterable[Mapping[str, Any]], path: Path, what: str) -> None:
+    """Write rows as one JSON object per line; arrays become lists, pictures URLs, times their ISO form.
+
+    Raises:
+        DataError: names the first row and column that JSON cannot hold.
+    """
+    lines = []
+    for number, row in enumerate(rows):
+        try:
+            lines.append(json.dumps(row, ensure_ascii=False, default=_plain))
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{what}, row {number} cannot be written as JSON: {error}. Leave the column out."
+            ) from error
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Read what :func:`write_jsonl` wrote, or a file of a run that does not exist as no rows."""
+    if not path.is_file():
+        return []
+    # Not str.splitlines: it also breaks at characters that JSON allows inside a string (U+2028).
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # numpy's arrays and numbers
+        return value.tolist()
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if hasattr(value, "save") and hasattr(value, "mode"):  # a PIL image
+        file = io.BytesIO()
+        value.convert("RGB").save(file, format="PNG")
+        return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    raise TypeError(f"{type(value).__name__} {value!r:.80}")

@@ -1,0 +1,109 @@
+"""Which settings name the functions and classes that a call was given as objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.api.data import DataFiles
+from verl.api.functions import with_resolved_types, write_module
+from verl.api.rewards import Reward, check_columns, combined, named_rewards
+from verl.errors import ConfigError
+
+RewardArgument = Callable[..., Any] | Sequence[Callable[..., Any]] | str | None
+REWARD = "reward"
+_MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+
+
+def rewards_of(reward: RewardArgument, weights: Sequence[float] | None) -> list[Reward]:
+    """Return the functions of a call, none if it gives the name of a scorer or nothing.
+
+    Raises:
+        ConfigError: one of them cannot be used, or there are weights without functions.
+    """
+    if reward is None or isinstance(reward, str):
+        if weights is not None:
+            raise ConfigError("reward_weights is given without reward functions.")
+        return []
+    return named_rewards(list(reward) if isinstance(reward, Sequence) else [reward], weights)
+
+
+def write_rewards(
+    reward: RewardArgument, weights: Sequence[float] | None, files: DataFiles, folder: Path
+) -> dict[str, Any]:
+    """Write reward functions into the folder and return the settings that name them, of ``verl eval``.
+
+    Raises:
+        ConfigError: one of them cannot be used with these columns, or a scorer is named.
+    """
+    if isinstance(reward, str):
+        raise ConfigError(
+            f"reward='{reward}': rows are scored by their data_source or by a function. Give the rows "
+            f"data_source='{reward}'."
+        )
+    if not (rewards := rewards_of(reward, weights)):
+        return {}
+    check_columns(rewards, files.columns)
+    module = write_module({REWARD: combined(rewards, files.text_prompts)}, folder)
+    return {"custom_reward_function.path": str(module), "custom_reward_function.name": REWARD}
+
+
+def write_objects(
+    reward: RewardArgument,
+    weights: Sequence[float] | None,
+    tools: Sequence[Callable[..., Any]],
+    environments: Sequence[type],
+    files: DataFiles,
+    folder: Path,
+) -> dict[str, Any]:
+    """Write reward functions, tools and environments into the folder and return the settings that name them.
+
+    Raises:
+        ConfigError: one of them cannot be used, or two have one name.
+    """
+    rewards = rewards_of(reward, weights)
+    named: list[tuple[str, Any]] = []
+    if rewards:
+        check_columns(rewards, files.columns)
+        named.append((REWARD, combined(rewards, files.text_prompts)))
+    named += [(tool.__name__, tool) for tool in map(_marked, tools)]
+    for environment in environments:
+        if not isinstance(environment, type):
+            raise ConfigError(f"environments: {environment!r:.100} is {type(environment).__name__}, not a class.")
+        named.append((environment.__name__, environment))
+    names = [name for name, _ in named]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"two of the functions and classes are called {twice}. Give each a name of its own.")
+    keys: dict[str, Any] = {"reward_model.reward_format": reward} if isinstance(reward, str) else {}
+    if not named:
+        return keys
+    module = str(write_module(dict(named), folder))
+    if rewards:
+        keys |= {"custom_reward_function.path": module, "custom_reward_function.name": REWARD}
+    if tools:
+        keys[f"{_MULTI_TURN}.function_tool_path"] = module
+    if environments:
+        entries = [{"name": one.__name__, "class_name": f"{module}:{one.__name__}"} for one in environments]
+        keys[f"{_MULTI_TURN}.environment_config_path"] = entries
+        keys["actor_rollout_ref.rollout.agent.default_agent_loop"] = "environment_agent"
+    if tools or environments:
+        keys[f"{_MULTI_TURN}.enable"] = True
+    return keys
+
+
+def _marked(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function as a tool that can be sent to other processes; the function itself stays as it is.
+
+    Raises:
+        ConfigError: it is no function with a name.
+    """
+    from verl.tools.function_tool import function_tool, is_tool
+
+    name = getattr(tool, "__name__", "")
+    if not callable(tool) or not name.isidentifier():
+        raise ConfigError(
+            f"tools: {tool!r:.100} is no function with a name. Write it by def, with types and docstring."
+        )
+    resolved = with_resolved_types(tool)
+    return resolved if is_tool(resolved) else function_tool(resolved)

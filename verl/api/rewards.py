@@ -1,0 +1,268 @@
+"""Reward functions given as objects: several with weights, of three calling forms, combined into one function.
+
+The combined function is an object that the processes of rewards load, so this module imports neither torch nor data.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl.errors import ConfigError, RewardError
+
+Function = Callable[..., Any]
+Form = Literal["sample", "texts", "completions", "batch"]
+
+FORMS = (
+    "A reward function is recognised by its parameters: solution_str (one response, returns a number or a dict with "
+    "'score'), solution_strs (all responses of a step, returns a list of these), or completions (the same as in TRL). "
+    "Further parameters are columns of the data by name, lists of them in the second and third form."
+)
+_RESPONSES: tuple[tuple[str, Form], ...] = (
+    ("solution_str", "sample"),
+    ("solution_strs", "texts"),
+    ("completions", "completions"),
+    ("data", "batch"),
+)
+OF_SAMPLE = ("data_source", "solution_str", "ground_truth", "extra_info", "prompt")
+"""What a function for one response can name beside the columns of the data."""
+OF_TEXTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos", "prompts")
+"""What a function for all responses can name, in the same order."""
+OF_COMPLETIONS = ("completions", "prompts")
+"""What a function in the form of TRL can name beside the columns of the data."""
+_TAKEN = ("score", "reward_status", "turn_scores")
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A function with its name in metrics, its weight in the sum, and its form."""
+
+    name: str
+    function: Function
+    weight: float
+    form: Form
+
+
+def named_rewards(functions: Sequence[Function], weights: Sequence[float] | None) -> list[Reward]:
+    """Give each function a name of its own, its weight (1 by default) and its form.
+
+    Raises:
+        ConfigError: there is no function, one has none of the forms, or the weights are not as many numbers.
+    """
+    if not functions:
+        raise ConfigError("reward=[]: there is no reward function. Give one, or several in a list.")
+    for function in functions:
+        if not callable(function):
+            raise ConfigError(f"reward: {function!r:.100} is {type(function).__name__}, not a function. {FORMS}")
+    weights = [1.0] * len(functions) if weights is None else list(weights)
+    if len(weights) != len(functions):
+        raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(functions)} reward functions.")
+    for weight in weights:
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+            raise ConfigError(f"reward_weights: {weight!r} is no finite number.")
+    names: list[str] = []
+    for number, function in enumerate(functions, 1):
+        name = name_of(function)
+        name = f"reward_{number}" if name in ("<lambda>", *_TAKEN) else name
+        names.append(name if name not in names else f"{name}_{number}")
+    parts = zip(names, functions, weights, strict=True)
+    rewards = [Reward(name, function, float(weight), form_of(function)) for name, function, weight in parts]
+    if len(rewards) > 1 and any(reward.form == "batch" for reward in rewards):
+        raise ConfigError("a reward function of the parameter 'data' returns scores of tokens and must stand alone.")
+    return rewards
+
+
+def name_of(function: Function) -> str:
+    """Return the name of a function, of what a partial calls, or of an object's class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def form_of(function: Function) -> Form:
+    """Determine the form of a function from its parameters.
+
+    Raises:
+        ConfigError: it has none of the forms.
+    """
+    named = inspect.signature(function).parameters
+    for name, form in _RESPONSES:
+        if name in named:
+            return form
+    raise ConfigError(f"the reward function {name_of(function)}{inspect.signature(function)} has none. {FORMS}")
+
+
+def check_columns(rewards: Sequence[Reward], columns: Collection[str]) -> None:
+    """Check that every required parameter of the functions is a column or is given anyway.
+
+    Raises:
+        ConfigError: names the function, the parameter and the columns.
+    """
+    given: Mapping[Form, Sequence[str]] = {"sample": OF_SAMPLE, "texts": OF_TEXTS, "completions": OF_COMPLETIONS}
+    for reward in rewards:
+        parameters = inspect.signature(reward.function).parameters.values()
+        required = [
+            p.name for p in parameters if p.default is p.empty and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        if reward.form == "batch":
+            continue
+        if missing := [name for name in required if name not in columns and name not in given[reward.form]]:
+            raise ConfigError(
+                f"the reward function {reward.name}{inspect.signature(reward.function)} needs {', '.join(missing)}, "
+                f"and the data has no such column. Its columns: {', '.join(sorted(columns))}. Beside them a function "
+                f"of this form gets {', '.join(given[reward.form])}. Rename the parameter or the column, or give the "
+                "parameter a default."
+            )
+
+
+def combined(rewards: Sequence[Reward], text_prompts: bool) -> Function:
+    """Return one reward function for all; it is async if any of them is and all take single responses.
+
+    Args:
+        rewards: the functions.
+        text_prompts: whether the prompts of the data are texts, so that completions are texts too, as in TRL.
+    """
+    if rewards[0].form == "batch":
+        return rewards[0].function
+    if any(reward.form != "sample" for reward in rewards):
+        return BatchRewards(rewards, text_prompts)
+    if any(map(_is_async, rewards)):
+        return AsyncSampleRewards(rewards, text_prompts)
+    return SampleRewards(rewards, text_prompts)
+
+
+def _is_async(reward: Reward) -> bool:
+    function = reward.function
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+class _Rewards:
+    """Arguments of several functions, and the sum of their scores."""
+
+    def __init__(self, rewards: Sequence[Reward], text_prompts: bool) -> None:
+        self.rewards = list(rewards)
+        self.text_prompts = text_prompts
+        self.is_only = len(self.rewards) == 1
+        self.__name__ = "+".join(reward.name for reward in self.rewards)
+
+    def prompt_of(self, messages: Any) -> Any:
+        """The prompt as the data has it: a text, or messages."""
+        return messages[-1]["content"] if self.text_prompts and messages else messages
+
+    def total(self, scores: Sequence[Any]) -> Any:
+        """Add up what the functions returned for one response: its weighted sum, and each score by name.
+
+        None of a function means that it does not judge this response.
+        """
+        result: dict[str, Any] = {}
+        values: list[float] = []
+        for reward, score in zip(self.rewards, scores, strict=True):
+            value = score
+            if isinstance(score, Mapping):
+                if self.is_only and reward.weight == 1.0:
+                    return dict(score)
+                if "score" not in score:
+                    raise RewardError(f"{reward.name} returned a dict without 'score'; it has: {', '.join(score)}.")
+                value = score["score"]
+                result |= {f"{reward.name}/{name}": more for name, more in score.items() if name not in _TAKEN}
+            if value is None:
+                continue
+            if isinstance(value, bool) or hasattr(value, "item"):  # numbers of numpy and torch
+                value = float(value)
+            if not isinstance(value, (int, float)):
+                raise RewardError(
+                    f"{reward.name} returned {type(value).__name__} {value!r:.100}, not a number. {FORMS}"
+                )
+            values.append(reward.weight * value)
+            if not self.is_only:
+                result[reward.name] = float(value)
+        if not values:
+            raise RewardError(f"no reward function judged the response: {self.__name__} returned None.")
+        return {"score": math.fsum(values), **result}
+
+
+class SampleRewards(_Rewards):
+    """Functions that get one response each."""
+
+    def __call__(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
+        """Score one response."""
+        arguments = self.arguments(data_source, solution_str, ground_truth, extra_info)
+        return self.total([called(reward.function, arguments) for reward in self.rewards])
+
+    def arguments(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+    ) -> dict[str, Any]:
+        """All that a function can name."""
+        own = dict(extra_info)
+        columns = own.pop(COLUMNS, {})
+        prompt = self.prompt_of(own.get("raw_prompt"))
+        given = zip(OF_SAMPLE, (data_source, solution_str, ground_truth, own, prompt), strict=True)
+        return columns | {name: value for name, value in given if value is not None or name not in columns}
+
+
+class AsyncSampleRewards(SampleRewards):
+    """Functions that get one response each, some of which are async."""
+
+    async def __call__(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
+        """Score one response."""
+        arguments = self.arguments(data_source, solution_str, ground_truth, extra_info)
+        scores = []
+        for reward in self.rewards:
+            score = called(reward.function, arguments)
+            scores.append(await score if inspect.isawaitable(score) else score)
+        return self.total(scores)
+
+
+class BatchRewards(_Rewards):
+    """Functions of which at least one gets all responses of a step; those for one response are called for each."""
+
+    def __call__(
+        self,
+        data_sources: Sequence[str],
+        solution_strs: Sequence[str],
+        ground_truths: Sequence[Any],
+        extra_infos: Sequence[dict[str, Any]],
+    ) -> list[Any]:
+        """Score all responses."""
+        size = len(solution_strs)
+        single = SampleRewards(self.rewards, self.text_prompts)
+        rows = list(zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True))
+        of_samples = [single.arguments(*row) for row in rows]
+        names = dict.fromkeys(name for arguments in of_samples for name in arguments)
+        columns = {name: [arguments.get(name) for arguments in of_samples] for name in names}
+        of_texts = columns | {
+            many: columns.get(one, [None] * size) for many, one in zip(OF_TEXTS, OF_SAMPLE, strict=True)
+        }
+        texts = list(solution_strs)
+        answers = texts if self.text_prompts else [[{"role": "assistant", "content": text}] for text in texts]
+        of_completions = of_texts | {"completions": answers}
+        by_function: list[list[Any]] = []
+        for reward in self.rewards:
+            if reward.form == "sample":
+                by_function.append([called(reward.function, arguments) for arguments in of_samples])
+                continue
+            result = called(reward.function, of_texts if reward.form == "texts" else of_completions)
+            result = result.tolist() if hasattr(result, "tolist") else result
+            if not isinstance(result, (list, tuple)) or len(result) != size:
+                found = f"{len(result)} scores" if isinstance(result, (list, tuple)) else type(result).__name__
+                raise RewardError(f"{reward.name} returned {found} for {size} responses; expected a list of {size}.")
+            by_function.append(list(result))
+        return [self.total(scores) for scores in zip(*by_function, strict=True)]
+
+
+COLUMNS = "verl_columns"
+"""Key of ``extra_info`` under which the columns of a row travel to the functions."""
+
+
+def called(function: Function, arguments: Mapping[str, Any]) -> Any:
+    """Call a function with those of the arguments that it takes."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return function(**arguments)
+    return function(**{name: value for name, value in arguments.items() if name in parameters})

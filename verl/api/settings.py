@@ -1,0 +1,192 @@
+"""Settings of a call of Python: names of any kind become keys, and defaults for small data fill the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+from verl.base.import_utils import prepare_process
+from verl.base.lazy import importing
+from verl.base.nested import flat
+from verl.config import BaseConfig
+from verl.errors import ConfigError
+from verl.trainer.config.keys import Tree, keys_of, leaves, put
+from verl.trainer.config.other_libraries import other_name
+
+ConfigT = TypeVar("ConfigT", bound=BaseConfig)
+
+FIRST_MEANT = ("", "trainer", "data", "algorithm")
+"""Sections whose keys may be named by their last part alone; the first of them that has such a key is meant."""
+THEN_MEANT = (
+    "model",
+    "engine",
+    "optim",
+    "rollout",
+    "loss",
+    "actor_rollout_ref.model",
+    "actor_rollout_ref.rollout",
+    "actor_rollout_ref.actor",
+    "actor_rollout_ref.actor.optim",
+    "actor_rollout_ref.rollout.multi_turn",
+    "custom_reward_function",
+    "reward_model",
+)
+"""Sections whose keys may be named so if only one of them has such a key."""
+
+
+def keys_of_call(settings: Mapping[str, Any], root: type[BaseConfig]) -> dict[str, Any]:
+    """Convert settings as they are written in a call to values by key.
+
+    A name is a key with dots, a section with a dict of its keys, a name of TRL or OpenRLHF, or the last part of a key.
+    What is none of these stays, and is reported with the other problems of the configuration.
+
+    Raises:
+        ConfigError: a name of another library has no counterpart, a short name means several keys, or two names mean
+            one key and have different values.
+    """
+    known = leaves(root)
+    found: dict[str, Any] = {}
+    written: dict[str, str] = {}
+    for name, value in settings.items():
+        for key, ours in _keys(name, value, known, root).items():
+            if key in found and found[key] != ours:
+                raise ConfigError(
+                    f"{written[key]} and {name} both mean {key}, with the values {found[key]!r} and {ours!r}. Keep one."
+                )
+            found[key], written[key] = ours, name
+    return found
+
+
+def _keys(name: str, value: Any, known: Collection[str], root: type[BaseConfig]) -> dict[str, Any]:
+    if name in known:
+        return {name: value}
+    if isinstance(value, Mapping) and (name in keys_of(root)):
+        return dict(flat(value, f"{name}."))
+    if "." in name:
+        return {name: value}
+    other, short = other_name(name), _short(name, known)
+    if other is not None and (other[1].settable(known) or not short):
+        return other[1].settings(value, known, other[0])
+    if len(short) > 1:
+        raise ConfigError(f"{name}={value!r:.60} can be {' or '.join(short)}. Write the key that is meant.")
+    return {short[0] if short else name: value}
+
+
+def _short(name: str, known: Collection[str]) -> list[str]:
+    first = [key for section in FIRST_MEANT if (key := f"{section}.{name}".lstrip(".")) in known]
+    return first[:1] or [key for section in THEN_MEANT if (key := f"{section}.{name}") in known]
+
+
+COUNTED = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "steps_per_generation",
+    "generation_batch_size",
+)
+"""Names of TRL that count completions on one device; together they decide our batch sizes."""
+
+
+def batch_sizes(settings: Mapping[str, Any], ranks: int, per_prompt: int) -> dict[str, int]:
+    """Convert TRL's counts of completions to the prompts of a step and of an optimizer step.
+
+        optimizer step     per_device_train_batch_size × ranks × gradient_accumulation_steps ÷ num_generations
+        step               the same with steps_per_generation, or generation_batch_size ÷ num_generations
+
+    Args:
+        settings: those of :data:`COUNTED` that were given, at least one; the others have TRL's defaults: 8 completions
+            on a device, 1 accumulation step, and as many of them per generation.
+        ranks: devices of the run.
+        per_prompt: responses of a prompt.
+
+    Returns:
+        the prompts of ``data.train_batch_size`` and of ``actor_rollout_ref.actor.ppo_mini_batch_size``, and the
+        responses of ``actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu``.
+
+    Raises:
+        ConfigError: one is no positive integer, or responses of one prompt would be parted.
+    """
+    for name, value in settings.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{name}={value!r} is no integer >= 1.")
+    on_device = settings.get("per_device_train_batch_size", 8)
+    accumulated = settings.get("gradient_accumulation_steps", 1)
+    mini = on_device * ranks * accumulated
+    step = on_device * ranks * settings.get("steps_per_generation", accumulated)
+    step = settings.get("generation_batch_size", step)
+    for what, count in (("an optimizer step", mini), ("a step", step)):
+        if count % per_prompt:
+            raise ConfigError(
+                f"{', '.join(f'{name}={value}' for name, value in settings.items())}: {what} would have {count} "
+                f"completions on {ranks} device{'s' * (ranks > 1)}, which num_generations={per_prompt} does not "
+                "divide. All responses to a prompt belong to one step; or set data.train_batch_size, in prompts."
+            )
+    return {
+        "data.train_batch_size": step // per_prompt,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": mini // per_prompt,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": on_device,
+    }
+
+
+def rows_of_batch(settings: Mapping[str, Any], ranks: int) -> dict[str, int]:
+    """Convert TRL's counts to the rows of an optimizer step and of a pass of a supervised run."""
+    sizes = batch_sizes(settings, ranks, 1)
+    return {
+        "data.train_batch_size": sizes["actor_rollout_ref.actor.ppo_mini_batch_size"],
+        "data.micro_batch_size_per_gpu": sizes["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"],
+    }
+
+
+def tree_of(keys: Mapping[str, Any], root: type[BaseConfig]) -> Tree:
+    """Build the configuration of values by key; ``key[i]`` is one item of a list, whose others keep their defaults."""
+    tree: Tree = {}
+    items: dict[str, list[Any]] = {}
+    for path, value in keys.items():
+        key, _, place = path.removesuffix("]").partition("[")
+        if place:
+            items.setdefault(key, list(keys_of(root)[key].default))[int(place)] = value
+            value = items[key]
+        put(tree, key, value)
+    return tree
+
+
+def settings_of(settings: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the settings of a call, which come in a dict and as arguments.
+
+    Raises:
+        ConfigError: one is given in both ways.
+    """
+    if twice := set(settings or {}) & set(more):
+        raise ConfigError(f"{', '.join(sorted(twice))}: given in settings and as an argument. Keep one.")
+    return {**(settings or {}), **more}
+
+
+def placement(ray: bool) -> dict[str, Any]:
+    """Return where a call runs unless its settings say: one rank in this process, or with Ray one for each GPU."""
+    ranks = 1
+    if ray:
+        import torch
+
+        ranks = torch.cuda.device_count() or 1
+    return {
+        "trainer.controller": "ray" if ray else "local",
+        "trainer.nnodes": 1,
+        "trainer.n_gpus_per_node": ranks,
+    }
+
+
+def checked_config(defaults: Mapping[str, Any], given: Mapping[str, Any], root: type[ConfigT]) -> ConfigT:
+    """Compose and check a configuration, as the command line does.
+
+    Args:
+        defaults: values by key that the call has in place of the command's.
+        given: values by key that the user gave.
+        root: root section of the command.
+
+    Raises:
+        ConfigError: lists all problems.
+    """
+    with importing():
+        from verl.trainer.config.load import load_config  # needs torch and transformers
+
+        prepare_process()
+        return load_config(tree_of({**defaults, **given}, root), root, set(given))

@@ -1,0 +1,246 @@
+"""``verl.train`` and ``verl.sft``."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.api.data import DataFiles, Rows, as_rows, supervised_rows, write_jsonl, write_prompts
+from verl.api.objects import RewardArgument, rewards_of, write_objects
+from verl.api.result import CHECKPOINTS, METRICS, SAMPLES, TrainingResult, path_of
+from verl.api.settings import (
+    COUNTED,
+    batch_sizes,
+    checked_config,
+    keys_of_call,
+    placement,
+    rows_of_batch,
+    settings_of,
+)
+from verl.base import env
+from verl.config import PPOConfig, SFTConfig
+from verl.errors import ConfigError
+
+MOST_PROMPTS = 32
+"""Prompts of a step unless the call says, if there are as many."""
+GROUP = 8
+"""Responses to a prompt unless the call says; 1 with a critic."""
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_ALGORITHMS = {"ppo": "gae"}
+_PARTS = ("model", "optimizer", "extra", "hf_model")
+
+
+def train(
+    model: str | Path,
+    data: Rows,
+    reward: RewardArgument = None,
+    *,
+    algorithm: str = "grpo",
+    eval_data: Rows = None,
+    reward_weights: Sequence[float] | None = None,
+    tools: Sequence[Callable[..., Any]] = (),
+    environments: Sequence[type] = (),
+    output_dir: str | Path | None = None,
+    ray: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    **more_settings: Any,
+) -> TrainingResult:
+    """Train a policy by reinforcement learning, as ``verl train`` does, and return what the run wrote.
+
+    Args:
+        model: a folder with a model, or its name on the Hugging Face hub.
+        data: rows with ``prompt`` (a text or messages) and any other columns: a list of dicts, a ``datasets.Dataset``,
+            a ``pandas.DataFrame``, or files.
+        reward: a function or several, whose weighted scores are added up: :data:`verl.api.rewards.FORMS`. A text
+            names a registered scorer; None takes the scorer of each row's ``data_source``.
+        algorithm: the advantage estimator (``algorithm.adv_estimator``); ``ppo`` is ``gae``.
+        eval_data: rows for validation, before the first step, every ``eval_steps`` steps (by default after each pass
+            over the data) and at the end.
+        reward_weights: a number for each function; 1 by default.
+        tools: functions that the policy may call: typed, with a docstring that describes each parameter.
+        environments: classes of :class:`verl.environments.base.Environment`; a row chooses one by
+            ``environment_kwargs={"name": ...}``, and need not if there is one.
+        output_dir: folder of the run; a second call with the same folder goes on from its last checkpoint. By default
+            a new folder in ``outputs``.
+        ray: run the ranks as processes of Ray, one for each GPU, instead of one rank in this process.
+        settings: settings by key, such as ``{"actor_rollout_ref.rollout.n": 8}``.
+        more_settings: settings by key, by the end of a key, or by their names in TRL and OpenRLHF.
+
+    Raises:
+        ConfigError: lists all problems of the settings, before a model loads.
+        DataError: the rows cannot be used.
+        RewardError: too many responses could not be scored.
+    """
+    all_settings = settings_of(settings, more_settings)
+    counted = {name: all_settings.pop(name) for name in COUNTED if name in all_settings}
+    given = keys_of_call(all_settings, PPOConfig)
+    estimator = given.setdefault("algorithm.adv_estimator", _ALGORITHMS.get(algorithm, algorithm))
+    folder = _folder(output_dir, given, estimator)
+    files, val = _prompts(data, eval_data, folder, given.get("data.prompt_key", "prompt"), environments)
+    per_prompt = given.get(f"{_ROLLOUT}.n", 1 if estimator == "gae" else GROUP)
+    defaults = _run_defaults(folder, ray) | {
+        "actor_rollout_ref.model.path": path_of(model),
+        "data.train_files": files.paths,
+        "data.val_files": (val or files).paths,
+        "data.dataloader_num_workers": 0,
+        "trainer.val_before_train": val is not None,
+        f"{_ROLLOUT}.n": per_prompt,
+        f"{_ACTOR}.checkpoint.save_contents": list(_PARTS),
+        "trainer.rollout_data_dir": str(folder / SAMPLES / "train"),
+        "trainer.validation_data_dir": str(folder / SAMPLES / "validation"),
+    }
+    if estimator == "gae":
+        defaults["critic.model.path"] = path_of(model)
+    defaults |= _sizes(files.count, per_prompt, counted, given, defaults)
+    if val is not None:
+        defaults["trainer.test_freq"] = _steps_of_pass(files.count, defaults, given)
+    defaults |= write_objects(reward, reward_weights, tools, environments, files, folder)
+    if estimator == "gdpo" and (rewards := rewards_of(reward, reward_weights)):
+        defaults |= {
+            "algorithm.gdpo_reward_keys": [one.name for one in rewards],
+            "algorithm.gdpo_reward_weights": [one.weight for one in rewards],
+            "reward_model.reward_manager": "gdpo",
+        }
+    config = checked_config(defaults, given, PPOConfig)
+
+    from verl.trainer.main_ppo import run_ppo
+
+    with env.file_logger_at(folder / METRICS):
+        run_ppo(config)
+    return TrainingResult(folder)
+
+
+def sft(
+    model: str | Path,
+    data: Rows,
+    *,
+    eval_data: Rows = None,
+    output_dir: str | Path | None = None,
+    ray: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    **more_settings: Any,
+) -> TrainingResult:
+    """Fine-tune a model on given answers, as ``verl sft`` does, and return what the run wrote.
+
+    Args:
+        model: as in :func:`train`.
+        data: rows with ``messages``, or with ``prompt`` and ``completion`` (texts, or lists of messages). The loss is
+            on the assistant's messages, and on the completion.
+        eval_data: rows for the validation loss, every ``eval_steps`` steps and at the end.
+        output_dir: as in :func:`train`.
+        ray: as in :func:`train`.
+        settings: settings of ``verl sft`` by key.
+        more_settings: settings by key, by the end of a key, or by their names in TRL and OpenRLHF.
+
+    Raises:
+        ConfigError: lists all problems of the settings, before a model loads.
+        DataError: the rows cannot be used.
+    """
+    all_settings = settings_of(settings, more_settings)
+    counted = {name: all_settings.pop(name) for name in COUNTED if name in all_settings}
+    given = keys_of_call(all_settings, SFTConfig)
+    folder = _folder(output_dir, given, "sft")
+    rows, keys = supervised_rows(as_rows(data, "data"), "data")
+    write_jsonl(rows, folder / "data" / "train.jsonl", "data")
+    defaults = (
+        _run_defaults(folder, ray)
+        | keys
+        | {
+            "model.path": path_of(model),
+            "data.train_files": [str(folder / "data" / "train.jsonl")],
+            "data.num_workers": 0,
+            "data.train_batch_size": len(rows) // math.ceil(len(rows) / MOST_PROMPTS),
+            "checkpoint.save_contents": list(_PARTS),
+        }
+    )
+    if counted:
+        defaults |= rows_of_batch(counted, _ranks({**defaults, **given})) | {"data.use_dynamic_bsz": False}
+    if eval_data is not None:
+        write_jsonl(
+            supervised_rows(as_rows(eval_data, "eval_data"), "eval_data")[0],
+            folder / "data" / "eval.jsonl",
+            "eval_data",
+        )
+        defaults["data.val_files"] = [str(folder / "data" / "eval.jsonl")]
+        defaults["trainer.test_freq"] = _steps_of_pass(len(rows), defaults, given)
+    config = checked_config(defaults, given, SFTConfig)
+
+    from verl.trainer.sft_trainer import run_sft
+
+    with env.file_logger_at(folder / METRICS):
+        run_sft(config)
+    return TrainingResult(folder)
+
+
+def _folder(output_dir: str | Path | None, given: Mapping[str, Any], kind: str) -> Path:
+    """Return the folder of the run; a new one in ``outputs`` unless the call names one."""
+    if output_dir is not None:
+        if "trainer.default_local_dir" in given:
+            raise ConfigError("output_dir and trainer.default_local_dir both name a folder. Keep output_dir.")
+        return Path(output_dir).expanduser().absolute()
+    name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in range(1, 1000):
+        folder = Path("outputs").absolute() / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return folder
+    raise ConfigError(f"outputs/{name} exists a thousand times. Name an output_dir.")
+
+
+def _run_defaults(folder: Path, ray: bool) -> dict[str, Any]:
+    return placement(ray) | {
+        "trainer.project_name": folder.parent.name or "verl",
+        "trainer.experiment_name": folder.name,
+        "trainer.default_local_dir": str(folder / CHECKPOINTS),
+        "trainer.logger": ["console", "file"],
+        "trainer.total_epochs": 1,
+    }
+
+
+def _ranks(keys: Mapping[str, Any]) -> int:
+    return int(keys["trainer.nnodes"]) * int(keys["trainer.n_gpus_per_node"])
+
+
+def _steps_of_pass(rows: int, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> int:
+    return max(1, rows // max(1, int({**defaults, **given}["data.train_batch_size"])))
+
+
+def _sizes(
+    rows: int, per_prompt: int, counted: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the sizes of a step: TRL's, if any was given; else as many equal steps as the rows allow."""
+    if counted:
+        sizes = batch_sizes(counted, _ranks({**defaults, **given}), per_prompt)
+        on_device = sizes[f"{_ACTOR}.ppo_micro_batch_size_per_gpu"]
+        return sizes | {f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": on_device}
+    # An incomplete last batch is dropped, so steps are of equal size: 40 rows are 2 steps of 20, not 32 and a rest.
+    steps = math.ceil(rows / MOST_PROMPTS)
+    prompts = given.get("data.train_batch_size", rows // steps)
+    sizes = {"data.train_batch_size": prompts, f"{_ACTOR}.ppo_mini_batch_size": prompts}
+    if f"{_ACTOR}.ppo_micro_batch_size_per_gpu" not in given:
+        sizes[f"{_ACTOR}.use_dynamic_bsz"] = True
+    return sizes
+
+
+def _prompts(
+    data: Rows, eval_data: Rows, folder: Path, prompt_key: str, environments: Sequence[type]
+) -> tuple[DataFiles, DataFiles | None]:
+    """Write the rows of training and validation into the run's folder."""
+    found: list[DataFiles | None] = []
+    for what, name, rows in (("data", "train", data), ("eval_data", "eval", eval_data)):
+        if rows is None and what == "eval_data":
+            found.append(None)
+            continue
+        listed = as_rows(rows, what)
+        if len(environments) == 1:
+            (only,) = environments
+            for row in listed:
+                row["environment_kwargs"] = {"name": only.__name__, **(row.get("environment_kwargs") or {})}
+        found.append(write_prompts(listed, folder / "data" / f"{name}.jsonl", prompt_key, what))
+    assert found[0] is not None
+    return found[0], found[1]

@@ -1,0 +1,485 @@
+"""Names of settings in TRL and OpenRLHF, and what they are called here.
+
+One table for :func:`verl.train` and its relatives, which take these names, for ``verl explain``, and for the message
+about an unknown key. It holds facts alone: a name, our keys, how a value is converted, or why there is no key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OtherName:
+    """A setting of another library.
+
+    Attributes:
+        name: its name there.
+        keys: our keys for it. Alternatives of several commands are separated by a space; a command takes the first
+            that it has.
+        convert: makes the values of ``keys`` of the value there; None gives it unchanged to the only key.
+        values: value there → our values by key, for settings with a few values; others are refused.
+        note: what differs; or, without keys, why there is none and what to do.
+    """
+
+    name: str
+    keys: tuple[str, ...] = ()
+    convert: Callable[[Any], Sequence[Any]] | None = None
+    values: Mapping[Any, Mapping[str, Any]] | None = None
+    note: str = ""
+
+    def keys_of(self, known: Collection[str]) -> list[str]:
+        """Return our keys of a command, given all keys that it has; empty if the command has none of them."""
+        chosen = [_chosen(alternatives, known) for alternatives in self.keys]
+        return chosen if all(chosen) else []
+
+    def settable(self, known: Collection[str]) -> bool:
+        """Whether a command with these keys has a setting for it."""
+        if self.values is not None:
+            return all(_chosen(key, known) for ours in self.values.values() for key in ours)
+        return bool(self.keys_of(known))
+
+    def settings(self, value: Any, known: Collection[str], library: str = "TRL") -> dict[str, Any]:
+        """Convert a value to our settings, by key.
+
+        Raises:
+            ConfigError: nothing here stands for the setting or for this value of it.
+        """
+        shown = f"{self.name}={value!r}"
+        if self.values is not None:
+            listed = next((ours for theirs, ours in self.values.items() if _is(theirs, value)), None)
+            if listed is None:
+                offered = ", ".join(map(repr, self.values))
+                raise ConfigError(
+                    f"{shown} of {library} has no counterpart here. Known: {offered}. {self.note}".rstrip()
+                )
+            return {_chosen(key, known): ours for key, ours in listed.items()}
+        keys = self.keys_of(known)
+        if not keys:
+            raise ConfigError(f"{shown}: {self.note or 'this command has no such setting; leave it out'}")
+        try:
+            values = [value] if self.convert is None else self.convert(value)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{shown}: this value cannot be used ({error}). {self.describe(known)}") from error
+        return {key: ours for key, ours in zip(keys, values, strict=True) if ours is not UNSET}
+
+    def describe(self, known: Collection[str] | None = None) -> str:
+        """Say what to set here, in one line; ``known`` are the keys of the command, None names all alternatives."""
+        if self.values is not None and not self.keys:
+            every = {key for ours in self.values.values() for key in ours}
+            keys = [key for key in map(_first, sorted(every)) if known is None or key in known]
+            pairs = "; ".join(f"{_word(theirs)}: {_pairs(ours)}" for theirs, ours in self.values.items())
+            text = pairs if keys else ""
+        else:
+            keys = list(self.keys) if known is None else self.keys_of(known)
+            text = " and ".join(key.replace(" ", " or ") for key in keys)
+        return " ".join(part for part in (text, f"({self.note})" if text and self.note else self.note) if part)
+
+
+def _chosen(alternatives: str, known: Collection[str]) -> str:
+    """Return the first of several keys that a command has, or an empty text; ``key[i]`` is an item of a key."""
+    return next((key for key in alternatives.split() if key.partition("[")[0] in known), "")
+
+
+class _Unset:
+    """A key that a conversion leaves at its default."""
+
+
+UNSET = _Unset()
+
+
+def _is(theirs: Any, value: Any) -> bool:
+    return type(theirs) is type(value) and theirs == value
+
+
+def _first(key: str) -> str:
+    return key.split()[0]
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _pairs(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{_first(key)}={_word(value)}" for key, value in settings.items()) or "the default"
+
+
+_ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_LOSS = f"{_ACTOR}.policy_loss"
+_MULTI = f"{_ROLLOUT}.multi_turn"
+_OPTIM = f"{_ACTOR}.optim"
+_CORRECTION = "algorithm.rollout_correction"
+_AGGREGATION = f"{_ACTOR}.loss_agg_mode"
+
+
+def _sampling(name: str) -> str:
+    return f"{_ROLLOUT}.{name} rollout.{name}"
+
+
+def _optim(name: str) -> str:
+    return f"{_OPTIM}.{name} optim.{name}"
+
+
+def _of_model(name: str) -> str:
+    return f"{_MODEL}.{name} model.{name}"
+
+
+def _kl_loss(beta: Any) -> list[Any]:
+    return [float(beta) > 0, float(beta) if float(beta) > 0 else UNSET]
+
+
+def _steps(steps: Any) -> list[Any]:
+    return [UNSET if steps is None or int(steps) <= 0 else int(steps)]
+
+
+def _epochs(epochs: Any) -> list[Any]:
+    if float(epochs) != int(epochs):
+        raise ValueError("passes over the data are whole here; set trainer.total_training_steps for a part of one")
+    return [int(epochs)]
+
+
+def _no_limit_is_minus_one(top_k: Any) -> list[Any]:
+    return [-1 if not top_k else int(top_k)]
+
+
+def _loggers(names: Any) -> list[Any]:
+    listed = [names] if isinstance(names, str) else list(names or ())
+    return [["console", "file", *(name for name in listed if name != "none")]]
+
+
+def _device(use_cpu: Any) -> list[Any]:
+    return ["cpu" if use_cpu else "cuda"]
+
+
+def _lora(config: Any) -> list[Any]:
+    return [
+        config.r,
+        config.lora_alpha,
+        UNSET if config.target_modules is None else _listed(config.target_modules),
+    ]
+
+
+def _listed(names: Any) -> Any:
+    return names if isinstance(names, str) else sorted(names)
+
+
+_PER_DEVICE = (
+    "counts completions on one device and decides nothing but memory here: data.train_batch_size and "
+    f"{_ACTOR}.ppo_mini_batch_size count prompts over all devices"
+)
+
+TRL: tuple[OtherName, ...] = (
+    # the run
+    OtherName("output_dir", ("trainer.default_local_dir",)),
+    OtherName("seed", ("trainer.seed",)),
+    OtherName("max_steps", ("trainer.total_training_steps",), _steps),
+    OtherName("num_train_epochs", ("trainer.total_epochs",), _epochs),
+    OtherName("save_steps", ("trainer.save_freq",)),
+    OtherName("eval_steps", ("trainer.test_freq",)),
+    OtherName(
+        "save_strategy",
+        values={"no": {"trainer.save_freq": -1}, "steps": {}, "epoch": {"trainer.save_freq": 0}},
+        note="0 saves at the end alone; save_steps is trainer.save_freq",
+    ),
+    OtherName(
+        "eval_strategy", values={"no": {"trainer.test_freq": -1}, "steps": {}}, note="eval_steps is trainer.test_freq"
+    ),
+    OtherName("save_total_limit", ("trainer.max_actor_ckpt_to_keep trainer.max_ckpt_to_keep",)),
+    OtherName("logging_steps", note="every step is logged; leave it out"),
+    OtherName("report_to", ("trainer.logger",), _loggers, note="console and file stay"),
+    OtherName("run_name", ("trainer.experiment_name",)),
+    OtherName("project", ("trainer.project_name",)),
+    OtherName("use_cpu", ("trainer.device",), _device),
+    OtherName("resume_from_checkpoint", ("trainer.resume_from_path",), note="with trainer.resume_mode=resume_path"),
+    OtherName("log_completions", note="verl.train keeps all samples; on the command line set trainer.rollout_data_dir"),
+    OtherName("num_completions_to_print", ("trainer.log_val_generations",)),
+    # counting
+    OtherName(
+        "per_device_train_batch_size",
+        (f"{_ACTOR}.ppo_micro_batch_size_per_gpu data.micro_batch_size_per_gpu",),
+        note=_PER_DEVICE,
+    ),
+    OtherName(
+        "gradient_accumulation_steps",
+        note=f"accumulation follows from sizes: set {_ACTOR}.ppo_mini_batch_size, in prompts over all devices (of "
+        "supervised runs data.train_batch_size, in rows), and the micro-batch for memory",
+    ),
+    OtherName(
+        "per_device_eval_batch_size", ("data.val_batch_size",), note="prompts over all devices; null takes all at once"
+    ),
+    OtherName("generation_batch_size", note="set data.train_batch_size, in prompts: divide it by num_generations"),
+    OtherName(
+        "steps_per_generation",
+        note=f"data.train_batch_size divided by {_ACTOR}.ppo_mini_batch_size is this number; set these two",
+    ),
+    OtherName("num_generations", (f"{_ROLLOUT}.n",)),
+    OtherName("num_generations_eval", (f"{_ROLLOUT}.val_kwargs.n",)),
+    OtherName("max_completion_length", ("data.max_response_length rollout.response_length",)),
+    OtherName("max_prompt_length", ("data.max_prompt_length rollout.prompt_length",)),
+    OtherName("max_length", ("data.max_length",)),
+    OtherName("dataloader_num_workers", ("data.dataloader_num_workers data.num_workers",)),
+    OtherName("shuffle_dataset", ("data.shuffle",)),
+    OtherName("chat_template_kwargs", ("data.apply_chat_template_kwargs",)),
+    # the optimizer
+    OtherName("learning_rate", (_optim("lr"),)),
+    OtherName("warmup_steps", (_optim("lr_warmup_steps"),)),
+    OtherName("warmup_ratio", (_optim("lr_warmup_steps_ratio"),)),
+    OtherName("weight_decay", (_optim("weight_decay"),)),
+    OtherName("adam_beta1", (_optim("betas[0]"),), note="the first of two in betas"),
+    OtherName("adam_beta2", (_optim("betas[1]"),), note="the second of two in betas"),
+    OtherName(
+        "lr_scheduler_type",
+        values={
+            "constant": {_optim("lr_scheduler_type"): "constant"},
+            "constant_with_warmup": {_optim("lr_scheduler_type"): "constant"},
+            "cosine": {_optim("lr_scheduler_type"): "cosine"},
+        },
+    ),
+    OtherName("max_grad_norm", (f"{_ACTOR}.grad_clip optim.clip_grad",)),
+    OtherName("gradient_checkpointing", (_of_model("enable_gradient_checkpointing"),)),
+    OtherName(
+        "bf16",
+        values={
+            True: {f"{_ACTOR}.fsdp_config.dtype engine.dtype": "bfloat16"},
+            False: {f"{_ACTOR}.fsdp_config.dtype engine.dtype": "float32"},
+        },
+        note="the precision of computing; weights and optimizer stay in fp32",
+    ),
+    OtherName("fp16", note="not in this version; bf16 and fp32 are"),
+    # the loss
+    OtherName("beta", (f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef"), _kl_loss, note="of GRPO, above 0"),
+    OtherName("num_iterations", (f"{_ACTOR}.ppo_epochs",)),
+    OtherName("epsilon", (f"{_ACTOR}.clip_ratio",), note="clip_ratio_low and clip_ratio_high follow it"),
+    OtherName("epsilon_high", (f"{_ACTOR}.clip_ratio_high",)),
+    OtherName("delta", (f"{_ACTOR}.clip_ratio_c",)),
+    OtherName(
+        "scale_rewards",
+        values={
+            True: {"algorithm.norm_adv_by_std_in_grpo": True},
+            "group": {"algorithm.norm_adv_by_std_in_grpo": True},
+            False: {"algorithm.norm_adv_by_std_in_grpo": False},
+            "none": {"algorithm.norm_adv_by_std_in_grpo": False},
+        },
+        note="a deviation over the whole batch ('batch') is not in this version",
+    ),
+    OtherName(
+        "loss_type",
+        values={
+            "dapo": {_AGGREGATION: "token-mean"},
+            "bnpo": {_AGGREGATION: "token-mean"},
+            "grpo": {_AGGREGATION: "seq-mean-token-mean"},
+            "dr_grpo": {_AGGREGATION: "seq-mean-token-sum-norm"},
+            "cispo": {f"{_LOSS}.loss_mode": "cispo", _AGGREGATION: "token-mean"},
+            "sapo": {f"{_LOSS}.loss_mode": "sapo", _AGGREGATION: "seq-mean-token-mean"},
+            "luspo": {f"{_LOSS}.loss_mode": "luspo"},
+        },
+        note="in verl dpo it is loss.loss_type",
+    ),
+    OtherName(
+        "importance_sampling_level",
+        values={"token": {f"{_LOSS}.loss_mode": "vanilla"}, "sequence": {f"{_LOSS}.loss_mode": "gspo"}},
+    ),
+    OtherName("top_entropy_quantile", (f"{_LOSS}.top_entropy_quantile",)),
+    OtherName("entropy_coef", (f"{_ACTOR}.entropy_coeff",)),
+    OtherName("entropy_target", (f"{_ACTOR}.entropy_target",)),
+    OtherName("mask_truncated_completions", note="not in this version; a reward function can give such responses 0"),
+    OtherName("sync_ref_model", note="the reference policy stays as it was loaded; leave it out"),
+    OtherName("disable_dropout", note="dropout is always off; leave it out"),
+    OtherName("remove_unused_columns", note="every column reaches the reward functions; leave it out"),
+    OtherName(
+        "multi_objective_aggregation",
+        values={
+            "sum_then_normalize": {"algorithm.adv_estimator": "grpo"},
+            "normalize_then_sum": {"algorithm.adv_estimator": "gdpo"},
+        },
+        note="gdpo also wants algorithm.gdpo_reward_keys",
+    ),
+    # sampling
+    OtherName("temperature", (_sampling("temperature"),)),
+    OtherName("top_p", (_sampling("top_p"),)),
+    OtherName("top_k", (_sampling("top_k"),), _no_limit_is_minus_one, note="no limit is -1"),
+    OtherName("min_p", (_sampling("min_p"),)),
+    OtherName("repetition_penalty", values={1.0: {}}, note="sampling with a penalty is not in this version"),
+    OtherName(
+        "use_vllm",
+        values={
+            True: {_sampling("name"): "vllm"},
+            False: {},
+        },
+        note="without it the engine is native, verl's own",
+    ),
+    OtherName("vllm_mode", values={"colocate": {}}, note="the engine shares the trainer's devices"),
+    OtherName("vllm_gpu_memory_utilization", (_sampling("gpu_memory_utilization"),)),
+    OtherName("vllm_tensor_parallel_size", (_sampling("tensor_model_parallel_size"),)),
+    OtherName("vllm_max_model_length", (_sampling("max_model_len"),)),
+    OtherName("vllm_enable_sleep_mode", (_sampling("free_cache_engine"),)),
+    OtherName("vllm_importance_sampling_mode", note=f"set {_CORRECTION}.rollout_is=token or sequence"),
+    OtherName("vllm_importance_sampling_clip_max", (f"{_CORRECTION}.rollout_is_threshold",)),
+    # agents and adapters
+    OtherName("max_tool_calling_iterations", (f"{_MULTI}.max_assistant_turns",)),
+    OtherName("tools", (f"{_MULTI}.function_tool_path",), note="verl.train takes the functions themselves: tools=[f]"),
+    OtherName(
+        "environment_factory",
+        (f"{_MULTI}.environment_config_path",),
+        note="verl.train takes classes: environments=[Class]",
+    ),
+    OtherName(
+        "peft_config",
+        (_of_model("lora_rank"), _of_model("lora_alpha"), _of_model("target_modules")),
+        _lora,
+        note="the fields of LoraConfig, each by its own key",
+    ),
+    # arguments of trainers
+    OtherName("model", (_of_model("path"),)),
+    OtherName("args", note="its fields are settings of their own here"),
+    OtherName("reward_funcs", ("custom_reward_function.path",), note="verl.train takes the functions: reward=[f, g]"),
+    OtherName("reward_weights", note="verl.train takes reward_weights; a function of your own can weigh otherwise"),
+    OtherName("train_dataset", ("data.train_files",), note="verl.train takes data=rows"),
+    OtherName("eval_dataset", ("data.val_files",), note="verl.train takes eval_data=rows"),
+    OtherName("processing_class", (_of_model("tokenizer_path"),), note="the path of a tokenizer"),
+    # supervised runs
+    OtherName("packing", ("model.use_remove_padding",), note="rows are packed without attention across them"),
+    OtherName("padding_free", ("model.use_remove_padding",)),
+    OtherName("assistant_only_loss", note="the loss is always on the assistant's messages alone"),
+    OtherName("completion_only_loss", note="with data.prompt_key and data.response_key it always is on the response"),
+    OtherName("dataset_text_field", ("data.messages_key",), note="conversations; plain text is not trained on"),
+    OtherName("label_smoothing", ("loss.label_smoothing",)),
+    OtherName("precompute_ref_log_probs", note="the reference computes beside the policy; leave it out"),
+)
+"""``GRPOConfig``, ``SFTConfig`` and ``DPOConfig`` of TRL 1.16, and arguments of the trainers."""
+
+
+OPENRLHF: tuple[OtherName, ...] = (
+    OtherName("pretrain", (_of_model("path"),)),
+    OtherName("critic_pretrain", ("critic.model.path",)),
+    OtherName("reward_pretrain", ("reward_model.model.path",), note="with reward_model.enable=true"),
+    OtherName("prompt_data", ("data.train_files",)),
+    OtherName("eval_dataset", ("data.val_files",)),
+    OtherName("dataset", ("data.train_files",)),
+    OtherName("input_key", ("data.prompt_key",)),
+    OtherName("output_key", ("data.response_key",)),
+    OtherName(
+        "label_key", note="a row has reward_model={ground_truth: ...}, or a column that the reward function names"
+    ),
+    OtherName("apply_chat_template", note="always: prompts are lists of messages"),
+    OtherName("input_template", note="the chat template of the tokenizer is used; leave it out"),
+    OtherName("prompt_max_len", ("data.max_prompt_length rollout.prompt_length",)),
+    OtherName("generate_max_len", ("data.max_response_length rollout.response_length",)),
+    OtherName("max_len", ("data.max_length",)),
+    OtherName("max_samples", ("data.train_max_samples",)),
+    OtherName("n_samples_per_prompt", (f"{_ROLLOUT}.n data.n_samples",)),
+    OtherName("rollout_batch_size", ("data.train_batch_size",), note="both in prompts"),
+    OtherName(
+        "micro_train_batch_size",
+        (f"{_ACTOR}.ppo_micro_batch_size_per_gpu data.micro_batch_size_per_gpu",),
+        note="changes memory and speed, never the loss",
+    ),
+    OtherName("micro_rollout_batch_size", (f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",)),
+    OtherName("use_dynamic_batch", (f"{_ACTOR}.use_dynamic_bsz data.use_dynamic_bsz",)),
+    OtherName("train_max_tokens_per_gpu", (f"{_ACTOR}.ppo_max_token_len_per_gpu data.max_token_len_per_gpu",)),
+    OtherName("rollout_max_tokens_per_gpu", (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu",)),
+    OtherName("packing_samples", (_of_model("use_remove_padding"),)),
+    OtherName("max_epochs", (f"{_ACTOR}.ppo_epochs trainer.total_epochs",)),
+    OtherName("num_episodes", ("trainer.total_epochs",)),
+    OtherName("actor_learning_rate", (f"{_OPTIM}.lr",)),
+    OtherName("critic_learning_rate", ("critic.optim.lr",)),
+    OtherName("lr_warmup_ratio", (_optim("lr_warmup_steps_ratio"),)),
+    OtherName("l2", (_optim("weight_decay"),)),
+    OtherName("adam_betas", (_optim("betas"),)),
+    OtherName("max_norm", (f"{_ACTOR}.grad_clip optim.clip_grad",)),
+    OtherName(
+        "advantage_estimator",
+        values={
+            "gae": {"algorithm.adv_estimator": "gae"},
+            "rloo": {"algorithm.adv_estimator": "rloo"},
+            "group_norm": {"algorithm.adv_estimator": "grpo"},
+            "reinforce": {"algorithm.adv_estimator": "reinforce_plus_plus"},
+            "reinforce_baseline": {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"},
+            "dr_grpo": {"algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": False},
+        },
+    ),
+    OtherName("gamma", ("algorithm.gamma",)),
+    OtherName("lambd", ("algorithm.lam",)),
+    OtherName("eps_clip", (f"{_ACTOR}.clip_ratio",)),
+    OtherName("eps_clip_low_high", (f"{_ACTOR}.clip_ratio_low", f"{_ACTOR}.clip_ratio_high"), list),
+    OtherName("value_clip", ("critic.cliprange_value",)),
+    OtherName("init_kl_coef", ("algorithm.kl_ctrl.kl_coef",), note="with algorithm.use_kl_in_reward=true"),
+    OtherName("kl_target", ("algorithm.kl_ctrl.target_kl",), note="with algorithm.kl_ctrl.type=adaptive"),
+    OtherName("kl_estimator", (f"{_ACTOR}.kl_loss_type",)),
+    OtherName("entropy_loss_coef", (f"{_ACTOR}.entropy_coeff",)),
+    OtherName("dynamic_filtering", ("algorithm.filter_groups.enable",)),
+    OtherName("enable_vllm_is_correction", note=f"set {_CORRECTION}.rollout_is=token"),
+    OtherName("remote_rm_url", ("custom_reward_function.path",), note="a Python file"),
+    OtherName("agent_func_path", (f"{_ROLLOUT}.agent.agent_loop_config_path",), note="a list of agent loops"),
+    OtherName(
+        "vllm_num_engines",
+        note=f"as many engines as the ranks allow; set the ranks that share one, {_ROLLOUT}.tensor_model_parallel_size",
+    ),
+    OtherName("vllm_enable_sleep", (_sampling("free_cache_engine"),)),
+    OtherName("enable_prefix_caching", (_sampling("enable_prefix_caching"),)),
+    OtherName("enforce_eager", (_sampling("enforce_eager"),)),
+    OtherName("colocate_all_models", note="always; leave it out"),
+    OtherName("async_train", note="asynchronous training is not in this version; leave it out"),
+    OtherName("actor_num_nodes", ("trainer.nnodes",)),
+    OtherName("actor_num_gpus_per_node", ("trainer.n_gpus_per_node",)),
+    OtherName("zero_stage", note="FSDP2 always shards weights, gradients and optimizer; leave it out"),
+    OtherName("adam_offload", (f"{_ACTOR}.fsdp_config.optimizer_offload engine.optimizer_offload",)),
+    OtherName("ring_attn_size", (f"{_ACTOR}.ulysses_sequence_parallel_size engine.ulysses_sequence_parallel_size",)),
+    OtherName("flash_attn", note="the fastest attention that is installed is used; leave it out"),
+    OtherName("save_path", ("trainer.default_local_dir",)),
+    OtherName("ckpt_path", ("trainer.default_local_dir",)),
+    OtherName("max_ckpt_num", ("trainer.max_actor_ckpt_to_keep trainer.max_ckpt_to_keep",)),
+    OtherName("save_hf_ckpt", note="add hf_model to save_contents of the checkpoint"),
+    OtherName(
+        "load_checkpoint", note="a run goes on from its newest checkpoint: trainer.resume_mode=auto, the default"
+    ),
+    OtherName("use_wandb", note="add wandb to trainer.logger"),
+    OtherName("use_tensorboard", note="add tensorboard to trainer.logger"),
+)
+"""Flags of ``openrlhf.cli.train_ppo_ray`` and ``train_sft``, without dashes, up to 0.8."""
+
+LIBRARIES: Mapping[str, tuple[OtherName, ...]] = {"TRL": TRL, "OpenRLHF": OPENRLHF}
+
+
+def other_name(word: str) -> tuple[str, OtherName] | None:
+    """Return the library and the entry of a name, written as there; None if neither has it."""
+    name = word.lstrip("-").replace("-", "_")
+    for library, names in LIBRARIES.items():
+        for entry in names:
+            if entry.name == name:
+                return library, entry
+    return None
+
+
+def in_words(word: str, known: Collection[str] | None = None) -> str:
+    """Say what a name of another library is here; empty for an unknown name.
+
+    >>> in_words("num_generations")
+    'num_generations of TRL is actor_rollout_ref.rollout.n here'
+    """
+    if (found := other_name(word)) is None:
+        return ""
+    library, entry = found
+    text = entry.describe(known) or entry.describe()
+    verb = "is" if entry.keys else "becomes" if entry.values is not None else "has no key here:"
+    return f"{entry.name} of {library} {verb} {text}" + (" here" if verb == "is" and not entry.note else "")
+
+
+def remedy_for(word: str, value: Any, known: Collection[str]) -> str:
+    """Say what to set in place of a name of another library with its value; empty for an unknown name.
+
+    >>> remedy_for("beta", 0.04, {"actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.kl_loss_coef"})
+    'beta of TRL: set actor_rollout_ref.actor.use_kl_loss=true, actor_rollout_ref.actor.kl_loss_coef=0.04'
+    """
+    if (found := other_name(word)) is None:
+        return ""
+    library, entry = found
+    try:
+        ours = entry.settings(value, known, library)
+    except ConfigError:
+        return in_words(word, known)
+    return f"{entry.name} of {library}: {f'set {_pairs(ours)}' if ours else 'leave it out'}"
