@@ -235,10 +235,7 @@ class RewardFunction:
 
     def submit_batch(self, data: DataProto, samples: Sequence[RewardSample]) -> Deferred[Scores]:
         """Start to score a batch with a per-batch function; if the call fails, all samples fail."""
-        if self.form == "texts":
-            call = self._texts_call(samples)
-        else:
-            call = {"data": data, "samples": samples}
+        call = self._texts_call(samples) if self.form == "texts" else {"data": data, "samples": samples}
         future = self._pool.submit([call], self.batch_timeout_s)
         masks = tensors_of(data)["response_mask"], compute_response_mask(data)
         return Deferred([future], lambda: self._batch_scores(future.result()[0], len(samples), *masks))
