@@ -9,6 +9,7 @@ from verl.base.import_utils import prepare_process
 from verl.base.lazy import importing
 from verl.base.nested import flat
 from verl.config import BaseConfig
+from verl.config.machine import local_gpus
 from verl.errors import ConfigError
 from verl.trainer.config.keys import Tree, keys_of, leaves, put
 from verl.trainer.config.other_libraries import other_name
@@ -162,16 +163,15 @@ def settings_of(settings: Mapping[str, Any] | None, more: Mapping[str, Any]) -> 
 
 def placement(ray: bool) -> dict[str, Any]:
     """Return where a call runs unless its settings say: one rank in this process, or with Ray one for each GPU."""
-    ranks = 1
-    if ray:
-        import torch
+    return {"trainer.controller": "ray" if ray else "local", "trainer.nnodes": 1}
 
-        ranks = torch.cuda.device_count() or 1
-    return {
-        "trainer.controller": "ray" if ray else "local",
-        "trainer.nnodes": 1,
-        "trainer.n_gpus_per_node": ranks,
-    }
+
+def ranks_of(keys: Mapping[str, Any]) -> int:
+    """Return the ranks of a run whose batch sizes follow from them, and so must be known before it is checked."""
+    per_node = keys.get("trainer.n_gpus_per_node")
+    if per_node is None:
+        per_node = 1 if keys["trainer.controller"] == "local" else local_gpus() or 1
+    return int(keys["trainer.nnodes"]) * int(per_node)
 
 
 def checked_config(defaults: Mapping[str, Any], given: Mapping[str, Any], root: type[ConfigT]) -> ConfigT:

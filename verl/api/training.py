@@ -17,6 +17,7 @@ from verl.api.settings import (
     checked_config,
     keys_of_call,
     placement,
+    ranks_of,
     rows_of_batch,
     settings_of,
 )
@@ -157,7 +158,7 @@ def sft(
         }
     )
     if counted:
-        defaults |= rows_of_batch(counted, _ranks({**defaults, **given})) | {"data.use_dynamic_bsz": False}
+        defaults |= rows_of_batch(counted, ranks_of({**defaults, **given})) | {"data.use_dynamic_bsz": False}
     if eval_data is not None:
         write_jsonl(
             supervised_rows(as_rows(eval_data, "eval_data"), "eval_data")[0],
@@ -197,13 +198,8 @@ def _run_defaults(folder: Path, ray: bool) -> dict[str, Any]:
         "trainer.project_name": folder.parent.name or "verl",
         "trainer.experiment_name": folder.name,
         "trainer.default_local_dir": str(folder / CHECKPOINTS),
-        "trainer.logger": ["console", "file"],
         "trainer.total_epochs": 1,
     }
-
-
-def _ranks(keys: Mapping[str, Any]) -> int:
-    return int(keys["trainer.nnodes"]) * int(keys["trainer.n_gpus_per_node"])
 
 
 def _steps_of_pass(rows: int, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> int:
@@ -215,7 +211,7 @@ def _sizes(
 ) -> dict[str, Any]:
     """Return the sizes of a step: TRL's, if any was given; else as many equal steps as the rows allow."""
     if counted:
-        sizes = batch_sizes(counted, _ranks({**defaults, **given}), per_prompt)
+        sizes = batch_sizes(counted, ranks_of({**defaults, **given}), per_prompt)
         on_device = sizes[f"{_ACTOR}.ppo_micro_batch_size_per_gpu"]
         return sizes | {f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": on_device}
     # An incomplete last batch is dropped, so steps are of equal size: 40 rows are 2 steps of 20, not 32 and a rest.
