@@ -6,6 +6,9 @@ what is wrong, the value found, the values allowed, and what to change.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class VerlError(Exception):
     """Base class of all errors of verl."""
@@ -13,6 +16,17 @@ class VerlError(Exception):
 
 class ConfigError(VerlError, ValueError):
     """The configuration is wrong; raised before any model loads, with all problems together."""
+
+
+class SectionError(ConfigError, AssertionError, TypeError):
+    """A section of the configuration was made with a wrong value or an unknown keyword.
+
+    ``details`` holds one entry for each wrong value, in the form of pydantic's ``ValidationError.errors()``.
+    """
+
+    def __init__(self, message: str, details: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self.details = list(details)
 
 
 class SchemaError(VerlError, ValueError):

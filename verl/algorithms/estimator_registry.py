@@ -60,13 +60,17 @@ def with_public_arguments(function: F) -> F:
     ``epsilon`` and columns that the formula does not have are left out. The signature stays that of the estimator.
     """
     parameters = inspect.signature(function).parameters
-    usual = COLUMNS.keys() | SETTINGS | {"epsilon", "index", "config"}
+    usual = COLUMNS.keys() | SETTINGS | {"epsilon", "index", "config", "alpha", "handle_zero_tail"}
     unused = set() if takes_kwargs(parameters) else usual - parameters.keys()
 
     @functools.wraps(function)
     def call(*arguments: Any, **given: Any) -> tuple[Tensor, Tensor]:
         config = given.get("config")
         by_place = list(parameters)[: len(arguments)]
+        for columns in (given.pop("batch", None), given.pop("non_tensor_batch", None)):
+            # Public code passes the components of the reward in these two.
+            if columns is not None and takes_kwargs(parameters):
+                given = {name: columns[name] for name in columns.keys() - set(by_place)} | given
         for name in (SETTINGS & parameters.keys()) - given.keys() - set(by_place):
             value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
             if value is not None:
@@ -77,14 +81,14 @@ def with_public_arguments(function: F) -> F:
 
 
 def register_adv_est(
-    name: str,
+    name_or_enum: str,
     paper: str = "",
     *,
     aliases: Sequence[str] = (),
     no_kl_in_reward: str = "",
     reproduces: Mapping[str, Sequence[str]] | None = None,
 ) -> Callable[[F], F]:
-    """Register an advantage estimator under ``name`` (``algorithm.adv_estimator``); a decorator.
+    """Register an advantage estimator under a name (``algorithm.adv_estimator``); a decorator.
 
     Parameter names declare the inputs. A batch column (``token_level_rewards``, ``response_mask``, ``values``, ...;
     ``index`` is the group id) without a default is computed for the estimator; one with a default is passed if the
@@ -98,7 +102,7 @@ def register_adv_est(
         ...     return advantages, advantages.clone()
 
     Args:
-        name: its value in configurations.
+        name_or_enum: its value in configurations.
         paper: link to its description.
         aliases: other names of the same function.
         no_kl_in_reward: why its reward must not contain the KL penalty; if given, ``algorithm.use_kl_in_reward`` is
@@ -112,7 +116,7 @@ def register_adv_est(
     def file(function: F) -> F:
         parameters = inspect.signature(function).parameters
         for parameter in parameters.values():
-            refuse_unknown(f"advantage estimator '{_plain(name)}'", parameter, COLUMNS.keys() | SETTINGS)
+            refuse_unknown(f"advantage estimator '{_plain(name_or_enum)}'", parameter, COLUMNS.keys() | SETTINGS)
         columns = {p.name for p in parameters.values() if p.name in COLUMNS}
         optional = {key for key in columns if not is_required(parameters[key])}
         needs = EstimatorNeeds(
@@ -125,7 +129,7 @@ def register_adv_est(
             paper=paper,
             reproduces={key: tuple(overrides) for key, overrides in (reproduces or {}).items()},
         )
-        for known_as in (_plain(name), *aliases):
+        for known_as in (_plain(name_or_enum), *aliases):
             ESTIMATORS.add(known_as, needs)
         return function
 
@@ -163,9 +167,9 @@ def adv_needs(name: str | None) -> EstimatorNeeds:
     return NO_ESTIMATOR if name is None else ESTIMATORS.get(_plain(name))
 
 
-def get_adv_estimator_fn(name: str | None) -> Estimator:
+def get_adv_estimator_fn(name_or_enum: str | None) -> Estimator:
     """Look up the function of an estimator; see :func:`adv_needs`."""
-    return adv_needs(name).function
+    return adv_needs(name_or_enum).function
 
 
 ADV_ESTIMATOR_REGISTRY = RegistryView(ESTIMATORS, get_adv_estimator_fn, register_adv_est)

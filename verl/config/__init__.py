@@ -1,5 +1,6 @@
 """Sections of the configuration: typed, frozen dataclasses with a sentence for each key."""
 
+import verl.config.inactive  # noqa: F401  (fills the tables of inactive keys)
 from verl.config.actor import (
     ActorConfig,
     FSDPActorConfig,

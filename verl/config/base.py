@@ -23,19 +23,22 @@ import logging
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from abc import ABCMeta
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Self, TypeVar, dataclass_transform
 
 from omegaconf import DictConfig
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic.dataclasses import rebuild_dataclass
 from pydantic.fields import FieldInfo
 
 from verl.base.fs import copy_to_local
 from verl.base.redact import without_secrets
+from verl.base.registry import suggest
 from verl.base.remote import expand, is_remote
 from verl.config.problems import Problem
-from verl.errors import ConfigError
+from verl.errors import ConfigError, SectionError
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,109 @@ _OUR_RULES = _RULES | ConfigDict(defer_build=True)
 _META = "verl"
 
 
-class BaseConfig(Mapping[str, Any]):
+@dataclasses.dataclass(frozen=True)
+class Inactive:
+    """Keys of a section that no code reads, with one reason.
+
+    Attributes:
+        why: ``reason; remedy`` of a refusal, or the reason why a setting has no effect.
+        keys: dotted key below the section → its default in the YAML files (a value or an interpolation).
+        refused: whether another value is an error.
+        is_spelling: whether the keys are other spellings, of the keys given in ``ALIASES`` or ``per_rank``.
+        per_rank: key per rank that is derived from these keys, which count over all ranks.
+        new_name: field of the same section that these keys are another name of.
+    """
+
+    why: str
+    keys: Mapping[str, Any]
+    refused: bool = False
+    is_spelling: bool = False
+    per_rank: str | None = None
+    new_name: str | None = None
+
+
+INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {}
+"""Section → its inactive keys, which its subclasses have too; :mod:`verl.config.inactive` fills it."""
+KEYWORDS: dict[type[BaseConfig], tuple[Inactive, ...]] = {}
+"""Section → keywords of the public constructor that are no keys; filled there too."""
+
+
+class _SectionType(ABCMeta):
+    """Metaclass of sections: their constructors take the keywords of the public classes of the same name."""
+
+    if not TYPE_CHECKING:  # otherwise type checkers would not see the fields
+
+        def __call__(cls, *args: Any, **values: Any) -> Any:
+            if is_section(cls):
+                fields = config_fields(cls)
+                for name in [name for name, value in values.items() if value is None and _null_is_default(cls, name)]:
+                    del values[name]
+                if others := values.keys() - fields.keys():
+                    _take_inactive(cls, values, others)
+            return cls.strict(*args, **values)
+
+    def strict(cls, *args: Any, **values: Any) -> Any:
+        """Make the section of its own fields alone, where a null section is an error.
+
+        Raises:
+            SectionError: a value has the wrong type or is out of bounds.
+        """
+        try:
+            return super().__call__(*args, **values)
+        except ValidationError as error:
+            details = error.errors()
+            wrong = (f"{'.'.join(map(str, one['loc']))}={one['input']!r:.80}: {one['msg']}" for one in details)
+            raise SectionError(f"{cls.__name__} cannot be made: {'; '.join(wrong)}.", details) from error
+
+
+def _null_is_default(cls: type[BaseConfig], name: str) -> bool:
+    """Whether public constructors take null for the default: for a section, and where ``KEYWORDS`` says so."""
+    field = config_fields(cls).get(name)
+    if field is None:
+        return False
+    stated = (group.keys for base in cls.__mro__ for group in KEYWORDS.get(base, ()))
+    return field.annotation is section_of(field) or any(keys.get(name, ANY) is None for keys in stated)
+
+
+def _take_inactive(cls: type[BaseConfig], values: dict[str, Any], others: Collection[str]) -> None:
+    """Take ``others``, keywords that are no fields, out of ``values``, and refuse those that would have an effect."""
+    table = [group for base in cls.__mro__ for part in (KEYWORDS, INACTIVE) for group in part.get(base, ())]
+    for name in sorted(others):
+        groups = [group for group in table if any(key.split(".")[0] == name for key in group.keys)]
+        if not groups:
+            known = [*config_fields(cls), *(key for group in table for key in group.keys if "." not in key)]
+            raise SectionError(
+                f"{cls.__name__} has no '{name}'.{suggest(name, known)} It has {', '.join(sorted(known))}."
+            )
+        value, group = values.pop(name), groups[0]
+        default = group.keys.get(name)
+        if _is_off(value) or value == default or (isinstance(default, str) and default.startswith("${")):
+            continue
+        if group.new_name is not None:
+            values[group.new_name] = value
+        elif group.per_rank is not None:
+            raise SectionError(
+                f"{cls.__name__}.{name}={value!r} counts sequences over all ranks, which a section by itself does not "
+                f"know. Set {group.per_rank}, sequences on one rank."
+            )
+        elif group.refused:
+            raise SectionError(f"{cls.__name__}.{name}={value!r:.80} is not possible: {group.why}.")
+        elif default is not ANY:
+            logger.warning("%s.%s=%.80r has no effect: %s", cls.__name__, name, value, group.why)
+
+
+def _is_off(value: Any) -> bool:
+    """Whether a value switches nothing on: null, false, nothing in it, or a section with ``enable=false``."""
+    if isinstance(value, Mapping) and value:
+        return not value.get("enable", value.get("enabled", True))
+    return value is None or value is False or (isinstance(value, Sized) and len(value) == 0)
+
+
+ANY = object()
+"""Default of a keyword whose value is of no interest."""
+
+
+class BaseConfig(Mapping[str, Any], metaclass=_SectionType):
     """A section: read its fields as ``cfg.lr``, ``cfg["lr"]`` or ``cfg.get("lr", default)``.
 
     Sections are frozen; a value that is derived from several fields is a property with a name of its own.
@@ -85,11 +190,7 @@ class BaseConfig(Mapping[str, Any]):
         others = sorted(map(str, set(values) - set(known)))
         if others and not isinstance(values, DictConfig):
             logger.warning("%s has no %s; what these keys say has no effect", cls.__name__, ", ".join(others))
-        try:
-            return cls(**known)
-        except ValidationError as error:
-            wrong = (f"{'.'.join(map(str, one['loc']))}={one['input']!r:.80}: {one['msg']}" for one in error.errors())
-            raise ConfigError(f"{cls.__name__} cannot be made: {'; '.join(wrong)}.") from error
+        return cls(**known)
 
     if not TYPE_CHECKING:  # otherwise type checkers would accept misspelled names
 
@@ -201,7 +302,10 @@ def defaults_of(cls: type[SectionT], **changes: Any) -> SectionT:
 def section(cls: type[T]) -> type[T]:
     """Turn a class into a frozen, keyword-only, validated dataclass that refuses unknown fields."""
     if not _is_ours(cls):
-        return pydantic_dataclass(frozen=True, kw_only=True, repr=False, config=_RULES)(cls)  # type: ignore[return-value]
+        users: Any = pydantic_dataclass(frozen=True, kw_only=True, repr=False, config=_RULES)(cls)
+        if not users.__pydantic_complete__:  # it names classes of the function in which it is defined
+            rebuild_dataclass(users, raise_errors=False, _parent_namespace_depth=3)
+        return users
     made: Any = pydantic_dataclass(frozen=True, eq=False, kw_only=True, repr=False, config=_OUR_RULES)(cls)
     made.__eq__, made.__hash__ = _equal, _hashed  # the decorator's would be compiled for each section
     return made

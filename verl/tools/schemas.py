@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -62,6 +63,23 @@ class OpenAIFunctionCallSchema(BaseModel):
 
     name: str
     arguments: dict[str, Any]
+
+    @staticmethod
+    def from_openai_function_parsed_schema(
+        parsed_schema: OpenAIFunctionParsedSchema,
+    ) -> tuple[OpenAIFunctionCallSchema, bool]:
+        """Read the arguments of a call from their JSON text.
+
+        Returns:
+            the call, and whether the text is no JSON object; the call then has no arguments.
+        """
+        try:
+            arguments = json.loads(parsed_schema.arguments)
+        except json.JSONDecodeError:
+            arguments = None
+        is_object = isinstance(arguments, dict)
+        call = OpenAIFunctionCallSchema(name=parsed_schema.name, arguments=arguments if is_object else {})
+        return call, not is_object
 
 
 class OpenAIFunctionToolCall(BaseModel):

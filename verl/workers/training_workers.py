@@ -364,8 +364,8 @@ class TrainingWorker(AbsentAttributes, EngineWorker):
             return DataProto.from_dict(tensors=self.trained.infer_batch(data, self.outputs, self.micro))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        """Move weights and optimizer state to ``"cpu"`` or to the engine's device."""
+    def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move weights and optimizer state to ``"cpu"`` or to the engine's device; gradients go with the weights."""
         self.trained.to(device, model, optimizer)
 
 

@@ -216,43 +216,43 @@ def remove_padding(output: Any, part: BatchPart | None) -> Any:
 # ---- dispatch functions ---------------------------------------------------------------------------
 
 
-def dispatch_one_to_all(group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+def dispatch_one_to_all(worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
     """Give every rank the same arguments."""
-    n = group.world_size
+    n = worker_group.world_size
     return tuple([value] * n for value in args), {name: [value] * n for name, value in kwargs.items()}
 
 
-def dispatch_as_is(group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+def dispatch_as_is(worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
     """Pass arguments through: they are lists with one element per rank already, or are for rank 0 alone."""
     return args, kwargs
 
 
-def dispatch_dp_compute_data_proto(group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+def dispatch_dp_compute_data_proto(worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
     """Split batches into one part per rank, padded only if the batch allows it; replicate other arguments."""
-    return _deal(list(range(group.world_size)), "if enabled", args, kwargs)
+    return _deal(list(range(worker_group.world_size)), "if enabled", args, kwargs)
 
 
-def dispatch_dp_compute_data_proto_with_func(group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+def dispatch_dp_compute_data_proto_with_func(worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
     """Give every rank the function that is the first argument; dispatch the others as DP_COMPUTE_PROTO does."""
     if not args or not callable(args[0]):
         raise WorkerError("Dispatch.DP_COMPUTE_PROTO_WITH_FUNC expects a function as its first argument.")
-    return dispatch_dp_compute_data_proto(group, *args, **kwargs)
+    return dispatch_dp_compute_data_proto(worker_group, *args, **kwargs)
 
 
-def dispatch_dp_compute_metric(group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+def dispatch_dp_compute_metric(worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
     """Split batches into one part per rank, never padded: a repeated sample would count twice in a metric."""
-    return _deal(list(range(group.world_size)), "never", args, kwargs)
+    return _deal(list(range(worker_group.world_size)), "never", args, kwargs)
 
 
-def dispatch_nd_compute_data_proto(mesh_name: str, group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+def dispatch_nd_compute_data_proto(mesh_name: str, worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
     """Split batches into one part per data-parallel rank of the mesh, padded if they do not divide evenly.
 
     Ranks with the same data-parallel rank (tensor or sequence parallel) get the same part.
     """
-    return _deal(group.mesh(mesh_name).dp_ranks, "always", args, kwargs)
+    return _deal(worker_group.mesh(mesh_name).dp_ranks, "always", args, kwargs)
 
 
-def dispatch_refused(group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+def dispatch_refused(worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
     """Raise a WorkerError: methods of this mode are called on a worker, not through the group."""
     raise WorkerError(
         "a method with Dispatch.DIRECT_ROLLOUT_METHOD is not called through its worker group. Call it on one rank: "
@@ -315,31 +315,31 @@ def _cut(value: Any, parts: int, pad: Padding) -> list[Any]:
 # ---- collect functions ----------------------------------------------------------------------------
 
 
-def collect_as_is(group: CalledGroup, outputs: T) -> T:
+def collect_as_is(worker_group: CalledGroup, output: T) -> T:
     """Return the outputs unchanged: a list in the order of ranks, or the output of rank 0."""
-    return outputs
+    return output
 
 
-def collect_dp_compute_data_proto(group: CalledGroup, outputs: list[Any]) -> Any:
+def collect_dp_compute_data_proto(worker_group: CalledGroup, output: list[Any]) -> Any:
     """Combine the outputs of all ranks with :func:`join`, or return a future of a non-blocking call."""
-    method = outputs.method if isinstance(outputs, CallOutputs) else "the method"
-    if not isinstance(outputs, PendingOutputs):
-        return join(outputs, method)
-    ranks = outputs.ranks
-    future = DataProtoFuture(functools.partial(join_batches, method=method), list(outputs))
-    future.wait_fn = lambda references: group.wait_for(PendingOutputs(references, method, ranks))
+    method = output.method if isinstance(output, CallOutputs) else "the method"
+    if not isinstance(output, PendingOutputs):
+        return join(output, method)
+    ranks = output.ranks
+    future = DataProtoFuture(functools.partial(join_batches, method=method), list(output))
+    future.wait_fn = lambda references: worker_group.wait_for(PendingOutputs(references, method, ranks))
     return future
 
 
-def collect_nd_compute_data_proto(mesh_name: str, group: CalledGroup, outputs: list[Any]) -> Any:
+def collect_nd_compute_data_proto(mesh_name: str, worker_group: CalledGroup, output: list[Any]) -> Any:
     """Combine the outputs of one rank per data-parallel rank, as ``collect_dp_compute_data_proto`` does."""
-    ranks = group.mesh(mesh_name).collecting_ranks
-    chosen = [outputs[rank] for rank in ranks]
-    if isinstance(outputs, PendingOutputs):
-        chosen = PendingOutputs(chosen, outputs.method, ranks)
-    elif isinstance(outputs, CallOutputs):
-        chosen = CallOutputs(chosen, outputs.method)
-    return collect_dp_compute_data_proto(group, chosen)
+    ranks = worker_group.mesh(mesh_name).collecting_ranks
+    chosen = [output[rank] for rank in ranks]
+    if isinstance(output, PendingOutputs):
+        chosen = PendingOutputs(chosen, output.method, ranks)
+    elif isinstance(output, CallOutputs):
+        chosen = CallOutputs(chosen, output.method)
+    return collect_dp_compute_data_proto(worker_group, chosen)
 
 
 def join(outputs: list[Any], method: str) -> Any:

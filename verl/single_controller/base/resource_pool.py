@@ -58,6 +58,8 @@ class PoolManager:
         resource_pool_spec: number of processes on each node, by pool name: ``{"global_pool": [8, 8]}``.
         mapping: pool name by role.
         device_name: ``"cuda"`` gives each process a GPU, ``"cpu"`` a core; None is what this machine has.
+        max_colocate_count: how many worker groups may share a pool.
+        resource_pool_dict: pools that are made already, by name.
     """
 
     pool_cls: ClassVar[type[ResourcePool]]
@@ -67,6 +69,9 @@ class PoolManager:
         resource_pool_spec: Mapping[str, Sequence[int]],
         mapping: Mapping[Hashable, str],
         device_name: str | None = None,
+        *,
+        max_colocate_count: int = 10,
+        resource_pool_dict: Mapping[str, ResourcePool] | None = None,
     ) -> None:
         for role, name in mapping.items():
             if name not in resource_pool_spec:
@@ -76,7 +81,8 @@ class PoolManager:
         self.resource_pool_spec = {name: list(counts) for name, counts in resource_pool_spec.items()}
         self.mapping = dict(mapping)
         self.device_name = device_name or get_device_name()
-        self.resource_pool_dict: dict[str, ResourcePool] = {}
+        self.max_colocate_count = max_colocate_count
+        self.resource_pool_dict: dict[str, ResourcePool] = dict(resource_pool_dict or {})
 
     def create_resource_pool(self) -> None:
         """Create the pools.
@@ -98,7 +104,7 @@ class PoolManager:
         """Raise a ResourceError unless all pools fit at the same time."""
 
     def _make_pool(self, name: str, process_on_nodes: list[int]) -> ResourcePool:
-        return self.pool_cls(process_on_nodes)
+        return self.pool_cls(process_on_nodes, self.max_colocate_count)
 
     def get_resource_pool(self, role: Hashable) -> ResourcePool:
         """Return the pool of a role."""

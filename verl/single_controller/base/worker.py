@@ -99,16 +99,24 @@ class Worker:
             )
         self.set_dispatch_collect(mesh_name, dp_rank, is_collect)
 
-    def set_dispatch_collect(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Set or replace this rank's coordinates in a mesh, e.g. with those of a wrapped worker:
-        ``self.set_dispatch_collect("actor", **inner.get_dispatch_collect("train"))``.
+    def set_dispatch_collect(
+        self, mesh_name: str, dispatch_dp_rank: int | Mapping[str, int], collect_dp_rank: bool | Mapping[str, bool]
+    ) -> None:
+        """Set or replace this rank's coordinates in a mesh, e.g. with those of a wrapped worker that has one mesh:
+        ``self.set_dispatch_collect("actor", **inner.get_dispatch_collect())``.
         """
-        self._dispatch_info[mesh_name] = dp_rank
-        self._collect_info[mesh_name] = is_collect
+        self._dispatch_info[mesh_name] = _of_one_mesh(dispatch_dp_rank)
+        self._collect_info[mesh_name] = _of_one_mesh(collect_dp_rank)
 
-    def get_dispatch_collect(self, mesh_name: str) -> dict[str, Any]:
-        """Coordinates of this rank in a mesh: ``{"dp_rank": ..., "is_collect": ...}``."""
-        return {"dp_rank": self.query_dispatch_info(mesh_name), "is_collect": self.query_collect_info(mesh_name)}
+    def get_dispatch_collect(self, mesh_name: str | None = None) -> dict[str, dict[str, Any]]:
+        """Coordinates of this rank by mesh, in all meshes or in one: ``{"dispatch_dp_rank": {"actor": 0},
+        "collect_dp_rank": {"actor": True}}``.
+        """
+        meshes = list(self._dispatch_info) if mesh_name is None else [mesh_name]
+        return {
+            "dispatch_dp_rank": {mesh: self.query_dispatch_info(mesh) for mesh in meshes},
+            "collect_dp_rank": {mesh: self.query_collect_info(mesh) for mesh in meshes},
+        }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def query_dispatch_info(self, mesh_name: str) -> int:
@@ -239,3 +247,14 @@ def _first_given_port() -> int:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:
         return 49_152  # IANA's start of the range, which systems other than Linux use
+
+
+def _of_one_mesh(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    if len(value) != 1:
+        raise WorkerError(
+            f"a mesh takes the coordinates of one other mesh, got those of {sorted(value)}. Name it: "
+            "get_dispatch_collect(mesh_name)."
+        )
+    return next(iter(value.values()))

@@ -250,7 +250,12 @@ class ResourcePoolManager(PoolManager):
             time.sleep(0.5)
 
     def _make_pool(self, name: str, process_on_nodes: list[int]) -> RayResourcePool:
-        return RayResourcePool(process_on_nodes, use_gpu=self.device_name != "cpu", name_prefix=name)
+        return RayResourcePool(
+            process_on_nodes,
+            use_gpu=self.device_name != "cpu",
+            name_prefix=name,
+            max_colocate_count=self.max_colocate_count,
+        )
 
 
 def check_fits(pools: Sequence[tuple[Sequence[int], bool]]) -> None:

@@ -12,14 +12,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from verl.config import JudgeRolloutConfig, Problem, RolloutConfig, RolloutCorrectionConfig
 from verl.config.machine import gpus_of_nodes
 from verl.config.megatron import SHARING
 from verl.config.megatron import SIZES as MEGATRON_SIZES
 from verl.config.rollout import OTHER_PROGRAMS
-from verl.errors import ConfigError
+from verl.errors import ConfigError, SectionError
 from verl.trainer.config.keys import InactiveKey, Key, Tree, drop, get, put, same
 from verl.trainer.config.linked_keys import FORWARD_PASSES, PAIRS
 from verl.utils import model_files
@@ -343,7 +341,7 @@ def _algorithm(tree: Tree, problems: list[Problem]) -> None:
         problems.append(Problem(mode_key, mode, wrong, f"vanilla, {BYPASS}", remedy))
     try:
         settings = RolloutCorrectionConfig(**correction)
-    except ValidationError:
+    except SectionError:
         return  # validation of the algorithm section reports it
     put(tree, mode_key, BYPASS)
     for place in ("algorithm", f"{_ACTOR}.policy_loss"):

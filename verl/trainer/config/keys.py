@@ -15,8 +15,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from verl.config.base import BaseConfig, Meta, config_fields, defaults_of, meta_of, section_of, sentence_of
-from verl.trainer.config.key_table import INACTIVE
+from verl.config.base import INACTIVE, BaseConfig, Meta, config_fields, defaults_of, meta_of, section_of, sentence_of
 
 Tree = dict[str, Any]
 

@@ -17,12 +17,11 @@ from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-from pydantic import ValidationError
 
 from verl.base.redact import redacted, secrets_in
 from verl.config import BaseConfig, PPOConfig, Problem, SupervisedConfig
 from verl.config.problems import report, shown
-from verl.errors import ConfigError
+from verl.errors import ConfigError, SectionError
 from verl.trainer.config.derive import derive
 from verl.trainer.config.keys import (
     Key,
@@ -173,10 +172,10 @@ def _build(
     bad: set[str] = set()
     while True:
         try:
-            return root(**tree), bad
-        except ValidationError as error:
+            return root.strict(**tree), bad
+        except SectionError as error:
             # A field that follows another one fails with it; only the other one is at fault.
-            details = [detail for detail in error.errors() if detail["type"] != "default_factory_not_called"]
+            details = [detail for detail in error.details if detail["type"] != "default_factory_not_called"]
             paths = dict.fromkeys(_key_of(detail["loc"], keys) for detail in details)
             own = [path for path in paths if path not in keys or not _is_derived(path, raw, keys[path])]
             for path in own or paths:
@@ -199,7 +198,7 @@ def _with_subclasses(
             above.append(above[-1][name])
         try:
             made: Any = cls(**{name: above[-1][name] for name in above[-1]}, **added)
-        except (ValidationError, ConfigError) as error:
+        except ConfigError as error:
             problems.append(Problem(f"{path}._target_", f"{cls.__module__}.{cls.__qualname__}", str(error)))
             continue
         for section, name in zip(reversed(above[:-1]), reversed(names), strict=True):

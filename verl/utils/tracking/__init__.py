@@ -183,8 +183,12 @@ class Tracking:
                 with self._guard(name):
                     tracker.log_alert(step, rule, reason)
 
-    def finish(self) -> None:
-        """Flush and close all trackers, and log how many of their calls failed; later calls do nothing."""
+    def finish(self, exit_code: int = 0) -> None:
+        """Flush and close all trackers, and log how many of their calls failed; later calls do nothing.
+
+        Args:
+            exit_code: not passed on: services see by themselves whether the process failed.
+        """
         for name, health in self._health.items():
             if name in self.trackers:
                 with self._guard(name):

@@ -263,8 +263,17 @@ class EngineRegistry:
     """Modules that are imported when their back end is asked for, because they need packages that few have."""
 
     @classmethod
-    def register(cls, model_type: str, backend: str | Sequence[str]) -> Callable[[type], type]:
-        """Register the decorated class, under one or several back-end names."""
+    def register(
+        cls,
+        model_type: str,
+        backend: str | Sequence[str],
+        device: str | Sequence[str] = "cuda",
+        vendor: str | Sequence[str] | None = None,
+    ) -> Callable[[type], type]:
+        """Register the decorated class, under one or several back-end names.
+
+        ``device`` and ``vendor`` may be stated, as elsewhere; an engine is found whatever the device is.
+        """
 
         def file(engine: type) -> type:
             for name in [backend] if isinstance(backend, str) else backend:
