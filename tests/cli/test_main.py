@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+
+import pytest
 
 from verl.cli.commands import INSPECTIONS, MODULES
 from verl.cli.main import complete_keys
+from verl.errors import ConfigError
+from verl.testing.models import tiny_model_dir
+from verl.trainer.config import load_config
+from verl.trainer.config.command_line import compose, keys_set
+from verl.trainer.main_ppo import FIRST_WORDS
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("torch", "transformers", "ray", "numpy", "pandas", "hydra", "starlette", "uvicorn")
@@ -73,22 +82,41 @@ def test_arguments_and_exit_status_are_those_of_the_module():
     assert "data.train_batch_size" in wrong.stderr
 
 
-def test_train_without_arguments_names_what_to_set_first(tmp_path):
-    command = [sys.executable, "-m", "verl", "train"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+def the_example_of_train(folder: Path) -> list[str]:
+    """Write the files that `verl train` describes without arguments, and return the settings of its example."""
+    block = re.compile(r"\n\n  (?! )(.+?)\n\n(?! )", re.DOTALL)
+    row, function, command = (textwrap.dedent(f"  {found}") for found in block.findall(FIRST_WORDS)[-3:])
+    for name in ("train.jsonl", "test.jsonl"):
+        (folder / name).write_text(f"{row}\n" * 16)
+    (folder / "my_reward.py").write_text(function)
+    words = shlex.split(command.replace("\\\n", " ").replace("Qwen/Qwen3-0.6B", tiny_model_dir(folder / "model")))
+    assert words[:2] == ["verl", "train"]
+    return words[2:]
+
+
+def test_train_without_arguments_shows_an_example_that_is_a_whole_run(tmp_path, monkeypatch):
+    done = verl("train")
+    assert (done.returncode, done.stderr) == (2, f"ConfigError: {FIRST_WORDS}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    settings = the_example_of_train(tmp_path)
+    config = load_config(compose(settings), explicit=keys_set(settings))
+    assert config.trainer.ranks == 1
+    with pytest.raises(ConfigError):
+        load_config(compose())  # so no run is lost by showing it
+
+
+@pytest.mark.slow  # it trains, on Ray
+def test_the_example_of_train_trains_to_the_end(tmp_path):
+    settings = the_example_of_train(tmp_path)
+    short = ["trainer.total_training_steps=2", "data.max_response_length=8"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": "local"}
+    command = [sys.executable, "-m", "verl", "train", *settings, *short]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "ConfigError: no setting was given" in done.stderr
-    assert "deepseek" not in done.stderr
-    assert "wandb" not in done.stderr
-    shown = done.stderr.partition("verl train ")[2].partition("\n\n")[0].replace("\\\n", " ")
-    words = shlex.split(shown.replace("$HOME", str(tmp_path)).replace("Qwen/Qwen3-0.6B", str(tmp_path)))
-    given = subprocess.run(
-        [*command, *words], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
-    )
-    assert "train.parquet: there is no such file" in given.stderr
-    assert "micro_batch" not in given.stderr
-    assert "critic" not in given.stderr
+    assert done.returncode == 0, done.stderr
+    assert "finished: 2 steps" in done.stdout + done.stderr
+    assert (tmp_path / "verl_examples/my_first_run.jsonl").is_file()
+    assert (tmp_path / "checkpoints/verl_examples/my_first_run/global_step_2/actor").is_dir()
 
 
 def test_differences_of_two_kinds_are_those_of_common_keys(tmp_path):

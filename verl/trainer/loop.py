@@ -374,9 +374,10 @@ class TrainingLoop:
             status(f"finished: {done} step{'s' * (done != 1)}, up to step {self.global_steps}")
         elif not getattr(trainer, "val_only", False):
             status(
-                f"nothing left to do: step {self.global_steps} of {self.total_training_steps} is done. For more steps "
-                "raise trainer.total_training_steps or trainer.total_epochs; to start anew set "
-                "trainer.resume_mode=disable or another trainer.default_local_dir."
+                f"this run had finished: step {self.global_steps} of {self.total_training_steps} is saved in "
+                f"{self.checkpoint.root}, and nothing is left to do. For more steps raise trainer.total_training_steps "
+                "or trainer.total_epochs; to train anew set another trainer.experiment_name (or "
+                "trainer.default_local_dir), or trainer.resume_mode=disable."
             )
 
     def _how_to_go_on(self) -> str:

@@ -239,19 +239,29 @@ FIRST_WORDS = """no setting was given. A run needs at least
 
   actor_rollout_ref.model.path      a folder with a model, or its name on the Hugging Face hub
   data.train_files, data.val_files  files of prompts: docs/data_and_rewards.md
-  a reward                          rows whose data_source has a scorer, such as gsm8k's, or a function of yours:
-                                    custom_reward_function.path=my_reward.py
+  a reward                          rows whose data_source has a scorer, such as gsm8k's, or a function of yours
 
-For example
+For example, with two files of yours, train.jsonl and test.jsonl, of rows like
 
-  python examples/data_preprocess/gsm8k.py --local_dir ~/data/gsm8k
-  verl train algorithm.adv_estimator=grpo \\
+  {"prompt": [{"role": "user", "content": "What is 2 + 3?"}], "reward_model": {"ground_truth": "5"}}
+
+and a file my_reward.py
+
+  def compute_score(solution_str, ground_truth, **others):
+      return 1.0 if ground_truth in solution_str else 0.0
+
+the command is
+
+  verl train algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 \\
       actor_rollout_ref.model.path=Qwen/Qwen3-0.6B \\
-      data.train_files=$HOME/data/gsm8k/train.parquet data.val_files=$HOME/data/gsm8k/test.parquet \\
-      actor_rollout_ref.actor.use_dynamic_bsz=true 'trainer.logger=[console]'
+      data.train_files=train.jsonl data.val_files=test.jsonl \\
+      custom_reward_function.path=my_reward.py \\
+      data.train_batch_size=8 actor_rollout_ref.actor.ppo_mini_batch_size=8 \\
+      actor_rollout_ref.actor.use_dynamic_bsz=true trainer.experiment_name=my_first_run
 
-What is then wrong or missing is told all together, before a model loads. `verl train --help` lists the usual
-settings, `verl explain KEY` explains one, and `verl quickstart` trains a tiny model without any."""
+Curves, samples and answers of the run are then shown by `verl view .`; its model is saved at the end. What is wrong or
+missing is told all together, before a model loads. `verl train --help` lists the usual settings, `verl explain KEY`
+explains one, and `verl quickstart` trains a tiny model without any."""
 
 main = command(run_ppo, config_name="ppo_trainer", root=PPOConfig, restarts=True, first_words=FIRST_WORDS)
 

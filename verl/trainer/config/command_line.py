@@ -303,7 +303,7 @@ def command(
         restarts: call ``run`` in a process that is restarted when a signal kills it; see
             :func:`verl.trainer.driver.restarting_driver`.
         data_only: check only the settings of data and tokenizer.
-        first_words: what to tell in place of all problems if the defaults have some and no argument was given.
+        first_words: what to tell if no argument is given, for a command whose defaults alone cannot run.
     """
 
     @interruptible()
@@ -315,7 +315,8 @@ def command(
             _print_help(cast(FunctionType, run), root)
             return
 
-        told_first = "" if sys.argv[1:] else first_words
+        if first_words and not sys.argv[1:]:
+            _end_plainly(ConfigError(first_words), [])
         began = Event()
 
         def entry(cfg: DictConfig) -> None:
@@ -337,7 +338,7 @@ def command(
                 with restarting_driver(config) if restarts else nullcontext(config) as config:
                     run(config)
             except PLAIN_ERRORS as error:
-                _end_plainly(_shortened(error, told_first), secrets_in(OmegaConf.to_container(cfg)), root)
+                _end_plainly(error, secrets_in(OmegaConf.to_container(cfg)), root)
             _show_full_errors("1")  # for the composition of a sweep's next job
 
         prepare_hydra()
@@ -407,11 +408,6 @@ def _print_help(run: FunctionType, root: type[BaseConfig]) -> None:
     except ConfigError as error:  # no such section or key
         _end_plainly(error, [])
     console().print(page)
-
-
-def _shortened(error: Exception, words: str) -> Exception:
-    """Return a configuration's error with ``words``, if there are any, in place of its problems."""
-    return ConfigError(words) if words and isinstance(error, ConfigError) else error
 
 
 def _end_plainly(error: Exception, secrets: Collection[str], root: type[BaseConfig] | None = None) -> NoReturn:

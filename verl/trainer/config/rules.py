@@ -40,6 +40,7 @@ from verl.trainer.config import rules_sizes as sizes
 from verl.trainer.config import rules_vision as vision
 from verl.trainer.config.derive import BYPASS, takes_weights, truncating
 from verl.trainer.config.rules_profiler import profilers
+from verl.trainer.config.rules_resume import own_checkpoints
 from verl.trainer.config.rules_shared_prompts import shared_prompts
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
@@ -452,7 +453,15 @@ def one_response(config: GenerationConfig) -> Problems:
         yield Problem(key, rollout.default_agent_loop, wrong, SINGLE_TURN, remedy)
 
 
-_SUPERVISED = (files.data_files, files.models, files.own_code, files.output_folders, engines, megatron.models)
+_SUPERVISED = (
+    files.data_files,
+    files.models,
+    files.own_code,
+    files.output_folders,
+    own_checkpoints,
+    engines,
+    megatron.models,
+)
 
 RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
     PPOConfig: (
@@ -461,6 +470,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         files.models,
         files.own_code,
         files.output_folders,
+        own_checkpoints,
         sizes.mini_batches,
         sizes.actor_passes,
         sizes.other_passes,

@@ -1,0 +1,103 @@
+"""The checkpoints that a run would go on from are its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from verl.base.nested import flat
+from verl.base.redact import without_secrets
+from verl.checkpoint.states import STATE
+from verl.checkpoint.steps import read_latest, step_folder
+from verl.config import PPOConfig, Problem, SupervisedConfig
+from verl.config.problems import shown
+from verl.errors import CheckpointError
+from verl.trainer.config.rules_sizes import needs_critic
+
+COMMANDS = {
+    "algorithm.adv_estimator": "verl train",
+    "data.messages_key": "verl sft",
+    "loss.center_rewards_coefficient": "verl rm",
+    "loss.reference_free": "verl dpo",
+}
+"""A setting that one command alone has, and the command."""
+PATHS = ("data.train_files", "custom_reward_function.path")
+"""Endings of settings that are files or folders, beside those of models."""
+
+
+def own_checkpoints(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
+    """With ``resume_mode=auto``, the run in the folder had this command, model, data, reward function and algorithm.
+
+    Settings that the latest checkpoint does not have, as it is older, count as equal. A file or folder is another one
+    if its name or that of the folder around it differs: data and models may have been moved as a whole.
+    """
+    trainer = config.trainer
+    if trainer.resume_mode != "auto":
+        return
+    root = Path(trainer.default_local_dir).expanduser()
+    saved = _saved(root)
+    if saved is None:
+        return
+    folder, there = saved
+    here = dict(flat(without_secrets(config.to_dict())))
+    differences = [
+        f"{key} is {shown(there[key])} there and {shown(here[key])} here"
+        for key in _identity(config)
+        if key in there and not _equal(key, there[key], here[key])
+    ]
+    if command := next((name for key, name in COMMANDS.items() if key in there and key not in here), None):
+        differences = [f"it is one of {command}"]
+    if differences:
+        wrong = (
+            f"another run saved {folder.name} there, and trainer.resume_mode=auto would go on from it: "
+            + "; ".join(differences)
+        )
+        remedy = (
+            "set another trainer.experiment_name (or trainer.default_local_dir); or trainer.resume_mode=disable to "
+            "start anew in this folder; or, to go on from that run, trainer.resume_mode=resume_path "
+            f"trainer.resume_from_path={folder}"
+        )
+        yield Problem("trainer.default_local_dir", trainer.default_local_dir, wrong, remedy=remedy)
+
+
+def _saved(root: Path) -> tuple[Path, Mapping[str, Any]] | None:
+    """Return the folder of the latest step and the settings in it; resuming reports what cannot be read."""
+    try:
+        latest = read_latest(root)
+        if latest is None:
+            return None
+        state = json.loads((step_folder(root, latest) / STATE).read_bytes())
+    except (CheckpointError, OSError, ValueError):
+        return None
+    settings = state.get("settings") if isinstance(state, Mapping) else None
+    return (step_folder(root, latest), settings) if isinstance(settings, Mapping) else None
+
+
+def _identity(config: PPOConfig | SupervisedConfig) -> list[str]:
+    """Return the settings by which two runs of a command are told apart."""
+    if not isinstance(config, PPOConfig):
+        return ["model.path", "data.train_files"]
+    return [
+        "actor_rollout_ref.model.path",
+        *(["critic.model.path"] if needs_critic(config) else []),
+        "data.train_files",
+        "custom_reward_function.path",
+        "custom_reward_function.name",
+        "algorithm.adv_estimator",
+        "actor_rollout_ref.actor.policy_loss.loss_mode",
+    ]
+
+
+def _equal(key: str, one: Any, other: Any) -> bool:
+    if key in PATHS or key.endswith("model.path"):
+        one, other = _ends(one), _ends(other)
+    return one == other
+
+
+def _ends(paths: Any) -> Any:
+    """Return the last two names of each path."""
+    if isinstance(paths, list):
+        return [_ends(path) for path in paths]
+    return PurePosixPath(paths).parts[-2:] if isinstance(paths, str) else paths
