@@ -13,10 +13,9 @@ from nbclient import NotebookClient
 NOTEBOOKS = Path(__file__).parents[2] / "examples/notebooks"
 
 
-@pytest.fixture(scope="module")
-def tour() -> Any:
-    notebook = nbformat.read(NOTEBOOKS / "tour.ipynb", as_version=4)
-    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
+def executed(name: str) -> Any:
+    notebook = nbformat.read(NOTEBOOKS / name, as_version=4)
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(NOTEBOOKS)}}).execute()
     return notebook
 
 
@@ -31,13 +30,29 @@ def value(notebook: Any, ending: str) -> Any:
     return ast.literal_eval(result.data["text/plain"])
 
 
-def test_the_tour_shows_what_it_says(tour: Any) -> None:
+@pytest.mark.slow
+def test_the_tour_shows_what_it_says() -> None:
+    tour = executed("tour.ipynb")
     assert value(tour, "\ngap") < 1e-5
     assert value(tour, "\ncorrelation") > 0.5
     pairs = value(tour, "strict=True))")
     assert len(pairs) == 8
     assert all(hand == pytest.approx(ours, abs=1e-5) for hand, ours in pairs)
     assert any("image/png" in o.get("data", {}) for o in outputs(tour, "\ncorrelation"))
+
+
+@pytest.mark.slow
+def test_one_call_trains_in_a_notebook() -> None:
+    train = executed("train.ipynb")
+    before, after = value(train, "\nbefore.mean, after.mean")
+    assert after > before + 0.3
+    shown = [o["data"]["text/html"] for o in outputs(train, "\nresult") if "progress" in str(o.get("data"))]
+    assert len(shown) == 1  # one table, replaced in place
+    assert "15/15 steps" in shown[0]
+    address = "".join(str(o) for o in train.cells[-1].outputs + outputs(train, "notebook lives"))
+    assert "open http://127.0.0.1:" in address
+    said = value(train, '["conversation"]')
+    assert [message["role"] for message in said][:2] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.name)

@@ -16,6 +16,7 @@ from verl.api.result import TrainingResult, path_of
 from verl.api.settings import checked_config, keys_of_call, placement, settings_of
 from verl.config import EvalConfig, GenerationConfig
 from verl.errors import DataError, RewardError
+from verl.utils.console import restart_clock
 
 if TYPE_CHECKING:
     from verl.workers.reward_manager.scores import Score
@@ -88,6 +89,7 @@ def _generate(
 
     from verl.trainer.main_generation import run_generation
 
+    restart_clock()
     run_generation(config)
     responses = [row[RESPONSES] for row in read_jsonl(output)]
     return [{**row, RESPONSES: texts} for row, texts in zip(rows, responses, strict=True)]

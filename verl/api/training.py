@@ -24,6 +24,7 @@ from verl.api.settings import (
 from verl.base import env
 from verl.config import PPOConfig, SFTConfig
 from verl.errors import ConfigError
+from verl.utils.console import restart_clock
 
 MOST_PROMPTS = 32
 """Prompts of a step unless the call says, if there are as many."""
@@ -109,6 +110,7 @@ def train(
 
     from verl.trainer.main_ppo import run_ppo
 
+    restart_clock()
     with env.file_logger_at(folder / METRICS):
         run_ppo(config)
     return TrainingResult(folder)
@@ -171,6 +173,7 @@ def sft(
 
     from verl.trainer.sft_trainer import run_sft
 
+    restart_clock()
     with env.file_logger_at(folder / METRICS):
         run_sft(config)
     return TrainingResult(folder)

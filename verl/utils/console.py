@@ -6,6 +6,7 @@ Only this module writes to standard output.
 from __future__ import annotations
 
 import atexit
+import html
 import itertools
 import logging
 import math
@@ -43,6 +44,12 @@ SHOWN = (
 _began = time.monotonic()  # a restarted driver is a fork of the command, and counts on
 _run: Progress | None = None
 _live: Progress | None = None
+
+
+def restart_clock() -> None:
+    """Let the times of :func:`status` begin now: a process of a user's may call several runs."""
+    global _began
+    _began = time.monotonic()
 
 
 def parameters_in_words(count: int) -> str:
@@ -157,8 +164,8 @@ class Progress:
         step 12  reward 0.431  length 118.2  entropy 0.512  grad 0.31  tokens/s 4,210  9.8 s
         ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  12/100 steps  2:10 gone  14:23 left  val 0.480
 
-    Each step adds a line above the bar. Without a terminal, the ``console`` tracker writes that line with the
-    remaining time.
+    Each step adds a line above the bar. A notebook shows the last steps as a table that changes in place. Without
+    either, the ``console`` tracker writes that line with the remaining time.
 
     Args:
         total_steps: number of the last step.
@@ -178,7 +185,8 @@ class Progress:
         self.step = first_step
         wanted = {True: "on", False: "off"}.get(enabled, enabled) if isinstance(enabled, bool) else enabled
         self.console = console or _Output(force_terminal=True if wanted == "on" else None)
-        self.is_shown = wanted == "on" or (wanted == "auto" and self.console.is_terminal)
+        self.is_shown = wanted == "on" or (wanted == "auto" and (self.console.is_terminal or self.console.is_jupyter))
+        self.table = NotebookTable() if self.is_shown and self.console.is_jupyter else None
         self._started = time.monotonic()
         self._finished_at: deque[float] = deque([self._started], maxlen=RECENT_STEPS + 1)
         self._validation = ""
@@ -192,8 +200,9 @@ class Progress:
         self._finished_at.append(self._started)
         _run = self
         if self.is_shown:
-            with _ignoring_write_errors():
-                self._live.start()
+            if self.table is None:
+                with _ignoring_write_errors():
+                    self._live.start()
             _live = self
         return self
 
@@ -202,8 +211,9 @@ class Progress:
         _run = None
         if self.is_shown:
             _live = None
-            with _ignoring_write_errors():
-                self._live.stop()
+            if self.table is None:
+                with _ignoring_write_errors():
+                    self._live.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Record and show a finished step."""
@@ -212,7 +222,10 @@ class Progress:
         self.step = step
         self._finished_at.append(now)
         self._validation = _validation_text(metrics) or self._validation
-        if self.is_shown:
+        if self.table is not None:
+            times = f"{clock(now - self._started)} gone, {clock(self.seconds_left())} left"
+            self.table.add(_step_values(step, metrics, self._seconds), step, self.total_steps, times)
+        elif self.is_shown:
             with _ignoring_write_errors():
                 self.console.print(_step_text(step, metrics, self._seconds), soft_wrap=True)
 
@@ -246,6 +259,58 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+class NotebookTable:
+    """The last steps of a run as a table in a notebook, replaced at each step."""
+
+    def __init__(self) -> None:
+        self.rows: deque[dict[str, str]] = deque(maxlen=RECENT_STEPS)
+        self._done = ""
+        self._bar = ""
+        self._handle: Any = None
+
+    def add(self, row: dict[str, str], step: int, total_steps: int, times: str) -> None:
+        """Show a finished step in front of the earlier ones.
+
+        Args:
+            row: its values by label.
+            step: its number.
+            total_steps: number of the last step.
+            times: words about the time that is gone and left.
+        """
+        from IPython.display import display
+
+        self.rows.appendleft(row)
+        self._done = f"{step}/{total_steps} steps, {times}"
+        self._bar = f'<progress value="{step}" max="{total_steps}" style="width: 20em"></progress>'
+        if self._handle is None:
+            self._handle = display(self, display_id=True)
+        else:
+            self._handle.update(self)
+
+    def __repr__(self) -> str:
+        lines = ["  ".join(f"{label} {value}" for label, value in row.items()) for row in self.rows]
+        return "\n".join([self._done, *lines])
+
+    def _repr_html_(self) -> str:
+        labels = list(dict.fromkeys(label for row in self.rows for label in row))
+        head = "".join(f"<th>{html.escape(label)}</th>" for label in labels)
+        cells = [[html.escape(row.get(label, "")) for label in labels] for row in self.rows]
+        body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in cells)
+        return f"{self._bar} {html.escape(self._done)}<table><tr>{head}</tr>{body}</table>"
+
+
+def _step_values(step: int, metrics: Mapping[str, Any], seconds: float) -> dict[str, str]:
+    """Return the metrics in ``SHOWN`` that a step has, and those of its validation, formatted, by label."""
+    values = {"step": str(step)}
+    for label, names, form in SHOWN:
+        value = next((metrics[name] for name in names if name in metrics), None)
+        if value is not None:
+            values[label] = format(float(value), form)
+    if validation := _validation_text(metrics):
+        values["validation"] = validation.removeprefix("val ")
+    return values if math.isnan(seconds) else values | {"seconds": f"{seconds:.1f}"}
 
 
 def _step_text(step: int, metrics: Mapping[str, Any], seconds: float, total: int | None = None) -> Text:
