@@ -13,6 +13,7 @@ import pytest
 
 from verl.api.functions import with_resolved_types, write_module
 from verl.api.rewards import COLUMNS, check_columns, combined, named_rewards
+from verl.base.import_utils import load_object
 from verl.errors import ConfigError, RewardError
 from verl.workers.reward_manager.function import RewardFunction, RewardSample
 
@@ -117,8 +118,10 @@ def test_another_process_imports_what_was_defined_here(tmp_path: Path) -> None:
     code = f"import runpy; print(runpy.run_path({str(path)!r})['reward']('a'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "1.0\n"
+    assert load_object(str(path), "reward", "custom_reward_function")("a") == 1.0
     table["a"] = 2.0
-    assert write_module({"reward": lambda solution_str: table[solution_str]}, tmp_path) != path
+    assert write_module({"reward": lambda solution_str: table[solution_str]}, tmp_path) == path
+    assert load_object(str(path), "reward", "custom_reward_function")("a") == 2.0
     lock = threading.Lock()
     with pytest.raises(ConfigError, match="reward cannot be sent to the processes that call it"):
         write_module({"reward": lambda solution_str: lock.locked()}, tmp_path)

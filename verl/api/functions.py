@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import pickle
 import sys
 import types
@@ -14,8 +13,10 @@ from typing import Any
 
 import cloudpickle
 
+from verl.base.import_utils import forget_module
 from verl.errors import ConfigError
 
+MODULE = "functions.py"
 _TEMPLATE = '''"""Functions that a call of verl was given as objects; this file is made anew where they change."""
 
 import base64
@@ -39,8 +40,8 @@ _LINE = 110
 def write_module(objects: Mapping[str, Any], folder: Path) -> Path:
     """Write a Python file in whose namespace the objects stand by name.
 
-    Objects of importable modules are written as references, others by value, with what they refer to. The file is
-    called after its content, so a changed function is another module in processes that have imported the file before.
+    Objects of importable modules are written as references, others by value, with what they refer to. The file keeps
+    its name, by which a resumed run is known as the same; this process imports it anew.
 
     Raises:
         ConfigError: an object cannot be sent to another process, or belongs to another version of Python.
@@ -59,9 +60,10 @@ def write_module(objects: Mapping[str, Any], folder: Path) -> Path:
     # Names are assigned one by one: checks of the configuration read the file without running it.
     names = "\n".join(f'{name} = _objects["{name}"]' for name in objects)
     text = _TEMPLATE.format(path=[folder for folder in sys.path if folder], content=lines, names=names)
-    path = folder / f"functions_{hashlib.sha256(text.encode()).hexdigest()[:12]}.py"
+    path = folder / MODULE
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+    forget_module(path)
     return path
 
 

@@ -47,7 +47,7 @@ def load_module(path: str, setting: str, digest: str | None = None) -> ModuleTyp
     file = Path(os.path.expandvars(path)).expanduser().resolve()
     if not file.is_file():
         raise ConfigError(f"{setting}.path='{path}': there is no file {file}. Give the path of a Python file.")
-    name = f"{USER_MODULE}{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
+    name = _module_name(file)
     if name in sys.modules:
         return sys.modules[name]
     found = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -71,6 +71,17 @@ def load_module(path: str, setting: str, digest: str | None = None) -> ModuleTyp
         if not complete:
             del sys.modules[name]
     return module
+
+
+def _module_name(file: Path) -> str:
+    return f"{USER_MODULE}{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
+
+
+def forget_module(file: Path) -> None:
+    """Let the next :func:`load_module` of a file import it again, as it was written anew."""
+    sys.modules.pop(_module_name(file.resolve()), None)
+    # Python takes compiled code for current whose source has the same size and the same second of its last change.
+    Path(importlib.util.cache_from_source(str(file.resolve()))).unlink(missing_ok=True)
 
 
 @contextmanager
