@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import keyword
 from collections.abc import Callable
 from typing import Any
 
@@ -136,8 +137,8 @@ def pythonic(content: str, calls: list[Call]) -> str:
     return f"[{', '.join(shown)}]<|eot|>"
 
 
-NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
-KEYS = st.from_regex(r"k_[a-z0-9]{0,4}", fullmatch=True)  # no keyword of Python
+NAMES = st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True) | st.sampled_from(keyword.kwlist)
+KEYS = st.from_regex(r"k_[a-z0-9]{0,4}", fullmatch=True) | st.sampled_from(keyword.kwlist)
 ANY_TEXT = st.text(max_size=30) | st.sampled_from(SPECIALS + PLAIN)
 UNMARKED_TEXT = st.text(max_size=30).filter(lambda text: not set(text) & set("<｜") and text == text.strip("\n"))
 
@@ -239,8 +240,9 @@ BROKEN = {
     "hermes": [
         ('<tool_call>{"name": "f", "arguments": {"a": 1}}', "expected '</tool_call>' at character 47"),
         ('<tool_call>{"name": "f", "arguments": {"a": }}</tool_call>', "invalid JSON: Expecting value at character 44"),
-        ('<tool_call>{"name": "f"}</tool_call>', "no 'arguments', only 'name'"),
+        ('<tool_call>{"name": "f", "parameters": {}}</tool_call>', "no 'arguments', only 'name', 'parameters'"),
         ('<tool_call>{"name": "f", "arguments": "a"}</tool_call>', "must be a JSON object, not str 'a'"),
+        ('<tool_call>{"name": "f", "arguments": "{} a"}</tool_call>', "'a' follows the JSON object in the text of"),
         ('<tool_call>{"name": 3, "arguments": {}}</tool_call>', "must be a text, not 3"),
         ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is no JSON"),
         ('<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', "cannot be written as JSON"),
@@ -249,12 +251,18 @@ BROKEN = {
     "llama3_json": [
         ('{"name": "f", "parameters": {"a": 1}', "invalid JSON"),
         ('<|python_tag|>brave_search.call(query="x")', "invalid JSON"),
+        ('{"name": "Rome"}', "no 'parameters', and 'Rome' is no tool"),
         ('{"name": "f", "parameters": {}} and more', "expected ';' at character 32, but found 'and more'"),
     ],
     "mistral": [("[TOOL_CALLS][]", "the list of calls is empty"), ("[TOOL_CALLS]f{}", "no [ARGS] follows")],
     "qwen3_coder": [
         ("<tool_call>\nf(1)\n</tool_call>", "no <function=name> follows <tool_call>"),
-        ("<tool_call><function=f><parameter=a>1</function></tool_call>", "no '</parameter>' ends the value of 'a'"),
+        ("<tool_call><function=f><parameter=a>1", "no '</parameter>' ends the value of 'a'"),
+        (
+            "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>",
+            "'a' is written twice",
+        ),
+        ("<tool_call><function=f\n<parameter=a>1</parameter></function>", "no '>' ends the name of the function"),
         ("<tool_call><function=f", "no '>' ends the name of the function"),
     ],
     "deepseek": [
@@ -262,7 +270,13 @@ BROKEN = {
         ("<｜tool▁calls▁begin｜>f(1)<｜tool▁calls▁end｜>", "no <｜tool▁call▁begin｜> follows"),
         ('<｜DSML｜invoke name="f">x</｜DSML｜invoke>', "neither a parameter nor </｜DSML｜invoke>"),
     ],
-    "glm": [("<tool_call>f\n<arg_key>a</arg_key></tool_call>", "expected '<arg_value>'")],
+    "glm": [
+        ("<tool_call>f\n<arg_key>a</arg_key></tool_call>", "expected '<arg_value>'"),
+        (
+            "<tool_call>f<arg_key>a<arg_value>1</arg_value><arg_key>b</arg_key></tool_call>",
+            "no '</arg_key>' ends a key",
+        ),
+    ],
     "gpt-oss": [
         ("<|channel|>commentary to=python<|message|>1+1<|call|>", "'python' is no function: write to=functions.name"),
         ("<|channel|>commentary to=functions.f<|message|>{} x<|call|>", "'x' follows the JSON object"),
@@ -287,11 +301,75 @@ def test_a_broken_call_is_reported_with_the_reason(tokenizer, name: str, text: s
     assert turn.content == text.strip().removesuffix("<|call|>")
 
 
-def test_a_broken_call_does_not_take_the_next_one_with_it(tokenizer):
-    text = '<tool_call>{"name": }</tool_call> <tool_call>{"name": "g", "arguments": {}}</tool_call>'
-    turn = parse(tokenizer, "hermes", text)
+TWO = schemas([("f", {"a": "", "b": 0})])
+READ = [
+    # The end of the value of ``a`` is left out: what follows is no part of it.
+    (
+        "qwen3_coder",
+        "<function=f>\n<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n</function>",
+    ),
+    ("qwen3_coder", "<function=f>\n<parameter=b>\n2\n</parameter>\n<parameter=a>\n1\n</function>"),
+    (
+        "glm",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>1\n<arg_key>b</arg_key><arg_value>2</arg_value></tool_call>",
+    ),
+    ("glm", "<tool_call>f<arg_key>b</arg_key><arg_value>2<arg_key>a</arg_key><arg_value>1\n</tool_call>"),
+    (
+        "deepseek",
+        '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a" string="true">1\n'
+        '<｜DSML｜parameter name="b" string="false">2'
+        "</｜DSML｜parameter></｜DSML｜invoke>",
+    ),
+    # Arguments as the text of JSON.
+    ("hermes", r'<tool_call>{"name": "f", "arguments": "{\"a\": \"1\", \"b\": 2}"}</tool_call>'),
+    ("llama3_json", r'{"name": "f", "parameters": "{\"a\": \"1\", \"b\": 2}"}'),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), READ)
+def test_calls_that_are_written_otherwise_than_the_template_does(tokenizer, name: str, text: str):
+    turn = parse(tokenizer, name, text, TWO)
+    assert turn.malformed == []
+    assert [(call.name, json.loads(call.arguments)) for call in turn.calls] == [("f", {"a": "1", "b": 2})]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ""}</tool_call>'),
+        ("mistral", '[TOOL_CALLS][{"name": "f"}]'),
+        ("llama3_json", '{"name": "f"}'),
+    ],
+)
+def test_calls_without_arguments(tokenizer, name: str, text: str):
+    assert parse(tokenizer, name, text, TWO).calls == [FunctionCall(name="f", arguments="{}")]
+
+
+def test_an_end_tag_inside_a_value_that_has_its_own_end(tokenizer):
+    value = "<function=f>1</function> and </tool_call>"
+    for name, text in (
+        ("qwen3_coder", f"<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>"),
+        ("glm", f"<tool_call>f<arg_key>a</arg_key><arg_value>{value}.</arg_value></tool_call>"),
+    ):
+        [call] = parse(tokenizer, name, text).calls
+        assert json.loads(call.arguments)["a"].startswith(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": }</tool_call> <tool_call>{"name": "g", "arguments": {}}</tool_call>'),
+        ("mistral", "[TOOL_CALLS]f[TOOL_CALLS]g[ARGS]{}"),
+        ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        ("qwen3_coder", "<function=f>1</function><function=g></function>"),
+    ],
+)
+def test_a_broken_call_does_not_take_the_next_one_with_it(tokenizer, name: str, text: str):
+    turn = parse(tokenizer, name, text)
     assert turn.calls == [FunctionCall(name="g", arguments="{}")]
-    assert [one.text for one in turn.malformed] == ['<tool_call>{"name": }</tool_call>']
+    assert len(turn.malformed) == 1
 
 
 def test_only_the_first_broken_calls_are_reported(tokenizer):

@@ -284,6 +284,27 @@ def expect(text: str, place: int, wanted: str) -> int:
     return at + len(wanted)
 
 
+def read_value(text: str, place: int, end: str, others: re.Pattern[str], what: str) -> tuple[str, int]:
+    """Return the text up to ``end``, and the place after it; the model may have left ``end`` out.
+
+    Args:
+        text: what is read.
+        place: where the value begins.
+        end: text that ends it.
+        others: matches what can only follow the value. Before the next ``end``, it ends the value too.
+        what: the value, for the message.
+
+    Raises:
+        NoCallError: neither of the two follows.
+    """
+    found, other = text.find(end, place), others.search(text, place)
+    if other and (found < 0 or other.start() < found):
+        return text[place : other.start()], other.start()
+    if found < 0:
+        raise NoCallError(f"no {end!r} ends {what}")
+    return text[place:found], found + len(end)
+
+
 def skip_blanks(text: str, place: int) -> int:
     """Return the first place that is no blank."""
     found = _BLANKS.match(text, place)
@@ -316,11 +337,20 @@ def read_json(text: str, place: int = 0) -> tuple[Any, int]:
 def make_call(name: Any, arguments: Any) -> FunctionCall:
     """Make a call of values as they were read.
 
+    Arguments may be the text of a JSON object, which models write too; an empty text is no arguments.
+
     Raises:
         NoCallError: the name is no text, or the arguments are no JSON object of texts that can be encoded.
     """
     if not isinstance(name, str) or not name.strip():
         raise NoCallError(f"the name of the function must be a text, not {name!r:.100}")
+    if isinstance(arguments, str) and not arguments.strip():
+        arguments = {}
+    elif isinstance(arguments, str) and arguments.lstrip().startswith("{"):
+        value, end = read_json(arguments)
+        if rest := arguments[end:].strip():
+            raise NoCallError(f"{rest[:20]!r} follows the JSON object in the text of the arguments")
+        arguments = value
     if not isinstance(arguments, dict):
         raise NoCallError(f"the arguments must be a JSON object, not {type(arguments).__name__} {arguments!r:.100}")
     try:
@@ -334,15 +364,19 @@ def make_call(name: Any, arguments: Any) -> FunctionCall:
 def call_of_object(value: Any, arguments_key: str) -> FunctionCall:
     """Make a call of an object ``{"name": ..., arguments_key: {...}}``.
 
+    One that has a name alone is a call without arguments.
+
     Raises:
         NoCallError: it has another form.
     """
     if not isinstance(value, dict):
         raise NoCallError(f"a call is a JSON object, not {type(value).__name__}")
-    for key in ("name", arguments_key):
+    has_arguments = arguments_key in value or not value.keys() <= {"name", "id", "type"}
+    for key in ("name", arguments_key) if has_arguments else ("name",):
         if key not in value:
             raise NoCallError(f"the call has no {key!r}, only {', '.join(map(repr, value)) or 'nothing'}")
-    return make_call(value["name"], value[arguments_key])
+    arguments = value.get(arguments_key)
+    return make_call(value["name"], {} if arguments is None else arguments)
 
 
 def properties_of(tools: Sequence[Any] | None) -> dict[str, Properties]:

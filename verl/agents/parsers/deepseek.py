@@ -16,6 +16,7 @@ from verl.agents.parsers.base import (
     make_call,
     read_calls,
     read_json,
+    read_value,
     skip_blanks,
 )
 
@@ -26,6 +27,7 @@ _AROUND_INVOKES = re.compile(r"</?｜DSML｜(?:function_calls|tool_calls)>")
 _NAME = re.compile(r'\s+name="([^"]+)"\s*>')
 _PARAMETER = re.compile(r'<｜DSML｜parameter\s+name="([^"]+)"(?:\s+string="(true|false)")?\s*>')
 _END_PARAMETER = "</｜DSML｜parameter>"
+_AFTER_VALUE = re.compile(rf"\s*(?:{_PARAMETER.pattern}|{END_INVOKE})")
 
 
 @ToolParser.register("deepseek")
@@ -51,8 +53,8 @@ class DeepSeekToolParser(TextToolParser):
 
 
 def _read_one(text: str, place: int) -> tuple[FunctionCall, int]:
-    separator, end = text.find(SEPARATOR, place), text.find(END, place)
-    if separator < 0 or 0 <= end < separator:
+    separator = text.find(SEPARATOR, place)
+    if separator < 0 or END in text[place:separator] or BEGIN in text[place:separator]:
         raise NoCallError(f"no {SEPARATOR} in the call")
     first, place = text[place:separator].strip(), separator + len(SEPARATOR)
     # V3 and R1: "function" SEPARATOR name, then the arguments as a block of JSON. V3.1: name SEPARATOR arguments.
@@ -84,12 +86,9 @@ def _read_invoke(text: str, place: int) -> tuple[FunctionCall, int]:
         parameter = _PARAMETER.match(text, place)
         if parameter is None:
             raise NoCallError(f"neither a parameter nor {END_INVOKE} at character {place}")
-        end = text.find(_END_PARAMETER, parameter.end())
-        if end < 0:
-            raise NoCallError(f"no {_END_PARAMETER} ends the parameter '{parameter[1]}'")
-        value = text[parameter.end() : end]
+        what = f"the parameter {parameter[1]!r}"
+        value, place = read_value(text, parameter.end(), _END_PARAMETER, _AFTER_VALUE, what)
         arguments[parameter[1]] = _json_value(value, parameter[1]) if parameter[2] == "false" else value
-        place = end + len(_END_PARAMETER)
     return make_call(head[1], arguments), place + len(END_INVOKE)
 
 

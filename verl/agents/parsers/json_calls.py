@@ -70,7 +70,10 @@ class Llama3JsonToolParser(TextToolParser):
         try:
             while True:
                 value, place = read_json(body, place)
-                calls.append(call_of_object(value, "parameters"))
+                call = call_of_object(value, "parameters")
+                if "parameters" not in value and call.name not in tools:  # an answer may have a name, too
+                    raise NoCallError(f"the call has no 'parameters', and {call.name!r:.50} is no tool")
+                calls.append(call)
                 place = skip_blanks(body, place)
                 if place >= len(body):
                     return before, calls, []
@@ -119,8 +122,8 @@ class MistralToolParser(TextToolParser):
 
     @staticmethod
     def _read_one(text: str, place: int) -> tuple[FunctionCall, int]:
-        arguments = text.find("[ARGS]", place)
-        if arguments < 0:
+        arguments, following = text.find("[ARGS]", place), text.find("[TOOL_CALLS]", place)
+        if arguments < 0 or 0 <= following < arguments:
             raise NoCallError("no [ARGS] follows the name of the function")
         name = text[place:arguments].partition("[CALL_ID]")[0]
         value, end = read_json(text, arguments + len("[ARGS]"))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import io
+import keyword
 import re
+import tokenize
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from verl.agents.parsers.base import (
@@ -21,11 +25,16 @@ from verl.agents.parsers.base import (
 _START, _END = "<|python_start|>", "<|python_end|>"
 _LOOKS_LIKE_CALLS = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(")
 _JSON_WORDS = {"true": True, "false": False, "null": None}
+_RENAMED = "_python_keyword_"
+"""Stands before a keyword of Python that is a name here, while Python's own parser reads the calls."""
 
 
 @ToolParser.register("pythonic")
 class PythonicToolParser(TextToolParser):
-    """``[get_weather(city="Paris", days=3), get_time()]`` as the whole response, with arguments by name."""
+    """``[get_weather(city="Paris", days=3), get_time()]`` as the whole response, with arguments by name.
+
+    Names may be keywords of Python: ``[send(from="Rome", class="first")]``.
+    """
 
     starts = ("[", _START)
 
@@ -49,7 +58,7 @@ class PythonicToolParser(TextToolParser):
 
 def _calls(text: str) -> list[FunctionCall]:
     try:
-        tree = ast.parse(text, mode="eval").body
+        tree = _parsed(text)
     except SyntaxError as error:
         raise NoCallError(f"no Python expression: {error.msg} at character {error.offset}") from error
     except (ValueError, RecursionError, MemoryError) as error:
@@ -59,19 +68,48 @@ def _calls(text: str) -> list[FunctionCall]:
     return [_call(node) for node in tree.elts]
 
 
+def _parsed(text: str) -> ast.expr:
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError:
+        with suppress(SyntaxError):
+            return ast.parse(_with_renamed_keywords(text), mode="eval").body
+        raise
+
+
+def _with_renamed_keywords(text: str) -> str:
+    """Rename keywords of Python that stand for a tool, a part of its dotted name, or a parameter."""
+    try:
+        tokens = [
+            token
+            for token in tokenize.generate_tokens(io.StringIO(text).readline)
+            if token.type not in (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.COMMENT)
+        ]
+    except (tokenize.TokenError, SyntaxError):
+        return text  # which Python's parser refuses with a better reason
+    lines = text.split("\n")
+    for before, token, after in reversed(list(zip(tokens, tokens[1:], tokens[2:], strict=False))):
+        is_name = before.string == "." or after.string in ("(", ".") or (before.string in "(," and after.string == "=")
+        if token.type == tokenize.NAME and keyword.iskeyword(token.string) and is_name:
+            row, column = token.start
+            lines[row - 1] = f"{lines[row - 1][:column]}{_RENAMED}{lines[row - 1][column:]}"
+    return "\n".join(lines)
+
+
 def _call(node: ast.expr) -> FunctionCall:
     if not isinstance(node, ast.Call):
         raise NoCallError(f"{ast.unparse(node)[:50]!r} in the list is no call")
-    name = ast.unparse(node.func)
+    name = ast.unparse(node.func).replace(_RENAMED, "")
     if not re.fullmatch(r"[A-Za-z_][\w.]*", name):
         raise NoCallError(f"{name[:50]!r} is no name of a function")
     if node.args:
         raise NoCallError(f"an argument of {name} has no name: write {name}(key=value)")
     arguments = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
+    for argument in node.keywords:
+        if argument.arg is None:
             raise NoCallError(f"{name} has ** in its arguments")
-        arguments[keyword.arg] = _value(keyword.value, keyword.arg)
+        key = argument.arg.removeprefix(_RENAMED)
+        arguments[key] = _value(argument.value, key)
     return make_call(name, arguments)
 
 

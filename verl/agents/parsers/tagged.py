@@ -17,11 +17,14 @@ from verl.agents.parsers.base import (
     expect,
     make_call,
     read_calls,
+    read_value,
     skip_blanks,
 )
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 """Chat templates write these three as Python does."""
+_AFTER_PARAMETER = re.compile(r"\n<parameter=[^<>\n]+>|\n?</function>\s*(?:</?tool_call>|<function=|\Z)")
+_AFTER_ARG_VALUE = re.compile(r"\s*<arg_key>[^<]+</arg_key>\s*<arg_value>|\s*</tool_call>\s*(?:<tool_call>|\Z)")
 _TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
@@ -29,7 +32,8 @@ _TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", 
 class Qwen3CoderToolParser(TextToolParser):
     """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``: Qwen3-Coder, Qwen 3.5.
 
-    Models leave the outer tag out at times; the inner ones make the call.
+    Models leave the outer tag out at times; the inner ones make the call. A value without ``</parameter>`` ends where
+    a line begins with another parameter, or at the end of the function.
     """
 
     starts = ("<tool_call>", "<function=")
@@ -42,13 +46,14 @@ class Qwen3CoderToolParser(TextToolParser):
         """See :meth:`TextToolParser.read`."""
 
         def read_one(text: str, place: int) -> tuple[FunctionCall, int]:
-            name, place = _until(text, place, ">", "the name of the function")
+            name, place = _name_until(text, place, ">", "the name of the function")
             properties = tools.get(name, {})
-            arguments = {}
+            arguments: dict[str, Any] = {}
             while not text.startswith("</function>", place := skip_blanks(text, place)):
                 place = expect(text, place, "<parameter=")
-                key, place = _until(text, place, ">", "the name of a parameter")
-                value, place = _until(text, place, "</parameter>", f"the value of {key!r}")
+                key, place = _name_until(text, place, ">", "the name of a parameter")
+                _refuse_second(key, arguments)
+                value, place = read_value(text, place, "</parameter>", _AFTER_PARAMETER, f"the value of {key!r}")
                 # The template puts each value on lines of its own.
                 arguments[key] = typed(value.removeprefix("\n").removesuffix("\n"), properties.get(key))
             return make_call(name, arguments), place + len("</function>")
@@ -65,7 +70,10 @@ def _no_function(text: str, place: int) -> tuple[FunctionCall, int]:
 
 @ToolParser.register("glm")
 class GlmToolParser(TextToolParser):
-    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``: GLM 4.5 and later."""
+    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``: GLM 4.5 and later.
+
+    A value without ``</arg_value>`` ends at the key of another parameter, or at the end of the call.
+    """
 
     starts = ("<tool_call>",)
     call_end = "</tool_call>"
@@ -78,23 +86,33 @@ class GlmToolParser(TextToolParser):
         """See :meth:`TextToolParser.read`."""
 
         def read_one(text: str, place: int) -> tuple[FunctionCall, int]:
-            name, place = _until(text, place, "<", "the name of the function")
+            name, place = _name_until(text, place, "<", "the name of the function")
             name, place = name.strip(), place - 1
-            properties, arguments = tools.get(name, {}), {}
+            properties = tools.get(name, {})
+            arguments: dict[str, Any] = {}
             while not text.startswith("</tool_call>", place := skip_blanks(text, place)):
-                key, place = _until(text, expect(text, place, "<arg_key>"), "</arg_key>", "a key")
-                value, place = _until(text, expect(text, place, "<arg_value>"), "</arg_value>", f"the value of {key!r}")
-                arguments[key.strip()] = typed(value, properties.get(key.strip()))
+                key, place = _name_until(text, expect(text, place, "<arg_key>"), "</arg_key>", "a key")
+                _refuse_second(key, arguments)
+                place = expect(text, place, "<arg_value>")
+                value, place = read_value(text, place, "</arg_value>", _AFTER_ARG_VALUE, f"the value of {key!r}")
+                arguments[key] = typed(value, properties.get(key))
             return make_call(name, arguments), place + len("</tool_call>")
 
         return read_calls(text, "<tool_call>", "</tool_call>", read_one)
 
 
-def _until(text: str, place: int, end: str, what: str) -> tuple[str, int]:
+def _name_until(text: str, place: int, end: str, what: str) -> tuple[str, int]:
+    """Return a name of one line without ``<``, and the place after its ``end``."""
     found = text.find(end, place)
-    if found < 0:
+    name = text[place:found].strip()
+    if found < 0 or "<" in name or "\n" in name:
         raise NoCallError(f"no {end!r} ends {what}")
-    return text[place:found], found + len(end)
+    return name, found + len(end)
+
+
+def _refuse_second(key: str, arguments: Mapping[str, Any]) -> None:
+    if key in arguments:
+        raise NoCallError(f"the parameter {key!r} is written twice")
 
 
 def typed(text: str, schema: Mapping[str, Any] | None) -> Any:
