@@ -114,8 +114,16 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 def test_which_user_a_row_wants():
     users = {"given": Given(), "gsm8k": BaseInteraction({})}
-    for nothing in (None, {}, {"name": None, "answer": None}):  # files in columns fill rows with null
+    for nothing in (None, {}, {"name": None, "answer": None}):
         assert SimulatedUser.of_row(users, nothing, 1.0, THREADS) is None
+    # Data of GSM8K with tools has arguments without a name, also for runs without users.
+    unnamed = {"query": "2+2?", "ground_truth": "4", "level": None}
+    assert SimulatedUser.of_row({}, unnamed, 1.0, THREADS) is None
+    only = SimulatedUser.of_row({"gsm8k": users["gsm8k"]}, unnamed, 1.0, THREADS)
+    assert only is not None
+    assert only._kwargs == {**unnamed, "name": "gsm8k"}  # a null that the row has stays
+    with pytest.raises(ConfigError, match=r"interaction_kwargs.name='': there is no such interaction.*given, gsm8k"):
+        SimulatedUser.of_row(users, unnamed, 1.0, THREADS)
     with pytest.raises(
         ConfigError, match=r"name='gsm8': there is no such .* Did you mean 'gsm8k'\? There are: given, "
     ):

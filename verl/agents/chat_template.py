@@ -22,6 +22,7 @@ from verl.utils.dataset.chat import (
     render,
     require_chat_template,
 )
+from verl.utils.dataset.template_probes import TemplateForms, with_arguments
 from verl.utils.model import eos_token_ids
 from verl.utils.transformers_private import json_renderer
 
@@ -98,10 +99,9 @@ class ChatTemplate:
         self._rendered = _Rendered()
         self._told: set[str] = set()
         self._telling = threading.Lock()
-        self._arguments_are_text, self._joins_users, self._has_tool_role = False, False, True
+        self._forms = TemplateForms.of(tokenizer)
+        self._joins_users, self._has_tool_role = False, True
         calling = [_user("-"), _stand_in([_call("probe", "call00000")])]
-        # A template that joins texts refuses a mapping, or writes it as Python does.
-        self._arguments_are_text = not self._writes(calling, MARK, _TOOLS) or self._writes(calling, "{'", _TOOLS)
         self._joins_users = not self._writes([_user("-"), _user(MARK)], MARK)
         result = {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": "a result"}
         self._has_tool_role = self._writes([*calling, result], "a result", _TOOLS)
@@ -237,8 +237,7 @@ class ChatTemplate:
         """The messages in the form that the template takes."""
         adapted: list[Message] = []
         for message in prepared:
-            if message.get("tool_calls"):
-                message = message | {"tool_calls": [self._adapted_call(call) for call in message["tool_calls"]]}
+            message = with_arguments(message, self._forms.text_arguments)
             if message["role"] == "tool" and not self._has_tool_role:
                 message = {"role": "user", "content": message["content"]}
             if self._joins_users and adapted and message["role"] == adapted[-1]["role"] == "user":
@@ -246,18 +245,6 @@ class ChatTemplate:
             else:
                 adapted.append(message)
         return adapted
-
-    def _adapted_call(self, call: dict[str, Any]) -> dict[str, Any]:
-        arguments = call["function"]["arguments"]
-        if self._arguments_are_text and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        elif not self._arguments_are_text and isinstance(arguments, str):
-            try:
-                read = json.loads(arguments)
-            except ValueError:
-                read = arguments
-            arguments = read if isinstance(read, dict) else arguments
-        return call | {"function": call["function"] | {"arguments": arguments}}
 
 
 class _Rendered:

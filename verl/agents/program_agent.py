@@ -23,6 +23,7 @@ from verl.base.requirements import install_command
 from verl.config import PPOConfig
 from verl.errors import ConfigError, VerlError
 from verl.utils.dataset.chat import Message, as_messages
+from verl.utils.dataset.template_probes import with_arguments
 from verl.utils.model import eos_token_ids
 from verl.vision.data_urls import url_of
 from verl.vision.messages import has_video_parts, with_images
@@ -153,8 +154,9 @@ class ProgramAgentLoop(AgentLoopBase):
 
 
 def _prompt(row: Mapping[str, Any], maker: ImagePrompts | None) -> tuple[list[Message], list[str]]:
-    """The messages of a row with its images as ``data:`` URLs, and these."""
-    messages = as_messages(list(row["raw_prompt"]), "the prompt", with_images=maker is not None)
+    """The messages of a row as clients of OpenAI's protocol send them, its images as ``data:`` URLs, and these."""
+    read = as_messages(list(row["raw_prompt"]), "the prompt", with_images=maker is not None)
+    messages = [with_arguments(message, as_text=True) for message in read]
     if any(has_video_parts(message["content"]) for message in messages):
         raise ConfigError(
             "the row has a video, and programs are sent texts and images alone. Take rows with videos out of the data, "

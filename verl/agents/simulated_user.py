@@ -77,7 +77,9 @@ class SimulatedUser:
         of_run: Mapping[str, Any] = MappingProxyType({}),
         images: ImagePrompts | None = None,
     ) -> Self | None:
-        """Return the user that a row wants; None if it wants none.
+        """Return the user that a row wants; None if it wants none, or names none and the run has none.
+
+        A row that has arguments and no name gets the only user of the run.
 
         Args:
             interactions: by name.
@@ -92,11 +94,14 @@ class SimulatedUser:
         """
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise ConfigError(f"interaction_kwargs is {kwargs!r:.100}; it is an object with a name, and arguments.")
-        # Files in columns give a row the keys of others, with null.
-        given = {key: value for key, value in dict(kwargs or {}).items() if value is not None}
-        if not given:
+        given = dict(kwargs or {})
+        if all(value is None for value in given.values()):  # a data set of the user's own may fill keys with None
             return None
-        name = str(given.get("name", ""))
+        if given.get("name") is None and not interactions:  # data for a run with users serve one without, too
+            return None
+        if given.get("name") is None and len(interactions) == 1:
+            given["name"] = next(iter(interactions))
+        name = str(given.get("name") or "")
         if name not in interactions:
             known = ", ".join(sorted(interactions))
             there = f"There are: {known}." if known else "There are none."

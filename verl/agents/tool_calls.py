@@ -175,7 +175,7 @@ class ToolRunner:
         if not isinstance(tools_kwargs, Mapping | None):
             raise ConfigError(f"tools_kwargs is {tools_kwargs!r:.100}; {FORM_OF_ROWS}")
         for name, given in (tools_kwargs or {}).items():
-            if given is None:  # files in columns give a row the keys of others, with null
+            if given is None:
                 continue
             if not isinstance(given, Mapping) or not all(isinstance(value, Mapping | None) for value in given.values()):
                 raise ConfigError(f"tools_kwargs['{name}'] is {given!r:.100}; {FORM_OF_ROWS}")

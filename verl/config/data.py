@@ -79,6 +79,10 @@ class DataConfig(BaseConfig):
     """Column of the prompt, a list of messages."""
     reward_fn_key: str = setting("data_source")
     """Column that chooses the scorer."""
+    tools_key: str | None = setting("tools")
+    """Column of descriptions of tools, which the prompt shows; null leaves it unread."""
+    enable_thinking_key: str | None = setting("enable_thinking")
+    """Column with the chat template's switch for thinking; null leaves it unread."""
     max_prompt_length: int = setting(512, ge=1)
     """Longest prompt in tokens."""
     max_response_length: int = setting(512, ge=1)

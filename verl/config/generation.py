@@ -23,6 +23,10 @@ class GenerationDataConfig(BaseConfig):
     """File of prompts: parquet, json or jsonl."""
     prompt_key: str = setting("prompt")
     """Column of the prompt, a list of messages."""
+    tools_key: str | None = setting("tools")
+    """Column of descriptions of tools, which the prompt shows; null leaves it unread."""
+    enable_thinking_key: str | None = setting("enable_thinking")
+    """Column with the chat template's switch for thinking; null leaves it unread."""
     n_samples: int = setting(5, ge=1)
     """Responses per prompt."""
     output_path: str | None = setting(None, missing=True, path=True)

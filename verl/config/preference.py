@@ -29,6 +29,10 @@ class PreferenceDataConfig(SupervisedDataConfig):
     """Column of the better response, text or messages."""
     rejected_key: str = setting("rejected")
     """Column of the worse response, text or messages."""
+    tools_key: str | None = setting("tools")
+    """Column of descriptions of tools, which both sides show; null leaves it unread."""
+    enable_thinking_key: str | None = setting("enable_thinking")
+    """Column with the chat template's switch for thinking; null leaves it unread."""
     image_key: str = setting("images")
     """Column of images, which stand where the prompt has `<image>`; for models with an image processor."""
     truncation: Literal["error", "left", "right"] = setting("error")

@@ -16,10 +16,10 @@ class SFTDataConfig(SupervisedDataConfig):
 
     messages_key: str = setting("messages")
     """Column of the conversation; the loss is on the assistant's messages."""
-    tools_key: str = setting("tools")
-    """Column of the tools shown to the assistant."""
-    enable_thinking_key: str = setting("enable_thinking")
-    """Column with the chat template's switch for thinking."""
+    tools_key: str | None = setting("tools")
+    """Column of descriptions of tools, which the assistant is shown; null leaves it unread."""
+    enable_thinking_key: str | None = setting("enable_thinking")
+    """Column with the chat template's switch for thinking; null leaves it unread."""
     image_key: str = setting("images")
     """Column of images, which stand where the messages have `<image>`; for models with an image processor."""
     prompt_key: str | None = setting(None)

@@ -85,11 +85,10 @@ def environment_of_row(entries: Mapping[str, EnvironmentEntry], kwargs: object) 
     """
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise ConfigError(f"environment_kwargs is {kwargs!r:.100}; it is an object with a name, and arguments.")
-    # Files in columns give a row the keys of others, with null.
-    given = {key: value for key, value in dict(cast(Any, kwargs) or {}).items() if value is not None}
-    if "name" not in given and len(entries) == 1:
+    given = dict(cast(Any, kwargs) or {})
+    name = str(given.pop("name", None) or "")
+    if not name and len(entries) == 1:
         return next(iter(entries.values())), given
-    name = str(given.pop("name", ""))
     if name not in entries:
         known = ", ".join(sorted(entries))
         there = f"There are: {known}." if known else "There are none."

@@ -24,9 +24,10 @@ from verl.trainer.driver import load_controller
 from verl.trainer.ppo.stages import repeat_prompts
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.dataset import collate_fn
-from verl.utils.dataset.chat import as_messages, encode, render_prompt, truncate
+from verl.utils.dataset.chat import encode, render_prompt, truncate
 from verl.utils.dataset.files import Row, open_files, require_columns
 from verl.utils.dataset.rl_dataset import left_pad
+from verl.utils.dataset.row_conversation import row_messages, row_template_kwargs
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +81,9 @@ def read_prompts(config: GenerationConfig, tokenizer: Any) -> list[Prompt]:
     for file in files:
         for number in range(len(file)):
             row, place = file.row(number), f"{file.path}, row {number}"
-            messages = as_messages(row[data.prompt_key], place)
-            text = render_prompt(messages, tokenizer, place, **data.apply_chat_template_kwargs)
+            messages = row_messages(row[data.prompt_key], place)
+            of_row = row_template_kwargs(row, data.tools_key, data.enable_thinking_key, tokenizer, place)
+            text = render_prompt(messages, tokenizer, place, **data.apply_chat_template_kwargs | of_row)
             ids = encode(text, tokenizer)
             limit = config.rollout.prompt_length
             prompts.append(Prompt(row, truncate(ids, limit, "error", f"{place}: the prompt", "rollout.prompt_length")))
@@ -147,8 +149,8 @@ def _write_parquet(path: Path, rows: list[Row]) -> None:
     columns = dict.fromkeys(name for row in rows for name in row)
     try:
         table = pa.table({name: pa.array([row.get(name) for row in rows]) for name in columns})
+        pq.write_table(table, path)
     except pa.ArrowException as error:
         raise DataError(
             f"the rows do not fit into a table ({error}). Let data.output_path end in .jsonl, which takes any rows."
         ) from error
-    pq.write_table(table, path)

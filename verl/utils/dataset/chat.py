@@ -13,6 +13,7 @@ from jinja2.exceptions import TemplateError
 
 from verl.errors import ConfigError, DataError
 from verl.utils.control_tokens import control_tokens_of, has_special, is_marked
+from verl.utils.dataset.template_probes import TemplateForms
 from verl.vision.messages import bare_part, has_image_parts, is_image_part
 
 Message = dict[str, Any]
@@ -55,14 +56,14 @@ def as_messages(prompt: Any, place: str, with_images: bool = False) -> list[Mess
         return [{"role": "user", "content": _content({"content": prompt}, f"{place}: the text")}]
     expected = "Expected a list of {'role': ..., 'content': ...}, or a string."
     if not isinstance(prompt, Sequence) or len(prompt) == 0:
-        raise DataError(f"{place}: the prompt is {_shown(prompt)}. {expected}")
+        raise DataError(f"{place}: the prompt is {shown(prompt)}. {expected}")
     messages = []
     for number, message in enumerate(prompt):
         if not isinstance(message, Mapping):
-            raise DataError(f"{place}: message {number} is {_shown(message)}. {expected}")
+            raise DataError(f"{place}: message {number} is {shown(message)}. {expected}")
         kept = {key: value for key, value in message.items() if value is not None or key == "content"}
         if not isinstance(kept.get("role"), str):
-            raise DataError(f"{place}: message {number} has no role: {_shown(message)}. {expected}")
+            raise DataError(f"{place}: message {number} has no role: {shown(message)}. {expected}")
         here = f"{place}: message {number}"
         messages.append(kept | {"content": _content(kept, here, with_images)})
     return messages
@@ -108,7 +109,7 @@ def _text_part(part: Any, place: str) -> Message:
 def _parts(content: Any, place: str) -> Iterator[str]:
     """The texts of content parts, each ``{"type": "text", "text": ...}``."""
     if not isinstance(content, list) or not content:
-        raise DataError(f"{place} has content {_shown(content)}. Expected a string or a list of parts.")
+        raise DataError(f"{place} has content {shown(content)}. Expected a string or a list of parts.")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in MEDIA:
@@ -117,11 +118,12 @@ def _parts(content: Any, place: str) -> Iterator[str]:
                 "and videos, for a model with an image processor. Take such rows out."
             )
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise DataError(f"{place} has the part {_shown(part)}. Expected {{'type': 'text', 'text': ...}}.")
+            raise DataError(f"{place} has the part {shown(part)}. Expected {{'type': 'text', 'text': ...}}.")
         yield part["text"]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return the type and the beginning of a value, for error messages."""
     return f"{type(value).__name__} {value!r:.120}"
 
 
@@ -131,6 +133,8 @@ def render(messages: list[Message], tokenizer: Any, place: str, **template_kwarg
     ``template_kwargs`` are variables of the template: add_generation_prompt, tools, enable_thinking, ... A template may
     refuse messages (for roles in a wrong order, for example); the ``DataError`` then names ``place``.
     """
+    if any(message.get("tool_calls") for message in messages):
+        messages = TemplateForms.of(tokenizer).adapted(messages)
     with refusals(messages, place):
         return tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
 

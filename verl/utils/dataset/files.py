@@ -14,6 +14,8 @@ import numpy as np
 from verl.errors import DataError
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".ndjson")
+WITH_FIXED_KEYS = ("extra_info", "reward_model")
+"""Columns whose own keys are those of a table: functions read them by name, so a null there is None."""
 
 Row = dict[str, Any]
 
@@ -21,20 +23,26 @@ Row = dict[str, Any]
 class DataFile:
     """The rows of one parquet, json or jsonl file; it must have at least one.
 
-    Parquet stays columnar, and rows are converted to Python objects on access. Json and jsonl are read by Python's own
-    parser, which keeps numbers, dates and mixed types as they are written.
+    Parquet stays columnar, and rows are converted to Python objects on access. It gives every object in a column the
+    keys of all the others, with null. Such keys are left out, wherever they stand below a column (those of
+    :data:`WITH_FIXED_KEYS` keep their own), so a row is what it is as jsonl; a null that a user wrote is left out with
+    them. Json and jsonl are read by Python's own parser, which keeps nulls, numbers, dates and mixed types as they are
+    written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._rows: list[Row] = []
         self._table: Any = None
+        self._with_objects: set[str] = set()
+        """Columns of parquet in whose values there are objects."""
         if path.suffix == ".parquet":
             self._table = _read_parquet(path)
             self.columns = list(self._table.column_names)
             twice = [name for name in dict.fromkeys(self.columns) if self.columns.count(name) > 1]
             if twice:
                 raise DataError(f"{path} has more than one column '{twice[0]}'. Rename or drop all but one.")
+            self._with_objects = {field.name for field in self._table.schema if _has_objects(field.type)}
         else:
             self._rows = _read_json(path)
             self.columns = list(dict.fromkeys(key for row in self._rows for key in row))
@@ -49,15 +57,22 @@ class DataFile:
         if self._table is None:
             return dict(self._rows[number])
         try:
-            return self._table.slice(number, 1).to_pylist()[0]
+            row = self._table.slice(number, 1).to_pylist()[0]
         except UnicodeDecodeError as error:
             raise _not_text(self.path, number, error) from error
+        return row | {name: self._without_nulls(name, row[name]) for name in self._with_objects}
 
     def column(self, name: str) -> Iterator[Any]:
         """All values of one column, in order; None where a json row lacks it."""
         if self._table is None:
             return (row.get(name) for row in self._rows)
-        return self._parquet_column(name)
+        values = self._parquet_column(name)
+        return (self._without_nulls(name, value) for value in values) if name in self._with_objects else values
+
+    def _without_nulls(self, column: str, value: Any) -> Any:
+        if column in WITH_FIXED_KEYS and isinstance(value, dict):
+            return {key: without_nulls(item) for key, item in value.items()}
+        return without_nulls(value)
 
     def _parquet_column(self, name: str) -> Iterator[Any]:
         first = 0
@@ -72,6 +87,13 @@ class DataFile:
                         raise _not_text(self.path, first + place, error, name) from error
                 raise
             first += len(chunk)
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a JSON value without the keys of objects whose value is None; None in a list stays."""
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def open_files(paths: str | Sequence[str], setting: str) -> list[DataFile]:
@@ -181,6 +203,15 @@ def _read_parquet(path: Path) -> Any:
             raise DataError(
                 f"{path} is damaged{where}: {error}. Copy the file again, or make it again from its source."
             ) from error
+
+
+def _has_objects(kind: Any) -> bool:
+    """Whether values of an Arrow type hold objects with keys."""
+    import pyarrow as pa
+
+    if not pa.types.is_nested(kind):
+        return False
+    return pa.types.is_struct(kind) or any(_has_objects(kind.field(n).type) for n in range(kind.num_fields))
 
 
 def _damaged_rows(file: Any) -> str:

@@ -9,6 +9,8 @@ end-of-turn token::
 
 What follows that token (here a newline) is written by the template, never by the model. At both ends of a turn, the
 text so far must tokenize alone to a prefix of the whole's tokens; then training sees the same tokens as a rollout.
+
+A message of the assistant with ``loss_mask: 0``, ``weight: 0`` or ``trainable: false`` is context, without loss.
 """
 
 from __future__ import annotations
@@ -17,6 +19,14 @@ from typing import Any
 
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, common_prefix_length, encode, render
+
+SWITCHES = ("loss_mask", "weight", "trainable")
+"""Keys of a message that say whether it is trained on: 1 or 0, true or false."""
+OTHER_SPELLINGS = {
+    *("loss", "lossmask", "losson", "lossweight", "mask", "masked", "labelmask", "istrainable", "learn", "weights"),
+    *("train", "trained", "training", "trainon", "trainonturn", "trainmask", "trainweight"),
+}
+"""Names of such keys elsewhere, in small letters and without ``_`` and ``-``."""
 
 
 def mask_assistant(
@@ -41,7 +51,7 @@ def mask_assistant(
         if message["role"] != "assistant":
             continue
         where = f"{place}: message {number}"
-        counts = number >= first
+        counts = number >= first and is_trained(message, where)
         start = _turn_start(messages[:number], whole, cursor, tokenizer, where, strict and counts, template_kwargs)
         cursor = _turn_end(messages[: number + 1], whole, start, tokenizer, where, template_kwargs)
         if counts:
@@ -51,8 +61,33 @@ def mask_assistant(
     return ids, mask
 
 
+def is_trained(message: Message, place: str) -> bool:
+    """Whether a message of the assistant is trained on: what its :data:`SWITCHES` say, and by default yes.
+
+    Raises:
+        DataError: a switch has another value or spelling, or two of them differ.
+    """
+    given = {key: value for key, value in message.items() if key in SWITCHES and value is not None}
+    for key, value in given.items():
+        if not isinstance(value, bool | int | float) or value not in (0, 1):
+            raise DataError(
+                f"{place}: {key} is {value!r:.80}. Expected 1 or true (trained on), or 0 or false (context); nothing "
+                "between them is honoured."
+            )
+    for key in message:
+        if key not in SWITCHES and key.lower().replace("_", "").replace("-", "") in OTHER_SPELLINGS:
+            raise DataError(
+                f"{place} has '{key}', which is not read. What is trained on is said by {', '.join(SWITCHES)}: 1 or 0. "
+                "Rename it, or take it out."
+            )
+    if len(set(map(bool, given.values()))) > 1:
+        both = " and ".join(f"{key}={value}" for key, value in given.items())
+        raise DataError(f"{place}: {both} contradict each other. Keep one of them.")
+    return all(given.values())
+
+
 def require_learnable(messages: list[Message], place: str) -> None:
-    """Check that there is an assistant's turn, and that the first message, its prompt, is not one."""
+    """Check that an assistant's turn is trained on, and that the first message, its prompt, is not the assistant's."""
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise DataError(f"{place}: no message has the role 'assistant', so there is nothing to learn (roles {roles}).")
@@ -60,6 +95,18 @@ def require_learnable(messages: list[Message], place: str) -> None:
         raise DataError(
             f"{place}: the conversation begins with the assistant, and a model cannot be given an empty prompt. Put a "
             "message of the user or the system before it, or take the row out."
+        )
+    trained = [is_trained(message, f"{place}: message {number}") for number, message in enumerate(messages)]
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant" and any(message.get(key) for key in SWITCHES):
+            raise DataError(
+                f"{place}: message {number} has {', '.join(key for key in SWITCHES if message.get(key))}, and the role "
+                f"{message['role']}. The loss is on what the assistant says: leave the key out, or set it to 0."
+            )
+    if not any(now for now, role in zip(trained, roles, strict=True) if role == "assistant"):
+        raise DataError(
+            f"{place}: no message of the assistant is trained on ({', '.join(SWITCHES)} are 0), so there is nothing to "
+            "learn. Take the row out."
         )
 
 

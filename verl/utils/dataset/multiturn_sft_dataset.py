@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from verl.utils.dataset.content_checks import ContentChecks
 from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
 from verl.utils.dataset.loss_mask import mask_assistant, require_learnable
 from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages, RowImages
+from verl.utils.dataset.row_conversation import row_template_kwargs
 
 Item = dict[str, Any]
 
@@ -149,14 +149,9 @@ class MultiTurnSFTDataset(Dataset):
         return f"{self.files[file].path}, row {number}", self.files[file].row(number)
 
     def _template_kwargs(self, row: Row, place: str) -> dict[str, Any]:
-        kwargs = dict(self.config.apply_chat_template_kwargs)
-        tools = row.get(self.config.tools_key)
-        if tools:
-            kwargs["tools"] = _tools(tools, place)
-        thinking = row.get(self.config.enable_thinking_key)
-        if thinking is not None:
-            kwargs["enable_thinking"] = bool(thinking)
-        return kwargs
+        config = self.config
+        of_row = row_template_kwargs(row, config.tools_key, config.enable_thinking_key, self.tokenizer, place)
+        return config.apply_chat_template_kwargs | of_row
 
     def _check_conversations(self) -> None:
         """Check the messages of every row, and the lengths of those that are not cut; leave out broken images."""
@@ -195,18 +190,9 @@ class MultiTurnSFTDataset(Dataset):
             place, row = self._at(found)
             conversation = self.conversation(row, place)
             require_learnable(conversation.plain, place)
+            self._template_kwargs(row, place)
             checks.conversation(conversation.plain, place)
             yield found, place, conversation
-
-
-def _tools(value: Any, place: str) -> list[Any]:
-    try:
-        tools = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: the tools are not valid JSON ({error}): {value!r:.80}.") from error
-    if not isinstance(tools, list):
-        raise DataError(f"{place}: the tools are {type(tools).__name__}, not a list: {tools!r:.80}.")
-    return tools
 
 
 def right_pad(ids: torch.Tensor, loss_mask: torch.Tensor, length: int, pad_token_id: int) -> Item:

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.errors import DataError
-from verl.utils.dataset.chat import Message, as_messages
+from verl.utils.dataset.chat import Message
 from verl.utils.dataset.files import DataFile, refuse_media
+from verl.utils.dataset.row_conversation import row_messages
 from verl.vision.messages import PLACEHOLDERS, in_order, with_image_parts, with_placeholders, with_times
 from verl.vision.prompts import ImagePrompts, Picture
 from verl.vision.videos import Clip, Video
@@ -97,10 +98,10 @@ class PromptImages:
             DataError: see :mod:`verl.vision.messages`.
         """
         if self.maker is None:
-            plain = as_messages(prompt, place)
+            plain = row_messages(prompt, place)
             return ImagePrompt(plain, plain, [])
         prompt, media = self.with_placeholders(prompt, row, place)
-        return self.placed(as_messages(prompt, place), media, place)
+        return self.placed(row_messages(prompt, place), media, place)
 
     def with_placeholders(self, prompt: Any, row: Mapping[str, Any], place: str) -> tuple[Any, Media]:
         """Replace parts of messages by ``<image>`` and ``<video>``; return them and the row's images and videos."""

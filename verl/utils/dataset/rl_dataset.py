@@ -7,9 +7,11 @@ Columns of a file (only ``prompt`` is required; others are passed on)::
     reward_model  {style, ground_truth}    reference for the scorer
     images        [image, ...]             where the messages have <image>; for models with an image processor
     videos        [video, ...]             where they have <video>; the same models
+    tools         [{type, function}, ...]  descriptions of tools that the prompt shows
+    enable_thinking  bool                  variable of the chat template
     extra_info    {index, split, ...}      free; also holds tools_kwargs, interaction_kwargs, environment_kwargs
 
-``data.reward_fn_key`` and ``data.prompt_key`` select other column names for the first two.
+``data.reward_fn_key``, ``data.prompt_key``, ``data.tools_key`` and ``data.enable_thinking_key`` select other names.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from verl.utils.dataset.chat import (
 from verl.utils.dataset.content_checks import ContentChecks
 from verl.utils.dataset.files import Row, choose_rows, open_files, require_columns
 from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages, RowImages
+from verl.utils.dataset.row_conversation import row_template_kwargs
 from verl.vision.positions import left_padded
 
 logger = logging.getLogger(__name__)
@@ -126,7 +129,7 @@ class RLHFDataset(AbsentAttributes, Dataset):
         place = self.place(item)
         source = self.source_row(item)
         prompt = self._prompt(source, place)
-        text = self._render(prompt, place)
+        text = self._render(prompt, self.rows[item])
         longest = self.config.max_prompt_length
         ids = encode(text, self.tokenizer)
         row = self._side_columns(item, source)
@@ -151,8 +154,23 @@ class RLHFDataset(AbsentAttributes, Dataset):
     def _prompt(self, source: Row, place: str) -> ImagePrompt:
         return self.images.opened(self.images.prompt(source[self.config.prompt_key], source, place), place)
 
-    def _render(self, prompt: ImagePrompt, place: str) -> str:
-        return render_prompt(prompt.messages, self.tokenizer, place, **self.template_kwargs)
+    def _render(self, prompt: ImagePrompt, row: tuple[int, int]) -> str:
+        return render_prompt(prompt.messages, self.tokenizer, self._place(row), **self._template_kwargs(row))
+
+    def _template_kwargs(self, row: tuple[int, int]) -> dict[str, Any]:
+        """The variables of the chat template of the run, and those of the row."""
+        (file, number), config = row, self.config
+        if not {config.tools_key, config.enable_thinking_key}.intersection(self.files[file].columns):
+            return self.template_kwargs
+        place, source = self._place(row), self.files[file].row(number)
+        of_row = row_template_kwargs(source, config.tools_key, config.enable_thinking_key, self.tokenizer, place)
+        if "tools" in of_row and "tools" in self.template_kwargs:
+            raise DataError(
+                f"{place} has {config.tools_key}, and the run has tools of its own, which the prompts show "
+                "(tool_config_path, function_tool_path, or apply_chat_template_kwargs.tools). "
+                "Leave one of the two out; tools_key=null leaves the column unread."
+            )
+        return self.template_kwargs | of_row
 
     def _expanded(self, ids: list[int], counts: list[int]) -> list[int]:
         assert self.images.maker is not None
@@ -160,8 +178,7 @@ class RLHFDataset(AbsentAttributes, Dataset):
 
     def texts(self, item: int) -> list[str]:
         """The rendered prompt, as :func:`verl.utils.dataset.chat.encode` takes it, in a list of one."""
-        place = self.place(item)
-        return [self._render(self._prompt(self.source_row(item), place), place)]
+        return [self._render(self._prompt(self.source_row(item), self.place(item)), self.rows[item])]
 
     def sequences(self, item: int) -> list[tuple[list[int], list[int]]]:
         """Token ids before truncation and an all-zero loss mask, in a list of one."""
@@ -289,9 +306,10 @@ class RLHFDataset(AbsentAttributes, Dataset):
         readable, must_fit, texts, added = [], [], [], []
         for row, prompt, image_tokens in self.images.measured(self._prompts(rows), workers, config.max_prompt_length):
             readable.append(row)
+            self._template_kwargs(row)
             if not cuts or prompt.images:
                 must_fit.append(row)
-                texts.append(self._render(prompt, self._place(row)))
+                texts.append(self._render(prompt, row))
                 added.append(image_tokens)
         if not must_fit:
             return readable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,12 +12,13 @@ from torch.utils.data import Dataset
 
 from verl.errors import DataError
 from verl.protocol.shared import SharedTensors
-from verl.utils.dataset.chat import Message, as_messages, render, require_usable, token_lengths
+from verl.utils.dataset.chat import Message, render, require_usable, token_lengths
 from verl.utils.dataset.content_checks import ContentChecks
 from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
-from verl.utils.dataset.loss_mask import mask_assistant, require_learnable
+from verl.utils.dataset.loss_mask import SWITCHES, is_trained, mask_assistant, require_learnable
 from verl.utils.dataset.multiturn_sft_dataset import DECODERS, VIDEO_COLUMN, Item, right_pad, right_padded
 from verl.utils.dataset.prompt_images import ImagePrompt, Media, PromptImages, RowImages
+from verl.utils.dataset.row_conversation import row_messages, row_template_kwargs
 
 if TYPE_CHECKING:
     from verl.config import PreferenceDataConfig
@@ -164,11 +165,17 @@ class RMDataset(Dataset):
 
     def texts(self, item: int) -> list[str]:
         """The chosen and the rejected side, rendered by the chat template."""
-        return self._rendered(self._opened(item), self.place(item))
+        place, row = self._locate(self.rows[item])
+        return self._rendered(self._opened(item), place, self._template_kwargs(row, place))
 
-    def _rendered(self, pair: Pair, place: str) -> list[str]:
+    def _rendered(self, pair: Pair, place: str, template_kwargs: Mapping[str, Any]) -> list[str]:
         sides = (pair.chosen, pair.rejected)
-        return [render(messages, self.tokenizer, place, **self.template_kwargs) for messages in sides]
+        return [render(messages, self.tokenizer, place, **template_kwargs) for messages in sides]
+
+    def _template_kwargs(self, row: Row, place: str) -> dict[str, Any]:
+        config = self.config
+        of_row = row_template_kwargs(row, config.tools_key, config.enable_thinking_key, self.tokenizer, place)
+        return self.template_kwargs | of_row
 
     def sequences(self, item: int) -> tuple[Side, Side]:
         """Token ids and loss mask of the chosen and of the rejected side, before truncation."""
@@ -180,7 +187,8 @@ class RMDataset(Dataset):
 
     def _sequences(self, item: int) -> tuple[Side, Side, list[Any]]:
         """Both sides before truncation, and the decoded images."""
-        pair, place = self._opened(item), self.place(item)
+        pair, (place, row) = self._opened(item), self._locate(self.rows[item])
+        template_kwargs = self._template_kwargs(row, place)
         images, counts = self.images.read(_prompt_of(pair), place)
         chosen, rejected = (
             self.images.expanded(
@@ -190,7 +198,7 @@ class RMDataset(Dataset):
                     f"{place}, {name}",
                     strict=not self.config.ignore_input_ids_mismatch,
                     first=pair.shared,
-                    **self.template_kwargs,
+                    **template_kwargs,
                 ),
                 counts,
                 f"{place}, {name}",
@@ -256,8 +264,9 @@ class RMDataset(Dataset):
         checks = ContentChecks(self.tokenizer, "pairs")
         measured = self.images.measured(self._prompts(checks, pairs), DECODERS, self.config.max_length)
         for row, prompt, image_tokens in measured:
-            place, _ = self._locate(row)
-            sides = self._rendered(_with_prompt(pairs.pop(row), prompt), place)
+            place, values = self._locate(row)
+            kwargs = self._template_kwargs(values, place)
+            sides = self._rendered(_with_prompt(pairs.pop(row), prompt), place, kwargs)
             if sides[0] == sides[1]:
                 raise DataError(f"{place}: the chat template writes both sides alike. Take the row out.")
             texts += sides
@@ -314,7 +323,7 @@ def make_pair(row: Row, config: PreferenceDataConfig, place: str) -> Pair:
     sides = {key: _messages(row.get(key), f"{place}, {key}") for key in (config.chosen_key, config.rejected_key)}
     chosen, rejected = sides.values()
     if config.prompt_key is not None:
-        prompt = as_messages(row.get(config.prompt_key), f"{place}, {config.prompt_key}")
+        prompt = row_messages(row.get(config.prompt_key), f"{place}, {config.prompt_key}")
         shared = len(prompt)
         for key, side in sides.items():
             if side[:shared] != prompt and side[0]["role"] != "assistant":
@@ -339,13 +348,18 @@ def make_pair(row: Row, config: PreferenceDataConfig, place: str) -> Pair:
             )
         if len(side) == shared or side[-1]["role"] != "assistant":
             raise DataError(f"{place}, {key}: the last message must be the assistant's response to the prompt.")
+        if not all(is_trained(message, f"{place}, {key}") for message in side[shared:]):
+            raise DataError(
+                f"{place}, {key}: a message of the response is not to be trained on ({', '.join(SWITCHES)}), but pairs "
+                "compare whole responses. Leave the key out, or put the message into the prompt."
+            )
         require_learnable(side, f"{place}, {key}")
     return Pair(chosen, rejected, shared)
 
 
 def _messages(value: Any, place: str) -> list[Message]:
     """The messages of one side; plain text is an assistant message."""
-    messages = [{"role": "assistant", "content": value}] if isinstance(value, str) else as_messages(value, place)
+    messages = [{"role": "assistant", "content": value}] if isinstance(value, str) else row_messages(value, place)
     for message in messages:
         content = message.get("content")
         empty = not content.strip() if isinstance(content, str) else not content

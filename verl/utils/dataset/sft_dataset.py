@@ -8,12 +8,15 @@ from typing import Any
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message
 from verl.utils.dataset.files import Row
+from verl.utils.dataset.loss_mask import SWITCHES
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.prompt_images import ImagePrompt
 
 
 class SFTDataset(MultiTurnSFTDataset):
     """A user's prompt (``data.prompt_key``: text or messages) and the assistant's response (``data.response_key``).
+
+    The loss is on the response alone; answers inside a prompt of several turns are context.
 
     For values nested in a column, ``data.prompt_dict_keys`` and ``data.response_dict_keys`` give the path:
     ``prompt_key=extra_info prompt_dict_keys=[question]``. Items are those of :class:`MultiTurnSFTDataset`.
@@ -32,7 +35,17 @@ class SFTDataset(MultiTurnSFTDataset):
             raise DataError(f"{place}: the response is {type(response).__name__} {response!r:.80}, not text.")
         asked = self.images.prompt(prompt, row, place)
         answer: Message = {"role": "assistant", "content": response}
-        return ImagePrompt([*asked.plain, answer], [*asked.messages, answer], asked.images)
+        return ImagePrompt([*_context(asked.plain), answer], [*_context(asked.messages), answer], asked.images)
+
+
+def _context(messages: Sequence[Message]) -> list[Message]:
+    """Messages of a prompt; answers among them are not trained on."""
+    return [
+        {key: value for key, value in message.items() if key not in SWITCHES} | {"trainable": False}
+        if message["role"] == "assistant"
+        else message
+        for message in messages
+    ]
 
 
 def _descend(value: Any, keys: Sequence[str], place: str, setting: str) -> Any:
