@@ -163,7 +163,7 @@ bench-agents: $(PEERS) ## speed of conversations with tools, against lock-step a
 chaos: $(RUN) ## break a run on purpose, and compare with the undisturbed one; ROUNDS=16 for longer, WRITE=--write for docs/reliability.md
 	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS) --seed $(SEED) $(WRITE)
 
-bench-gpu: $(RUN) ## training, rollout and agreement on one GPU, into outputs/gpu.json
+bench-gpu: $(DEV) ## correctness, training, rollout and agreement on one GPU, into outputs/gpu.json
 	mkdir -p outputs
 	$(BIN)/python -m benchmarks.gpu --json outputs/gpu.json
 

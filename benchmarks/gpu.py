@@ -1,10 +1,15 @@
-"""What a GPU makes of it: training throughput and MFU, rollout against ``generate``, agreement of log-probs.
+"""What one GPU tells about this code: correctness, training throughput and MFU, rollout, where the time goes.
 
+    python -m benchmarks.gpu --json correctness.json --parts correctness     # about 7 minutes
+    python -m benchmarks.gpu --json speed.json --parts speed                 # about 7 minutes
     python -m benchmarks.gpu --json gpu.json [--parts equality agreement rl ...] [--device cuda] [--rollout native]
 
 The model has the shape of Qwen3-0.6B and random weights, made on the spot. Neither Ray nor vLLM is needed. Each part
-runs in a process of its own; one that fails is reported and the others go on.
+runs in a process of its own with a time limit; one that fails is reported and the others go on. The result is written
+after each part, so that a command that is stopped leaves what it has seen.
 
+tests       the tests marked ``gpu``: kernels, packed bf16, resumption, snapshots, offload, checksums, determinism,
+            native and hf rollout; without a GPU they are collected and skipped
 rl          optimizer steps of the GRPO loss with a KL term on 16,384 tokens, once in one sequence and once in sixteen:
             packed, bf16 passes over fp32 weights, with and without gradient checkpointing
 sft         the same for the supervised loss on 8,192 tokens
@@ -13,6 +18,9 @@ equality    log-probs, loss and gradients of one update in fp32, on the device a
             they agree, and the command fails if they do not
 megatron    the same update by strategy=megatron on one rank of the device: log-probs, loss and gradient norm against
             FSDP's on the CPU; skipped without megatron-core
+step_profile   one RL step under PyTorch's profiler: kernels, waits of the host for the device, the longest kernels
+head        log-probs of 16,384 tokens over the whole vocabulary, forward and backward
+bandwidth   a copy of 1 GiB from the device to new and to pinned host memory, into a file in shared memory, and back
 agreement   log-probs of the training engine against a plain Transformers forward, and of our rollout engine against
             the training engine, in fp32 and in bf16
 
@@ -482,14 +490,129 @@ def megatron(setting: Setting) -> dict[str, Any]:
     return {"differences": differences, "limits": LIMITS, "agrees": agrees, "rows": []}
 
 
+# ---- where the time of a step goes ------------------------------------------------------------------
+
+
+def step_profile(setting: Setting) -> dict[str, Any]:
+    """Kernels and synchronisations of one optimizer step on sixteen sequences, and the kernels that take longest."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from verl.workers.config import FSDPActorConfig
+    from verl.workers.engine import MicroBatchConfig
+    from verl.workers.losses import PolicyLoss
+
+    engine = training_engine(setting, "bfloat16")
+    tokens = setting.rl_tokens
+    batch = training_batch(setting, [tokens // 16] * 16)
+    micro = MicroBatchConfig(use_dynamic_bsz=True, max_token_len_per_gpu=tokens)
+    loss = PolicyLoss(FSDPActorConfig(use_kl_loss=True, use_dynamic_bsz=True))
+
+    def step() -> None:
+        with engine.train_mode():
+            engine.train_batch(batch, loss, micro)
+        setting.synchronize()
+
+    step()
+    on_gpu = setting.device == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    started = time.perf_counter()
+    with profile(activities=activities) as trace:
+        step()
+    seconds = time.perf_counter() - started
+    events = trace.key_averages()
+    kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    longest = sorted(kernels, key=lambda event: -event.self_device_time_total)[:12]
+    waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
+    return {
+        "seconds_under_the_profiler": seconds,
+        "kernels": sum(event.count for event in kernels),
+        "kernel_seconds": sum(event.self_device_time_total for event in kernels) / 1e6,
+        "waits": {event.key: event.count for event in events if event.key in waits or "nonzero" in event.key},
+        "longest_ms": {event.key[:80]: round(event.self_device_time_total / 1e3, 2) for event in longest},
+        "rows": [],
+    }
+
+
+def head(setting: Setting) -> dict[str, Any]:
+    """Seconds of the log-probs of the output head, forward and backward."""
+    import torch
+
+    from verl.workers.engine.fsdp.head import token_log_probs
+
+    work, draw = setting.work, torch.Generator(setting.device).manual_seed(0)
+    placed = {"device": setting.device, "dtype": torch.bfloat16, "generator": draw}
+    hidden = torch.randn(setting.rl_tokens, work.hidden, **placed).requires_grad_()
+    weight = torch.randn(work.vocabulary, work.hidden, **placed).mul_(0.02).requires_grad_()
+    targets = torch.randint(work.vocabulary, (len(hidden),), device=setting.device, generator=draw)
+
+    def forward() -> None:
+        token_log_probs(hidden, weight, None, targets)
+
+    def both() -> None:
+        token_log_probs(hidden, weight, None, targets).log_probs.sum().backward()
+
+    seconds = timed(setting, {"forward": forward, "forward and backward": both})
+    return {
+        "tokens": len(hidden),
+        "seconds": {name: shape.summary(found) for name, found in seconds.items()},
+        "rows": [],
+    }
+
+
+def bandwidth(setting: Setting) -> dict[str, Any]:
+    """GB/s on the way of weights from the device to an engine in another process."""
+    import torch
+    from safetensors.torch import save_file
+
+    on_gpu = setting.device == "cuda"
+    weights = torch.randn((2**30 if on_gpu else 2**24) // 2, device=setting.device, dtype=torch.bfloat16)
+    host, pinned = weights.cpu(), torch.empty(weights.shape, dtype=weights.dtype, pin_memory=on_gpu)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        ways = {
+            "device to device": weights.clone,
+            "device to new host memory": weights.cpu,
+            "device to pinned memory": lambda: pinned.copy_(weights, non_blocking=True),
+            "host to a file in shared memory": lambda: save_file({"w": host}, f"{folder}/weights.safetensors"),
+            "host to device": lambda: host.to(setting.device),
+            "pinned memory to device": lambda: weights.copy_(pinned, non_blocking=True),
+        }
+        seconds = timed(replace(setting, repeats=min(setting.repeats, 3)), dict(ways), 1)
+    return {"gb_per_s": {name: weights.nbytes / 1e9 / min(found) for name, found in seconds.items()}, "rows": []}
+
+
+# ---- tests ----------------------------------------------------------------------------------------
+
+
+GPU_TESTS = ("tests/workers/test_on_gpu.py", "tests/workers/rollout/test_hf_rollout.py")
+"""Files with tests marked ``gpu``; to collect the others takes packages that a bare machine lacks."""
+
+
+def tests(setting: Setting) -> dict[str, Any]:
+    """Run the tests marked ``gpu``."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-rfE", "--tb=short", *GPU_TESTS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=shape.ROOT)
+    return {"agrees": done.returncode == 0, "output": (done.stdout + done.stderr)[-6000:], "rows": []}
+
+
 PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
+    "tests": tests,
     "equality": equality,
     "megatron": megatron,
     "rl": rl,
     "sft": sft,
+    "step_profile": step_profile,
+    "head": head,
+    "bandwidth": bandwidth,
     "rollout": rollout,
     "agreement": agreement,
 }
+GROUPS = {
+    "correctness": ("tests", "equality", "megatron"),
+    "speed": ("rl", "sft", "step_profile", "head", "bandwidth", "rollout", "agreement"),
+}
+"""Parts that go together in one call, where time on a GPU is counted."""
+PART_LIMIT_S = 240
 
 
 # ---- the command ----------------------------------------------------------------------------------
@@ -520,10 +643,18 @@ def parts_in_turn(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple
         path = folder / f"{name}.json"
         command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--model", model, "--json", str(path)]
         command += ["--device", arguments.device, "--rollout", arguments.rollout, "--repeats", str(arguments.repeats)]
-        done = subprocess.run(
-            [*command, *(["--tiny"] if arguments.tiny else [])], check=False, capture_output=True, text=True
-        )
-        yield name, json.loads(path.read_text()) if done.returncode == 0 else {"failed": done.stderr[-3000:]}
+        command += ["--tiny"] if arguments.tiny else []
+        try:
+            done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=PART_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            yield name, {"failed": f"no end after {PART_LIMIT_S} s"}
+        else:
+            yield name, json.loads(path.read_text()) if done.returncode == 0 else {"failed": done.stderr[-3000:]}
+
+
+def verdict(found: dict[str, Any]) -> str:
+    """PASS, or FAIL where a part could not run or did not agree."""
+    return "FAIL" if "failed" in found or not found.get("agrees", True) else "PASS"
 
 
 def refuse_without_gpu(device: str) -> None:
@@ -542,7 +673,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", required=True, help="where the result goes")
-    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=(*GROUPS, *PARTS), default=list(GROUPS), help="or groups of them")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--rollout", default="native", help="rollout.name of our engine")
     parser.add_argument("--repeats", type=int, default=5)
@@ -563,13 +694,15 @@ def main() -> None:
         run_part(arguments.part, setting, arguments.json)
         return
     refuse_without_gpu(arguments.device)
+    arguments.parts = [part for name in arguments.parts for part in GROUPS.get(name, (name,))]
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         for part, found in parts_in_turn(arguments, Path(name)):
             results[part] = found
             Path(arguments.json).write_text(json.dumps(results, indent=1) + "\n")
-            print(part, json.dumps(found, indent=1), flush=True)
-    if failed := [part for part, found in results.items() if "failed" in found or not found.get("agrees", True)]:
+            print(verdict(found), part, json.dumps(found, indent=1), flush=True)
+    print("\n".join(f"{verdict(found)} {part}" for part, found in results.items()))
+    if failed := [part for part, found in results.items() if verdict(found) == "FAIL"]:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 

@@ -28,6 +28,7 @@ from verl.workers.engine import MicroBatchConfig
 from verl.workers.losses import sft_loss
 from verl.workers.packed_attention import AttentionRule, Packing, attend_packed
 from verl.workers.profiling import MemoryTool, TorchTool
+from verl.workers.rollout.engine_side.verl_engine import checksum
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,6 +80,24 @@ def test_kernels_for_packed_rows_compute_what_plain_attention_does(window, befor
     assert_close(gpu.float().cpu(), cpu, atol=2e-2, rtol=2e-2)
 
 
+def test_kernels_for_packed_rows_have_the_gradients_of_plain_attention():
+    draw = torch.Generator().manual_seed(0)
+    states = [torch.randn(1, heads, 40, 64, generator=draw) for heads in (4, 2, 2)]
+    rule, found = AttentionRule(64**-0.5), {}
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        inputs = [x.to(device, dtype, copy=True).requires_grad_() for x in states]
+        packing = Packing.continuing([7, 20, 1, 12], [None, 0, 0, None], torch.device(device))
+        attend_packed(*inputs, packing, rule).float().square().sum().backward()
+        found[device] = [x.grad.float().cpu() for x in inputs]
+    for gpu, cpu in zip(found["cuda"], found["cpu"], strict=True):
+        assert (gpu - cpu).norm() < 2e-2 * cpu.norm()
+
+
+def test_a_bf16_model_runs_packed(tmp_path):
+    engine = make_engine(tiny_model_dir(tmp_path / "model"), device_name="cuda", dtype="bfloat16")
+    assert engine.is_packed  # else a warning above says why, and a step takes about twice its time
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_engine_computes_what_it_does_on_a_cpu(tmp_path, packed):
     path, micro = tiny_model_dir(tmp_path / "model"), MicroBatchConfig(micro_batch_size_per_gpu=2)
@@ -117,6 +136,40 @@ def test_weights_and_optimizer_leave_the_device_and_come_back(tmp_path):
     assert {parameter.device.type for parameter in engine.model.parameters()} == {"cpu"}
     engine.to("cuda")
     assert {parameter.device.type for parameter in engine.model.parameters()} == {"cuda"}
+
+
+def test_offloaded_weights_and_moments_train_with_the_same_bits(tmp_path):
+    path, micro, found = tiny_model_dir(tmp_path / "model"), MicroBatchConfig(micro_batch_size_per_gpu=2), []
+    for offload in ({}, {"param_offload": True, "optimizer_offload": True}):
+        engine = make_engine(path, device_name="cuda", **offload)
+        for _ in range(3):
+            with engine.train_mode():
+                engine.train_batch(ragged_batch(), sft_loss, micro)
+        assert {p.device.type for p in engine.model.parameters()} == {"cpu" if offload else "cuda"}
+        found.append(torch.cat([p.detach().cpu().flatten() for p in engine.model.parameters()]))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("shape", [(5,), (4096, 3), (1000, 1001)])
+def test_a_checksum_is_that_of_the_cpu(shape):
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert checksum(weights.to("cuda")) == checksum(weights)
+
+
+def test_full_determinism_trains_and_draws(tmp_path):
+    path, found = tiny_model_dir(tmp_path / "model"), []
+    asked = [request(prompt, seed=i) for i, prompt in enumerate(PROMPTS)]
+    try:
+        for _ in range(2):
+            engine = make_engine(path, device_name="cuda", full_determinism=True)
+            with engine.train_mode():
+                engine.train_batch(ragged_batch(), sft_loss, MicroBatchConfig(micro_batch_size_per_gpu=2))
+            drawn = EngineUnderTest("native", tmp_path, device="cuda").ready().generate(asked)
+            found.append((weights_of(engine), [output.token_ids for output in drawn]))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_close(found[0][0], found[1][0], atol=0, rtol=0)
+    assert found[0][1] == found[1][1]
 
 
 def test_weights_that_fsdp_keeps_in_host_memory_are_trained(tmp_path):
