@@ -83,8 +83,13 @@ def test_async_functions_and_dicts() -> None:
         await asyncio.sleep(0)
         return {"score": float(len(solution_str)), "asked": float(len(prompt))}
 
+    async def all_long(completions: list[str]) -> list[float]:
+        return [0.5 for _ in completions]
+
     found = scored([slow, right], [sample("abc", "who?", answer="abc")])
     assert found == [("ok", 4.0, {"slow": 3.0, "slow/asked": 4.0, "right": 1.0})]
+    [(status, total, _)] = scored([slow, all_long], [sample("abc", "who?")])
+    assert (status, total) == ("ok", 3.5)
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from verl.api.data import DataFiles
 from verl.api.functions import with_resolved_types, write_module
-from verl.api.rewards import Reward, check_columns, combined, named_rewards
+from verl.api.rewards import Reward, check_columns, combined, named_rewards, no_reward
+from verl.environments.base import Environment
 from verl.errors import ConfigError
 
 RewardArgument = Callable[..., Any] | Sequence[Callable[..., Any]] | str | None
@@ -62,15 +64,17 @@ def write_objects(
     Raises:
         ConfigError: one of them cannot be used, or two have one name.
     """
-    rewards = rewards_of(reward, weights)
+    rewards = rewards_of(no_reward if environments and reward is None else reward, weights)
     named: list[tuple[str, Any]] = []
     if rewards:
         check_columns(rewards, files.columns)
         named.append((REWARD, combined(rewards, files.text_prompts)))
     named += [(tool.__name__, tool) for tool in map(_marked, tools)]
     for environment in environments:
-        if not isinstance(environment, type):
-            raise ConfigError(f"environments: {environment!r:.100} is {type(environment).__name__}, not a class.")
+        if not (isinstance(environment, type) and issubclass(environment, Environment)):
+            raise ConfigError(
+                f"environments: {environment!r:.100} is no subclass of verl.environments.base.Environment."
+            )
         named.append((environment.__name__, environment))
     names = [name for name, _ in named]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -100,10 +104,7 @@ def _marked(tool: Callable[..., Any]) -> Callable[..., Any]:
     """
     from verl.tools.function_tool import function_tool, is_tool
 
-    name = getattr(tool, "__name__", "")
-    if not callable(tool) or not name.isidentifier():
-        raise ConfigError(
-            f"tools: {tool!r:.100} is no function with a name. Write it by def, with types and docstring."
-        )
+    if not isinstance(tool, FunctionType) or not tool.__name__.isidentifier():
+        raise ConfigError(f"tools: {tool!r:.100} is no function of Python with a name. Write one by def.")
     resolved = with_resolved_types(tool)
     return resolved if is_tool(resolved) else function_tool(resolved)

@@ -5,10 +5,11 @@ The combined function is an object that the processes of rewards load, so this m
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -58,6 +59,10 @@ def named_rewards(functions: Sequence[Function], weights: Sequence[float] | None
     for function in functions:
         if not callable(function):
             raise ConfigError(f"reward: {function!r:.100} is {type(function).__name__}, not a function. {FORMS}")
+    if weights is not None and not isinstance(weights, Sequence):
+        raise ConfigError(
+            f"reward_weights={weights!r} is {type(weights).__name__}. Give a list, a number for each function."
+        )
     weights = [1.0] * len(functions) if weights is None else list(weights)
     if len(weights) != len(functions):
         raise ConfigError(f"reward_weights has {len(weights)} numbers for {len(functions)} reward functions.")
@@ -89,11 +94,25 @@ def form_of(function: Function) -> Form:
     Raises:
         ConfigError: it has none of the forms.
     """
-    named = inspect.signature(function).parameters
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:  # some functions of C
+        raise ConfigError(f"the parameters of the reward function {name_of(function)} are unknown. {FORMS}") from error
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = [name for name, parameter in signature.parameters.items() if parameter.kind in by_name]
     for name, form in _RESPONSES:
         if name in named:
             return form
-    raise ConfigError(f"the reward function {name_of(function)}{inspect.signature(function)} has none. {FORMS}")
+    raise ConfigError(f"the reward function {name_of(function)}{signature} takes no response by name. {FORMS}")
+
+
+def no_reward(solution_str: str) -> float:
+    """Raise, as the reward function of a run whose environments give all rewards.
+
+    Raises:
+        RewardError: always.
+    """
+    raise RewardError("the environment gave no reward for this episode, and the call has no reward function.")
 
 
 def check_columns(rewards: Sequence[Reward], columns: Collection[str]) -> None:
@@ -245,15 +264,21 @@ class BatchRewards(_Rewards):
         by_function: list[list[Any]] = []
         for reward in self.rewards:
             if reward.form == "sample":
-                by_function.append([called(reward.function, arguments) for arguments in of_samples])
+                results = [called(reward.function, arguments) for arguments in of_samples]
+                by_function.append(asyncio.run(_awaited(results)) if _is_async(reward) else results)
                 continue
             result = called(reward.function, of_texts if reward.form == "texts" else of_completions)
+            result = asyncio.run(_awaited([result]))[0] if inspect.isawaitable(result) else result
             result = result.tolist() if hasattr(result, "tolist") else result
             if not isinstance(result, (list, tuple)) or len(result) != size:
                 found = f"{len(result)} scores" if isinstance(result, (list, tuple)) else type(result).__name__
                 raise RewardError(f"{reward.name} returned {found} for {size} responses; expected a list of {size}.")
             by_function.append(list(result))
         return [self.total(scores) for scores in zip(*by_function, strict=True)]
+
+
+async def _awaited(results: Sequence[Awaitable[Any]]) -> list[Any]:
+    return list(await asyncio.gather(*results))
 
 
 COLUMNS = "verl_columns"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,33 +83,40 @@ def train(
     counted = {name: all_settings.pop(name) for name in COUNTED if name in all_settings}
     given = keys_of_call(all_settings, PPOConfig)
     estimator = given.setdefault("algorithm.adv_estimator", _ALGORITHMS.get(algorithm, algorithm))
-    folder = _folder(output_dir, given, estimator)
-    files, val = _prompts(data, eval_data, folder, given.get("data.prompt_key", "prompt"), environments)
-    per_prompt = given.get(f"{_ROLLOUT}.n", 1 if estimator == "gae" else GROUP)
-    defaults = _run_defaults(folder, ray) | {
-        "actor_rollout_ref.model.path": path_of(model),
-        "data.train_files": files.paths,
-        "data.val_files": (val or files).paths,
-        "data.dataloader_num_workers": 0,
-        "trainer.val_before_train": val is not None,
-        f"{_ROLLOUT}.n": per_prompt,
-        f"{_ACTOR}.checkpoint.save_contents": list(_PARTS),
-        "trainer.rollout_data_dir": str(folder / SAMPLES / "train"),
-        "trainer.validation_data_dir": str(folder / SAMPLES / "validation"),
-    }
-    if estimator == "gae":
-        defaults["critic.model.path"] = path_of(model)
-    defaults |= _sizes(files.count, per_prompt, counted, given, defaults)
-    if val is not None:
-        defaults["trainer.test_freq"] = _steps_of_pass(files.count, defaults, given)
-    defaults |= write_objects(reward, reward_weights, tools, environments, files, folder)
-    if estimator == "gdpo" and (rewards := rewards_of(reward, reward_weights)):
-        defaults |= {
-            "algorithm.gdpo_reward_keys": [one.name for one in rewards],
-            "algorithm.gdpo_reward_weights": [one.weight for one in rewards],
-            "reward_model.reward_manager": "gdpo",
+    with _folder(output_dir, given, estimator) as folder:
+        files, val = _prompts(data, eval_data, folder, given.get("data.prompt_key", "prompt"), environments)
+        per_prompt = given.get(f"{_ROLLOUT}.n", 1 if estimator == "gae" else GROUP)
+        defaults = _run_defaults(folder, ray) | {
+            "actor_rollout_ref.model.path": path_of(model),
+            "data.train_files": files.paths,
+            "data.val_files": (val or files).paths,
+            "data.dataloader_num_workers": 0,
+            "data.val_max_samples": -1 if val is not None else 1,  # a run wants a file even where it does not validate
+            "trainer.val_before_train": val is not None,
+            f"{_ROLLOUT}.n": per_prompt,
+            f"{_ACTOR}.checkpoint.save_contents": list(_PARTS),
+            "trainer.rollout_data_dir": str(folder / SAMPLES / "train"),
+            "trainer.validation_data_dir": str(folder / SAMPLES / "validation"),
         }
-    config = checked_config(defaults, given, PPOConfig)
+        if estimator == "gae":
+            defaults["critic.model.path"] = path_of(model)
+        defaults |= _sizes(files.count, per_prompt, counted, given, defaults)
+        if val is not None:
+            defaults["trainer.test_freq"] = _steps_of_pass(files.count, defaults, given)
+        has_reward = reward is not None or environments or "data_source" in files.columns
+        if not has_reward and not given.keys() & {"reward_model.enable", "custom_reward_function.path"}:
+            raise ConfigError(
+                "the call has no reward: give reward=f, a function of a response (docs/python.md), or rows whose "
+                "data_source names a scorer."
+            )
+        defaults |= write_objects(reward, reward_weights, tools, environments, files, folder)
+        if estimator == "gdpo" and (rewards := rewards_of(reward, reward_weights)):
+            defaults |= {
+                "algorithm.gdpo_reward_keys": [one.name for one in rewards],
+                "algorithm.gdpo_reward_weights": [one.weight for one in rewards],
+                "reward_model.reward_manager": "gdpo",
+            }
+        config = checked_config(defaults, given, PPOConfig)
 
     from verl.trainer.main_ppo import run_ppo
 
@@ -145,31 +155,31 @@ def sft(
     all_settings = settings_of(settings, more_settings)
     counted = {name: all_settings.pop(name) for name in COUNTED if name in all_settings}
     given = keys_of_call(all_settings, SFTConfig)
-    folder = _folder(output_dir, given, "sft")
-    rows, keys = supervised_rows(as_rows(data, "data"), "data")
-    write_jsonl(rows, folder / "data" / "train.jsonl", "data")
-    defaults = (
-        _run_defaults(folder, ray)
-        | keys
-        | {
-            "model.path": path_of(model),
-            "data.train_files": [str(folder / "data" / "train.jsonl")],
-            "data.num_workers": 0,
-            "data.train_batch_size": len(rows) // math.ceil(len(rows) / MOST_PROMPTS),
-            "checkpoint.save_contents": list(_PARTS),
-        }
-    )
-    if counted:
-        defaults |= rows_of_batch(counted, ranks_of({**defaults, **given})) | {"data.use_dynamic_bsz": False}
-    if eval_data is not None:
-        write_jsonl(
-            supervised_rows(as_rows(eval_data, "eval_data"), "eval_data")[0],
-            folder / "data" / "eval.jsonl",
-            "eval_data",
+    with _folder(output_dir, given, "sft") as folder:
+        rows, keys = supervised_rows(as_rows(data, "data"), "data")
+        write_jsonl(rows, folder / "data" / "train.jsonl", "data")
+        defaults = (
+            _run_defaults(folder, ray)
+            | keys
+            | {
+                "model.path": path_of(model),
+                "data.train_files": [str(folder / "data" / "train.jsonl")],
+                "data.num_workers": 0,
+                "data.train_batch_size": len(rows) // math.ceil(len(rows) / MOST_PROMPTS),
+                "checkpoint.save_contents": list(_PARTS),
+            }
         )
-        defaults["data.val_files"] = [str(folder / "data" / "eval.jsonl")]
-        defaults["trainer.test_freq"] = _steps_of_pass(len(rows), defaults, given)
-    config = checked_config(defaults, given, SFTConfig)
+        if counted:
+            defaults |= rows_of_batch(counted, ranks_of({**defaults, **given})) | {"data.use_dynamic_bsz": False}
+        if eval_data is not None:
+            write_jsonl(
+                supervised_rows(as_rows(eval_data, "eval_data"), "eval_data")[0],
+                folder / "data" / "eval.jsonl",
+                "eval_data",
+            )
+            defaults["data.val_files"] = [str(folder / "data" / "eval.jsonl")]
+            defaults["trainer.test_freq"] = _steps_of_pass(len(rows), defaults, given)
+        config = checked_config(defaults, given, SFTConfig)
 
     from verl.trainer.sft_trainer import run_sft
 
@@ -179,21 +189,31 @@ def sft(
     return TrainingResult(folder)
 
 
-def _folder(output_dir: str | Path | None, given: Mapping[str, Any], kind: str) -> Path:
-    """Return the folder of the run; a new one in ``outputs`` unless the call names one."""
-    if output_dir is not None:
-        if "trainer.default_local_dir" in given:
-            raise ConfigError("output_dir and trainer.default_local_dir both name a folder. Keep output_dir.")
-        return Path(output_dir).expanduser().absolute()
+@contextmanager
+def _folder(output_dir: str | Path | None, given: Mapping[str, Any], kind: str) -> Iterator[Path]:
+    """Yield the folder of the run: the call's, or a new one in ``outputs``, which is deleted if the block raises.
+
+    Raises:
+        ConfigError: two folders are named, or it cannot be made.
+    """
+    if output_dir is not None and "trainer.default_local_dir" in given:
+        raise ConfigError("output_dir and trainer.default_local_dir both name a folder. Keep output_dir.")
     name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
-    for number in range(1, 1000):
-        folder = Path("outputs").absolute() / (name if number == 1 else f"{name}-{number}")
-        try:
-            folder.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        return folder
-    raise ConfigError(f"outputs/{name} exists a thousand times. Name an output_dir.")
+    folders = (Path("outputs").absolute() / (f"{name}-{number}" if number else name) for number in itertools.count())
+    folder = next(folders) if output_dir is None else Path(output_dir).expanduser().absolute()
+    while output_dir is None and folder.exists():
+        folder = next(folders)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the run's folder {folder} cannot be made: {error}. Name another output_dir.") from error
+    is_ready = False
+    try:
+        yield folder
+        is_ready = True
+    finally:
+        if output_dir is None and not is_ready:
+            shutil.rmtree(folder)
 
 
 def _run_defaults(folder: Path, ray: bool) -> dict[str, Any]:
@@ -206,7 +226,8 @@ def _run_defaults(folder: Path, ray: bool) -> dict[str, Any]:
 
 
 def _steps_of_pass(rows: int, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> int:
-    return max(1, rows // max(1, int({**defaults, **given}["data.train_batch_size"])))
+    batch = {**defaults, **given}["data.train_batch_size"]
+    return max(1, rows // batch) if isinstance(batch, int) and batch > 0 else 1  # else it is reported later
 
 
 def _sizes(

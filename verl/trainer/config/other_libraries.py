@@ -63,8 +63,8 @@ class OtherName:
             raise ConfigError(f"{shown}: {self.note or 'this command has no such setting; leave it out'}")
         try:
             values = [value] if self.convert is None else self.convert(value)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{shown}: this value cannot be used ({error}). {self.describe(known)}") from error
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{shown}: this value cannot be used ({error}). Set {self.describe(known)}.") from error
         return {key: ours for key, ours in zip(keys, values, strict=True) if ours is not UNSET}
 
     def describe(self, known: Collection[str] | None = None) -> str:
