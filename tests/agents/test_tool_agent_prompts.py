@@ -32,12 +32,13 @@ def double(number: int) -> str:
 CALL = '<tool_call>\n{"name": "double", "arguments": {"number": 21}}\n</tool_call>'
 
 
-def answer(folder: Path, prompt: str, truncation: str) -> tuple[TrajectoryResult, Script, Any]:
+def answer(folder: Path, prompt: str, truncation: str, **columns: Any) -> tuple[TrajectoryResult, Script, Any]:
     """Answer by a call and a text, with room for prompts of 40 tokens."""
     paths = make_tiny_run(folder)
     (folder / "tools.py").write_text(TOOL)
     tokenizer = hf_tokenizer(paths["model"])
     tokenizer.chat_template = (
+        "{% if enable_thinking is defined %}{{ enable_thinking }}.{% endif %}"
         "{% for t in tools or [] %}{{ t.function.name }}: {{ t.function.description }}{% endfor %}"
         + str(tokenizer.chat_template)
     )
@@ -56,7 +57,7 @@ def answer(folder: Path, prompt: str, truncation: str) -> tuple[TrajectoryResult
         agent_name="tool_agent",
         sample=SampleId(step=1, uid="1-0", sample_index=0, prompt_ids=(5, 6)),
         sampling=SamplingParams(seed=1, max_tokens=200),
-        row={"raw_prompt": [{"role": "user", "content": prompt}]},
+        row={"raw_prompt": [{"role": "user", "content": prompt}], **columns},
     )
     return asyncio.run(worker.run(trajectory)), script, tokenizer
 
@@ -87,3 +88,10 @@ def test_a_prompt_that_fits_is_whole(tmp_path: Path):
     assert result.status == "done"
     assert tokenizer.decode(result.outputs[0].prompt_ids) == "double: Double a number.<user>00000000000000<assistant>"
     assert len(result.outputs[0].prompt_ids) == 40
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_the_switch_for_thinking_of_a_row_reaches_the_template(tmp_path: Path, thinking: bool):
+    result, _, tokenizer = answer(tmp_path, "0", "error", enable_thinking=thinking)
+    [output] = result.outputs
+    assert tokenizer.decode(output.prompt_ids) == f"{thinking}.double: Double a number.<user>0<assistant>"

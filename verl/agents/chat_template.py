@@ -99,6 +99,7 @@ class ChatTemplate:
         self._rendered = _Rendered()
         self._told: set[str] = set()
         self._telling = threading.Lock()
+        self._of_thinking: dict[bool, ChatTemplate] = {}
         self._forms = TemplateForms.of(tokenizer)
         self._joins_users, self._has_tool_role = False, True
         calling = [_user("-"), _stand_in([_call("probe", "call00000")])]
@@ -121,6 +122,20 @@ class ChatTemplate:
             template_kwargs=config.data.apply_chat_template_kwargs,
             end_token_ids=(*eos_token_ids(model.path, tokenizer), *rollout.stop_token_ids),
         )
+
+    def with_thinking(self, enable_thinking: bool | None) -> ChatTemplate:
+        """Return the template with a row's ``enable_thinking``; None leaves that of the run."""
+        if enable_thinking is None:
+            return self
+        with self._telling:
+            made = self._of_thinking.get(bool(enable_thinking))
+            if made is None:
+                made = copy.copy(self)
+                made._kwargs = self._kwargs | {"enable_thinking": bool(enable_thinking)}
+                made._render_json = json_renderer(self.tokenizer, made._kwargs)
+                made._rendered = _Rendered()
+                self._of_thinking[bool(enable_thinking)] = made
+        return made
 
     def prompt(self, messages: list[Message], tools: Tools | None = None) -> list[int]:
         """Tokens of a prompt, the header of the assistant's turn included."""

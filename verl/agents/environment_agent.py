@@ -75,9 +75,8 @@ class EnvironmentAgentLoop(AgentLoopBase):
             began = time.monotonic()
             messages, tools = await episode.reset(prompt, self._seed(entry), arguments)
             played = _PlayedEpisode(episode, entry, bool(tools), seconds=time.monotonic() - began)
-            conversation = Conversation(
-                self.shared.template, messages, tools or None, images=images, of_row=kwargs.get(INPUTS)
-            )
+            template = self.shared.template.with_thinking(kwargs.get(self.dataset_config.enable_thinking_key or ""))
+            conversation = Conversation(template, messages, tools or None, images=images, of_row=kwargs.get(INPUTS))
             conversation.truncate_prompt(self.rollout_config.prompt_length, self.dataset_config.truncation)
             status = await self._play(conversation, played, sampling_params)
             rest = await episode.score()

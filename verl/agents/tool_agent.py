@@ -125,7 +125,8 @@ class ToolAgentLoop(AgentLoopBase):
         images = ImagePrompts.of(self.processor)
         messages = as_messages(list(kwargs["raw_prompt"]), "the prompt", with_images=images is not None)
         tools = parts.tools.schemas or None
-        conversation = Conversation(parts.template, messages, tools, images=images, of_row=kwargs.get(INPUTS))
+        template = parts.template.with_thinking(kwargs.get(self.dataset_config.enable_thinking_key or ""))
+        conversation = Conversation(template, messages, tools, images=images, of_row=kwargs.get(INPUTS))
         conversation.truncate_prompt(self.rollout_config.prompt_length, self.dataset_config.truncation)
         calls = _Calls()
         user = SimulatedUser.of_row(

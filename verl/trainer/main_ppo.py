@@ -131,7 +131,7 @@ class TaskRunner:
             from verl.environments.registry import read_environments
             from verl.trainer.config.load import load_config
             from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
-            from verl.trainer.ppo.trajectories import wanted_agents
+            from verl.trainer.ppo.trajectories import check_tools, wanted_agents
             from verl.utils import hf_processor, hf_tokenizer
             from verl.utils.console import show, status
             from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
@@ -181,6 +181,7 @@ class TaskRunner:
         val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1, **arguments)
         for dataset in (train, val):
             check_reward_data(config, reward_fn, dataset)
+        check_tools([train, val], config.actor_rollout_ref.rollout, tools, tokenizer)
         check_agent_loops(config, tokenizer, wanted_agents([train, val], config.actor_rollout_ref.rollout))
         for manager in (reward_fn, val_reward_fn):
             if isinstance(manager, AbstractRewardManager):

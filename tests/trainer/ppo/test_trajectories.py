@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from verl.config import AgentLoopConfig
+from verl.config import AgentLoopConfig, DataConfig, MultiTurnConfig, RolloutConfig
+from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
+from verl.testing.chat_templates import chat_tokenizer
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
-from verl.trainer.ppo.trajectories import rows_to_score, with_own_scores
+from verl.trainer.ppo.trajectories import check_tools, rows_to_score, with_own_scores
+from verl.utils.dataset import RLHFDataset
 
 CASES = [
     # mask, status, reward_score, turn_scores; scores on tokens, reward_status
@@ -108,3 +115,49 @@ def test_the_turn_that_was_better_is_rewarded():
         pytest.approx([half, half, 0, 0], abs=1e-5),
         pytest.approx([-half, 0, 0, 0], abs=1e-5),
     ]
+
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def prompts(folder: Path, row: dict[str, Any]) -> RLHFDataset:
+    (folder / "x.jsonl").write_text(json.dumps({"prompt": "Hi", **row}))
+    return RLHFDataset(str(folder / "x.jsonl"), chat_tokenizer("chatml"), DataConfig())
+
+
+def rollout(is_enabled: bool) -> RolloutConfig:
+    return RolloutConfig(name="hf", multi_turn=MultiTurnConfig(enable=is_enabled, function_tool_path="tools.py"))
+
+
+def test_tools_that_no_prompt_could_call(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    plain, calling, tokenizer = (
+        prompts(tmp_path, {}),
+        prompts(tmp_path, {"agent_name": "tool_agent"}),
+        chat_tokenizer("phi"),
+    )
+    with pytest.raises(
+        ConfigError, match=r"function_tool_path='tools.py' gives the model tools, .*multi_turn.enable=true"
+    ):
+        check_tools([plain, plain], rollout(False), [TOOL], tokenizer)
+    assert caplog.text == ""
+    for datasets, is_enabled in (([plain, plain], True), ([plain, calling], False), ([plain, object()], False)):
+        check_tools(datasets, rollout(is_enabled), [TOOL], tokenizer)
+    assert caplog.text.count("does not write tools: the model sees none of add, unless") == 3
+    caplog.clear()
+    check_tools([plain], rollout(True), [TOOL], chat_tokenizer("chatml"))
+    check_tools([plain], rollout(False), [], tokenizer)
+    assert caplog.text == ""
+
+
+def test_tools_of_rows_that_an_agent_loop_would_not_show(tmp_path: Path):
+    tokenizer = chat_tokenizer("chatml")
+    with pytest.raises(
+        DataError, match=r"row 0 has tools, and the agent loop environment_agent answers it, which shows"
+    ):
+        check_tools(
+            [prompts(tmp_path, {"tools": [TOOL], "agent_name": "environment_agent"})], rollout(False), [], tokenizer
+        )
+    with pytest.raises(DataError, match=r"row 0 has tools, and the agent loop tool_agent answers it"):
+        check_tools([prompts(tmp_path, {"tools": [TOOL]})], rollout(True), [], tokenizer)
+    check_tools([prompts(tmp_path, {"tools": [TOOL]})], rollout(False), [], tokenizer)  # in one turn they are shown
+    check_tools([prompts(tmp_path, {"tools": [TOOL], "agent_name": "my_own"})], rollout(True), [], tokenizer)

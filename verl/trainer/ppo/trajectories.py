@@ -15,11 +15,13 @@ from verl.agents.rendering_check import KINDS
 from verl.agents.tool_calls import CallFailure
 from verl.config import AgentLoopConfig, RolloutConfig
 from verl.config.agent import SINGLE_TURN, TrajectoryStatus
+from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import prompt_lengths, response_lengths
 from verl.trainer.ppo.reward import OF_TRAJECTORY, Scored
 from verl.trainer.ppo.sequences import Trajectories
 from verl.utils.dataset.rl_dataset import FOR_AGENTS, RLHFDataset
+from verl.utils.dataset.template_probes import TemplateForms
 from verl.utils.metric import Metrics, distribution
 from verl.workers.reward_manager.scores import Score, Scores, checked_score, placed
 
@@ -27,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 NO_SCORES: Scored = (torch.zeros(0), {})
 """Scores of no rows."""
+SHOW_OTHER_TOOLS = {"tool_agent": "run (multi_turn.tool_config_path)", "environment_agent": "environment"}
+"""Agent loops that do not read the tools of a row, and whose tools they show."""
 TIMES = ("generate_sequences", "tool_calls", "compute_score")
 """Of :class:`verl.agents.loop.AgentLoopMetrics`, those in seconds."""
 
@@ -45,6 +49,46 @@ def wanted_agents(datasets: Iterable[Any], rollout: RolloutConfig) -> list[str]:
         if isinstance(dataset, RLHFDataset):
             found |= dict.fromkeys(filter(None, dataset.source_column("agent_name")))
     return list(found)
+
+
+def check_tools(datasets: Sequence[Any], rollout: RolloutConfig, tools: Sequence[Any], tokenizer: Any) -> None:
+    """Check that the tools of a run, and those of rows, reach the policy.
+
+    Args:
+        datasets: of training and validation; those of a class of the user's own are not looked at.
+        rollout: the section of the configuration.
+        tools: descriptions of the run's tools.
+        tokenizer: the policy's; a warning tells if its chat template does not write tools.
+
+    Raises:
+        ConfigError: the run has tools, and all its prompts are answered in one turn, in which none is called.
+        DataError: a row has tools, and its agent loop shows those of the run or of the environment.
+    """
+    turns, known = rollout.multi_turn, [data for data in datasets if isinstance(data, RLHFDataset)]
+    if tools and len(known) == len(datasets) and set(wanted_agents(known, rollout)) == {SINGLE_TURN}:
+        key = "function_tool_path" if turns.function_tool_path else "tool_config_path"
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.multi_turn.{key}={turns[key]!r:.100} gives the model tools, and every prompt "
+            "is answered in one turn, in which none is called. Set actor_rollout_ref.rollout.multi_turn.enable=true, "
+            f"give rows the agent_name tool_agent, or leave {key} out."
+        )
+    if tools and not TemplateForms.of(tokenizer).writes_tools:
+        logger.warning(
+            "the chat template of '%s' does not write tools: the model sees none of %s, unless the prompts describe "
+            "them. Take a template that does (actor_rollout_ref.model.custom_chat_template).",
+            tokenizer.name_or_path, ", ".join(tool["function"]["name"] for tool in tools),
+        )  # fmt: skip
+    for data in known:
+        key = data.config.tools_key or ""
+        names, of_rows = data.source_column("agent_name"), data.source_column(key)
+        for item, (name, of_row) in enumerate(zip(names, of_rows, strict=True)):
+            agent = name or rollout.default_agent_loop
+            if of_row and agent in SHOW_OTHER_TOOLS:
+                raise DataError(
+                    f"{data.place(item)} has {key}, and the agent loop {agent} answers it, which shows the tools of "
+                    f"the {SHOW_OTHER_TOOLS[agent]} instead. Set data.tools_key=null to leave the column unread, or "
+                    "let single_turn_agent answer such rows."
+                )
 
 
 def unused_arguments(prompts: DataProto) -> list[str]:
