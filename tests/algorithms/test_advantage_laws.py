@@ -108,6 +108,47 @@ def test_a_group_of_one_keeps_its_own_reward(name: str):
     assert_close(advantages[0], torch.full((7,), 3.0), rtol=1e-5, atol=0)
 
 
+ROUNDED = {
+    "response_mask": torch.ones(4, 20, dtype=torch.int64),
+    # 20 times 0.7 is 14, and 0.1 + 0.2 - 0.3 is 0, but not in float32.
+    "token_level_rewards": torch.stack(
+        [torch.full((20,), 0.7), tensor([0.0] * 19 + [14.0]), tensor([0.1, 0.2, -0.3] + [0.0] * 17), torch.zeros(20)]
+    ),
+    "accuracy": np.array([0.1 + 0.2, 0.3, 0.7 * 20, 14.0], dtype=object),
+    "format": np.array([1.0, 1.0, 0.0, 1e-60], dtype=object),
+    "index": np.array(["a", "a", "b", "b"], dtype=object),
+}
+
+
+@pytest.mark.proof("edges", param="name")
+@pytest.mark.parametrize("name", [name for name in GROUPED if "optimal_token_baseline" not in name])
+def test_rounding_is_no_difference_between_siblings(name: str):
+    advantages, _ = compute_advantages(name, ROUNDED, SETTINGS | {"gamma": 1.0})
+    assert (advantages == 0).all()
+
+
+@pytest.mark.proof("edges", param="name")
+@pytest.mark.parametrize("name", [name for name in NAMES if "index" not in adv_needs(name).columns] + ["gdpo"])
+def test_rounding_is_not_scaled_up_by_whitening(name: str):
+    rewards = (11.000001, 11.0)  # adjacent numbers of float32
+    batch = random_batch(3, ["a", "b"], density=1.1)
+    batch["token_level_rewards"] = torch.zeros(2, 7)
+    batch["token_level_rewards"][:, -1] = tensor(rewards)
+    batch["values"], batch["reward_baselines"] = torch.zeros(2, 7), tensor(rewards).flip(0)
+    batch["accuracy"] = batch["format"] = np.array(rewards, dtype=object)
+    advantages, _ = compute_advantages(name, batch, SETTINGS | {"gamma": 1.0, "lam": 1.0, "high_level_gamma": 1.0})
+    assert (advantages == 0).all()
+
+
+@pytest.mark.proof("edges", param="name")
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+def test_rounding_is_no_difference_at_a_token(name: str):
+    batch = {**random_batch(3, ["a"] * 4, 20, 1.1), **ROUNDED}
+    advantages, _ = compute_advantages(name, only_rows(batch, [0, 1]), SETTINGS)
+    assert (advantages[:, 0] == 0).all()  # both have 14 to go
+    assert (advantages[:, 1:-1] != 0).all()
+
+
 @every
 def test_order_of_samples_does_not_matter(name: str):
     batch = random_batch(8)

@@ -80,18 +80,64 @@ class Groups:
         return self.sums(x)[self.number]
 
     def largest(self, x: Tensor) -> Tensor:
-        """Maximum over the members of the row's group, -inf in a group without members; x is (n,)."""
-        found = torch.full((self.groups,), -torch.inf, dtype=torch.float64, device=x.device)
-        kept = x.double().masked_fill(~self.is_member, -torch.inf)
-        return found.scatter_reduce_(0, self.number, kept, "amax")[self.number]
+        """Maximum over the members of the row's group, -inf in a group without members; x is (n, ...)."""
+        per_row = (-1, *[1] * (x.dim() - 1))
+        kept = x.double().masked_fill(~self.is_member.view(per_row), -torch.inf)
+        found = torch.full((self.groups, *x.shape[1:]), -torch.inf, dtype=torch.float64, device=x.device)
+        return found.scatter_reduce_(0, self.number.view(per_row).expand_as(x), kept, "amax")[self.number]
 
-    def mean(self, x: Tensor) -> Tensor:
-        """Mean over the members; 0 in a group without members. x is (n,)."""
-        return self.total(x) / self.size.clamp(min=1)
+    def levelled(self, x: Tensor, rounding: Tensor) -> Tensor:
+        """Make the values of a group equal if no two of its members differ by more than their roundings together.
+
+        Args:
+            x: (n,) values.
+            rounding: (n,) bound of what rounding may have changed in each.
+
+        Returns:
+            (n,) float64; where a group differs in rounding alone, its largest value.
+        """
+        x, rounding = x.double(), rounding.double()
+        is_equal = self.largest(x - rounding) <= -self.largest(-x - rounding)
+        return torch.where(is_equal & self.is_member, self.largest(x), x)
+
+    def mean(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Mean over the members, exactly their value if all are equal; 0 in a group without members.
+
+        Args:
+            x: (n,) values.
+            weight: (n,) of each value, by default 1.
+        """
+        weight = torch.ones_like(self.size) if weight is None else weight
+        top = torch.where(self.size > 0, self.largest(x), 0.0)
+        return top + self.total(weight * (x - top)) / self.total(weight).clamp(min=1)
 
     def std(self, x: Tensor) -> Tensor:
-        """Unbiased standard deviation over the members, 0 for a group of one, exactly 0 for equal float32s; x (n,)."""
+        """Unbiased standard deviation over the members, 0 for a group of one, exactly 0 for equal values; x is (n,)."""
         return (self.total((x - self.mean(x)) ** 2) / (self.size - 1).clamp(min=1)).sqrt()
+
+
+def rewards_of_responses(token_level_rewards: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the rewards of each response in float64, and bound what rounding may have changed in the sum.
+
+        R = Σ_t r_t        rounding = ε Σ_t |r_t|        ε of the dtype of r: 1.2e-7 of float32
+
+    ε is twice what storing a number in that dtype may change of it. A sum within its bound is 0: 0.1 + 0.2 - 0.3.
+
+    Args:
+        token_level_rewards: (bsz, response_length) r.
+        response_mask: (bsz, response_length) which tokens count.
+
+    Returns:
+        R and its bound, (bsz,) float64 each.
+    """
+    rewards = zero_masked(token_level_rewards, response_mask).double()
+    total, rounding = rewards.sum(-1), rounding_unit(token_level_rewards.dtype) * rewards.abs().sum(-1)
+    return torch.where(total.abs() > rounding, total, 0.0), rounding
+
+
+def rounding_unit(dtype: torch.dtype) -> float:
+    """The ε of a dtype: the distance from 1 to the next number; 0 for integers."""
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
 # ---- for users' estimators ------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 R_i = Σ_t r_{i,t}·m_{i,t} with r the ``token_level_rewards`` and m the ``response_mask``, both (bsz, response_length),
 m 1 on tokens that the policy chose. Siblings have the same id in ``index``, (bsz,); mean_g and std_g are over them,
 the standard deviation unbiased. A group of one has no comparison: its baseline is 0 and its scale 1. A response
-without a token of the policy belongs to no group (see :class:`Groups`). ``epsilon`` is ε, and
+without a token of the policy belongs to no group (see :class:`Groups`). Rewards of siblings that differ by rounding
+alone are equal (:func:`~verl.algorithms.groups.rewards_of_responses`). ``epsilon`` is ε, and
 ``norm_adv_by_std_in_grpo=False`` omits the division by the standard deviation.
 
 Each returns advantages and returns, both (bsz, response_length), equal on every valid token of a response and 0 off
@@ -20,10 +21,10 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.estimator_registry import register_adv_est, with_public_arguments
-from verl.algorithms.groups import GroupIds, Groups
+from verl.algorithms.groups import GroupIds, Groups, rewards_of_responses, rounding_unit
 from verl.errors import ConfigError, RewardError, SchemaError
 from verl.schema import require
-from verl.utils.torch_functional import masked_sum, masked_whiten, zero_masked
+from verl.utils.torch_functional import masked_whiten, zero_masked
 
 
 def broadcast(scores: Tensor, response_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -34,6 +35,12 @@ def broadcast(scores: Tensor, response_mask: Tensor, dtype: torch.dtype) -> tupl
     dtype = torch.promote_types(dtype, torch.float32)
     advantages = zero_masked(scores.to(dtype).unsqueeze(-1).expand(response_mask.shape), response_mask)
     return advantages, advantages.clone()
+
+
+def levelled_rewards(token_level_rewards: Tensor, response_mask: Tensor, index: GroupIds) -> tuple[Groups, Tensor]:
+    """Return the groups, and the reward of each response, (bsz,) float64; within rounding, a group's are equal."""
+    groups = Groups.of(index, response_mask)
+    return groups, groups.levelled(*rewards_of_responses(token_level_rewards, response_mask))
 
 
 def group_relative(rewards: Tensor, groups: Groups, epsilon: float, by_std: bool) -> Tensor:
@@ -75,9 +82,9 @@ def compute_grpo_outcome_advantage(
     With ``norm_adv_by_std_in_grpo=False`` the denominator is 1 (Dr. GRPO, arXiv:2503.20783). The advantage of a group
     of one is its own reward over 1 + ε.
     """
-    rewards = masked_sum(token_level_rewards, response_mask, axis=-1)  # (bsz,)
-    scores = group_relative(rewards, Groups.of(index, response_mask), epsilon, norm_adv_by_std_in_grpo)
-    return broadcast(scores, response_mask, rewards.dtype)
+    groups, rewards = levelled_rewards(token_level_rewards, response_mask, index)
+    scores = group_relative(rewards, groups, epsilon, norm_adv_by_std_in_grpo)
+    return broadcast(scores, response_mask, token_level_rewards.dtype)
 
 
 compute_grpo_vectorized_outcome_advantage = compute_grpo_outcome_advantage
@@ -102,10 +109,9 @@ def compute_rloo_outcome_advantage(
 
     A group of one has no siblings: its advantage is its own reward.
     """
-    rewards = masked_sum(token_level_rewards, response_mask, axis=-1)  # (bsz,)
-    groups = Groups.of(index, response_mask)
+    groups, rewards = levelled_rewards(token_level_rewards, response_mask, index)
     left_out = (rewards - groups.mean(rewards)) * groups.size / (groups.size - 1).clamp(min=1)
-    return broadcast(torch.where(groups.is_alone, rewards.double(), left_out), response_mask, rewards.dtype)
+    return broadcast(torch.where(groups.is_alone, rewards, left_out), response_mask, token_level_rewards.dtype)
 
 
 compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
@@ -129,20 +135,22 @@ def compute_grpo_passk_outcome_advantage(
 
         A_i = (R_i - max_{j≠i} R_j) / (std_g R + ε) for the best i, 0 for the others
 
-    The numerator is what the group's maximum would lose without i, so it is 0 for all if several are best. With
+    The numerator is what the group's maximum would lose without i, so it is 0 for all if several are best, as those
+    are whose rewards differ by rounding alone. With
     ``norm_adv_by_std_in_grpo=False`` the denominator is 1. The advantage of a group of one is its own reward over 1 +
     ε, as in ``grpo``.
     """
-    rewards = masked_sum(token_level_rewards, response_mask, axis=-1)  # (bsz,)
     groups = Groups.of(index, response_mask)
+    sums, rounding = rewards_of_responses(token_level_rewards, response_mask)
+    rewards = groups.levelled(sums, rounding)
     best = groups.largest(rewards)
-    is_best = rewards == best
-    second = groups.largest(rewards.double().masked_fill(is_best, -torch.inf))
+    is_best = rewards + rounding >= groups.largest(rewards - rounding)
+    second = groups.largest(rewards.masked_fill(is_best, -torch.inf))
     is_unique = is_best & (groups.total(is_best) == 1)
     lead = best - second.masked_fill(groups.is_alone, 0.0)
     if norm_adv_by_std_in_grpo:
         lead = lead / (groups.std(rewards).masked_fill(groups.is_alone, 1.0) + epsilon)
-    return broadcast(torch.where(is_unique, lead, 0.0), response_mask, rewards.dtype)
+    return broadcast(torch.where(is_unique, lead, 0.0), response_mask, token_level_rewards.dtype)
 
 
 @register_adv_est(
@@ -166,9 +174,9 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     over all tokens of the batch, so long responses weigh more in its mean and deviation. The baseline of a group of one
     is 0.
     """
-    rewards = masked_sum(token_level_rewards, response_mask, axis=-1)  # (bsz,)
-    centred = group_relative(rewards, Groups.of(index, response_mask), epsilon=0.0, by_std=False)
-    return _whitened(centred, response_mask, rewards.dtype)
+    groups, rewards = levelled_rewards(token_level_rewards, response_mask, index)
+    centred = group_relative(rewards, groups, epsilon=0.0, by_std=False)
+    return _whitened(centred, response_mask, token_level_rewards.dtype)
 
 
 @register_adv_est(
@@ -192,11 +200,10 @@ def compute_opo_outcome_advantage(
 
     The baseline of a group of one is 0.
     """
-    rewards = masked_sum(token_level_rewards, response_mask, axis=-1)  # (bsz,)
-    groups = Groups.of(index, response_mask)
-    length = response_mask.bool().sum(-1).double()
-    baseline = groups.total(length * rewards) / groups.total(length).clamp(min=1)
-    return broadcast(rewards - baseline.masked_fill(groups.is_alone, 0.0), response_mask, rewards.dtype)
+    groups, rewards = levelled_rewards(token_level_rewards, response_mask, index)
+    baseline = groups.mean(rewards, weight=response_mask.bool().sum(-1).double())
+    centred = rewards - baseline.masked_fill(groups.is_alone, 0.0)
+    return broadcast(centred, response_mask, token_level_rewards.dtype)
 
 
 @register_adv_est(
@@ -221,11 +228,10 @@ def compute_gpg_outcome_advantage(
     they all zero or all full. If no row has a reward every advantage is 0. The baseline of a group of one is 0. Rows
     without a token of the policy are not counted. ``f_norm`` is a constant scale.
     """
-    rewards = masked_sum(token_level_rewards, response_mask, axis=-1)  # (bsz,), 0 in rows without tokens
-    groups = Groups.of(index, response_mask)
+    groups, rewards = levelled_rewards(token_level_rewards, response_mask, index)  # 0 in rows without tokens
     alpha = groups.is_member.sum() / rewards.count_nonzero().clamp(min=1)
     centred = group_relative(rewards, groups, epsilon=0.0, by_std=False)
-    return broadcast(alpha * centred / f_norm, response_mask, rewards.dtype)
+    return broadcast(alpha * centred / f_norm, response_mask, token_level_rewards.dtype)
 
 
 @register_adv_est(
@@ -249,7 +255,7 @@ def compute_maxrl_outcome_advantage(
     Raises:
         RewardError: a reward is negative: the mean is then no success rate, and dividing by it could change every sign.
     """
-    rewards = masked_sum(token_level_rewards, response_mask, axis=-1)  # (bsz,)
+    groups, rewards = levelled_rewards(token_level_rewards, response_mask, index)
     if (negative := rewards < 0).any():
         row = int(negative.nonzero()[0])
         raise RewardError(
@@ -257,10 +263,9 @@ def compute_maxrl_outcome_advantage(
             f"{float(rewards[row]):g}. Score failure as 0 and success as 1 (a scorer that gives -1 and 1: "
             "(score + 1) / 2), without a KL penalty in the rewards; or use the estimator grpo."
         )
-    groups = Groups.of(index, response_mask)
     mean = groups.mean(rewards)
     scores = torch.where(mean > 0, (rewards - mean) / mean, 0.0)
-    return broadcast(torch.where(groups.is_alone, rewards.double(), scores), response_mask, rewards.dtype)
+    return broadcast(torch.where(groups.is_alone, rewards, scores), response_mask, token_level_rewards.dtype)
 
 
 @register_adv_est(
@@ -304,6 +309,7 @@ def compute_gdpo_outcome_advantage(
     scores = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     for key, weight in weights.items():
         component = _component(key, columns[key], groups.is_member)
+        component = groups.levelled(component, rounding_unit(torch.float32) * component.abs())
         scores += weight * group_relative(component, groups, epsilon, norm_adv_by_std_in_grpo)
     return _whitened(scores, response_mask, torch.float32)
 
@@ -323,8 +329,8 @@ def _gdpo_weights(keys: Sequence[str] | None, weights: Sequence[float] | None) -
 
 
 def _component(key: str, values: np.ndarray | Tensor, is_member: Tensor) -> Tensor:
-    """One component as float32, so that equal values have a deviation of exactly 0; 0 for rows that do not count."""
-    numbers = torch.tensor([_number(value) for value in values], dtype=torch.float32, device=is_member.device)
+    """One component, (bsz,) float64; 0 for rows that do not count."""
+    numbers = torch.tensor([_number(value) for value in values], dtype=torch.float64, device=is_member.device)
     if (bad := is_member & ~numbers.isfinite()).any():
         row = int(bad.nonzero()[0])
         raise SchemaError(

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.algorithms.groups import rewards_of_responses
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.schema import require
-from verl.utils.torch_functional import masked_sum
 
 ReweightMethod = Literal["pow", "max_min", "max_random"]
 
@@ -38,29 +38,32 @@ def compute_pf_ppo_reweight_data(
         SchemaError: ``token_level_scores`` or ``response_mask`` is missing.
     """
     require(data, ("token_level_scores", "response_mask"), "PF-PPO")
-    scores = masked_sum(data.batch["token_level_scores"], data.batch["response_mask"], axis=-1).double()
+    scores, rounding = rewards_of_responses(data.batch["token_level_scores"], data.batch["response_mask"])
     is_valid = data.batch["response_mask"].bool().any(-1)
     if not is_valid.any():
         is_valid = torch.ones_like(is_valid)  # nothing can be learned from any row, so any will do
     weights = torch.zeros_like(scores)
-    weights[is_valid] = pf_ppo_weights(scores[is_valid], reweight_method, weight_pow)
+    weights[is_valid] = pf_ppo_weights(scores[is_valid], reweight_method, weight_pow, rounding[is_valid])
     weights = weights.cpu().numpy()
     rows = np.random.default_rng(seed).choice(len(weights), size=len(weights), p=weights / weights.sum())
     return data.select_idxs(torch.from_numpy(rows))
 
 
-def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float = 2.0) -> Tensor:
+def pf_ppo_weights(
+    scores: Tensor, reweight_method: str, weight_pow: float = 2.0, rounding: Tensor | float = 0.0
+) -> Tensor:
     """Unnormalised sampling probabilities, (bsz,), of scores, (bsz,); see :func:`compute_pf_ppo_reweight_data`.
 
-    At least one is above 0.
+    At least one is above 0. ``rounding``, (bsz,), bounds what rounding may have changed in each score: scores that
+    differ from the largest or smallest by that alone are as large or small.
     """
-    is_best = scores == scores.max()
+    is_best = scores + rounding >= (scores - rounding).max()
     match reweight_method:
         case "pow":
             magnitude = scores.abs()
             weights = (magnitude / magnitude.max().clamp(min=torch.finfo(scores.dtype).tiny)) ** weight_pow
         case "max_min":
-            weights = (is_best | (scores == scores.min())).to(scores.dtype)
+            weights = (is_best | (scores - rounding <= (scores + rounding).min())).to(scores.dtype)
         case "max_random":
             weights = torch.where(is_best, 0.4, 0.1).to(scores.dtype)
         case _:

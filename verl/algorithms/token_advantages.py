@@ -9,17 +9,22 @@ A turn is a contiguous run of tokens of the policy, between tool outputs or user
 the discount from the last token of a turn to the first of the next; None is γ there too. With γ = 1 and Γ < 1, what
 lies two turns ahead counts Γ² whatever the number of tokens.
 
+Sums are in float64; what differs by rounding of the rewards alone is equal
+(:func:`~verl.algorithms.groups.rewards_of_responses`).
+
 Each returns advantages A and returns G, both (bsz, response_length) and 0 off the mask. Values at masked positions are
 ignored.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from verl.algorithms.estimator_registry import register_adv_est, with_public_arguments
-from verl.algorithms.groups import GroupIds, Groups
+from verl.algorithms.groups import GroupIds, Groups, rounding_unit
 from verl.algorithms.response_advantages import group_relative
 from verl.utils.torch_functional import masked_whiten, zero_masked
 
@@ -103,13 +108,28 @@ def compute_gae_advantage_return(
     gamma_t = discounts(response_mask, gamma, high_level_gamma)
     deltas = _td_errors(token_level_rewards, values, response_mask, gamma_t)
     advantages = zero_masked(discounted_sum(deltas, response_mask, gamma_t * lam), response_mask)
-    return masked_whiten(advantages, response_mask), advantages + zero_masked(values, response_mask)
+    whitened = _whitened(advantages, response_mask, token_level_rewards, gamma_t * lam)
+    return _as_given((whitened, advantages + zero_masked(values, response_mask)), token_level_rewards, values)
+
+
+def _whitened(sums: Tensor, mask: Tensor, rewards: Tensor, factor: float | Tensor) -> Tensor:
+    """Whiten sums of rewards discounted by ``factor``, (bsz, response_length); 0 if they differ by rounding alone."""
+    magnitude = discounted_sum(rewards.double().abs(), mask, factor)
+    largest = magnitude.max() if magnitude.numel() else 0.0
+    return masked_whiten(sums, mask, rounding=largest * rounding_unit(rewards.dtype))
+
+
+def _as_given(results: tuple[Tensor, Tensor], *given: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both results, which are float64, in the dtype of the given columns, and at least float32."""
+    dtype = functools.reduce(torch.promote_types, (column.dtype for column in given), torch.float32)
+    first, second = results
+    return first.to(dtype), second.to(dtype)
 
 
 def _td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float | Tensor) -> Tensor:
-    """δ_t = r_t + γ_t V_{t+1} - V_t of valid tokens, with t+1 the next valid one; 0 for others."""
-    values = zero_masked(values, mask)
-    return zero_masked(rewards, mask) + zero_masked(gamma * next_valid(values, mask), mask) - values
+    """δ_t = r_t + γ_t V_{t+1} - V_t of valid tokens, with t+1 the next valid one; 0 for others. In float64."""
+    values = zero_masked(values, mask).double()
+    return zero_masked(rewards, mask).double() + zero_masked(gamma * next_valid(values, mask), mask) - values
 
 
 @register_adv_est(
@@ -150,7 +170,8 @@ def compute_bi_level_gae_advantage_return(
     deltas = torch.where(ends, of_turns, _td_errors(token_level_rewards, values, response_mask, gamma))
     factors = torch.full_like(deltas, gamma * lam).masked_fill_(ends, 0.0)
     advantages = zero_masked(discounted_sum(deltas, response_mask, factors), response_mask)
-    return masked_whiten(advantages, response_mask), advantages + zero_masked(values, response_mask)
+    whitened = _whitened(advantages, response_mask, token_level_rewards, 1.0)
+    return _as_given((whitened, advantages + zero_masked(values, response_mask)), token_level_rewards, values)
 
 
 @register_adv_est(
@@ -175,8 +196,8 @@ def compute_reinforce_plus_plus_outcome_advantage(
     turn. γ_t is γ, and Γ (``high_level_gamma``) at the last token of a turn.
     """
     gamma_t = discounts(response_mask, gamma, high_level_gamma)
-    returns = zero_masked(discounted_sum(token_level_rewards, response_mask, gamma_t), response_mask)
-    return masked_whiten(returns, response_mask), returns
+    returns = zero_masked(discounted_sum(token_level_rewards.double(), response_mask, gamma_t), response_mask)
+    return _as_given((_whitened(returns, response_mask, token_level_rewards, gamma_t), returns), token_level_rewards)
 
 
 @register_adv_est(
@@ -194,8 +215,18 @@ def compute_remax_outcome_advantage(
 
     with b, (bsz,) ``reward_baselines``, the summed reward of the greedy response.
     """
-    returns = reward_to_go(token_level_rewards, response_mask)
-    return zero_masked(returns - reward_baselines.unsqueeze(-1), response_mask), returns
+    returns, rounding = _returns_with_rounding(token_level_rewards, response_mask)
+    baseline = reward_baselines.double().unsqueeze(-1)  # (bsz, 1)
+    unit = rounding_unit(token_level_rewards.dtype)
+    advantages = zero_masked(returns - baseline, response_mask)
+    advantages = advantages.masked_fill(advantages.abs() <= rounding + unit * baseline.abs(), 0.0)
+    return _as_given((advantages, returns), token_level_rewards)
+
+
+def _returns_with_rounding(rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """G_t = Σ_{s≥t} r_s, and the bound of what rounding of the rewards may have changed in it; float64."""
+    magnitude = reward_to_go(rewards.double().abs(), mask)
+    return reward_to_go(rewards.double(), mask), magnitude * rounding_unit(rewards.dtype)
 
 
 # ---- siblings at the same token or turn --------------------------------------------------------
@@ -237,7 +268,7 @@ def compute_optimal_token_baseline_advantage(
     return would be its own baseline, so B_t = 0 there. With ``handle_zero_tail=False`` this holds only for a group of
     one, and the other such tokens have an advantage of nearly 0.
     """
-    returns = reward_to_go(token_level_rewards, response_mask)
+    returns, rounding = _returns_with_rounding(token_level_rewards, response_mask)
     gradient = 1 - 2 * zero_masked(old_log_probs, response_mask).exp() + sum_pi_squared
     if rollout_is_weights is not None:
         gradient = gradient * rollout_is_weights**2
@@ -247,7 +278,9 @@ def compute_optimal_token_baseline_advantage(
     baseline = groups.sums(returns * weight) / (groups.sums(weight) + epsilon)  # (groups, response_length)
     siblings = groups.sums(valid) if handle_zero_tail else groups.sums(groups.is_member).unsqueeze(-1)
     baseline = baseline.masked_fill(siblings <= 1, 0.0)
-    return zero_masked((returns - baseline[groups.number]).to(returns.dtype), valid), returns
+    advantages = zero_masked(returns - baseline[groups.number], valid)
+    advantages = advantages.masked_fill(advantages.abs() <= rounding + groups.largest(rounding), 0.0)
+    return _as_given((advantages, returns), token_level_rewards)
 
 
 @register_adv_est(
@@ -328,13 +361,18 @@ def compute_grpo_per_turn_advantage(
     turns = max(int(starts.sum(-1).max()), 1) if starts.numel() else 1
     number = torch.arange(turns, device=valid.device)
     has_turn = number < starts.sum(-1, keepdim=True)  # (bsz, turns)
-    kept = zero_masked(token_level_rewards.to(torch.promote_types(token_level_rewards.dtype, torch.float32)), valid)
-    rewards = torch.zeros(has_turn.shape, dtype=kept.dtype, device=kept.device)
-    rewards = rewards.scatter_add(1, turn.clamp(min=0), kept)
+    kept = zero_masked(token_level_rewards, valid).double()
     high = gamma if high_level_gamma is None else high_level_gamma
-    returns = zero_masked(discounted_sum(rewards, has_turn, high), has_turn)
+
+    def returns_of(rewards: Tensor) -> Tensor:
+        of_turns = torch.zeros(has_turn.shape, dtype=torch.float64, device=kept.device)
+        of_turns = of_turns.scatter_add(1, turn.clamp(min=0), rewards)
+        return zero_masked(discounted_sum(of_turns, has_turn, high), has_turn).flatten()
+
+    rounding = returns_of(kept.abs()) * rounding_unit(token_level_rewards.dtype)
     rows = Groups.of(index, valid)
     groups = Groups((rows.number.unsqueeze(-1) * turns + number).flatten(), has_turn.flatten(), rows.groups * turns)
-    scores = group_relative(returns.flatten(), groups, epsilon, norm_adv_by_std_in_grpo).view(has_turn.shape)
-    advantages = zero_masked(scores.to(rewards.dtype).gather(1, turn.clamp(min=0)), valid)
-    return advantages, advantages.clone()
+    returns = groups.levelled(returns_of(kept), rounding)
+    scores = group_relative(returns, groups, epsilon, norm_adv_by_std_in_grpo).view(has_turn.shape)
+    advantages = zero_masked(scores.gather(1, turn.clamp(min=0)), valid)
+    return _as_given((advantages, advantages.clone()), token_level_rewards)

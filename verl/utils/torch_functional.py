@@ -45,18 +45,25 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     return masked_sum((values - mean) ** 2, mask) / (count - int(unbiased)).clamp(min=1)
 
 
-def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
+def masked_whiten(
+    values: Tensor, mask: Tensor, shift_mean: bool = True, rounding: float | Tensor | None = None
+) -> Tensor:
     """Scale the valid entries to variance 1 and shift them to mean 0; 0 where ``mask`` is 0.
 
         (x - mean) / √(var + 1e-8)        var unbiased, over the whole tensor
 
-    With ``shift_mean=False`` they are scaled only and keep their mean.
+    With ``shift_mean=False`` they are scaled only and keep their mean. If no entry is farther from the mean than
+    ``rounding``, the bound of what rounding may have changed in an entry, all are equal: x - mean is 0. Its default is
+    that of storing the largest entry: max|x| times the ε of the dtype.
     """
     # In float64: where the spread is small beside the mean, float32 sums would shift every entry by their rounding.
     is_masked, count = mask == 0, mask.count_nonzero()
     kept = values.masked_fill(is_masked, 0.0)
     mean = kept.sum(dtype=torch.float64) / count.clamp(min=1)
     centred = kept.to(torch.float64).sub_(mean).masked_fill_(is_masked, 0.0).flatten()
+    if values.numel():
+        bound = torch.finfo(values.dtype).eps * kept.abs().max() if rounding is None else rounding
+        centred.masked_fill_(centred.abs().max() <= bound, 0.0)
     whitened = centred.mul_(torch.rsqrt(centred.dot(centred) / (count - 1).clamp(min=1) + 1e-8)).view(kept.shape)
     return (whitened if shift_mean else whitened.add_(mean).masked_fill_(is_masked, 0.0)).to(values.dtype)
 

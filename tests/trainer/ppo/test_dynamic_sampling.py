@@ -80,10 +80,25 @@ def test_giving_up_says_what_was_found():
         fill_batch(iter([draw_of([[1, 1], [1, 1]])] * 3), config("score", limit=2), num_prompts=2, n=2)
 
 
+def test_rounding_and_missing_values_are_no_difference():
+    tokens = torch.zeros(6, 20)
+    tokens[0] = 0.7  # 20 times 0.7 is 14
+    tokens[1:, -1] = torch.tensor([14.0, 11.000001, 11.0, 1.0, 0.0])
+    prompts, scored = np.array(["a", "a", "b", "b", "c", "c"]), np.ones(6, dtype=bool)
+    accs = np.array([1.0, None, 0.5, 0.1 + 0.4, float("nan"), 1.0], dtype=object)
+    batch = DataProto.from_dict(tensors={"token_level_scores": tokens}, non_tensors={"acc": accs})
+    values, rounding = values_of(batch, "seq_reward")
+    assert informative_rows(values, prompts, scored, rounding).tolist() == [4, 5]
+    values, rounding = values_of(batch, "acc")
+    assert informative_rows(values, prompts, scored, rounding).tolist() == []
+    accs[1] = accs[4] = 0.0
+    assert informative_rows(values_of(batch, "acc")[0], prompts, scored).tolist() == [0, 1, 4, 5]
+
+
 def test_values_come_from_scores_or_from_the_reward_function():
     batch = draw_of([[1, 0.5]]).batch
-    assert values_of(batch, "seq_reward").tolist() == [1, 0.5]
-    assert values_of(batch, "score").tolist() == [1, 0.5]
+    assert values_of(batch, "seq_reward")[0].tolist() == [1, 0.5]
+    assert values_of(batch, "score")[0].tolist() == [1, 0.5]
     with pytest.raises(RewardError, match=r"metric=acc, but the reward function returned no 'acc'"):
         values_of(batch, "acc")
     with pytest.raises(RewardError, match=r"metric=name must be a number, got 'p0\.0'"):

@@ -13,22 +13,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
+from verl.algorithms.groups import rounding_unit
 from verl.config import FilterGroupsConfig
 from verl.errors import RewardError, RolloutError
 from verl.protocol import DataProto
 from verl.trainer.ppo.sequences import Trajectories, trajectory_scores
-from verl.utils.metric import Metrics
+from verl.utils.metric import Metrics, number_or_nan
 
 logger = logging.getLogger(__name__)
 
 
+FLOAT32 = rounding_unit(torch.float32)
 NOTABLE_BATCHES = 10
 """Log a warning after every 10 batches drawn for one step: without ``max_num_gen_batches`` there is no limit."""
 
 
-def informative_rows(values: np.ndarray, prompts: np.ndarray, takes_part: np.ndarray) -> np.ndarray:
-    """Select the rows of prompts whose responses differ in value.
+def informative_rows(
+    values: np.ndarray, prompts: np.ndarray, takes_part: np.ndarray, rounding: np.ndarray | None = None
+) -> np.ndarray:
+    """Select the rows of prompts whose responses differ in value, by more than rounding.
 
     >>> informative_rows(np.array([1.0, 0.0, 1.0, 1.0]), np.array(["a", "a", "b", "b"]), np.ones(4, bool))
     array([0, 1])
@@ -36,16 +41,19 @@ def informative_rows(values: np.ndarray, prompts: np.ndarray, takes_part: np.nda
     Args:
         values: (bsz,) value of each response.
         prompts: (bsz,) id of its prompt.
-        takes_part: (bsz,) false where a response is not trained on; its value is ignored.
+        takes_part: (bsz,) false where a response is not trained on; its value is ignored, as is NaN, a missing value.
+        rounding: (bsz,) bound of what rounding may have changed in each value; by default that of one float32.
 
     Returns:
         row numbers, ascending; all rows of a selected prompt, including those that do not take part.
     """
     _, group = np.unique(prompts, return_inverse=True)
+    rounding = FLOAT32 * np.abs(values) if rounding is None else rounding
+    counts = takes_part & ~np.isnan(values)
     highest = np.full(group.max(initial=-1) + 1, -np.inf)
     lowest = np.full_like(highest, np.inf)
-    np.maximum.at(highest, group[takes_part], values[takes_part])
-    np.minimum.at(lowest, group[takes_part], values[takes_part])
+    np.maximum.at(highest, group[counts], (values - rounding)[counts])
+    np.minimum.at(lowest, group[counts], (values + rounding)[counts])
     return np.flatnonzero((highest > lowest)[group])
 
 
@@ -89,13 +97,14 @@ def fill_batch(
         if config.max_num_gen_batches and len(values) == config.max_num_gen_batches:
             raise RolloutError(_too_few_message(config, found, drawn, num_prompts, np.concatenate(values)))
         one = next(draws)
-        value = values_of(one.batch, str(config.metric))
+        value, rounding = values_of(one.batch, str(config.metric))
         scored = Trajectories.of(one.batch).scored_rows
-        rows = informative_rows(value[scored], one.prompts[scored], one.takes_part[scored])
+        rows = informative_rows(value[scored], one.prompts[scored], one.takes_part[scored], rounding[scored])
         informative = np.isin(one.prompts.astype(str), one.prompts[scored][rows].astype(str))
         kept.append(one.batch.select_idxs(np.flatnonzero(informative).tolist()))
         prompts += one.prompts[informative].tolist()
-        values.append(value[scored][one.takes_part[scored]])
+        has_value = one.takes_part[scored] & ~np.isnan(value[scored])
+        values.append(value[scored][has_value])
         drawn += len(scored) // n
         found += len(rows) // n
         level = logging.WARNING if len(values) % NOTABLE_BATCHES == 0 else logging.INFO
@@ -112,18 +121,23 @@ def fill_batch(
     return batch.select_idxs([row for row, prompt in enumerate(prompts) if prompt in first]), metrics
 
 
-def values_of(batch: DataProto, metric: str) -> np.ndarray:
-    """Read the value that must differ inside a group for each response, (bsz,) float64; NaN for None.
+def values_of(batch: DataProto, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Read the value that must differ inside a group for each response; NaN for one that is None or not finite.
 
     ``seq_reward`` and ``seq_final_reward`` are the sum of a trajectory's token scores, including a length penalty;
     other names are values returned by the reward function (``score``, ``acc``, ...).
+
+    Returns:
+        the values, and the bound of what rounding may have changed in each; (bsz,) float64 both.
 
     Raises:
         RewardError: the reward function returned no such value, or one that is not a number.
     """
     if metric in ("seq_reward", "seq_final_reward"):
-        scores = trajectory_scores(batch, batch.batch["token_level_scores"]).double().numpy()
-        return scores[Trajectories.of(batch).number]
+        of_tokens = batch.batch["token_level_scores"].double()
+        of_rows = Trajectories.of(batch).number
+        scores, magnitudes = (trajectory_scores(batch, each).numpy()[of_rows] for each in (of_tokens, of_tokens.abs()))
+        return scores, FLOAT32 * magnitudes
     if metric not in batch.non_tensor_batch:
         raise RewardError(
             f"algorithm.filter_groups.metric={metric}, but the reward function returned no '{metric}' "
@@ -132,7 +146,8 @@ def values_of(batch: DataProto, metric: str) -> np.ndarray:
         )
     column = batch.non_tensor_batch[metric]
     try:
-        return np.array([np.nan if value is None else float(value) for value in column])
+        values = np.array(list(map(number_or_nan, column)))
+        return values, FLOAT32 * np.abs(values)
     except (TypeError, ValueError):
         raise RewardError(
             f"algorithm.filter_groups.metric={metric} must be a number, got {column[0]!r:.100}."

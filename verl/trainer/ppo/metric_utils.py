@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from verl.base.doors import old_names
@@ -94,7 +95,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> Metrics:
     metrics: Metrics = {}
     scores = trajectory_scores(batch, columns["token_level_scores"])
     metrics |= distribution(scores[trained[Trajectories.of(batch).scored_rows]], "critic/score")
-    metrics |= distribution(columns["token_level_rewards"].sum(-1)[trained], "critic/rewards")
+    metrics |= distribution(columns["token_level_rewards"].sum(-1, dtype=torch.float64)[trained], "critic/rewards")
     for name in ("advantages", "returns", *(("values",) if use_critic else ())):
         metrics |= distribution(columns[name][mask], f"critic/{name}")
     teaches = (mask & (columns["advantages"] != 0)).any(-1)

@@ -115,11 +115,10 @@ def generation_records(
         inputs[row], outputs[row] = _texts_with_images(tokenizer, batch, row)
     truths = [_ground_truth(item) for item in batch.non_tensor_batch.get("reward_model", [None] * len(batch))]
     lengths = present.sum(-1).tolist()
+    totals = scores.sum(-1, dtype=torch.float64).to(scores.dtype).tolist()
     named = {name: batch.non_tensor_batch[name].tolist() for name in NAMES if name in batch.non_tensor_batch}
     records = []
-    for row, (text, output, truth, score) in enumerate(
-        zip(inputs, outputs, truths, scores.sum(-1).tolist(), strict=True)
-    ):
+    for row, (text, output, truth, score) in enumerate(zip(inputs, outputs, truths, totals, strict=True)):
         own = {"input": text, "output": output, "gts": truth, "score": score, "step": step}
         more = {"response_length": lengths[row]} | {name: values[row] for name, values in named.items()}
         given = {name: values[row] for name, values in extra.items() if name not in own}

@@ -21,6 +21,7 @@ from verl.protocol import DataProto
 from verl.schema import COLUMNS, require
 from verl.supervision.killable_pool import STATUSES
 from verl.trainer.config.load import load_config
+from verl.trainer.ppo.dynamic_sampling import informative_rows
 from verl.trainer.ppo.metric_utils import response_lengths
 from verl.trainer.ppo.sequences import Trajectories, compared_groups, trajectory_scores
 from verl.trainer.ppo.stages import metrics_by_source
@@ -389,7 +390,7 @@ class RewardRecord:
         groups: dict[str, list[float]] = {}
         for batch, row, score in self.scored():
             groups.setdefault(str(batch.non_tensor_batch["uid"][row]), []).append(score)
-        equal = [len(set(scores)) == 1 for scores in groups.values() if len(scores) > 1]
+        equal = [_are_equal(scores) for scores in groups.values() if len(scores) > 1]
         return {"reward/equal_group_rate": sum(equal) / len(equal)} if equal else {}
 
 
@@ -405,7 +406,7 @@ class EqualScores:
     def look(self, record: RewardRecord) -> None:
         """Look at the scores of a step."""
         scored = list(record.scored())
-        self._row = self._row + 1 if len({score for *_, score in scored}) == 1 and len(scored) > 1 else 0
+        self._row = self._row + 1 if len(scored) > 1 and _are_equal([score for *_, score in scored]) else 0
         if self._row < self.steps or self._is_told:
             return
         self._is_told = True
@@ -428,6 +429,11 @@ class EqualScores:
 
 _OF_FUNCTION = ("custom_reward_function", "reward_model", "reward")
 _OF_MANAGER = (*_OF_FUNCTION, "reward_manager", "data")
+
+
+def _are_equal(scores: Sequence[float]) -> bool:
+    """Whether scores of whole responses differ at most by the rounding of float32."""
+    return len(informative_rows(np.array(scores), np.zeros(len(scores)), np.ones(len(scores), dtype=bool))) == 0
 
 
 def _typed(config: PPOConfig | Mapping[str, Any], sections: Sequence[str]) -> PPOConfig:
@@ -465,7 +471,7 @@ def _checked(
     statuses = extra.get("reward_status", ["ok"] * len(data))
     unusable = [row for row, score in enumerate(placed.samples) if score.status != "ok" and statuses[row] == "ok"]
     extra["reward_status"] = ["error" if row in unusable else status for row, status in enumerate(statuses)]
-    extra.setdefault("score", placed.tokens.sum(-1).tolist())
+    extra.setdefault("score", placed.tokens.sum(-1, dtype=torch.float64).tolist())
     failed = sum(status != "ok" for status in extra["reward_status"])
     what = f"{failed} of {len(data)} samples could not be scored ({failed / max(len(data), 1):.1%})."
     if unusable:

@@ -146,16 +146,19 @@ def once_per_agent(batch: DataProto, scores: Tensor) -> Tensor:
 def trajectory_scores(batch: DataProto, scores: Tensor) -> Tensor:
     """Sum the token scores of each trajectory over the sequences of its scored agent; (trajectories,).
 
+    The sums are made in float64, and returned in the dtype of the scores.
+
     Args:
         batch: the sequences.
         scores: as for :func:`once_per_agent`.
     """
     found = Trajectories.of(batch)
     if not found.are_split:
-        return scores.sum(-1)
+        return scores.sum(-1, dtype=torch.float64).to(scores.dtype)
     units = torch.tensor(found.of_agents)
-    sums = scores.new_zeros(int(units.max()) + 1).index_add(0, units, once_per_agent(batch, scores).sum(-1))
-    return sums[units[found.scored_rows]]
+    of_rows = once_per_agent(batch, scores).sum(-1, dtype=torch.float64)
+    sums = of_rows.new_zeros(int(units.max()) + 1).index_add(0, units, of_rows)
+    return sums[units[found.scored_rows]].to(scores.dtype)
 
 
 # ---- advantages --------------------------------------------------------------------------------

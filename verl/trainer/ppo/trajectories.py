@@ -126,7 +126,7 @@ def with_own_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
     treatments = [agent.treatment_of(status) for status in statuses]
     of_trajectories, of_turns = _own_scores(batch)
     shared = [score or Score(0.0) for score in of_trajectories]
-    for row, value in zip(rows, map(float, scores.sum(-1) if rows else []), strict=True):
+    for row, value in zip(rows, map(float, scores.sum(-1, dtype=torch.float64) if rows else []), strict=True):
         shared[found.number[row]] = Score(value)
     own = [
         Score(0.0) if treatment != "train" else shared[number] if shared[number].error else turns or shared[number]

@@ -96,7 +96,7 @@ class AbstractRewardManager(ABC):
         result = await self.start(data).wait()
         tokens, extra = (result, {}) if isinstance(result, torch.Tensor) else result.values()
         return {
-            "reward_score": float(tokens.sum()),
+            "reward_score": float(tokens.sum(dtype=torch.float64)),
             "reward_extra_info": {name: values[0] for name, values in (extra or {}).items()},
         }
 

@@ -177,7 +177,7 @@ class NaiveRewardManager(AbstractRewardManager):
         """
         result = self._result(await self._scores(data, self.samples(data)).wait())
         extra = {name: values[0] for name, values in result["reward_extra_info"].items()}
-        return {"reward_score": float(result["reward_tensor"][0].sum()), "reward_extra_info": extra}
+        return {"reward_score": float(result["reward_tensor"][0].sum(dtype=torch.float64)), "reward_extra_info": extra}
 
     def warm_up(self) -> None:
         """Start the processes that score, without waiting for them."""
@@ -232,7 +232,7 @@ class NaiveRewardManager(AbstractRewardManager):
         if "reward_scores" in columns:
             beside["rollout_reward_scores"] = columns["reward_scores"].tolist()
         if "rm_scores" in tensors.keys():
-            beside["rm_score"] = tensors["rm_scores"].sum(-1).tolist()
+            beside["rm_score"] = tensors["rm_scores"].sum(-1, dtype=torch.float64).tolist()
         of_calls = ("tool_rewards", "tool_call_counts", "tool_failures")
         beside |= {name: columns[name].tolist() for name in of_calls if name in columns}
         for name, values in beside.items():

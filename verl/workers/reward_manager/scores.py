@@ -142,7 +142,7 @@ def row_scores(tokens: torch.Tensor) -> list[float]:
     values = tokens.to(torch.promote_types(tokens.dtype, torch.float32))
     bad = ~(values.abs() <= LARGEST)  # also NaN
     first = values.gather(-1, bad.long().argmax(-1, keepdim=True)).squeeze(-1)
-    return torch.where(bad.any(-1), first, values.sum(-1)).tolist()
+    return torch.where(bad.any(-1), first.double(), values.sum(-1, dtype=torch.float64)).tolist()
 
 
 def on_turns(score: Score, turns: int) -> Score:
