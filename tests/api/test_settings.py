@@ -108,6 +108,6 @@ def test_an_unknown_key_that_is_of_another_library_names_ours() -> None:
     assert f"learning_rate of TRL: set {ACTOR}.optim.lr=0.0001" in said
     assert f"beta of TRL: set {ACTOR}.use_kl_loss=true, {ACTOR}.kl_loss_coef=0.04" in said
     assert f"loss_type of TRL: set {ACTOR}.loss_agg_mode=seq-mean-token-mean" in said
-    assert "label_key of OpenRLHF has no key here: a row has reward_model" in said
+    assert "label_key of OpenRLHF: a row has reward_model" in said
     with pytest.raises(ConfigError, match=r"did you mean loss\.beta"):
         load_config({"beta": 0.04}, DPOConfig, with_rules=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -165,3 +166,17 @@ def test_keys_of_a_narrow_table_are_whole():
     lines = text.get().splitlines()[1:]
     assert len(lines) > 1
     assert "".join(line.partition("  ")[0].strip() for line in lines) == key
+
+
+def test_a_name_of_another_library_leads_to_ours():
+    console = Console(width=200, record=True, file=io.StringIO())
+    for word in ("num_generations", "loss_type", "logging_steps", "lambd"):
+        page, is_known = explanation(word)
+        assert is_known
+        console.print(page)
+    said = console.export_text()
+    assert "num_generations of TRL is actor_rollout_ref.rollout.n here" in said
+    assert "Responses per prompt." in said, "the page of our key follows"
+    assert "  dr_grpo: actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm" in said
+    assert "logging_steps of TRL has no key here: every step is logged" in said
+    assert "lambd of OpenRLHF is algorithm.lam here" in said

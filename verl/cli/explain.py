@@ -23,7 +23,7 @@ from verl.trainer.config.generate import ENTRIES, status
 from verl.trainer.config.key_table import ALIASES, RETIRED
 from verl.trainer.config.keys import Key, all_inactive, allowed_values, iter_keys, leaves
 from verl.trainer.config.linked_keys import FORWARD_PASSES, PAIRS
-from verl.trainer.config.other_libraries import in_words
+from verl.trainer.config.other_libraries import lines_about, other_name
 
 MOST_KEYS = 60
 MOST_PLACES = 8
@@ -96,6 +96,9 @@ def explanation(word: str) -> tuple[RenderableType, bool]:
     settings = all_settings()
     parts: list[RenderableType] = [Text(line) for line in other_keys(word)]
     found = matching(word, settings)
+    if not found and (other := other_name(word)):
+        ours = " ".join(other[1].keys).split()
+        found = [setting for setting in settings if setting.path in ours]
     if not found and not parts:
         return Text(f"No setting is called '{word}'. {_guesses(word, settings)}"), False
     if len({setting.path for setting in found}) == 1:
@@ -107,8 +110,7 @@ def explanation(word: str) -> tuple[RenderableType, bool]:
 
 def other_keys(word: str) -> Iterator[str]:
     """Yield what is said of a key that is another spelling, of another library, or that nothing reads here."""
-    if text := in_words(word):
-        yield text
+    yield from lines_about(word)
     for alias in ALIASES:
         if f".{alias.old}".endswith(f".{word}"):
             yield f"{alias.old} is another spelling of {alias.new}"

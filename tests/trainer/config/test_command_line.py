@@ -250,6 +250,9 @@ def test_interpolations_on_the_command_line_refer_to_the_configuration(command_l
         (["~critic"], "1. ~critic: a section cannot be deleted"),
         (["~data=legacy_data"], "1. ~data=legacy_data: a section cannot be deleted"),
         (["trainer.total_epochs", "=", "3"], "3 problems in the configuration"),
+        (["--algorithm.adv_estimator", "grpo"], "without dashes.\n     remedy: algorithm.adv_estimator=grpo"),
+        (["--num-generations=8"], "num_generations of TRL: set actor_rollout_ref.rollout.n=8"),
+        (["--lambd", "0.9", "--packing_samples"], "lambd of OpenRLHF: set algorithm.lam=0.9"),
     ],
 )
 def test_what_hydra_cannot_read_is_named(

@@ -30,9 +30,10 @@ from verl.config import BaseConfig, Problem
 from verl.config.problems import report
 from verl.errors import CheckpointError, ConfigError, DataError, ResourceError, RewardError
 from verl.supervision.interruption import interruptible
-from verl.trainer.config.keys import iter_keys
+from verl.trainer.config.keys import iter_keys, leaves
 from verl.trainer.config.named_keys import keys_named
 from verl.trainer.config.omegaconf_private import use_faster_parsers, yaml_loader
+from verl.trainer.config.other_libraries import other_name, remedy_for
 from verl.trainer.config.translate import Translator
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
@@ -42,6 +43,8 @@ PLAIN_ERRORS = (ConfigError, DataError, ResourceError, CheckpointError, RewardEr
 
 CONFIG_DIR = Path(__file__).parent
 FULL_ERROR = "HYDRA_FULL_ERROR"
+MOST_GUESSES = 4
+"""Keys that a message names where a word may mean several."""
 
 _FOLDER_FLAGS = ("--config-path", "-cp", "--config-dir", "-cd")
 _VALUE_FLAGS = (
@@ -120,6 +123,26 @@ def flag_problems(flags: Sequence[Sequence[str]]) -> list[Problem]:
         elif name in _VALUE_FLAGS and not value and name not in ("--info", "-i"):
             problems.append(Problem("", name, "its value is missing", remedy=f"write {name} VALUE"))
     return problems
+
+
+def setting_flags(arguments: Sequence[str], root: type[BaseConfig]) -> tuple[list[Problem], list[str]]:
+    """Return the problems of flags that are settings, of verl, TRL or OpenRLHF, and the words that are their values."""
+    known, problems, values = leaves(root), [], []
+    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
+        name, is_assigned, value = argument.partition("=")
+        key = name[2:].replace("-", "_")
+        own = [path for path in known if f".{path}".endswith(f".{key}")]
+        if not name.startswith("--") or not (own or other_name(name)):
+            continue
+        if not is_assigned and not following.startswith("-") and "=" not in following:
+            values.append(following)
+            value, is_assigned = following, "="
+        typed = yaml.load(value, Loader=yaml_loader()) if is_assigned else True
+        wrong = "settings are written KEY=VALUE, without dashes"
+        written = value if is_assigned else "true"
+        remedy = remedy_for(name, typed, known) or " or ".join(f"{path}={written}" for path in own[:MOST_GUESSES])
+        problems.append(Problem("", f"{name} {value}".strip(), wrong, remedy=remedy))
+    return problems, values
 
 
 def override_problems(overrides: Sequence[str], root: type[BaseConfig]) -> list[Problem]:
@@ -344,7 +367,9 @@ def command(
         prepare_hydra()
         flags, overrides = _parted(sys.argv[1:])  # as written: with flags in front, one would take an override's place
         flags_and_overrides = force_overrides(sys.argv[1:])
-        if problems := [*flag_problems(flags), *override_problems(overrides, root)]:
+        settings, values = setting_flags(sys.argv[1:], root)
+        checked = override_problems([override for override in overrides if override not in values], root)
+        if problems := [*flag_problems(flags), *settings, *checked]:
             _end_plainly(ConfigError(report(problems)), [])
         if not any(override.startswith("hydra.job.name=") for override in overrides):
             flags_and_overrides.append(f"hydra.job.name={Path(inspect.getfile(inspect.unwrap(run))).stem}")

@@ -69,15 +69,16 @@ class OtherName:
 
     def describe(self, known: Collection[str] | None = None) -> str:
         """Say what to set here, in one line; ``known`` are the keys of the command, None names all alternatives."""
-        if self.values is not None and not self.keys:
-            every = {key for ours in self.values.values() for key in ours}
-            keys = [key for key in map(_first, sorted(every)) if known is None or key in known]
-            pairs = "; ".join(f"{_word(theirs)}: {_pairs(ours)}" for theirs, ours in self.values.items())
-            text = pairs if keys else ""
+        if self.values is not None:
+            text = "; ".join(self.values_in_words()) if known is None or self.settable(known) else ""
         else:
             keys = list(self.keys) if known is None else self.keys_of(known)
             text = " and ".join(key.replace(" ", " or ") for key in keys)
         return " ".join(part for part in (text, f"({self.note})" if text and self.note else self.note) if part)
+
+    def values_in_words(self) -> list[str]:
+        """Say for each value of the other library what to set here."""
+        return [f"{_word(theirs)}: {_pairs(ours)}" for theirs, ours in (self.values or {}).items()]
 
 
 def _chosen(alternatives: str, known: Collection[str]) -> str:
@@ -168,8 +169,8 @@ def _listed(names: Any) -> Any:
 
 
 _PER_DEVICE = (
-    "counts completions on one device and decides nothing but memory here: data.train_batch_size and "
-    f"{_ACTOR}.ppo_mini_batch_size count prompts over all devices"
+    "rows of one pass on one device, which decide nothing but memory here, with use_dynamic_bsz=false; "
+    f"data.train_batch_size and {_ACTOR}.ppo_mini_batch_size count prompts, or rows, over all devices"
 )
 
 TRL: tuple[OtherName, ...] = (
@@ -251,7 +252,7 @@ TRL: tuple[OtherName, ...] = (
     ),
     OtherName("fp16", note="not in this version; bf16 and fp32 are"),
     # the loss
-    OtherName("beta", (f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef"), _kl_loss, note="of GRPO, above 0"),
+    OtherName("beta", (f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef"), _kl_loss, note="0 is no penalty"),
     OtherName("num_iterations", (f"{_ACTOR}.ppo_epochs",)),
     OtherName("epsilon", (f"{_ACTOR}.clip_ratio",), note="clip_ratio_low and clip_ratio_high follow it"),
     OtherName("epsilon_high", (f"{_ACTOR}.clip_ratio_high",)),
@@ -372,6 +373,11 @@ OPENRLHF: tuple[OtherName, ...] = (
     OtherName("max_len", ("data.max_length",)),
     OtherName("max_samples", ("data.train_max_samples",)),
     OtherName("n_samples_per_prompt", (f"{_ROLLOUT}.n data.n_samples",)),
+    OtherName(
+        "train_batch_size",
+        note=f"samples of an optimizer step: set {_ACTOR}.ppo_mini_batch_size to it divided by the samples per prompt "
+        "(of supervised runs data.train_batch_size to it)",
+    ),
     OtherName("rollout_batch_size", ("data.train_batch_size",), note="both in prompts"),
     OtherName(
         "micro_train_batch_size",
@@ -455,25 +461,30 @@ def other_name(word: str) -> tuple[str, OtherName] | None:
     return None
 
 
-def in_words(word: str, known: Collection[str] | None = None) -> str:
-    """Say what a name of another library is here; empty for an unknown name.
+def lines_about(word: str) -> list[str]:
+    """Say what a name of another library is here; nothing of an unknown name.
 
-    >>> in_words("num_generations")
-    'num_generations of TRL is actor_rollout_ref.rollout.n here'
+    >>> lines_about("num_generations")
+    ['num_generations of TRL is actor_rollout_ref.rollout.n here']
+    >>> lines_about("kl_target")
+    ['kl_target of OpenRLHF is algorithm.kl_ctrl.target_kl here (with algorithm.kl_ctrl.type=adaptive)']
     """
     if (found := other_name(word)) is None:
-        return ""
+        return []
     library, entry = found
-    text = entry.describe(known) or entry.describe()
-    verb = "is" if entry.keys else "becomes" if entry.values is not None else "has no key here:"
-    return f"{entry.name} of {library} {verb} {text}" + (" here" if verb == "is" and not entry.note else "")
+    what, note = f"{entry.name} of {library}", f" ({entry.note})" if entry.note else ""
+    if entry.keys:
+        return [f"{what} is {' and '.join(key.replace(' ', ' or ') for key in entry.keys)} here{note}"]
+    if entry.values is None:
+        return [f"{what} has no key here: {entry.note}"]
+    return [f"{what} becomes, by its value{note}", *(f"  {value}" for value in entry.values_in_words())]
 
 
 def remedy_for(word: str, value: Any, known: Collection[str]) -> str:
     """Say what to set in place of a name of another library with its value; empty for an unknown name.
 
-    >>> remedy_for("beta", 0.04, {"actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.kl_loss_coef"})
-    'beta of TRL: set actor_rollout_ref.actor.use_kl_loss=true, actor_rollout_ref.actor.kl_loss_coef=0.04'
+    >>> remedy_for("lambd", 0.95, {"algorithm.lam"})
+    'lambd of OpenRLHF: set algorithm.lam=0.95'
     """
     if (found := other_name(word)) is None:
         return ""
@@ -481,5 +492,6 @@ def remedy_for(word: str, value: Any, known: Collection[str]) -> str:
     try:
         ours = entry.settings(value, known, library)
     except ConfigError:
-        return in_words(word, known)
-    return f"{entry.name} of {library}: {f'set {_pairs(ours)}' if ours else 'leave it out'}"
+        return f"{entry.name} of {library}: {entry.describe(known) or entry.describe()}"
+    note = f" ({entry.note})" if entry.note else ""
+    return f"{entry.name} of {library}: {f'set {_pairs(ours)}' if ours else 'leave it out'}{note}"
