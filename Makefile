@@ -27,7 +27,7 @@ KITS := $(KITS_VENV)/.ready
 # Two files of tests at a time: many tests wait for processes more than they compute.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-.PHONY: help algorithm-study bench bench-agents bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-megatron quickstart-ppo quickstart-study test test-failed test-slow test-agent-kits test-vllm test-vllm-slow test-sglang test-sglang-slow test-verifiers test-wheel proofs lint docs docs-serve config clean
+.PHONY: help algorithm-study bench bench-agents bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-megatron quickstart-ppo quickstart-study test test-failed test-search test-slow test-agent-kits test-vllm test-vllm-slow test-sglang test-sglang-slow test-verifiers test-wheel proofs lint docs docs-serve config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -91,6 +91,9 @@ test: $(DEV) ## the tests
 
 test-failed: $(DEV) ## those that failed in the last run, one after the other
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --verbosity 1
+
+test-search: $(DEV) ## property tests with examples that no run has tried yet; VERL_TEST_SEED=N repeats a search
+	seed=$${VERL_TEST_SEED:-$$(date +%s)}; echo "VERL_TEST_SEED=$$seed"; VERL_TEST_SEED=$$seed $(BIN)/python -m pytest $(PARALLEL) -m 'hypothesis and not slow' --hypothesis-seed=$$seed
 
 test-slow: $(DEV) ## the long proofs
 	$(BIN)/python -m pytest -m slow

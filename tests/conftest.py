@@ -15,6 +15,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import logging
+import random
 import signal
 import sys
 from collections import Counter
@@ -31,12 +32,19 @@ sys.dont_write_bytecode = False
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+SEARCHES = "VERL_TEST_SEED" in os.environ
+"""``make test-search``: random tests draw from the seed of this variable; else they draw the same in every run."""
+SEED = int(os.environ.get("VERL_TEST_SEED", "0"))
+
 with suppress(ModuleNotFoundError):  # the environments of engines lack it
     from hypothesis import HealthCheck, settings
 
     # Other tests run beside these, so the time of one example says nothing.
-    settings.register_profile("beside others", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.load_profile("beside others")
+    settings.register_profile(
+        "verl", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=not SEARCHES
+    )
+    settings.load_profile("verl")
+
 
 LONGEST = (
     "tests/trainer/test_recovery.py",
@@ -97,6 +105,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def own_logging_level() -> None:
     """A run in this process sets the level of verl's loggers, be it a test's or that of a fixture of many tests."""
     logging.getLogger("verl").setLevel(logging.NOTSET)
+
+
+def seed_all() -> None:
+    """Seed the generators that a test may draw from without a seed of its own."""
+    random.seed(SEED)
+    if numpy := sys.modules.get("numpy"):  # a test that draws from it has imported it
+        numpy.random.seed(SEED)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(SEED)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def seeded_fixtures_of_the_file() -> None:
+    """What fixtures of a file draw is the same in every run."""
+    seed_all()
+
+
+@pytest.fixture(autouse=True)
+def seeded(seeded_fixtures_of_the_file: None) -> None:
+    """What a test draws is the same in every run, alone or after others."""
+    seed_all()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -31,35 +31,38 @@ def server(serve, folder):
     return serve(folder)
 
 
-SHOWN = """canvas => {
-    const {width, height} = canvas;
-    const pixels = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+CHART = "figure[data-metric='critic/score/mean']"
+COLOURS_OF_CHART = f"""() => {{
+    const canvas = document.querySelector("{CHART} canvas");
+    if (!canvas?.width) return [];
+    const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
     const colours = new Set();
-    for (let i = 0; i < pixels.length; i += 4) {
-        if (pixels[i + 3] > 200) colours.add(`${pixels[i]},${pixels[i + 1]},${pixels[i + 2]}`);
-    }
+    for (let i = 0; i < pixels.length; i += 4) {{
+        if (pixels[i + 3] > 200) colours.add(`${{pixels[i]}},${{pixels[i + 1]}},${{pixels[i + 2]}}`);
+    }}
     return [...colours];
-}"""
+}}"""
+"""The opaque colours of the chart; none before it is drawn."""
 BLUE, ORANGE = "0,114,178", "213,94,0"
 
 
 def test_curves_of_two_runs_are_drawn_and_smoothed(server, open_view):
     page = open_view(server).page
     page.locator("#runs li").nth(1).locator("input").check()
-    canvas = page.locator("figure[data-metric='critic/score/mean'] canvas")
-    canvas.wait_for()
-    page.wait_for_function(f"() => ({SHOWN})(document.querySelector('canvas')).includes('{ORANGE}')")
-    assert {BLUE, ORANGE} <= set(canvas.evaluate(SHOWN))
-    label = "figure[data-metric='critic/score/mean'] .uplot"
-    assert "45 points" in page.locator(label).get_attribute("aria-label")
-    before = canvas.evaluate("canvas => canvas.toDataURL()")
+    both = f"(colours) => colours.every((one) => ({COLOURS_OF_CHART})().includes(one))"
+    page.wait_for_function(both, arg=[BLUE, ORANGE])
+    assert "45 points" in page.locator(f"{CHART} .uplot").get_attribute("aria-label")
+    before = page.locator(f"{CHART} canvas").evaluate("canvas => canvas.toDataURL()")
     page.locator("input[type=range]").fill("0.9")
     page.wait_for_function(
-        "before => { const now = document.querySelector('canvas'); return now && now.toDataURL() !== before; }",
+        f"""before => {{
+            const now = document.querySelector("{CHART} canvas");
+            return now && ({COLOURS_OF_CHART})().length > 0 && now.toDataURL() !== before;
+        }}""",
         arg=before,
     )
     page.fill("#search", "entropy")
-    assert page.locator("figure.chart").count() == 1
+    page.locator("figure.chart:only-child").wait_for()
     assert "data.seed" in page.locator("section", has_text="Settings that differ").inner_text()
 
 
