@@ -13,6 +13,7 @@ from verl.errors import CheckpointError
 from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
+from verl.view.discovery import find_runs
 from verl.view.ranks import RanksFile, lanes_of, waits_of
 from verl.view.timeline import spans_of
 
@@ -92,12 +93,13 @@ def assert_ranks_are_recorded(log: Path, ranks: list[str], stage_of: dict[str, s
             assert 0 < sum(waits_of(lane["calls"], step["spans"]).values()) < seconds
 
 
-def test_grpo_learns_from_a_reward_that_it_can_earn(train, tmp_path):
+def test_grpo_learns_from_a_reward_that_it_can_earn(train, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     steps = train(
         trainer__total_training_steps=12,
         trainer__test_freq=12,
         trainer__val_before_train="true",
-        trainer__rollout_data_dir=tmp_path / "rollouts",
+        trainer__rollout_data_dir="rollouts",
         actor_rollout_ref__actor__optim__lr=1e-2,
         actor_rollout_ref__rollout__n=8,
     )
@@ -112,6 +114,10 @@ def test_grpo_learns_from_a_reward_that_it_can_earn(train, tmp_path):
     assert len(records) == 4 * 8
     assert {"input", "output", "gts", "score", "step"} <= records[0].keys()
     assert sum(r["score"] for r in records) / 32 == pytest.approx(steps[3]["critic/score/mean"])
+    monkeypatch.chdir("/")  # the view starts anywhere
+    (run,) = find_runs([tmp_path]).runs
+    assert {record["run"] for record in records} == run.writers
+    assert [one.path for one in run.named] == [tmp_path.resolve() / "rollouts"]
 
 
 @pytest.mark.parametrize(

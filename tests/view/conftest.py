@@ -93,7 +93,10 @@ class Tab:
     complaints: list[str]
 
     def show(self, view: str) -> None:
+        """Go to a view by its address, and wait until it is shown."""
         self.page.goto(f"{self.server.address}/#{view}")
+        self.page.locator(f"#tabs a[data-view={view.partition('?')[0]}][aria-current=page]").wait_for()
+        self.page.locator("main[aria-busy=false]").wait_for()
 
 
 @pytest.fixture

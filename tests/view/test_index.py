@@ -10,20 +10,23 @@ import shutil
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow.feather
 import pytest
 
 from verl.testing.made_up_run import make_up_run, write_numbers, write_samples
 from verl.trainer.health import RULES
 from verl.utils.run_log import clock
-from verl.view.curves import CHUNK, extremes, thinned
-from verl.view.discovery import find_runs
+from verl.view.curves import CHUNK, Curve, extremes, thinned
 from verl.view.index import VERSION, Index, place_of_index
+from verl.view.report import write_report
 from verl.view.runs import ALERT_TITLES, Library, marks_of, state_of
-from verl.view.samples import SampleFilter, find_samples, one_sample
+from verl.view.samples import SampleFilter, find_samples, one_sample, place_of_sample
 from verl.view.timeline import chrome_trace, spans_of
+from verl.view.tokens import tokens_of
 
 
 def library(folder: Path) -> Library:
@@ -43,9 +46,9 @@ def write_lines(path: Path, steps: range, mode: str = "a") -> None:
 
 def series(made: Library, name: str) -> tuple[list, list]:
     (run,) = made.runs.values()
-    steps, times, values = run.metrics.series(made.index, [name])[name]
-    assert times.tolist() == [1000.0 + step for step in steps.tolist()]
-    return steps.tolist(), values.tolist()
+    curve = run.metrics.series(made.index, [name])[name]
+    assert curve.times.tolist() == [1000.0 + step for step in curve.steps.tolist()]
+    return curve.steps.tolist(), curve.values.tolist()
 
 
 def test_curves_come_whole_from_index_and_tail_after_every_change(tmp_path):
@@ -205,19 +208,161 @@ def test_an_index_of_another_version_is_made_anew_and_one_elsewhere_if_need_be(t
     assert place_of_index([tmp_path]).parent == tmp_path / "cache/verl/view"
 
 
+def samples_by_run(*folders: Path) -> dict[str, set[tuple]]:
+    """Name of each run: folder and step of its samples, and their kind."""
+    made = Library(list(folders), Index(folders[0] / ".verl_view/index.sqlite"))
+    made.find()
+    made.refresh_samples()
+    with made.index.reading() as database:
+        rows = list(
+            database.execute("SELECT DISTINCT sample.run, path, sample.kind FROM dump JOIN sample ON dump.id = dump")
+        )
+    names = {run.files.id: run.files.name for run in made.runs.values()} | {"": "nobody"}
+    found: dict[str, set[tuple]] = {}
+    for run, path, kind in rows:
+        found.setdefault(names[run], set()).add((Path(path).parent, int(Path(path).stem), kind))
+    return found
+
+
+def write_log(path: Path, **start: Any) -> None:
+    write_lines(path, range(1, 3), "w")
+    path.with_suffix(".run.jsonl").write_text(json.dumps({"event": "start", **start}) + "\n")
+
+
+def settings(**folders: str | None) -> dict[str, Any]:
+    return {"trainer": {"rollout_data_dir": None, "validation_data_dir": None} | folders}
+
+
+def write_dump(folder: Path, steps: range, run: str | None = None) -> None:
+    for step in steps:
+        write_samples(folder, step, 1, 1, random.Random(step), run=run)
+
+
 def test_runs_are_found_with_their_samples(tmp_path):
     make_up_run(tmp_path / "a", steps=1, validation_every=1)
     make_up_run(tmp_path / "b", steps=1)
-    moved = tmp_path / "elsewhere"
-    (tmp_path / "b/rollouts").rename(moved)
-    start = {"event": "start", "config": {"trainer": {"rollout_data_dir": str(moved)}}}
-    (tmp_path / "b/metrics.run.jsonl").write_text(json.dumps(start) + "\n")
     (tmp_path / "global_step_1").mkdir()
     (tmp_path / "global_step_1/metrics.jsonl").write_text('{"step": 1, "data": {}}\n')
     (tmp_path / "notes.jsonl").write_text('{"a": 1}\n')
-    found = {run.name: {folder.path: folder.kind for folder in run.dumps} for run in find_runs([tmp_path])}
-    a = tmp_path / "a"
-    assert found == {"a": {a / "rollouts": "train", a / "validation": "validation"}, "b": {moved: "train"}}
+    a, b = tmp_path / "a", tmp_path / "b"
+    expected = {
+        "a": {(a / "rollouts", 1, "train"), (a / "validation", 1, "validation")},
+        "b": {(b / "rollouts", 1, "train")},
+    }
+    assert samples_by_run(tmp_path) == expected
+    (b / "rollouts").rename(tmp_path / "elsewhere")
+    assert samples_by_run(tmp_path)["b"] == {(tmp_path / "elsewhere", 1, "train")}, "by the id in its lines"
+
+
+@pytest.mark.parametrize("run", [None, "id"])
+def test_relative_folders_begin_where_each_run_was_started_and_are_found_outside_of_the_view(
+    tmp_path, monkeypatch, run
+):
+    """Seven runs of one command, each in its folder; the view starts elsewhere and is shown the metrics alone."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "work")
+    for name in "abcdefg":
+        cwd = tmp_path / ("link" if name == "g" else "work") / name
+        own = run and f"{run}-{name}"
+        config = settings(rollout_data_dir="out/rollouts", validation_data_dir="out/held_out")
+        write_log(tmp_path / f"logs/{name}.jsonl", run=own, cwd=str(cwd), config=config)
+        write_dump(tmp_path / "work" / name / "out/rollouts", range(1, 3), own)
+        write_dump(tmp_path / "work" / name / "out/held_out", range(2, 3), own)
+    assert samples_by_run(tmp_path / "logs") == {
+        name: {
+            (tmp_path / "work" / name / "out/rollouts", 1, "train"),
+            (tmp_path / "work" / name / "out/rollouts", 2, "train"),
+            (tmp_path / "work" / name / "out/held_out", 2, "validation"),
+        }
+        for name in "abcdefg"
+    }
+
+
+def test_of_one_folder_each_run_has_the_files_that_it_wrote(tmp_path):
+    for name in ("first", "second"):
+        write_log(tmp_path / f"{name}.jsonl", run=name, cwd=str(tmp_path), config=settings(rollout_data_dir="out"))
+    write_dump(tmp_path / "out", range(1, 4), "first")
+    write_dump(tmp_path / "out", range(1, 3), "second")  # it was shorter
+    write_dump(tmp_path / "out", range(7, 8), "another")
+    out = tmp_path / "out"
+    expected = {"first": {(out, 3, "train")}, "second": {(out, 1, "train"), (out, 2, "train")}}
+    assert samples_by_run(tmp_path) == expected | {"nobody": {(out, 7, "")}}
+    write_log(tmp_path / "third.jsonl", run="another", cwd="/nowhere", config=settings())
+    assert samples_by_run(tmp_path) == expected | {"third": {(out, 7, "train")}}, "its metrics came later"
+
+
+def test_files_of_another_run_beside_samples_are_not_theirs(tmp_path):
+    make_up_run(tmp_path / "one", steps=2, tokens_every=1)
+    rollouts = tmp_path / "one/rollouts"
+    made = library(tmp_path)
+    (run,) = made.runs
+    for step in (1, 2):
+        writer = ("another", "one")[step - 1]
+        columns = json.loads((rollouts / f"{step}.numbers.json").read_text())
+        (rollouts / f"{step}.numbers.json").write_text(json.dumps(columns | {"run": writer}))
+        table = pyarrow.feather.read_table(rollouts / f"{step}.arrow", memory_map=False)
+        table = table.replace_schema_metadata({**table.schema.metadata, b"run": writer.encode()})
+        pyarrow.feather.write_feather(table, str(rollouts / f"{step}.arrow"), compression="uncompressed")
+    made.refresh_samples()
+    rows = find_samples(made.index, SampleFilter(run, limit=500))["rows"]
+    assert {row["step"] for row in rows if row.get("gap") is not None} == {2}
+    by_step = {row["step"]: row["id"] for row in rows}
+    assert tokens_of(place_of_sample(made.index, by_step[1])) is None
+    assert tokens_of(place_of_sample(made.index, by_step[2])) is not None
+
+
+def test_older_records_name_neither_run_nor_folder(tmp_path):
+    for name in ("a", "b"):
+        folder = tmp_path / name
+        (folder / "logs").mkdir(parents=True)
+        write_log(folder / "logs/metrics.jsonl", config=settings(rollout_data_dir="out"))
+        write_dump(folder / "out", range(1, 2))
+    write_dump(tmp_path / "c/out", range(1, 2))  # of no run with a record: both are as near, so it is nobody's
+    (tmp_path / "c/logs").mkdir()
+    write_log(tmp_path / "c/logs/metrics.jsonl", config=settings())  # this one says that it wrote none
+    expected = {f"{name}/logs": {(tmp_path / name / "out", 1, "train")} for name in ("a", "b")}
+    assert samples_by_run(tmp_path) == expected | {"nobody": {(tmp_path / "c/out", 1, "")}}
+    (tmp_path / "c/logs/metrics.run.jsonl").unlink()
+    assert samples_by_run(tmp_path) == expected | {"c/logs": {(tmp_path / "c/out", 1, "train")}}
+
+
+def test_a_copy_of_a_run_has_its_own_samples(tmp_path):
+    make_up_run(tmp_path / "here/run", steps=1)
+    shutil.copytree(tmp_path / "here/run", tmp_path / "copy/run")
+    assert samples_by_run(tmp_path) == {
+        name: {(tmp_path / name / "rollouts", 1, "train")} for name in ("here/run", "copy/run")
+    }
+
+
+def test_a_run_without_samples_says_why(tmp_path):
+    write_log(tmp_path / "none.jsonl", config=settings())
+    write_log(tmp_path / "gone.jsonl", cwd="/nowhere", config=settings(validation_data_dir="held_out"))
+    (tmp_path / "out").mkdir()
+    write_log(tmp_path / "empty.jsonl", cwd=str(tmp_path), config=settings(rollout_data_dir="out"))
+    write_lines(tmp_path / "bare.jsonl", range(1, 3), "w")
+    why = {run["name"]: run["no_samples"] for run in library(tmp_path).summaries().values()}
+    assert why["none"] == "It wrote none: trainer.rollout_data_dir and trainer.validation_data_dir were not set."
+    assert why["gone"].startswith("trainer.validation_data_dir=/nowhere/held_out is not here, or not written yet.")
+    assert why["empty"].startswith(f"trainer.rollout_data_dir={tmp_path / 'out'} has no samples of it:")
+    assert why["bare"].endswith("there is no bare.run.jsonl beside its metrics that says where it wrote them.")
+    write_report(tmp_path / "gone.jsonl", tmp_path / "report.html")
+    assert "trainer.validation_data_dir=/nowhere/held_out is not here" in (tmp_path / "report.html").read_text()
+
+
+def test_colours_stay_when_runs_come_and_go(tmp_path):
+    def places() -> dict[str, int]:
+        return {run["name"]: run["place"] for run in library(tmp_path).summaries().values()}
+
+    for name, began in (("b", 1), ("c", 2)):
+        write_log(tmp_path / f"{name}.jsonl", time=began)
+    assert places() == {"b": 0, "c": 1}
+    write_log(tmp_path / "a.jsonl", time=0)
+    assert places() == {"a": 2, "b": 0, "c": 1}
+    (tmp_path / "b.jsonl").unlink()
+    (tmp_path / "b.run.jsonl").unlink()
+    write_log(tmp_path / "d.jsonl", time=3)
+    assert places() == {"a": 2, "c": 1, "d": 3}
 
 
 @pytest.mark.parametrize(
@@ -258,8 +403,8 @@ def test_a_long_curve_keeps_its_peaks():
     assert {0, 1234, 7777, 9999} <= set(rows.tolist())
     assert extremes(values, 0).tolist() == [0, 1234, 7777, 9999]  # of very many curves each keeps that much
     assert extremes(np.array([np.nan, np.inf, 1.0, -np.inf, 2.0, 3.0, np.nan]), 2).tolist() == [0, 2, 5, 6]
-    thin = thinned((np.arange(3.0), np.array([np.nan, 1, 2]), np.array([1.0, np.inf, 2])), 10)
-    assert thin == {"steps": [0.0, 1.0, 2.0], "times": [None, 1.0, 2.0], "values": [1.0, None, 2.0]}
+    thin = thinned(Curve(np.arange(3.0), np.array([np.nan, 1, 2]), np.array([1.0, np.inf, 2])), 10)
+    assert thin == {"steps": [0.0, 1.0, 2.0], "times": [None, 1.0, 2.0], "values": [1.0, None, 2.0], "runs": 1}
 
 
 def test_stages_within_stages_are_deeper_and_a_trace_has_microseconds():

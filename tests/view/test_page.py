@@ -61,9 +61,61 @@ def test_curves_of_two_runs_are_drawn_and_smoothed(server, open_view):
         }}""",
         arg=before,
     )
+    # Reward, length, entropy, gradient, loss and time come first, and the legend has their last values.
+    shown = page.locator(".group").first.locator("figure").evaluate_all("all => all.map((one) => one.dataset.metric)")
+    assert shown == [
+        "critic/score/mean", "response_length/mean", "response_length/clip_ratio", "actor/entropy", "actor/grad_norm",
+        "actor/pg_loss", "timing_s/step",
+    ]  # fmt: skip
+    legend = page.locator("figure[data-metric='timing_s/step'] .u-legend")
+    legend.locator(".u-series").nth(2).wait_for()
+    assert legend.locator(".u-value").all_inner_texts() == ["last", "10", "10"]
     page.fill("#search", "entropy")
     page.locator("figure.chart:only-child").wait_for()
-    assert "data.seed" in page.locator("section", has_text="Settings that differ").inner_text()
+
+
+def test_what_is_chosen_is_in_the_address_and_back_goes_back(serve, open_view, tmp_path):
+    for number in range(3):
+        make_up_run(tmp_path / f"run-seed{number}", steps=5, seed=number, prompts=1, siblings=2)
+    tab = open_view(serve(tmp_path))
+    page = tab.page
+    page.get_by_role("button", name="all", exact=True).click()
+    page.locator(f"{CHART} .u-series").nth(3).wait_for()
+    looks = """all => Object.fromEntries(all.map((one) =>
+        [one.querySelector(".name").textContent, one.querySelector(".line").style.background]))"""
+    colours = page.locator("#runs li").evaluate_all(looks)
+    page.get_by_label("pin actor/pg_loss").click()
+    page.locator(".group", has_text="Pinned").locator("figure[data-metric='actor/pg_loss']").wait_for()
+    page.get_by_text("mean over seeds").click()
+    page.locator(f"{CHART} .u-label", has_text="run, mean of 3").wait_for()
+    page.locator("section", has_text="Runs by settings").get_by_role("row", name="run, mean of 3").wait_for()
+    make_up_run(tmp_path / "another", steps=2)
+    page.locator("#runs li").nth(3).wait_for()
+    page.reload()  # a copy of the address in another tab
+    page.locator(f"{CHART} .u-label", has_text="run, mean of 3").wait_for()
+    assert page.locator("figure.chart").first.get_attribute("data-metric") == "actor/pg_loss"
+    assert page.locator("#runs input:checked").count() == 3
+    assert colours.items() <= page.locator("#runs li").evaluate_all(looks).items()
+
+    page.get_by_role("link", name="Samples").click()
+    page.locator("tr[data-sample]").nth(3).locator("button").click()
+    page.locator(".one h2").wait_for()
+    opened = page.url
+    page.go_back()
+    page.locator("tr[data-sample]").first.wait_for()
+    page.locator(".one h2").wait_for(state="detached")
+    page.go_forward()
+    page.locator(".one h2").wait_for()
+    assert page.url == opened
+    page.go_back()
+    page.locator(".one h2").wait_for(state="detached")
+    page.go_back()
+    page.locator(f"{CHART} .u-label", has_text="run, mean of 3").wait_for()
+    assert page.locator("input[name=averages]").is_checked()
+    page.keyboard.press("2")
+    page.locator("tr[data-sample]").first.wait_for()
+    page.get_by_role("link", name="Runs").click()  # as it was left
+    page.locator(f"{CHART} .u-label", has_text="run, mean of 3").wait_for()
 
 
 def test_forty_runs_have_forty_lines(serve, open_view, tmp_path):
@@ -104,12 +156,12 @@ def test_all_runs_are_chosen_by_one_click_and_asked_for_by_one_question(server, 
     page.get_by_role("button", name="all", exact=True).click()
     page.locator("[aria-label*='critic/score/mean'][aria-label*='45 points'][aria-label*='30 points']").wait_for()
     assert sum("/api/details" in url for url in asked) == 1
-    assert [url.count("run=") for url in asked if "name=critic%2Fscore%2Fmean" in url] == [2]
+    assert [url.count("run=") for url in asked if "series?" in url and "name=critic%2Fscore%2Fmean" in url] == [2]
     page.get_by_role("button", name="none", exact=True).click()
     page.locator("main").get_by_text("No run is chosen").wait_for()
-    for view in ("samples", "time", "health", "runs"):
-        tab.show(view)
-        page.reload()  # no choice is remembered as any other
+    for view in ("Samples", "Time", "Health", "Runs"):
+        page.get_by_role("link", name=view).click()
+        page.reload()  # that none is chosen is in the address too
         page.locator("main").get_by_text("No run is chosen").wait_for()
     page.get_by_label("Find a run").fill("SECOND")
     page.get_by_role("button", name="all", exact=True).click()
@@ -125,9 +177,11 @@ def test_legends_say_what_differs_and_a_click_on_runs_stays_at_the_top(serve, op
     labels = page.locator("figure[data-metric='critic/score/mean'] .u-series .u-label")
     page.locator("[aria-label*='critic/score/mean'][aria-label*=';']").wait_for()
     assert sorted(labels.all_inner_texts()) == ["step", "…lr10e-6", "…lr1e-6"]
+    page.get_by_role("link", name="Samples").click()
+    page.locator("tr[data-sample]").first.wait_for()
     page.get_by_role("link", name="Runs").click()
-    page.wait_for_timeout(100)  # the browser would scroll to what is called like the address
-    assert page.evaluate("() => scrollY") == 0
+    page.locator(f"{CHART} .uplot").wait_for()
+    assert page.evaluate("() => scrollY") == 0  # the browser would scroll to what is called like the address
 
 
 def test_a_run_that_comes_into_an_empty_folder_is_shown_with_how_its_starts_ended(serve, open_view, tmp_path):
@@ -146,7 +200,13 @@ def test_a_run_that_comes_into_an_empty_folder_is_shown_with_how_its_starts_ende
 def test_a_sample_that_is_opened_by_keys_says_why_its_trajectory_ended(serve, open_view, tmp_path):
     make_up_run(tmp_path / "run", steps=1, prompts=1, siblings=1)
     file = tmp_path / "run/rollouts/1.jsonl"
-    trajectory = {"status": "timeout", "message": "it took longer than 9 s", "conversation": []}
+    conversation = [
+        {"role": "user", "content": "make 16"},
+        {"role": "assistant", "content": "7 + 12", "began": 100.0, "seconds": 2.0},
+        {"role": "tool", "name": "sum", "content": "19", "began": 102.0, "seconds": 1.0},
+        {"role": "assistant", "content": "then", "began": 104.0, "seconds": 4.0, "environment_seconds": 2.0},
+    ]
+    trajectory = {"status": "timeout", "message": "it took longer than 9 s", "conversation": conversation}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"trajectory": trajectory}) + "\n")
     page = open_view(serve(tmp_path)).page
     page.locator("figure canvas").first.wait_for()
@@ -155,6 +215,15 @@ def test_a_sample_that_is_opened_by_keys_says_why_its_trajectory_ended(serve, op
     page.keyboard.press("Enter")
     page.locator(".one h2", has_text="timeout").wait_for()
     assert page.locator(".one .why").inner_text() == "it took longer than 9 s"
+    assert page.locator(".one pre.truth").inner_text() == '{"target":16}'
+    assert page.locator(".one pre").all_inner_texts()[1:] == ["make 16", "7 + 12", "19", "then"]  # the prompt once
+    turns = page.get_by_role("list", name="Turns, 10 s in all").get_by_role("listitem")
+    assert [turn.get_attribute("aria-label") for turn in turns.all()] == [
+        "assistant: 2 s after 0 s", "tool sum: 1 s after 2 s", "assistant: 4 s after 4 s",
+        "environment: 2 s after 8 s",
+    ]  # fmt: skip
+    bars = turns.locator(".span").evaluate_all("all => all.map((one) => [one.style.left, one.style.width])")
+    assert bars == [["0%", "20%"], ["20%", "10%"], ["40%", "40%"], ["80%", "20%"]]
 
 
 def test_the_first_link_leads_to_the_content_and_keys_of_views_work_among_tokens(server, open_view):
@@ -265,7 +334,8 @@ def test_an_image_is_one_word_among_the_tokens(serve, open_view, tmp_path):
     tokens = page.locator(".tokens .token")
     tokens.first.wait_for()
     assert tokens.all_inner_texts() == ["see:", "<image: 64 tokens>", "so", "<|image_pad|>"]
-    assert "look <image: 1024 tokens>" in page.locator("pre.prompt").inner_text()
+    page.get_by_text("All that is recorded").click()
+    assert "look <image: 1024 tokens>" in page.locator(".one dl").first.inner_text()
     assert "<image>a picture" in page.locator(".conversation").inner_text()
     tokens.nth(1).hover()
     about = page.locator(".about-token").inner_text()
@@ -384,7 +454,11 @@ def test_nothing_is_wider_than_the_window_and_everything_has_a_name(server, open
     page = tab.page
     for view in ("runs", "samples", "time", "health"):
         tab.show(view)
-        page.locator("main :is(figure, .samples, .timeline, .alert, .empty)").first.wait_for()
+        page.locator("main :is(figure, tbody tr, .timeline, .alert, .empty)").first.wait_for()
+        if view == "samples":  # prompts and responses can be read without a turn to the side
+            assert page.evaluate("""() => [...document.querySelectorAll(".samples")].every((one) =>
+                one.scrollWidth <= one.clientWidth &&
+                [...one.querySelectorAll("td.preview")].every((cell) => cell.clientWidth > 150))""")
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
         nameless = """() => [...document.querySelectorAll("button, input, select, a")]
             .filter(one => one.checkVisibility() &&

@@ -131,13 +131,15 @@ def test_a_recovered_run_says_where_it_went_on_and_a_conversation_is_folded(tmp_
     assert ": done, recovered, step 1</h1>" in page
     assert "resumed after step</th><td>7</td>" in page
     assert " tokens, timeout, truth " in page
-    assert "<p>9 s &lt; 10 s</p><details>" in page
-    both = re.search(r"<summary>All 4 messages</summary>(.*?)</details>(.*?)</article>", page, re.DOTALL)
+    assert "<p>9 s &lt; 10 s</p><p><strong>user</strong></p><pre>2*21?</pre><details>" in page
+    both = re.search(r"<summary>2 messages between</summary>(.*?)</details>(.*?)</article>", page, re.DOTALL)
     assert both is not None
     folded, last = both.groups()
-    who = ["user", "assistant", "tool, double, tool_timeout", "assistant"]
+    who = ["assistant", "tool, double, tool_timeout"]
     assert re.findall(r"<strong>(.*?)</strong>", folded) == who
     assert "<pre>→ double({&quot;n&quot;: 21})\n&quot;odd&quot;</pre>" in page
+    assert "make 16 from" not in page, "the prompt is the conversation's, once"
+    assert page.count("2*21?") == 2  # among the best, and among the worst
     assert last == "<p><strong>assistant</strong></p><pre>It is 42.</pre>"
 
 

@@ -32,17 +32,17 @@ def make_up_run(
             line = metrics_line(step, metrics, draw)
             if gap_from is not None and step >= gap_from:
                 line["data"]["training/rollout_probs_diff_mean"] += 0.03
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line | {"run": folder.name}) + "\n")
     write_events(folder, steps, seed, ended)
     write_ranks(folder, steps, random.Random(seed))
     for step in range(1, steps + 1):
-        write_samples(folder / "rollouts", step, prompts, siblings, draw)
+        write_samples(folder / "rollouts", step, prompts, siblings, draw, run=folder.name)
         write_numbers(folder / "rollouts", step, prompts, siblings)
         if tokens_every and step % tokens_every == 0:
             differs = gap_from is not None and step >= gap_from
             write_tokens(folder / "rollouts", step, prompts, siblings, draw, differs)
         if validation_every and step % validation_every == 0:
-            write_samples(folder / "validation", step, prompts, 1, draw, same_prompts=True)
+            write_samples(folder / "validation", step, prompts, 1, draw, same_prompts=True, run=folder.name)
     return log
 
 
@@ -82,7 +82,7 @@ def write_events(folder: Path, steps: int, seed: int, ended: bool) -> None:
     events += [{"event": "resume", "step": steps // 2, "time": BEGAN + 5 * steps}] if steps > 1 else []
     events += [{"event": "end", "status": "done", "why": "", "time": BEGAN + 10 * steps}] if ended else []
     (folder / "metrics.run.jsonl").write_text(
-        "".join(json.dumps(event | {"run": "made-up"}) + "\n" for event in events)
+        "".join(json.dumps(event | {"run": folder.name}) + "\n" for event in events)
     )
 
 
@@ -110,8 +110,10 @@ def write_ranks(folder: Path, steps: int, draw: random.Random, ranks: int = 2) -
 
 
 def write_samples(
-    folder: Path, step: int, prompts: int, siblings: int, draw: random.Random, same_prompts: bool = False
-) -> None:
+    folder: Path, step: int, prompts: int, siblings: int, draw: random.Random, same_prompts: bool = False,
+    run: str | None = None,
+) -> None:  # fmt: skip
+    """Write the samples of a step, with the id of their run; those of older versions have none."""
     folder.mkdir(parents=True, exist_ok=True)
     records = []
     for prompt in range(prompts):
@@ -129,6 +131,7 @@ def write_samples(
                     "sample_index": sibling,
                     "data_source": ("countdown", "gsm8k")[prompt % 2],
                     "finish_reason": "length" if draw.random() < 0.2 else "stop",
+                    **({} if run is None else {"run": run}),
                 }
             )
     (folder / f"{step}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -2,7 +2,7 @@
 
 The tracker ``file`` writes ``{name}.run.jsonl`` beside ``{name}.jsonl``, one JSON object per line::
 
-    {"event": "start", "time": ..., "run": id, "config": {...}, "resumed_after": 0, "host": ..., "pid": ..., ...}
+    {"event": "start", "time": ..., "run": id, "config": {...}, "resumed_after": 0, "host": ..., "cwd": ..., ...}
     {"event": "step", "time": ..., "run": id, "step": 1, "spans": [["gen", begin, end], ...]}
     {"event": "alert", "time": ..., "run": id, "step": 7, "rule": "grad_spike", "reason": ...}
     {"event": "checkpoint", "time": ..., "run": id, "step": 100, "folder": ...}
@@ -18,6 +18,7 @@ What the ranks did is more, and read by the step, so it has a file of its own, `
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shlex
 import socket
@@ -95,12 +96,13 @@ class RunLog:
         self._ranks = ranks_log_path(metrics).open("a", encoding="utf-8")
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Record the settings (without secrets), the command, the machine and the process."""
+        """Record the settings (without secrets), the command, its working folder, the machine and the process."""
         process = psutil.Process()
         self.write(
             "start",
             config=config,
             command=shlex.join(sys.argv),
+            cwd=os.getcwd(),
             host=socket.gethostname(),
             pid=process.pid,
             process_began=process.create_time(),

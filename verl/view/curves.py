@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,27 @@ CHUNK = 1000
 """Lines of a chunk of the index."""
 FINGERPRINT_BYTES = 256
 """Bytes before the end of what was read; others there say that the file was cut or replaced."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric over steps; of several runs their mean.
+
+    Args:
+        steps: (points,).
+        times: (points,) in seconds since 1970; NaN where they are not known, and of means.
+        values: (points,).
+        low: (points,) the lowest of the runs; None of one run.
+        high: (points,) the highest of the runs.
+        runs: how many.
+    """
+
+    steps: np.ndarray
+    times: np.ndarray
+    values: np.ndarray
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+    runs: int = 1
 
 
 class MetricsFile:
@@ -76,8 +98,8 @@ class MetricsFile:
         self._fingerprint = _fingerprint(self.path, self._offset)
         return True
 
-    def series(self, index: Index, names: Sequence[str]) -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Return steps, times (seconds since 1970) and values of metrics, each without the steps that lack it."""
+    def series(self, index: Index, names: Sequence[str]) -> dict[str, Curve]:
+        """Return the curves of metrics, each without the steps that lack it."""
         parts: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {name: [] for name in names}
         with index.reading() as database:
             for name in names:
@@ -161,11 +183,11 @@ class MetricsFile:
                 database.execute(f"DELETE FROM {table} WHERE run = ?", (self.run,))
 
 
-def thinned(values: tuple[np.ndarray, np.ndarray, np.ndarray], points: int) -> dict[str, list[Any]]:
-    """Return steps, times and values for a page, at most about ``points`` of them."""
-    rows = extremes(values[2], points)
-    steps, times, numbers = (column[rows] for column in values)
-    return {"steps": _plain(steps), "times": _plain(times), "values": _plain(numbers)}
+def thinned(curve: Curve, points: int) -> dict[str, Any]:
+    """Return a curve for a page, of at most about ``points`` points."""
+    rows = extremes(curve.values, points)
+    columns = {"steps": curve.steps, "times": curve.times, "values": curve.values, "low": curve.low, "high": curve.high}
+    return {name: _plain(column[rows]) for name, column in columns.items() if column is not None} | {"runs": curve.runs}
 
 
 def extremes(numbers: np.ndarray, points: int) -> np.ndarray:
@@ -191,12 +213,12 @@ def _column(lines: list[tuple[int, float, dict[str, float]]], name: str) -> np.n
     return np.array([data.get(name, math.nan) for _, _, data in lines], dtype=float)
 
 
-def _joined(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _joined(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Curve:
     if not parts:
-        return np.empty(0), np.empty(0), np.empty(0)
-    steps, times, numbers = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    there = ~np.isnan(numbers)
-    return steps[there], times[there], numbers[there]
+        return Curve(np.empty(0), np.empty(0), np.empty(0))
+    steps, times, values = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+    there = ~np.isnan(values)
+    return Curve(steps[there], times[there], values[there])
 
 
 def _fingerprint(path: Path, offset: int) -> str:

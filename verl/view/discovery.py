@@ -20,8 +20,8 @@ PEEK_BYTES = 65_536
 
 
 @dataclass(frozen=True)
-class DumpFolder:
-    """A folder of ``{step}.jsonl`` files of samples, with ``{step}.arrow`` files of tokens beside them."""
+class NamedFolder:
+    """A folder that a run's settings name for its samples; it need not exist."""
 
     path: Path
     kind: Kind
@@ -34,7 +34,11 @@ class RunFiles:
     metrics: Path
     id: str
     name: str
-    dumps: list[DumpFolder] = field(default_factory=list)
+    writers: frozenset[str]
+    """Ids of these runs, as their lines and their samples have them under ``run``."""
+    starts: list[dict[str, Any]]
+    """Events of starts; empty without a record of the run."""
+    named: list[NamedFolder] = field(default_factory=list)
 
     @property
     def events(self) -> Path:
@@ -46,30 +50,61 @@ class RunFiles:
         """The file of the ranks' calls; it need not exist."""
         return ranks_log_path(self.metrics)
 
+    def kind_of(self, folder: Path) -> Kind:
+        """The kind of the samples of a folder: as the settings say, else by its name."""
+        kinds: list[Kind] = [one.kind for one in self.named if one.path == folder]
+        by_name: Kind = "validation" if "val" in folder.name else "train"
+        return kinds[-1] if kinds else by_name
 
-def find_runs(folders: Iterable[Path]) -> list[RunFiles]:
-    """Find the runs below folders; a file is taken as the metrics of a run itself."""
+
+@dataclass(frozen=True)
+class DumpFolder:
+    """A folder of ``{step}.jsonl`` files of samples, with ``{step}.arrow`` files of tokens beside them.
+
+    Args:
+        path: of the folder.
+        owner: id of the run that has those files which do not name their run; None if no run is known to have them.
+    """
+
+    path: Path
+    owner: str | None
+
+
+@dataclass
+class FoundFiles:
+    """Runs, and folders of samples: theirs and those that were found."""
+
+    runs: list[RunFiles]
+    dumps: list[DumpFolder]
+
+    def owner(self, folder: DumpFolder, writer: str) -> RunFiles | None:
+        """The run of a file of samples: by the id in its lines; a file of an older version has that of its folder."""
+        if not writer:
+            return next((run for run in self.runs if run.id == folder.owner), None)
+        # A copy of a run's files has the same id: each has the folder that is nearer to it.
+        same = [run for run in self.runs if writer in run.writers]
+        return max(same, key=lambda run: _shared(folder.path, run), default=None)
+
+
+def find_runs(folders: Iterable[Path]) -> FoundFiles:
+    """Find the runs below folders, and their samples wherever they are; a file is taken as metrics itself."""
     metrics: list[Path] = []
-    dumps: list[Path] = []
+    dumps: set[Path] = set()
     for folder in folders:
         if folder.is_file():
             metrics.append(folder.resolve())
-            dumps += [path for path in _walk(folder.resolve().parent) if path.is_dir()]
+            dumps |= {path for path in _walk(folder.resolve().parent) if path.is_dir()}
             continue
         for path in _walk(folder.resolve()):
             if path.is_dir():
-                dumps.append(path)
+                dumps.add(path)
             else:
                 metrics.append(path)
     metrics = sorted(set(metrics))
     names = _short_names(metrics)
-    runs = [RunFiles(path, _id_of(path), names[path]) for path in metrics]
-    settings = {run.id: read_config(run.events) for run in runs}
-    for path in sorted(set(dumps)):
-        owner = _owner(path, runs, settings)
-        if owner is not None:
-            owner.dumps.append(DumpFolder(path, _kind_of(path, settings[owner.id])))
-    return runs
+    runs = [_run_files(path, names[path]) for path in metrics]
+    dumps |= {one.path for run in runs for one in run.named if _has_samples(one.path)}
+    return FoundFiles(runs, [DumpFolder(path, _owner(path, runs)) for path in sorted(dumps)])
 
 
 def metrics_problem(file: Path) -> str | None:
@@ -97,17 +132,59 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return [record for line in lines if isinstance(record := _json(line), dict) and "event" in record]
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the settings of the last start in a file of events; empty without one."""
+def read_starts(path: Path) -> list[dict[str, Any]]:
+    """Return the events of starts in a file of events, in order."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:
-        return {}
+        return []
     # Of ten thousand lines a few are starts: the others are not parsed.
-    starts = [record for line in lines if b'"start"' in line and isinstance(record := _json(line), dict)]
-    found = [record for record in starts if record.get("event") == "start"]
-    config = found[-1].get("config") if found else None
+    records = [_json(line) for line in lines if b'"start"' in line]
+    return [record for record in records if isinstance(record, dict) and record.get("event") == "start"]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the settings of the last start in a file of events; empty without one."""
+    starts = read_starts(path)
+    config = starts[-1].get("config") if starts else None
     return config if isinstance(config, dict) else {}
+
+
+def _run_files(metrics: Path, name: str) -> RunFiles:
+    starts = read_starts(run_log_path(metrics))
+    writers = {str(start["run"]) for start in starts if start.get("run")} or {writer_of(metrics)} - {""}
+    run = RunFiles(metrics, _id_of(metrics), name, frozenset(writers), starts)
+    run.named = [one for start in starts for one in _named_folders(start, metrics)]
+    return run
+
+
+def writer_of(file: Path) -> str:
+    """Return the id of the run that wrote a file of metrics or samples; empty if its first line does not name it."""
+    try:
+        with file.open("rb") as opened:
+            record = _json(opened.readline())
+    except OSError:
+        return ""
+    return str(record.get("run") or "") if isinstance(record, dict) else ""
+
+
+def _named_folders(start: Mapping[str, Any], metrics: Path) -> Iterator[NamedFolder]:
+    """The folders of samples of a start; a relative one begins at the folder in which the run was started.
+
+    A record of an older version does not have that folder: then it is the nearest above the metrics that makes sense.
+    """
+    config = start.get("config")
+    trainer = config.get("trainer") if isinstance(config, Mapping) else None
+    if not isinstance(trainer, Mapping):
+        return
+    keys: dict[Kind, str] = {"train": "rollout_data_dir", "validation": "validation_data_dir"}
+    for kind, key in keys.items():
+        if isinstance(name := trainer.get(key), str) and name:
+            path = Path(name).expanduser()
+            if path.is_absolute() or isinstance(start.get("cwd"), str):
+                yield NamedFolder(Path(start.get("cwd") or "/", path).resolve(), kind)
+            elif above := [parent / path for parent in metrics.parents if _has_samples(parent / path)]:
+                yield NamedFolder(above[0].resolve(), kind)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -121,10 +198,18 @@ def _walk(folder: Path) -> Iterator[Path]:
             path = Path(parent) / name
             if name.endswith(".run.jsonl"):
                 own = path.with_name(name.removesuffix(".run.jsonl") + ".jsonl")
-                if not _has_lines(own) and read_config(path):  # a run that has made no step yet, or never did
+                if not _has_lines(own) and read_starts(path):  # a run that has made no step yet, or never did
                     yield own
             elif not name[:-6].isdecimal() and not name.endswith(".ranks.jsonl") and _is_metrics(path):
                 yield path
+
+
+def _has_samples(folder: Path) -> bool:
+    try:
+        with os.scandir(folder) as entries:
+            return any(entry.name.endswith(".jsonl") and entry.name[:-6].isdecimal() for entry in entries)
+    except OSError:
+        return False
 
 
 def _has_lines(path: Path) -> bool:
@@ -168,27 +253,30 @@ def _short_names(paths: list[Path]) -> dict[Path, str]:
     return {path: "/".join(parts) for path, parts in names.items()}
 
 
-def _owner(folder: Path, runs: list[RunFiles], settings: Mapping[str, Mapping[str, Any]]) -> RunFiles | None:
-    """The run whose settings name the folder, else the one whose file shares the longest part of the path with it."""
-    for run in runs:
-        if str(folder) in _configured(settings[run.id]).values():
-            return run
-    shared = {run.id: len(os.path.commonpath([folder, run.metrics])) for run in runs}
-    return max(runs, key=lambda run: shared[run.id], default=None)
+def _owner(folder: Path, runs: list[RunFiles]) -> str | None:
+    """The run that has the files of a folder which do not name theirs.
+
+    It is the run whose settings name the folder, of several the one that was started last. Else it is the one run, of
+    those whose settings are not recorded, whose metrics share the longest part of the path; of several equal ones none.
+    """
+    naming = [run for run in runs if any(one.path == folder for one in run.named)]
+    if naming:
+        return max(naming, key=lambda run: run.starts[-1].get("time") or 0).id
+    unknown = [run for run in runs if not run.named and not _names_no_folder(run)]
+    longest = max((_shared(folder, run) for run in unknown), default=0)
+    nearest = [run for run in unknown if _shared(folder, run) == longest]
+    return nearest[0].id if len(nearest) == 1 else None
 
 
-def _configured(config: Mapping[str, Any]) -> dict[str, str]:
-    trainer = config.get("trainer")
-    if not isinstance(trainer, Mapping):
-        return {}
-    names = {"train": "rollout_data_dir", "validation": "validation_data_dir"}
-    return {kind: os.path.abspath(trainer[name]) for kind, name in names.items() if isinstance(trainer.get(name), str)}
+def _names_no_folder(run: RunFiles) -> bool:
+    """Whether the record says that the run wrote no samples."""
+    trainers = [start["config"].get("trainer") for start in run.starts if isinstance(start.get("config"), Mapping)]
+    keys = ("rollout_data_dir", "validation_data_dir")
+    return bool(trainers) and all(
+        isinstance(trainer, Mapping) and any(key in trainer for key in keys) and not any(map(trainer.get, keys))
+        for trainer in trainers
+    )
 
 
-def _kind_of(folder: Path, config: Mapping[str, Any]) -> Kind:
-    configured = _configured(config)
-    if str(folder) == configured.get("validation"):
-        return "validation"
-    if str(folder) == configured.get("train"):
-        return "train"
-    return "validation" if "val" in folder.name else "train"
+def _shared(folder: Path, run: RunFiles) -> int:
+    return len(os.path.commonpath([folder, run.metrics]))

@@ -11,7 +11,7 @@ import json
 import os
 import sqlite3
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from verl.utils.run_log import SAMPLE_NUMBERS
 
 LONGEST_NAME = 200
 """Characters of a status, data source or group in the index."""
-VERSION = 2
+VERSION = 3
 """Of the tables; an index of another version is made anew."""
 
 _TABLES = """
@@ -30,9 +30,12 @@ CREATE TABLE metrics_file (run TEXT PRIMARY KEY, chunks INTEGER, offset INTEGER,
 CREATE TABLE chunk (run TEXT, number INTEGER, steps BLOB, times BLOB, PRIMARY KEY (run, number));
 CREATE TABLE series (run TEXT, name TEXT, number INTEGER, numbers BLOB, PRIMARY KEY (run, name, number));
 CREATE TABLE dump (
-    id INTEGER PRIMARY KEY, run TEXT, kind TEXT, step INTEGER, path TEXT UNIQUE, size INTEGER, mtime INTEGER
+    id INTEGER PRIMARY KEY, run TEXT, kind TEXT, step INTEGER, path TEXT UNIQUE, size INTEGER, mtime INTEGER,
+    folder TEXT, writer TEXT
 );
 CREATE INDEX dump_by_step ON dump (run, kind, step);
+CREATE INDEX dump_by_folder ON dump (folder);
+CREATE TABLE place (run TEXT PRIMARY KEY, number INTEGER);
 CREATE TABLE sample (
     id INTEGER PRIMARY KEY, run TEXT, kind TEXT, step INTEGER, dump INTEGER, position INTEGER, offset INTEGER,
     size INTEGER, score REAL, length INTEGER, status TEXT, source TEXT, prompt INTEGER, uid TEXT, sibling INTEGER,
@@ -112,6 +115,18 @@ class Index:
             database.close()
 
 
+def places_of_runs(index: Index, runs: Sequence[str]) -> dict[str, int]:
+    """Return the number of each run, by which it has its colour; new runs get the next ones, in the given order."""
+    with index.reading() as database:
+        known = dict(map(tuple, database.execute("SELECT run, number FROM place")))
+    if new := [run for run in runs if run not in known]:
+        with index.writing() as database:  # another view of the folders may have added them
+            query = "INSERT OR IGNORE INTO place SELECT ?, COALESCE(MAX(number) + 1, 0) FROM place"
+            database.executemany(query, [(run,) for run in new])
+            known = dict(map(tuple, database.execute("SELECT run, number FROM place")))
+    return {run: known[run] for run in runs}
+
+
 def place_of_index(folders: list[Path]) -> Path:
     """Return where the index of folders is: in the first one, or below the user's cache if that is not writable."""
     first = folders[0].resolve()
@@ -153,20 +168,22 @@ def path_of_numbers(samples: Path) -> Path:
     return samples.with_suffix(".numbers.json")
 
 
-def numbers_of_samples(samples: Path) -> dict[tuple[str, int], deque[tuple[float | None, ...]]]:
+def numbers_of_samples(samples: Path, writer: str) -> dict[tuple[str, int], deque[tuple[float | None, ...]]]:
     """Return the numbers of the samples of a file, by ``uid`` and ``sample_index``; sequences of both come in order.
 
-    A broken file counts as none, as a broken line of samples does.
+    A broken file counts as none, as a broken line of samples does, and so does one of another run than ``writer``.
     """
     found: dict[tuple[str, int], deque[tuple[float | None, ...]]] = defaultdict(deque)
     try:
         columns = json.loads(path_of_numbers(samples).read_text())
+        if columns.get("run", writer) != writer:
+            return {}
         names, rows = columns["uid"], len(columns["uid"])
         siblings = columns.get("sample_index", range(rows))
         numbers = [map(_number, columns[name]) if name in columns else [None] * rows for name in SAMPLE_NUMBERS]
         for uid, sibling, *own in zip(names, siblings, *numbers, strict=True):
             found[_text(uid), _whole(sibling, -1)].append(tuple(own))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
     return found
 
@@ -175,10 +192,10 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) and value == value else None
 
 
-def sample_rows(path: Path) -> Iterator[tuple[Any, ...]]:
+def sample_rows(path: Path, writer: str) -> Iterator[tuple[Any, ...]]:
     """Yield the columns ``position`` to ``advantage`` of each line of a file of samples; a broken line is left out."""
     offset = 0
-    numbers = numbers_of_samples(path)
+    numbers = numbers_of_samples(path, writer)
     with path.open("rb") as file:
         for position, line in enumerate(file):
             try:

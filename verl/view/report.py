@@ -14,26 +14,13 @@ from verl.utils.token_page import PAGE_BEGINS, STYLE, escaped, token_spans, whol
 from verl.view.discovery import Kind, metrics_problem
 from verl.view.drawing import curve
 from verl.view.index import Index
-from verl.view.runs import Library, Run
+from verl.view.runs import Library, Run, main_metrics
 from verl.view.samples import SampleFilter, find_samples, one_sample, place_of_sample
 from verl.view.tokens import tokens_of
 
 SAMPLES = 3
 """Best samples, and worst, of the last step."""
 SAMPLES_WITH_TOKENS = 2
-FIRST = (
-    "critic/score/mean",
-    "val-core/",
-    "response_length/mean",
-    "actor/entropy",
-    "actor/grad_norm",
-    "actor/pg_loss",
-    "train/loss",
-    "val/loss",
-    "timing_s/step",
-)
-"""Beginnings of the metrics that a report shows first; the others are folded."""
-
 REPORT_STYLE = """
 h1 { font-size: 1.5rem; } h2 { margin-top: 2rem; font-size: 1.15rem; }
 .curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); gap: 1rem; }
@@ -84,7 +71,7 @@ def write_report(folder: Path, output: Path) -> None:
                 f"{run.files.metrics} holds no whole step, and there is no {run.files.events.name} beside it that says "
                 "how the run began: there is nothing to report. Name another run, or wait for its first step."
             )
-        page = page_of(run, library.index)
+        page = page_of(run, library.summaries()[run.files.id] | run.details(), library.index)
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
             output.write_text(page, encoding="utf-8", errors="replace")
@@ -102,9 +89,8 @@ def _is_page(file: Path) -> bool:
         raise DataError(f"{file} cannot be read: {error.strerror}. Name another file by -o.") from error
 
 
-def page_of(run: Run, index: Index) -> str:
-    """Return the report as HTML."""
-    about = run.details()
+def page_of(run: Run, about: Mapping[str, Any], index: Index) -> str:
+    """Return the report as HTML, of a run with its summary and details."""
     step = "no step was made" if about["step"] is None else f"step {about['step']}"
     state = f"{about['state']}, recovered" if about["recovered"] else about["state"]
     title = f"{about['name']}: {state}, {step}"
@@ -121,7 +107,8 @@ def page_of(run: Run, index: Index) -> str:
         ending(about),
         alerts(run.alerts(index)),
         curves(run, index, about["marks"]),
-        *(samples(run, index, folder_kind) for folder_kind in about["kinds"]),
+        *(samples(run, index, kind) for kind in about["kinds"]),
+        f"<h2>Samples</h2><p>{escaped(about['no_samples'])}</p>" if about["no_samples"] else "",
         f"<h2>Settings</h2><details><summary>{len(about['config'])} keys</summary>{table(about['config'])}</details>",
     ]
     return whole_page(title, STYLE + REPORT_STYLE, "".join(parts))
@@ -153,14 +140,15 @@ def curves(run: Run, index: Index, marks: Sequence[Mapping[str, Any]]) -> str:
     names = sorted(run.metrics.names)
     if not names:
         return "<h2>Curves</h2><p>No metrics were written.</p>"
-    first = [name for beginning in FIRST for name in names if name.startswith(beginning)]
+    first = main_metrics(names)
     rest = [name for name in names if name not in first]
     found = run.metrics.series(index, names)
 
     def figures(chosen: Iterable[str]) -> str:
         drawn = [
-            f"<figure><figcaption>{escaped(name)}</figcaption>{curve(found[name][0], found[name][2], marks)}</figure>"
+            f"<figure><figcaption>{escaped(name)}</figcaption>{curve(one.steps, one.values, marks)}</figure>"
             for name in chosen
+            for one in [found[name]]
         ]
         return f"<div class=curves>{''.join(drawn)}</div>"
 
@@ -199,26 +187,30 @@ def sample(index: Index, number: int, with_tokens: bool) -> str:
     found = one_sample(index, number)
     record = found["record"]
     trajectory = record.get("trajectory")
-    answer = f"<pre>{escaped(record.get('output', ''))}</pre>"
+    said = f"<pre>{escaped(record.get('input', ''))}</pre><pre>{escaped(record.get('output', ''))}</pre>"
     if isinstance(trajectory, Mapping):
         why = f"<p>{escaped(trajectory['message'])}</p>" if trajectory.get("message") else ""
-        answer = why + conversation(trajectory.get("conversation") or [])
+        messages = trajectory.get("conversation") or []
+        said = why + (conversation(messages) if messages else said)
     status = f", {escaped(found['status'])}" if found["status"] else ""
     tokens = token_line(index, number) if with_tokens else ""
     return (
         f"<article><strong>Score {found['score']:g}</strong>, {found['length']} tokens{status}, truth "
-        f"{escaped(found['gts'])}<pre>{escaped(record.get('input', ''))}</pre>{answer}{tokens}</article>"
+        f"{escaped(found['gts'])}{said}{tokens}</article>"
     )
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
-    """The messages of a trajectory, folded, and the last of them below: a report shows several."""
+    """The messages of a trajectory: the prompt, the last of them, and folded what is between."""
     shown = []
     for message in messages:
         notes = [str(message[name]) for name in ("role", "name", "failure") if message.get(name)]
         shown.append(f"<p><strong>{escaped(', '.join(notes))}</strong></p><pre>{escaped(content_of(message))}</pre>")
-    folded = f"<details><summary>All {len(shown)} messages</summary>{''.join(shown)}</details>"
-    return folded + "".join(shown[-1:])
+    roles = [message.get("role") for message in messages]
+    prompt = min(roles.index("assistant") if "assistant" in roles else len(roles), len(roles) - 1)
+    between = shown[prompt:-1]
+    folded = f"<details><summary>{len(between)} messages between</summary>{''.join(between)}</details>"
+    return "".join(shown[:prompt]) + (folded if between else "") + shown[-1]
 
 
 def content_of(message: Mapping[str, Any]) -> str:
@@ -242,7 +234,7 @@ def call_of(call: Any) -> str:
 
 def token_line(index: Index, number: int) -> str:
     """The response as tokens, coloured by advantage, else by log-prob; empty if no tokens were written."""
-    found = tokens_of(*place_of_sample(index, number))
+    found = tokens_of(place_of_sample(index, number))
     if found is None:
         return ""
     spans, name = token_spans(found)

@@ -10,17 +10,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 
 from verl.base.nested import flat
 from verl.trainer.health import FINITE, RULES, HealthWatch
 from verl.utils.run_log import clock
-from verl.view.curves import MetricsFile
-from verl.view.discovery import RunFiles, find_runs, read_events
-from verl.view.index import Index
+from verl.view.curves import Curve, MetricsFile
+from verl.view.discovery import FoundFiles, RunFiles, find_runs, read_events
+from verl.view.index import Index, places_of_runs
 from verl.view.ranks import RanksFile
-from verl.view.samples import refresh_samples
+from verl.view.samples import kinds_of_samples, refresh_samples, why_no_samples
 
 SILENT_S = 600.0
 """Seconds without a line after which a run elsewhere, or without events, counts as lost."""
@@ -61,8 +60,14 @@ class Run:
         config = self.starts[-1].get("config") if self.starts else None
         return dict(flat(config)) if isinstance(config, Mapping) else {}
 
-    def summary(self) -> dict[str, Any]:
-        """Return what the list of runs shows."""
+    def summary(self, kinds: Sequence[str], place: int) -> dict[str, Any]:
+        """Return what the list of runs shows.
+
+        Args:
+            kinds: of samples that the run has.
+            place: number by which it has its colour.
+        """
+        main = main_metrics(self.metrics.latest)[:1]
         state = state_of(self.events, self._changed_at())
         restarts = self.metrics.latest.get("recovery/restarts", 0) + max(0, len(self.starts) - 1)
         return {
@@ -73,15 +78,19 @@ class Run:
             "recovered": bool(restarts) and state in ("running", "done"),
             "step": self.metrics.last_step,
             "changed": self._changed_at(),
-            "latest": {name: self.metrics.latest[name] for name in HEADLINES if name in self.metrics.latest},
-            "kinds": sorted({folder.kind for folder in self.files.dumps}),
+            "latest": {name: self.metrics.latest[name] for name in main},
+            "kinds": list(kinds),
+            "no_samples": "" if kinds else why_no_samples(self.files),
+            "place": place,
         }
 
     def details(self) -> dict[str, Any]:
-        """Return what the page of one run shows."""
+        """Return what the page of one run shows, beside its summary."""
         last = self.starts[-1] if self.starts else {}
-        return self.summary() | {
+        return {
+            "id": self.files.id,
             "metrics": sorted(self.metrics.names),
+            "main": main_metrics(self.metrics.names),
             "config": self.config(),
             "environment": last.get("environment", {}),
             "command": last.get("command", ""),
@@ -105,8 +114,32 @@ class Run:
         return 0.0
 
 
-HEADLINES = ("critic/score/mean", "response_length/mean", "actor/entropy", "train/loss", "val/loss")
-"""Metrics in the list of runs."""
+MAIN_METRICS = (
+    "critic/score/mean", "critic/rewards/mean",
+    "val-core/", "val/accuracy", "val/loss",
+    "response_length/mean", "response_length/clip_ratio",
+    "actor/entropy",
+    "actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl",
+    "actor/grad_norm", "critic/grad_norm", "train/grad_norm",
+    "actor/pg_loss", "critic/vf_loss", "train/loss",
+    "timing_s/step", "perf/throughput",
+)  # fmt: skip
+"""What a page and a report show first: reward, validation, length, entropy, KL, gradient, loss, time.
+
+One that ends with a slash stands for all that begin with it.
+"""
+
+
+def main_metrics(names: Iterable[str]) -> list[str]:
+    """Return those of the metrics that are shown first, in the order of :data:`MAIN_METRICS`."""
+    known = sorted(names)
+    return [
+        name
+        for main in MAIN_METRICS
+        for name in known
+        if name == main or (main.endswith("/") and name.startswith(main))
+    ]
+
 
 ALERT_TITLES = {
     "not_finite": "Not finite",
@@ -152,11 +185,11 @@ def marks_of(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def alerts_of(series: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> list[Any]:
+def alerts_of(curves: Mapping[str, Curve]) -> list[Any]:
     """Run the rules of health over whole curves, step by step."""
     by_step: dict[int, dict[str, float]] = {}
-    for name, (steps, _, values) in series.items():
-        for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+    for name, curve in curves.items():
+        for step, value in zip(curve.steps.tolist(), curve.values.tolist(), strict=True):
             by_step.setdefault(int(step), {})[name] = value
     watch = HealthWatch()
     return [alert for step in sorted(by_step) for alert in watch.look(step, by_step[step])]
@@ -174,14 +207,16 @@ class Library:
         self.folders = list(folders)
         self.index = index
         self.runs: dict[str, Run] = {}
-        self.is_indexing = False
-        """Whether samples are being added to the index."""
+        self.is_indexing = True
+        """Whether samples are being added to the index, or will be."""
+        self._files = FoundFiles([], [])
         self._searched = 0.0
         self._lock = threading.Lock()
 
     def find(self) -> None:
         """Look for new runs."""
-        found = {files.id: files for files in find_runs(self.folders)}
+        self._files = find_runs(self.folders)
+        found = {files.id: files for files in self._files.runs}
         with self._lock:
             for key, files in found.items():
                 known = self.runs.get(key)
@@ -208,6 +243,14 @@ class Library:
         """Add new samples to the index; return the ids of runs with news."""
         self.is_indexing = True
         try:
-            return [run.files.id for run in list(self.runs.values()) if refresh_samples(self.index, run.files)]
+            return refresh_samples(self.index, self._files)
         finally:
             self.is_indexing = False
+
+    def summaries(self) -> dict[str, dict[str, Any]]:
+        """Return :meth:`Run.summary` of all runs by id."""
+        runs = list(self.runs.values())
+        kinds = kinds_of_samples(self.index)
+        began = {run.files.id: run.starts[0].get("time") or 0 if run.starts else 0 for run in runs}
+        places = places_of_runs(self.index, sorted(began, key=lambda run: (began[run], run)))
+        return {run.files.id: run.summary(kinds.get(run.files.id, []), places[run.files.id]) for run in runs}

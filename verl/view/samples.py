@@ -14,7 +14,7 @@ from typing import Any
 
 from verl.errors import DataError
 from verl.utils.run_log import SAMPLE_NUMBERS
-from verl.view.discovery import DumpFolder, RunFiles
+from verl.view.discovery import DumpFolder, FoundFiles, RunFiles, writer_of
 from verl.view.index import Index, path_of_numbers, sample_rows
 
 FILES_PER_WRITE = 50
@@ -69,53 +69,122 @@ class SampleFilter:
         return " AND ".join(clauses), [value for _, value in wanted]
 
 
-def refresh_samples(index: Index, run: RunFiles) -> bool:
-    """Add files of samples that are new or have grown, newest steps first; return whether there were any."""
-    pending = [found for folder in run.dumps for found in _new_files(index, run, folder)]
-    pending.sort(key=lambda found: -found[2])
+@dataclass(frozen=True)
+class _DumpFile:
+    """A file of samples, as it is on the disk now."""
+
+    path: Path
+    size: int
+    mtime: int
+    writer: str
+    """Id of the run in its lines; empty in files of older versions."""
+    run: str
+    """Id, in the view, of the run that has it; empty if none of the found ones has."""
+    kind: str
+
+
+def refresh_samples(index: Index, files: FoundFiles) -> list[str]:
+    """Add files of samples that are new or have grown, newest steps first; return the ids of runs with news."""
+    with index.reading() as database:
+        known = {folder for (folder,) in database.execute("SELECT DISTINCT folder FROM dump")}
+    gone = sorted(known - {str(folder.path) for folder in files.dumps})
+    pending, changed = [], set()
+    for folder in [*files.dumps, *(DumpFolder(Path(path), None) for path in gone)]:
+        new, moved = _new_files(index, files, folder)
+        pending += new
+        changed |= moved
+    pending.sort(key=lambda file: -int(file.path.stem))
     for first in range(0, len(pending), FILES_PER_WRITE):
         with index.writing() as database:
-            for found in pending[first : first + FILES_PER_WRITE]:
-                _add_file(database, run.id, *found)
-    return bool(pending)
+            for file in pending[first : first + FILES_PER_WRITE]:
+                _add_file(database, file)
+    return sorted((changed | {file.run for file in pending}) - {""})
 
 
-def _new_files(index: Index, run: RunFiles, folder: DumpFolder) -> list[tuple[str, Path, int, int, int]]:
+def _new_files(index: Index, files: FoundFiles, folder: DumpFolder) -> tuple[list[_DumpFile], set[str]]:
+    """Files of a folder that are new or have changed, and the runs that lost known ones or have them now."""
     with index.reading() as database:
-        query = "SELECT path, size, mtime FROM dump WHERE run = ? AND kind = ?"
-        known = {path: (size, mtime) for path, size, mtime in database.execute(query, (run.id, folder.kind))}
-    found = []
-    with os.scandir(folder.path) as listed:
-        entries = list(listed)
-        names = {entry.name for entry in entries}
-        for entry in entries:
-            step, ending = os.path.splitext(entry.name)
-            if ending == ".jsonl" and step.isdecimal():
-                path, stat = Path(entry.path), entry.stat()
-                size, modified = stat.st_size, stat.st_mtime_ns
-                if (numbers := path_of_numbers(path)).name in names:  # comes when its step has ended
-                    size, modified = size + numbers.stat().st_size, max(modified, numbers.stat().st_mtime_ns)
-                if known.get(entry.path) != (size, modified):
-                    found.append((folder.kind, path, int(step), size, modified))
-    return found
+        query = "SELECT path, id, size, mtime, writer, run, kind FROM dump WHERE folder = ?"
+        known = {row["path"]: row for row in database.execute(query, (str(folder.path),))}
+    new, moved = [], []
+    try:
+        with os.scandir(folder.path) as listed:
+            entries = {entry.name: entry for entry in listed}
+    except OSError:  # it was removed
+        entries = {}
+    for name, entry in entries.items():
+        if not (name.endswith(".jsonl") and name[:-6].isdecimal()):
+            continue
+        path, stat = Path(entry.path), entry.stat()
+        size, modified = stat.st_size, stat.st_mtime_ns
+        if numbers := entries.get(path_of_numbers(path).name):  # comes when its step has ended
+            size, modified = size + numbers.stat().st_size, max(modified, numbers.stat().st_mtime_ns)
+        row = known.get(entry.path)
+        is_new = row is None or (row["size"], row["mtime"]) != (size, modified)
+        writer = writer_of(path) if row is None or is_new else row["writer"]
+        owner = files.owner(folder, writer)
+        run, kind = (owner.id, owner.kind_of(folder.path)) if owner else ("", "")
+        if is_new:
+            new.append(_DumpFile(path, size, modified, writer, run, kind))
+        elif row is not None and (row["run"], row["kind"]) != (run, kind):
+            moved.append((run, kind, row["id"], row["run"]))
+    gone = [row for path, row in known.items() if os.path.basename(path) not in entries]
+    if moved or gone:
+        with index.writing() as database:
+            for row in gone:
+                database.execute("DELETE FROM sample WHERE dump = ?", (row["id"],))
+                database.execute("DELETE FROM dump WHERE id = ?", (row["id"],))
+            for run, kind, dump, _ in moved:
+                database.execute("UPDATE dump SET run = ?, kind = ? WHERE id = ?", (run, kind, dump))
+                database.execute("UPDATE sample SET run = ?, kind = ? WHERE dump = ?", (run, kind, dump))
+    return new, {run for after, _, _, before in moved for run in (after, before)} | {row["run"] for row in gone}
 
 
-def _add_file(
-    database: sqlite3.Connection, run: str, kind: str, path: Path, step: int, size: int, modified: int
-) -> None:
-    old = database.execute("SELECT id, size, mtime FROM dump WHERE path = ?", (str(path),)).fetchone()
+def _add_file(database: sqlite3.Connection, file: _DumpFile) -> None:
+    query = "SELECT id, size, mtime FROM dump WHERE path = ?"
+    old = database.execute(query, (str(file.path),)).fetchone()
     if old is not None:
-        if old[1:] == (size, modified):  # another view of the folder has added it
+        if old[1:] == (file.size, file.mtime):  # another view of the folder has added it
             return
         database.execute("DELETE FROM sample WHERE dump = ?", old[:1])
         database.execute("DELETE FROM dump WHERE id = ?", old[:1])
-    columns = "(run, kind, step, path, size, mtime) VALUES (?, ?, ?, ?, ?, ?)"
-    dump = database.execute(f"INSERT INTO dump {columns}", (run, kind, step, str(path), size, modified)).lastrowid
+    step = int(file.path.stem)
+    dump = database.execute(
+        "INSERT INTO dump (run, kind, step, path, size, mtime, folder, writer) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (file.run, file.kind, step, str(file.path), file.size, file.mtime, str(file.path.parent), file.writer),
+    ).lastrowid
     database.executemany(
         "INSERT INTO sample (run, kind, step, dump, position, offset, size, score, length, status, source, prompt, "
         "uid, sibling, gap, kl, advantage) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        ((run, kind, step, dump, *row) for row in sample_rows(path)),
+        ((file.run, file.kind, step, dump, *row) for row in sample_rows(file.path, file.writer)),
     )
+
+
+def kinds_of_samples(index: Index) -> dict[str, list[str]]:
+    """Return of each run with samples their kinds: ``train`` before ``validation``."""
+    kinds: dict[str, list[str]] = {}
+    with index.reading() as database:
+        for run, kind in database.execute("SELECT DISTINCT run, kind FROM dump ORDER BY run, kind"):
+            kinds.setdefault(run, []).append(kind)
+    return kinds
+
+
+def why_no_samples(run: RunFiles) -> str:
+    """Return why a run without samples has none, in sentences."""
+    keys = {"train": "rollout_data_dir", "validation": "validation_data_dir"}
+    if not run.starts:
+        record = f"there is no {run.events.name} beside its metrics that says where it wrote them"
+        return f"No samples of it lie below these folders, and {record}."
+    if not run.named:
+        return "It wrote none: trainer.rollout_data_dir and trainer.validation_data_dir were not set."
+    said = []
+    for one in dict.fromkeys(run.named):
+        setting = f"trainer.{keys[one.kind]}={one.path}"
+        if not one.path.is_dir():
+            said.append(f"{setting} is not here, or not written yet. A copy of it below these folders is found too.")
+        else:
+            said.append(f"{setting} has no samples of it: none are written yet, or another run has replaced them.")
+    return " ".join(said)
 
 
 def find_samples(index: Index, wanted: SampleFilter) -> dict[str, Any]:
@@ -202,21 +271,36 @@ def one_sample(index: Index, number: int) -> dict[str, Any]:
     }
 
 
-def place_of_sample(index: Index, number: int) -> tuple[Path, str, Any, int]:
-    """Return the file of a sample, its ``uid``, ``sample_index``, and its number among those with the same two.
+@dataclass(frozen=True)
+class SamplePlace:
+    """Where a sample is: its file, and which of its samples it is."""
+
+    file: Path
+    writer: str
+    """Id of the run that wrote the file."""
+    uid: str
+    sibling: int
+    occurrence: int
+    """Its number among the samples with the same ``uid`` and ``sample_index``, from 0."""
+
+
+def place_of_sample(index: Index, number: int) -> SamplePlace:
+    """Return where a sample is.
 
     Raises:
         DataError: there is no such sample.
     """
     with index.reading() as database:
         row = database.execute(
-            "SELECT sample.*, dump.path FROM sample JOIN dump ON dump.id = sample.dump WHERE sample.id = ?", (number,)
+            "SELECT sample.*, dump.path, dump.writer FROM sample JOIN dump ON dump.id = sample.dump "
+            "WHERE sample.id = ?",
+            (number,),
         ).fetchone()
         if row is None:
             raise DataError(f"there is no sample {number}. Load the page again.")
         query = "SELECT COUNT(*) FROM sample WHERE dump = ? AND uid = ? AND sibling = ? AND position < ?"
         (before,) = database.execute(query, (row["dump"], row["uid"], row["sibling"], row["position"])).fetchone()
-    return Path(row["path"]), row["uid"], row["sibling"], before
+    return SamplePlace(Path(row["path"]), row["writer"], row["uid"], row["sibling"], before)
 
 
 def _read(path: str, row: sqlite3.Row) -> dict[str, Any]:

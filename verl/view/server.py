@@ -11,6 +11,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from verl.errors import DataError
-from verl.view.curves import thinned
+from verl.view.comparison import best_of, csv_of, curves_of, experiment_of
+from verl.view.curves import Curve, thinned
 from verl.view.ranks import bounds_of, lanes_of, summary_of
 from verl.view.runs import Library, Run, marks_of
 from verl.view.samples import SampleFilter, find_samples, one_sample, place_of_sample, sample_values
@@ -89,6 +91,8 @@ class Answers:
             "/api/runs": self.runs,
             "/api/details": self.details,
             "/api/series": self.series,
+            "/api/best": self.best,
+            "/api/csv": self.csv,
             "/api/alerts": self.alerts,
             "/api/samples": self.samples,
             "/api/sample_values": self.sample_values,
@@ -115,21 +119,37 @@ class Answers:
 
     def runs(self, request: Request) -> Any:
         """All runs, those that changed last first."""
-        found = [run.summary() for run in list(self.library.runs.values())]
+        found = self.library.summaries().values()
         return {"runs": sorted(found, key=lambda run: -run["changed"]), "indexing": self.library.is_indexing}
 
     def details(self, request: Request) -> Any:
-        """Metrics' names, settings and marks of runs, by run."""
-        return {key: run.details() for key, run in self._runs(request).items()}
+        """Metrics' names, settings and marks of runs, by run, and which of them differ in seeds alone."""
+        return {key: run.details() | {"experiment": experiment_of(run)} for key, run in self._runs(request).items()}
 
     def series(self, request: Request) -> Any:
-        """Curves by run and name."""
-        runs, names = self._runs(request), request.query_params.getlist("name")
-        points = min(POINTS, POINTS_OF_ANSWER // max(1, len(runs) * len(names)))
-        found = {key: run.metrics.series(self.index, names) for key, run in runs.items()}
+        """Curves by run (or, as means, by experiment) and name."""
+        names = request.query_params.getlist("name")
+        found = self._curves(request)
+        points = min(POINTS, POINTS_OF_ANSWER // max(1, len(found) * len(names)))
+        return {key: {name: thinned(curve, points) for name, curve in curves.items()} for key, curves in found.items()}
+
+    def best(self, request: Request) -> Any:
+        """Lowest, highest and last values of curves, each with its step, by run (or experiment) and name."""
         return {
-            key: {name: thinned(values, points) for name, values in curves.items()} for key, curves in found.items()
+            key: {name: asdict(best) for name, curve in curves.items() if (best := best_of(curve))}
+            for key, curves in self._curves(request).items()
         }
+
+    def csv(self, request: Request) -> Response:
+        """The whole curves of runs as a file; of all metrics, or of those whose names have a text."""
+        runs, text = list(self._runs(request).values()), request.query_params.get("text", "").lower()
+        names = sorted({name for run in runs for name in run.metrics.names if text in name.lower()})
+        saved = {"content-disposition": 'attachment; filename="metrics.csv"'}
+        return StreamingResponse(csv_of(runs, names, self.index), media_type="text/csv", headers=saved)
+
+    def _curves(self, request: Request) -> dict[str, dict[str, Curve]]:
+        names, averages = request.query_params.getlist("name"), request.query_params.get("averages") == "1"
+        return curves_of(list(self._runs(request).values()), names, self.index, averages)
 
     def alerts(self, request: Request) -> Any:
         """Alerts of runs, by run, newest first."""
@@ -150,7 +170,7 @@ class Answers:
 
     def tokens(self, request: Request) -> Any:
         """The tokens of a sample, or null."""
-        return tokens_of(*place_of_sample(self.index, request.path_params["number"]))
+        return tokens_of(place_of_sample(self.index, request.path_params["number"]))
 
     def spans(self, request: Request) -> Any:
         """The stages of steps."""
@@ -218,7 +238,8 @@ def _keep_fresh(look: Callable[[], list[str]], news: News, ended: threading.Even
 def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
     async def respond(request: Request) -> Response:
         try:
-            return JSONResponse(sendable(await run_in_threadpool(answer, request)))
+            found = await run_in_threadpool(answer, request)
+            return found if isinstance(found, Response) else JSONResponse(sendable(found))
         except DataError as error:
             return JSONResponse({"error": str(error)}, status_code=404)
         except ValueError as error:  # a number of the address that is none

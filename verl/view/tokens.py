@@ -10,16 +10,11 @@ import pyarrow as pa
 
 from verl.errors import DataError
 from verl.utils.token_page import described
+from verl.view.samples import SamplePlace
 
 
-def tokens_of(samples: Path, uid: str, sibling: Any, occurrence: int) -> dict[str, Any] | None:
-    """Return the tokens of a sample, or None without a file of tokens for its step.
-
-    Args:
-        samples: the file of the sample, ``{step}.jsonl``; ``{step}.arrow`` is beside it.
-        uid: group of the sample.
-        sibling: its ``sample_index``.
-        occurrence: its number among the samples with both, from 0.
+def tokens_of(place: SamplePlace) -> dict[str, Any] | None:
+    """Return the tokens of a sample, or None without a file of tokens that its run wrote for its step.
 
     Returns:
         what :func:`verl.utils.token_page.described` says of it.
@@ -27,11 +22,11 @@ def tokens_of(samples: Path, uid: str, sibling: Any, occurrence: int) -> dict[st
     Raises:
         DataError: the file of tokens cannot be read.
     """
-    path = samples.with_suffix(".arrow")
+    path = place.file.with_suffix(".arrow")
     if not path.is_file():
         return None
     try:
-        found = _row_of(path, uid, sibling, occurrence)
+        found = _row_of(path, place)
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(f"{path} cannot be read ({error}).") from error
     if found is None:
@@ -40,19 +35,23 @@ def tokens_of(samples: Path, uid: str, sibling: Any, occurrence: int) -> dict[st
     return described(row, texts)
 
 
-def _row_of(path: Path, uid: str, sibling: Any, occurrence: int) -> tuple[dict[str, Any], dict[str, str]] | None:
+def _row_of(path: Path, place: SamplePlace) -> tuple[dict[str, Any], dict[str, str]] | None:
     """Read the ids of all rows, then the one block that has the row."""
+    occurrence = place.occurrence
     with pa.memory_map(str(path)) as file:
         whole = pa.ipc.open_file(file)
+        metadata = whole.schema.metadata or {}
+        if metadata.get(b"run", place.writer.encode()) != place.writer.encode():
+            return None  # another run left the file, and this one wrote no tokens
         names = whole.schema.names
         keys = [names.index(name) for name in ("uid", "sample_index") if name in names]
         ids = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=keys))
         for block in range(whole.num_record_batches):
             for position, key in enumerate(ids.get_batch(block).to_pylist()):
-                if (str(key.get("uid")), key.get("sample_index", sibling)) != (uid, sibling):
+                if (str(key.get("uid")), key.get("sample_index", place.sibling)) != (place.uid, place.sibling):
                     continue
                 if occurrence == 0:
-                    texts = json.loads((whole.schema.metadata or {}).get(b"tokens", b"{}"))
+                    texts = json.loads(metadata.get(b"tokens", b"{}"))
                     return whole.get_batch(block).slice(position, 1).to_pylist()[0], texts
                 occurrence -= 1
     return None

@@ -17,6 +17,7 @@ import torch
 from verl.protocol import DataProto
 from verl.testing.models import tiny_tokenizer
 from verl.trainer.ppo.records import LONGEST_TEXT, RecordFolder, generation_records, sample_numbers
+from verl.utils.file_log import THIS_RUN
 
 
 @contextmanager
@@ -68,7 +69,9 @@ def test_secrets_are_masked_wherever_they_stand(tmp_path, monkeypatch):
     talk = [{"role": "tool", "content": 'curl "http://me:pass@host?key=12345"'}]
     record = {"output": "abcdef-123456, of-the-config", "gts": {"a": ["abcdef-123456"]}, "ids": [1, 2], "talk": talk}
     RecordFolder(str(tmp_path), ["of-the-config"]).write(1, [record])
-    assert json.loads((tmp_path / "1.jsonl").read_text()) == {
+    told = json.loads((tmp_path / "1.jsonl").read_text())
+    assert told.pop("run") == THIS_RUN  # by it the view knows whose samples they are
+    assert told == {
         "output": "***, ***",
         "gts": {"a": ["***"]},
         "ids": [1, 2],
@@ -136,7 +139,7 @@ def test_numbers_of_samples_are_the_largest_over_the_tokens_that_are_trained_on(
     assert found["kl"] == pytest.approx([math.log(2) - 0.5, 0, math.inf])
     assert found["advantage"] == pytest.approx([2, 0, 0.5])
     RecordFolder(str(tmp_path)).write_numbers(3, batch)
-    assert json.loads((tmp_path / "3.numbers.json").read_text()) == found
+    assert json.loads((tmp_path / "3.numbers.json").read_text()) == found | {"run": THIS_RUN}
     assert [path.name for path in tmp_path.iterdir()] == ["3.numbers.json"]
     assert sample_numbers(batch.select(batch_keys=["response_mask", "advantages"])).keys() == {
         "uid", "sample_index", "advantage",

@@ -11,6 +11,8 @@ sequences has a record for each, with one ``id``::
         "turn_scores": [0.0, 1.0],
         "prompt_ids": [...], "response_ids": [...], "response_mask": [[1, 12], [0, 30], [1, 5]]}}
 
+Each line ends with ``run``, the id of the run as its metrics have it, so that samples are never taken for another's.
+
 What is known of them only when their step has ended is a file ``{step}.numbers.json`` of columns beside it; see
 :func:`sample_numbers`.
 """
@@ -29,6 +31,7 @@ import torch
 
 from verl.base.redact import redacted_texts
 from verl.protocol import DataProto, compute_response_mask
+from verl.utils.tracking import Tracking
 from verl.vision.families import IMAGE_TOKEN, TEXT_PLACES, VIDEO_TOKEN
 from verl.vision.texts import decoded_with_images
 
@@ -70,7 +73,7 @@ class RecordFolder:
 
         def write(path: Path) -> None:
             unfinished = path.with_name(f".{path.name}.unfinished")
-            unfinished.write_text(json.dumps(sample_numbers(batch)))
+            unfinished.write_text(json.dumps(sample_numbers(batch) | {"run": Tracking.run_in_files()}))
             os.replace(unfinished, path)  # a reader never meets half a file
 
         if self.folder is not None:
@@ -91,7 +94,8 @@ class RecordFolder:
                 )
 
     def _line(self, record: Mapping[str, Any]) -> str:
-        return json.dumps(redacted_texts(record, self._secrets), ensure_ascii=False, default=str) + "\n"
+        known = redacted_texts(record, self._secrets) | {"run": Tracking.run_in_files()}
+        return json.dumps(known, ensure_ascii=False, default=str) + "\n"
 
 
 def generation_records(

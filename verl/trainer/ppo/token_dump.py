@@ -10,7 +10,8 @@
     import pyarrow.feather
     table = pyarrow.feather.read_table("rollouts/12.arrow")
 
-The metadata of its schema has ``step`` and ``tokens``, a JSON object from id to text for the ids that occur.
+The metadata of its schema has ``step``, ``run``, the id of the run as its metrics have it, and ``tokens``, a JSON
+object from id to text for the ids that occur.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 
 from verl.protocol import DataProto, compute_response_mask
 from verl.utils.token_page import TokenPage, described
+from verl.utils.tracking import Tracking
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,8 @@ class TokenDump:
             return
         tables = [token_table(batch) for batch in batches]
         table = pa.concat_tables(tables, promote_options="default")
-        metadata = {"step": str(step), "tokens": json.dumps(self._texts_of(table), ensure_ascii=False)}
+        texts = json.dumps(self._texts_of(table), ensure_ascii=False)
+        metadata = {"step": str(step), "run": Tracking.run_in_files(), "tokens": texts}
         path = self.folder / f"{step}.arrow"
         unfinished = path.with_name(f".{path.name}.unfinished")
         try:

@@ -21,6 +21,7 @@ import torch
 from verl.base.doors import old_names
 from verl.base.redact import redacted, secrets_in, without_secrets
 from verl.errors import ConfigError, VerlError
+from verl.utils.file_log import THIS_RUN
 from verl.utils.run_log import STAGE_NOTE
 from verl.utils.tracking import local, services  # noqa: F401 (they file their trackers)
 from verl.utils.tracking.base import TRACKERS, Tracker
@@ -120,6 +121,12 @@ class Tracking:
     def run_ids(self) -> dict[str, str]:
         """Ids of this run by tracker, for trackers whose runs can be continued by a later process."""
         return {name: tracker.run_id for name, tracker in self.trackers.items() if tracker.run_id is not None}
+
+    @classmethod
+    def run_in_files(cls) -> str:
+        """Id of the run of this process in its files: the tracker ``file`` has it, also of a run that was resumed."""
+        ids = [tracking.run_ids["file"] for tracking in cls.opened if "file" in tracking.run_ids]
+        return ids[-1] if ids else THIS_RUN
 
     def log(self, data: Mapping[str, Any], step: int, backend: Names | None = None) -> None:
         """Record metrics of a step, in all trackers or those named by ``backend``.

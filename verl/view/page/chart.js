@@ -13,29 +13,20 @@ const WHOLE = [...Array(9).keys()].flatMap((power) => [1, 2, 5].map((digit) => d
 /**
  * Draw curves into an element; returns a function that removes them.
  *
- * curves: [{label, colour, dash, steps, times, values, marks: [{kind, step, time}]}]
+ * curves: [{label, colour, dash, steps, times, values, low, high, marks: [{kind, step, time}]}]; low and high, of a mean of
+ * several runs, are drawn as a band
  * options: {axis: "step" | "relative" | "wall", smoothing: 0..0.99}
  */
 export function drawChart(element, name, curves, options) {
   const style = getComputedStyle(document.documentElement);
   const [ink, grid] = [style.getPropertyValue("--ink-2").trim(), style.getPropertyValue("--line").trim()];
   const marks = curves.flatMap((curve) => curve.marks.map((mark) => ({ ...mark, x: abscissa(curve, options.axis, mark) })));
-  const data = uPlot.join(curves.map((curve) => [
-    (options.axis === "step" ? curve.steps : curve.times).map((_, row) => abscissaAt(curve, options.axis, row)),
-    smoothed(curve.values, options.smoothing),
-  ]).map(ascending));
   const labels = withoutCommonBeginning(curves.map((curve) => curve.label));
-  const series = curves.map((curve, place) => ({
-    label: labels[place],
-    stroke: curve.colour,
-    dash: curve.dash,
-    width: 1.5,
-    spanGaps: true,
-    points: { show: curve.values.length < (curve.dash.length ? 2 : 40), size: 4 },
-    value: (_, value) => short(value),
-  }));
+  const lines = curves.flatMap((curve, place) => linesOf(curve, labels[place], options));
+  const data = uPlot.join(lines.map(({ xs, ys }) => [xs, ys]));
+  const bands = lines.flatMap(({ fill }, place) => (fill ? [{ series: [place + 1, place + 2], fill }] : []));
   const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px system-ui" };
-  const values = (_, splits) => splits.map((value) => (options.axis === "relative" ? duration(value) : short(value)));
+  const values = (_, splits) => splits.map((value) => xText(value, options.axis));
   const plot = new uPlot({
     width: Math.max(200, element.clientWidth),
     height: HEIGHT,
@@ -44,8 +35,9 @@ export function drawChart(element, name, curves, options) {
       { ...axis, ...(options.axis === "step" ? { incrs: WHOLE } : {}), ...(options.axis === "wall" ? {} : { size: 32, values }) },  // wall time has two lines, and the usual 50
       { ...axis, size: 56, values: (_, splits) => splits.map(short) },
     ],
-    series: [{ label: options.axis, ...(options.axis === "wall" ? {} : { value: (_, value) => short(value) }) }, ...series],
-    legend: { show: true, live: true, markers: { width: 0, fill: (_, place) => (place ? lineBackground(curves[place - 1]) : "") } },
+    series: [{ label: options.axis, value: (_, value, __, row) => (row === null ? "last" : xText(value, options.axis)) }, ...lines],
+    bands,
+    legend: { show: true, live: true, markers: { width: 0, fill: (_, place) => (place ? lineBackground(lines[place - 1]) : "") } },
     cursor: { drag: { x: true, y: false }, sync: { key: "curves" } },
     hooks: { draw: [(drawn) => drawMarks(drawn, marks, ink)] },
   }, data, element);
@@ -59,16 +51,30 @@ export function drawChart(element, name, curves, options) {
   };
 }
 
+/** The line of a curve as a series of uPlot, and before it the upper and lower edge of its band, if it has one. */
+function linesOf(curve, label, options) {
+  const xs = curve.steps.map((_, row) => abscissa(curve, options.axis, { step: curve.steps[row], time: curve.times[row] }));
+  const look = { colour: curve.colour, dash: curve.dash, spanGaps: true };
+  const edge = (values) => {
+    const [edges, ys] = ascending([xs, smoothed(values, options.smoothing)]);
+    return { ...look, xs: edges, ys, class: "edge", width: 0, points: { show: false } };
+  };
+  const [rising, ys] = ascending([xs, smoothed(curve.values, options.smoothing)]);
+  const last = ys.findLast((value) => value !== null);
+  const line = {
+    ...look, xs: rising, ys, label, stroke: curve.colour, width: 1.5,
+    points: { show: ys.length < (curve.dash.length ? 2 : 40), size: 4 },
+    value: (_, value, __, row) => short(row === null ? last : value),
+  };
+  return curve.high ? [{ ...edge(curve.high), fill: `${curve.colour}30` }, edge(curve.low), line] : [line];
+}
+
 /** The usual range but for a curve without height, which uPlot would draw at the bottom of 0 to 100 or twice its value. */
 function rangeOfValues(_, low, high) {
   if (low === null) return [null, null];
   if (low !== high) return uPlot.rangeNum(low, high, 0.1, true);
   const room = Math.abs(low) || 1;
   return [low - room, low + room];
-}
-
-function abscissaAt(curve, axis, row) {
-  return abscissa(curve, axis, { step: curve.steps[row], time: curve.times[row] });
 }
 
 function abscissa(curve, axis, point) {
@@ -119,12 +125,21 @@ function described(name, curves) {
   return `${name}. ${ends.join("; ")}`;
 }
 
+function xText(value, axis) {
+  if (axis === "wall") return new Date(1000 * value).toLocaleString();
+  return axis === "relative" ? duration(value) : short(value);
+}
+
 function duration(seconds) {
   if (seconds < 120) return `${Math.round(seconds)} s`;
   return seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
 }
 
-/** A box for one chart with its name. */
-export function chartBox(name) {
-  return h("figure", { class: "chart", "data-metric": name }, h("figcaption", {}, name), h("div", { class: "plot" }));
+/** A box for one chart with its name, and a button that puts it before the others. */
+export function chartBox(name, isPinned, pin) {
+  return h("figure", { class: "chart", "data-metric": name },
+    h("figcaption", {}, name, h("button", {
+      type: "button", class: "pin", "aria-label": `pin ${name}`, title: "show it first", "aria-pressed": String(isPinned), onclick: pin,
+    }, isPinned ? "★" : "☆")),
+    h("div", { class: "plot" }));
 }

@@ -3,33 +3,42 @@
 import { ago, fill, h, short } from "./dom.js";
 import { lineBackground, runStyle } from "./colours.js";
 
-const KEY = "verl-view-runs";
+const NONE = "none";
 
-/** The runs that the server knows, and the choice among them. */
+/** The runs that the server knows, and the choice among them, which is kept in the address. */
 export class RunList {
-  constructor(element, changed) {
+  /** chosen: called with the choice as the address has it, after a change by the user. */
+  constructor(element, chosen) {
     this.element = element;
-    this.changed = changed;
+    this.told = chosen;
     this.runs = [];
-    this.places = new Map();
-    const saved = sessionStorage.getItem(KEY);
-    this.chosen = new Set(JSON.parse(saved || "[]"));
-    this.isEmptied = saved === "[]";
+    this.chosen = new Set();
     this.text = "";
   }
 
   /** Take the runs of the server. */
-  take(runs) {
+  take(runs, isIndexing) {
     this.runs = runs;
-    for (const run of runs) if (!this.places.has(run.id)) this.places.set(run.id, this.places.size);
-    this.chosen = new Set([...this.chosen].filter((id) => runs.some((run) => run.id === id)));
-    if (!this.chosen.size && !this.isEmptied && runs.length) this.chosen.add(runs[0].id);
+    this.isIndexing = isIndexing;
     this.show();
+  }
+
+  /** Take the choice of the address; without one, or if none of its runs is there any more, the first run is chosen. */
+  read(runs) {
+    const wanted = runs === NONE ? [] : (runs || "").split(",").filter((id) => this.runs.some((run) => run.id === id));
+    this.chosen = new Set(wanted.length || runs === NONE ? wanted : this.runs.slice(0, 1).map((run) => run.id));
+    this.show();
+    return this.runs.length ? [...this.chosen].join() || NONE : runs || "";
   }
 
   /** The chosen runs, in the order of the list. */
   selected() {
     return this.runs.filter((run) => this.chosen.has(run.id));
+  }
+
+  /** What, when it changes, wants the view shown anew: the chosen runs, and which kinds of samples they have. */
+  key() {
+    return this.selected().map((run) => `${run.id} ${run.kinds}`).sort().join();
   }
 
   /** What a view says that has no run to show. */
@@ -43,8 +52,13 @@ export class RunList {
     return this.runs.find((run) => run.id === wanted) || this.selected()[0];
   }
 
+  /** Why a run has no samples. */
+  whyNoSamples(run) {
+    return this.isIndexing ? `The samples of ${run.name} are being read.` : `${run.name} has no samples. ${run.no_samples}`;
+  }
+
   style(id) {
-    return runStyle(this.places.get(id) || 0);
+    return runStyle(this.runs.find((run) => run.id === id)?.place || 0);
   }
 
   /** The runs whose names have the text of the search. */
@@ -59,12 +73,10 @@ export class RunList {
 
   choose(ids) {
     this.chosen = new Set(ids);
-    this.isEmptied = !ids.length;
-    sessionStorage.setItem(KEY, JSON.stringify(ids));
     this.show();
     // Several choices in a row are shown once: each showing asks the server for all that is chosen.
     clearTimeout(this.telling);
-    this.telling = setTimeout(this.changed, 80);
+    this.telling = setTimeout(() => this.told([...this.chosen].join() || NONE), 80);
   }
 
   show() {
@@ -82,7 +94,7 @@ export class RunList {
         this.show();
       },
     });
-    const opened = matchMedia("(min-width: 760px)").matches;
+    const opened = matchMedia("(min-width: 960px)").matches;
     fill(this.element, h("details", { open: opened }, h("summary", {}, "Runs"), search,
       h("div", { class: "choices" }, this.choices()), h("ul", { class: "runs" }, items)));
   }

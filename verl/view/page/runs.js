@@ -1,27 +1,33 @@
-// Curves of the chosen runs by group of metrics, their settings, and how these differ.
+// Curves of the chosen runs, the main ones first, and a table of the runs by settings and best value.
 
 import { ask } from "./api.js";
 import { chartBox, drawChart } from "./chart.js";
 import { field, fill, h, select, short } from "./dom.js";
+import { keepInAddress, remember, remembered } from "./place.js";
 
-const FIRST = ["critic", "actor", "val-core", "response_length", "train", "reward", "timing_s"];
 const AXES = [["step", "step"], ["relative", "time since the start"], ["wall", "time of day"]];
-const OPTIONS = "verl-view-curves";
+const PINS = "pins";
+/** Groups of more charts than this in all are closed at first, but for the first ones. */
+const OPEN = 12;
+/** Metrics of which less is better. */
+const LOWER = /loss|kl|error|timing|clip_ratio|norm|diff/;
 
 /** Show curves; returns {news, close}. */
 export async function showRuns(main, parameters, list) {
-  const view = new Curves(main, list);
+  const view = new Curves(main, parameters, list);
   await view.load();
   return { news: (changed) => view.news(changed), close: () => view.close() };
 }
 
 class Curves {
-  constructor(main, list) {
+  constructor(main, parameters, list) {
     this.main = main;
     this.list = list;
-    this.options = { axis: "step", smoothing: 0, text: "", ...JSON.parse(sessionStorage.getItem(OPTIONS) || "{}") };
+    this.options = { axis: "step", smoothing: 0, text: "", averages: "", metric: "", ...parameters };
+    this.options.smoothing = Number(this.options.smoothing) || 0;
+    this.pins = remembered(PINS) || [];
     this.drawn = new Map();
-    this.open = new Set();
+    this.toggled = new Map();
     this.details = new Map();
     this.watcher = new IntersectionObserver((entries) => {
       for (const entry of entries) if (entry.isIntersecting) this.draw(entry.target);
@@ -35,9 +41,9 @@ class Curves {
 
   /** Ask for the chosen runs; one that was deleted is not among them any more. */
   async ask() {
-    const runs = this.list.selected().map((run) => run.id);
-    const found = await ask("details", { run: runs });
-    this.details = new Map(runs.map((id) => [id, found[id]]));
+    const runs = this.list.selected();
+    const found = await ask("details", { run: runs.map((run) => run.id) });
+    this.details = new Map(runs.map((run) => [run.id, { ...run, ...found[run.id] }]));
   }
 
   async news(changed) {
@@ -54,44 +60,69 @@ class Curves {
     this.drawn.clear();
   }
 
+  /** The names of all metrics that the search finds. */
   names() {
     const names = new Set([...this.details.values()].flatMap((run) => run.metrics));
     return [...names].filter((name) => name.toLowerCase().includes(this.options.text.toLowerCase())).sort();
   }
 
+  /** The main metrics that a run has, in their order. */
+  mainNames() {
+    return [...new Set([...this.details.values()].flatMap((run) => run.main))];
+  }
+
   show() {
     this.close();
     const runs = [...this.details.values()];
-    this.charts = h("div", { class: "groups" });
     if (!runs.length) {
       fill(this.main, h("p", { class: "empty" }, this.list.why()));
       return;
     }
-    fill(this.main, this.controls(), this.charts, this.settings(runs));
+    this.charts = h("div", { class: "groups" });
+    this.about = h("section", {});
+    fill(this.main, this.controls(), this.charts, this.about);
     this.showCharts();
+    this.showAbout();
+  }
+
+  /** The runs, or with averages each group of runs that differ in seeds alone. */
+  groups() {
+    const groups = new Map();
+    for (const run of this.details.values()) {
+      const key = this.options.averages ? run.experiment : run.id;
+      groups.set(key, [...(groups.get(key) || []), run]);
+    }
+    return groups;
   }
 
   showCharts() {
     this.close();
-    const groups = grouped(this.names());
-    const order = [...groups.keys()].sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
-    const many = order.length > 6 && !this.options.text;
-    fill(this.charts, order.map((group, place) => {
-      const isOpen = this.open.has(group) || !many || place < 3;
-      const boxes = groups.get(group).map(chartBox);
+    this.csv.href = `/api/csv?${new URLSearchParams([...[...this.details.keys()].map((id) => ["run", id]), ["text", this.options.text]])}`;
+    const names = this.names();
+    const groups = grouped(names, this.pins, this.mainNames());
+    const isOpen = (title) => this.toggled.get(title) ?? (FIRST.includes(title) || names.length <= OPEN);
+    fill(this.charts, [...groups].map(([title, own]) => {
+      const boxes = own.map((name) => chartBox(name, this.pins.includes(name), () => this.pin(name)));
       boxes.forEach((box) => this.watcher.observe(box));
-      const toggled = (event) => (event.target.open ? this.open.add(group) : this.open.delete(group));
-      return h("details", { class: "group", open: isOpen, ontoggle: toggled },
-        h("summary", {}, h("h2", {}, group), h("span", { class: "count" }, ` ${boxes.length}`)),
+      return h("details", { class: "group", open: isOpen(title), ontoggle: (event) => this.toggled.set(title, event.target.open) },
+        h("summary", {}, h("h2", {}, title), h("span", { class: "count" }, ` ${boxes.length}`)),
         h("div", { class: "charts" }, boxes));
-    }), order.length ? null : h("p", { class: "empty" }, "No metric is called like that, or nothing is logged yet."));
+    }), names.length ? null : h("p", { class: "empty" }, "No metric is called like that, or nothing is logged yet."));
+  }
+
+  pin(name) {
+    this.pins = this.pins.includes(name) ? this.pins.filter((one) => one !== name) : [...this.pins, name];
+    remember(PINS, this.pins);
+    this.showCharts();
   }
 
   controls() {
     const change = (name, value) => {
       this.options[name] = value;
-      sessionStorage.setItem(OPTIONS, JSON.stringify(this.options));
-      this.showCharts();
+      const { smoothing, ...others } = this.options;
+      keepInAddress("runs", { ...others, smoothing: smoothing || "", axis: others.axis === "step" ? "" : others.axis }, true);
+      if (name !== "metric") this.showCharts();
+      if (name === "averages" || name === "metric") this.showAbout();
     };
     const smoothing = h("input", {
       type: "range", min: 0, max: 0.99, step: 0.01, value: this.options.smoothing,
@@ -101,9 +132,17 @@ class Curves {
       type: "search", id: "search", placeholder: "part of a name", value: this.options.text,
       oninput: (event) => change("text", event.target.value),
     });
+    const averages = h("input", {
+      type: "checkbox", name: "averages", checked: Boolean(this.options.averages),
+      onchange: (event) => change("averages", event.target.checked ? "1" : ""),
+    });
+    this.change = change;
+    this.csv = h("a", { class: "button", download: "metrics.csv", title: "the whole curves of these runs and metrics" }, "CSV");
     return h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
       field("Metrics", search), field("Smoothing", smoothing),
-      field("Axis", select("axis", AXES, this.options.axis, (event) => change("axis", event.target.value))));
+      field("Axis", select("axis", AXES, this.options.axis, (event) => change("axis", event.target.value))),
+      this.details.size > 1 ? h("label", { class: "check", title: "over steps; the band is from the lowest to the highest" }, averages, "mean over seeds") : null,
+      this.csv);
   }
 
   async draw(box, again = false) {
@@ -111,46 +150,71 @@ class Curves {
     this.drawn.get(box)?.();
     this.drawn.set(box, () => {});
     const name = box.dataset.metric;
+    const { averages } = this.options;
     const runs = [...this.details.values()].filter((run) => run.metrics.includes(name));
-    const found = await ask("series", { run: runs.map((run) => run.id), name });
-    const curves = runs.map((run) => ({
-      label: run.name, ...this.list.style(run.id), marks: run.marks, ...found[run.id][name],
+    const found = await ask("series", { run: runs.map((run) => run.id), name, averages });
+    const curves = [...this.groups()].filter(([key]) => found[key]?.[name]).map(([key, members]) => ({
+      label: nameOf(members), ...this.list.style(members[0].id), marks: members.length > 1 ? [] : members[0].marks, ...found[key][name],
     }));
     if (!box.isConnected) return;
     const plot = box.querySelector(".plot");
     fill(plot);
-    this.drawn.set(box, drawChart(plot, name, curves, this.options));
+    this.drawn.set(box, drawChart(plot, name, curves, averages ? { ...this.options, axis: "step" } : this.options));
   }
 
-  settings(runs) {
-    if (runs.length === 1) return settingsOf(runs[0]);
+  async showAbout() {
+    const runs = [...this.details.values()];
+    if (runs.length === 1) {
+      fill(this.about, settingsOf(runs[0]));
+      return;
+    }
+    const names = this.mainNames().length ? this.mainNames() : this.names();
+    const metric = names.includes(this.options.metric) ? this.options.metric : names.find((name) => name.startsWith("val")) || names[0];
+    const found = metric ? await ask("best", { run: runs.map((run) => run.id), name: metric, averages: this.options.averages }) : {};
+    const end = LOWER.test(metric) ? "lowest" : "highest";
+    const rows = [...this.groups()].map(([key, members]) => ({ members, best: found[key]?.[metric] }));
+    const worth = ({ best }) => (best ? (end === "lowest" ? -best[end][1] : best[end][1]) : -Infinity);
+    rows.sort((a, b) => worth(b) - worth(a));
     const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort();
-    const differ = keys.filter((key) => new Set(runs.map((run) => JSON.stringify(run.config[key]))).size > 1);
-    return h("section", {}, h("h2", {}, "Settings that differ"),
-      differ.length ? table(["key", ...runs.map((run) => run.name)],
-        differ.map((key) => [key, ...runs.map((run) => shown(run.config[key]))])) : h("p", { class: "empty" }, "None."));
+    const differ = keys.filter((key) => new Set(rows.map(({ members: [run] }) => JSON.stringify(run.config[key]))).size > 1);
+    fill(this.about, h("h2", {}, "Runs by settings and best value"),
+      h("div", { class: "controls" }, field("Metric", select("metric", names, metric, (event) => this.change("metric", event.target.value)))),
+      table(["run", end, "at step", "last", "state", ...differ], rows.map(({ members, best }) => [
+        nameOf(members), short(best?.[end][1]), short(best?.[end][0]), short(best?.last[1]),
+        [...new Set(members.map((run) => run.state))].join(", "), ...differ.map((key) => shown(members[0].config[key]))])),
+      differ.length ? null : h("p", { class: "note" }, "Their settings do not differ, or are not recorded."));
   }
+}
+
+/** The name of a run, or of several the parts that they share. */
+function nameOf(runs) {
+  if (runs.length === 1) return runs[0].name;
+  let same = 0;
+  while (runs.every((run) => same < run.name.length && run.name[same] === runs[0].name[same])) same += 1;
+  const shared = runs[0].name.slice(0, same).replace(/[-_/. ]*(seed)?[-_/. =]*$/, "");
+  return shared ? `${shared}, mean of ${runs.length}` : `mean of ${runs.length}: ${runs[0].name}, …`;
 }
 
 function settingsOf(run) {
   const about = [["command", run.command], ["machine", run.host], ["file", run.path], ...Object.entries(run.environment)];
   const isOver = ["failed", "stopped"].includes(run.state);
   const marks = run.marks.map((mark) => [mark.kind, short(mark.step)]);
-  return h("section", {},
+  return [
     h("h2", {}, `About ${run.name}`),
     table(["", ""], about.filter(([, value]) => value)),
     run.ends.filter((end) => end.why).map((end) => (isOver && end === run.ends.at(-1) ? h("p", { class: "why" }, `ended: ${end.why}`)
       : h("p", { class: "note" }, `an earlier start ended: ${end.why}`))),
     h("details", {}, h("summary", {}, `Checkpoints and resumptions (${marks.length})`), table(["what", "step"], marks)),
     h("details", {}, h("summary", {}, `Settings (${Object.keys(run.config).length})`),
-      table(["key", "value"], Object.entries(run.config).map(([key, value]) => [key, shown(value)]))));
+      table(["key", "value"], Object.entries(run.config).map(([key, value]) => [key, shown(value)])))];
 }
 
-/** A table of texts. */
+/** A table of texts; where there is little room, each row with several cells becomes a list with the heads before its cells. */
 export function table(heads, rows) {
-  return h("div", { class: "scroll" }, h("table", {},
+  return h("div", { class: "scroll" }, h("table", { class: heads.length > 2 ? "wide" : null },
     heads.some(Boolean) ? h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))) : null,
-    h("tbody", {}, rows.map(([first, ...others]) => h("tr", {}, h("th", { scope: "row" }, first), others.map((cell) => h("td", {}, cell)))))));
+    h("tbody", {}, rows.map(([first, ...others]) => h("tr", {}, h("th", { scope: "row" }, first),
+      others.map((cell, place) => h("td", { "data-head": heads[place + 1] }, cell)))))));
 }
 
 function shown(value) {
@@ -158,17 +222,17 @@ function shown(value) {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
-function groupOf(name) {
-  return name.includes("/") ? name.slice(0, name.indexOf("/")) : "other";
-}
+const FIRST = ["Pinned", "Main"];
 
-function rank(group) {
-  const place = FIRST.indexOf(group);
-  return place < 0 ? FIRST.length : place;
-}
-
-function grouped(names) {
-  const groups = new Map();
-  for (const name of names) groups.set(groupOf(name), [...(groups.get(groupOf(name)) || []), name]);
+/** Names by the title under which they are shown: those that are pinned, the main ones, and the others by their beginning. */
+function grouped(names, pins, main) {
+  const there = new Set(names);
+  const pinned = pins.filter((name) => there.has(name));
+  const first = main.filter((name) => there.has(name) && !pins.includes(name));
+  const groups = new Map([["Pinned", pinned], ["Main", first]].filter(([, own]) => own.length));
+  for (const name of names.filter((one) => !pinned.includes(one) && !first.includes(one))) {
+    const group = name.includes("/") ? name.slice(0, name.indexOf("/")) : "other";
+    groups.set(group, [...(groups.get(group) || []), name]);
+  }
   return groups;
 }

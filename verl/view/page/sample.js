@@ -4,26 +4,60 @@ import { ask } from "./api.js";
 import { fill, h, short, textBlock } from "./dom.js";
 import { showTokens } from "./tokens.js";
 
-const KNOWN = new Set(["input", "output", "trajectory"]);
 
 /** Show a sample in an element; open is called with the id of another one. */
 export async function showOne(element, id, open) {
   const sample = await ask(`sample/${id}`);
   const tokens = h("div", { class: "tokens-place" });
   const record = sample.record;
+  const hasTurns = Boolean(record.trajectory?.conversation?.length);
+  const shown = hasTurns ? ["gts", "trajectory"] : ["gts", "trajectory", "input", "output"];
   fill(element,
     h("h2", {}, `Step ${sample.step}, score ${short(sample.score)}`, sample.status ? `, ${sample.status}` : ""),
     record.trajectory?.message ? h("p", { class: "why" }, record.trajectory.message) : null,
-    h("h3", {}, "Prompt"), textBlock(record.input, "prompt"),
-    h("h3", {}, "Response"),
-    record.trajectory ? conversation(record.trajectory) : textBlock(record.output, "response"),
+    h("h3", {}, "Ground truth"), hasTruth(record.gts) ? textBlock(plain(record.gts), "truth") : h("p", { class: "empty" }, "none"),
+    hasTurns
+      ? [h("h3", {}, "Conversation"), waterfall(record.trajectory.conversation), conversation(record.trajectory)]
+      : [h("h3", {}, "Prompt"), textBlock(record.input, "prompt"), h("h3", {}, "Response"), textBlock(record.output, "response")],
     h("details", {}, h("summary", {}, "All that is recorded"),
-      h("dl", {}, Object.entries(record).filter(([name]) => !KNOWN.has(name)).map(([name, value]) => [
-        h("dt", {}, name), h("dd", {}, typeof value === "string" ? value : JSON.stringify(value))]))),
+      h("dl", {}, Object.entries(record).filter(([name]) => !shown.includes(name)).map(([name, value]) => [
+        h("dt", {}, name), h("dd", {}, plain(value))]))),
     tokens,
     sample.siblings.length > 1 ? siblings(sample, open) : null,
     sample.kind === "validation" && sample.history.length > 1 ? history(sample, open) : null);
   await showTokens(tokens, id);
+}
+
+function plain(value) {
+  return typeof value === "string" ? value : JSON.stringify(value);
+}
+
+function hasTruth(value) {
+  return value !== null && value !== undefined && value !== "";
+}
+
+/** When each turn began and how long it took: generations, tools, and the environment behind a generation. */
+function waterfall(messages) {
+  const bars = [];
+  let end = 0;  // of a message that does not say when it began, the one before
+  for (const { role, name, seconds, began, environment_seconds: answered } of messages) {
+    if (seconds === undefined || seconds === null) continue;
+    const begin = began ?? end;
+    bars.push({ title: [role, name].filter(Boolean).join(" "), role, begin, seconds });
+    end = begin + seconds;
+    if (!answered) continue;
+    bars.push({ title: "environment", role: "tool", begin: end, seconds: answered });
+    end += answered;
+  }
+  if (!bars.length) return null;
+  const first = Math.min(...bars.map((bar) => bar.begin));
+  const whole = Math.max(...bars.map((bar) => bar.begin + bar.seconds)) - first || 1;
+  return h("div", { class: "timeline turns", role: "list", "aria-label": `Turns, ${short(whole)} s in all` },
+    bars.map(({ title, role, begin, seconds }) => h("div", { class: "step", role: "listitem", "aria-label": `${title}: ${short(seconds)} s after ${short(begin - first)} s` },
+      h("span", { class: "label name", title }, title),
+      h("div", { class: "bar" }, h("i", {
+        class: `span ${role}`, style: { left: `${(100 * (begin - first)) / whole}%`, width: `${(100 * seconds) / whole}%` },
+      })), h("span", { class: "label" }, `${short(seconds)} s`))));
 }
 
 function conversation(trajectory) {

@@ -5,7 +5,8 @@ import { field, fill, h, select, short } from "./dom.js";
 import { showOne } from "./sample.js";
 import { keepInAddress } from "./place.js";
 
-const FILTERS = ["kind", "step_from", "step_to", "score_from", "score_to", "length_from", "length_to", "status", "source", "text", "sort", "descending"];
+const MORE = ["step_from", "step_to", "score_from", "score_to", "length_from", "length_to", "status", "source"];
+const FILTERS = ["kind", ...MORE, "text", "sort", "descending"];
 const NUMBERS = { gap: "gap of rollout", kl: "KL to reference", advantage: "advantage" };
 const SORTS = [["step", "step"], ["score", "score"], ["length", "length"], ...Object.entries(NUMBERS)];
 
@@ -17,7 +18,7 @@ export async function showSamples(main, parameters, list) {
     return {};
   }
   if (!run.kinds.length) {
-    fill(main, h("p", { class: "empty" }, `${run.name} wrote no samples. Set trainer.rollout_data_dir and trainer.validation_data_dir.`));
+    fill(main, h("p", { class: "empty" }, list.whyNoSamples(run)));
     return {};
   }
   const view = new Samples(main, run, parameters);
@@ -32,6 +33,7 @@ class Samples {
     this.filter = Object.fromEntries(FILTERS.map((name) => [name, parameters[name] || ""]));
     if (!run.kinds.includes(this.filter.kind)) this.filter.kind = run.kinds[0];
     this.sample = parameters.sample || "";
+    this.own = parameters.run;
   }
 
   async start() {
@@ -43,10 +45,10 @@ class Samples {
     this.one = h("section", { class: "one", "aria-label": "Sample" });
     this.heads = h("thead");
     fill(this.main, this.form(values), this.count, this.fresh,
-      h("div", { class: "scroll samples" }, h("table", {}, this.heads, this.body)),
+      h("div", { class: "scroll samples" }, h("table", { class: "wide" }, this.heads, this.body)),
       this.more, this.one);
     await this.load(0);
-    if (this.sample) await this.open(this.sample);
+    if (this.sample) await this.open(this.sample, true);
   }
 
   form(values) {
@@ -62,17 +64,20 @@ class Samples {
     }));
     const any = (all) => [["", "any"], ...all.map((one) => [one, one])];
     const [first, last] = [values.steps[0], values.steps.at(-1)];
-    return h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
-      h("strong", { class: "of" }, this.run.name),
-      field("Of", select("kind", this.run.kinds, this.filter.kind, change("kind", true))),
+    const more = [
       number("step_from", "Step from", first), number("step_to", "Step to", last),
       number("score_from", "Score from"), number("score_to", "Score to"),
       number("length_from", "Length from"), number("length_to", "Length to"),
       field("End", select("status", any(values.statuses), this.filter.status, change("status"))),
-      field("Source", select("source", any(values.sources), this.filter.source, change("source"))),
+      field("Source", select("source", any(values.sources), this.filter.source, change("source")))];
+    const isOpen = MORE.some((name) => this.filter[name]) || matchMedia("(min-width: 960px)").matches;
+    return h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
+      h("strong", { class: "of" }, this.run.name),
+      field("Of", select("kind", this.run.kinds, this.filter.kind, change("kind", true))),
       field("Text", h("input", { type: "search", id: "search", name: "text", value: this.filter.text, onchange: change("text") })),
       field("Sort by", select("sort", SORTS, this.filter.sort || "step", change("sort"))),
-      field("Order", select("descending", [["1", "highest first"], ["0", "lowest first"]], this.filter.descending || "1", change("descending"))));
+      field("Order", select("descending", [["1", "highest first"], ["0", "lowest first"]], this.filter.descending || "1", change("descending"))),
+      h("details", { class: "more", open: isOpen }, h("summary", {}, "Filters"), h("div", { class: "controls" }, more)));
   }
 
   /** Show new samples at once, unless that would move what somebody looks at. */
@@ -82,8 +87,8 @@ class Samples {
     else this.fresh.hidden = false;
   }
 
-  remember() {
-    keepInAddress("samples", { run: this.run.id, ...this.filter, sample: this.sample });
+  remember(replaces = false) {
+    keepInAddress("samples", { run: this.own, ...this.filter, sample: this.sample }, replaces);
   }
 
   async load(skip) {
@@ -108,18 +113,20 @@ class Samples {
 
   row(sample) {
     const open = () => this.open(sample.id);
+    const number = NUMBERS[this.filter.sort];
+    const cell = (head, content, name) => h("td", { "data-head": head, class: name }, content);
     return h("tr", { "data-sample": sample.id, onclick: open },
-      h("td", {}, h("button", { type: "button", class: "link", "aria-label": `open sample of step ${sample.step}` }, short(sample.step))),
-      h("td", { class: "score" }, short(sample.score)), h("td", {}, short(sample.length)),
-      NUMBERS[this.filter.sort] ? h("td", { class: "number" }, sample[this.filter.sort] === null ? "∞" : short(sample[this.filter.sort])) : null,
-      h("td", {}, sample.status), h("td", {}, sample.source),
-      h("td", { class: "preview" }, h("bdi", {}, sample.input)),
-      h("td", { class: "preview" }, h("bdi", {}, sample.output)));
+      h("td", { "data-head": "step" }, h("button", { type: "button", class: "link", "aria-label": `open sample of step ${sample.step}` }, short(sample.step))),
+      cell("score", short(sample.score), "score"), cell("length", short(sample.length)),
+      number ? cell(number, sample[this.filter.sort] === null ? "∞" : short(sample[this.filter.sort]), "number") : null,
+      cell("end", sample.status), cell("source", sample.source),
+      cell("prompt", h("bdi", {}, sample.input), "preview"), cell("response", h("bdi", {}, sample.output), "preview"));
   }
 
-  async open(id) {
+  /** Show a sample; "Back" leads to what was shown before, over those that were only passed by keys. */
+  async open(id, isPassing = false) {
     this.sample = id;
-    this.remember();
+    this.remember(isPassing);
     for (const row of this.body.children) row.classList.toggle("chosen", row.dataset.sample === String(id));
     await showOne(this.one, id, (other) => this.open(other));
     this.one.scrollIntoView({ block: "nearest" });
@@ -130,6 +137,6 @@ class Samples {
     const rows = [...this.body.children];
     const at = rows.findIndex((row) => row.classList.contains("chosen"));
     const next = rows[Math.max(0, Math.min(rows.length - 1, at + (event.key === "j" ? 1 : -1)))];
-    if (next) this.open(next.dataset.sample);
+    if (next) this.open(next.dataset.sample, at >= 0);
   }
 }

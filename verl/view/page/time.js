@@ -16,12 +16,13 @@ export async function showTime(main, parameters, list) {
     fill(main, h("p", { class: "empty" }, list.why()));
     return {};
   }
+  const own = { run: parameters.run };
   const range = { step_from: parameters.step_from || "", step_to: parameters.step_to || "" };
   const body = h("div");
   const ranks = h("section", { class: "ranks" });
   let chosen = parameters.step ? Number(parameters.step) : null;
   const load = async () => {
-    keepInAddress("time", { run: run.id, ...range, step: chosen ?? "" });
+    keepInAddress("time", { ...own, ...range, step: chosen ?? "" }, true);
     const [steps, about] = await Promise.all([ask("spans", { run: run.id, ...range }), ask("details", { run: [run.id] })]);
     const resumed = about[run.id].marks.filter((mark) => mark.kind === "resumed");
     if (steps.length) await showRanks(ranks, run, range, chosen ?? steps.at(-1).step);
@@ -31,7 +32,7 @@ export async function showTime(main, parameters, list) {
   };
   const choose = (number) => {
     chosen = number;
-    keepInAddress("time", { run: run.id, ...range, step: number });
+    keepInAddress("time", { ...own, ...range, step: number });
     showRanks(ranks, run, range, number);
   };
   const step = (name, label) => field(label, h("input", {
