@@ -38,6 +38,7 @@ EXCEPTIONS = {
     "schema.py": "tells by which setting a run makes a column",
     "utils/device.py": "auto_set_device is given the whole configuration",
     "view/report.py": "tells by which setting a run writes the file that a report is made of",
+    "view/samples.py": "tells by which settings a run writes samples",
     "view/command.py": "tells by which setting a run writes the file that the page shows",
     "utils/reward_score/registry.py": "a user's own scorer is chosen by a setting; no argument takes it",
 }
