@@ -31,6 +31,8 @@ from verl.toolkit.imports import (
 from verl.toolkit.metrics import LocalLogger, calculate_debug_metrics, log_with_rank
 from verl.toolkit.names import DatasetPadMode, PrecisionType
 from verl.toolkit.processes import get_free_port, is_ipv6, parse_cores
+from verl.toolkit.scoring import parallel_compute_score_async
+from verl.utils.reward_score import default_compute_score
 
 # ---- files ----------------------------------------------------------------------------------------
 
@@ -273,3 +275,15 @@ def test_what_is_installed():
     assert not is_installed("json.no_such_module")
     assert not is_installed("no_such_package.core")  # nor its parent
     assert is_vllm_available() == is_installed("vllm")
+
+
+def test_texts_are_scored_in_parallel():
+    texts, truths, tasks = (
+        ["#### 5", "#### 6", r"\boxed{5}", "x"],
+        ["5", "5", 5, None],
+        ["gsm8k"] * 2 + ["math_reward", "no"],
+    )
+    scored = parallel_compute_score_async(default_compute_score, texts[:3], truths[:3], tasks[:3], num_processes=2)
+    assert asyncio.run(scored) == [1.0, 0.0, 1.0]
+    with pytest.raises(ValueError, match="shorter"):
+        asyncio.run(parallel_compute_score_async(default_compute_score, texts, truths[:3], tasks))

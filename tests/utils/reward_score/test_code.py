@@ -168,14 +168,14 @@ def test_no_program_is_a_score_of_zero(response):
 
 
 @needs_sandbox
-@needs_sandbox
 def test_run_test_tells_each_test_apart():
     tests = {"inputs": ["1\n", "2\n", "3\n"], "outputs": ["2", "4", "6"]}
     program = "n = int(input())\nassert n < 3\nprint(2 if n == 1 else 0)"
     results, first = run_test(tests, test=program)
     assert (results, first["status"]) == ([True, False, -1], "wrong_answer")
     assert run_test(tests, test="print(2 * int(input()))")[0] == [True, True, True]
-    assert run_test(CALL, "def add(a, b): return a + b")[0] == [True, True]
+    right, _ = prime_code.apps_check_correctness(in_outs=CALL, generation="def add(a, b): return a + b", timeout=5)
+    assert right == [True, True]
     with pytest.raises(ValueError, match="needs the program"):
         run_test(tests)
 

@@ -24,10 +24,26 @@ from verl.utils.reward_score.prime_code.compare import plain, same_text, same_va
         ("```python\ns = '```'\n```", "s = '```'\n"),  # a fence stands at the start of a line
         ("``` Python title=x\n1\n```", "1\n"),
         ("```\n1\n```\n```python\n2\n```\n```c++\n3\n```", "2\n"),
-        ("  ```python\n  a\n  ```", "  a\n"),
+        ("1. Read:\n\n   ```python\n   for x in y:\n       a\n   ```\n2. Done", "for x in y:\n    a\n"),
+        ("- ```python\n  if x:\n      a\n  ```", "if x:\n    a\n"),
+        ("- Code:\n  ```python\na\n  ```", "a\n"),  # only the fence is indented
+        ("```python\n    a\n      b\n```", "a\n  b\n"),  # only the code is
+        ("\t```python\n\tif x:\n\t\ta\n\t```", "if x:\n\ta\n"),
+        ("~~~python\na\n~~~\nb", "a\n"),
+        ('~~~\ns = """\n```\n"""\n~~~', 's = """\n```\n"""\n'),
+        ("> So:\n> ```python\n> if x:\n>     a\n> ```\n> done", "if x:\n    a\n"),
+        (">> ```python\n>> >>> a\n>> ```", ">>> a\n"),
+        ("> ~~~ python\n> a\n>\n> b\n> ~~~", "a\n\nb\n"),
+        ('````python\ns = """\n```\n"""\n````', 's = """\n```\n"""\n'),
+        ("````markdown\n```python\na\n```\n````", "a\n"),
+        ("```{.python .numberLines}\na\n```", "a\n"),
+        ("```python3.11\na\n```\n```text\nb\n```", "a\n"),
+        ("```python", None),  # cut off before the program
         ("```python\r\na\r\n```", "a\r\n"),
         ("```cpp\nint main() {}\n```", None),
-        ("print(1)", None),
+        ("print(1)", "print(1)"),  # a program as a whole
+        ("import sys\nThen I print it.", None),
+        ("Yes", None),
         ("", None),
         ("```python```", None),
     ],

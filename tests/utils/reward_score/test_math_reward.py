@@ -51,31 +51,6 @@ def test_last_boxed(text, content):
     assert last_boxed(text) == content
 
 
-@pytest.mark.parametrize(
-    "answer, truth, equal",
-    [
-        ("3", "3", True),
-        (r"\frac{1}{2}", "0.5", True),
-        ("1/2", r"\frac12", True),
-        ("x + 1", "1+x", True),
-        (r"\sqrt{8}", r"2\sqrt{2}", True),
-        ("1,000", "1000", True),
-        (r"\{1, 2\}", r"\{2, 1\}", True),
-        ("(1, 2)", "(1,2)", True),
-        (r"\text{Monday}", "Monday", True),
-        ("3", "4", False),
-        ("(1, 2)", "(2, 1)", False),
-        (r"\frac{1}{2}", "2", False),
-        ("-3", "3", False),
-        (r"\frac{", "3", False),
-        ("hello", "3", False),
-        ("9" * 3000, "3", False),
-    ],
-)
-def test_equal_values(answer, truth, equal):
-    assert is_equivalent(answer, truth) is equal
-
-
 def test_score():
     assert compute_score(r"thus \boxed{0.75}", r"\frac{3}{4}") == 1.0
     assert compute_score(r"thus \boxed{0.75}", r"the answer is $\boxed{\frac{3}{4}}$") == 1.0

@@ -22,7 +22,7 @@ TAIL = 300
 NO_ANSWER = "[INVALID]"
 """The ``pred`` of a response without an answer."""
 
-ANSWER = re.compile(r"answer\s*:[\s*]*(\\\[.*?\\\]|\$\$.*?\$\$|[^\n]+)", re.IGNORECASE | re.DOTALL)
+ANSWER = re.compile(r"answer\s*[:\uff1a][\s*]*(\\\[.*?\\\]|\$\$.*?\$\$|[^\n]+)", re.IGNORECASE | re.DOTALL)
 """The line, or the displayed formula that begins there."""
 WHOLE = re.compile(r"[+-]?\d+")
 

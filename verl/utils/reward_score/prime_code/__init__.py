@@ -35,6 +35,7 @@ TOTAL_TIME_LIMIT_S = 24.0
 
 __all__ = [
     "CODE_SOURCES",
+    "apps_check_correctness",
     "check_sandbox",
     "code_settings",
     "compute_score",
@@ -206,6 +207,13 @@ def run_test(
     outcomes: dict[str, bool | int] = {PASSED: True, WRONG_ANSWER: False}
     shown = next((each for each in found if each["status"] != PASSED), found[-1])
     return [outcomes.get(each["status"], -1) for each in found], shown
+
+
+def apps_check_correctness(
+    in_outs: Any, generation: str, timeout: float = 10.0, debug: bool = True
+) -> tuple[list[bool | int], dict[str, Any]]:
+    """Run a program against tests: :func:`run_test` under another public name."""
+    return run_test(in_outs, generation, debug, timeout)
 
 
 def score_and_metadata(

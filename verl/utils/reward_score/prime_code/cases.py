@@ -6,20 +6,26 @@ import ast
 import contextlib
 import json
 import re
-from collections.abc import Mapping
+import textwrap
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import RewardError
 from verl.utils.reward_score.prime_code.compare import plain, same_text, same_value
 
-FENCE = re.compile(r"^[ \t]*```([^\n]*)\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
-LANGUAGE = re.compile(r"[\w+#.-]+")
-"""Language mark of a fence."""
+OPENING = re.compile(
+    r"(?P<quote>(?:[ \t]*>)*)"
+    r"(?P<margin>[ \t]*(?:(?:[-*+]|\d{1,9}[.)])[ \t]+)*)(?P<fence>`{3,}(?=[^`]*$)|~{3,})(?P<info>.*)"
+)
+"""First line of a fenced block: marks of a quotation, indentation and marks of lists, fence, language."""
+LANGUAGE = re.compile(r"[{.\s]*([\w+#.-]+)")
+"""Language mark of a fence: ``python title=x``, ``{.python}``."""
 DECIDES = (ast.Compare, ast.BoolOp, ast.IfExp, ast.Lambda, ast.NamedExpr)
 COMPARERS = {"isclose", "allclose", "array_equal", "__eq__", "__ne__"}
 """Syntax and functions that compare inside the program, which can redefine ``__eq__`` and any name, and so cheat."""
-PYTHON = ("python", "python3", "py")
+PYTHON = re.compile(r"(?:python|py)[\d.]*")
 
 
 @dataclass(frozen=True)
@@ -61,16 +67,54 @@ Case = TextCase | ValueCase
 
 
 def extract_code(response: str) -> str | None:
-    """Return the last fenced block marked as Python, else the last one without a mark, else None.
+    """Return the last fenced block marked as Python, else the last one without a mark.
 
-    An unclosed block, as in a truncated response, reaches to the end.
+    A response without fences is the program if it is one as a whole. Otherwise the result is None.
+
+    Fences are those of Markdown (https://spec.commonmark.org/0.31.2/#fenced-code-blocks): of backticks or tildes,
+    indented as in a list, or in a quotation. An unclosed block, as in a truncated response, reaches to the end.
     """
-    found: dict[str, str] = {}
-    for line, code in FENCE.findall(response):
-        mark = LANGUAGE.match(line.strip())
-        language = mark[0].lower() if mark else ""
-        found["python" if language in PYTHON else language] = code
-    return found.get("python", found.get(""))
+    blocks = dict(_fenced_blocks(response))
+    if not blocks.keys() & {"python", ""} and "markdown" in blocks:
+        blocks = dict(_fenced_blocks(blocks["markdown"]))
+    return blocks.get("python", blocks.get("")) if blocks or not _is_program(response) else response
+
+
+def _is_program(text: str) -> bool:
+    """Whether a text is Python that does something; a word such as ``Yes`` is Python, too."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of comparisons such as `1 is 2`
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(isinstance(node, (ast.Call, ast.Import, ast.ImportFrom, ast.FunctionDef)) for node in ast.walk(tree))
+
+
+def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the language of each fenced block, ``python`` for all names of it, and its text without margin."""
+    lines = text.split("\n")
+    place = 0
+    while place < len(lines) - 1:
+        opening = OPENING.match(lines[place])
+        place += 1
+        if opening is None:
+            continue
+        fence, quotes = opening["fence"], opening["quote"].count(">")
+        margin = re.compile(rf"(?:[ \t]*>){{0,{quotes}}}[ \t]{{0,{len(opening['margin'])}}}")
+        closing = re.compile(rf"(?:[ \t]*>){{0,{quotes}}}[ \t]*{fence[0]}{{{len(fence)},}}")
+        start = place
+        while place < len(lines) and not closing.match(lines[place]):
+            place += 1
+        code = [margin.sub("", line, count=1) for line in lines[start:place]]
+        if place < len(lines):
+            code.append("")  # the end of the line before the closing fence
+        place += 1
+        block = "\n".join(code)
+        if block.lstrip("\r\n").startswith((" ", "\t")):
+            block = textwrap.dedent(block)
+        mark = LANGUAGE.match(opening["info"])
+        language = mark[1].lower() if mark else ""
+        yield "python" if PYTHON.fullmatch(language) else {"md": "markdown"}.get(language, language), block
 
 
 def read_cases(ground_truth: Any) -> list[Case]:

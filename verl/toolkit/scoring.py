@@ -1,0 +1,54 @@
+"""Score texts with a reward function outside a run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from verl.supervision.killable_pool import Budget, KillablePool
+from verl.workers.reward_manager.scores import score_of
+
+TIMEOUT_S = 300.0
+"""Seconds for one text."""
+
+
+async def parallel_compute_score_async(
+    evaluation_func: Callable[..., Any],
+    completions: Sequence[str],
+    references: Sequence[Any],
+    tasks: Sequence[str],
+    extra_info: Sequence[Mapping[str, Any] | None] | None = None,
+    num_processes: int = 64,
+) -> list[float]:
+    """Score texts with ``evaluation_func(task, completion, reference, extra_info)``, each in a killable process.
+
+    Args:
+        evaluation_func: returns a number, or a dict with ``score``.
+        completions: the responses.
+        references: the ground truth of each response.
+        tasks: the data source of each response.
+        extra_info: further information about each response.
+        num_processes: processes at most.
+
+    Returns:
+        the scores; 0 for a response whose call failed or took more than :data:`TIMEOUT_S` seconds.
+
+    Raises:
+        ValueError: the lists differ in length.
+    """
+    extras = [None] * len(completions) if extra_info is None else extra_info
+    rows = zip(tasks, completions, references, extras, strict=True)
+    calls = [{"function": evaluation_func, "arguments": row} for row in rows]
+    pool = KillablePool(_call, max(1, min(num_processes, len(calls))), Budget(TIMEOUT_S))
+    try:
+        results = await asyncio.wrap_future(pool.submit(calls))
+    finally:
+        pool.close()
+    scores = map(score_of, results)
+    return [0.0 if score.error is not None else score.value for score in scores]
+
+
+def _call(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+    result = function(*arguments)
+    return result[0] if isinstance(result, tuple) else result
