@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import verl
 from verl.api.result import TrainingResult
 from verl.errors import ConfigError
 from verl.testing.models import hollow_model_dir, tiny_model_dir
+from verl.testing.waiting import eventually
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(2)]
 SMALL = {"max_prompt_length": 16, "max_completion_length": 4, "trainer.device": "cpu", "trainer.progress": "off"}
@@ -64,6 +68,21 @@ def test_the_trained_model_is_another_and_loads(trained: TrainingResult, model: 
     assert tokenizer.decode(tokenizer("1+1=")["input_ids"]) == "1+1="
 
 
+def test_the_page_of_a_run_answers_while_python_goes_on(trained: TrainingResult) -> None:
+    address = trained.view(wait=False)
+    browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    eventually(lambda: answers(browser, address), "the page answers")
+    with browser.open(address.partition("/?")[0] + "/api/runs") as answer:
+        assert [run["name"] for run in json.load(answer)["runs"]] == [trained.folder.name]
+
+
+def answers(browser: urllib.request.OpenerDirector, address: str) -> bool:
+    try:
+        return browser.open(address).status == 200
+    except urllib.error.URLError:
+        return False
+
+
 def test_a_second_call_goes_on_from_the_checkpoint(trained: TrainingResult, model: str) -> None:
     longer = verl.train(
         model, ROWS, lambda solution_str: 0.0, eval_data=ROWS[:2], n=2, max_steps=3, output_dir=trained.folder, **SMALL
@@ -92,6 +111,21 @@ def test_supervised_training_of_prompts_and_completions(model: str, tmp_path: Pa
     assert len(losses) == 3
     assert losses[-1] < losses[0]
     assert (result.model / "config.json").is_file()
+
+
+def test_what_an_argument_decides_is_no_setting(tmp_path: Path) -> None:
+    for key in ("data.train_files", "trainer.default_local_dir", "actor_rollout_ref.model.path"):
+        with pytest.raises(ConfigError, match="decides it"):
+            verl.train("model", ROWS, digits, settings={key: "x"}, output_dir=tmp_path)
+    with pytest.raises(ConfigError, match="the call has no reward"):
+        verl.train("model", ROWS, output_dir=tmp_path)
+
+
+def test_a_call_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no such column"):
+        verl.train("model", ROWS, lambda solution_str, other: 1.0)
+    assert list((tmp_path / "outputs").iterdir()) == []
 
 
 def test_mistakes_are_told_before_a_model_loads(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import datasets
 import numpy as np
 import pandas as pd
+import PIL.Image
 import pytest
 
 from verl.api.data import as_rows, read_jsonl, write_jsonl, write_prompts
 from verl.errors import DataError
+from verl.vision.images import read_image
 
 ROWS = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
 
@@ -64,6 +66,17 @@ def test_rows_keep_their_own_keys_and_values(tmp_path: Path) -> None:
         "2026-01-02",
         [1, 0],
     )
+
+
+def test_images_become_urls_that_a_run_reads(tmp_path: Path) -> None:
+    picture = PIL.Image.new("RGBA", (2, 3), (255, 0, 0, 255))
+    picture.save(tmp_path / "a.png")
+    rows = [{"images": [picture]}, {"images": [{"bytes": (tmp_path / "a.png").read_bytes(), "path": None}]}]
+    write_jsonl(rows, tmp_path / "rows.jsonl", "data")
+    first, second = read_jsonl(tmp_path / "rows.jsonl")
+    for value in (first["images"][0], second["images"][0]):
+        read = read_image(value, "here")
+        assert (read.size, read.convert("RGB").getpixel((0, 0))) == ((2, 3), (255, 0, 0))
 
 
 def test_a_missing_prompt_and_a_value_without_json_are_named(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from verl.api.functions import with_resolved_types, write_module
-from verl.api.rewards import COLUMNS, check_columns, combined, named_rewards
+from verl.api.rewards import COLUMNS, BatchRewards, check_columns, combined, named_rewards
 from verl.base.import_utils import load_object
 from verl.errors import ConfigError, RewardError
 from verl.workers.reward_manager.function import RewardFunction, RewardSample
@@ -38,13 +39,14 @@ def sample(text: str, prompt: str = "?", **columns: Any) -> RewardSample:
     return RewardSample("unknown", text, None, {"raw_prompt": messages, COLUMNS: columns})
 
 
-def scored(functions: list[Any], samples: list[RewardSample], weights: Any = None, text_prompts: bool = True) -> Any:
-    """Scores as a run makes them: in another process."""
-    function = RewardFunction(combined(named_rewards(functions, weights), text_prompts), {})
-    try:
-        return [(score.status, score.value, score.extra) for score in function.score_samples(samples)]
-    finally:
-        function.close()
+def scored(functions: list[Any], samples: list[RewardSample], weights: Any = None) -> list[Any]:
+    """What the combined function returns for each sample."""
+    function = combined(named_rewards(functions, weights), text_prompts=True)
+    rows = [(one.data_source, one.solution_str, one.ground_truth, one.extra_info) for one in samples]
+    if isinstance(function, BatchRewards):
+        return function(*map(list, zip(*rows, strict=True)))
+    results = [function(*row) for row in rows]
+    return [asyncio.run(result) if inspect.isawaitable(result) else result for result in results]
 
 
 def test_functions_of_two_forms_are_weighed_and_added() -> None:
@@ -54,14 +56,17 @@ def test_functions_of_two_forms_are_weighed_and_added() -> None:
     )
     # 2·1 + 4·1/2 + 0.5 = 4.5;   2·0 + 4·1/4 + 0.5 = 1.5
     assert found == [
-        ("ok", 4.5, {"right": 1.0, "short": 0.5, "reward_3": 0.5}),
-        ("ok", 1.5, {"right": 0.0, "short": 0.25, "reward_3": 0.5}),
+        {"score": 4.5, "right": 1.0, "short": 0.5, "reward_3": 0.5},
+        {"score": 1.5, "right": 0.0, "short": 0.25, "reward_3": 0.5},
     ]
 
 
-def test_a_failure_is_the_status_of_its_sample() -> None:
-    found = scored([lambda solution_str: 1 / len(solution_str)], [sample(""), sample("ab")])
-    assert [(status, value) for status, value, _ in found] == [("error", 0.0), ("ok", 0.5)]
+def test_a_failure_in_its_own_process_is_the_status_of_its_sample() -> None:
+    bonus = 0.5
+    function = RewardFunction(combined(named_rewards([lambda solution_str: bonus / len(solution_str)], None), True), {})
+    scores = function.score_samples([sample(""), sample("ab")])
+    function.close()
+    assert [(score.status, score.value) for score in scores] == [("error", 0.0), ("ok", 0.25)]
 
 
 def test_messages_and_none_as_in_trl() -> None:
@@ -87,9 +92,8 @@ def test_async_functions_and_dicts() -> None:
         return [0.5 for _ in completions]
 
     found = scored([slow, right], [sample("abc", "who?", answer="abc")])
-    assert found == [("ok", 4.0, {"slow": 3.0, "slow/asked": 4.0, "right": 1.0})]
-    [(status, total, _)] = scored([slow, all_long], [sample("abc", "who?")])
-    assert (status, total) == ("ok", 3.5)
+    assert found == [{"score": 4.0, "slow": 3.0, "slow/asked": 4.0, "right": 1.0}]
+    assert scored([slow, all_long], [sample("abc", "who?")])[0]["score"] == 3.5
 
 
 @pytest.mark.parametrize(

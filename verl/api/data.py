@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import datetime
-import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -140,13 +139,22 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
+_IMAGE_FILES = ((b"\x89PNG", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif"), (b"RIFF", "webp"))
+"""First bytes of the files of images that a ``data:`` URL may hold, with their type."""
+
+
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # numpy's arrays and numbers
         return value.tolist()
     if isinstance(value, (datetime.date, datetime.time)):
         return value.isoformat()
-    if hasattr(value, "save") and hasattr(value, "mode"):  # a PIL image
-        file = io.BytesIO()
-        value.convert("RGB").save(file, format="PNG")
-        return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    if isinstance(value, bytes):
+        kind = next((kind for begin, kind in _IMAGE_FILES if value.startswith(begin)), None)
+        if kind is None:
+            raise TypeError(f"bytes that are no image: {value!r:.40}")
+        return f"data:image/{kind};base64,{base64.b64encode(value).decode()}"
+    if hasattr(value, "save") and hasattr(value, "mode"):  # an image of PIL
+        from verl.vision.data_urls import url_of
+
+        return url_of(value if value.mode in ("L", "RGB", "RGBA") else value.convert("RGB"))
     raise TypeError(f"{type(value).__name__} {value!r:.80}")

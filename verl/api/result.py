@@ -53,7 +53,8 @@ class TrainingResult:
         }
         if not steps:
             raise CheckpointError(
-                f"{self.folder / CHECKPOINTS} holds no checkpoint: the run saved none (trainer.save_freq=-1)."
+                f"{self.folder / CHECKPOINTS} holds no checkpoint: the run ended before its first one (save_steps, or "
+                "at the end), or saves none (trainer.save_freq=-1)."
             )
         return steps[max(steps)]
 

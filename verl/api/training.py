@@ -25,7 +25,7 @@ from verl.api.settings import (
     settings_of,
 )
 from verl.base import env
-from verl.config import PPOConfig, SFTConfig
+from verl.config import BaseConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError
 from verl.utils.console import restart_clock
 
@@ -79,11 +79,13 @@ def train(
         DataError: the rows cannot be used.
         RewardError: too many responses could not be scored.
     """
-    all_settings = settings_of(settings, more_settings)
-    counted = {name: all_settings.pop(name) for name in COUNTED if name in all_settings}
-    given = keys_of_call(all_settings, PPOConfig)
+    given, counted = _given(settings, more_settings, PPOConfig)
     estimator = given.setdefault("algorithm.adv_estimator", _ALGORITHMS.get(algorithm, algorithm))
-    with _folder(output_dir, given, estimator) as folder:
+    if algorithm not in (estimator, "grpo", "ppo"):
+        raise ConfigError(f"algorithm={algorithm!r} and algorithm.adv_estimator={estimator!r} differ. Keep one.")
+    if reward is not None and "custom_reward_function.path" in given:
+        raise ConfigError("custom_reward_function.path and reward both choose the reward. Keep one.")
+    with _folder(output_dir, estimator) as folder:
         files, val = _prompts(data, eval_data, folder, given.get("data.prompt_key", "prompt"), environments)
         per_prompt = given.get(f"{_ROLLOUT}.n", 1 if estimator == "gae" else GROUP)
         defaults = _run_defaults(folder, ray) | {
@@ -152,10 +154,8 @@ def sft(
         ConfigError: lists all problems of the settings, before a model loads.
         DataError: the rows cannot be used.
     """
-    all_settings = settings_of(settings, more_settings)
-    counted = {name: all_settings.pop(name) for name in COUNTED if name in all_settings}
-    given = keys_of_call(all_settings, SFTConfig)
-    with _folder(output_dir, given, "sft") as folder:
+    given, counted = _given(settings, more_settings, SFTConfig)
+    with _folder(output_dir, "sft") as folder:
         rows, keys = supervised_rows(as_rows(data, "data"), "data")
         write_jsonl(rows, folder / "data" / "train.jsonl", "data")
         defaults = (
@@ -189,15 +189,45 @@ def sft(
     return TrainingResult(folder)
 
 
+ARGUMENTS = {
+    "actor_rollout_ref.model.path": "model",
+    "model.path": "model",
+    "data.train_files": "data",
+    "data.val_files": "eval_data",
+    "trainer.default_local_dir": "output_dir",
+    "trainer.rollout_data_dir": "output_dir",
+    "trainer.validation_data_dir": "output_dir",
+}
+"""Settings that an argument of the call decides."""
+
+
+def _given(
+    settings: Mapping[str, Any] | None, more: Mapping[str, Any], root: type[BaseConfig]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the call's settings by key, and TRL's counts of completions by name.
+
+    Raises:
+        ConfigError: as in :func:`keys_of_call`, or one is decided by an argument.
+    """
+    every = settings_of(settings, more)
+    counted = {name: every.pop(name) for name in COUNTED if name in every}
+    given = keys_of_call(every, root)
+    if owned := next((key for key in given if key in ARGUMENTS), None):
+        raise ConfigError(f"{owned}={given[owned]!r}: the argument {ARGUMENTS[owned]} decides it. Give it there.")
+    if "trainer.logger" in given:
+        loggers = given["trainer.logger"]
+        loggers = [loggers] if isinstance(loggers, str) else list(loggers)
+        given["trainer.logger"] = [*loggers, *(["file"] if "file" not in loggers else [])]  # which the result reads
+    return given, counted
+
+
 @contextmanager
-def _folder(output_dir: str | Path | None, given: Mapping[str, Any], kind: str) -> Iterator[Path]:
+def _folder(output_dir: str | Path | None, kind: str) -> Iterator[Path]:
     """Yield the folder of the run: the call's, or a new one in ``outputs``, which is deleted if the block raises.
 
     Raises:
-        ConfigError: two folders are named, or it cannot be made.
+        ConfigError: it cannot be made.
     """
-    if output_dir is not None and "trainer.default_local_dir" in given:
-        raise ConfigError("output_dir and trainer.default_local_dir both name a folder. Keep output_dir.")
     name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     folders = (Path("outputs").absolute() / (f"{name}-{number}" if number else name) for number in itertools.count())
     folder = next(folders) if output_dir is None else Path(output_dir).expanduser().absolute()
