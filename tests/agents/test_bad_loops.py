@@ -120,6 +120,21 @@ class Loop(AgentLoopBase):
     async def half_a_token(self, params):
         await self.draw(params, max_tokens=2.5)
 
+    async def colder(self, params):
+        return self.output((await self.draw(params, temperature=0.5)).token_ids)
+
+    async def truncated(self, params):
+        return self.output((await self.draw(params, top_p=0.9, top_k=5)).token_ids)
+
+    async def colder_and_raises(self, params):
+        await self.draw(params, temperature=0.5)
+        raise ValueError("after a turn")
+
+    async def summary_is_colder(self, params):
+        summary = await self.draw(params, temperature=0.5)
+        self.prompt = [*self.prompt[:8], *summary.token_ids]
+        return self.output((await self.draw(params, top_k=0, top_p=1)).token_ids)  # the same probabilities
+
     async def never_ends(self, params):
         await self.draw(params)
         await asyncio.Event().wait()
@@ -153,6 +168,7 @@ ENDS = {
     "goes_on": "done",
     "leaves_a_thread": "done",
     "repeated_with_mask_0": "done",
+    "summary_is_colder": "done",
     **dict.fromkeys(("never_ends", "blocks", "will_not_be_cancelled"), "timeout"),
     **dict.fromkeys(
         ("raises", "exits", "exits_in_task", "cancels_itself", "returns_text", "changed", "not_drawn", "no_token"),
@@ -161,6 +177,7 @@ ENDS = {
     **dict.fromkeys(
         ("bad_score", "takes_column", "not_sent", "text_as_tokens", "wrong_stop", "half_a_token"), "agent_error"
     ),
+    **dict.fromkeys(("colder", "truncated", "colder_and_raises"), "agent_error"),
     **dict.fromkeys(("no_sequence", "text_in_list", "drawn_in_two", "two_scores"), "agent_error"),
 }
 """What a loop does, and the status of its trajectory."""
@@ -183,6 +200,9 @@ SAYS = {
     "text_as_tokens": "TypeError",
     "wrong_stop": "stop has 5, which is no str",
     "half_a_token": "max_tokens has 2.5, which is no int",
+    "colder": "drew it with temperature=0.5, while training computes its probability with temperature=1. Give",
+    "truncated": "drew it with top_p=0.9, top_k=5, while training computes its probability with top_p=1, top_k=-1. ",
+    "colder_and_raises": "after a turn",
     "never_ends": "took longer than trajectory_timeout_s=2 s",
     "blocks": "did not end when it was cancelled",
     "will_not_be_cancelled": "took longer than trajectory_timeout_s=2 s",
@@ -198,13 +218,13 @@ def answers(tmp_path_factory):
     code.write_text(LOOPS)
     loops.write_text(f"- {{name: mine, _target_: Loop, path: {code}}}\n")
 
-    def answer(does: list[str], **settings: Any) -> DataProto:
-        return engine.answer(prompts(does), loops, **settings)
+    def answer(does: list[str], meta: dict[str, Any] | None = None, **settings: Any) -> DataProto:
+        return engine.answer(prompts(does, **(meta or {})), loops, **settings)
 
     return answer
 
 
-def prompts(does: list[str]) -> DataProto:
+def prompts(does: list[str], **meta: Any) -> DataProto:
     ids = torch.full((len(does), 32), 9)
     return DataProto.from_dict(
         tensors={"input_ids": ids, "attention_mask": torch.ones_like(ids)},
@@ -213,8 +233,15 @@ def prompts(does: list[str]) -> DataProto:
             "sample_index": np.zeros(len(does), dtype=int),
             "agent_does": np.array(does, dtype=object),
         },
-        meta_info={"global_steps": 1, "validate": False},
+        meta_info={"global_steps": 1, "validate": False, **meta},
     )
+
+
+def test_what_is_not_trained_on_is_sampled_as_one_likes(answers):
+    for meta in ({"validate": True}, {"do_sample": False}):
+        batch = answers(["colder", "truncated"], meta)
+        assert batch.non_tensor_batch["trajectory_status"].tolist() == ["done", "done"]
+        assert batch.batch["response_mask"].sum(-1).tolist() == [8, 8]
 
 
 def test_each_bad_loop_costs_its_own_trajectory(answers):
@@ -233,7 +260,7 @@ def test_each_bad_loop_costs_its_own_trajectory(answers):
     drawn = batch.batch["response_mask"].sum(-1).tolist()
     assert drawn[does.index("never_ends")] == 8  # what it drew can be scored 0
     assert drawn[does.index("too_long")] == 8
-    assert drawn[does.index("raises")] == drawn[does.index("empty")] == 0
+    assert drawn[does.index("raises")] == drawn[does.index("empty")] == drawn[does.index("colder_and_raises")] == 0
 
 
 def test_sequences_of_a_trajectory_are_rows_in_their_order(answers):

@@ -140,6 +140,7 @@ class AgentLoopManager:
     def _trajectories(self, prompts: DataProto) -> list[Trajectory]:
         step = int(prompts.meta_info.get("global_steps", 0))
         columns = prompts.non_tensor_batch
+        is_trained_on = not prompts.meta_info.get("validate", False) and prompts.meta_info.get("do_sample") is not False
         trajectories = []
         for number, request in enumerate(requests_from_prompts(prompts, self._rollout)):
             row = {name: values[number] for name, values in columns.items() if name not in NOT_FOR_LOOPS}
@@ -158,6 +159,7 @@ class AgentLoopManager:
                     sampling=request.sampling,
                     row=row,
                     returns_routing=request.returns_routing,
+                    is_trained_on=is_trained_on,
                 )
             )
         return trajectories

@@ -233,6 +233,7 @@ class AsyncLLMServerManager:
                 images,
                 output.num_preempted,
                 output.routed_experts,
+                params,
             )
         )
         return TokenOutput(

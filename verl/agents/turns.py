@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl.protocol.shared import SharedTensors
 from verl.utils.dataset.chat import common_prefix_length
+from verl.workers.rollout.request import SamplingParams
 from verl.workers.routers import unknown
 
 
@@ -32,6 +33,8 @@ class DrawnTurn:
     routed_experts: Tensor | None = None
     """(tokens of prompt and response, layers, experts per token), if the engine records them; see
     :mod:`verl.workers.routers`."""
+    sampling: SamplingParams | None = None
+    """How it was sampled; None: as the trajectory's calls are that name no sampling parameters."""
 
 
 def preemptions(turns: Sequence[DrawnTurn]) -> int:
@@ -55,6 +58,11 @@ def drawn_log_probs(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> list[f
         if kept and kept == turn.token_ids[: len(kept)] and written[:start] == turn.prompt_ids:
             found[start : start + len(kept)] = turn.log_probs[: len(kept)]
     return found
+
+
+def sampled_like(turns: Sequence[DrawnTurn], sampling: SamplingParams) -> list[DrawnTurn]:
+    """Return the turns whose tokens were drawn from the probabilities of ``sampling``."""
+    return [turn for turn in turns if (turn.sampling or sampling).of_tokens == sampling.of_tokens]
 
 
 def drawn_routing(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> Tensor | None:

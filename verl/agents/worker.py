@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from verl.agents.environment_agent import EnvironmentAgentLoop
 from verl.agents.images import INPUTS, NO_IMAGES, as_inputs, images_of_sequence, with_text_places
@@ -38,7 +38,7 @@ from verl.agents.program_agent import ProgramAgentLoop
 from verl.agents.servers import AsyncLLMServerManager, Connection, ContextFullError, SampleId
 from verl.agents.single_turn import SingleTurnAgentLoop
 from verl.agents.tool_agent import ToolAgentLoop
-from verl.agents.turns import DrawnTurn, drawn_log_probs, drawn_routing, preemptions
+from verl.agents.turns import DrawnTurn, drawn_log_probs, drawn_routing, preemptions, sampled_like
 from verl.base.import_utils import user_code
 from verl.base.registry import suggest
 from verl.config import PPOConfig, RolloutConfig
@@ -81,6 +81,15 @@ class Trajectory:
     """Columns of the data set."""
     returns_routing: bool = False
     """Record the experts that each token went to."""
+    is_trained_on: bool = True
+    """Whether the policy is trained on it; not in validation, nor where it is a greedy baseline."""
+
+    def to_train_on(self, turns: Sequence[DrawnTurn]) -> list[DrawnTurn]:
+        """Return the turns that training may score: drawn from the probabilities that it computes.
+
+        Where nothing is trained on, these are all turns.
+        """
+        return sampled_like(turns, self.sampling) if self.is_trained_on else list(turns)
 
 
 @dataclass(frozen=True)
@@ -297,7 +306,7 @@ class AgentLoopWorker:
             with user_code(f"agent loop '{trajectory.agent_name}'"):
                 loop = await self._loop(trajectory, policy)
                 returned = await loop.run(_named(trajectory.sampling), **trajectory.row)
-            outputs = self._checked(returned, policy.turns, trajectory.row)
+            outputs = self._checked(returned, policy.turns, trajectory)
             return TrajectoryResult(outputs, "", policy.turns[-1].weight_version if policy.turns else -1)
         except ContextFullError as error:
             return self._failed(trajectory, policy, "context_full", str(error))
@@ -337,7 +346,7 @@ class AgentLoopWorker:
     # ---- outputs
 
     def _checked(
-        self, returned: Any, turns: Sequence[DrawnTurn], row: Mapping[str, Any]
+        self, returned: Any, turns: Sequence[DrawnTurn], trajectory: Trajectory
     ) -> tuple[AgentLoopOutput, ...]:
         """Check what a loop returned and give it the log-probs that the engines returned."""
         outputs = returned if isinstance(returned, list) else [returned]
@@ -347,7 +356,7 @@ class AgentLoopWorker:
             raise ConfigError("run() returned an empty list; it returns at least one AgentLoopOutput.")
         _check_drawn_once(outputs, turns)
         _check_scores(outputs)
-        checked = [self._checked_output(output, turns, row) for output in outputs]
+        checked = [self._checked_output(output, turns, trajectory) for output in outputs]
         # A sequence without a token of the policy teaches nothing, and has no place for a score.
         kept = [output for output in checked if any(output.response_mask)] or checked[-1:]
         metrics = kept[-1].metrics
@@ -356,7 +365,7 @@ class AgentLoopWorker:
         return (*kept[:-1], kept[-1].model_copy(update={"metrics": metrics}))
 
     def _checked_output(
-        self, output: AgentLoopOutput, turns: Sequence[DrawnTurn], row: Mapping[str, Any]
+        self, output: AgentLoopOutput, turns: Sequence[DrawnTurn], trajectory: Trajectory
     ) -> AgentLoopOutput:
         with user_code("run() returned an AgentLoopOutput that was changed after it was made"):
             output = AgentLoopOutput.model_validate(dict(output))
@@ -365,20 +374,19 @@ class AgentLoopWorker:
             raise ConfigError(
                 f"the prompt has {len(output.prompt_ids)} tokens; it may have 1 to data.max_prompt_length={longest}."
             )
-        of_all = drawn_log_probs([*output.prompt_ids, *output.response_ids], turns)
-        log_probs = of_all[len(output.prompt_ids) :]
-        for place, (mask, log_prob) in enumerate(zip(output.response_mask, log_probs, strict=True)):
+        tokens, row = [*output.prompt_ids, *output.response_ids], trajectory.row
+        of_all = drawn_log_probs(tokens, turns)
+        own_turns = trajectory.to_train_on(turns)
+        trained = drawn_log_probs(tokens, own_turns)[len(output.prompt_ids) :]
+        for place, (mask, log_prob) in enumerate(zip(output.response_mask, trained, strict=True)):
             if mask and log_prob is None:
-                raise ConfigError(
-                    f"token {place} of the response has mask 1, but the policy did not draw it after the tokens before "
-                    "it. Keep the drawn ids as they came (never decode and encode them again), and give mask 0 to "
-                    "every other token."
-                )
-        self._check_foreign(output, log_probs)
+                others = [turn for turn in turns if all(turn is not own for own in own_turns)]
+                _raise_not_trainable(place, tokens[: len(output.prompt_ids) + place + 1], others, trajectory.sampling)
+        self._check_foreign(output, of_all[len(output.prompt_ids) :])
         _check_additions(output, row)
         images, end = self._images_of(output, [value is not None for value in of_all], turns, row)
         is_cut, most = len(output.response_ids) > most, min(most, end - len(output.prompt_ids))
-        pairs = zip(output.response_mask, log_probs, strict=True)
+        pairs = zip(output.response_mask, trained, strict=True)
         return output.model_copy(
             update={
                 "response_ids": output.response_ids[:most],
@@ -451,17 +459,17 @@ def failed(
     turns = [turn for turn in turns if turn.prompt_ids[: len(prompt)] == prompt]
     written = [*turns[-1].prompt_ids, *turns[-1].token_ids] if turns else prompt
     values = drawn_log_probs(written, turns)
+    trained = drawn_log_probs(written, trajectory.to_train_on(turns))
     images, end = None, len(prompt) + rollout.response_length
     if vision is not None and turns:
         is_drawn = [value is not None for value in values]
         images, end = images_of_sequence(written, is_drawn, turns, None, NO_IMAGES, end, vision)
     response = slice(len(prompt), end)
-    values = values[response]
     output = AgentLoopOutput(
         prompt_ids=prompt,
         response_ids=written[response],
-        response_mask=[int(value is not None) for value in values],
-        response_logprobs=[value or 0.0 for value in values],
+        response_mask=[int(value is not None) for value in trained[response]],
+        response_logprobs=[value or 0.0 for value in trained[response]],
         num_turns=1 + len(turns),
         metrics=AgentLoopMetrics(
             generate_sequences=sum(turn.seconds for turn in drawn), num_preempted=preemptions(drawn)
@@ -479,6 +487,36 @@ def _first_prompt(trajectory: Trajectory, turns: Sequence[DrawnTurn], longest: i
     if any(turn.prompt_ids[: len(own)] == own for turn in turns):
         return own
     return next((turn.prompt_ids for turn in turns if len(turn.prompt_ids) <= longest), own)
+
+
+def _raise_not_trainable(
+    place: int, tokens: Sequence[int], others: Sequence[DrawnTurn], sampling: SamplingParams
+) -> NoReturn:
+    """Raise ConfigError because a token, the last of ``tokens``, has mask 1 and is none to train on.
+
+    Args:
+        place: of the token in the response.
+        tokens: all up to it.
+        others: turns whose sampling was not that of training.
+        sampling: that of training.
+    """
+    for turn in others:
+        if turn.sampling is not None and drawn_log_probs(tokens, [turn])[-1] is not None:
+            of_training = sampling.of_tokens
+            differs = {name: value for name, value in turn.sampling.of_tokens.items() if value != of_training[name]}
+            drawn, trained = (
+                ", ".join(f"{name}={values[name]:g}" for name in differs) for values in (differs, of_training)
+            )
+            raise ConfigError(
+                f"token {place} of the response has mask 1, and the policy drew it with {drawn}, while training "
+                f"computes its probability with {trained}. Give generate the sampling_params of run() unchanged, and "
+                "set actor_rollout_ref.rollout.temperature, top_p, top_k and min_p for all turns; or give the turn "
+                "mask 0, so that it is not trained on."
+            )
+    raise ConfigError(
+        f"token {place} of the response has mask 1, but the policy did not draw it after the tokens before it. Keep "
+        "the drawn ids as they came (never decode and encode them again), and give mask 0 to every other token."
+    )
 
 
 def _check_additions(output: AgentLoopOutput, row: Mapping[str, Any]) -> None:

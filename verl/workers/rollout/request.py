@@ -89,6 +89,14 @@ class SamplingParams:
         return self.temperature == 0
 
     @property
+    def of_tokens(self) -> dict[str, float]:
+        """The parameters that decide how probable each token is; equal if the probabilities are."""
+        if self.is_greedy:
+            return {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+        top_k = self.top_k if self.top_k > 0 else -1
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": top_k, "min_p": self.min_p}
+
+    @property
     def truncates(self) -> bool:
         """Whether ``min_p``, ``top_k`` or ``top_p`` exclude some tokens from sampling."""
         return not self.is_greedy and (self.min_p > 0 or self.top_k > 0 or self.top_p < 1)
