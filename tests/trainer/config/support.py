@@ -12,7 +12,7 @@ import pytest
 from verl.config.base import BaseConfig
 from verl.errors import ConfigError
 from verl.testing.models import hollow_model_dir
-from verl.trainer.config import PPOConfig, load_config
+from verl.trainer.config import EvalConfig, GenerationConfig, PPOConfig, load_config
 from verl.trainer.config.command_line import compose, keys_set
 from verl.trainer.config.keys import put
 
@@ -50,6 +50,8 @@ class Run:
     def load(self, changes: dict[str, Any] | None = None, root: type[BaseConfig] = PPOConfig, explicit=()) -> Any:
         """The checked configuration with ``changes`` (dotted key → value)."""
         base = self.ppo if root is PPOConfig else self.sft
+        if root in (GenerationConfig, EvalConfig):
+            base = {}
         tree: dict[str, Any] = {}
         for key, value in (base | (changes or {})).items():
             put(tree, key, value)

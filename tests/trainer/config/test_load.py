@@ -106,22 +106,25 @@ def test_nearest_prefers_the_same_section():
     assert nearest("b.qqqqqqq", known) is None
 
 
-def test_all_problems_at_once(run: Run):
-    message = run.refusal(
-        {
-            "data.train_batch_size": 10,  # a rule across keys: 4 does not divide it
-            "data.foo": 1,  # unknown
-            "trainer.total_epochs": "two",  # type
-            "actor_rollout_ref.rollout.name": "trtllm",  # not in this version
-            "actor_rollout_ref.model.path": str(run.folder / "nowhere"),  # not on disk
-            "algorithm.adv_estimator": "grop",  # not registered
-            "trainer.project_name": "${trainer.nothing}",  # interpolation
-        }
-    )
-    assert message.startswith("7 problems in the configuration:")
-    for number in range(1, 8):
-        assert f"\n  {number}. " in message
-    for said in ("data.foo", "two", "trtllm", "nowhere", "'grpo'", "trainer.nothing", "data.train_batch_size=10"):
+def test_names_and_values_are_told_together_and_then_the_rules(run: Run):
+    values = {
+        "data.foo": 1,  # unknown
+        "trainer.total_epochs": "two",  # type
+        "actor_rollout_ref.rollout.name": "trtllm",  # not in this version
+        "trainer.project_name": "${trainer.nothing}",  # interpolation
+    }
+    rules = {
+        "data.train_batch_size": 10,  # a rule across keys: 4 does not divide it
+        "actor_rollout_ref.model.path": str(run.folder / "nowhere"),  # not on disk
+        "algorithm.adv_estimator": "grop",  # not registered
+    }
+    message = run.refusal(values | rules)
+    assert message.startswith("4 problems in the configuration:")
+    for said in ("data.foo", "two", "trtllm", "trainer.nothing", "are checked once they are right."):
+        assert said in message
+    message = run.refusal(rules)
+    assert message.startswith("3 problems in the configuration:")
+    for said in ("nowhere", "'grpo'", "data.train_batch_size=10"):
         assert said in message
 
 

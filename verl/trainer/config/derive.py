@@ -38,9 +38,9 @@ def derive(
     inactive: Mapping[str, InactiveKey],
     explicit: Collection[str],
     problems: list[Problem],
-    with_algorithms: bool = True,
+    chooses_engine: bool = True,
 ) -> list[str]:
-    """Fill in all derived values, in place.
+    """Fill in the values that follow from other settings, in place; see also :func:`derive_from_algorithm`.
 
     Args:
         tree: the configuration after interpolation; changed in place.
@@ -49,7 +49,7 @@ def derive(
         inactive: path → key that no code reads.
         explicit: keys that the user set on the command line.
         problems: list to which contradictions between two settings are appended.
-        with_algorithms: ask the registered estimators and losses what they need, which imports PyTorch.
+        chooses_engine: take the engine that is fast on the GPUs of the run, unless one was named.
 
     Returns:
         messages about settings that were changed or that have no effect.
@@ -69,14 +69,22 @@ def derive(
         # Without a value, the field's default factory copies the field that it follows (clip_ratio_low: clip_ratio).
         if key.follows and path not in explicit and same(get(tree, path), key.default):
             drop(tree, path)
-    told = _fast_engine(tree, keys, explicit) if with_algorithms else []
+    told = _fast_engine(tree, keys, explicit) if chooses_engine else []
     told += _engines(tree, raw, keys, explicit)
     _rows_in_driver(tree, keys, explicit)
     if "algorithm.adv_estimator" in keys:
         _forward_passes(tree)
-        if with_algorithms:
-            told += _truncation(tree, explicit)
-            _algorithm(tree, problems)
+    return told
+
+
+def derive_from_algorithm(tree: Tree, explicit: Collection[str], problems: list[Problem]) -> list[str]:
+    """Fill in what follows from the estimator and the loss, in place; imports PyTorch.
+
+    Returns:
+        messages about settings that were changed.
+    """
+    told = _truncation(tree, explicit)
+    _algorithm(tree, problems)
     return told
 
 

@@ -5,7 +5,8 @@
     compose ──► names ──► interpolation ──► values ──► derived values ──► types and bounds ──► rules
     (Hydra)     (table)   (${...})          (table)    (derive)           (pydantic)           (sections, rules)
 
-All steps add to one list of problems, which the user gets together. The configuration does not change afterwards.
+The user gets the problems of names, types and bounds together, and once there are none, those of the rules, which may
+only follow from them. The configuration does not change afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from verl.base.redact import redacted, secrets_in
 from verl.config import BaseConfig, PPOConfig, Problem, SupervisedConfig
 from verl.config.problems import report, shown
 from verl.errors import ConfigError, SectionError
-from verl.trainer.config.derive import derive
+from verl.trainer.config.derive import derive, derive_from_algorithm
 from verl.trainer.config.keys import (
     Key,
     Tree,
@@ -68,7 +69,8 @@ def load_config(
         sections: report only problems of these sections, for a caller that reads no other; empty for all.
 
     Raises:
-        ConfigError: lists all problems, each with key, value, allowed values and remedy.
+        ConfigError: lists the problems, each with key, value, allowed values and remedy: those of names, types and
+            bounds first, which need no PyTorch, and once there are none, those of the rules.
     """
     problems: list[Problem] = []
     translator = Translator.of(root, explicit, problems, of_program)
@@ -78,23 +80,22 @@ def load_config(
     if not of_program and "algorithm.adv_estimator" in keys and get(tree, "algorithm.adv_estimator") is None:
         wrong = "only a program with advantages of its own may leave out the estimator"
         problems.append(Problem("algorithm.adv_estimator", None, wrong, remedy="name one: grpo, gae, rloo, ..."))
-    told += derive(tree, raw, keys, inactive, explicit, problems, with_algorithms)
+    told += derive(tree, raw, keys, inactive, explicit, problems, chooses_engine=with_algorithms)
     if issubclass(root, PPOConfig):
         tree["composed"] = raw
     config, mistyped = _build(tree, raw, root, keys, problems)
-    bad |= mistyped
     config = _with_subclasses(config, translator.extended, problems)
+    _raise(problems, sections, raw, LATER if with_rules else "")
+    if with_algorithms and "algorithm.adv_estimator" in keys:
+        told += derive_from_algorithm(tree, explicit, problems)
+        config = _with_subclasses(_build(tree, raw, root, keys, problems)[0], translator.extended, problems)
     broken: list[Problem] = []
     if with_rules:
         from verl.trainer.config.rules import broken_rules  # needs PyTorch, as do the algorithms that it asks
 
         broken = broken_rules(config, data_only)
-    checked = [problem for problem in broken if problem.key not in bad]
-    problems += [problem for problem in checked if not problem.advice]
-    if sections:
-        problems = [problem for problem in problems if problem.key.partition(".")[0] in sections]
-    if problems:
-        raise ConfigError(redacted(report(problems), secrets_in(raw)))
+    checked = [problem for problem in broken if problem.key not in bad | mistyped]
+    _raise([*problems, *(problem for problem in checked if not problem.advice)], sections, raw)
     if isinstance(config, PPOConfig | SupervisedConfig) and with_rules and not data_only:
         from verl.trainer.config.unused import unused
 
@@ -102,6 +103,18 @@ def load_config(
     for advice in (*(problem for problem in checked if problem.advice), *told):
         logger.warning("%s", advice)
     return config
+
+
+LATER = "Files, sizes, and what else depends on these settings, are checked once they are right."
+
+
+def _raise(problems: list[Problem], sections: Collection[str], raw: Tree, note: str = "") -> None:
+    """Raise ConfigError if there are problems (in ``sections``, if any are named), with ``note`` below them."""
+    if sections:
+        problems = [problem for problem in problems if problem.key.partition(".")[0] in sections]
+    if problems:
+        text = "\n\n".join(filter(None, [report(problems), note]))
+        raise ConfigError(redacted(text, secrets_in(raw)))
 
 
 def as_composed(config: PPOConfig) -> DictConfig:

@@ -23,12 +23,10 @@ COMMANDS = {
     "loss.reference_free": "verl dpo",
 }
 """A setting that one command alone has, and the command."""
-PATHS = ("data.train_files", "custom_reward_function.path")
-"""Endings of settings that are files or folders, beside those of models."""
 
 
 def own_checkpoints(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
-    """With ``resume_mode=auto``, the run in the folder had this command, model, data, reward function and algorithm.
+    """With ``resume_mode=auto``, the run in the folder had this command, model, data and algorithm.
 
     Settings that the latest checkpoint does not have, as it is older, count as equal. A file or folder is another one
     if its name or that of the folder around it differs: data and models may have been moved as a whole.
@@ -83,15 +81,13 @@ def _identity(config: PPOConfig | SupervisedConfig) -> list[str]:
         "actor_rollout_ref.model.path",
         *(["critic.model.path"] if needs_critic(config) else []),
         "data.train_files",
-        "custom_reward_function.path",
-        "custom_reward_function.name",
         "algorithm.adv_estimator",
         "actor_rollout_ref.actor.policy_loss.loss_mode",
     ]
 
 
 def _equal(key: str, one: Any, other: Any) -> bool:
-    if key in PATHS or key.endswith("model.path"):
+    if key.endswith((".path", "_files")):
         one, other = _ends(one), _ends(other)
     return one == other
 
