@@ -1,6 +1,7 @@
 """All exception classes of verl.
 
-Each also inherits the standard exception that it refines, so ``except ValueError`` still catches it. A message states
+Each also inherits the standard exceptions that it refines, so ``except ValueError`` still catches it, and so does the
+``except AssertionError`` of code that was written for checks by ``assert``. A message states
 what is wrong, the value found, the values allowed, and what to change.
 """
 
@@ -14,11 +15,11 @@ class VerlError(Exception):
     """Base class of all errors of verl."""
 
 
-class ConfigError(VerlError, ValueError):
+class ConfigError(VerlError, ValueError, AssertionError):
     """The configuration is wrong; raised before any model loads, with all problems together."""
 
 
-class SectionError(ConfigError, AssertionError, TypeError):
+class SectionError(ConfigError, TypeError):
     """A section of the configuration was made with a wrong value or an unknown keyword.
 
     ``details`` holds one entry for each wrong value, in the form of pydantic's ``ValidationError.errors()``.
@@ -29,8 +30,18 @@ class SectionError(ConfigError, AssertionError, TypeError):
         self.details = list(details)
 
 
-class SchemaError(VerlError, ValueError):
+class SchemaError(VerlError, ValueError, AssertionError):
     """A batch lacks a column, or a column has the wrong shape, dtype or length."""
+
+
+class MissingColumnError(SchemaError, KeyError):
+    """A batch has no column or entry of this name."""
+
+    __str__ = Exception.__str__  # that of KeyError quotes the message
+
+
+class NoSuchRowError(SchemaError, IndexError):
+    """A batch has no row of this number."""
 
 
 class DataError(VerlError, ValueError):

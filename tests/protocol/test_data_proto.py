@@ -420,6 +420,35 @@ def test_concat():
     assert DataProto.concat(words).non_tensor_batch["t"].tolist() == ["a", "longer"]
 
 
+def test_metrics_of_several_workers_become_lists():
+    of_workers = [{"loss": 1.0}, [{"loss": 3.0, "kl": [0.5]}, {"loss": 2.0}], None]
+    parts = [DataProto(meta_info={"metrics": metrics, "step": 4}) for metrics in of_workers]
+    assert DataProto.concat(parts).meta_info == {"step": 4, "metrics": {"loss": [1.0, 3.0, 2.0], "kl": [0.5]}}
+    assert DataProto.concat(parts[:1]).meta_info["metrics"] == {"loss": [1.0]}
+    assert parts[0].meta_info["metrics"] == {"loss": 1.0}
+    with pytest.raises(AssertionError, match="meta_info entry 'step'"):  # the kind that public code catches
+        DataProto.concat([parts[0], DataProto(meta_info={"step": 5})])
+
+
+def test_a_batch_without_any_part():
+    data = DataProto(batch=None, non_tensor_batch=None, meta_info=None)  # type: ignore[arg-type]
+    assert (len(data), data.non_tensor_batch, data.meta_info) == (0, {}, {})
+    rows = DataProto(batch=None, non_tensor_batch={"uid": np.array(["a", "b"], dtype=object)})
+    assert [len(part) for part in rows.chunk(2)] == [1, 1]
+    assert DataProto.concat([rows, rows]).non_tensor_batch["uid"].tolist() == ["a", "b", "a", "b"]
+
+
+def test_a_missing_name_is_a_key_error_and_a_missing_row_an_index_error():
+    data = four_rows()
+    for choose in (lambda: data.select(["none"]), lambda: data.pop(non_tensor_batch_keys=["none"])):
+        with pytest.raises(KeyError) as error:
+            choose()
+        assert "has no 'none'; it has" in str(error.value)
+        assert isinstance(error.value, SchemaError)
+    with pytest.raises(IndexError, match="row 4 does not exist"):
+        data[4]
+
+
 def test_concat_refuses_what_does_not_fit():
     data = four_rows()
     with pytest.raises(SchemaError, match="at least one"):

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from tensordict import NonTensorData, TensorDict
 
 from tests.protocol.batches import DTYPES, four_rows, random_tensor, same, same_tensors
 from verl.errors import SchemaError
@@ -291,3 +292,15 @@ def test_one_part_that_arrived_is_copied_when_joined():
     sent = large()
     DataProto.concat([arrived(sent)]).batch["ids"].zero_()
     assert same(sent, large())
+
+
+def test_nested_columns_of_a_tensordict_travel():
+    jagged = torch.nested.as_nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged)
+    inner = TensorDict({"half": torch.ones(2, 3, dtype=torch.bfloat16)}, batch_size=[2])
+    sent = TensorDict({"ids": jagged, "inner": inner, "plain": torch.tensor([1.0, 2.0])}, batch_size=[2])
+    sent["note"] = NonTensorData("same for all", batch_size=[2])
+    arrived = deserialize_tensordict(pickle.loads(pickle.dumps(serialize_tensordict(sent))))
+    assert [row.tolist() for row in arrived["ids"].unbind()] == [[0, 1], [0, 1, 2]]
+    assert torch.equal(arrived["inner", "half"], inner["half"])
+    assert (arrived["plain"].tolist(), arrived["note"]) == ([1.0, 2.0], "same for all")
+    assert arrived.batch_size == (2,)

@@ -17,7 +17,7 @@ from verl.errors import CheckpointError, ConfigError, DataError, SchemaError
 from verl.protocol import DataProto
 from verl.toolkit import files
 from verl.toolkit.attention import index_first_axis, pad_input, unpad_input
-from verl.toolkit.calls import auto_await, deprecated, get_event_loop, rollout_trace_op, timeout_limit
+from verl.toolkit.calls import auto_await, deprecated, get_event_loop, timeout_limit
 from verl.toolkit.checkpoints import find_latest_ckpt_path, should_save_ckpt_esi
 from verl.toolkit.dicts import NestedNamespace, append_to_dict, convert_to_regular_types, rename_dict, union_two_dict
 from verl.toolkit.imports import (
@@ -32,6 +32,7 @@ from verl.toolkit.metrics import LocalLogger, calculate_debug_metrics, log_with_
 from verl.toolkit.names import DatasetPadMode, PrecisionType
 from verl.toolkit.processes import get_free_port, is_ipv6, parse_cores
 from verl.toolkit.scoring import parallel_compute_score_async
+from verl.toolkit.traces import rollout_trace_op
 from verl.utils.reward_score import default_compute_score
 
 # ---- files ----------------------------------------------------------------------------------------

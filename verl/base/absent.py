@@ -77,11 +77,56 @@ _OTHER_ENGINE_CLASSES = Absence(
 )
 
 _QUEUE = Absence("not yet", "The transfer queue is missing: batches travel as verl.DataProto; leave the decorator out.")
-_TRACE = Absence(
-    "other design",
-    "Traces are made by the trainer, with rollout.trace.backend=otel, from what the loops return. "
-    "VERL_LOGGING_LEVEL=DEBUG logs each call of a function under rollout_trace_op, with its time.",
+_OTHER_DEVICES = Absence("not yet", "Devices are NVIDIA's GPUs and CPUs, training back ends fsdp, fsdp2 and megatron.")
+_SERVERS_ON_RAY = Absence(
+    "not yet", "The rollout engine runs on the ranks of the actor; what stands for its servers is missing."
 )
+_REWARD_MANAGER = Absence(
+    "other design",
+    "A manager of your own derives from verl.workers.reward_manager.AbstractRewardManager; "
+    "verl.trainer.ppo.reward.load_reward_manager makes the one of a configuration.",
+)
+_FUNCTIONS_OF_MODES = Absence(
+    "other design",
+    "verl.single_controller.base.decorator.make_nd_compute_dataproto_dispatch_fn(mesh_name) gives both functions of "
+    "such a mode; get_predefined_dispatch_fn(mode) gives those of the others.",
+)
+_SKIP = Absence(
+    "other design",
+    "Stored responses are read and written with rollout.skip_rollout=true, and by the one method of "
+    "verl.utils.rollout_skip.RolloutSkip, wrap_generate_sequences; a file is read by DataProto.load_from_disk.",
+)
+_CORRECTION = Absence(
+    "other design",
+    "compute_rollout_correction_and_rejection_mask gives weights, mask and metrics together, and "
+    "compute_offpolicy_metrics those of the gap.",
+)
+_QUEUE_TRAINER = Absence(
+    "not yet",
+    "The trainer on a transfer queue is missing; verl.trainer.ppo.ray_trainer.RayPPOTrainer is the one trainer, and "
+    "its stages are methods that a subclass may replace (docs/recipes.md).",
+)
+_MTP = Absence("not yet", "Multi-token prediction is missing.")
+_PRIVATE = Absence("no use", "It is an inner part of another implementation; nothing here takes or gives it.")
+_PLACES = Absence(
+    "other design",
+    "Ranks are placed by verl.single_controller.ray: RayResourcePool, split_resource_pool, merge_resource_pool; a "
+    "worker knows its own address (get_master_addr_port).",
+)
+_EXPERT_LOAD = Absence("not yet", "The load of experts in the rollout is missing among the metrics.")
+_PARSERS = Absence(
+    "not yet",
+    "Parsers of tool calls here are hermes, llama3_json, mistral, pythonic, qwen3_coder, glm, gpt-oss and deepseek; "
+    "one of your own derives from verl.agents.parsers.ToolParser.",
+)
+_TRACKERS = Absence(
+    "other design",
+    "A tracker is chosen by name: verl.utils.tracking.Tracking(project_name, experiment_name, ['file', 'clearml']).",
+)
+_VALUE_HEAD = Absence(
+    "other design", "verl.workers.engine.fsdp.model.build_model('value_model', ...) puts the head on a model."
+)
+_COMPILED = Absence("no use", "Functions of this version run uncompiled, and without GPU kernels of other libraries.")
 
 _TRAINER = "verl.trainer.ppo.ray_trainer.RayPPOTrainer"
 
@@ -183,28 +228,17 @@ ABSENT: dict[str, Absence] = {
     ),
     "verl.utils.megatron": _MEGATRON,
     "verl.utils.megatron_utils": _MEGATRON,
-    "verl.utils.model.load_valuehead_model": Absence(
-        "other design", "verl.workers.engine.fsdp.model.build_model('value_model', ...) puts the head on a model."
-    ),
     "verl.utils.model.normalize_model_name": _MEGATRON,
     "verl.utils.py_functional.DynamicEnum": Absence(
         "other design",
         "Dispatch modes are added by verl.single_controller.base.decorator.register_dispatch_mode; a set of names of "
         "your own is an enum.Enum.",
     ),
-    "verl.utils.torch_functional.postprocess_data": Absence(
-        "other design", "verl.utils.torch_functional.pad_sequence_to_length pads; the data set cuts (data.truncation)."
-    ),
     "verl.utils.profiler.config.NPUToolConfig": Absence("not yet", "Ascend devices are missing; use tool=torch."),
     "verl.utils.profiler.mstx_profile": Absence("not yet", "Ascend devices are missing; use tool=torch."),
     "verl.utils.profiler.profile.Profiler": Absence(
         "other design", "verl.utils.profiler.DistProfiler with tool=torch runs PyTorch's profiler."
     ),
-    "verl.utils.rollout_skip": Absence(
-        "other design", "RayPPOTrainer reads and writes stored rollouts itself, with rollout.skip_rollout=true."
-    ),
-    "verl.utils.rollout_trace.RolloutTraceConfig": _TRACE,
-    "verl.utils.rollout_trace.rollout_trace_attr": _TRACE,
     "verl.utils.transferqueue_utils": _QUEUE,
     "verl.utils.vllm.patch": Absence(
         "no use", "verl.workers.rollout.vllm_rollout loads weights by vLLM's own loader, without a patch."
@@ -254,6 +288,163 @@ ABSENT: dict[str, Absence] = {
     "verl.workers.rollout.vllm_rollout.vllm_rollout.ServerAdapter": _OTHER_ENGINE_CLASSES,
     "verl.workers.sharding_manager": _RESHARDING,
     "verl.workers.utils.losses": _ACTOR,
+    "verl.experimental.agent_loop.tool_agent_loop.build_gpt_oss_tool_response_text": Absence(
+        "other design",
+        "format_gpt_oss_tool_response_manually(text, name), of verl.experimental.agent_loop.utils, writes one.",
+    ),
+    "verl.experimental.agent_loop.tool_agent_loop.normalize_function_tool_return": Absence(
+        "no use", "verl.tools.function_tool reads what a function returns."
+    ),
+    "verl.experimental.agent_loop.agent_loop.create_continuous_token_builder": Absence(
+        "other design", "verl.agents.conversation.Conversation holds the tokens of a conversation."
+    ),
+    "verl.experimental.agent_loop.agent_loop.load_all_tools": Absence(
+        "other design", "verl.tools.utils.tool_registry.initialize_tools_from_config makes the tools of a file."
+    ),
+    "verl.experimental.agent_loop.agent_loop.resolve_config_path": Absence(
+        "no use", "Paths of a configuration are expanded when it is loaded."
+    ),
+    "verl.experimental.agent_loop.agent_loop.build_multimodal_processor_inputs": _VISION,
+    "verl.experimental.agent_loop.tool_parser.DeepSeekV4ToolParser": _PARSERS,
+    "verl.experimental.agent_loop.tool_parser.Gemma4ToolParser": _PARSERS,
+    "verl.experimental.agent_loop.tool_parser.KimiToolParser": _PARSERS,
+    "verl.experimental.agent_loop.tool_parser.MiniMaxToolParser": _PARSERS,
+    "verl.experimental.agent_loop.tool_parser.SeedToolParser": _PARSERS,
+    "verl.experimental.reward_loop.RewardLoopWorker": _REWARD_MANAGER,
+    "verl.experimental.reward_loop.RewardModelManager": _REWARD_MANAGER,
+    "verl.experimental.reward_loop.reward_loop.RewardLoopManager": _REWARD_MANAGER,
+    "verl.experimental.reward_loop.reward_loop.RewardLoopWorker": _REWARD_MANAGER,
+    "verl.experimental.reward_loop.reward_loop.RewardModelManager": _REWARD_MANAGER,
+    "verl.experimental.reward_loop.reward_loop.migrate_legacy_reward_impl": Absence(
+        "no use", "Reward settings are read in both spellings, reward.* and reward_model.*; leave the call out."
+    ),
+    "verl.experimental.reward_loop.reward_manager.base.RewardManagerBase": _REWARD_MANAGER,
+    "verl.experimental.reward_loop.reward_manager.registry.RewardManagerBase": _REWARD_MANAGER,
+    "verl.protocol.BatchData": Absence("no use", "Dispatch takes DataProto, TensorDict and futures as they are."),
+    "verl.protocol.BatchMeta": _QUEUE,
+    "verl.protocol.KVBatchMeta": _QUEUE,
+    "verl.single_controller.base.decorator._padding_size_key": _PRIVATE,
+    "verl.single_controller.base.decorator.tqbridge": _QUEUE,
+    "verl.single_controller.base.decorator.init_predefined_dispatch_mode": _PRIVATE,
+    "verl.single_controller.base.decorator.init_predefined_execute_mode": _PRIVATE,
+    "verl.single_controller.base.decorator.collect_nd_compute": _FUNCTIONS_OF_MODES,
+    "verl.single_controller.base.decorator.collect_nd_compute_dataproto": _FUNCTIONS_OF_MODES,
+    "verl.single_controller.base.decorator.dispatch_nd_compute": _FUNCTIONS_OF_MODES,
+    "verl.single_controller.base.decorator.dispatch_nd_compute_dataproto": _FUNCTIONS_OF_MODES,
+    "verl.single_controller.ray.base._padding_size_key": _PRIVATE,
+    "verl.single_controller.ray.base.extract_pg_from_exist": _PLACES,
+    "verl.single_controller.ray.base.get_master_addr_port": _PLACES,
+    "verl.single_controller.ray.base.sort_placement_group_by_node_ip": _PLACES,
+    "verl.single_controller.ray.base.func_generator": _PRIVATE,
+    "verl.single_controller.ray.base.get_random_string": _PRIVATE,
+    "verl.single_controller.ray.base.get_platform": _OTHER_DEVICES,
+    "verl.trainer.distillation": _DISTILLATION,
+    "verl.trainer.main_ppo.TaskRunnerV1": Absence(
+        "other design", "verl.trainer.main_ppo.TaskRunner runs the one trainer that there is."
+    ),
+    "verl.trainer.main_ppo.configure_verl_logging": Absence(
+        "no use", "VERL_LOGGING_LEVEL sets the level when verl is imported."
+    ),
+    "verl.trainer.ppo.metric_utils.RolloutMoELoadBalanceMetricsAccumulator": _EXPERT_LOAD,
+    "verl.trainer.ppo.metric_utils.compute_moe_lb_metrics": _EXPERT_LOAD,
+    "verl.trainer.ppo.metric_utils.compute_rollout_moe_load_balance_metrics": _EXPERT_LOAD,
+    "verl.trainer.ppo.metric_utils.get_hf_config_override_kwargs": _EXPERT_LOAD,
+    "verl.trainer.ppo.metric_utils.get_metric_data_with_optional_routed_experts": _EXPERT_LOAD,
+    "verl.trainer.ppo.metric_utils.infer_moe_num_experts": _EXPERT_LOAD,
+    "verl.trainer.ppo.metric_utils.infer_rollout_moe_num_experts": _EXPERT_LOAD,
+    "verl.trainer.ppo.ray_trainer.DistillationConfig": _DISTILLATION,
+    "verl.trainer.ppo.ray_trainer.EngineConfig": Absence(
+        "other design", "The sections of the back ends are verl.workers.config.FSDPEngineConfig and McoreEngineConfig."
+    ),
+    "verl.trainer.ppo.ray_trainer.LLMServerManager": _ASYNCHRONOUS,
+    "verl.trainer.ppo.ray_trainer.SkipManager": _SKIP,
+    "verl.trainer.ppo.ray_trainer.compute_spec_decode_metrics": Absence(
+        "not yet", "Speculative decoding, and metrics of it, are missing."
+    ),
+    "verl.trainer.ppo.rollout_corr_helper.compute_is_metrics": _CORRECTION,
+    "verl.trainer.ppo.rollout_corr_helper.compute_rs_metrics": _CORRECTION,
+    "verl.trainer.ppo.rollout_corr_helper.compute_rollout_corr_metrics_from_logprobs": _CORRECTION,
+    "verl.trainer.ppo.v1": _QUEUE_TRAINER,
+    "verl.utils.dataset.multiturn_sft_dataset.convert_nested_value_to_list_recursive": _PRIVATE,
+    "verl.utils.dataset.multiturn_sft_dataset.once": _PRIVATE,
+    "verl.utils.dataset.multiturn_sft_dataset.print_assembled_message": _PRIVATE,
+    "verl.utils.dataset.multiturn_sft_dataset.get_rope_index": _VISION,
+    "verl.utils.dataset.multiturn_sft_dataset.process_video": _VISION,
+    "verl.utils.dataset.rl_dataset.build_multimodal_processor_inputs": _VISION,
+    "verl.utils.dataset.rl_dataset.RLHFDataset.process_multi_modal_info": _VISION,
+    "verl.utils.model.CausalLMOutputForPPO": _NO_PATCHES,
+    "verl.utils.model.ModelRegistry": _NO_PATCHES,
+    "verl.utils.model.create_huggingface_critic": _VALUE_HEAD,
+    "verl.utils.model.load_valuehead_model": _VALUE_HEAD,
+    "verl.utils.model.patch_valuehead_model": _VALUE_HEAD,
+    "verl.utils.model.get_hf_model_path": _MEGATRON,
+    "verl.utils.model.get_parallel_gptmodel_from_config": _MEGATRON,
+    "verl.utils.model.get_parallel_model_from_config": _MEGATRON,
+    "verl.utils.model.load_mcore_dist_weights": _MEGATRON,
+    "verl.utils.model.load_megatron_gptmodel_weights": _MEGATRON,
+    "verl.utils.model.load_megatron_model_weights": _MEGATRON,
+    "verl.utils.model.normalize_pp_vpp_params": _MEGATRON,
+    "verl.utils.profiler.build_rollout_dist_profiler": _SERVERS_ON_RAY,
+    "verl.utils.profiler.build_sglang_profiler_args": _SERVERS_ON_RAY,
+    "verl.utils.profiler.build_vllm_profiler_args": _SERVERS_ON_RAY,
+    "verl.utils.profiler.relocate_rollout_traces": _SERVERS_ON_RAY,
+    "verl.utils.profiler.rollout_profiler_global_ranks": _SERVERS_ON_RAY,
+    "verl.utils.profiler.rollout_trace_dir": _SERVERS_ON_RAY,
+    "verl.utils.profiler.rollout_trace_local_rank": _SERVERS_ON_RAY,
+    "verl.utils.rollout_skip.SkipAction": _SKIP,
+    "verl.utils.rollout_skip.read_dumped_data": _SKIP,
+    "verl.utils.rollout_skip.RolloutSkip.dump": _SKIP,
+    "verl.utils.rollout_skip.RolloutSkip.is_dump_step": _SKIP,
+    "verl.utils.rollout_skip.RolloutSkip.num_dumped_step": _SKIP,
+    "verl.utils.rollout_skip.RolloutSkip.record": _SKIP,
+    "verl.utils.rollout_skip.RolloutSkip.replace_curr_new_batch": _SKIP,
+    "verl.utils.rollout_skip.RolloutSkip.step": _SKIP,
+    "verl.utils.rollout_skip.RolloutSkip.try_load": _SKIP,
+    "verl.utils.skip.AsyncRolloutSkip": _SKIP,
+    "verl.utils.skip.BaseSkip": _SKIP,
+    "verl.utils.skip.RolloutTqSkip": _SKIP,
+    "verl.utils.skip.SkipManager": _SKIP,
+    "verl.utils.skip.SkipManagerConfig": _SKIP,
+    "verl.utils.tokenizer.build_multimodal_processor_inputs": _VISION,
+    "verl.utils.torch_functional.logprobs_from_logits_flash_attn": _COMPILED,
+    "verl.utils.torch_functional.use_original_torch_compile": _COMPILED,
+    "verl.utils.torch_functional.logprobs_from_logits_torch_npu": _OTHER_DEVICES,
+    "verl.utils.tracking.ClearMLLogger": _TRACKERS,
+    "verl.utils.tracking.DapoFilteredRewardTableLogger": _TRACKERS,
+    "verl.utils.tracking.FileLogger": _TRACKERS,
+    "verl.utils.tracking.RLInsightLogger": _TRACKERS,
+    "verl.workers.config.actor.MindSpeedActorConfig": _OTHER_DEVICES,
+    "verl.workers.config.actor.MindSpeedCheckpointConfig": _OTHER_DEVICES,
+    "verl.workers.config.actor.MindSpeedEngineConfig": _OTHER_DEVICES,
+    "verl.workers.config.actor.TorchTitanActorConfig": _OTHER_DEVICES,
+    "verl.workers.config.actor.TorchtitanEngineConfig": _OTHER_DEVICES,
+    "verl.workers.config.actor.VeOmniActorConfig": _OTHER_DEVICES,
+    "verl.workers.config.actor.VeOmniEngineConfig": _OTHER_DEVICES,
+    "verl.workers.config.actor.McoreCheckpointConfig": Absence(
+        "other design", "verl.workers.config.CheckpointConfig holds for all back ends."
+    ),
+    "verl.workers.config.actor.QATConfig": Absence("not yet", "Training of quantized weights is missing."),
+    "verl.workers.config.distillation": _DISTILLATION,
+    "verl.workers.config.rollout.CustomAsyncServerConfig": _SERVERS_ON_RAY,
+    "verl.workers.config.rollout.DisaggregationConfig": _SERVERS_ON_RAY,
+    "verl.workers.config.rollout.MtpConfig": _MTP,
+    "verl.workers.config.rollout.ServerConfig": _SERVERS_ON_RAY,
+    "verl.workers.config.rollout.SkipConfig": _SKIP,
+    "verl.workers.engine.base.BaseEngineCtx": Absence(
+        "other design", "An engine's train_mode() and eval_mode() are context managers."
+    ),
+    "verl.workers.engine.base.get_vendor": _OTHER_DEVICES,
+    "verl.workers.engine.base.maybe_fix_3d_position_ids": _VISION,
+    "verl.workers.engine_workers.CheckpointEngineRegistry": _ASYNCHRONOUS,
+    "verl.workers.engine_workers.DistillationConfig": _DISTILLATION,
+    "verl.workers.engine_workers.MtpConfig": _MTP,
+    "verl.workers.engine_workers.TrainingWorkerConfig": Absence(
+        "other design",
+        "TrainingWorker takes the configuration of its run: verl.config.SFTConfig, RMConfig or DPOConfig.",
+    ),
+    "verl.workers.engine_workers.distillation_ppo_loss": _DISTILLATION,
+    "verl.workers.engine_workers.maybe_fix_3d_position_ids": _VISION,
+    "verl.workers.engine_workers.ppo_loss": _ACTOR,
 }
 """Old address to the reason: of a module with all below it, of one name, or of an attribute of a class.
 

@@ -14,11 +14,14 @@ _CALLS = "verl.toolkit.calls"
 _DISPATCH = "verl.single_controller.base.dispatch"
 _RAY = "verl.single_controller.ray"
 _SECTIONS = "verl.config"
+_TENSORS = "verl.toolkit.tensors"
+_TRACES = "verl.toolkit.traces"
 
 REEXPORTS: Mapping[str, Mapping[str, str]] = {
     "verl.experimental.agent_loop": {
         _AGENT_LOOP: "AgentLoopOutput",
         "verl.agents.tool_agent": "ToolAgentLoop",
+        "verl.toolkit.agents": "get_trajectory_info",
     },
     "verl.experimental.agent_loop.agent_loop": {
         "verl.protocol": "DataProto",
@@ -26,7 +29,10 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.agents.servers": "LLMServerClient",
         "verl.utils.dataset": "RLHFDataset",
         _CALLS: "auto_await get_event_loop",
-        "verl.toolkit.config": "omega_conf_to_dataclass",
+        "verl.toolkit.chat": "apply_chat_template get_processor_token_id initialize_system_prompt",
+        "verl.toolkit.config": "is_distillation_enabled omega_conf_to_dataclass",
+        _TRACES: "RolloutTraceConfig rollout_trace_attr",
+        "verl.utils.dataset.build": "get_dataset_class",
         "verl.utils.metric": "simple_timer",
         "verl.utils.model": "compute_position_id_with_mask",
         "verl.utils.tokenizer": "normalize_token_ids",
@@ -37,13 +43,24 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.agents.servers": "TokenOutput",
         "verl.tools.function_tool": "FunctionTool",
         "verl.tools.schemas": "OpenAIFunctionCallSchema OpenAIFunctionParsedSchema ToolResponse",
-        _CALLS: "rollout_trace_op",
+        _TRACES: "rollout_trace_op",
+        "verl.toolkit.agents": "ToolListWrap",
         "verl.utils.metric": "simple_timer",
     },
     "verl.experimental.agent_loop.tool_parser": {
         "verl.tools.schemas": "OpenAIFunctionToolSchema",
-        _CALLS: "get_event_loop rollout_trace_op",
+        _CALLS: "get_event_loop",
+        _TRACES: "rollout_trace_op",
     },
+    "verl.experimental.reward_loop.reward_loop": {
+        "verl.protocol": "DataProto pad_dataproto_to_divisor",
+        _RAY: "RayResourcePool",
+        "verl.base.fs": "copy_to_local",
+        "verl.trainer.ppo.reward": "load_reward_manager resolve_reward_manager_cls",
+        "verl.utils.tokenizer": "hf_tokenizer",
+        _CALLS: "get_event_loop",
+    },
+    "verl.experimental.reward_loop.reward_manager.base": {"verl.protocol": "DataProto", _CALLS: "get_event_loop"},
     "verl.protocol": {
         "verl.toolkit.dicts": "union_two_dict",
         "verl.utils.device": "get_device_id get_torch_device",
@@ -66,11 +83,12 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.single_controller.base.decorator": "Dispatch MAGIC_ATTR",
         "verl.utils.device": "get_device_name",
         "verl.toolkit.imports": "is_torch_npu_available",
+        "verl.toolkit.processes": "temp_env_var",
     },
-    "verl.tools.base_tool": {_CALLS: "rollout_trace_op"},
+    "verl.tools.base_tool": {_TRACES: "rollout_trace_op"},
     "verl.trainer.main_ppo": {
         "verl.trainer.ppo.ray_trainer": "RayPPOTrainer",
-        "verl.toolkit.config": "validate_config",
+        "verl.toolkit.config": "is_distillation_enabled validate_config",
         "verl.toolkit.imports": "load_class_from_fqn",
         "verl.utils.device": "auto_set_device is_cuda_available",
         _CALLS: "deprecated",
@@ -100,37 +118,67 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.utils.torch_functional": "masked_mean",
         "verl.utils": "tu=tensordict_utils",
         "verl.toolkit.checkpoints": "should_save_ckpt_esi",
-        "verl.toolkit.config": "omega_conf_to_dataclass",
+        "verl.toolkit.config": "is_distillation_enabled need_teacher_policy omega_conf_to_dataclass",
         "verl.toolkit.dicts": "rename_dict",
+        "verl.toolkit.rollouts": "RolloutSkip",
         "verl.toolkit.imports": "load_class_from_fqn",
         "verl.toolkit.padding": "left_right_2_no_padding no_padding_2_padding",
         "verl.toolkit.timing": "marked_timer",
         _CALLS: "deprecated",
     },
+    "verl.trainer.ppo.reward": {"verl.toolkit.scoring": "get_default_compute_score"},
     "verl.trainer.ppo.rollout_corr_helper": {_SECTIONS: "PolicyLossConfig RolloutCorrectionConfig"},
     "verl.trainer.ppo.utils": {
         "verl.algorithms": "AdvantageEstimator",
         "verl.single_controller.base.worker": "Worker",
+        "verl.toolkit.config": "is_distillation_enabled need_teacher_policy",
     },
     "verl.utils": {"verl.toolkit.config": "omega_conf_to_dataclass validate_config"},
     "verl.utils.dataset.multiturn_sft_dataset": {
+        "verl.toolkit.chat": "apply_chat_template extract_system_prompt_and_generation",
         "verl.toolkit.files": "copy_local_path_from_hdfs",
         "verl.toolkit.names": "DatasetPadMode",
         "verl.utils.tokenizer": "hf_tokenizer",
         "verl.vision.images": "process_image",
     },
+    "verl.utils.chat_template": {"verl.utils.tokenizer": "normalize_token_ids"},
     "verl.utils.dataset.rl_dataset": {
+        "verl.utils.dataset.build": "get_dataset_class",
         "verl.toolkit.imports": "load_extern_object",
         "verl.utils.tokenizer": "normalize_token_ids",
     },
-    "verl.utils.model": {"verl.toolkit.imports": "is_trl_available"},
+    "verl.utils.model": {
+        "verl.toolkit.imports": "is_trl_available",
+        "verl.toolkit.models": (
+            "LambdaLayer check_exclude_modules check_target_modules create_huggingface_actor create_random_mask "
+            "get_auto_model_for_vision2seq get_hf_auto_model_class get_huggingface_actor_config "
+            "get_lora_rank_from_adapter get_model_size pad_packed_inputs squeeze"
+        ),
+    },
     "verl.utils.profiler": {
         "verl.toolkit.imports": "is_nvtx_available",
         "verl.utils.device": "is_npu_available",
     },
-    "verl.utils.reward_score": {_CALLS: "deprecated"},
+    "verl.utils.ray_utils": {"verl.single_controller.ray.store": "parallel_put"},
+    "verl.utils.reward_score": {_CALLS: "deprecated", "verl.toolkit.scoring": "get_default_compute_score"},
+    "verl.utils.rollout_skip": {"verl.protocol": "DataProto", _SECTIONS: "RolloutConfig"},
     "verl.utils.rollout_trace": {_CALLS: "get_event_loop"},
-    "verl.utils.torch_functional": {"verl.utils.device": "get_device_name get_torch_device"},
+    "verl.utils.tokenizer": {"verl.toolkit.chat": "get_processor_token_id set_pad_token_id"},
+    "verl.utils.torch_functional": {
+        "verl.utils.device": "get_device_name get_torch_device",
+        "verl.utils.torch_functional": (
+            "logprobs_from_logits_naive=logprobs_from_logits logprobs_from_logits_v2=logprobs_from_logits"
+        ),
+        _TENSORS: (
+            "allgather_dict_into_dict broadcast_dict_tensor calculate_sum_pi_squared_from_logits "
+            "check_device_is_available clip_by_value compute_grad_norm distributed_masked_mean "
+            "distributed_mean_max_min_std entropy_from_logits_with_chunking expand_as_nested gather_from_labels "
+            "get_unpad_data get_wsd_schedule_with_warmup log_probs_from_logits_all_rmpad "
+            "log_probs_from_logits_response log_probs_from_logits_response_rmpad post_process_logits "
+            "postprocess_data prepare_decoder_attention_mask remove_pad_token split_dict_tensor_into_batches "
+            "tokenize_and_postprocess_data"
+        ),
+    },
     "verl.workers.config.actor": {
         _SECTIONS: (
             "BaseConfig CheckpointConfig FSDPEngineConfig HFModelConfig McoreEngineConfig OptimizerConfig "
@@ -147,12 +195,13 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         _SECTIONS: "ActorConfig HFModelConfig RolloutConfig",
         "verl.single_controller.base": "Worker",
         "verl.single_controller.base.decorator": "Dispatch make_nd_compute_dataproto_dispatch_fn register",
-        "verl.toolkit.config": "omega_conf_to_dataclass",
         "verl.toolkit.dicts": "append_to_dict",
         "verl.toolkit.imports": "import_external_libs",
         "verl.toolkit.memory": "aggressive_empty_cache log_gpu_memory_usage",
         "verl.toolkit.processes": "initialize_global_process_group_ray set_numa_affinity",
         "verl.toolkit.profiler": "DistProfiler DistProfilerExtension ProfilerConfig",
+        _TENSORS: "allgather_dict_into_dict",
+        "verl.toolkit.config": "is_distillation_enabled omega_conf_to_dataclass",
         "verl.utils": "tu=tensordict_utils",
         "verl.utils.device": "get_device_name get_torch_device set_expandable_segments",
         "verl.utils.flops_counter": "FlopsCounter",

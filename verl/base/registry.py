@@ -30,7 +30,7 @@ class Registry(Generic[T]):
 
     def __init__(self, kind: str, origin: Callable[[T], Any] = lambda entry: entry) -> None:
         self.kind = kind
-        self._entries: dict[str, T] = {}
+        self._entries: dict[str, T] = {}  # one dict for ever: code outside may hold it
         self._origin = origin
         _registries.add(self)
 
@@ -87,7 +87,13 @@ class Registry(Generic[T]):
                 before[name] = self._entries[name]
             elif module not in modules:
                 sys.modules.pop(module, None)
-        self._entries = before
+        self._entries.clear()
+        self._entries.update(before)
+
+    @property
+    def entries(self) -> dict[str, T]:
+        """The objects by name: the dict itself, which code outside may read and change."""
+        return self._entries
 
     def names(self) -> list[str]:
         """All registered names, sorted."""
@@ -118,14 +124,24 @@ class RegistryView(MutableMapping[str, Any]):
         self._registry = registry
         self._function_of = function_of
         self._register = register
+        self._shown: dict[Any, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._registry:
             raise KeyError(name)
-        return self._function_of(name)
+        function = self._function_of(name)
+        self._shown[function] = self._registry.get(name)
+        return function
 
     def __setitem__(self, name: str, function: Any) -> None:
-        self._register(name)(function)
+        if function in self._shown:  # it was read here, and comes back with what was known of it
+            self._registry.entries[name] = self._shown[function]
+        else:
+            self._register(name)(function)
+
+    def copy(self) -> dict[str, Any]:
+        """Return the functions of all names in a dict."""
+        return dict(self)
 
     def __delitem__(self, name: str) -> None:
         self._registry.remove(name)

@@ -4,6 +4,7 @@ import verl.config.inactive  # noqa: F401  (fills the tables of inactive keys)
 from verl.config.actor import (
     ActorConfig,
     FSDPActorConfig,
+    McoreActorConfig,
     PolicyLossConfig,
     RefConfig,
     RouterReplayConfig,
@@ -147,6 +148,7 @@ __all__ = [
     "JudgeRolloutConfig",
     "KLControlConfig",
     "LoRAConfig",
+    "McoreActorConfig",
     "McoreEngineConfig",
     "MemoryHistoryConfig",
     "MixedPrecisionConfig",

@@ -188,6 +188,14 @@ class FSDPActorConfig(ActorConfig, DistributedModel):
 
 
 @section
+class McoreActorConfig(FSDPActorConfig):
+    """An actor trained by megatron-core: the same section with another default of ``strategy``."""
+
+    strategy: Strategy = setting("megatron")
+    """Training back end."""
+
+
+@section
 class RefConfig(BaseConfig, DistributedModel):
     """The frozen reference policy; only its log-probs are computed."""
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verl.config.actor import ActorConfig, FSDPActorConfig, RefConfig, RouterReplayConfig
+from verl.config.actor import ActorConfig, FSDPActorConfig, McoreActorConfig, RefConfig, RouterReplayConfig
 from verl.config.agent import AgentLoopConfig, MultiTurnConfig
 from verl.config.base import ANY, INACTIVE, KEYWORDS, BaseConfig, Inactive
 from verl.config.critic import CriticConfig, FSDPCriticConfig, FSDPCriticModelCfg
 from verl.config.data import DataConfig
 from verl.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, OptimizerConfig
+from verl.config.observation import TraceConfig
 from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.config.profiler import (
     GlobalProfilerConfig,
@@ -336,7 +337,18 @@ _KEYWORDS: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         no_effect(_ALWAYS_FUSED, {"entropy_from_logits_chunk_size": 2048}),
         no_effect("sequences are packed, or padded to the longest", {"pad_to_length": False}),
     ),
+    McoreActorConfig: (
+        no_effect("weights are always loaded", {"load_weight": True}),
+        no_effect("all roles are profiled by one tool", {"profile": {}}),
+    ),
     FSDPCriticConfig: (no_effect("forward_micro_batch_size_per_gpu counts", {"forward_micro_batch_size": 1}),),
+    AgentLoopConfig: (
+        not_yet(
+            "conversations are led by agent loops; register a loop of your own, and leave it out",
+            {"agent_loop_manager_class": None},
+        ),
+    ),
+    TraceConfig: (no_effect("traces have the names of the run", {"project_name": None, "experiment_name": None}),),
     OptimizerConfig: (no_effect("grad_clip of the actor or critic counts", {"grad_clip": None}),),
     FSDPOptimizerConfig: (no_effect("null is its default, 0", {"min_lr_ratio": None}),),
     HFModelConfig: (

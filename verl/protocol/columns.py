@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.errors import SchemaError
+from verl.errors import MissingColumnError, NoSuchRowError, SchemaError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
@@ -138,7 +138,7 @@ def only(entries: Mapping[str, Any], keys: Sequence[str] | None, where: str) -> 
         return dict(entries)
     missing = [key for key in keys if key not in entries]
     if missing:
-        raise SchemaError(f"{where} has no '{missing[0]}'; it has: {listing(entries)}.")
+        raise MissingColumnError(f"{where} has no '{missing[0]}'; it has: {listing(entries)}.")
     return {key: value for key, value in entries.items() if key in keys}
 
 
@@ -159,7 +159,7 @@ def row_indices(index: RowIndex, length: int) -> Tensor:
         return torch.from_numpy(rows.nonzero()[0])
     outside = (rows < -length) | (rows >= length)
     if outside.any():
-        raise SchemaError(f"row {rows[outside][0]} does not exist: the batch has {length} rows.")
+        raise NoSuchRowError(f"row {rows[outside][0]} does not exist: the batch has {length} rows.")
     return torch.from_numpy(np.where(rows < 0, rows + length, rows).astype(np.int64))
 
 
@@ -190,6 +190,19 @@ def columns_to_join(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, 
                     "only the number of rows may differ. Pad to one length, or convert to one dtype, first."
                 )
     return {key: [part[key] for part in parts] for key in first}
+
+
+def gather_metrics(metrics: Iterable[Any]) -> dict[str, list[Any]]:
+    """Collect the values of each metric of several workers; each gives one dict, or a list of dicts.
+
+    ``[{"loss": 1}, {"loss": [2, 3]}]`` becomes ``{"loss": [1, 2, 3]}``.
+    """
+    gathered: dict[str, list[Any]] = {}
+    for of_worker in metrics:
+        for one in [of_worker] if isinstance(of_worker, Mapping) else of_worker:
+            for name, value in one.items():
+                gathered.setdefault(name, []).extend(value if isinstance(value, list | tuple) else [value])
+    return gathered
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -24,6 +24,7 @@ from verl.protocol.columns import (
     columns_to_join,
     common_batch_size,
     describe,
+    gather_metrics,
     listing,
     make_tensordict,
     only,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
 
 META = "meta_info entry"
+METRICS = "metrics"
 
 
 class DataProtoConfig:
@@ -94,6 +96,8 @@ class DataProto(MethodsForScripts):
     auto_padding: bool = False
 
     def __post_init__(self) -> None:
+        self.non_tensor_batch = {} if self.non_tensor_batch is None else self.non_tensor_batch
+        self.meta_info = {} if self.meta_info is None else self.meta_info
         self.check_consistency()
         if len(self) != self._tensor_columns.batch_size[0]:
             self.batch = None  # no tensor columns, but as many rows as the others have
@@ -328,17 +332,22 @@ class DataProto(MethodsForScripts):
     def concat(data: list[DataProto]) -> DataProto:
         """Concatenate batches along the rows and unite their ``meta_info``.
 
+        ``metrics`` of ``meta_info``, a dict or a list of dicts in each batch, become one dict of lists, with the values
+        of all batches.
+
         Raises:
             SchemaError: the list is empty, columns differ, or an entry of ``meta_info`` has different values: what
                 differs between parts belongs in a column.
         """
         if not data:
             raise SchemaError("concat needs at least one batch.")
-        meta_info = data[0].meta_info
-        for part in data[1:]:
-            meta_info = unite(meta_info, part.meta_info, META)
+        meta_info: dict[str, Any] = {}
+        for part in data:
+            meta_info = unite(meta_info, {key: part.meta_info[key] for key in part.meta_info if key != METRICS}, META)
+        if metrics := [part.meta_info[METRICS] for part in data if part.meta_info.get(METRICS) is not None]:
+            meta_info[METRICS] = gather_metrics(metrics)
         if len(data) == 1:
-            return data[0].select()
+            return data[0].select().with_meta_info(meta_info)
         tensors = columns_to_join([part._tensor_columns.peek() for part in data], "tensor column")
         others = columns_to_join([part.non_tensor_batch for part in data], "non-tensor column")
         size = [sum(map(len, data)), *data[0]._tensor_columns.batch_size[1:]]

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.protocol.columns import make_tensordict
+from verl.errors import SchemaError
+from verl.protocol.columns import is_tensordict, make_tensordict
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -32,7 +33,9 @@ WireTensor = tuple[str, tuple[int, ...], np.ndarray]
 """(dtype name, shape, bytes)."""
 PiecesOfTensor = tuple[str, tuple[int, ...], list[np.ndarray]]
 """A ``WireTensor`` whose bytes are split over consecutive buffers."""
-WireTensorDict = tuple[tuple[int, ...], dict[str, WireTensor]]
+WireColumn = tuple[str, tuple[int, ...], Any]
+"""A ``WireTensor``; or what a column that is no dense tensor consists of."""
+WireTensorDict = tuple[tuple[int, ...], dict[str, WireColumn]]
 """(batch size, columns)."""
 RAY_THREADS = 6
 """Threads with which Ray copies a buffer of more than 1 MiB into its store."""
@@ -117,14 +120,49 @@ def _tensor(data: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 
 
 def serialize_tensordict(batch: TensorDict) -> WireTensorDict:
-    """Return batch size and serialized columns."""
-    return tuple(batch.batch_size), {key: serialize_single_tensor(column) for key, column in tensors_of(batch).items()}
+    """Return batch size and serialized columns.
+
+    A column may also be a TensorDict, a jagged nested tensor or no tensor; these have a name of their own in the place
+    of the dtype's.
+    """
+    return tuple(batch.batch_size), {key: _serialize(column) for key, column in batch.items()}
 
 
 def deserialize_tensordict(arr: WireTensorDict) -> TensorDict:
     """Invert ``serialize_tensordict``."""
     batch_size, columns = arr
-    return make_tensordict({key: deserialize_single_tensor(column) for key, column in columns.items()}, batch_size)
+    return make_tensordict({key: _deserialize(column) for key, column in columns.items()}, batch_size)
+
+
+NESTED, JAGGED, OTHER = "tensordict", "jagged", "object"
+"""Names of columns that are no dense tensors, as of dtypes."""
+
+
+def _serialize(column: Any) -> WireColumn:
+    if is_tensordict(column):
+        return NESTED, tuple(column.batch_size), serialize_tensordict(column)
+    if not isinstance(column, Tensor):
+        return OTHER, (), column
+    if column.is_nested:
+        if column.layout != torch.jagged:
+            raise SchemaError("a nested tensor of strided layout does not travel; make it with layout=torch.jagged.")
+        jagged: Any = column
+        parts = {"values": jagged.values(), "offsets": jagged.offsets(), "lengths": jagged.lengths()}
+        sent = {name: serialize_single_tensor(part) for name, part in parts.items() if part is not None}
+        return JAGGED, (column.size(0),), sent
+    return serialize_single_tensor(column)
+
+
+def _deserialize(column: WireColumn) -> Any:
+    kind, _, content = column
+    if kind == NESTED:
+        return deserialize_tensordict(content)
+    if kind == OTHER:
+        return content
+    if kind == JAGGED:
+        parts: dict[str, Any] = {name: deserialize_single_tensor(part) for name, part in content.items()}
+        return torch.nested.nested_tensor_from_jagged(**parts)
+    return deserialize_single_tensor(column)
 
 
 def tensors_of(batch: TensorDict) -> dict[str, Tensor]:

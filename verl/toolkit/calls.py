@@ -9,9 +9,7 @@ import logging
 import multiprocessing
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import typing_extensions
@@ -130,34 +128,6 @@ def auto_await(func: Callable[..., Any]) -> Callable[..., Any]:
 
 async def _awaited(awaitable: Any) -> Any:
     return await awaitable
-
-
-def rollout_trace_op(func: F) -> F:
-    """Log each call of a function or method at the level DEBUG: its name, its time, and whether it raised.
-
-    Tools and agent loops that were written for other releases of verl carry it; ``VERL_LOGGING_LEVEL=DEBUG`` shows it.
-    """
-
-    @contextmanager
-    def traced() -> Iterator[None]:
-        began, outcome = time.monotonic(), "raised"
-        try:
-            yield
-            outcome = "returned"
-        finally:
-            logger.debug("%s %s after %.3f s", func.__qualname__, outcome, time.monotonic() - began)
-
-    @functools.wraps(func)
-    async def call_async(*args: Any, **kwargs: Any) -> Any:
-        with traced():
-            return await func(*args, **kwargs)
-
-    @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with traced():
-            return func(*args, **kwargs)
-
-    return call_async if inspect.iscoroutinefunction(func) else call  # type: ignore[return-value]
 
 
 def deprecated(replacement: str = "") -> Callable[[F], F]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from verl.base.env import capacity_expires_at
 from verl.checkpoint.ranks import RankState, on_all_ranks, save_together
 from verl.checkpoint.shards import TrainingState, write_world_size
+from verl.checkpoint.states import rng_state, set_rng_state
 from verl.checkpoint.steps import LATEST, read_latest
 from verl.errors import ConfigError
 from verl.toolkit.fsdp import fsdp_version, get_fsdp_full_state_dict
@@ -61,7 +62,100 @@ def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 
     return 0 < left <= max_steps_duration + save_ckpt_duration + redundant_time
 
 
-class FSDPCheckpointManager:
+class BaseCheckpointManager:
+    """What managers of checkpoints share: their contents, the folders that they saved, random generators.
+
+    Args:
+        model: the model, or a list of its parts.
+        optimizer: None for a frozen model.
+        lr_scheduler: None if there is none.
+        processing_class: a tokenizer or a processor.
+        checkpoint_config: ``save_contents`` and ``load_contents``, any of model, optimizer, extra and (to save)
+            hf_model; by default the first three.
+
+    Raises:
+        ConfigError: an unknown content is named.
+    """
+
+    CONTENTS = ("model", "optimizer", "extra")
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: LRScheduler | None = None,
+        processing_class: Any = None,
+        checkpoint_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.processing_class = processing_class
+        config = checkpoint_config or {}
+        self.checkpoint_save_contents = tuple(config.get("save_contents") or self.CONTENTS)
+        self.checkpoint_load_contents = tuple(config.get("load_contents") or self.CONTENTS)
+        known = {*self.CONTENTS, "hf_model"}
+        if unknown := {*self.checkpoint_save_contents, *self.checkpoint_load_contents} - known:
+            raise ConfigError(f"a checkpoint has no '{min(unknown)}'; its contents are {', '.join(sorted(known))}.")
+        self.previous_global_step: int | None = None
+        self.previous_saved_paths: list[str] = []
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether weights are saved."""
+        return "model" in self.checkpoint_save_contents
+
+    @property
+    def should_save_optimizer(self) -> bool:
+        """Whether the optimizer's state is saved."""
+        return "optimizer" in self.checkpoint_save_contents
+
+    @property
+    def should_save_extra(self) -> bool:
+        """Whether schedule and random generators are saved."""
+        return "extra" in self.checkpoint_save_contents
+
+    @property
+    def should_save_hf_model(self) -> bool:
+        """Whether a Hugging Face folder with weights is saved."""
+        return "hf_model" in self.checkpoint_save_contents
+
+    def ensure_checkpoint_capacity(self, max_ckpt_to_keep: int | None) -> None:
+        """Remove the oldest folders that were saved, so that there is room for one more; None and 0 keep all.
+
+        With ``max_ckpt_to_keep=1`` the newest stays until the next is written whole.
+        """
+        if max_ckpt_to_keep and max_ckpt_to_keep > 1:
+            self._keep(max_ckpt_to_keep - 1)
+
+    def register_checkpoint(self, new_path: str, max_ckpt_to_keep: int | None) -> None:
+        """Note a folder that was saved, and remove the oldest ones above ``max_ckpt_to_keep``; None and 0 keep all."""
+        self.previous_saved_paths = [path for path in self.previous_saved_paths if path != new_path] + [new_path]
+        if max_ckpt_to_keep:
+            self._keep(max_ckpt_to_keep)
+
+    def remove_previous_save_local_path(self, path: str | Sequence[str]) -> None:
+        """Remove one or several folders; one that is gone already is passed over."""
+        for folder in [path] if isinstance(path, str) else path:
+            shutil.rmtree(Path(folder).expanduser(), ignore_errors=True)
+
+    def _keep(self, count: int) -> None:
+        surplus = self.previous_saved_paths[:-count]
+        self.remove_previous_save_local_path(surplus)
+        self.previous_saved_paths = self.previous_saved_paths[-count:]
+
+    @staticmethod
+    def get_rng_state() -> dict[str, Any]:
+        """Return the states of the random generators of Python, NumPy and PyTorch in this process."""
+        return rng_state()
+
+    @staticmethod
+    def load_rng_state(rng_state: dict[str, Any]) -> None:
+        """Set them."""
+        set_rng_state(rng_state)
+
+
+class FSDPCheckpointManager(BaseCheckpointManager):
     """Saves and restores weights, optimizer, learning-rate schedule and random generators of all ranks.
 
     Args:
@@ -77,7 +171,7 @@ class FSDPCheckpointManager:
         ConfigError: the model is wrapped by FSDP1, the schedule is no LambdaLR, or an unknown content is named.
     """
 
-    CONTENTS = ("model", "optimizer", "extra")
+    lr_scheduler: LambdaLR | None
 
     def __init__(
         self,
@@ -95,18 +189,7 @@ class FSDPCheckpointManager:
                 f"lr_scheduler is a {type(lr_scheduler).__name__}: a schedule is restored as a function of the step, "
                 "which LambdaLR is. Use one of verl.utils.torch_functional, or of Transformers."
             )
-        self.model = model
-        self.optimizer = optimizer
-        self.lr_scheduler = lr_scheduler
-        self.processing_class = processing_class
-        config = checkpoint_config or {}
-        self.checkpoint_save_contents = tuple(config.get("save_contents") or self.CONTENTS)
-        self.checkpoint_load_contents = tuple(config.get("load_contents") or self.CONTENTS)
-        known = {*self.CONTENTS, "hf_model"}
-        if unknown := {*self.checkpoint_save_contents, *self.checkpoint_load_contents} - known:
-            raise ConfigError(f"a checkpoint has no '{min(unknown)}'; its contents are {', '.join(sorted(known))}.")
-        self.previous_global_step: int | None = None
-        self.previous_saved_paths: list[str] = []
+        super().__init__(model, optimizer, lr_scheduler, processing_class, checkpoint_config)
 
     def _state(self) -> TrainingState:
         parameters = dict(self.model.named_parameters())
@@ -140,12 +223,13 @@ class FSDPCheckpointManager:
         state = RankState(states, describe if dist.get_rank() == 0 else None)
         save_together(Path(local_path).expanduser(), state.write)
         self.previous_global_step = global_step
-        self.previous_saved_paths = [path for path in self.previous_saved_paths if path != local_path] + [local_path]
-        while max_ckpt_to_keep and len(self.previous_saved_paths) > max_ckpt_to_keep:
-            oldest = Path(self.previous_saved_paths.pop(0)).expanduser()
-            with on_all_ranks(f"remove {oldest}"):
-                if dist.get_rank() == 0:
-                    shutil.rmtree(oldest)
+        with on_all_ranks(f"remove checkpoints older than {local_path}"):
+            self.register_checkpoint(local_path, max_ckpt_to_keep)
+
+    def remove_previous_save_local_path(self, path: str | Sequence[str]) -> None:
+        """Remove folders, by rank 0 alone."""
+        if dist.get_rank() == 0:
+            super().remove_previous_save_local_path(path)
 
     def load_checkpoint(
         self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False

@@ -87,3 +87,20 @@ def validate_config(config: DictConfig | PPOConfig, use_reference_policy: bool, 
     if not use_reference_policy and isinstance(actor := checked.get("actor_rollout_ref"), dict):
         checked["actor_rollout_ref"] = {name: value for name, value in actor.items() if name != "ref"}
     load_config(checked, of_program=True)
+
+
+def update_dict_with_config(dictionary: dict[str, Any], config: DictConfig | Mapping[str, Any]) -> None:
+    """Overwrite the entries of a dict that a part of the configuration has too."""
+    for name in dictionary:
+        if name in config:
+            dictionary[name] = config[name]
+
+
+def is_distillation_enabled(config: DictConfig | Mapping[str, Any] | None) -> bool:
+    """Whether the section ``distillation`` asks for a teacher, which this version of verl does not have."""
+    return bool(config and config.get("enabled", False))
+
+
+def need_teacher_policy(config: DictConfig | Mapping[str, Any]) -> bool:
+    """Whether the whole configuration asks for a teacher; see :func:`is_distillation_enabled`."""
+    return is_distillation_enabled(config.get("distillation"))

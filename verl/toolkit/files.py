@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -95,3 +97,36 @@ def local_mkdir_safe(path: str) -> str:
     folder = Path(path).expanduser().absolute()
     folder.mkdir(parents=True, exist_ok=True)
     return str(folder)
+
+
+def is_non_local(path: str) -> bool:
+    """Whether a path is a URL of another machine's file system, such as ``hdfs://``."""
+    return is_remote(path)
+
+
+def md5_encode(path: str) -> str:
+    """Return the MD5 sum of a text, 32 hexadecimal digits; a name for a copy, no protection."""
+    return hashlib.md5(path.encode(), usedforsecurity=False).hexdigest()
+
+
+def get_local_temp_path(hdfs_path: str, cache_dir: str) -> str:
+    """Return where a copy of a remote file goes: ``cache_dir/<MD5 of its folder>/<its name>``; the folder is made."""
+    folder = Path(cache_dir) / md5_encode(hdfs_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder / os.path.basename(hdfs_path.rstrip("/")))
+
+
+def verify_copy(src: str, dest: str) -> bool:
+    """Whether a file or folder has the sizes of its copy; of folders all files are compared, by their path in it."""
+    return bool(sizes := _sizes(src)) and sizes == _sizes(dest)
+
+
+def _sizes(path: str) -> dict[str, int]:
+    root = Path(path)
+    files = [root] if root.is_file() else [file for file in root.rglob("*") if file.is_file()]
+    return {str(file.relative_to(root)): file.stat().st_size for file in files}
+
+
+def copy_to_shm(src: str) -> str:
+    """Copy a local file or folder into shared memory (``/dev/shm``), once, and return the path of the copy."""
+    return copy_to_local(src, use_shm=True)

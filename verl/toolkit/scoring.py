@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.supervision.killable_pool import Budget, KillablePool
+from verl.utils.reward_score import default_compute_score, scorer_for_all
 from verl.workers.reward_manager.scores import score_of
 
 TIMEOUT_S = 300.0
@@ -52,3 +53,22 @@ async def parallel_compute_score_async(
 def _call(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     result = function(*arguments)
     return result[0] if isinstance(result, tuple) else result
+
+
+def get_default_compute_score(reward_name: str | None = None) -> Callable[..., Any]:
+    """Return the reward function that scores each row by its data source, or all rows as of one source.
+
+    Args:
+        reward_name: a data source, such as ``openai/gsm8k``; None takes that of each row.
+
+    Raises:
+        UnknownDataSourceError: the source has no scorer.
+    """
+    if reward_name is None:
+        return default_compute_score
+    of_source = scorer_for_all(reward_name)
+
+    def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any) -> Any:
+        return of_source(data_source, solution_str, ground_truth, extra_info, **kwargs)
+
+    return score

@@ -103,7 +103,7 @@ class FlopsCounter:
     number of attended tokens. In a mixture of experts only the active experts count.
 
     Args:
-        config: the Transformers config of a decoder.
+        config: the Transformers config of a decoder, or any object with the fields of one.
         outputs: width of the model's head; None is the vocabulary size, a value or reward model has 1.
         is_frozen: whether the weights get no gradients, whose products a backward pass then lacks, because adapters
             are trained; those of the adapters are not counted.
@@ -111,7 +111,7 @@ class FlopsCounter:
 
     def __init__(self, config: PretrainedConfig, outputs: int | None = None, is_frozen: bool = False) -> None:
         self.is_frozen = is_frozen
-        text: Any = config.get_text_config()
+        text = _text_config(config)
         self.hidden_size: int = text.hidden_size
         self.outputs: int = text.vocab_size if outputs is None else outputs
         self.layers: int = text.num_hidden_layers
@@ -126,7 +126,7 @@ class FlopsCounter:
     @classmethod
     def of(cls, config: PretrainedConfig, outputs: int | None = None, is_frozen: bool = False) -> FlopsCounter | None:
         """Create a counter; None if the config is not one of a decoder with attention layers."""
-        text = config.get_text_config()
+        text = _text_config(config)
         needed = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         return cls(config, outputs, is_frozen) if all(getattr(text, name, None) for name in needed) else None
 
@@ -195,6 +195,13 @@ class Arithmetic:
     def utilization(self, flops: float | None, seconds: float) -> float | None:
         """Model FLOP utilisation (MFU): flops / (seconds · peak); None if one of them is unknown."""
         return None if flops is None or not self.peak_flops else flops / (seconds * self.peak_flops)
+
+
+def _text_config(config: Any) -> Any:
+    """Return the config of a model's decoder; one that is no Transformers config may have it in ``text_config``."""
+    if hasattr(config, "get_text_config"):
+        return config.get_text_config()
+    return getattr(config, "text_config", None) or config
 
 
 def _feed_forward_weights(text: Any) -> int:

@@ -183,6 +183,11 @@ def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
     return undo
 
 
+def ceildiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(a // -b)
+
+
 def calculate_workload(seqlen_list: Tensor) -> Tensor:
     """Estimate the relative cost of a forward pass over each sequence: 24576·n + n² for n tokens.
 

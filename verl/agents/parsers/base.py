@@ -75,6 +75,8 @@ class ToolParser(ABC):
     ``rollout.multi_turn.format=name``.
     """
 
+    _registry: ClassVar[dict[str, type[ToolParser]]] = _parsers.entries
+    """The parsers by name, as public code reads and changes them."""
     call_end: ClassVar[str | None] = None
     """Text that ends every call, by which a turn can be ended after its first call; None: calls have no such text."""
 

@@ -9,5 +9,6 @@ from verl.toolkit.dicts import append_to_dict as append_to_dict
 from verl.toolkit.dicts import convert_to_regular_types as convert_to_regular_types
 from verl.toolkit.dicts import rename_dict as rename_dict
 from verl.toolkit.dicts import union_two_dict as union_two_dict
+from verl.toolkit.processes import temp_env_var as temp_env_var
 
 __getattr__ = old_names(__name__)

@@ -11,6 +11,15 @@ KEYS = ("name", "class_name", "config")
 SETTING = "interaction_config_path"
 
 
+def get_interaction_class(cls_name: str) -> type[BaseInteraction]:
+    """Return the class ``package.module.Class`` or ``file.py:Class``.
+
+    Raises:
+        ConfigError: there is no such class, or it is no interaction.
+    """
+    return load_class(cls_name, BaseInteraction, "get_interaction_class")
+
+
 def initialize_interactions_from_config(interaction_config_file: Entries) -> dict[str, BaseInteraction]:
     """Make the interactions of a YAML file with a list ``interaction``, or of such a list.
 

@@ -126,7 +126,8 @@ class Execute(DynamicEnum):
     RANK_ZERO: ClassVar[Execute]
 
 
-_PAIRS: dict[Dispatch, DispatchPair] = {}
+DISPATCH_MODE_FN_REGISTRY: dict[Dispatch, DispatchPair] = {}
+"""Functions of the dispatch modes: code outside may read, replace and add some."""
 
 
 def _checked_pair(pair: Mapping[str, Any]) -> DispatchPair:
@@ -146,7 +147,7 @@ def update_dispatch_mode(
     """Set or replace the functions of a dispatch mode."""
     if dispatch_mode not in Dispatch:
         raise ConfigError(f"{dispatch_mode!r} is no dispatch mode. Register it first: Dispatch.register(name).")
-    _PAIRS[dispatch_mode] = _checked_pair({"dispatch_fn": dispatch_fn, "collect_fn": collect_fn})
+    DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = _checked_pair({"dispatch_fn": dispatch_fn, "collect_fn": collect_fn})
 
 
 def register_dispatch_mode(
@@ -159,7 +160,7 @@ def register_dispatch_mode(
         dispatch_fn: ``(group, *args, **kwargs) -> args, kwargs``, each value a list with one element per rank.
         collect_fn: ``(group, outputs) -> result``.
     """
-    if dispatch_mode_name.upper() in [member.name for member in Dispatch]:
+    if dispatch_mode_name.upper() in [mode.name for mode in DISPATCH_MODE_FN_REGISTRY]:
         raise ConfigError(
             f"dispatch mode '{dispatch_mode_name}' exists already. Choose another name, or replace its functions "
             "with update_dispatch_mode."
@@ -205,9 +206,18 @@ def get_dispatch_pair(dispatch_mode: Dispatch | Mapping[str, Any]) -> DispatchPa
     """Return the functions of a dispatch mode."""
     if not isinstance(dispatch_mode, Dispatch):
         return _checked_pair(dispatch_mode)
-    if dispatch_mode not in _PAIRS:
+    if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
         raise ConfigError(f"{dispatch_mode!r} has no functions yet. Set them with update_dispatch_mode.")
-    return _PAIRS[dispatch_mode]
+    return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
+
+
+get_predefined_dispatch_fn = get_dispatch_pair
+"""Public name of :func:`get_dispatch_pair`."""
+
+
+def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
+    """Return the name of the worker group's method that runs an execute mode: ``{"execute_fn_name": ...}``."""
+    return {"execute_fn_name": "execute_rank_zero" if execute_mode is Execute.RANK_ZERO else "execute_all"}
 
 
 def mesh_of(dispatch_mode: Dispatch | Mapping[str, Any]) -> str | None:

@@ -27,7 +27,7 @@ import torch
 
 from verl.errors import SchemaError, WorkerError
 from verl.protocol import DataProto, DataProtoConfig, DataProtoFuture
-from verl.protocol.columns import is_tensordict, same_value
+from verl.protocol.columns import gather_metrics, is_tensordict, same_value
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -378,20 +378,11 @@ def join_batches(batches: Sequence[DataProto], method: str) -> DataProto:
         if all(same_value(values[0], value) for value in values):
             meta_info[key] = values[0]
         elif key == "metrics" and all(isinstance(value, Mapping) for value in values):
-            meta_info[key] = _gathered(values)
+            meta_info[key] = gather_metrics(values)
         else:
             meta_info[key] = values[0]
             _warn_of_difference(method, key)
-    return DataProto.concat([batch.with_meta_info(meta_info) for batch in batches])
-
-
-def _gathered(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """``[{"loss": 1}, {"loss": [2, 3]}]`` becomes ``{"loss": [1, 2, 3]}``."""
-    gathered: dict[str, list[Any]] = {}
-    for one in metrics:
-        for name, value in one.items():
-            gathered.setdefault(name, []).extend(value if isinstance(value, list | tuple) else [value])
-    return gathered
+    return DataProto.concat([batch.with_meta_info({}) for batch in batches]).with_meta_info(meta_info)
 
 
 @functools.cache

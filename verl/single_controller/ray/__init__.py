@@ -22,6 +22,7 @@ from verl.single_controller.ray.worker_group import (
     RayWorkerGroup,
     create_colocated_worker_cls,
     create_colocated_worker_cls_fused,
+    create_colocated_worker_raw_cls,
 )
 
 # verl.trainer uses these names and ResourcePoolManager of either controller.
@@ -39,6 +40,7 @@ __all__ = [
     "WorkerGroup",
     "create_colocated_worker_cls",
     "create_colocated_worker_cls_fused",
+    "create_colocated_worker_raw_cls",
     "merge_resource_pool",
     "ray_session",
     "run_task",

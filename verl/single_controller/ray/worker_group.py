@@ -72,6 +72,19 @@ def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> 
     return RayClassWithInitArgs(WorkerHost, **host_arguments(class_dict, fused=False))
 
 
+def create_colocated_worker_raw_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> type[WorkerHost]:
+    """Return the plain class, without arguments, of a process of :func:`create_colocated_worker_cls`."""
+    arguments = host_arguments(class_dict, fused=False)
+
+    class WorkerDict(WorkerHost):
+        """The workers of one rank."""
+
+        def __init__(self) -> None:
+            super().__init__(**arguments)
+
+    return WorkerDict
+
+
 def create_colocated_worker_cls_fused(class_dict: Mapping[str, ClassWithInitArgs]) -> RayClassWithInitArgs:
     """As :func:`create_colocated_worker_cls`; the workers can also access each other (``get_fused_worker_by_name``)."""
     return RayClassWithInitArgs(WorkerHost, **host_arguments(class_dict, fused=True))

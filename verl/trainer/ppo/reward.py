@@ -105,7 +105,7 @@ def load_reward_manager(
     asked = {name: judge[name] for name in _named(function, judge) if config.custom_reward_function.path}
     if scorer_kwargs or asked:
         function = functools.partial(function, **scorer_kwargs, **asked)
-    cls = _manager_class(config)
+    cls = resolve_reward_manager_cls(config)
     reward_kwargs |= {name: judge[name] for name in judge if name in inspect.signature(cls).parameters}
     if judge and not {*scorer_kwargs, *asked, *reward_kwargs} & {"reward_router_address", "base_url"}:
         raise ConfigError(
@@ -525,8 +525,13 @@ def _reward_function(config: PPOConfig, scorer_kwargs: Mapping[str, Any]) -> Cal
     return functools.partial(scorer_for_all(source), **code)
 
 
-def _manager_class(config: PPOConfig) -> Any:
-    chosen = config.reward_manager
+def resolve_reward_manager_cls(config: PPOConfig | Mapping[str, Any]) -> Any:
+    """Return the class of ``reward_manager``: the registered one of its name, or that of a file.
+
+    Raises:
+        ConfigError: no class has this name, or the file is missing.
+    """
+    chosen = _typed(config).reward_manager
     if chosen.source == "register":
         return get_reward_manager_cls(chosen.name)
     if not chosen.module.path:

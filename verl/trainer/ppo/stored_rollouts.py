@@ -113,5 +113,7 @@ def _fingerprint(prompts: DataProto) -> str:
         if name in prompts.batch.keys():
             digest.update(np.ascontiguousarray(prompts.batch[name].cpu().numpy()).tobytes())
     for name in ("uid", "sample_index"):
+        if name not in prompts.non_tensor_batch:
+            continue
         digest.update(repr(prompts.non_tensor_batch[name].tolist()).encode())
     return digest.hexdigest()

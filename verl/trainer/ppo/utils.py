@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from verl.base.import_utils import prepare_process
 from verl.base.lazy import on_first_use
@@ -88,28 +88,48 @@ class Needs:
         )
 
 
-def need_critic(config: PPOConfig) -> bool:
+def need_critic(config: PPOConfig | Mapping[str, Any]) -> bool:
     """Whether a critic is trained: ``critic.enable`` if set, else whether the estimator reads ``values``."""
-    if config.critic.enable is not None:
-        return bool(config.critic.enable)  # before PyTorch is imported
+    typed = _with_attributes(config)
+    if typed.critic.enable is not None:
+        return bool(typed.critic.enable)  # before PyTorch is imported
     from verl.algorithms import adv_needs
     from verl.algorithms.estimator_registry import ESTIMATORS
 
-    if config.algorithm.adv_estimator not in ESTIMATORS.names():
+    if typed.algorithm.adv_estimator not in ESTIMATORS.names():
         prepare_process()  # a task runner of the user's own asks before the workers' processes are prepared
-    return "values" in adv_needs(config.algorithm.adv_estimator).columns
+    return "values" in adv_needs(typed.algorithm.adv_estimator).columns
 
 
-def need_reference_policy(config: PPOConfig) -> bool:
-    """Whether a frozen reference policy is loaded, for KL in the reward or in the loss."""
-    return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
+def need_reference_policy(config: PPOConfig | Mapping[str, Any] | Mapping[Role, type]) -> bool:
+    """Whether a frozen reference policy is loaded, for KL in the reward or in the loss.
+
+    Of a dict of roles: whether the reference has a worker.
+    """
+    if _is_role_mapping(config):
+        return Role.RefPolicy in config
+    typed = _with_attributes(config)
+    return bool(typed.algorithm.use_kl_in_reward or typed.actor_rollout_ref.actor.use_kl_loss)
 
 
 def need_reward_model(config: PPOConfig | Mapping[Role, type]) -> bool:
     """Whether a reward model of either kind is loaded, by the configuration or by the roles that have a worker."""
-    if isinstance(config, Mapping) and all(isinstance(key, Role) for key in config):
+    if _is_role_mapping(config):
         return Role.RewardModel in config
-    return bool(cast("PPOConfig", config).reward_model.enable)
+    return bool(_with_attributes(config).reward_model.enable)
+
+
+def _is_role_mapping(config: Any) -> TypeGuard[Mapping[Role, type]]:
+    return isinstance(config, Mapping) and all(isinstance(key, Role) for key in config)
+
+
+def _with_attributes(config: Any) -> Any:
+    """Let a plain dict be read by attributes, as the configuration itself and a DictConfig are."""
+    if not isinstance(config, dict):
+        return config
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create(config)
 
 
 def worker_arguments(config: PPOConfig, needs: Needs, total_steps: int) -> dict[Role, dict[str, Any]]:

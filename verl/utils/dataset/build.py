@@ -61,6 +61,13 @@ def create_rl_dataset(
     return dataset
 
 
+def get_dataset_class(data_config: DataConfig | Mapping[str, Any]) -> type[Dataset]:
+    """Return the class of training prompts: the one that ``data.custom_cls`` names, or one of verl's."""
+    section = DataConfig.of(data_config)
+    default = DynamicGenDataset if section.datagen.path is not None else RLHFDataset
+    return cast("type[Dataset]", _dataset_class(section.custom_cls, default))
+
+
 def create_sft_dataset(
     data_paths: str | Sequence[str],
     data_config: SFTDataConfig,

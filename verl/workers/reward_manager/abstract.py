@@ -122,6 +122,8 @@ def call(manager: Callable[..., Any], data: DataProto) -> torch.Tensor | Result:
 M = TypeVar("M", bound=type[AbstractRewardManager])
 
 REWARD_MANAGERS: Registry[type[AbstractRewardManager]] = Registry("reward manager")
+REWARD_MANAGER_REGISTRY = REWARD_MANAGERS.entries
+"""Classes of the managers by name: the dict under the name by which public code reads and changes it."""
 
 
 def register(name: str) -> Callable[[M], M]:

@@ -10,5 +10,7 @@ from verl.agents.servers import AsyncLLMServerManager as AsyncLLMServerManager
 from verl.agents.servers import TokenOutput as TokenOutput
 from verl.agents.worker import AgentLoopWorker as AgentLoopWorker
 from verl.base.doors import old_names
+from verl.toolkit.agents import ToolListWrap as ToolListWrap
+from verl.toolkit.agents import get_trajectory_info as get_trajectory_info
 
 __getattr__ = old_names(__name__)

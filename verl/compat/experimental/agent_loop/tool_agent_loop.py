@@ -2,5 +2,7 @@
 
 from verl.agents.tool_agent import ToolAgentLoop as ToolAgentLoop
 from verl.base.doors import old_names
+from verl.toolkit.agents import AgentData as AgentData
+from verl.toolkit.agents import AgentState as AgentState
 
 __getattr__ = old_names(__name__)

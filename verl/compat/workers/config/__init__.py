@@ -13,6 +13,7 @@ from verl.config import FSDPCriticModelCfg as FSDPCriticModelCfg
 from verl.config import FSDPEngineConfig as FSDPEngineConfig
 from verl.config import FSDPOptimizerConfig as FSDPOptimizerConfig
 from verl.config import HFModelConfig as HFModelConfig
+from verl.config import McoreActorConfig as McoreActorConfig
 from verl.config import McoreEngineConfig as McoreEngineConfig
 from verl.config import MixedPrecisionConfig as MixedPrecisionConfig
 from verl.config import MultiTurnConfig as MultiTurnConfig

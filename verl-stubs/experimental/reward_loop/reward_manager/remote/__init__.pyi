@@ -1,0 +1,1 @@
+from verl.workers.reward_manager import RemoteRewardManager as RemoteRewardManager

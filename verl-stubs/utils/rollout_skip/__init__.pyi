@@ -1,0 +1,2 @@
+from verl.toolkit.rollouts import RolloutSkip as RolloutSkip
+from verl.toolkit.rollouts import wrap_generate_sequences as wrap_generate_sequences

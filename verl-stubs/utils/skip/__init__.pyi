@@ -1,0 +1,1 @@
+from verl.toolkit.rollouts import RolloutSkip as RolloutSkip

@@ -1,0 +1,3 @@
+"""Public path of a manager in :mod:`verl.workers.reward_manager`."""
+
+from verl.workers.reward_manager import DAPORewardManager as DAPORewardManager
