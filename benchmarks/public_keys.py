@@ -90,7 +90,7 @@ BASES = {
     "sft_trainer": Base("sft_trainer_engine", SFTConfig, SUPERVISED),
     "fsdp_sft_trainer": Base("sft_trainer", SFTConfig, SUPERVISED),
     "main_generation": Base("generation", GenerationConfig, GENERATION),
-    "main_generation_server": Base("generation", GenerationConfig, SERVED),
+    "main_generation_server": Base("generation_server", GenerationConfig, SERVED),
 }
 
 _MEGATRON = ["actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron"]
@@ -101,7 +101,22 @@ TOGETHER: Mapping[str, list[str]] = {
     "*override_optimizer_config.*": _MEGATRON,
     "actor_rollout_ref.model.lora.*": [*_MEGATRON, "actor_rollout_ref.model.lora.rank=32"],
     "critic.megatron.*": _MEGATRON + _CRITIC,
-    "critic.*": _CRITIC,
+    "critic.*": [setting for setting in _CRITIC if not setting.startswith("critic.ppo_micro")]
+    + ["critic.use_dynamic_bsz=True"],
+    "critic.enable": [],
+    "algorithm.adv_estimator": ["critic.ppo_micro_batch_size_per_gpu=1", "critic.model.path=FOLDER/model"],
+    "data.train_batch_size": ["actor_rollout_ref.actor.ppo_mini_batch_size=128", "trainer.nnodes=1"],
+    "*override_transformer_config.recompute_*": [
+        "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full",
+        "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method=uniform",
+        "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers=1",
+    ],
+    "*virtual_pipeline_model_parallel_size": ["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"],
+    "*.expert_parallel_size": ["actor_rollout_ref.rollout.tensor_model_parallel_size=8"],
+    "*val_kwargs.do_sample": ["actor_rollout_ref.rollout.val_kwargs.temperature=1.0"],
+    "reward_model.enable": _REWARD_MODEL,
+    "reward.reward_model.enable": _REWARD_MODEL,
+    "actor_rollout_ref.model.lora_adapter_path": ["actor_rollout_ref.model.lora_rank=32"],
     "reward_model.rollout.*": [*_REWARD_MODEL, "reward_model.rollout.name=hf"],
     "reward_model.model.*": [*_REWARD_MODEL],
     "engine.*model_parallel_size": ["engine.strategy=megatron"],
@@ -222,6 +237,9 @@ def outcomes(line: Line, folder: Path) -> Iterator[Outcome]:
     for pattern, more in TOGETHER.items():
         if fnmatch.fnmatchcase(line.key, pattern):
             settings += more
+    if line.key.endswith(".log_prob_micro_batch_size") or line.key.endswith("ppo_micro_batch_size"):
+        settings = [setting for setting in settings if not setting.startswith(f"{line.key}_per_gpu=")]
+        settings.append("trainer.nnodes=1")
     for value in line.values:
         written = value
         if value == ELSEWHERE:
@@ -290,8 +308,8 @@ def show(found: list[Outcome], refused: bool) -> None:
     for outcome in sorted(found, key=lambda outcome: -max(outcome.line.scripts)):
         if outcome.reason is not None:
             counts = "/".join(map(str, outcome.line.scripts))
-            said = " ".join(outcome.reason.split("\n")[-3:] if "problem" in outcome.reason else [outcome.reason])
-            print(f"{counts:>9}  {outcome.line.command} {outcome.line.key}={outcome.value}\n           {said[:300]}")
+            said = re.sub(r"^\d+ problems? in the configuration:\s+1\. ", "", outcome.reason).split("\n")[0]
+            print(f"{counts:>9}  {outcome.line.command} {outcome.line.key}={outcome.value} | {said[:200]}")
 
 
 if __name__ == "__main__":

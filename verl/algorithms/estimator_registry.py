@@ -138,7 +138,7 @@ def register_adv_est(
 
 def _advantages_of_the_program(**_: Any) -> tuple[Tensor, Tensor]:
     raise ConfigError(
-        "algorithm.adv_estimator is null: the program that made this configuration computes advantages itself. Name an "
+        "adv_estimator is null: the program that made this configuration computes advantages itself. Name an "
         "estimator, or override the stage `advantages` of RayPPOTrainer."
     )
 

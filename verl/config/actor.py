@@ -7,7 +7,13 @@ from typing import Any, ClassVar, Literal
 
 from verl.config.base import BaseConfig, section, setting, subsection
 from verl.config.megatron import DistributedModel, McoreEngineConfig
-from verl.config.model import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, Strategy
+from verl.config.model import (
+    NO_OTHER_BACK_END,
+    CheckpointConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    Strategy,
+)
 from verl.config.problems import Problem
 from verl.config.profiler import ModelProfilerConfig
 from verl.config.rollout_correction import RolloutCorrectionConfig
@@ -76,7 +82,7 @@ def _follows_clip_ratio(data: dict[str, Any]) -> float:
 class ActorConfig(BaseConfig):
     """One update of the policy: batches, loss, optimizer."""
 
-    strategy: Strategy = setting("fsdp")
+    strategy: Strategy = setting("fsdp", refuse_values=NO_OTHER_BACK_END)
     """Training back end; `fsdp` and `fsdp2` are both served by FSDP2, `megatron` by megatron-core."""
     ppo_mini_batch_size: int = setting(256, ge=1)
     """Prompts per optimizer step over all ranks; each brings its `rollout.n` responses."""
@@ -201,7 +207,9 @@ class RefConfig(BaseConfig, DistributedModel):
 
     hydra_target: ClassVar[str] = "verl.workers.config.FSDPActorConfig"
 
-    strategy: Strategy = setting("fsdp", interpolation="${actor_rollout_ref.actor.strategy}")
+    strategy: Strategy = setting(
+        "fsdp", interpolation="${actor_rollout_ref.actor.strategy}", refuse_values=NO_OTHER_BACK_END
+    )
     """Back end, by default the actor's."""
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, ge=1)
     """Sequences per forward pass on one rank; null takes that of the rollout's log-probs."""

@@ -245,6 +245,8 @@ class Meta:
     """Default in the YAML files, derived from other keys; the class default applies where it cannot be resolved."""
     refuse_values: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Values that cannot be used in this version: value → ``reason; remedy``."""
+    ignore_values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Values in whose place the default is used, which is logged: value → reason."""
     missing: bool = False
     """The YAML default is ``???``: there is no sensible value until the feature is used."""
     internal: bool = False

@@ -10,6 +10,7 @@ from verl.config.base import BaseConfig, section, setting, subsection
 from verl.config.megatron import DistributedModel, McoreEngineConfig
 from verl.config.model import (
     ALL_LINEAR,
+    NO_OTHER_BACK_END,
     CheckpointConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
@@ -84,7 +85,7 @@ class FSDPCriticModelCfg(BaseConfig):
 class CriticConfig(BaseConfig):
     """One update of the value model: batches, loss, optimizer."""
 
-    strategy: Strategy = setting("fsdp")
+    strategy: Strategy = setting("fsdp", refuse_values=NO_OTHER_BACK_END)
     """Training back end; `fsdp` and `fsdp2` are both served by FSDP2, `megatron` by megatron-core."""
     enable: bool | None = setting(None)
     """Train a critic; null trains one if the advantage estimator reads values."""

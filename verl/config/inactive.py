@@ -89,15 +89,15 @@ _MEMORY_ENTRIES = f"${{oc.select:{_MEMORY}.trace_alloc_max_entries,100000}}"
 _NSYS_OPTIONS = {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": True, "cuda-graph-trace": "graph"}
 
 _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
-    RoleProfilerConfig: (not_yet(_ONE_PROFILER, _FOLLOWS_GLOBAL),),
+    RoleProfilerConfig: (no_effect(_ONE_PROFILER, _FOLLOWS_GLOBAL),),
     RewardProfilerConfig: (
-        not_yet(
+        no_effect(
             "traces have what the other roles ask for; set actor_rollout_ref.actor.profiler.tool_config",
             {"tool_config": f"${{oc.select:{_ACTOR_PROFILER}.tool_config,null}}"},
         ),
     ),
     ModelToolsConfig: (
-        not_yet(
+        no_effect(
             "all roles remember equally many allocations; set "
             "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries",
             {"torch_memory.trace_alloc_max_entries": _MEMORY_ENTRIES},
@@ -142,9 +142,7 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             },
         ),
     ),
-    GlobalProfilerConfig: (
-        not_yet("each step has files of its own; leave it false", {"profile_continuous_steps": False}),
-    ),
+    GlobalProfilerConfig: (no_effect("each step has files of its own", {"profile_continuous_steps": False}),),
     PPOConfig: (
         not_yet(
             "the transfer queue is not in this version; set transfer_queue.enable=false",
@@ -242,10 +240,10 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         no_effect("no response is cut off to save time: all of a batch are finished", {"over_sample_rate": 0}),
         no_effect("weights travel tensor by tensor already", {"layered_summon": False}),
         no_effect("engines always return log-probs and the gap is always logged", {"calculate_log_probs": False}),
-        no_effect(_WITH_THE_ACTOR.partition(";")[0], {"profiler._target_": "verl.utils.profiler.ProfilerConfig"}),
-        not_yet(
+        no_effect(
             _WITH_THE_ACTOR,
             {
+                "profiler._target_": "verl.utils.profiler.ProfilerConfig",
                 "profiler.enable": f"${{oc.select:{_ACTOR_PROFILER}.enable,false}}",
                 **{f"profiler.{name}": value for name, value in _FOLLOWS_GLOBAL.items()},
                 "profiler.all_ranks": f"${{oc.select:{_ACTOR_PROFILER}.all_ranks,false}}",
@@ -283,6 +281,11 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         Inactive(
             "older name of actor_rollout_ref.rollout.multi_turn.tool_config_path",
             {"tool_config_path": "${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path, null}"},
+            is_spelling=True,
+        ),
+        Inactive(
+            "other name of actor_rollout_ref.rollout.multi_turn.function_tool_path",
+            {"function_tool_path": "${oc.select:actor_rollout_ref.rollout.multi_turn.function_tool_path, null}"},
             is_spelling=True,
         ),
     ),

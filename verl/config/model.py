@@ -93,6 +93,11 @@ class HFModelConfig(BaseConfig):
 
 
 Strategy = Literal["fsdp", "fsdp2", "megatron"]
+OTHER_ENGINES = ("veomni", "torchtitan", "automodel", "mindspeed", "mlite", "fsdp_turbo")
+"""Training back ends of verl's releases that are not in this version."""
+NO_OTHER_BACK_END = dict.fromkeys(
+    (*OTHER_ENGINES, "mindspeed_megatron"), "this training back end is not in this version; use fsdp2 or megatron"
+)
 DType = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
 
 
@@ -148,7 +153,7 @@ class FSDPEngineConfig(BaseConfig):
     """Allow only deterministic kernels: slower, bit-equal from run to run."""
     forward_only: bool = setting(False)
     """The model is never trained: no optimizer, no gradients."""
-    strategy: Strategy = setting("fsdp")
+    strategy: Strategy = setting("fsdp", refuse_values=NO_OTHER_BACK_END)
     """Sharding back end; `fsdp` and `fsdp2` are both served by FSDP2; `megatron` does not read
     this section."""
     dtype: DType = setting("bfloat16", interpolation=DTYPE)

@@ -65,7 +65,7 @@ class TraceConfig(BaseConfig):
         for name in ("token2text", "max_samples_per_step_per_worker"):
             if self.backend is None and self[name]:
                 remedy = f"set {path}.backend=otel or mlflow, or leave {name} out"
-                yield Problem(f"{path}.{name}", self[name], "nothing is traced", remedy=remedy)
+                yield Problem(f"{path}.{name}", self[name], "nothing is traced", remedy=remedy, advice=True)
 
 
 _CLIENTS: Mapping[str, tuple[tuple[str, ...], str]] = {

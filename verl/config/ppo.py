@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from verl.config.actor import FSDPActorConfig, RefConfig
 from verl.config.algorithm import AlgoConfig
 from verl.config.base import INTERNAL, BaseConfig, section, setting, subsection
 from verl.config.critic import FSDPCriticConfig
 from verl.config.data import DataConfig
-from verl.config.model import HFModelConfig
+from verl.config.model import NO_OTHER_BACK_END, HFModelConfig
 from verl.config.problems import Problem
 from verl.config.profiler import GlobalProfilerConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
@@ -62,6 +62,8 @@ class ActorRolloutRefConfig(BaseConfig):
 class PPOConfig(BaseConfig):
     """Reinforcement learning: data, models, algorithm, run."""
 
+    model_engine: Literal["dp", "megatron"] = setting("dp", refuse_values=NO_OTHER_BACK_END)
+    """Training back end of all models: `dp` (FSDP, or what their `strategy` says) or `megatron`."""
     actor_rollout_ref: ActorRolloutRefConfig = subsection(ActorRolloutRefConfig)
     """Policy, rollout engine and reference."""
     data: DataConfig = subsection(DataConfig)

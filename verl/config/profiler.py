@@ -11,9 +11,9 @@ from verl.config.problems import Problem
 Contents = Literal["cpu", "cuda", "memory", "shapes", "stack"]
 
 _NSYS = (
-    "Nsight Systems surrounds a process, so a run cannot start it for itself; leave it null and start the command "
-    "under it: nsys profile --trace=cuda,nvtx,cublas python -m verl.trainer.main_ppo "
-    "trainer.controller=local and the rest of the command line, or use torch"
+    "Nsight Systems surrounds a process, so a run cannot start it for itself; start the command under it: nsys profile "
+    "--trace=cuda,nvtx,cublas python -m verl.trainer.main_ppo trainer.controller=local and the rest of the command "
+    "line, or use torch"
 )
 
 
@@ -59,7 +59,7 @@ class RoleProfilerConfig(BaseConfig):
         """A role that is profiled has ranks that are."""
         if self.enable and not (self.all_ranks or self.ranks):
             remedy = f"set {path}.ranks=[0], or {path}.all_ranks=true"
-            yield Problem(f"{path}.enable", True, "no rank of this role is chosen", remedy=remedy)
+            yield Problem(f"{path}.enable", True, "no rank of this role is chosen", remedy=remedy, advice=True)
 
 
 @section
@@ -74,7 +74,7 @@ class ModelProfilerConfig(RoleProfilerConfig):
         yield from super().problems(path)
         if self.tool_config.torch.discrete:
             wrong = "a rank writes one trace per step, in which each call is marked"
-            yield Problem(f"{path}.tool_config.torch.discrete", True, wrong, "false")
+            yield Problem(f"{path}.tool_config.torch.discrete", True, wrong, "false", advice=True)
 
 
 @section
@@ -110,9 +110,10 @@ class GlobalProfilerConfig(BaseConfig):
 
     tool: Literal["torch", "torch_memory"] | None = setting(
         None,
-        refuse_values={
+        ignore_values={
             "nsys": _NSYS,
-            "npu": "Ascend devices are not in this version; use torch",
+            "npu": "Ascend devices are not in this version; torch and torch_memory are",
+            "precision_debugger": "this tool is not in this version; torch and torch_memory are",
         },
     )
     """`torch` (operators and kernels over time), `torch_memory` (GPU memory), or null for no profiler."""
@@ -126,9 +127,9 @@ class GlobalProfilerConfig(BaseConfig):
     def problems(self, path: str) -> Iterator[Problem]:
         """A tool has steps, and steps have a tool; they are counted from 1."""
         if self.tool and not self.steps:
-            yield Problem(f"{path}.steps", self.steps, "no step is chosen", remedy=f"set {path}.steps=[2]")
+            yield Problem(f"{path}.steps", self.steps, "no step is chosen", "", f"set {path}.steps=[2]", advice=True)
         if self.steps and not self.tool:
             remedy = f"set {path}.tool=torch, or leave the steps out"
-            yield Problem(f"{path}.steps", list(self.steps), "no profiler is chosen", remedy=remedy)
+            yield Problem(f"{path}.steps", list(self.steps), "no profiler is chosen", remedy=remedy, advice=True)
         if self.steps and min(self.steps) < 1:
             yield Problem(f"{path}.steps", list(self.steps), "steps are counted from 1", "integers >= 1")

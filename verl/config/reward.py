@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from verl.config.base import BaseConfig, section, setting, subsection
 from verl.config.machine import DTYPE
 from verl.config.megatron import DistributedModel, McoreEngineConfig
-from verl.config.model import DType, FSDPEngineConfig, Strategy
+from verl.config.model import NO_OTHER_BACK_END, DType, FSDPEngineConfig, Strategy
 from verl.config.problems import Problem
 from verl.config.profiler import RewardProfilerConfig
 from verl.config.rollout import NO_OTHER_ENGINE, EngineName
@@ -148,7 +148,7 @@ class RewardModelConfig(BaseConfig, DistributedModel):
     """Ranks per node of that pool."""
     nnodes: int = setting(0, ge=0)
     """Nodes of that pool."""
-    strategy: Strategy = setting("fsdp")
+    strategy: Strategy = setting("fsdp", refuse_values=NO_OTHER_BACK_END)
     """Back end; `fsdp` and `fsdp2` are both served by FSDP2, `megatron` by megatron-core."""
     model: RewardModelModelConfig = subsection(RewardModelModelConfig)
     """The reward model's weights and tokenizer."""

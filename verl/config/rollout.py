@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -222,7 +223,10 @@ class RolloutConfig(BaseConfig):
             yield Problem(f"{path}.name", self.name, wrong, remedy=f"{remedy}it in {key}")
         if self.data_parallel_size != 1:
             wrong = "every rank, or group of tensor-parallel ranks, has an engine of its own already"
-            yield Problem(f"{path}.data_parallel_size", self.data_parallel_size, wrong, "1")
+            # Experts that are shared beyond one group need engines that belong together.
+            together = self.expert_parallel_size > self.tensor_model_parallel_size
+            key = f"{path}.data_parallel_size"
+            yield Problem(key, self.data_parallel_size, wrong, "1", advice=not together)
 
 
 def sampling_problems(path: str, settings: RolloutConfig | SamplingConfig) -> Iterator[Problem]:
@@ -236,7 +240,8 @@ def sampling_problems(path: str, settings: RolloutConfig | SamplingConfig) -> It
         allowed = f"0, or >= {LOWEST_TEMPERATURE}"
         yield Problem(f"{path}.temperature", settings.temperature, wrong, allowed, remedy)
     if not settings.do_sample and settings.n > 1:
-        yield all_the_same(path, f"{path}.n", settings.n)
+        # Training on them would learn nothing; in validation they take time and change no number.
+        yield replace(all_the_same(path, f"{path}.n", settings.n), advice=isinstance(settings, SamplingConfig))
     if "" in (settings.stop or ()):
         wrong = "the empty text is in every response"
         yield Problem(f"{path}.stop", [*(settings.stop or ())], wrong, "texts of some length")

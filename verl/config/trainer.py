@@ -67,7 +67,9 @@ class PlacementConfig(BaseConfig):
     n_gpus_per_node: int = setting(1, ge=1, interpolation=GPUS_PER_NODE)
     """Ranks per node: one per GPU, or processes on a machine without one. By default the GPUs of this machine, or of
     the nodes of the Ray cluster that the run connects to; 1 without a GPU."""
-    device: Literal["cuda", "cpu"] = setting("cuda")
+    device: Literal["cuda", "cpu"] = setting(
+        "cuda", refuse_values={"npu": "Ascend devices are not in this version; use cuda or cpu"}
+    )
     """`cuda` uses the GPUs of the machine or of the Ray cluster if there are any and otherwise the CPU; `cpu` always
     the CPU."""
     controller: Literal["ray", "local"] = setting("ray")

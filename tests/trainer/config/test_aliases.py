@@ -38,6 +38,7 @@ PPO_CASES: list[tuple[str, Any, str, Any]] = [
     ("tools", "/tools.yaml", TOOLS, "/tools.yaml"),
     ("tools", [CALCULATOR], TOOLS, (CALCULATOR,)),
     (f"{ROLLOUT}.tools", "/tools.yaml", TOOLS, "/tools.yaml"),
+    ("data.function_tool_path", "/tools.py", f"{ROLLOUT}.multi_turn.function_tool_path", "/tools.py"),
     (f"{ROLLOUT}.tools", [CALCULATOR, CALCULATOR], TOOLS, (CALCULATOR, CALCULATOR)),
     (f"{ROLLOUT}.interactions", "/users.yaml", f"{ROLLOUT}.multi_turn.interaction_config_path", "/users.yaml"),
     (f"{ROLLOUT}.interactions", [USER], f"{ROLLOUT}.multi_turn.interaction_config_path", (USER,)),
@@ -163,7 +164,8 @@ def test_null_says_nothing(run: Run):
         alias.old: PPOConfig
         for alias in ALIASES
         if alias.old.startswith(("actor_rollout_ref.", "algorithm.", "critic.", "reward", "ray_init", "trainer.val_"))
-        or alias.old in ("data.chat_template", "data.tokenizer", "data.tool_config_path", "tools")
+        or alias.old
+        in ("data.chat_template", "data.tokenizer", "data.tool_config_path", "data.function_tool_path", "tools")
     }
     for root in (PPOConfig, SFTConfig):
         assert run.load({old: None for old, there in roots.items() if there is root}, root) == run.load(root=root)

@@ -170,7 +170,7 @@ def test_home_and_variables_in_paths(run: Run, monkeypatch: pytest.MonkeyPatch):
 
 def test_missing_values_count_as_unset(run: Run):
     run.load({"reward_model.rollout.name": "???"})
-    message = run.refusal({"data.path": "???"}, GenerationConfig)
+    message = run.refusal({"data.path": "???", "data.train_files": None}, GenerationConfig)
     assert "data.path=null: it must be set" in message
 
 

@@ -58,7 +58,6 @@ def test_every_refused_value_says_why_and_what_to_do(run: Run, path: str, value:
         "actor_rollout_ref.ref.router_replay.mode",
         "actor_rollout_ref.hybrid_engine",
         "actor_rollout_ref.rollout.quantization",
-        "global_profiler.profile_continuous_steps",
         "trainer.esi_redundant_time",
         "transfer_queue.enable",
     ],
@@ -93,9 +92,9 @@ def test_defaults_are_refused_nowhere(run: Run):
 
 
 def test_a_refused_setting_is_told_once_where_others_follow_it(run: Run):
-    # rollout.profiler.enable follows actor.profiler.enable.
-    message = only(run.refusal({"actor_rollout_ref.actor.profiler": {"enable": True, "ranks": [0]}}))
-    assert "actor_rollout_ref.actor.profiler.enable=true" in message
+    # ref.strategy follows actor.strategy.
+    message = only(run.refusal({"actor_rollout_ref.actor.strategy": "veomni"}))
+    assert "actor_rollout_ref.actor.strategy=veomni: this training back end is not in this version" in message
 
 
 def test_refused_in_generation_too(run: Run):

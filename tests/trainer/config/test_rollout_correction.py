@@ -53,7 +53,6 @@ def test_thresholds_on_the_command_line(run: Run):
         ({"rollout_rs": "token_k1"}, "rollout_rs=token_k1", "needs rollout_rs_threshold"),
         ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2.0"}, "rollout_rs=token_k2", "must be one number"),
         ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold=2.0", "nothing is rejected without a criterion"),
-        ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=true", "there are no weights"),
         ({"loss_type": "reinforce"}, "loss_type=reinforce", "it is the loss of the bypass mode"),
     ],
 )
@@ -105,12 +104,17 @@ def test_the_copy_of_the_loss_is_another_spelling(run: Run):
     assert config.actor_rollout_ref.actor.policy_loss.rollout_correction is None  # only bypass mode needs it
 
 
-def test_batch_normalised_weights_depend_on_the_layout_inside_of_a_loss(run: Run):
+def test_batch_normalised_weights_are_turned_off_inside_of_a_loss(run: Run, caplog: pytest.LogCaptureFixture):
     changes = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True}
-    message = only(run.refusal(settings(**changes)))
-    assert "would depend on how the batch is cut and dealt to ranks" in message
-    assert f"or {CORRECTION}.bypass_mode=false, which normalises over the whole batch" in message
-    run.load(settings(**(changes | {"bypass_mode": False, "loss_type": "ppo_clip"})))
+    config = run.load(settings(**changes))
+    loss = config.actor_rollout_ref.actor.policy_loss.rollout_correction
+    assert not config.algorithm.rollout_correction.rollout_is_batch_normalize
+    assert not loss.rollout_is_batch_normalize
+    assert "would depend on how the batch is cut and dealt to ranks" in caplog.text
+    config = run.load(settings(**(changes | {"bypass_mode": False, "loss_type": "ppo_clip"})))
+    assert config.algorithm.rollout_correction.rollout_is_batch_normalize
+    run.load(settings(rollout_is_batch_normalize=True))
+    assert "there are no weights" in caplog.text
 
 
 def test_another_loss_is_not_replaced_in_silence(run: Run):

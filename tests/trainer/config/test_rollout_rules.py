@@ -56,8 +56,12 @@ def test_the_ranks_of_a_machine_divide_among_the_engines(run: Run, size: int, ra
     assert "tensor_model_parallel_size=1" in message
 
 
-def test_copies_inside_an_engine_are_refused(run: Run):
-    assert "data_parallel_size=2" in only(run.refusal(settings(data_parallel_size=2)))
+def test_copies_inside_an_engine_are_told_and_refused_where_they_share_experts(
+    run: Run, caplog: pytest.LogCaptureFixture
+):
+    run.load(settings(data_parallel_size=2))
+    assert "data_parallel_size=2: every rank, or group of tensor-parallel ranks, has an engine" in caplog.text
+    assert "data_parallel_size=2" in only(run.refusal(settings(data_parallel_size=2, expert_parallel_size=2)))
 
 
 def test_the_usual_size_fits_the_machine_unless_it_was_set(run: Run, caplog: pytest.LogCaptureFixture):
@@ -183,10 +187,10 @@ SHARES = "actor_rollout_ref.actor.use_prefix_grouper"
         ),
     ],
 )
-def test_shared_prompts_that_cannot_be(run: Run, changes, said):
-    message = run.refusal({SHARES: True} | changes)
-    assert f"{SHARES}=true: " in message
-    assert said in message
+def test_shared_prompts_that_cannot_be(run: Run, caplog: pytest.LogCaptureFixture, changes, said):
+    assert not run.load({SHARES: True} | changes).actor_rollout_ref.actor.use_prefix_grouper
+    assert f"no effect: {SHARES} (" in caplog.text
+    assert said in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -199,20 +203,20 @@ def test_shared_prompts_that_cannot_be(run: Run, changes, said):
         ),
     ],
 )
-def test_shared_prompts_of_models_that_cannot(run: Run, tmp_path, content, said):
-    (tmp_path / "config.json").write_text(json.dumps(content))
-    message = run.refusal({SHARES: True, "actor_rollout_ref.model.path": str(tmp_path)})
-    assert f"{SHARES}=true: {said}" in message
+def test_shared_prompts_of_models_that_cannot(run: Run, caplog: pytest.LogCaptureFixture, content, said):
+    (run.folder / "model" / "config.json").write_text(json.dumps(content))
+    run.load({SHARES: True})
+    assert f"no effect: {SHARES} ({said}" in caplog.text
 
 
-def test_shared_prompts(run: Run):
+def test_shared_prompts(run: Run, caplog: pytest.LogCaptureFixture):
     assert run.load({SHARES: True}).actor_rollout_ref.actor.use_prefix_grouper
     critic = {"critic.model.path": str(run.folder / "model"), "critic.ppo_micro_batch_size_per_gpu": 1}
     critic |= {"algorithm.adv_estimator": "gae", "critic.use_prefix_grouper": True}
     assert run.load(critic | {"critic.model.use_remove_padding": True}).critic.use_prefix_grouper
-    message = run.refusal(critic)
+    assert not run.load(critic).critic.use_prefix_grouper
     needed = "which need critic.model.use_remove_padding=true"
-    assert f"critic.use_prefix_grouper=true: a prompt is shared in packed rows, {needed}" in message
+    assert f"no effect: critic.use_prefix_grouper (a prompt is shared in packed rows, {needed}" in caplog.text
 
 
 def test_router_replay(run: Run):

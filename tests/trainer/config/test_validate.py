@@ -379,13 +379,13 @@ def test_two_kl_terms_are_advised_against(run: Run, caplog: pytest.LogCaptureFix
     assert "is penalised twice" in caplog.text
 
 
-def test_greedy_and_sampling(run: Run):
+def test_greedy_and_sampling(run: Run, caplog: pytest.LogCaptureFixture):
     message = only(run.refusal({f"{ROLLOUT}.temperature": 0}))
     assert f"{ROLLOUT}.temperature=0: temperature 0 is greedy, but do_sample=true" in message
     message = only(run.refusal({f"{ROLLOUT}.do_sample": False}))
     assert f"{ROLLOUT}.n=4: greedy responses of one prompt are all the same" in message
-    message = only(run.refusal({f"{ROLLOUT}.val_kwargs.n": 4}))
-    assert f"{ROLLOUT}.val_kwargs.n=4: greedy responses" in message
+    run.load({f"{ROLLOUT}.val_kwargs.n": 4})  # takes time, and changes no number of validation
+    assert f"{ROLLOUT}.val_kwargs.n=4: greedy responses" in caplog.text
     message = only(run.refusal({f"{ROLLOUT}.val_kwargs.n": 4, f"{ROLLOUT}.val_kwargs.do_sample": True}))
     assert f"{ROLLOUT}.val_kwargs.temperature=0" in message
     assert f"set {ROLLOUT}.val_kwargs.temperature=1.0" in message

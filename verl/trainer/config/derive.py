@@ -84,7 +84,7 @@ def derive_from_algorithm(tree: Tree, explicit: Collection[str], problems: list[
         messages about settings that were changed.
     """
     told = _truncation(tree, explicit)
-    _algorithm(tree, problems)
+    told += _algorithm(tree, problems)
     return told
 
 
@@ -324,7 +324,7 @@ def takes_weights(loss_mode: Any) -> bool:
         return True
 
 
-def _algorithm(tree: Tree, problems: list[Problem]) -> None:
+def _algorithm(tree: Tree, problems: list[Problem]) -> list[str]:
     """Derive the settings of actor and data that follow from the algorithm: seed, Σπ², rollout correction."""
     from verl.algorithms import adv_needs
 
@@ -339,7 +339,16 @@ def _algorithm(tree: Tree, problems: list[Problem]) -> None:
         put(tree, f"{_ACTOR}.calculate_sum_pi_squared", True)
     correction = get(tree, "algorithm.rollout_correction")
     if not isinstance(correction, Mapping) or correction.get("bypass_mode") is not True:
-        return
+        return []
+    told = []
+    if correction.get("rollout_is_batch_normalize") is True and correction.get("rollout_is") is not None:
+        correction = {**correction, "rollout_is_batch_normalize": False}
+        put(tree, "algorithm.rollout_correction", correction)
+        told.append(
+            "no effect: algorithm.rollout_correction.rollout_is_batch_normalize (in the bypass mode weights are made "
+            "inside the loss, which sees one micro-batch: their mean, and with it every gradient, would depend on how "
+            "the batch is cut and dealt to ranks; bypass_mode=false normalises over the whole batch)"
+        )
     mode_key = f"{_ACTOR}.policy_loss.loss_mode"
     mode = get(tree, mode_key)
     if mode not in ("vanilla", BYPASS):
@@ -350,7 +359,8 @@ def _algorithm(tree: Tree, problems: list[Problem]) -> None:
     try:
         settings = RolloutCorrectionConfig(**correction)
     except SectionError:
-        return  # validation of the algorithm section reports it
+        return told  # validation of the algorithm section reports it
     put(tree, mode_key, BYPASS)
     for place in ("algorithm", f"{_ACTOR}.policy_loss"):
         put(tree, f"{place}.rollout_correction", settings)
+    return told

@@ -74,7 +74,17 @@ ENTRIES = (
     Entry("evaluation", EvalConfig, "main_eval"),
 )
 
-MEGATRON = """
+# Files that change others, under names that public scripts and configurations choose.
+_OF_MEGATRON = """
+# {what}, trained by Megatron.
+defaults:
+  - {base}
+  - _self_
+
+strategy: megatron
+"""
+CHANGED = {
+    "ppo_megatron_trainer": """
 # One RL run with PPO, GRPO or another algorithm, trained by Megatron.
 defaults:
   - ppo_trainer
@@ -87,12 +97,38 @@ critic:
   strategy: megatron
 reward_model:
   strategy: megatron
-"""
+""",
+    "actor/megatron_actor": _OF_MEGATRON.format(what="The policy", base="dp_actor"),
+    "critic/megatron_critic": _OF_MEGATRON.format(what="The value model", base="dp_critic"),
+    "ref/megatron_ref": _OF_MEGATRON.format(what="The frozen reference", base="dp_ref"),
+    "engine/megatron": _OF_MEGATRON.format(what="The model of a supervised run", base="fsdp"),
+    "optim/megatron": """
+# Optimizer and schedule, which are the same with every engine.
+defaults:
+  - fsdp
+  - _self_
+""",
+    "sft_trainer_engine": """
+# Supervised fine-tuning, under its name in the releases of verl.
+defaults:
+  - sft_trainer
+  - _self_
+""",
+    "generation_server": """
+# Sampling from a model, with the default of main_generation_server.
+defaults:
+  - generation
+  - _self_
+
+data:
+  n_samples: 1
+""",
+}
 
 
 def files() -> dict[Path, str]:
     """Return the text of every generated YAML file, by its path in the config folder."""
-    made: dict[Path, str] = {Path("ppo_megatron_trainer.yaml"): _NOTE + MEGATRON}
+    made: dict[Path, str] = {Path(f"{name}.yaml"): _NOTE + text for name, text in CHANGED.items()}
     for entry in ENTRIES:
         made[Path(f"{entry.name}.yaml")] = "\n".join(_entry_lines(entry)) + "\n"
         for key in iter_keys(entry.root):

@@ -16,11 +16,18 @@ from verl.config.inactive import AGENT_LOOPS
 
 @dataclass(frozen=True)
 class Alias:
-    """Another spelling ``old`` of ``new`` (``key[i]`` is one item of a list); ``values`` maps old values to new."""
+    """Another spelling ``old`` of ``new`` (``key[i]`` is one item of a list); ``values`` maps old values to new.
+
+    Attributes:
+        silent: the old spelling's own default, which says nothing.
+        only_with: a key that an entry point must have for this spelling to be one of its own.
+    """
 
     old: str
     new: str
     values: Mapping[Any, Any] = field(default_factory=dict)
+    silent: Any = None
+    only_with: str = ""
 
 
 @dataclass(frozen=True)
@@ -29,13 +36,17 @@ class Retired:
 
     Attributes:
         pattern: the key or section, as a shell pattern.
+        harmless: values that say nothing; ``${key}`` is the value of another key.
         refused: whether a value that is not harmless is an error; otherwise it has no effect, for this ``reason``.
+        part: whether the keys are settings of something that another key turns on; they are logged if the command line
+            sets them, and not if a whole configuration has them.
     """
 
     pattern: str
     reason: str
     harmless: tuple[Any, ...] = (None, False, [], {})
     refused: bool = True
+    part: bool = False
 
 
 def _of_optimizer(optim: str) -> tuple[Alias, ...]:
@@ -68,6 +79,7 @@ ALIASES: tuple[Alias, ...] = (
         Alias(old, "actor_rollout_ref.rollout.multi_turn.tool_config_path")
         for old in ("data.tool_config_path", "actor_rollout_ref.rollout.tools", "tools")
     ),
+    Alias("data.function_tool_path", "actor_rollout_ref.rollout.multi_turn.function_tool_path"),
     Alias("actor_rollout_ref.rollout.interactions", "actor_rollout_ref.rollout.multi_turn.interaction_config_path"),
     Alias("actor_rollout_ref.rollout.max_response_length", "data.max_response_length"),
     Alias("actor_rollout_ref.rollout.multi_turn.max_turns", "actor_rollout_ref.rollout.multi_turn.max_assistant_turns"),
@@ -106,7 +118,12 @@ ALIASES: tuple[Alias, ...] = (
     Alias("trainer.checkpoint", "checkpoint"),
 )
 
-OLD_DEFAULTS: Mapping[str, tuple[Any, Any]] = {"trainer.resume_from_path": (False, None)}
+OLD_DEFAULTS: Mapping[str, tuple[Any, Any]] = {
+    "trainer.resume_from_path": (False, None),
+    "actor_rollout_ref.actor.optim.min_lr_ratio": (None, 0.0),
+    "critic.optim.min_lr_ratio": (None, 0.0),
+    "optim.min_lr_ratio": (None, 0.0),
+}
 """Key → default of earlier versions, which public scripts still set, and the value that means the same now."""
 
 OLD_CAP = (
@@ -142,6 +159,5 @@ RETIRED: tuple[Retired, ...] = (
     Retired("*.fsdp_config.grad_offload", "gradients stay with their parameters; use param_offload=true instead"),
     Retired("trainer.use_v1", "there is one trainer; leave it out", (None, True, False)),
     Retired("trainer.v1.trainer_mode", "only the synchronous trainer is in this version; use sync", (None, "sync")),
-    Retired("distillation", "distillation is not in this version; leave it out"),
     Retired("data.multiturn.enable", "data.messages_key chooses conversations", (None, True, False)),
 )

@@ -93,6 +93,11 @@ def load_config(
     if with_rules:
         from verl.trainer.config.rules import broken_rules  # needs PyTorch, as do the algorithms that it asks
 
+        if isinstance(config, PPOConfig):
+            from verl.trainer.config.rules_shared_prompts import without_sharing
+
+            config, unshared = without_sharing(config)
+            told += unshared
         broken = broken_rules(config, data_only)
     checked = [problem for problem in broken if problem.key not in bad | mistyped]
     _raise([*problems, *(problem for problem in checked if not problem.advice)], sections, raw)

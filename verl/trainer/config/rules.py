@@ -41,7 +41,6 @@ from verl.trainer.config import rules_vision as vision
 from verl.trainer.config.derive import BYPASS, takes_weights, truncating
 from verl.trainer.config.rules_profiler import profilers
 from verl.trainer.config.rules_resume import own_checkpoints
-from verl.trainer.config.rules_shared_prompts import shared_prompts
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils import model_files
@@ -232,7 +231,9 @@ def rollout_correction(config: PPOConfig) -> Problems:
         yield Problem(f"{CORRECTION}.rollout_rs_threshold", chosen.rollout_rs_threshold, wrong, remedy=remedy)
     if chosen.rollout_is_batch_normalize and chosen.rollout_is is None:
         remedy = f"set {CORRECTION}.rollout_is=token or sequence"
-        yield Problem(f"{CORRECTION}.rollout_is_batch_normalize", True, "there are no weights", "false", remedy)
+        yield Problem(
+            f"{CORRECTION}.rollout_is_batch_normalize", True, "there are no weights", "false", remedy, advice=True
+        )
     yield from _bypass(config) if chosen.bypass_mode else _decoupled(config)
 
 
@@ -254,13 +255,6 @@ def _decoupled(config: PPOConfig) -> Problems:
 
 def _bypass(config: PPOConfig) -> Problems:
     chosen = config.algorithm.rollout_correction
-    if chosen.rollout_is_batch_normalize and chosen.rollout_is is not None:
-        wrong = (
-            "in the bypass mode weights are made inside the loss, which sees one micro-batch: their mean, and with it "
-            "every gradient, would depend on how the batch is cut and dealt to ranks"
-        )
-        remedy = f"set it to false, or {CORRECTION}.bypass_mode=false, which normalises over the whole batch"
-        yield Problem(f"{CORRECTION}.rollout_is_batch_normalize", True, wrong, "false", remedy)
     if chosen.rollout_is is not None and chosen.loss_type == "ppo_clip":
         wrong = f"it has no effect with {CORRECTION}.loss_type=ppo_clip, whose clipped ratio is the importance weight"
         remedy = "leave it null, or set loss_type=reinforce"
@@ -483,7 +477,6 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         dynamic_sampling,
         losses,
         router_replay,
-        shared_prompts,
         rollouts.parallel_sizes,
         rollouts.speed,
         agent_loops,

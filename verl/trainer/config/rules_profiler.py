@@ -1,4 +1,7 @@
-"""Rules about profilers: roles and ranks that exist, and a tool that the device has."""
+"""Rules about profilers: roles and ranks that exist, and a tool that the device has.
+
+Settings that profile nothing harm nothing, so they are advised against and not refused.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +34,18 @@ def profilers(config: PPOConfig) -> Problems:
             "set actor_rollout_ref.actor.profiler.enable=true and actor_rollout_ref.actor.profiler.ranks=[0], or those "
             "of another role"
         )
-        yield Problem(_TOOL, tool, "no role is profiled", remedy=remedy)
+        yield Problem(_TOOL, tool, "no role is profiled", remedy=remedy, advice=True)
     if tool == "torch_memory" and resolve_device(config) == "cpu":
         yield Problem(_TOOL, tool, "it records the memory of a GPU, and this run uses the CPU", "torch")
     for name, (profiler, is_there, ranks) in enabled.items():
         path = f"{name}.profiler"
         if not tool:
-            yield Problem(f"{path}.enable", True, f"{_TOOL} is null", remedy=f"set {_TOOL}=torch and steps")
+            yield Problem(f"{path}.enable", True, f"{_TOOL} is null", "", f"set {_TOOL}=torch and steps", advice=True)
         if not is_there:
             wrong = "this run has no workers of this role"
-            yield Problem(f"{path}.enable", True, wrong, "false", "profile another role, such as the actor")
+            yield Problem(
+                f"{path}.enable", True, wrong, "false", "profile another role, such as the actor", advice=True
+            )
         elif beyond := [rank for rank in profiler.ranks if not 0 <= rank < ranks]:
             wrong = f"the role has {ranks} rank(s), and none with the number {', '.join(map(str, beyond))}"
-            yield Problem(f"{path}.ranks", list(profiler.ranks), wrong, f"numbers from 0 to {ranks - 1}")
+            yield Problem(f"{path}.ranks", list(profiler.ranks), wrong, f"numbers from 0 to {ranks - 1}", advice=True)

@@ -22,8 +22,9 @@ from verl.base.nested import flat
 from verl.config import BaseConfig, Problem
 from verl.config.base import config_fields
 from verl.config.problems import shown
+from verl.trainer.config import key_releases, key_table
 from verl.trainer.config.interpolations import Interpolations
-from verl.trainer.config.key_table import ALIASES, OLD_DEFAULTS, RETIRED, Alias
+from verl.trainer.config.key_table import OLD_DEFAULTS, Alias, Retired
 from verl.trainer.config.keys import (
     InactiveKey,
     Key,
@@ -41,6 +42,9 @@ from verl.trainer.config.keys import (
 from verl.trainer.config.other_libraries import other_name, remedy_for
 
 _MISSING = object()
+
+ALIASES = (*key_table.ALIASES, *key_releases.ALIASES)
+RETIRED = (*key_table.RETIRED, *key_releases.RETIRED)
 
 
 def _left_alone(key: InactiveKey, interpolations: Interpolations) -> Any:
@@ -99,12 +103,14 @@ class Translator:
     def names(self, tree: Tree) -> None:
         """Move other spellings to their keys, in place."""
         self._restore_sections(tree)
+        self._apply_least_rates(tree)
         for alias in ALIASES:
             if get(tree, alias.old, _MISSING) is not _MISSING and self._leads_somewhere(alias):
                 self._apply(alias, tree)
         for path, (old, now) in OLD_DEFAULTS.items():
             if path in self.keys and get(tree, path) is old:
                 put(tree, path, now)
+        self._apply_model_engine(tree)
         self._take_from_environment(tree)
 
     def values(self, tree: Tree, raw: Tree, interpolations: Interpolations) -> list[str]:
@@ -126,8 +132,37 @@ class Translator:
         for path, value in list(flat(tree)):
             if not self._belongs(path):
                 drop(tree, path)
-                if reason := self._judge(path, value, misspelt):
+                if reason := self._judge(path, value, tree, misspelt):
                     by_reason.setdefault(reason, []).append(path)
+        self._take_out_entries(tree, by_reason)
+        self._take_out_inactive(tree, raw, interpolations, by_reason)
+        self._replace_values(tree, raw, by_reason)
+        told = [f"no effect: {', '.join(paths)} ({reason})" for reason, paths in by_reason.items()]
+        kept = "the configuration of this program has a key that verl does not read"
+        return told + [f"{key}: {kept}; did you mean {near}?" for key, near in misspelt.items()]
+
+    def _take_out_entries(self, tree: Tree, by_reason: dict[str, list[str]]) -> None:
+        """Remove the entries of free dicts that the releases' engines read and those here do not."""
+        for path, key in self.keys.items():
+            entries = get(tree, path) if key.name in key_releases.FREE_SECTIONS else None
+            for name in list(entries) if isinstance(entries, dict) else []:
+                full = f"{path}.{name}"
+                found = next(
+                    (entry for entry in key_releases.FREE_ENTRIES if _is_or_is_below(full, entry.pattern)), None
+                )
+                if found is None:
+                    continue
+                value = entries.pop(name)
+                if found.refused and not self._says_nothing(found, full, value, tree):
+                    self._refuse(full, value, found.reason)
+                elif not found.refused and not self._says_nothing(found, full, value, tree):
+                    by_reason.setdefault(found.reason, []).append(full)
+                if not entries:
+                    put(tree, path, key.default)
+
+    def _take_out_inactive(
+        self, tree: Tree, raw: Tree, interpolations: Interpolations, by_reason: dict[str, list[str]]
+    ) -> None:
         for path, key in self.inactive.items():
             if key.per_rank:
                 continue  # it has an effect: the size per rank is derived from it
@@ -138,13 +173,19 @@ class Translator:
                 by_reason.setdefault(key.why, []).append(path)
             elif value is not None:
                 self._refuse(path, value, key.why)
-        for path, field_key in self.keys.items():
-            if reason := field_key.meta.refuse_values.get(str(get(tree, path))):
-                self._refuse(path, get(tree, path), reason)
-                put(tree, path, field_key.default)
-        told = [f"no effect: {', '.join(paths)} ({reason})" for reason, paths in by_reason.items()]
-        kept = "the configuration of this program has a key that verl does not read"
-        return told + [f"{key}: {kept}; did you mean {near}?" for key, near in misspelt.items()]
+
+    def _replace_values(self, tree: Tree, raw: Tree, by_reason: dict[str, list[str]]) -> None:
+        """Put defaults in the place of values that are not in this version, which are refused or logged."""
+        for path, key in self.keys.items():
+            value = str(get(tree, path))
+            if reason := key.meta.ignore_values.get(value):
+                by_reason.setdefault(f"{value}: {reason}", []).append(path)
+            elif reason := key.meta.refuse_values.get(value):
+                if not str(get(raw, path)).startswith("${"):  # else its source is reported
+                    self._refuse(path, get(tree, path), reason)
+            else:
+                continue
+            put(tree, path, key.default)
 
     def _resolved(self, raw: Tree, interpolations: Interpolations) -> Tree:
         """Resolve ``${...}``; report one that cannot be resolved, and give its key the default."""
@@ -164,7 +205,7 @@ class Translator:
                 put(tree, path, self.keys[path].default)
         return tree
 
-    def _judge(self, path: str, value: Any, misspelt: dict[str, str]) -> str | None:
+    def _judge(self, path: str, value: Any, tree: Tree, misspelt: dict[str, str]) -> str | None:
         """Report an unknown or retired key; return the reason why a retired key that is not refused has no effect.
 
         An unknown key of a program is entered in ``misspelt`` if it resembles a known one.
@@ -172,7 +213,7 @@ class Translator:
         parent, _, name = path.rpartition(".")
         retired = next((r for r in RETIRED if _is_or_is_below(path, r.pattern)), None)
         if retired is not None:
-            if any(same(value, harmless) for harmless in retired.harmless):
+            if self._says_nothing(retired, path, value, tree):
                 return None
             if not retired.refused:
                 return retired.reason
@@ -194,6 +235,12 @@ class Translator:
                 remedy = remedy_for(name, value, leaf_paths) or remedy
             self.problems.append(Problem(path, value, "there is no such key", remedy=remedy))
         return None
+
+    def _says_nothing(self, retired: Retired, path: str, value: Any, tree: Tree) -> bool:
+        if retired.part:
+            return path not in self.explicit
+        usual = (get(tree, one[2:-1]) if str(one).startswith("${") else one for one in retired.harmless)
+        return any(same(value, one) for one in usual)
 
     # ---- keys and classes of a program ------------------------------------------------------------
 
@@ -292,11 +339,56 @@ class Translator:
             if path not in self.explicit and same(get(tree, path), self.keys[path].yaml_default):
                 put(tree, path, value)
 
+    # ---- settings of the releases that stand for several keys, or for another one ------------------
+
+    def _apply_model_engine(self, tree: Tree) -> None:
+        """Let ``model_engine=megatron`` choose the back end of every model; report a section that chooses another.
+
+        In the supervised trainers, settings of ``engine`` are Megatron's, where it has them, with
+        ``engine.strategy=megatron``.
+        """
+        if get(tree, "model_engine") == "megatron" and "model_engine" in self.keys:
+            for path in ("actor_rollout_ref.actor.strategy", "critic.strategy", "reward_model.strategy"):
+                value = get(tree, path)
+                if value == "megatron":
+                    continue
+                if path in self.explicit or not same(value, self.keys[path].yaml_default):
+                    wrong = "model_engine=megatron is the back end of all models"
+                    self.problems.append(Problem(path, value, wrong, "megatron", "keep one of the two settings"))
+                put(tree, path, "megatron")
+        if get(tree, "engine.strategy") == "megatron" and "megatron.strategy" in self.keys:
+            for name in ("param_offload", "optimizer_offload", "dtype", "seed"):
+                value = get(tree, f"engine.{name}")
+                if not same(value, self.keys[f"engine.{name}"].yaml_default):
+                    self._move(tree, f"engine.{name}", f"megatron.{name}", value)
+                    put(tree, f"engine.{name}", self.keys[f"engine.{name}"].yaml_default)
+
+    def _apply_least_rates(self, tree: Tree) -> None:
+        """Turn ``min_lr``, the rate at which a schedule ends, into ``min_lr_ratio``, its share of ``lr``."""
+        for optim in key_releases.OPTIMIZERS:
+            if f"{optim}.min_lr_ratio" not in self.keys or (least := get(tree, f"{optim}.min_lr")) is None:
+                continue
+            drop(tree, f"{optim}.min_lr")
+            rate = get(tree, f"{optim}.lr")
+            if not least:
+                continue
+            try:
+                ratio = float(least) / float(rate)
+            except (TypeError, ValueError, ZeroDivisionError):
+                remedy = f"set {optim}.min_lr_ratio, its share of lr"
+                self.problems.append(
+                    Problem(f"{optim}.min_lr", least, f"it is no share of lr={shown(rate)}", "", remedy)
+                )
+                continue
+            self._move(tree, f"{optim}.min_lr", f"{optim}.min_lr_ratio", ratio)
+
     # ---- other spellings ------------------------------------------------------------------------
 
     def _leads_somewhere(self, alias: Alias) -> bool:
         """Whether this entry point has the key; spellings for other entry points are ignored."""
         new = alias.new.partition("[")[0]
+        if alias.only_with and alias.only_with not in self.keys:
+            return False
         return any(key == new or key.startswith(new + ".") or new.startswith(key + ".") for key in self._leaf_paths())
 
     def _apply(self, alias: Alias, tree: Tree) -> None:
@@ -310,19 +402,29 @@ class Translator:
         values = {f".{below}": value for below, value in flat(found)} if by_key else {"": found}
         for below, value in values.items():
             old, new = alias.old + below, alias.new + below
+            if below.endswith("._target_") or (alias.silent is not None and same(value, alias.silent)):
+                drop(tree, old)  # a section has its own class; what is not set says nothing
+                continue
             defaults = self._defaults(old)
             drop(tree, old)
             if defaults:
                 put(tree, old, defaults[0])
             if value is not None and value != {} and not any(same(value, default) for default in defaults):
-                self._move(tree, old, new, alias.values.get(value, value) if isinstance(value, str) else value)
+                value = alias.values.get(value, value) if isinstance(value, str) else value
+                self._move(tree, old, new, value, may_differ=bool(alias.only_with))
 
-    def _move(self, tree: Tree, old: str, new: str, value: Any) -> None:
+    def _move(self, tree: Tree, old: str, new: str, value: Any, may_differ: bool = False) -> None:
+        """Put the value of a spelling at its key, unless that has another one already.
+
+        With ``may_differ`` the YAML file may give the key another default than its class.
+        """
         key, _, place = new.removesuffix("]").partition("[")
         items = get(tree, key)
         now = items[int(place)] if place else items
         defaults = self._defaults(key) or (None,)
-        is_set = key in self.explicit or (not place and not any(same(now, default) for default in defaults))
+        is_set = key in self.explicit or (
+            not place and not may_differ and not any(same(now, default) for default in defaults)
+        )
         if (new in self.spelt or is_set) and not same(now, value):
             wrong = f"this is another spelling of {self.spelt.get(new, new)}, which is set to {shown(now)}"
             self.problems.append(Problem(old, value, wrong, remedy=f"keep one of the two, best {new}"))

@@ -61,7 +61,9 @@ class StepProfiles:
         """
         for role, profiler in self._profilers.items():
             group = groups.get(role)
-            if group is None or not hasattr(group, "start_recording"):
+            if group is None:
+                continue  # the run has no such role
+            if not hasattr(group, "start_recording"):
                 raise ConfigError(
                     f"the workers of '{role}' cannot be profiled. Derive their class from "
                     "verl.workers.training_workers.EngineWorker, or leave profiler.enable of this role out."
@@ -73,7 +75,8 @@ class StepProfiles:
     def stop(self, groups: Mapping[str, Any]) -> None:
         """End the recordings, which writes their files."""
         for role in self._profilers:
-            groups[role].stop_recording(role)
+            if (group := groups.get(role)) is not None:
+                group.stop_recording(role)
 
     @property
     def _settings(self) -> dict[str, Any]:

@@ -1,0 +1,177 @@
+"""Keys of the releases v0.8.0, v0.9.0 and 0.10: each is read, translated, told, or refused with why."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trainer.config.support import Run, only
+from verl.config import GenerationConfig, PPOConfig, Problem, SFTConfig
+from verl.trainer.config.command_line import compose, keys_set
+from verl.trainer.config.keys import get, put
+from verl.trainer.config.load import load_config
+from verl.trainer.config.translate import Translator
+
+ROOTS = {"ppo_trainer": PPOConfig, "ppo_megatron_trainer": PPOConfig, "sft_trainer_engine": SFTConfig}
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def released(name: str) -> dict[str, Any]:
+    """The keys of a configuration of the releases, and their defaults."""
+    lines = (Path(__file__).parent / "keys_releases.txt").read_text().splitlines()
+    rows = (line.removeprefix(f"{name} ").split(": ", 1) for line in lines if line.startswith(f"{name} "))
+    return {key: json.loads(default) for key, default in rows}
+
+
+def translated(name: str, changes: dict[str, Any], explicit: Any = ()) -> tuple[list[Problem], str]:
+    """What is said against a configuration of the releases with some changes."""
+    tree: dict[str, Any] = {}
+    for key, value in changes.items():
+        put(tree, key, value)
+    problems: list[Problem] = []
+    *_, told = Translator.of(ROOTS[name], explicit, problems).translate(tree)
+    return problems, "\n".join(told)
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_a_whole_configuration_of_a_release_is_accepted(name: str):
+    problems, _ = translated(name, released(name))
+    assert problems == []
+
+
+def other(value: Any) -> Any:
+    """A value other than the default, of its type."""
+    if isinstance(value, bool):
+        return not value
+    return value + 7 if isinstance(value, (int, float)) else "another_value"
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_every_key_has_an_outcome(name: str):
+    keys = {key: value for key, value in released(name).items() if not key.endswith("_target_")}
+    changes = {key: other(value) for key, value in keys.items()}
+    problems, told = translated(name, changes, explicit=changes)
+    assert [problem.key for problem in problems if problem.wrong == "there is no such key"] == []
+    assert all(problem.wrong for problem in problems)
+    assert "no effect: " in told
+
+
+CASES: list[tuple[dict[str, Any], str, Any]] = [
+    ({"model_engine": "megatron"}, f"{ACTOR}.strategy", "megatron"),
+    ({"model_engine": "megatron"}, "critic.strategy", "megatron"),
+    ({"model_engine": "megatron"}, "actor_rollout_ref.ref.strategy", "megatron"),
+    ({f"{ACTOR}.model_engine": "megatron"}, f"{ACTOR}.strategy", "megatron"),
+    ({"model_engine": "dp"}, f"{ACTOR}.strategy", "fsdp"),
+    ({"critic.fsdp.param_offload": True}, "critic.model.fsdp_config.param_offload", True),
+    ({"sandbox_fusion.max_concurrent": 128}, "reward_model.sandbox_fusion.max_concurrent", 128),
+    ({"reward.sandbox_fusion.url": "http://x"}, "reward_model.sandbox_fusion.url", "http://x"),
+    ({"reward.reward_manager.name": "dapo"}, "reward_manager.name", "dapo"),
+    ({f"{ACTOR}.policy_loss.tau_pos": 2.0}, f"{ACTOR}.tau_pos", 2.0),
+    ({f"{ACTOR}.policy_loss.tau_neg": 2.0}, f"{ACTOR}.tau_neg", 2.0),
+    ({f"{ACTOR}.megatron.router_replay.mode": "R2"}, f"{ACTOR}.router_replay.mode", "R2"),
+    ({f"{ACTOR}.fsdp_config.min_num_params": 5}, f"{ACTOR}.fsdp_config.wrap_policy.min_num_params", 5),
+    (
+        {"actor_rollout_ref.model.override_config.model_config.max_position_embeddings": 9},
+        "actor_rollout_ref.model.override_config",
+        {"max_position_embeddings": 9},
+    ),
+    ({f"{ROLLOUT}.skip.enable": True}, f"{ROLLOUT}.skip_rollout", True),
+    ({"skip.rollout.dump_dir": "/d"}, f"{ROLLOUT}.skip_dump_dir", "/d"),
+    ({f"{ACTOR}.optim.min_lr_ratio": None}, f"{ACTOR}.optim.min_lr_ratio", 0.0),
+    ({f"{ACTOR}.optim.lr": 1e-5, f"{ACTOR}.optim.min_lr": 1e-6}, f"{ACTOR}.optim.min_lr_ratio", pytest.approx(0.1)),
+    ({f"{ACTOR}.optim.min_lr": 0.0}, f"{ACTOR}.optim.min_lr_ratio", 0.0),
+    ({"data.function_tool_path": "/t.py"}, f"{ROLLOUT}.multi_turn.function_tool_path", "/t.py"),
+]
+
+
+@pytest.mark.parametrize("changes, key, there", CASES)
+def test_translations(changes: dict[str, Any], key: str, there: Any):
+    tree: dict[str, Any] = {}
+    for name, value in changes.items():
+        put(tree, name, value)
+    problems: list[Problem] = []
+    translator = Translator.of(PPOConfig, changes, problems)
+    found, *_ = translator.translate(tree)
+    assert problems == []
+    assert get(found, key) == there
+
+
+@pytest.mark.parametrize(
+    "changes, key, there",
+    [
+        ({"engine.strategy": "megatron", "engine.tensor_model_parallel_size": 2}, "tensor_model_parallel_size", 2),
+        ({"engine.strategy": "megatron", "engine.param_offload": True}, "param_offload", True),
+        ({"engine.strategy": "megatron", "engine.dtype": "float32"}, "dtype", "float32"),
+    ],
+)
+def test_settings_of_megatron_in_the_engine_of_a_supervised_run(changes: dict[str, Any], key: str, there: Any):
+    tree: dict[str, Any] = {}
+    for name, value in changes.items():
+        put(tree, name, value)
+    problems: list[Problem] = []
+    found, *_ = Translator.of(SFTConfig, changes, problems).translate(tree)
+    assert problems == []
+    assert get(found, f"megatron.{key}") == there
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"model_engine": "veomni"}, "model_engine=veomni: this training back end is not in this version"),
+        ({"distillation.enabled": True, "distillation.topk": 3}, "distillation is not in this version"),
+        ({f"{ACTOR}.qat.enable": True}, "training of quantized weights is not in this version"),
+        ({"trainer.device": "npu"}, "Ascend devices are not in this version"),
+        ({f"{ACTOR}.optim.zero_indexed_step": False}, "the schedule counts steps from 0"),
+        ({f"{ACTOR}.optim.min_lr": "low"}, "it is no share of lr="),
+        ({f"{ACTOR}.strategy": "fsdp2", "model_engine": "megatron"}, "is the back end of all models"),
+        ({f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff": 0.01}, "router_aux_loss_coef"),
+    ],
+)
+def test_refusals(run: Run, changes: dict[str, Any], said: str):
+    assert said in only(run.refusal(changes, explicit=changes))
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        (f"{ACTOR}.megatron.override_transformer_config.moe_permute_fusion", True),
+        (f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload", True),
+        (f"{ACTOR}.checkpoint.strict", False),
+        (f"{ACTOR}.megatron.use_remove_padding", False),
+        (f"{ACTOR}.pad_to_length", True),
+        (f"{ROLLOUT}.profiler.enable", True),
+        ("distillation.distillation_loss.topk", 64),
+        (f"{ACTOR}.veomni.param_offload", True),
+    ],
+)
+def test_what_is_told(run: Run, caplog: pytest.LogCaptureFixture, key: str, value: Any):
+    assert run.load({key: value}, explicit=[key]) == run.load()
+    assert f"no effect: {key} (" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name, root, overrides, key, there",
+    [
+        ("ppo_trainer", PPOConfig, ["actor@actor_rollout_ref.actor=megatron_actor"], f"{ACTOR}.strategy", "megatron"),
+        ("sft_trainer_engine", SFTConfig, ["engine=megatron", "optim=megatron"], "engine.strategy", "megatron"),
+        ("sft_trainer_engine", SFTConfig, ["engine=fsdp", "model=hf_model"], "engine.strategy", "fsdp"),
+        ("generation_server", GenerationConfig, ["data.train_files=/rows.jsonl"], "data.path", "/rows.jsonl"),
+        ("generation_server", GenerationConfig, [f"{ROLLOUT}.n=3"], "data.n_samples", 3),
+        ("generation_server", GenerationConfig, [], "data.n_samples", 1),
+        ("generation_server", GenerationConfig, [f"{ROLLOUT}.top_k=7"], "rollout.top_k", 7),
+        ("generation_server", GenerationConfig, ["actor_rollout_ref.model.path=org/m"], "model.path", "org/m"),
+    ],
+)
+def test_names_of_configurations_and_of_their_groups(name: str, root: type, overrides: list[str], key: str, there: Any):
+    found = load_config(compose(overrides, name), root, keys_set(overrides), with_rules=False)
+    assert get(found, key) == there
+
+
+def test_a_part_of_an_absent_feature_is_silent_in_a_whole_configuration(run: Run, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        run.load({"distillation.distillation_loss.topk": 64})
+    assert "distillation" not in caplog.text

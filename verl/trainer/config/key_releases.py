@@ -1,0 +1,333 @@
+"""Keys of the releases v0.8.0, v0.9.0 and 0.10 of verl that the YAML files here do not contain.
+
+``ALIASES`` maps spellings of the releases to keys. ``RETIRED`` lists keys that nothing here reads: the default of the
+releases says nothing, another value is logged (``_told``) or, where it would change what a run computes, refused
+(``_refused``). The first pattern that matches a key decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.config.model import OTHER_ENGINES
+from verl.trainer.config.key_table import Alias, Retired
+
+OPTIMIZERS = ("actor_rollout_ref.actor.optim", "critic.optim", "optim")
+_FSDP = (
+    *("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config"),
+    *("critic.model.fsdp_config", "reward_model.model.fsdp_config", "engine"),
+)
+MEGATRON_SIZES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size", "sequence_parallel"),
+    *("use_distributed_optimizer", "use_dist_checkpointing", "dist_checkpointing_path", "dist_checkpointing_prefix"),
+    *("override_ddp_config", "override_transformer_config", "override_mcore_model_config", "use_mbridge"),
+    *("vanilla_mbridge", "grad_offload"),
+)
+"""Keys of ``McoreEngineConfig`` that the supervised trainers of the releases have in ``engine``."""
+
+_SKIP = "actor_rollout_ref.rollout.skip"
+_SERVER = "data.n_samples"  # a key that only generation has
+
+ALIASES: tuple[Alias, ...] = (
+    Alias("actor_rollout_ref.actor.model_engine", "model_engine"),
+    Alias("critic.fsdp", "critic.model.fsdp_config"),
+    Alias("sandbox_fusion", "reward_model.sandbox_fusion"),
+    Alias("actor_rollout_ref.actor.policy_loss.tau_pos", "actor_rollout_ref.actor.tau_pos"),
+    Alias("actor_rollout_ref.actor.policy_loss.tau_neg", "actor_rollout_ref.actor.tau_neg"),
+    Alias("actor_rollout_ref.actor.megatron.router_replay.mode", "actor_rollout_ref.actor.router_replay.mode"),
+    Alias("actor_rollout_ref.model.override_config.model_config", "actor_rollout_ref.model.override_config"),
+    *(Alias(f"{fsdp}.min_num_params", f"{fsdp}.wrap_policy.min_num_params") for fsdp in _FSDP),
+    *(
+        Alias(f"{section}.{name}", f"{_SKIP}_{new}", silent=silent)
+        for section in (_SKIP, "skip.rollout", "skip.rollout_tq", "skip.async_rollout")
+        for name, new, silent in (("enable", "rollout", False), ("dump_dir", "dump_dir", "~/.verl/rollout_dump"))
+    ),
+    # the supervised trainers
+    Alias("trainer.balance_batch", "data.balance_dp_token", silent=True),
+    *(Alias(f"engine.{name}", f"megatron.{name}") for name in MEGATRON_SIZES),
+    # the server's generation
+    Alias("data.train_files", "data.path", only_with=_SERVER),
+    Alias("actor_rollout_ref.rollout.n", _SERVER, only_with=_SERVER),
+    Alias("actor_rollout_ref.model", "model", only_with=_SERVER),
+    Alias("actor_rollout_ref.rollout", "rollout", only_with=_SERVER),
+)
+
+
+def _told(reason: str, keys: Mapping[str, Any]) -> tuple[Retired, ...]:
+    return tuple(Retired(pattern, reason, (None, default), refused=False) for pattern, default in keys.items())
+
+
+def _refused(reason: str, keys: Mapping[str, Any]) -> tuple[Retired, ...]:
+    return tuple(Retired(pattern, reason, (None, default)) for pattern, default in keys.items())
+
+
+def _absent(what: str, section: str, switch: str, is_default: Any = False) -> tuple[Retired, ...]:
+    """A feature that is not in this version: its switch is refused, its other settings are logged."""
+    return (
+        *_refused(f"{what} is not in this version; leave it out", {f"{section}.{switch}": is_default}),
+        Retired(section, f"part of {what}, which is not in this version", (), refused=False, part=True),
+    )
+
+
+_FUSED = "log-probs and entropy always come from hidden states in slices, never from all logits at once"
+_UNPADDED = "no graph of fixed sizes is compiled, so that nothing is padded to one"
+_OTHER_TOOLS = "part of profilers that are not in this version"
+_REQUESTS = "the reward function says it in its request"
+_MEGATRON_STATE = "the optimizer keeps its state in fp32; leave it out"
+
+RETIRED: tuple[Retired, ...] = (
+    *_absent("distillation", "distillation", "enabled"),
+    *_absent("training of quantized weights", "*.qat", "enable"),
+    *_absent("prefill and decoding on machines of their own", "*.disaggregation", "enabled"),
+    *_absent("tokens that go on from turn to turn without being rendered again", "data.continuous_token", "enable"),
+    *_absent("multi-token prediction", "critic.model.mtp", "enable"),
+    *_absent("a LoRA of Megatron's own layers (FSDP's is model.lora_rank)", "*model.lora", "rank", 0),
+    Retired("transfer_queue", "part of the transfer queue, which is not in this version", (), refused=False, part=True),
+    *(
+        Retired(pattern, f"part of the engine {name}, which is not in this version", (), refused=False, part=True)
+        for name in OTHER_ENGINES
+        for pattern in (f"*.{name}", f"{name}")
+    ),
+    *(
+        Retired(pattern, "part of an engine that is not in this version", (), refused=False, part=True)
+        for pattern in ("*.turbo_config", "actor_rollout_ref.*.engine", "engine.backend_config")
+    ),
+    # engines
+    *_told(
+        _FUSED,
+        {
+            "*.entropy_from_logits_chunk_size": 2048,
+            "*.entropy_from_logits_with_chunking": False,
+            "*.entropy_checkpointing": False,
+            "critic.model.use_fused_kernels": False,
+            "critic.model.fused_kernel_options": "torch",
+        },
+    ),
+    *_told("the model's own layers give the same results", {"critic.model.use_liger": False}),
+    *_told(_UNPADDED, {"*.pad_to_length": False, "*.pad_bshd_to_minibatch_max": True}),
+    *(Retired("*.pad_to_length_bucket", _UNPADDED, (None, 512, 1024), refused=False),),
+    *_refused("weights are always read from model.path; leave it true", {"*.load_weight": True}),
+    *_told(
+        "a checkpoint is read by any number of ranks, however it was written",
+        {
+            "*.megatron.dist_ckpt_optim_fully_reshardable": False,
+            "*.megatron.distrib_optim_fully_reshardable_mem_efficient": False,
+            "*.checkpoint.mbridge_config": {},
+            "checkpoint.mbridge_config": {},
+        },
+    ),
+    *_told(
+        "weights that a checkpoint lacks or has beyond the model's are always an error",
+        {"*.checkpoint.strict": True, "checkpoint.strict": True},
+    ),
+    *_told(
+        "how rows are computed does not change their numbers; model.use_remove_padding decides",
+        {"*megatron.use_remove_padding": True, "engine.use_remove_padding": True},
+    ),
+    *_refused(
+        "it is not in this version; megatron-core's layers are divided as the sizes say",
+        {"*megatron.use_megatron_fsdp": False, "*megatron.dynamic_context_parallel": False},
+    ),
+    *_told("part of dynamic_context_parallel", {"*megatron.max_seqlen_per_dp_cp_rank": None}),
+    *_refused("only the policy's own choice of experts is replayed", {"*.megatron.router_replay.mode": "disabled"}),
+    *_refused(
+        "choices of routers are not written to files; leave it null",
+        {"*.megatron.router_replay.record_file": None, "*.megatron.router_replay.replay_file": None},
+    ),
+    Retired("*.megatron.router_replay._target_", "a section has its own class", (), refused=False, part=True),
+    *_told("actor_rollout_ref.nccl_timeout holds for all roles", {"critic.nccl_timeout": 600}),
+    *_refused(
+        "the critic's chat template and configuration are the policy's, or those of its model; leave it null",
+        {"critic.model.custom_chat_template": None, "critic.model.hf_config_path": None},
+    ),
+    *_refused("the critic's loss has no scale of its own", {"critic.loss_scale_factor": None}),
+    # schedules and optimizers
+    *(
+        retired
+        for optim in OPTIMIZERS
+        for retired in (
+            *_refused("the schedule counts steps from 0; leave it true", {f"{optim}.zero_indexed_step": True}),
+            *_refused(
+                "the schedule falls until the end of the run; leave it null",
+                {f"{optim}.lr_decay_steps": None, f"{optim}.lr_wsd_decay_steps": None},
+            ),
+            *_told("part of a schedule that is not in this version", {f"{optim}.lr_wsd_decay_style": "exponential"}),
+            *_refused("the warm-up begins at 0; leave it out", {f"{optim}.lr_warmup_init": 0.0}),
+            *_refused("weight decay is constant; leave it out", {f"{optim}.weight_decay_incr_style": "constant"}),
+            *_refused(
+                _MEGATRON_STATE,
+                {f"{optim}.{name}": "fp32" for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")},
+            ),
+            *_told(
+                "it saves memory, and the numbers are the same",
+                {
+                    f"{optim}.use_precision_aware_optimizer": False,
+                    f"{optim}.use_layer_wise_distributed_optimizer": False,
+                },
+            ),
+            *_told("a resumed run goes on with its schedule", {f"{optim}.use_checkpoint_opt_param_scheduler": False}),
+            Retired(
+                f"{optim}.muon_*",
+                "part of the optimizer Muon, which is not in this version",
+                (),
+                refused=False,
+                part=True,
+            ),
+        )
+    ),
+    # rollout
+    *_refused(
+        "only the direct transfer (naive) is in this version", {"*.checkpoint_engine.custom_backend_module": None}
+    ),
+    *_refused(
+        "each response has a seed of its own, and the engine's kernels are its own; leave it false",
+        {"actor_rollout_ref.rollout.full_determinism": False},
+    ),
+    *_told("trainer.log_expert_counts counts them", {"*.moe_load_balance_metrics_interval": 0}),
+    *_refused(
+        "a rollout engine on ranks of its own is not in this version; leave it out",
+        {"actor_rollout_ref.rollout.nnodes": 0},
+    ),
+    Retired(
+        "actor_rollout_ref.rollout.n_gpus_per_node",
+        "the rollout engine runs in the actor's processes; trainer.n_gpus_per_node counts them",
+        ("${trainer.n_gpus_per_node}",),
+        refused=False,
+    ),
+    Retired(
+        "actor_rollout_ref.rollout.trace.project_name",
+        "a trace has the names of its run: trainer.project_name and trainer.experiment_name",
+        (None, "${trainer.project_name}"),
+        refused=False,
+    ),
+    Retired(
+        "actor_rollout_ref.rollout.trace.experiment_name",
+        "a trace has the names of its run: trainer.project_name and trainer.experiment_name",
+        (None, "${trainer.experiment_name}"),
+        refused=False,
+    ),
+    *_told(
+        "all steps are kept, and steps that are not there are sampled",
+        {f"{_SKIP}.action": "cache", f"{_SKIP}.max_dump_step": 1, "skip.*.action": "cache", "skip.*.steps": []},
+    ),
+    Retired(f"{_SKIP}._target_", "a section has its own class", (), refused=False, part=True),
+    Retired("skip._target_", "a section has its own class", (), refused=False, part=True),
+    *_told("one batch is sampled at a time", {"algorithm.filter_groups.max_inflight_gen_batches": 1}),
+    # the judge's engine
+    *_told(
+        _REQUESTS,
+        {
+            f"reward_model.rollout.{name}": default
+            for name, default in (("do_sample", True), ("n", 1), ("temperature", 1.0), ("top_k", -1), ("top_p", 1))
+        },
+    ),
+    *_told(_REQUESTS, {"reward_model.rollout.ignore_eos": False, "reward_model.rollout.seed": 42}),
+    *_told(
+        "the engine of a judge gets its weights once",
+        {"reward_model.rollout.layered_summon": False, "reward_model.rollout.multi_stage_wake_up": False},
+    ),
+    *_refused(
+        "the engine of a judge has no such setting; leave it out",
+        {
+            "reward_model.rollout.pipeline_model_parallel_size": 1,
+            "reward_model.rollout.scheduling_policy": "fcfs",
+            "reward_model.rollout.full_determinism": False,
+            "reward_model.rollout.mtp": None,
+            "reward_model.rollout.quantization": None,
+            "reward_model.rollout.quantization_config_file": None,
+        },
+    ),
+    # data
+    *_told("sounds are not in this version", {"data.audio_key": "audios"}),
+    *_refused(
+        "the image processor has the settings of its own file, preprocessor_config.json",
+        {"data.mm_processor_kwargs": {}},
+    ),
+    *_refused("set data.apply_chat_template_kwargs.enable_thinking", {"data.enable_thinking_default": "none"}),
+    # profilers
+    *_told(
+        _OTHER_TOOLS,
+        {
+            "*profiler.finish_hook_cmd": None,
+            "*profiler.finish_hook_all_ranks": False,
+            "*profiler.finish_hook_ranks": [],
+            "*profiler.relocate_results": False,
+            "*profiler.tool_config.*.profile_token_start": None,
+            "*profiler.tool_config.*.profile_token_end": None,
+        },
+    ),
+    *(
+        Retired(pattern, _OTHER_TOOLS, (), refused=False, part=True)
+        for pattern in ("*profiler.tool_config.torch.schedule", "*profiler.*precision_debugger")
+    ),
+    *_told("only reinforcement learning is profiled", {"profiler.enable": False, "trainer.profile_interval": [-1, -1]}),
+    Retired("profiler", "only reinforcement learning is profiled", (), refused=False, part=True),
+    # the trainers of 0.9 and 0.10
+    *_refused(
+        "batches are drawn by data.sampler; leave it null",
+        {"trainer.v1.sampler.custom_sampler.path": None, "trainer.v1.sampler.custom_sampler.name": None},
+    ),
+    *_refused("there is no pool of samples to draw from; leave it out", {"trainer.v1.sampler.sampler_kwargs": {}}),
+    Retired("trainer.v1", "part of asynchronous training, which is not in this version", (), refused=False, part=True),
+)
+
+FREE_SECTIONS = ("override_transformer_config", "override_optimizer_config")
+"""Keys that hold entries of any name; those of ``FREE_ENTRIES`` are judged like keys, and taken out."""
+
+_SPEED = "it is about speed and memory, and the numbers are the same"
+_BY_THE_CONFIG = "the model is built as its Hugging Face config says"
+_OF_SPEED = (
+    *("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"),
+    *(
+        "gradient_accumulation_fusion",
+        "persist_layer_norm",
+        "deallocate_pipeline_outputs",
+        "memory_efficient_layer_norm",
+    ),
+    *("moe_permute_fusion", "moe_grouped_gemm", "moe_token_dispatcher_type", "moe_enable_deepep"),
+    *("moe_shared_expert_overlap", "moe_flex_dispatcher_backend", "overlap_moe_expert_parallel_comm"),
+    *("attention_backend", "use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_naive_l2norm"),
+    *("context_parallel_algo", "apply_dsa_kernel_fusion", "use_fused_mhc", "cross_entropy_loss_fusion"),
+    *("tp_comm_overlap", "batch_p2p_comm", "use_fused_weighted_squared_relu"),
+)
+_OF_LAYOUT = (
+    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
+    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+)
+_OF_SIZES = ("sequence_parallel", "context_parallel_size", "use_distributed_optimizer")
+_OPTIMIZER_MEMORY = (
+    *("optimizer_cpu_offload", "optimizer_offload_fraction", "offload_fraction", "overlap_cpu_optimizer_d2h_h2d"),
+    *("use_precision_aware_optimizer", "use_torch_optimizer_for_cpu_offload", "pin_cpu_grads", "pin_cpu_params"),
+)
+
+
+def _entries(section: str, names: tuple[str, ...]) -> dict[str, None]:
+    return {f"*.{section}.{name}": None for name in names} | {f"{section}.{name}": None for name in names}
+
+
+FREE_ENTRIES: tuple[Retired, ...] = (
+    *_told(_SPEED, _entries("override_transformer_config", _OF_SPEED)),
+    *_told("layers are divided evenly over the stages", _entries("override_transformer_config", _OF_LAYOUT)),
+    *_told("the section `megatron` has a key of this name", _entries("override_transformer_config", _OF_SIZES)),
+    *_told(_BY_THE_CONFIG, _entries("override_transformer_config", ("normalization", "swiglu"))),
+    *_told(
+        "routers take the softmax of their logits in fp32, as the Hugging Face models do",
+        {"*override_transformer_config.moe_router_dtype": "fp32"},
+    ),
+    *_refused(
+        "the model is built as its Hugging Face config says; set model.override_config.router_aux_loss_coef to balance "
+        "the load of experts, and leave it out",
+        {
+            "*override_transformer_config.moe_aux_loss_coeff": 0,
+            "*override_transformer_config.moe_z_loss_coeff": 0,
+            "*override_transformer_config.moe_router_load_balancing_type": "none",
+            "*override_transformer_config.moe_router_bias_update_rate": 0,
+        },
+    ),
+    *_told(
+        "set param_offload and optimizer_offload of the engine",
+        _entries("override_optimizer_config", _OPTIMIZER_MEMORY),
+    ),
+)
