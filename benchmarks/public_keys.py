@@ -11,7 +11,9 @@ What belongs to the script's machine is replaced: files, trackers, and the inter
 from __future__ import annotations
 
 import argparse
+import copy
 import fnmatch
+import functools
 import json
 import logging
 import re
@@ -20,6 +22,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
 
 from verl.config import BaseConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError
@@ -264,12 +268,27 @@ def quoted(value: str) -> str:
     return f"'{value}'" if needs else value
 
 
+@functools.cache
+def composed(config_name: str, overrides: tuple[str, ...]) -> DictConfig:
+    """Compose a configuration; most lines share the one of their command."""
+    return compose(overrides, config_name)
+
+
 def refusal(overrides: list[str], config_name: str, root: type[BaseConfig]) -> str | None:
-    """Return what a command says against its settings."""
+    """Return what a command says against its settings, the last of which is on trial."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
+    *others, last = overrides
+    key, _, _ = last.partition("=")
     try:
-        load_config(compose(overrides, config_name), root, keys_set(overrides))
+        if "." in key and "@" not in key and not key.startswith("hydra."):
+            config = copy.deepcopy(composed(config_name, tuple(others)))
+            value = OverridesParser.create().parse_override(last).value()
+            OmegaConf.update(config, key, value, force_add=True)
+        else:  # it may choose a group of files
+            config = compose(overrides, config_name)
+        load_config(config, root, keys_set(overrides))
     except (ConfigError, HydraException) as error:
         return str(error)
     return None
