@@ -188,6 +188,15 @@ def metrics_of(output: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
+def without_ids(run: Path, file: Path) -> bytes:
+    """What a file of samples holds, but for the id of its run: each run has its own."""
+    lines = (run / "metrics.jsonl").read_bytes().splitlines()
+    content = file.read_bytes()
+    for one in {json.loads(line)["run"] for line in lines}:
+        content = content.replace(one.encode(), b"")
+    return content
+
+
 def differences(output: Path, undisturbed: Path, agents: bool) -> Iterator[str]:
     """What is not the same in two runs, of agent loops or without them."""
     left_out = (*NOT_COMPARED, *NOT_COMPARED_OF_AGENTS) if agents else NOT_COMPARED
@@ -202,7 +211,9 @@ def differences(output: Path, undisturbed: Path, agents: bool) -> Iterator[str]:
     for kind in ("rollouts", "validation"):
         if agents:
             continue  # they hold times and log-probs of the engine; the weights depend on every token
-        files = [{path.name: path.read_bytes() for path in (run / kind).glob("*")} for run in (output, undisturbed)]
+        files = [
+            {path.name: without_ids(run, path) for path in (run / kind).glob("*")} for run in (output, undisturbed)
+        ]
         if files[0] != files[1]:
             yield f"{kind} differ"
     last = [run / "checkpoints" / f"global_step_{STEPS}" for run in (output, undisturbed)]

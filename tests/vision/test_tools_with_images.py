@@ -35,6 +35,7 @@ from verl.testing.vision_models import (
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.utils import hf_processor, hf_tokenizer
+from verl.view.samples import SamplePlace
 from verl.view.tokens import tokens_of
 from verl.vision.prompts import ImagePrompts
 
@@ -338,7 +339,8 @@ def test_a_run_whose_tool_shows_pictures(look, tmp_path, monkeypatch):
     }
     for row in dumped:
         assert "tool: <image: 4 tokens>see 0" in row["output"]
-        tokens = tokens_of(tmp_path / "rollouts" / "1.jsonl", row["uid"], row["sample_index"], 0)
+        place = SamplePlace(tmp_path / "rollouts" / "1.jsonl", row["run"], row["uid"], row["sample_index"], 0)
+        tokens = tokens_of(place)
         assert [word for *_, word in tokens["images"]] == [f"<image: {count} tokens>" for count in (4, 6, 6)]
     # A run that goes on from step 1 makes the same second step bit by bit.
     again, first = tmp_path / "again", tmp_path / "checkpoints"
