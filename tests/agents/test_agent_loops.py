@@ -105,6 +105,7 @@ def test_two_turns_are_trained_on_without_the_tokens_between(train, tmp_path):
     assert steps[1]["critic/returns/mean"] == pytest.approx(sum(returns) / len(returns), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_two_ranks_on_ray_draw_what_one_process_draws(train, ray_cluster):
     local = train("twice")
     on_ray = train("twice", trainer__controller="ray", trainer__n_gpus_per_node=2)

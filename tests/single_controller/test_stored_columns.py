@@ -148,6 +148,7 @@ def test_results_outlive_the_rank_that_made_them(groups, pool):
     assert groups[1].look(batch.select_idxs([3, 0])).batch["first"].tolist() == [3000, 0]
 
 
+@pytest.mark.slow  # Ray's store clears up after the dead with a delay of many seconds
 def test_a_result_that_is_gone_is_a_lost_process(groups, pool):
     from verl.single_controller.ray import RayWorkerGroup, split_resource_pool
 

@@ -53,7 +53,14 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-@pytest.mark.parametrize("name", estimator_names())
+# Those that differ in what a run does for them: a group, none, a critic, greedy responses, several rewards, Σπ².
+OWN_STAGES = ("grpo", "reinforce_plus_plus", "gae", "remax", "gdpo", "optimal_token_baseline")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OWN_STAGES else pytest.param(name, marks=pytest.mark.slow) for name in estimator_names()],
+)
 def test_every_estimator_trains(train, name):
     steps = train(algorithm__adv_estimator=name, trainer__total_training_steps=1, **ESTIMATOR_SETTINGS.get(name, {}))
     assert steps[1]["actor/grad_norm"] > 0

@@ -59,17 +59,22 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         shutil.rmtree(copy.parent)
 
 
-def test_the_keys_of_a_script_on_one_rank_and_on_two(train, tmp_path, ray_cluster):
+@pytest.mark.slow
+def test_two_ranks_give_the_numbers_of_one(train, ray_cluster):
     one = train("one")
     two = train("two", trainer__controller="ray", trainer__n_gpus_per_node=2)
-    for steps in (one, two):
-        assert steps[1]["actor/kl_loss"] == pytest.approx(0, abs=1e-8)
-        assert steps[3]["actor/kl_loss"] > 1e-4
-        assert max(step["training/rollout_probs_diff_max"] for step in steps.values()) < 1e-5
+    assert max(step["training/rollout_probs_diff_max"] for step in two.values()) < 1e-5
     for step, metrics in one.items():
         for key in ("actor/kl_loss", "actor/grad_norm", "critic/score/mean", "actor/entropy"):
             assert two[step][key] == pytest.approx(metrics[key], rel=1e-3, abs=1e-6)
-    folder = tmp_path / "two" / "checkpoints" / "global_step_3" / "actor"
+
+
+def test_the_keys_of_a_script(train, tmp_path):
+    steps = train("one")
+    assert steps[1]["actor/kl_loss"] == pytest.approx(0, abs=1e-8)
+    assert steps[3]["actor/kl_loss"] > 1e-4
+    assert max(step["training/rollout_probs_diff_max"] for step in steps.values()) < 1e-5
+    folder = tmp_path / "one" / "checkpoints" / "global_step_3" / "actor"
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "model"), folder / "lora_adapter")
     trained = sum(p.numel() for name, p in model.named_parameters() if ".lora_" in name)
     assert trained == sum(

@@ -22,13 +22,8 @@ pytest.importorskip("verl.workers.engine.megatron.library")
 RUNS: dict[str, Callable[[Any], None]] = {"sft": run_sft, "rm": run_rm, "dpo": run_dpo}
 # AdamW's step is lr · m / (√v + ε): with the usual tiny ε the rounding of a gradient near 0 becomes a step of lr.
 SMALL_STEPS = {"optim__override_optimizer_config": "{eps:1e-4}"}
-MEGATRON = {
-    "trainer__controller": "ray",
-    "trainer__n_gpus_per_node": 2,
-    "engine__strategy": "megatron",
-    "megatron__dtype": "float32",
-    "data__micro_batch_size_per_gpu": 4,
-}
+ONE_RANK = {"engine__strategy": "megatron", "megatron__dtype": "float32", "data__micro_batch_size_per_gpu": 4}
+MEGATRON = ONE_RANK | {"trainer__controller": "ray", "trainer__n_gpus_per_node": 2}
 TENSOR = MEGATRON | {"megatron__tensor_model_parallel_size": 2}
 PIPELINE = MEGATRON | {"megatron__pipeline_model_parallel_size": 2}
 
@@ -60,18 +55,19 @@ def rounding(command: str, name: str) -> float:
 
 
 CASES = [
-    pytest.param("sft", TENSOR, id="sft tp 2"),
+    pytest.param("sft", ONE_RANK, id="sft one rank"),
     *(
         pytest.param(command, layout, id=f"{command} {name} 2", marks=pytest.mark.slow)
         for command in RUNS
         for name, layout in (("tp", TENSOR), ("pp", PIPELINE))
-        if (command, name) != ("sft", "tp")
     ),
 ]
 
 
 @pytest.mark.parametrize(("command", "layout"), CASES)
-def test_two_ranks_give_the_numbers_and_weights_of_one(tmp_path, train, ray_cluster, command, layout):
+def test_megatron_gives_the_numbers_and_weights_of_fsdp(tmp_path, train, request, command, layout):
+    if layout is not ONE_RANK:
+        request.getfixturevalue("ray_cluster")
     local, found = train(command, 3, "local"), train(command, 3, "megatron", **layout)
     assert local.keys() == found.keys() == {1, 2, 3}
     for step in local:

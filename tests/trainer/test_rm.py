@@ -83,6 +83,7 @@ def test_a_resumed_run_continues_where_it_stopped(train):
     assert straight[5]["val/loss"] != straight[5]["train/loss"]
 
 
+@pytest.mark.slow
 def test_two_ranks_on_ray_give_the_numbers_of_one_local_rank(train, ray_cluster):
     # Other passes, and pairs dealt out by their tokens.
     budget = {"data__use_dynamic_bsz": "true", "data__max_token_len_per_gpu": 64, "data__balance_dp_token": "true"}

@@ -280,6 +280,7 @@ def test_what_a_tool_returns_for_an_image(answer, said, look, tmp_path):
         assert all(said in message["content"] for message in told), told
 
 
+@pytest.mark.slow
 def test_pictures_of_an_mcp_server_in_whole_conversations(look, tmp_path):
     settings = look()
     server = {"command": sys.executable, "args": [str(Path(__file__).parents[1] / "tools" / "mcp_server.py")]}

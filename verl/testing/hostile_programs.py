@@ -18,6 +18,8 @@ from verl.sandbox.watch import descendants
 
 LIMITS = Limits(wall_s=3.0, cpu_s=1, memory_mb=256, max_processes=8, max_output_bytes=1 << 16, max_files_mb=16)
 PATIENT = replace(LIMITS, wall_s=60.0)
+SHORT = replace(LIMITS, wall_s=1.0)
+"""Of programs that would never end: whatever they had begun by then has to end with them."""
 """For programs that do not wait for the clock: so a busy machine changes no status."""
 SAFE = "nothing happened"
 """What a program prints if all that it tried was refused."""
@@ -319,8 +321,11 @@ def _accept(server: socket.socket, connections: list[str]) -> None:
 
 def judge(sandbox: Sandbox, hostile: HostileProgram, state: MachineState) -> tuple[ProgramResult, list[str]]:
     """Run one program; return its outcome and the harm it did."""
-    waits = {"timeout", "too_many_processes"} & set(hostile.statuses)
-    outcome = sandbox.run(hostile.program, hostile.stdin, LIMITS if waits else PATIENT)
+    if hostile.statuses == ("timeout",):
+        limits = SHORT
+    else:
+        limits = LIMITS if {"timeout", "too_many_processes"} & set(hostile.statuses) else PATIENT
+    outcome = sandbox.run(hostile.program, hostile.stdin, limits)
     harm = state.harm()
     if not hostile.is_harmless(outcome):
         harm.append(f"it got through: {outcome.stdout.strip()[-200:]}")

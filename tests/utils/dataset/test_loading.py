@@ -113,8 +113,8 @@ def test_a_state_that_was_loaded_is_gone_on_from():
     rows.close()
 
 
-@pytest.mark.parametrize("at", [0, 3, 20, 21])
-@pytest.mark.parametrize("before, after", [(0, 2), (2, 0), (2, 1), (1, 2)])
+# Each change of the number, and each place in an epoch: begun, in the middle, at its end, behind it.
+@pytest.mark.parametrize("before, after, at", [(0, 2, 3), (2, 0, 20), (2, 1, 21), (1, 2, 0), (2, 1, 3)])
 def test_another_number_of_readers_goes_on_at_the_same_row(before, after, at):
     """Three passes of twenty batches; each epoch has an order of its own."""
     undisturbed = loader(workers=0)
@@ -189,7 +189,7 @@ if __name__ == "__main__":  # a fork server imports this file for the class alon
 """
 
 
-@pytest.mark.parametrize("how", ["fork", "forkserver"])
+@pytest.mark.parametrize("how", ["fork", pytest.param("forkserver", marks=pytest.mark.slow)])
 def test_readers_do_not_outlive_a_driver_that_is_killed(how, tmp_path):
     program = tmp_path / "driver.py"
     program.write_text(ORPHANS)

@@ -187,14 +187,19 @@ def killer(
 @pytest.mark.parametrize(
     ("moment", "which"),
     [
-        ("start", "server"),
         ("start", "guard"),
         ("load", "server"),
-        ("load", "core"),
-        ("reset", "guard"),
-        ("generate", "server"),
         ("generate", "core"),
-        ("generate", "guard"),
+        *(
+            pytest.param(moment, which, marks=pytest.mark.slow)
+            for moment, which in (
+                ("start", "server"),
+                ("load", "core"),
+                ("reset", "guard"),
+                ("generate", "server"),
+                ("generate", "guard"),
+            )
+        ),
     ],
 )
 def test_killed_at_any_moment(moment: str, which: str, model: str, tmp_path: Path, undisturbed: Any) -> None:
@@ -265,7 +270,7 @@ def test_killed_while_idle(model: str, tmp_path: Path, undisturbed: Any) -> None
     engine._engine.kill()
 
 
-@pytest.mark.parametrize("which", ["server", "core", "guard"])
+@pytest.mark.parametrize("which", ["core", *(pytest.param(one, marks=pytest.mark.slow) for one in ("server", "guard"))])
 def test_a_stopped_process_is_found(which: str, model: str, tmp_path: Path, undisturbed: Any) -> None:
     """SIGSTOP: the connection stays open and nothing is ever answered."""
     with killer(tmp_path, "generate", which, signal.SIGSTOP, most=1) as stopped:
@@ -283,7 +288,7 @@ def test_a_server_that_is_stopped_while_it_starts_is_found(model: str, tmp_path:
     assert engine.restarts >= 1  # one that is late to start is replaced as well
 
 
-@pytest.mark.parametrize("moment", ["generate", "load"])
+@pytest.mark.parametrize("moment", ["generate", pytest.param("load", marks=pytest.mark.slow)])
 def test_a_server_that_says_nothing_is_found(moment: str, model: str, tmp_path: Path, undisturbed: Any) -> None:
     """It lives, it answers its health check, and nothing else."""
     engine = rollout(model, tmp_path, {moment: 1}, kwargs={"answer_timeout_s": 2})
