@@ -15,8 +15,10 @@ from verl.testing.tiny_run import countdown_rows, make_tiny_run, overrides, writ
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
+# It names columns of the rows.
 REWARD = (
-    "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+    "def compute_score(solution_str, ability, prompt, extra_info, nothing=None):\n"
+    "    assert (ability, prompt[0]['role'], nothing) == ('math', 'user', None)\n"
     "    return sum(c.isdigit() for c in solution_str) / 8\n"
 )
 # Remembers in a file what it was told: a sampler of a user, with the public base class.

@@ -209,9 +209,11 @@ class _Rewards:
 class SampleRewards(_Rewards):
     """Functions that get one response each."""
 
-    def __call__(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
+    def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any = None, extra_info: dict[str, Any] | None = None
+    ) -> Any:
         """Score one response."""
-        arguments = self.arguments(data_source, solution_str, ground_truth, extra_info)
+        arguments = self.arguments(data_source, solution_str, ground_truth, extra_info or {})
         return self.total([called(reward.function, arguments) for reward in self.rewards])
 
     def arguments(
@@ -228,9 +230,11 @@ class SampleRewards(_Rewards):
 class AsyncSampleRewards(SampleRewards):
     """Functions that get one response each, some of which are async."""
 
-    async def __call__(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
+    async def __call__(
+        self, data_source: str, solution_str: str, ground_truth: Any = None, extra_info: dict[str, Any] | None = None
+    ) -> Any:
         """Score one response."""
-        arguments = self.arguments(data_source, solution_str, ground_truth, extra_info)
+        arguments = self.arguments(data_source, solution_str, ground_truth, extra_info or {})
         scores = []
         for reward in self.rewards:
             score = called(reward.function, arguments)
@@ -245,8 +249,8 @@ class BatchRewards(_Rewards):
         self,
         data_sources: Sequence[str],
         solution_strs: Sequence[str],
-        ground_truths: Sequence[Any],
-        extra_infos: Sequence[dict[str, Any]],
+        ground_truths: Sequence[Any] = (),
+        extra_infos: Sequence[dict[str, Any]] = (),
     ) -> list[Any]:
         """Score all responses."""
         size = len(solution_strs)

@@ -79,7 +79,7 @@ def _samples_of(file: DataFile, config: EvalConfig) -> Iterator[list[RewardSampl
         source, extra = str(row[config.data.data_source_key]), row.get("extra_info") or {}
         if not config.custom_reward_function.path:
             _check_truth(source, truth, f"{file.path}, row {number}")
-        yield [RewardSample(source, text, truth, extra, uid=str(number)) for text in responses]
+        yield [RewardSample(source, text, truth, extra, uid=str(number), columns=row) for text in responses]
 
 
 def _check_truth(source: str, truth: Any, place: str) -> None:

@@ -27,6 +27,8 @@ def extra(data_source, solution_str, ground_truth, extra_info, weight): ...
 async def waits(data_source, solution_str, ground_truth, extra_info): ...
 def whole(data, **kwargs): ...
 def whole_weight(data, weight=1.0): ...
+def whole_needs(data, weight): ...
+def judged(solution_str, reward_router_address): ...
 def texts(data_sources, solution_strs, ground_truths, extra_infos): ...
 def texts_weight(solution_strs, ground_truths, weight, **kwargs): ...
 def other(x, y): ...
@@ -45,6 +47,7 @@ def other(x, y): ...
         (whole_weight, {"weight": 2}, "batch"),
         (texts, {}, "texts"),
         (texts_weight, {"weight": 2}, "texts"),
+        (extra, {}, "sample"),  # weight is a column
     ],
 )
 def test_forms_are_told_apart_by_parameter_names(function, bound, form):
@@ -56,8 +59,8 @@ def test_forms_are_told_apart_by_parameter_names(function, bound, form):
     [
         (other, {}, "other(x, y) has neither 'solution_str' nor 'solution_strs' nor 'data'"),
         (texts, {"weight": 2}, "takes no weight"),
-        (texts_weight, {}, "needs weight"),
-        (extra, {}, "needs weight, which it does not get"),
+        (whole_needs, {}, "needs weight, which it does not get"),
+        (judged, {}, "needs reward_router_address, which it does not get"),
         (full, {"weight": 2}, "takes no weight"),
         (functools.partial(other, y=1), {}, "other(x, *, y=1) has neither"),
     ],
@@ -93,6 +96,40 @@ def test_kwargs_alone_get_all_four():
     function = RewardFunction(lambda solution_str, **kwargs: {"score": 0.0, "seen": kwargs}, {"w": 1})
     (score,) = function.score_samples(SAMPLES[:1])
     assert score.extra["seen"] == {"data_source": "a", "ground_truth": "2", "extra_info": {"n": 1}, "w": 1}
+
+
+def of_rows(*columns):
+    return [RewardSample("a", "xx", "2", {}, "u0", dict(given)) for given in columns]
+
+
+def test_parameters_named_like_columns_get_them():
+    def score(solution_str, answer, level=1, method="m"):
+        return {"score": float(solution_str == answer), "level": level, "method": method}
+
+    first, second = {"answer": "xx", "level": 5, "unnamed": 0}, {"answer": "y", "level": None, "unnamed": 1}
+    scores = RewardFunction(score, {}).score_samples(of_rows(first, second))
+    assert [(s.value, s.extra["level"], s.extra["method"]) for s in scores] == [(1.0, 5, "m"), (0.0, None, "m")]
+    # What the configuration gives stays, and **kwargs get no columns: functions pass them on to others.
+    bound = functools.partial(score, method="bound")
+    both = first | {"method": "of the row"}
+    assert RewardFunction(bound, {"level": 7}).score_samples(of_rows(both))[0].extra == {"level": 7, "method": "bound"}
+    seen = RewardFunction(lambda solution_str, **kwargs: {"score": 0.0, **kwargs}, {}).score_samples(of_rows(both))[0]
+    assert set(seen.extra) == {"data_source", "ground_truth", "extra_info"}
+
+
+def test_lists_of_columns_for_a_whole_batch():
+    def score(solution_strs, answer, level=None):
+        return [float(text == one) for text, one in zip(solution_strs, answer, strict=True)]
+
+    samples = of_rows({"answer": "xx"}, {"answer": "y"})
+    scores = RewardFunction(score, {}).submit_batch(batch_of(["xx", "xx"]), samples).result().samples
+    assert [score.value for score in scores] == [1.0, 0.0]
+
+
+def test_a_parameter_that_no_column_has():
+    function = RewardFunction(lambda solution_str, anwser: 0.0, {})
+    with pytest.raises(ConfigError, match=r"needs anwser, which is no column of the data. Did you mean 'answer'"):
+        function.score_samples(of_rows({"answer": "xx"}))
 
 
 def test_async_functions_run_side_by_side_within_the_bound():

@@ -3,6 +3,7 @@
 import logging
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -198,7 +199,44 @@ def test_data_is_checked_before_a_run(tmp_path):
     ):
         with pytest.raises(DataError, match=r"2 of 3 rows have no reward_model.ground_truth.* is .*x\.jsonl, row 1"):
             manager(None).check_dataset(dataset(good, good | truth, good | truth))
-    manager(length_of).check_dataset(dataset({"prompt": "a"}, {"prompt": "a"} | truth))
+
+
+def test_a_function_gets_the_columns_that_it_names(tmp_path):
+    def dataset(*records):
+        return RLHFDataset(jsonl(tmp_path / "x.jsonl", records), TOKENIZER, DataConfig(max_prompt_length=20))
+
+    def of_column(solution_str, answer, prompt, level=None):
+        return {"score": float(solution_str == answer), "asked": prompt[0]["content"], "level": level}
+
+    def with_default(solution_str, ground_truth=None):
+        return 0.0
+
+    rows = dataset({"prompt": "a", "answer": "one", "images": []}, {"prompt": "b", "answer": "no"})
+    manager(of_column).check_dataset(rows)
+    manager(with_default).check_dataset(rows)
+    for function, says in (
+        (lambda solution_str, anwser: 0.0, "needs anwser, which is no column of the data. Did you mean 'answer'?"),
+        (lambda solution_str, images: 0.0, "needs images, which is no column"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            manager(function).check_dataset(rows)
+        assert says in str(caught.value)
+
+    def truth(solution_str, ground_truth):
+        return float(ground_truth)
+
+    with pytest.raises(DataError, match=r"truth\(.* needs the ground truth, and none of the 2 rows has one"):
+        manager(truth).check_dataset(rows)
+    manager(truth).check_dataset(dataset({"prompt": "a"}, {"prompt": "a", "reward_model": {"ground_truth": 0}}))
+    manager(truth).check_dataset(dataset({"prompt": "a", "ground_truth": "x"}))
+
+    prompts = [[{"role": "user", "content": text}] for text in ("a", "b")]
+    columns = {"answer": ["one", "no"], "raw_prompt": prompts, "ground_truth": ["3", "4"]}
+    batch = batch_of(["one", "two"], **{name: np.fromiter(v, dtype=object, count=2) for name, v in columns.items()})
+    extra = manager(of_column)(batch, return_dict=True)["reward_extra_info"]
+    assert (extra["score"], extra["asked"], extra["level"]) == ([1.0, 0.0], ["a", "b"], [None, None])
+
+    assert manager(truth)(batch, return_dict=True)["reward_extra_info"]["score"] == [3.0, 4.0]
 
 
 def test_registry():

@@ -32,7 +32,7 @@ from verl.utils.reward_score import FORMATS, check_settings, default_compute_sco
 from verl.utils.reward_score.prime_code import code_settings
 from verl.workers.reward_manager import AbstractRewardManager, NaiveRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.abstract import call
-from verl.workers.reward_manager.function import form_of, tensors_of
+from verl.workers.reward_manager.function import OF_JUDGE, form_of, tensors_of
 from verl.workers.reward_manager.scores import on_drawn_tokens, token_scores
 from verl.workers.reward_manager.texts import response_texts
 
@@ -43,11 +43,6 @@ Scored = tuple[torch.Tensor, dict[str, list[Any]]]
 """Scores (bsz, response_length), and further values of the reward function by name, one per sample."""
 RewardHandle = Deferred[Scored]
 """Running scoring of a batch: ``result()`` waits, and returns or raises what :func:`compute_reward` does."""
-
-
-OF_JUDGE = ("reward_router_address", "reward_model_tokenizer")
-"""Arguments that reward functions and managers get that name them, if the run has a judge: the address of its endpoint
-(``127.0.0.1:PORT``), and its tokenizer."""
 
 
 def get_custom_reward_fn(config: PPOConfig | Mapping[str, Any]) -> Callable[..., Any] | None:

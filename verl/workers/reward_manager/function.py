@@ -14,7 +14,12 @@ Per batch, of texts, or of a ``DataProto``::
         return torch.zeros(len(data.batch))
 
 The parameter names decide which form a function has. It gets those of the four arguments that it names (all
-four, if it has ``**kwargs``). Every call runs in a process of a
+four, if it has ``**kwargs``), and the columns of the rows that further parameters name, in the second form as lists::
+
+    def compute_score(solution_str, answer, level=1):   # columns answer, and level if the data has it
+        return float(solution_str.strip() == answer)
+
+Every call runs in a process of a
 :class:`~verl.supervision.killable_pool.KillablePool`, with limits of time and memory.
 """
 
@@ -22,13 +27,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
 from tensordict import TensorDict
 
+from verl.base.registry import suggest
 from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto, compute_response_mask, with_response_mask
 from verl.schema import require
@@ -42,6 +48,9 @@ SAMPLE_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info"
 TEXTS_PARAMETERS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 Form = Literal["sample", "texts", "batch"]
 
+OF_JUDGE = ("reward_router_address", "reward_model_tokenizer")
+"""Arguments that reward functions and managers get that name them, if the run has a judge: the address of its endpoint
+(``127.0.0.1:PORT``), and its tokenizer."""
 BATCH_TIMES = 10
 """Default timeout of a call for a whole batch, as a multiple of the timeout of a sample."""
 FATAL = (ConfigError, UnknownDataSourceError)
@@ -57,6 +66,8 @@ class RewardSample:
     ground_truth: Any
     extra_info: dict[str, Any]
     uid: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns of the row, for parameters of these names."""
 
 
 class RewardBatch(DataProto):
@@ -119,7 +130,10 @@ def form_of(function: Callable[..., Any], bound: Mapping[str, Any]) -> Form:
             f"{FORMS}"
         )
     required = {n for n in named if parameters[n].default is inspect.Parameter.empty}
-    if missing := sorted(required - given):
+    missing = sorted(required - given)
+    if form != "batch":
+        missing = [name for name in missing if name in OF_JUDGE]  # others are columns of the data
+    if missing:
         raise ConfigError(
             f"the reward function {shown} needs {', '.join(missing)}, which it does not get. {FORMS} "
             "Give further arguments in custom_reward_function.reward_kwargs; reward_router_address and "
@@ -129,6 +143,65 @@ def form_of(function: Callable[..., Any], bound: Mapping[str, Any]) -> Form:
     if (unknown := sorted(set(bound) - named)) and not takes_any:
         raise ConfigError(f"the reward function {shown} takes no {', '.join(unknown)}, which reward_kwargs gives it.")
     return form
+
+
+@dataclass(frozen=True)
+class RowParameters:
+    """Parameters of a reward function for values of the rows.
+
+    Attributes:
+        required: those without a default, which must be columns of the data.
+        optional: those with one, which get the column of their name if there is one.
+        needs_truth: the ground truth is a parameter without a default.
+        shown: the function, for error messages.
+    """
+
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    needs_truth: bool = False
+    shown: str = ""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], form: Form, bound: Mapping[str, Any]) -> RowParameters:
+        """Return those of a function; a scorer of verl, or one for a ``DataProto``, has none.
+
+        Args:
+            function: a reward function.
+            form: its form.
+            bound: keyword arguments from the configuration.
+        """
+        if form == "batch" or source_of(function) is not None or unwrapped(function) is default_compute_score:
+            return cls()
+        known = {*SAMPLE_PARAMETERS, *TEXTS_PARAMETERS, *OF_JUDGE, *bound, *getattr(function, "keywords", {})}
+        by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        parameters = [p for p in inspect.signature(function).parameters.values() if p.kind in by_name]
+        required = {p.name for p in parameters if p.default is p.empty}
+        others = [p.name for p in parameters if p.name not in known]
+        return cls(
+            tuple(name for name in others if name in required),
+            tuple(name for name in others if name not in required),
+            bool({"ground_truth", "ground_truths"} & required - {*bound}),
+            f"{getattr(unwrapped(function), '__name__', function)}{inspect.signature(function)}",
+        )
+
+    def check(self, columns: Collection[str]) -> None:
+        """Check that the data has the columns that the function needs.
+
+        Raises:
+            ConfigError: one is missing.
+        """
+        for name in self.required:
+            if name not in columns:
+                raise ConfigError(
+                    f"the reward function {self.shown} needs {name}, which is no column of the data."
+                    f"{suggest(name, [*columns, *SAMPLE_PARAMETERS, *TEXTS_PARAMETERS])} "
+                    f"Columns: {', '.join(columns)}. {FORMS} Give further arguments in "
+                    "custom_reward_function.reward_kwargs, or the parameter a default."
+                )
+
+    def of_rows(self, columns: Collection[str]) -> list[str]:
+        """Return the parameters that get a column."""
+        return [*self.required, *(name for name in self.optional if name in columns)]
 
 
 class RewardFunction:
@@ -158,6 +231,7 @@ class RewardFunction:
         limits: Sequence[RateLimit] = (),
     ) -> None:
         self.form = form_of(function, kwargs)
+        self.of_rows = RowParameters.of(function, self.form, kwargs)
         self.max_concurrent = max_concurrent
         budget = budget or Budget()
         self.batch_timeout_s = batch_timeout_s or BATCH_TIMES * budget.timeout_s
@@ -221,7 +295,7 @@ class RewardFunction:
         futures = []
         for kind, places in parts.items():
             costs = None if tokens is None else [tokens[place] for place in places]
-            calls = [{name: getattr(samples[place], name) for name in self._wanted} for place in places]
+            calls = [self._arguments(samples[place]) for place in places]
             future = self._pools[kind].submit(calls, tokens=costs)
             futures.append((future, places))
 
@@ -242,7 +316,18 @@ class RewardFunction:
 
     def _texts_call(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
         attributes: dict[str, str] = dict(zip(TEXTS_PARAMETERS, SAMPLE_PARAMETERS, strict=True))
-        return {name: [getattr(sample, attributes[name]) for sample in samples] for name in self._wanted}
+        named = {name: [getattr(sample, attributes[name]) for sample in samples] for name in self._wanted}
+        return named | {name: [sample.columns.get(name) for sample in samples] for name in self._columns(samples)}
+
+    def _arguments(self, sample: RewardSample) -> dict[str, Any]:
+        named = {name: getattr(sample, name) for name in self._wanted}
+        return named | {name: sample.columns[name] for name in self._columns([sample])}
+
+    def _columns(self, samples: Sequence[RewardSample]) -> list[str]:
+        """Parameters that get a column; all rows of a batch have the same columns."""
+        columns = samples[0].columns if samples else {}
+        self.of_rows.check(columns)
+        return self.of_rows.of_rows(columns)
 
     def warm_up(self) -> None:
         """Start the processes, without waiting for them."""

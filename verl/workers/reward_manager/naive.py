@@ -33,6 +33,9 @@ from verl.workers.reward_manager.texts import ResponseTexts, response_texts
 
 logger = logging.getLogger(__name__)
 
+OF_RUN = ("prompt", "raw_prompt", "uid", "index")
+"""Columns that a run adds to those of the data, for functions that name them; ``prompt`` has the messages."""
+
 
 @register("naive")
 class NaiveRewardManager(AbstractRewardManager):
@@ -120,6 +123,7 @@ class NaiveRewardManager(AbstractRewardManager):
         A custom function may need none of them; ``reward_format`` only the ground truths that its scorer compares with.
         """
         if self.has_rule:
+            self._check_row_parameters(dataset)
             if self.format is not None:
                 _check_truths(dataset, self.format)
             return
@@ -147,6 +151,19 @@ class NaiveRewardManager(AbstractRewardManager):
                 "out, or score by a function of your own (custom_reward_function.path)."
             )
         _check_truths(dataset, reward_fn_key=self.reward_fn_key)
+
+    def _check_row_parameters(self, dataset: RLHFDataset) -> None:
+        """Check that a function of the user's own gets what its parameters ask of the rows."""
+        wanted = self.function.of_rows
+        wanted.check([*(name for name in dataset.columns if name not in dataset.images.keys), *OF_RUN])
+        columns = zip(dataset.source_column("reward_model"), dataset.source_column("ground_truth"), strict=True)
+        if wanted.needs_truth and all(_truth(*values) is None for values in columns):
+            raise DataError(
+                f"the reward function {wanted.shown} needs the ground truth, and none of the {len(dataset)} rows has "
+                f"one in reward_model.ground_truth or in a column ground_truth (columns: {', '.join(dataset.columns)}"
+                "). Name the column that has it as a parameter of the function, or give ground_truth a default if the "
+                "function does without."
+            )
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Result:
         """Score a batch and wait; see :meth:`AbstractRewardManager.__call__`.
@@ -214,9 +231,25 @@ class NaiveRewardManager(AbstractRewardManager):
         texts = response_texts(data, self.tokenizer)
         sources = columns.get(self.reward_fn_key, ["unknown"] * len(data))
         uids = columns.get("uid", [f"row {row}" for row in rows])
-        truths = [_ground_truth(value) for value in columns.get("reward_model", [None] * len(data))]
+        nothing = [None] * len(data)
+        of_rows = zip(columns.get("reward_model", nothing), columns.get("ground_truth", nothing), strict=True)
+        truths = [_truth(*values) for values in of_rows]
         extras = self._extra_infos(data, texts)
-        return [RewardSample(str(sources[i]), texts[i].solution_str, truths[i], extras[i], str(uids[i])) for i in rows]
+        named = self.function.of_rows
+        given = {name: columns[name] for name in (*named.required, *named.optional) if name in columns}
+        if "raw_prompt" in columns and "prompt" in (*named.required, *named.optional):
+            given.setdefault("prompt", columns["raw_prompt"])
+        return [
+            RewardSample(
+                str(sources[i]),
+                texts[i].solution_str,
+                truths[i],
+                extras[i],
+                str(uids[i]),
+                {name: values[i] for name, values in given.items()},
+            )
+            for i in rows
+        ]
 
     def _extra_infos(self, data: DataProto, texts: Sequence[ResponseTexts]) -> list[dict[str, Any]]:
         columns, tensors = data.non_tensor_batch, tensors_of(data)
@@ -343,6 +376,12 @@ def _check_truths(dataset: RLHFDataset, reward_format: str | None = None, reward
             f"{len(unreadable)} of {len(dataset)} rows have a ground truth that their scorer cannot read. The first is "
             f"{dataset.place(item)}, scorer of '{source}': {error}"
         )
+
+
+def _truth(reward_model: Any, column: Any) -> Any:
+    """The ground truth of a row: that of ``reward_model``, else of the column ``ground_truth``."""
+    truth = _ground_truth(reward_model)
+    return column if truth is None else truth
 
 
 def _ground_truth(reward_model: Any) -> Any:
