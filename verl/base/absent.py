@@ -200,9 +200,6 @@ ABSENT: dict[str, Absence] = {
     "verl.utils.dataset.rl_dataset.RLHFDataset.dataframe": Absence(
         "other design", "Rows are read by source_row(item), columns by source_column(name)."
     ),
-    "verl.utils.dataset.rl_dataset.RLHFDataset.maybe_filter_out_long_prompts": Absence(
-        "other design", "Prompts are filtered when a data set is made, by filter_overlong_prompts of its config."
-    ),
     "verl.utils.dataset.rl_dataset.RLHFDataset.process_vision_info": _VISION,
     "verl.utils.dataset.vision_utils.process_multi_modal_inputs_for_minicpmo": _VISION,
     "verl.utils.dataset.vision_utils.process_video": _VISION,

@@ -228,6 +228,22 @@ def test_two_other_spellings_that_disagree(run: Run):
     assert "is another spelling of reward_model.custom_reward_function.name, which is set to a" in message
 
 
+def test_a_key_that_names_its_other_spelling_says_the_same(run: Run):
+    new, old = "reward_model.reward_kwargs.overlong_buffer_cfg", "reward_model.overlong_buffer"
+    whole = {new: f"${{{old}}}", f"{old}.enable": True, f"{old}.len": 4}
+    by_key = {f"{new}.enable": f"${{{old}.enable}}", f"{old}.enable": True, f"{old}.len": 4}
+    for changes in (whole, by_key):
+        assert run.load(changes).reward_model.reward_kwargs == {"overlong_buffer_cfg": {"enable": True, "len": 4}}
+
+
+def test_a_value_in_the_place_of_a_section_that_another_spelling_leads_to(run: Run):
+    new, old = "reward_model.reward_kwargs", "reward_model.max_rpm"
+    assert run.load({new: None, old: 7}).reward_model.reward_kwargs == {"max_rpm": 7}
+    for value, shown in ((3, "3"), ("${data.train_files}", "${data.train_files}")):
+        message = str(run.refusal({new: value, old: 7}))
+        assert f"{old}=7: it belongs below {new}, which is set to {shown}" in message
+
+
 def test_a_default_that_was_asked_for_is_not_overruled(run: Run):
     changes = {"algorithm.kl_ctl.init_kl_coef": 0.01, "algorithm.kl_ctrl.kl_coef": 0.001}
     assert run.load(changes).algorithm.kl_ctrl.kl_coef == 0.01  # nobody can know

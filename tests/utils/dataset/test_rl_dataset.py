@@ -467,3 +467,44 @@ def test_split_gives_parts_of_equal_length_in_order(file):
     for count in (0, 3, 20):
         with pytest.raises(DataError, match=f"10 rows do not divide into num_splits={count} equal parts"):
             whole.split(count)
+
+
+READS_A_FOLDER = """
+import json
+import os
+import pandas
+from verl.utils.dataset.rl_dataset import RLHFDataset
+
+class Tasks(RLHFDataset):
+    def _read_files_and_tokenize(self):
+        rows = [
+            {"prompt": open(os.path.join(folder, name)).read(), "data_source": name, "own": {"level": None}}
+            for folder in self.data_files
+            for name in sorted(os.listdir(folder))
+        ]
+        self.dataframe = self.maybe_filter_out_long_prompts(pandas.DataFrame(rows))
+
+class Nothing(RLHFDataset):
+    def _read_files_and_tokenize(self):
+        pass
+"""
+
+
+def test_a_data_set_of_a_users_own_reads_a_folder(tmp_path):
+    (tmp_path / "tasks").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "tasks" / name).write_text(f"q{name}")
+    (tmp_path / "own.py").write_text(READS_A_FOLDER)
+
+    def opened(name):
+        chosen = config(custom_cls=CustomClassConfig(path=str(tmp_path / "own.py"), name=name))
+        return create_rl_dataset([str(tmp_path / "tasks")], chosen, TOKENIZER)
+
+    dataset = opened("Tasks")
+    assert [TOKENIZER.decode(dataset[item]["input_ids"], skip_special_tokens=True) for item in range(2)] == ["qa", "qb"]
+    assert (dataset.sources(), dataset.place(1)) == (["a", "b"], "Tasks.dataframe, row 1")
+    assert dataset[0]["own"] == {"level": None}
+    with pytest.raises(DataError, match=r"Nothing._read_files_and_tokenize .* must set self.dataframe"):
+        opened("Nothing")
+    with pytest.raises(DataError, match="is a folder"):
+        RLHFDataset(str(tmp_path / "tasks"), TOKENIZER, CONFIG)

@@ -406,6 +406,8 @@ class Translator:
                 drop(tree, old)  # a section has its own class; what is not set says nothing
                 continue
             defaults = self._defaults(old)
+            if get(tree, alias.new) == f"${{{alias.old}}}":  # it names the other spelling, and so says the same
+                drop(tree, alias.new)
             drop(tree, old)
             if defaults:
                 put(tree, old, defaults[0])
@@ -419,6 +421,12 @@ class Translator:
         With ``may_differ`` the YAML file may give the key another default than its class.
         """
         key, _, place = new.removesuffix("]").partition("[")
+        if get(tree, key) == f"${{{old}}}":  # it names the other spelling, and so says the same
+            drop(tree, key)
+        if above := self._value_above(tree, key):
+            wrong = f"it belongs below {above}, which is set to {shown(get(tree, above))}"
+            self.problems.append(Problem(old, value, wrong, remedy=f"write all keys of {above} below it, one by one"))
+            return
         items = get(tree, key)
         now = items[int(place)] if place else items
         defaults = self._defaults(key) or (None,)
@@ -433,6 +441,17 @@ class Translator:
         if place:
             value = [value if number == int(place) else item for number, item in enumerate(items)]
         put(tree, key, value)
+
+    def _value_above(self, tree: Tree, key: str) -> str | None:
+        """Return the section of a key in whose place there is a value; null there is replaced by an empty section."""
+        parts = key.split(".")
+        for path in (".".join(parts[:count]) for count in range(1, len(parts))):
+            section = get(tree, path, {})
+            if section is None:
+                put(tree, path, {})
+            elif not isinstance(section, Mapping):
+                return path
+        return None
 
     def _defaults(self, path: str) -> tuple[Any, ...]:
         """Return the values that an unset key can hold (as in YAML, as in the class); empty if there is no such key."""

@@ -89,6 +89,36 @@ class DataFile:
             first += len(chunk)
 
 
+class RowsInMemory(DataFile):
+    """Rows that a data set of the user's own has read, with the interface of a file.
+
+    Args:
+        rows: a list of dicts, a ``datasets.Dataset`` or a ``pandas.DataFrame``. Columns of the second are tables of
+            Arrow, so keys of other rows are left out as those of parquet.
+        name: stands in the place of a path, for error messages.
+
+    Raises:
+        DataError: they are something else, or there are none.
+    """
+
+    def __init__(self, rows: Any, name: str) -> None:
+        self.path = Path(name)
+        self._table = None
+        listed = rows.to_dict("records") if hasattr(rows, "iloc") else list(rows)
+        if not listed or not all(isinstance(row, dict) for row in listed):
+            found = f"{type(listed[0]).__name__} {listed[0]!r:.80}" if listed else "nothing"
+            raise DataError(
+                f"{name}: the rows are {type(rows).__name__} of {found}. Give a list of dicts, a datasets.Dataset or a "
+                "pandas.DataFrame with at least one row."
+            )
+        is_arrow = hasattr(rows, "features")
+        self._rows = [
+            {key: self._without_nulls(key, value) if is_arrow else value for key, value in row.items()}
+            for row in listed
+        ]
+        self.columns = list(dict.fromkeys(key for row in self._rows for key in row))
+
+
 def without_nulls(value: Any) -> Any:
     """Return a JSON value without the keys of objects whose value is None; None in a list stays."""
     if isinstance(value, dict):

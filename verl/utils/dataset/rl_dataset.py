@@ -40,7 +40,7 @@ from verl.utils.dataset.chat import (
     truncate,
 )
 from verl.utils.dataset.content_checks import ContentChecks
-from verl.utils.dataset.files import Row, choose_rows, open_files, require_columns
+from verl.utils.dataset.files import DataFile, Row, RowsInMemory, choose_rows, open_files, require_columns
 from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages, RowImages
 from verl.utils.dataset.row_conversation import row_template_kwargs
 from verl.vision.positions import left_padded
@@ -84,6 +84,9 @@ class RLHFDataset(AbsentAttributes, Dataset):
     :mod:`verl.vision.positions`, and ``multi_modal_inputs`` holds what the image processor made, which is empty for a
     row of text.
 
+    A subclass that defines ``_read_files_and_tokenize`` reads ``self.data_files`` by itself, folders and names too, and
+    sets ``self.dataframe`` to the rows.
+
     Args:
         data_files: one path or several; globs, ``~`` and ``$VARIABLES`` are expanded.
         tokenizer: has a chat template and a pad token.
@@ -112,7 +115,8 @@ class RLHFDataset(AbsentAttributes, Dataset):
         self.config = config = DataConfig.of(config)
         self.template_kwargs = dict(config.apply_chat_template_kwargs or {})
         self.images = PromptImages(processor, config.image_key, config.video_key)
-        self.files = open_files(data_files, "data_files")
+        self.data_files = [data_files] if isinstance(data_files, str) else list(data_files)
+        self.files: list[DataFile] = self._opened()
         require_columns(self.files, {config.prompt_key: "prompt_key"})
         if config.reward_fn_key != "data_source":
             require_columns(self.files, {config.reward_fn_key: "reward_fn_key"})
@@ -121,6 +125,25 @@ class RLHFDataset(AbsentAttributes, Dataset):
         self.checks = ContentChecks(tokenizer, "prompts")
         self.rows: list[tuple[int, int]] = []
         self.rows = self._usable(choose_rows(self.files, max_samples, config.shuffle, config.seed))
+
+    def _opened(self) -> list[DataFile]:
+        if type(self)._read_files_and_tokenize is RLHFDataset._read_files_and_tokenize:
+            return open_files(self.data_files, "data_files")
+        self._read_files_and_tokenize()
+        name = type(self).__name__
+        if "dataframe" not in vars(self):
+            raise DataError(
+                f"{name}._read_files_and_tokenize reads the files in the place of verl and must set self.dataframe: a "
+                "list of dicts, a datasets.Dataset or a pandas.DataFrame of the rows."
+            )
+        return [RowsInMemory(self.dataframe, f"{name}.dataframe")]
+
+    def _read_files_and_tokenize(self) -> None:
+        """Read ``self.data_files``, which may be folders or names, in a subclass; it sets ``self.dataframe``."""
+
+    def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
+        """Return the rows as they are: prompts that are too long are left out when the data set has its rows."""
+        return dataframe
 
     def __len__(self) -> int:
         return len(self.rows)
