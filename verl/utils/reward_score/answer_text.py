@@ -115,10 +115,9 @@ def with_latex_signs(text: str) -> str:
     """
     if text.isascii():
         return text
-    text = _DASHES.sub("-", text)
     text = _RAISED_RUN.sub(lambda run: f"^{{{run[0].translate(_RAISED)}}}", text)
     text = _LOWERED_RUN.sub(lambda run: f"_{{{run[0].translate(_LOWERED)}}}", text)
-    text = "".join(map(_latex_sign, text))
+    text = _DASHES.sub("-", "".join(map(_latex_sign, text)))
     return _with_roots(text) if _ROOT.search(text) else text
 
 

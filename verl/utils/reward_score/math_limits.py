@@ -35,8 +35,10 @@ MAX_FUNCTION_CHAIN = 3
 """Most functions that are applied to each other, as in ``\\log(\\log(x))``."""
 MAX_DIVISIONS = 8
 """Most divisions with ``/``: ``1/2/2`` is nested like a continued fraction."""
-MAX_DIGITS = 3000.0
-"""Most decimal digits of a number that evaluation produces."""
+MAX_DIGITS = 1000.0
+"""Most decimal digits of a number that evaluation produces; the root of one of 3,000 takes seconds."""
+MAX_POWER_DIGITS = 6000.0
+"""Largest product of these digits and the number of powers and roots."""
 MAX_LOGARITHM_DIGITS = 100_000.0
 """Most digits of a number whose logarithm is taken once its factor is its exponent: algebra makes ``log(7^9)`` of
 ``9 log(7)``."""
@@ -92,7 +94,10 @@ def is_text_bounded(text: str) -> bool:
         return False
     if len(tokens) > MAX_TOKENS or tokens.count("/") > MAX_DIVISIONS or tokens.count("|") > 2 * MAX_COSTLY_NESTING:
         return False
-    return _is_nesting_bounded(tokens) and _largest_digits(tokens) <= MAX_DIGITS
+    if not _is_nesting_bounded(tokens):
+        return False
+    digits, powers = _largest_digits(tokens), tokens.count("^") + tokens.count(r"\sqrt")
+    return digits <= MAX_DIGITS and digits * powers <= MAX_POWER_DIGITS
 
 
 def _is_choice_bounded(arguments: str) -> bool:
