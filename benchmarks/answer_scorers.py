@@ -2,7 +2,7 @@
 
     python -m benchmarks.answer_scorers data/gsm8k/train.parquet data/gsm8k/test.parquet
 
-The answer is boxed, follows "The answer is", or stands on an "Answer:" line. The files are made by
+The answer follows "####", is boxed, follows "The answer is", or stands on an "Answer:" line. The files are made by
 ``examples/data_preprocess/gsm8k.py``. Prints a table and writes nothing.
 """
 
@@ -12,9 +12,10 @@ import argparse
 
 import pyarrow.parquet as pq
 
-from verl.utils.reward_score import math_dapo, math_reward, prime_math
+from verl.utils.reward_score import gsm8k, math_dapo, math_reward, prime_math
 
 ENDINGS = {
+    "gsm8k": (gsm8k.compute_score, "#### **${}**"),
     "math_reward": (math_reward.compute_score, "So the result is $\\boxed{{{}}}$."),
     "prime_math": (prime_math.compute_score, "The answer is ${}$ in all."),
     "math_dapo": (lambda text, truth: math_dapo.compute_score(text, truth)["acc"], "Answer: {}"),
