@@ -22,7 +22,7 @@ BAD = '<tool_call>\n{"name": "double"\n</tool_call>'
 TURNS = "actor_rollout_ref__rollout__multi_turn__"
 CUT_AT_MARK = (
     "{% for m in messages %}<{{ m.role }}>"
-    "{{ m.content.split('!')[-1] if m.role == 'assistant' else m.content }}{% endfor %}"
+    "{{ m.content.split('!')[-1] + '<eos>' if m.role == 'assistant' else m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -80,7 +80,20 @@ def test_without_bad_calls_or_a_penalty_nothing_is_added(tmp_path: Path):
 
 
 def test_sequences_that_share_the_score_share_what_is_taken_from_it(tmp_path: Path):
-    """The template drops what stands before a mark from history, which begins a sequence for each turn."""
-    texts = ["hm! " + BAD, "hm! " + BAD, "42"]
+    """The template drops what stands before a mark from history, which begins another sequence."""
+    texts = ["a" + BAD, "hm! " + BAD, "42"]
     outputs = said(tmp_path, texts, CUT_AT_MARK, **{f"{TURNS}use_inference_chat_template": "true"})
-    assert [output.extra_fields["turn_rewards"] for output in outputs] == [[-0.5]] * 3
+    # The first two turns are one sequence. The penalty stands where the score does, on the last turn of each.
+    assert [output.extra_fields["turn_rewards"] for output in outputs] == [[0.0, -0.5], [-0.5]]
+
+
+def test_a_result_leaves_room_for_a_turn(tmp_path: Path):
+    """A result that is cut to what is left of the response leaves one token to the policy."""
+    call = CALL.replace("21", "5" * 60)
+    [whole] = said(tmp_path, [call, "42"])
+    start, stop = whole.response_mask.index(0), whole.response_mask.index(0) + whole.response_mask.count(0)
+    for most in (stop - 20, stop, stop + 1):
+        [output] = said(tmp_path, [call, "42"], data__max_response_length=most)
+        assert len(output.response_ids) == most
+        assert output.response_mask[start:] == [0] * (most - start - 1) + [1]
+        assert output.status == "context_full"  # "42" was cut

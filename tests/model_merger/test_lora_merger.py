@@ -61,6 +61,24 @@ def test_the_merged_folder_scores_as_the_adapters_do(actor, tmp_path, caplog):
     assert "'model.layers.0.mlp.up_proj.weight' differs from the one in" in caplog.text
 
 
+def test_adapters_are_merged_in_fp32_and_the_sum_is_rounded_once(actor, path, tmp_path):
+    """Rounding the adapters, or B A, to the bf16 of the model first would change most of the weights."""
+    folder, _ = actor
+    AutoModelForCausalLM.from_pretrained(path).bfloat16().save_pretrained(tmp_path / "bf16")
+    assert run("merge", folder, "--base_model", tmp_path / "bf16", "--target_dir", tmp_path / "out") == 0
+    base, found = (load_file(tmp_path / name / "model.safetensors") for name in ("bf16", "out"))
+    adapters = load_file(folder / "lora_adapter" / "adapter_model.safetensors")
+    layers = {name.removeprefix("base_model.model.").rsplit(".lora_", 1)[0] for name in adapters}
+    assert len(layers) == 14  # seven in each of two layers
+    for name in layers:
+        down, up = (adapters[f"base_model.model.{name}.lora_{which}.weight"] for which in "AB")
+        assert down.dtype == torch.float32
+        exact = base[f"{name}.weight"].double() + 8 * (up.double() @ down.double())  # 16 / √4
+        error = (found[f"{name}.weight"].double() - exact).abs()
+        # bf16 has 8 digits: half a unit in the last place is at most 2^-8 of the number.
+        assert (error <= exact.abs() * 2**-8 + 1e-6).all(), name
+
+
 def test_a_critic_is_merged_with_its_head(path, tmp_path):
     engine = trained(path, "value_model")
     engine.save_checkpoint(str(tmp_path / "critic"))

@@ -31,7 +31,7 @@ from verl.errors import CheckpointError, ConfigError
 from verl.testing.models import MIXTURES, tiny_model_dir, tiny_tokenizer
 from verl.utils.sharded_tensor import full_tensor
 from verl.workers.config import CriticConfig
-from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER
+from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER, AdapterTarget, merged, scaled_adapters
 from verl.workers.engine.fsdp.model import trained_parameters
 from verl.workers.losses import ValueLoss, sft_loss
 
@@ -163,6 +163,20 @@ def peft_of_the_same_gradients(engine, path, saved, batch):
     return oracle
 
 
+def test_scales_and_formats_by_hand():
+    """s = 2, B A = 2⁻⁹: bf16 has no number between 1 and 1 + 2⁻⁷, so a sum of bf16s would lose the adapter."""
+    targets = {"up": AdapterTarget("up.weight", 2.0)}
+    weights = [
+        ("up.base_layer.weight", torch.ones(1, 1, dtype=torch.bfloat16)),
+        ("up.lora_A.default.weight", torch.full((1, 1), 2.0**-9)),
+        ("up.lora_B.default.weight", torch.full((1, 1), 1.0)),
+    ]
+    [(name, weight)] = merged(weights, targets)
+    assert (name, weight.dtype, weight.item()) == ("up.weight", torch.float32, 1 + 2**-8)
+    sent = dict(scaled_adapters(weights[1:], targets))  # engines apply the product alone
+    assert {name: one.item() for name, one in sent.items()} == {"up.lora_A.weight": 2**-9, "up.lora_B.weight": 2.0}
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma", *MIXTURES])
 def test_gradients_of_other_models_are_those_of_peft(family, tmp_path):
     batch, engine = ragged_batch(), make_engine(tiny_model_dir(tmp_path / "model", family), **RANK)
@@ -183,11 +197,11 @@ def test_merged_weights_score_as_adapters_do(path, folder, case):
         with engine.disable_adapter():
             assert_close(engine.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"], base, atol=1e-5, rtol=0)
         assert (found - base).abs().max() > 0.01
-        merged = PeftModel.from_pretrained(model, folder / case / ADAPTER_FOLDER).merge_and_unload()
-        assert_close(naive_outputs(merged, batch)[0], found, atol=1e-5, rtol=0)
+        by_peft = PeftModel.from_pretrained(model, folder / case / ADAPTER_FOLDER).merge_and_unload()
+        assert_close(naive_outputs(by_peft, batch)[0], found, atol=1e-5, rtol=0)
         weights = weights_of(engine)
-        assert weights.keys() == dict(merged.named_parameters()).keys()
-        for name, weight in merged.named_parameters():
+        assert weights.keys() == dict(by_peft.named_parameters()).keys()
+        for name, weight in by_peft.named_parameters():
             assert_close(weights[name], weight.detach(), atol=1e-6, rtol=0)
 
 
@@ -269,12 +283,12 @@ def test_adapters_of_experts_are_those_of_peft(family, tmp_path):
     oracle = peft_of_the_same_gradients(engine, path, tmp_path / "saved", batch)
     with torch.no_grad():
         log_probs = engine.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"]
-        merged = oracle.merge_and_unload()
+        by_peft = oracle.merge_and_unload()
         weights = weights_of(engine)
-        assert weights.keys() == dict(merged.named_parameters()).keys()
-        for name, weight in merged.named_parameters():
+        assert weights.keys() == dict(by_peft.named_parameters()).keys()
+        for name, weight in by_peft.named_parameters():
             assert_close(weights[name], weight.detach(), atol=1e-6, rtol=0)
-        assert_close(naive_outputs(merged, batch)[0], log_probs, atol=1e-5, rtol=0)
+        assert_close(naive_outputs(by_peft, batch)[0], log_probs, atol=1e-5, rtol=0)
         with engine.disable_adapter():
             base = engine.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"]
         plain = naive_outputs(AutoModelForCausalLM.from_pretrained(path), batch)[0]
