@@ -65,12 +65,13 @@ class TrainingResult:
         Raises:
             CheckpointError: the run saved none, or not in this form.
         """
-        found = sorted(self.checkpoint.glob("**/huggingface/*.safetensors*"))
-        actor = [path.parent for path in found if "critic" not in path.parts]
+        checkpoint = self.checkpoint
+        found = sorted(checkpoint.glob("**/huggingface/*.safetensors*"))
+        actor = [path.parent for path in found if path.relative_to(checkpoint).parts[0] != "critic"]
         if not actor:
             raise CheckpointError(
-                f"{self.checkpoint} holds no Hugging Face folder with weights, as save_contents of the checkpoint "
-                f"has no hf_model. `verl merge {self.checkpoint}` makes one."
+                f"{checkpoint} holds no Hugging Face folder with weights, as save_contents of the checkpoint has no "
+                f"hf_model. `verl merge {checkpoint}` makes one."
             )
         return actor[0]
 
