@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from verl.api.functions import with_resolved_types, write_module
-from verl.api.rewards import COLUMNS, BatchRewards, check_columns, combined, named_rewards
+from verl.api.rewards import BatchRewards, check_columns, combined, named_rewards
 from verl.base.import_utils import load_object
 from verl.errors import ConfigError, RewardError
 from verl.workers.reward_manager.function import RewardFunction, RewardSample
@@ -27,32 +27,32 @@ def short(completions: list[Any], **columns: Any) -> list[float]:
     return [1.0 / len(text) for text in completions]
 
 
-def last_word(completions: list[Any], prompts: list[Any], answer: list[str]) -> list[float | None]:
-    return [
-        None if asked == "?" else float(said[0]["content"].endswith(true))
-        for said, asked, true in zip(completions, prompts, answer, strict=True)
-    ]
+def asked_and_right(completions: list[Any], prompts: list[Any], answer: list[str]) -> list[float]:
+    for prompt, completion in zip(prompts, completions, strict=True):
+        assert prompt == [{"role": "user", "content": "q"}]
+        assert completion[0]["role"] == "assistant"
+    return [float(said[0]["content"].endswith(true)) for said, true in zip(completions, answer, strict=True)]
 
 
-def sample(text: str, prompt: str = "?", **columns: Any) -> RewardSample:
-    messages = [{"role": "user", "content": prompt}]
-    return RewardSample("unknown", text, None, {"raw_prompt": messages, COLUMNS: columns})
+def row(text: str, prompt: str = "?", **columns: Any) -> dict[str, Any]:
+    """What a run gives a function for one response."""
+    return {"solution_str": text, "prompt": [{"role": "user", "content": prompt}], **columns}
 
 
-def scored(functions: list[Any], samples: list[RewardSample], weights: Any = None) -> list[Any]:
-    """What the combined function returns for each sample."""
-    function = combined(named_rewards(functions, weights), text_prompts=True)
-    rows = [(one.data_source, one.solution_str, one.ground_truth, one.extra_info) for one in samples]
+def scored(functions: list[Any], rows: list[dict[str, Any]], weights: Any = None, text_prompts: bool = True) -> Any:
+    """What the combined function returns for each response."""
+    function = combined(named_rewards(functions, weights), list(rows[0]), "prompt", text_prompts)
     if isinstance(function, BatchRewards):
-        return function(*map(list, zip(*rows, strict=True)))
-    results = [function(*row) for row in rows]
+        lists = {name: [one[name] for one in rows] for name in rows[0]}
+        return function(solution_strs=lists.pop("solution_str"), **lists)
+    results = [function(**one) for one in rows]
     return [asyncio.run(result) if inspect.isawaitable(result) else result for result in results]
 
 
 def test_functions_of_two_forms_are_weighed_and_added() -> None:
     bonus = 0.5
     found = scored(
-        [right, short, lambda solution_str: bonus], [sample("ab", answer="ab"), sample("abcd", answer="b")], [2, 4, 1]
+        [right, short, lambda solution_str: bonus], [row("ab", answer="ab"), row("abcd", answer="b")], [2, 4, 1]
     )
     # 2·1 + 4·1/2 + 0.5 = 4.5;   2·0 + 4·1/4 + 0.5 = 1.5
     assert found == [
@@ -63,24 +63,26 @@ def test_functions_of_two_forms_are_weighed_and_added() -> None:
 
 def test_a_failure_in_its_own_process_is_the_status_of_its_sample() -> None:
     bonus = 0.5
-    function = RewardFunction(combined(named_rewards([lambda solution_str: bonus / len(solution_str)], None), True), {})
-    scores = function.score_samples([sample(""), sample("ab")])
+    reward = combined(named_rewards([lambda solution_str, answer: bonus / len(answer)], None), ["prompt", "answer"])
+    function = RewardFunction(reward, {})
+    samples = [RewardSample("unknown", "x", None, {}, columns={"answer": answer}) for answer in ("", "ab")]
+    scores = function.score_samples(samples)
     function.close()
     assert [(score.status, score.value) for score in scores] == [("error", 0.0), ("ok", 0.25)]
 
 
 def test_messages_and_none_as_in_trl() -> None:
-    function = combined(named_rewards([last_word], None), text_prompts=False)
-    rows = [{"raw_prompt": [{"role": "user", "content": "q"}], COLUMNS: {"answer": "7"}}] * 2
-    assert function(
-        data_sources=["x"] * 2, solution_strs=["is 7", "is 8"], ground_truths=[None] * 2, extra_infos=rows
-    ) == [
-        {"score": 1.0},
-        {"score": 0.0},
-    ]
-    nothing = combined(named_rewards([lambda completions: [None]], None), True)
+    rows = [row("is 7", "q", answer="7"), row("is 8", "q", answer="7")]
+    seen = scored([asked_and_right], rows, text_prompts=False)
+    assert seen == [{"score": 1.0}, {"score": 0.0}]
     with pytest.raises(RewardError, match="no reward function judged the response: reward_1 returned None"):
-        nothing(["x"], ["a"], [None], [{}])
+        scored([lambda completions: [None]], [row("a")])
+
+
+def test_a_function_of_everything_gets_everything() -> None:
+    seen: dict[str, Any] = {}
+    scored([lambda solution_str, **columns: float(not seen.update(columns))], [row("a", "who?", answer="b", level=3)])
+    assert seen == {"prompt": "who?", "answer": "b", "level": 3}
 
 
 def test_async_functions_and_dicts() -> None:
@@ -91,9 +93,9 @@ def test_async_functions_and_dicts() -> None:
     async def all_long(completions: list[str]) -> list[float]:
         return [0.5 for _ in completions]
 
-    found = scored([slow, right], [sample("abc", "who?", answer="abc")])
+    found = scored([slow, right], [row("abc", "who?", answer="abc")])
     assert found == [{"score": 4.0, "slow": 3.0, "slow/asked": 4.0, "right": 1.0}]
-    assert scored([slow, all_long], [sample("abc", "who?")])[0]["score"] == 3.5
+    assert scored([slow, all_long], [row("abc", "who?")])[0]["score"] == 3.5
 
 
 @pytest.mark.parametrize(
@@ -114,7 +116,7 @@ def test_what_is_no_reward_is_refused(functions: Any, weights: Any, words: str) 
 
 
 def test_a_parameter_without_a_column_is_refused_before_the_run() -> None:
-    check_columns(named_rewards([right, short, last_word], None), ["prompt", "answer"])
+    check_columns(named_rewards([right, short, asked_and_right], None), ["prompt", "answer"])
     with pytest.raises(
         ConfigError, match=r"right\(.* needs answer, and the data has no such column. Its columns: prompt"
     ):

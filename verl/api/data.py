@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.api.rewards import COLUMNS
 from verl.errors import DataError
 
 Rows = Any
@@ -25,6 +24,7 @@ class DataFiles:
     paths: list[str]
     columns: list[str]
     count: int
+    prompt_key: str
     text_prompts: bool
     """Whether the prompts are texts rather than messages."""
 
@@ -79,14 +79,9 @@ def write_prompts(rows: Sequence[dict[str, Any]], path: Path, prompt_key: str, w
             f"{what} has no column '{prompt_key}'; its columns are {', '.join(columns)}. The prompt is a text or a "
             "list of messages; prompt_key='NAME' names another column."
         )
-    lines = []
-    for row in rows:
-        extra = row.get("extra_info") if isinstance(row.get("extra_info"), dict) else {}
-        others = {name: value for name, value in row.items() if name not in (prompt_key, "extra_info")}
-        lines.append({**row, "extra_info": {**(extra or {}), COLUMNS: others}})
-    write_jsonl(lines, path, what)
-    texts = [isinstance(row.get(prompt_key), str) for row in rows]
-    return DataFiles([str(path)], columns, len(rows), all(texts))
+    write_jsonl(rows, path, what)
+    texts = all(isinstance(row.get(prompt_key), str) for row in rows)
+    return DataFiles([str(path)], columns, len(rows), prompt_key, texts)
 
 
 def supervised_rows(rows: list[dict[str, Any]], what: str) -> tuple[list[dict[str, Any]], dict[str, str]]:

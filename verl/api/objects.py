@@ -47,7 +47,7 @@ def write_rewards(
     if not (rewards := rewards_of(reward, weights)):
         return {}
     check_columns(rewards, files.columns)
-    module = write_module({REWARD: combined(rewards, files.text_prompts)}, folder)
+    module = write_module({REWARD: combined(rewards, files.columns, files.prompt_key, files.text_prompts)}, folder)
     return {"custom_reward_function.path": str(module), "custom_reward_function.name": REWARD}
 
 
@@ -68,7 +68,7 @@ def write_objects(
     named: list[tuple[str, Any]] = []
     if rewards:
         check_columns(rewards, files.columns)
-        named.append((REWARD, combined(rewards, files.text_prompts)))
+        named.append((REWARD, combined(rewards, files.columns, files.prompt_key, files.text_prompts)))
     named += [(tool.__name__, tool) for tool in map(_marked, tools)]
     for environment in environments:
         if not (isinstance(environment, type) and issubclass(environment, Environment)):

@@ -35,6 +35,8 @@ OF_TEXTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos", "pr
 """What a function for all responses can name, in the same order."""
 OF_COMPLETIONS = ("completions", "prompts")
 """What a function in the form of TRL can name beside the columns of the data."""
+_OF_RESPONSES = ("solution_str", "solution_strs", "completions", "prompts")
+"""Arguments that are never a column of the data, whatever that has."""
 _TAKEN = ("score", "reward_status", "turn_scores")
 
 
@@ -138,20 +140,25 @@ def check_columns(rewards: Sequence[Reward], columns: Collection[str]) -> None:
             )
 
 
-def combined(rewards: Sequence[Reward], text_prompts: bool) -> Function:
+def combined(
+    rewards: Sequence[Reward], columns: Collection[str], prompt_key: str = "prompt", text_prompts: bool = True
+) -> Function:
     """Return one reward function for all; it is async if any of them is and all take single responses.
 
     Args:
         rewards: the functions.
+        columns: those of the data, which functions may name.
+        prompt_key: the column of the prompt.
         text_prompts: whether the prompts of the data are texts, so that completions are texts too, as in TRL.
     """
     if rewards[0].form == "batch":
         return rewards[0].function
+    kind = SampleRewards
     if any(reward.form != "sample" for reward in rewards):
-        return BatchRewards(rewards, text_prompts)
-    if any(map(_is_async, rewards)):
-        return AsyncSampleRewards(rewards, text_prompts)
-    return SampleRewards(rewards, text_prompts)
+        kind = BatchRewards
+    elif any(map(_is_async, rewards)):
+        kind = AsyncSampleRewards
+    return kind(rewards, [name for name in columns if name != prompt_key], prompt_key, text_prompts)
 
 
 def _is_async(reward: Reward) -> bool:
@@ -162,17 +169,38 @@ def _is_async(reward: Reward) -> bool:
 
 
 class _Rewards:
-    """Arguments of several functions, and the sum of their scores."""
+    """Arguments of several functions, and the sum of their scores.
 
-    def __init__(self, rewards: Sequence[Reward], text_prompts: bool) -> None:
+    Its signature names the columns that the functions want, by which a run knows what to give.
+    """
+
+    own: tuple[str, ...] = ()
+    """Arguments beside the columns."""
+
+    def __init__(self, rewards: Sequence[Reward], columns: Sequence[str], prompt_key: str, text_prompts: bool) -> None:
         self.rewards = list(rewards)
+        self.prompt_key = prompt_key
         self.text_prompts = text_prompts
         self.is_only = len(self.rewards) == 1
         self.__name__ = "+".join(reward.name for reward in self.rewards)
+        functions = [inspect.signature(reward.function).parameters for reward in self.rewards]
+        takes_any = any(p.kind is p.VAR_KEYWORD for parameters in functions for p in parameters.values())
+        named = {name for parameters in functions for name in parameters}
+        wanted = [name for name in columns if (takes_any or name in named) and name not in _OF_RESPONSES]
+        first, *others = self.own
+        parameters = [inspect.Parameter(first, inspect.Parameter.KEYWORD_ONLY)]
+        parameters += [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+            for name in dict.fromkeys([*others, "prompt", prompt_key, *wanted])
+        ]
+        self.__signature__ = inspect.Signature(parameters)
 
-    def prompt_of(self, messages: Any) -> Any:
-        """The prompt as the data has it: a text, or messages."""
-        return messages[-1]["content"] if self.text_prompts and messages else messages
+    def prompt_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The prompt as the data has it, a text or messages, under the names by which functions ask for it."""
+        messages = row.get("prompt") or row.get(self.prompt_key)
+        text = self.text_prompts and messages and not isinstance(messages, str)
+        prompt = messages[-1]["content"] if text else messages
+        return {self.prompt_key: prompt, "prompt": prompt}
 
     def total(self, scores: Sequence[Any]) -> Any:
         """Add up what the functions returned for one response: its weighted sum, and each score by name.
@@ -209,32 +237,20 @@ class _Rewards:
 class SampleRewards(_Rewards):
     """Functions that get one response each."""
 
-    def __call__(
-        self, data_source: str, solution_str: str, ground_truth: Any = None, extra_info: dict[str, Any] | None = None
-    ) -> Any:
-        """Score one response."""
-        arguments = self.arguments(data_source, solution_str, ground_truth, extra_info or {})
-        return self.total([called(reward.function, arguments) for reward in self.rewards])
+    own = ("solution_str", "data_source", "ground_truth", "extra_info")
 
-    def arguments(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
-    ) -> dict[str, Any]:
-        """All that a function can name."""
-        own = dict(extra_info)
-        columns = own.pop(COLUMNS, {})
-        prompt = self.prompt_of(own.get("raw_prompt"))
-        given = zip(OF_SAMPLE, (data_source, solution_str, ground_truth, own, prompt), strict=True)
-        return columns | {name: value for name, value in given if value is not None or name not in columns}
+    def __call__(self, **row: Any) -> Any:
+        """Score one response, with what the row has."""
+        arguments = row | self.prompt_of(row)
+        return self.total([called(reward.function, arguments) for reward in self.rewards])
 
 
 class AsyncSampleRewards(SampleRewards):
     """Functions that get one response each, some of which are async."""
 
-    async def __call__(
-        self, data_source: str, solution_str: str, ground_truth: Any = None, extra_info: dict[str, Any] | None = None
-    ) -> Any:
-        """Score one response."""
-        arguments = self.arguments(data_source, solution_str, ground_truth, extra_info or {})
+    async def __call__(self, **row: Any) -> Any:
+        """Score one response, with what the row has."""
+        arguments = row | self.prompt_of(row)
         scores = []
         for reward in self.rewards:
             score = called(reward.function, arguments)
@@ -245,48 +261,45 @@ class AsyncSampleRewards(SampleRewards):
 class BatchRewards(_Rewards):
     """Functions of which at least one gets all responses of a step; those for one response are called for each."""
 
-    def __call__(
-        self,
-        data_sources: Sequence[str],
-        solution_strs: Sequence[str],
-        ground_truths: Sequence[Any] = (),
-        extra_infos: Sequence[dict[str, Any]] = (),
-    ) -> list[Any]:
-        """Score all responses."""
-        size = len(solution_strs)
-        single = SampleRewards(self.rewards, self.text_prompts)
-        rows = list(zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True))
-        of_samples = [single.arguments(*row) for row in rows]
-        names = dict.fromkeys(name for arguments in of_samples for name in arguments)
-        columns = {name: [arguments.get(name) for arguments in of_samples] for name in names}
-        of_texts = columns | {
-            many: columns.get(one, [None] * size) for many, one in zip(OF_TEXTS, OF_SAMPLE, strict=True)
-        }
-        texts = list(solution_strs)
+    own = ("solution_strs", "data_sources", "ground_truths", "extra_infos")
+
+    def __call__(self, **lists: Any) -> list[Any]:
+        """Score all responses, with what the rows have in lists."""
+        texts = lists["solution_strs"]
+        given = [{name: values[place] for name, values in lists.items()} for place in range(len(texts))]
+        prompts = [self.prompt_of(row) for row in given]
+        columns = lists | {name: [prompt[name] for prompt in prompts] for name in (self.prompt_key, "prompt")}
+        columns["prompts"] = columns["prompt"]
         answers = texts if self.text_prompts else [[{"role": "assistant", "content": text}] for text in texts]
-        of_completions = of_texts | {"completions": answers}
+        of_trl = {name: values for name, values in columns.items() if name not in (*self.own, "prompt")}
+        arguments: Mapping[Form, dict[str, Any]] = {
+            "texts": columns,
+            "completions": of_trl | {"completions": answers},
+        }
+        one_of = dict(zip(OF_TEXTS, OF_SAMPLE, strict=True))
+        rows = [
+            {one_of.get(name, name): values[place] for name, values in columns.items()} for place in range(len(texts))
+        ]
         by_function: list[list[Any]] = []
         for reward in self.rewards:
             if reward.form == "sample":
-                results = [called(reward.function, arguments) for arguments in of_samples]
+                results = [called(reward.function, row) for row in rows]
                 by_function.append(asyncio.run(_awaited(results)) if _is_async(reward) else results)
                 continue
-            result = called(reward.function, of_texts if reward.form == "texts" else of_completions)
+            result = called(reward.function, arguments[reward.form])
             result = asyncio.run(_awaited([result]))[0] if inspect.isawaitable(result) else result
             result = result.tolist() if hasattr(result, "tolist") else result
-            if not isinstance(result, (list, tuple)) or len(result) != size:
+            if not isinstance(result, (list, tuple)) or len(result) != len(texts):
                 found = f"{len(result)} scores" if isinstance(result, (list, tuple)) else type(result).__name__
-                raise RewardError(f"{reward.name} returned {found} for {size} responses; expected a list of {size}.")
+                raise RewardError(
+                    f"{reward.name} returned {found} for {len(texts)} responses; expected a list of {len(texts)}."
+                )
             by_function.append(list(result))
         return [self.total(scores) for scores in zip(*by_function, strict=True)]
 
 
 async def _awaited(results: Sequence[Awaitable[Any]]) -> list[Any]:
     return list(await asyncio.gather(*results))
-
-
-COLUMNS = "verl_columns"
-"""Key of ``extra_info`` under which the columns of a row travel to the functions."""
 
 
 def called(function: Function, arguments: Mapping[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from verl.api.settings import checked_config, keys_of_call, placement, settings_
 from verl.config import EvalConfig, GenerationConfig
 from verl.errors import DataError, RewardError
 from verl.utils.console import restart_clock
+from verl.utils.dataset.files import SUFFIXES
 
 if TYPE_CHECKING:
     from verl.workers.reward_manager.scores import Score
@@ -63,6 +64,8 @@ def rows_of_prompts(prompts: Rows) -> list[dict[str, Any]]:
             return [{"prompt": one} for one in prompts]
         if all(isinstance(one, Mapping) and {"role", "content"} <= set(one) for one in prompts):
             raise DataError("prompts is one conversation. Give a list of them: [[{'role': ..., 'content': ...}]].")
+    if isinstance(prompts, str) and not prompts.endswith(SUFFIXES):
+        raise DataError(f"prompts={prompts!r:.60} is one text. Give a list of them, or the path of a file of rows.")
     return as_rows(prompts, "prompts")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from verl.base.import_utils import prepare_process
@@ -48,7 +49,8 @@ def keys_of_call(settings: Mapping[str, Any], root: type[BaseConfig]) -> dict[st
     known = leaves(root)
     found: dict[str, Any] = {}
     written: dict[str, str] = {}
-    for name, value in settings.items():
+    for name, given in settings.items():
+        value = given.item() if hasattr(given, "item") else str(given) if isinstance(given, Path) else given
         for key, ours in _keys(name, value, known, root).items():
             if key in found and found[key] != ours:
                 raise ConfigError(

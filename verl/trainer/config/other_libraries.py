@@ -6,6 +6,7 @@ about an unknown key. It holds facts alone: a name, our keys, how a value is con
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -459,6 +460,16 @@ def other_name(word: str) -> tuple[str, OtherName] | None:
             if entry.name == name:
                 return library, entry
     return None
+
+
+def similar_name(word: str) -> str | None:
+    """Return the name of another library that a word most likely means.
+
+    >>> similar_name("max_completions_length")
+    'max_completion_length'
+    """
+    names = [entry.name for entries in LIBRARIES.values() for entry in entries]
+    return next(iter(difflib.get_close_matches(word, names, n=1, cutoff=0.8)), None)
 
 
 def lines_about(word: str) -> list[str]:

@@ -39,7 +39,7 @@ from verl.trainer.config.keys import (
     put,
     same,
 )
-from verl.trainer.config.other_libraries import other_name, remedy_for
+from verl.trainer.config.other_libraries import other_name, remedy_for, similar_name
 
 _MISSING = object()
 
@@ -229,6 +229,8 @@ class Translator:
             leaf_paths = self._leaf_paths()
             near = nearest(path, leaf_paths + [alias.old for alias in ALIASES])
             remedy = f"did you mean {near}?" if near else "remove it"
+            if near is None and not parent and (similar := similar_name(name)):
+                remedy = f"did you mean {similar}? {remedy_for(similar, value, leaf_paths)}"
             other = other_name(name)
             is_bare = other is not None and not parent and other[1].settable(leaf_paths)
             if is_bare or not any(f".{leaf}".endswith(f".{name}") for leaf in leaf_paths):
