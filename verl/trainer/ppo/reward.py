@@ -526,7 +526,7 @@ def resolve_reward_manager_cls(config: PPOConfig | Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: no class has this name, or the file is missing.
     """
-    chosen = _typed(config).reward_manager
+    chosen = _typed(config, ("reward_manager",)).reward_manager
     if chosen.source == "register":
         return get_reward_manager_cls(chosen.name)
     if not chosen.module.path:
