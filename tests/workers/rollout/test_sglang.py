@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.workers.rollout.damage import damaged
 from tests.workers.rollout.losses import check_a_lost_process
 from verl.errors import ConfigError, RolloutError
 from verl.testing.rollout_conformance import (
@@ -37,10 +38,11 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.client import EngineClient
 from verl.workers.rollout.engine_kwargs import Launch
 from verl.workers.rollout.engine_side.verl_engine import checksum
-from verl.workers.rollout.sglang_rollout import SGLangRollout, private, served
+from verl.workers.rollout.sglang_rollout import SGLangRollout, inprocess, private, served
 from verl.workers.rollout.sglang_rollout.served import SGLangServer
 from verl.workers.rollout.sglang_rollout.settings import process_environment
 from verl.workers.rollout.state import EngineState
+from verl.workers.rollout.weights import shared_parts
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here; `make test-sglang` has it"
@@ -146,22 +148,12 @@ def test_engine(mode: EngineUnderTest, check: Callable[[EngineUnderTest], None])
     check(mode)
 
 
-def corrupted(parts: Iterator[Any]) -> Iterator[Any]:
-    """Files of weights, one bit of which is turned on the way."""
-    for path, part in parts:
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-        yield path, part
-
-
 def test_weights_that_do_not_arrive_as_sent_are_noticed(mode: EngineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
     running = mode.ready()
     if mode.settings["mode"] == "sync":
-        monkeypatch.setattr(served, "checksum", lambda tensor: checksum(tensor) + (tensor.dim() == 1))
+        monkeypatch.setattr(inprocess, "checksum", lambda tensor: checksum(tensor) + (tensor.dim() == 1))
     else:
-        own = served.write_weight_files
-        monkeypatch.setattr(served, "write_weight_files", lambda *args: corrupted(own(*args)))
+        monkeypatch.setattr(served, "shared_parts", lambda *args: damaged(shared_parts(*args)))
     with pytest.raises(RolloutError, match=r"did not arrive in .*SGLang.* as they were sent"):
         running.load_weights(weights_of(seed=1), version=1)
     with pytest.raises(RolloutError, match="no weights"):

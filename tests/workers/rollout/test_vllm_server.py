@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.workers.rollout.damage import damaged
 from tests.workers.rollout.losses import check_a_lost_process
 from tests.workers.rollout.vllm_engines import (
     SERVER_SIZES,
@@ -39,8 +40,10 @@ from verl.testing.rollout_conformance import (
     weights_of,
 )
 from verl.workers.rollout.engine_kwargs import Launch
+from verl.workers.rollout.vllm_rollout import served
 from verl.workers.rollout.vllm_rollout.served import VLLMServer
 from verl.workers.rollout.vllm_rollout.settings import engine_arguments
+from verl.workers.rollout.weights import shared_parts
 
 pytestmark = needs_vllm
 NAMES = names_of(CHECKS)
@@ -112,15 +115,7 @@ def test_the_server_demands_its_token(folder: Path) -> None:
 def test_a_weight_that_arrives_changed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running = under_test(folder, "async").ready()
     engine = running._engine.shared.engine
-    load = engine._load_files
-
-    def damage(paths: list[Path], sent: dict[str, str]) -> None:
-        data = bytearray(paths[0].read_bytes())
-        data[-1] ^= 1  # the last byte belongs to the last tensor of the file
-        paths[0].write_bytes(data)
-        load(paths, sent)
-
-    monkeypatch.setattr(engine, "_load_files", damage)
+    monkeypatch.setattr(served, "shared_parts", lambda *args: damaged(shared_parts(*args)))
     with pytest.raises(RolloutError, match=r"1 of 25 weights did not arrive in vLLM .* as they were sent: "):
         running.load_weights(weights_of(), version=1)
     with pytest.raises(RolloutError, match="no weights"):

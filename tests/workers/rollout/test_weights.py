@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
 import shutil
 from collections import namedtuple
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +18,15 @@ from transformers import PreTrainedModel
 
 from verl.errors import RolloutError
 from verl.testing.models import tiny_model
-from verl.workers.rollout.engine_side.verl_engine import checksum, weights_in_files, with_checksums
-from verl.workers.rollout.weights import ExpectedWeights, buckets, check_arrival, write_weight_files
+from verl.workers.rollout.engine_side.verl_engine import checksum, weights_in_part, with_checksums
+from verl.workers.rollout.weights import (
+    ExpectedWeights,
+    SharedPart,
+    buckets,
+    check_arrival,
+    save_tensors,
+    shared_parts,
+)
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -88,7 +99,7 @@ def test_of_many_problems_eight_are_named_and_the_rest_counted() -> None:
         list(expected_of(model).checked(iter(()), version=1))
 
 
-# ---- in which files
+# ---- in which parts
 
 
 def numbered(*sizes: int) -> list[tuple[str, Tensor]]:
@@ -96,58 +107,105 @@ def numbered(*sizes: int) -> list[tuple[str, Tensor]]:
     return [(f"w{i}", torch.arange(size, dtype=torch.float32) + 100 * i) for i, size in enumerate(sizes)]
 
 
-def test_files_hold_as_much_as_fits_and_a_larger_tensor_is_alone(tmp_path: Path) -> None:
-    weights = numbered(10, 10, 6, 50, 10, 15, 0)  # bytes 40 40 24 | 200 | 40 60 0
-    written = list(write_weight_files(iter(weights), [tmp_path], "step-3", file_bytes=104))
-    assert [path.name for path, _ in written] == [f"step-3-{i}.safetensors" for i in range(3)]
-    assert [list(part) for _, part in written] == [["w0", "w1", "w2"], ["w3"], ["w4", "w5", "w6"]]
-    for path, part in written:
-        back = load_file(path)
-        assert back.keys() == part.keys()
-        assert all(torch.equal(back[name], part[name]) for name in part)
-    assert list(write_weight_files(iter(()), [tmp_path], "none", file_bytes=104)) == []
+def test_parts_hold_as_much_as_fits_and_a_larger_tensor_is_alone(tmp_path: Path) -> None:
+    # Bytes 64 64 32 | 256 | 64 96 0: each tensor begins at a multiple of 64.
+    weights, found, sizes = numbered(16, 16, 8, 64, 16, 24, 0), [], []
+    for part in shared_parts(iter(weights), [tmp_path], "step-3", part_bytes=160):
+        found.append(dict(weights_in_part(json.loads(json.dumps(part.description())))))
+        sizes.append(part.nbytes)
+        assert list(tmp_path.iterdir()) == [part.path]  # the one before is removed
+    assert [list(part) for part in found] == [["w0", "w1", "w2"], ["w3"], ["w4", "w5", "w6"]]
+    assert sizes == [160, 256, 160]
+    # Memory that is mapped outlives its file: vLLM keeps the tensors of a layer until all have come.
+    assert not list(tmp_path.iterdir())
+    arrived = {name: tensor for part in found for name, tensor in part.items()}
+    assert all(torch.equal(arrived[name], tensor) for name, tensor in weights)
+    assert list(shared_parts(iter(()), [tmp_path], "none", part_bytes=104)) == []
 
 
-def test_a_file_is_complete_when_it_is_handed_out_and_the_next_not_begun(tmp_path: Path) -> None:
-    for number, (path, _) in enumerate(write_weight_files(iter(numbered(4, 4, 4)), [tmp_path], "w", file_bytes=16)):
-        assert len(load_file(path)) == 1
-        assert sorted(tmp_path.iterdir()) == [tmp_path / f"w-{i}.safetensors" for i in range(number + 1)]
+def test_any_format_and_layout_arrives_as_it_reads(tmp_path: Path) -> None:
+    weights = {
+        "odd": torch.tensor([1, 2, 3], dtype=torch.int8),
+        "transposed": torch.arange(6.0).view(2, 3).T,
+        "expanded": torch.ones(1, 3, dtype=torch.bfloat16).expand(2, 3),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+    }
+    [(part, back)] = [
+        (part, dict(weights_in_part(part.description())))
+        for part in shared_parts(iter(weights.items()), [tmp_path], "w", part_bytes=1000)
+    ]
+    for name, tensor in weights.items():
+        assert back[name].dtype == tensor.dtype
+        assert torch.equal(back[name], tensor)
+        assert part.checksums[name] == str(checksum(back[name]))
 
 
-def test_transposed_and_expanded_tensors_arrive_as_they_read(tmp_path: Path) -> None:
-    weights = {"transposed": torch.arange(6.0).view(2, 3).T, "expanded": torch.ones(1, 3).expand(2, 3)}
-    [(path, _)] = write_weight_files(iter(weights.items()), [tmp_path], "w", file_bytes=1000)
-    back = load_file(path)
-    assert back["transposed"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
-    assert back["expanded"].tolist() == [[1.0] * 3] * 2
+def test_a_part_that_nobody_takes_leaves_no_file(tmp_path: Path) -> None:
+    parts = shared_parts(iter(numbered(4, 4)), [tmp_path], "w", part_bytes=16)
+    next(parts)
+    assert len(list(tmp_path.iterdir())) == 1
+    parts.close()
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_takes_no_file_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # As when another engine has filled it since its free space was read.
-    full = Path("/proc/self")
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(2**40, 0, 2**30))
-    [(path, part)] = write_weight_files(iter(numbered(4)), [full, tmp_path], "w", file_bytes=50)
-    assert path == tmp_path / "w-0.safetensors"
-    assert load_file(path).keys() == part.keys()
-    with pytest.raises(RolloutError, match=r"could not be written to /proc/self/w-0\.safetensors: .*Make room there"):
-        list(write_weight_files(iter(numbered(4)), [full], "w", file_bytes=50))
+def small_disk(monkeypatch: pytest.MonkeyPatch, room: dict[Path, int]) -> None:
+    """Folders whose file system has room for so many bytes; all others have none."""
+    allocate, opened = os.posix_fallocate, os.open
+    folders: dict[int, Path] = {}
+
+    def open_file(path: Any, *args: Any) -> int:
+        number = opened(path, *args)
+        folders[number] = Path(path).parent
+        return number
+
+    def limited(number: int, start: int, size: int) -> None:
+        if start + size > room[folders[number]]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        allocate(number, start, size)
+
+    monkeypatch.setattr(os, "open", open_file)
+    monkeypatch.setattr(os, "posix_fallocate", limited)
 
 
-def test_a_full_folder_is_passed_over_and_none_with_room_is_an_error(
+def test_a_part_ends_where_its_folder_is_full_and_the_next_folder_takes_what_fits_nowhere_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, disk = tmp_path / "memory", tmp_path / "disk"
     for folder in (memory, disk):
         folder.mkdir()
-    free = {memory: 2**20 + 50, disk: 2**30}  # a MiB stays spare
+    weights = numbered(16, 16, 16, 40, 16)  # bytes 64 64 | 64 | 160 | 64
+    small_disk(monkeypatch, {memory: 128, disk: 1000})
+    parts = [
+        (part.path.parent.name, list(part.tensors))
+        for part in shared_parts(iter(weights), [memory, disk], "w", part_bytes=1000)
+    ]
+    assert parts == [("memory", ["w0", "w1"]), ("memory", ["w2"]), ("disk", ["w3", "w4"])]
+    small_disk(monkeypatch, {memory: 128, disk: 100})
+    with pytest.raises(RolloutError, match=r"cannot be written to .*disk/w-4: No space left on device\. Make room"):
+        list(shared_parts(iter(weights), [memory, disk], "w", part_bytes=1000))
+    assert not [*memory.iterdir(), *disk.iterdir()]
+
+
+def test_files_of_adapters_and_images_pass_over_a_folder_without_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    for folder in (memory, disk):
+        folder.mkdir()
+    free = {memory: 2**20 + 50, disk: 2**30, Path("/proc/self"): 2**30}  # a MiB stays spare
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(2**40, 0, free[folder]))
-    written = list(write_weight_files(iter(numbered(10, 15, 12)), [memory, disk], "w", file_bytes=50))
-    assert [path.parent for path, _ in written] == [memory, disk, memory]
+    for size, folder in ((10, memory), (15, disk)):
+        assert save_tensors(dict(numbered(size)), [memory, disk], "w", "images").parent == folder
+    # One that was filled since its free space was read.
+    path = save_tensors(dict(numbered(4)), [Path("/proc/self"), disk], "w", "images")
+    assert load_file(path).keys() == {"w0"}
+    with pytest.raises(RolloutError, match=r"MiB of images could not be written to /proc/self/w: .*Make room there"):
+        save_tensors(dict(numbered(4)), [Path("/proc/self")], "w", "images")
     free[disk] = 2**20
     with pytest.raises(
         RolloutError, match=r"fit into none of .*memory \(1 MiB free\), .*disk \(1 MiB free\)\. Make room"
     ):
-        list(write_weight_files(iter(numbered(15)), [memory, disk], "w", file_bytes=50))
+        save_tensors(dict(numbered(15)), [memory, disk], "w", "images")
 
 
 def test_buckets_are_copies_of_bounded_size():
@@ -180,28 +238,23 @@ def test_a_checksum_sees_one_bit_and_swapped_rows(dtype):
     assert checksum(rows[[1, 0, 2]]) != checksum(rows)
 
 
-def arrived(paths: list[str]) -> dict[str, str]:
-    """What vLLM's worker reports of files that it was told to load."""
-    found: dict[str, str] = {}
-    for _ in with_checksums(weights_in_files(paths), found):
-        pass
-    return found
+def test_a_damaged_part_is_noticed_by_name(tmp_path: Path) -> None:
+    def arrived(part: SharedPart) -> dict[str, str]:
+        """What an engine's worker reports of a part that it was told to load."""
+        found: dict[str, str] = {}
+        for _ in with_checksums(weights_in_part(part.description()), found):
+            pass
+        return found
 
-
-def test_a_damaged_file_is_noticed_by_name(tmp_path: Path) -> None:
-    weights = numbered(10, 10, 1000)
-    written = list(write_weight_files(iter(weights), [tmp_path], "w", file_bytes=100))
-    paths, sent = [str(path) for path, _ in written], {name: str(checksum(tensor)) for name, tensor in weights}
-    check_arrival(sent, arrived(paths), "vLLM (worker 0)")
-    read = dict(weights_in_files(paths))
-    assert all(torch.equal(read[name], tensor) for name, tensor in weights)
-    last = Path(paths[-1])
-    data = bytearray(last.read_bytes())
-    data[-1] ^= 1
-    last.write_bytes(data)
-    with pytest.raises(RolloutError, match=r"1 of 3 weights did not arrive in vLLM \(worker 1\) .*: w2\. Their"):
-        check_arrival(sent, arrived(paths), "vLLM (worker 1)")
-    with pytest.raises(RolloutError, match=r"1 of 3 weights did not arrive .*: w2\."):
-        check_arrival(sent, arrived(paths[:1]), "vLLM (worker 1)")
-    with pytest.raises(RolloutError, match=r"1 of 2 weights did not arrive .*: w2\."):  # a weight that nobody sent
-        check_arrival({name: sent[name] for name in ("w0", "w1")}, sent, "vLLM (worker 1)")
+    for part in shared_parts(iter(numbered(10, 10, 1000)), [tmp_path], "w", part_bytes=10**6):
+        check_arrival(part.checksums, arrived(part), "vLLM (worker 0)")
+        data = bytearray(part.path.read_bytes())
+        data[-1] ^= 1
+        part.path.write_bytes(data)
+        with pytest.raises(RolloutError, match=r"1 of 3 weights did not arrive in vLLM \(worker 1\) .*: w2\. Their"):
+            check_arrival(part.checksums, arrived(part), "vLLM (worker 1)")
+        sent = {name: part.checksums[name] for name in ("w0", "w1")}
+        with pytest.raises(RolloutError, match=r"1 of 2 weights did not arrive .*: w2\."):  # a weight that nobody sent
+            check_arrival(sent, part.checksums, "vLLM (worker 1)")
+        with pytest.raises(RolloutError, match=r"1 of 3 weights did not arrive .*: w2\."):
+            check_arrival(part.checksums, sent, "vLLM (worker 1)")

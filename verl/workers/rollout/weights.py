@@ -1,25 +1,31 @@
-"""Transfer of weights to rollout engines: check names and shapes, split into parts, write files, verify checksums."""
+"""Transfer of weights to rollout engines: check names and shapes, split into parts, share memory, verify checksums."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from verl.errors import RolloutError
+from verl.workers.rollout.engine_side.verl_engine import checksum
 
 ADAPTER = "policy"
 """Name of the only adapters in an engine."""
 ADAPTER_FILE = "adapter_model.safetensors"
 _SHOWN_PROBLEMS = 8
 _SHOWN_NAMES = 5
+_ALIGNMENT = 64  # of the first byte of a tensor in a part; more than the size of an element
 _SPARE_BYTES = 2**20  # for the header of a file
 
 
@@ -140,22 +146,121 @@ def buckets(
         yield part
 
 
-def write_weight_files(
-    weights: Iterable[tuple[str, Tensor]], folders: Sequence[Path], name: str, file_bytes: int
-) -> Iterator[tuple[Path, dict[str, Tensor]]]:
-    """Write weights to safetensors files; yield the path and the tensors of each complete file.
+@dataclass(frozen=True)
+class SharedPart:
+    """A part of the weights in memory that the processes of an engine map too."""
+
+    path: Path
+    """The file that holds it; it may be removed once the engine has mapped it."""
+    tensors: Mapping[str, tuple[torch.dtype, torch.Size, int]]
+    """Format, shape and first byte of each tensor."""
+    checksums: Mapping[str, str]
+    """Of the tensors before they were copied."""
+    nbytes: int
+    """Of the tensors, without the gaps between them."""
+
+    def description(self) -> dict[str, Any]:
+        """JSON of which ``verl_engine.weights_in_part`` makes the tensors."""
+        tensors = [
+            [name, str(dtype).removeprefix("torch."), list(shape), start]
+            for name, (dtype, shape, start) in self.tensors.items()
+        ]
+        return {"path": str(self.path), "tensors": tensors}
+
+
+def shared_parts(
+    weights: Iterable[tuple[str, Tensor]], folders: Sequence[Path], name: str, part_bytes: int
+) -> Generator[SharedPart]:
+    """Copy weights into shared memory part by part, each tensor once; a part is removed when the next is asked for.
+
+    A part ends early where its folder is full, so that the engine takes it before more is written: several engines may
+    share the memory of a machine.
 
     Args:
-        weights: names and tensors; kept in memory until their file is written.
-        folders: each file is written to the first folder with enough free space.
+        weights: names and tensors, on any device.
+        folders: where the parts may lie, the first one that has room first.
         name: prefix of the file names; a number follows.
-        file_bytes: largest size of a file's tensors; a larger tensor has a file of its own.
+        part_bytes: largest size of a part; a larger tensor is a part by itself.
 
     Raises:
-        RolloutError: none of the folders has enough free space, or it was full before the file was complete.
+        RolloutError: a single tensor fits into none of the folders.
     """
-    for number, part in enumerate(buckets(weights, file_bytes, lambda tensor: tensor.cpu().contiguous())):
-        yield save_tensors(part, folders, f"{name}-{number}.safetensors", "new weights"), part
+    part = _PartWriter(folders, f"{name}-0")
+    try:
+        for number, (key, tensor) in enumerate(weights, start=1):
+            is_full = bool(part.tensors) and part.end + tensor.nbytes > part_bytes
+            if is_full or not part.add(key, tensor):
+                yield part.complete()
+                part.remove()
+                part = _PartWriter(folders, f"{name}-{number}")
+                part.add(key, tensor)
+        if part.tensors:
+            yield part.complete()
+    finally:
+        part.remove()
+
+
+class _PartWriter:
+    """A part that is being written."""
+
+    def __init__(self, folders: Sequence[Path], name: str) -> None:
+        self._paths = [folder / name for folder in folders]
+        self._file = -1
+        self.tensors: dict[str, tuple[torch.dtype, torch.Size, int]] = {}
+        self._checksums: dict[str, str] = {}
+        self.end = 0
+        """Where the last tensor ends."""
+        self._nbytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> bool:
+        """Copy a tensor to the end of the part; False if the file has no room for it and holds others already.
+
+        Raises:
+            RolloutError: it would be the first, and no folder has room.
+        """
+        start = -(-self.end // _ALIGNMENT) * _ALIGNMENT
+        if not self._reserve(start, tensor.nbytes):
+            return False
+        self._checksums[name] = str(checksum(tensor))
+        if tensor.nbytes:
+            memory = np.memmap(self._paths[0], np.uint8, "r+", start, (tensor.nbytes,))
+            torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        self.tensors[name] = tensor.dtype, tensor.shape, start
+        self.end = start + tensor.nbytes
+        self._nbytes += tensor.nbytes
+        return True
+
+    def _reserve(self, start: int, size: int) -> bool:
+        while True:
+            path = self._paths[0]
+            try:
+                if self._file < 0:
+                    self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+                if size:
+                    # Writing to mapped memory that the file system cannot provide would end this process.
+                    os.posix_fallocate(self._file, start, size)
+                return True
+            except OSError as error:
+                if self.tensors:
+                    return False
+                self.remove()
+                self._paths.pop(0)
+                if not self._paths:
+                    raise RolloutError(
+                        f"{size / 2**20:.0f} MiB of new weights cannot be written to {path}: {error.strerror}. Make "
+                        "room there, or point TMPDIR at a folder that has it."
+                    ) from error
+
+    def complete(self) -> SharedPart:
+        """Return the part."""
+        return SharedPart(self._paths[0], self.tensors, self._checksums, self._nbytes)
+
+    def remove(self) -> None:
+        """Remove the file; processes that have mapped it keep its memory for as long as they use it."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+            self._paths[0].unlink(missing_ok=True)
 
 
 def save_tensors(tensors: Mapping[str, Tensor], folders: Sequence[Path], name: str, what: str) -> Path:

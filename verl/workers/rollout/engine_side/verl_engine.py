@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +40,19 @@ def with_checksums(weights: Iterable[tuple[str, Tensor]], found: dict[str, str])
     for name, tensor in weights:
         found[name] = str(checksum(tensor))  # text, because JSON readers may round integers of 64 bits
         yield name, tensor
+
+
+def weights_in_part(part: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a ``SharedPart``, given its description.
+
+    They lie in memory that is shared with the process that wrote them, and stays while they are used.
+    """
+    size = Path(part["path"]).stat().st_size
+    memory = torch.from_file(part["path"], shared=True, size=size, dtype=torch.uint8) if size else torch.empty(0)
+    for name, format_name, shape, start in part["tensors"]:
+        dtype = getattr(torch, format_name)
+        end = start + math.prod(shape) * dtype.itemsize
+        yield name, memory[start:end].view(dtype).view(shape) if end > start else torch.empty(shape, dtype=dtype)
 
 
 def weights_in_files(paths: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

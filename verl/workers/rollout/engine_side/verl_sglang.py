@@ -18,7 +18,7 @@ from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.managers import mm_schedule
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from torch import Tensor
-from verl_engine import ADAPTER_REPORT, checksum, weights_in_files, with_checksums
+from verl_engine import ADAPTER_REPORT, checksum, weights_in_files, weights_in_part, with_checksums
 from verl_images import read_image_file
 
 CONTRACT_BACKEND = "pytorch"
@@ -176,7 +176,8 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     Args:
         model: the model of this rank.
         named_tensors: first ``verl.order``, a JSON object as bytes: ``report``, the path of the report without
-            ``-<rank>.json``, and ``files``, safetensors files to read; then tensors by name, if there are no files.
+            ``-<rank>.json``, and ``part``, the description of a part in shared memory; then tensors by name, if there
+            is no part.
     """
     (_, order_bytes), *tensors = named_tensors
     order = json.loads(bytes(order_bytes.tolist()))
@@ -185,7 +186,7 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     shapes: dict[str, torch.Size] = {}
 
     def weights() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in with_checksums(tensors or weights_in_files(order["files"]), arrived):
+        for name, tensor in with_checksums(tensors or weights_in_part(order["part"]), arrived):
             shapes[name] = tensor.shape
             yield name, tensor
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from verl_engine import TOKEN_VARIABLE, weights_in_files, with_checksums
+from verl_engine import TOKEN_VARIABLE, weights_in_files, weights_in_part, with_checksums
 from verl_images import image_item, read_image_file
 
 _RECENT_IMAGES = 32
@@ -17,16 +17,40 @@ _OPEN_PATHS = ("/health",)
 
 
 class WeightLoader:
-    """Load weights from files; a mix-in of vLLM's worker (``worker_extension_cls``)."""
+    """Load weights from shared memory; a mix-in of vLLM's worker (``worker_extension_cls``)."""
 
-    reload_weights: Callable[..., None]
+    vllm_config: Any
+    model_runner: Any
     add_lora: Callable[..., bool]
 
-    def load_weight_files(self, paths: list[str]) -> dict[str, Any]:
-        """Replace all weights by those of safetensors files; return ``{"checksums": {name: checksum}}`` of these."""
+    def begin_weights(self) -> None:
+        """Prepare to replace all weights."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model_runner.get_model())
+
+    def load_weights_part(self, part: dict[str, Any]) -> dict[str, Any]:
+        """Load a part of the new weights; return ``{"checksums": {name: checksum}}`` of it.
+
+        vLLM keeps the tensors of a layer until all of them have come; they stay in memory after the file is removed.
+        """
+        from vllm.config import set_current_vllm_config
+
         found: dict[str, str] = {}
-        self.reload_weights(weights_iterator=with_checksums(weights_in_files(paths), found))
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.get_model().load_weights(with_checksums(weights_in_part(part), found))
         return {"checksums": found}
+
+    def end_weights(self) -> None:
+        """Finish the replacement, and drop what vLLM has computed from the weights before."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+        self.model_runner.reset_lora_state()
+        self.model_runner.reset_encoder_cache()
+        self.model_runner.reset_mm_cache()
 
     def load_adapters(self, name: str, number: int, folder: str) -> dict[str, Any]:
         """Replace the LoRA adapters of that name by those in a folder of peft; return the checksums of their files."""

@@ -10,7 +10,7 @@ import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from threading import Event, Thread
@@ -24,12 +24,14 @@ from verl.errors import ConfigError, EngineLostError, RolloutError
 from verl.supervision.processes import MARK_VARIABLE, is_alive, is_stopped, kill_marked, new_mark
 from verl.vision.families import VisionConfig
 from verl.workers.rollout.client import ENGINE_SIDE, PartialResponse, ServedRequests, serve_each
+from verl.workers.rollout.engine_side.verl_engine import checksum
 from verl.workers.rollout.server import KILLED_CHILD, HangLimits, HangTimer
 from verl.workers.rollout.sglang_rollout import private
 from verl.workers.rollout.sglang_rollout.served import (
     LOADER,
     LOADS,
     ORDER,
+    SentPart,
     SGLangClient,
     check_success,
     order_of,
@@ -156,9 +158,7 @@ class SGLangInProcess(SGLangClient):
         elif action in _ADAPTER_ACTIONS:
             check_success(action, answer.success, answer.error_message)
 
-    def _send(
-        self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int
-    ) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Generator[SentPart]:
         # Sending moves a tensor's storage to shared memory, which must not happen to the trainer's own tensors.
         parts = buckets(weights, bucket_bytes, lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
         for number, part in enumerate(parts):
@@ -170,7 +170,8 @@ class SGLangInProcess(SGLangClient):
                 load_format=LOADER,
                 flush_cache=True,
             )
-            yield report, part
+            sent = {name: str(checksum(tensor)) for name, tensor in part.items()}
+            yield SentPart(report, sent, sum(tensor.nbytes for tensor in part.values()))
 
 
 class _WatchedCall:

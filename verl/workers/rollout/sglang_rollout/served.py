@@ -10,11 +10,11 @@ import pickle
 import shutil
 import uuid
 from abc import abstractmethod
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Event
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from verl.workers.rollout.engine_side.verl_engine import ADAPTER_REPORT, checksu
 from verl.workers.rollout.http_client import HttpClient, refusals
 from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
-from verl.workers.rollout.weights import ADAPTER, check_arrival, write_adapters, write_weight_files
+from verl.workers.rollout.weights import ADAPTER, SharedPart, check_arrival, shared_parts, write_adapters
 
 LOADER = "verl_sglang.load_weights"
 ORDER = "verl.order"
@@ -79,10 +79,10 @@ class SGLangClient(EngineClient):
         size = 0
         self._call("begin_weight_update")
         try:
-            for report, part in self._send(weights, bucket_bytes):
-                size += sum(tensor.nbytes for tensor in part.values())
-                sent = {name: str(checksum(tensor)) for name, tensor in part.items()}
-                check_reports(sent, report, self.ranks)
+            with contextlib.closing(self._send(weights, bucket_bytes)) as parts:
+                for part in parts:
+                    check_reports(part.checksums, part.report, self.ranks)
+                    size += part.nbytes
         finally:
             self._call("end_weight_update")
         return size
@@ -135,10 +135,8 @@ class SGLangClient(EngineClient):
         """
 
     @abstractmethod
-    def _send(
-        self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int
-    ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Send weights in parts; yield for each the path of its reports, without ``-<rank>.json``, and its tensors."""
+    def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Generator[SentPart]:
+        """Send weights in parts, and yield each when SGLang has loaded it."""
 
     def sleep(self, parts: Sequence[str]) -> None:
         """See :meth:`EngineClient.sleep`."""
@@ -217,13 +215,23 @@ def check_success(action: str, done: bool, message: str) -> None:
         raise RolloutError(f"SGLang refused {action}: {message}")
 
 
-def order_of(report: str, files: Sequence[str] = ()) -> bytes:
+class SentPart(NamedTuple):
+    """A part of the weights that SGLang has loaded."""
+
+    report: str
+    """Path of what each rank reports of it, without ``-<rank>.json``."""
+    checksums: Mapping[str, str]
+    """Of the tensors that were sent."""
+    nbytes: int
+
+
+def order_of(report: str, part: SharedPart | None = None) -> bytes:
     """Encode the order that precedes the weights in a call of ``verl_sglang.load_weights``."""
-    return json.dumps({"report": report, "files": list(files)}).encode()
+    return json.dumps({"report": report, "part": part and part.description()}).encode()
 
 
 class SGLangServer(SGLangClient, ServerClient):
-    """SGLang's HTTP server in a separate process, which reads new weights from files."""
+    """SGLang's HTTP server in a separate process, which reads new weights from shared memory."""
 
     metrics: ClassVar[Mapping[str, str]] = {field: f"sglang_{name}" for field, name in LOADS.items()}
     metrics_path = "/v1/loads?format=prometheus&include=core"
@@ -282,22 +290,18 @@ class SGLangServer(SGLangClient, ServerClient):
         if answer and "success" in answer:
             check_success(action, answer["success"], answer.get("message") or answer.get("error_message", ""))
 
-    def _send(
-        self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int
-    ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        for file, part in write_weight_files(weights, self.folders, "weights", bucket_bytes):
-            report = str(self.server.folder / file.stem)
-            payload = base64.b64encode(pickle.dumps([(ORDER, _Bytes(order_of(report, [str(file)])))])).decode()
-            try:
+    def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Generator[SentPart]:
+        with contextlib.closing(shared_parts(weights, self.folders, "weights", bucket_bytes)) as parts:
+            for number, part in enumerate(parts):
+                report = str(self.server.folder / f"part-{number}")
+                payload = base64.b64encode(pickle.dumps([(ORDER, _Bytes(order_of(report, part)))])).decode()
                 self._call(
                     "update_weights_from_tensor",
                     serialized_named_tensors=[payload] * self.ranks,
                     load_format=LOADER,
                     flush_cache=True,
                 )
-            finally:
-                file.unlink()
-            yield report, part
+                yield SentPart(report, part.checksums, part.nbytes)
 
 
 class _Bytes:

@@ -7,7 +7,6 @@ import math
 import shutil
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -24,7 +23,7 @@ from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
 from verl.workers.rollout.server import LOOPBACK
 from verl.workers.rollout.vllm_rollout.settings import ADAPTER_ID, METRICS, command_line, process_environment
-from verl.workers.rollout.weights import ADAPTER, check_arrival, write_adapters, write_weight_files
+from verl.workers.rollout.weights import ADAPTER, check_arrival, shared_parts, write_adapters
 
 _GENERATE = "/inference/v1/generate"
 _ROUTES = ("--tokens-only",)
@@ -150,20 +149,18 @@ class VLLMServer(ServerClient):
         return response.take(choice["token_ids"] or [], log_probs, choice["finish_reason"])
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
-        """See :meth:`EngineClient.load_weights`. vLLM reads all files in one call, so all exist at once."""
-        paths: list[Path] = []
-        sent: dict[str, str] = {}
+        """See :meth:`EngineClient.load_weights`. Each part is checked before the next is sent."""
         size = 0
+        folders = (self.server.memory_folder, self.server.folder)
+        self._call_workers("begin_weights")
         try:
-            folders = (self.server.memory_folder, self.server.folder)
-            for path, part in write_weight_files(weights, folders, "weights", bucket_bytes):
-                paths.append(path)
-                sent |= {key: str(checksum(tensor)) for key, tensor in part.items()}
-                size += sum(tensor.nbytes for tensor in part.values())
-            self._load_files(paths, sent)
-        finally:
-            for path in paths:
-                path.unlink(missing_ok=True)
+            with contextlib.closing(shared_parts(weights, folders, "weights", bucket_bytes)) as parts:
+                for part in parts:
+                    for number, worker in enumerate(self._call_workers("load_weights_part", part.description())):
+                        check_arrival(part.checksums, worker["checksums"], f"vLLM (worker {number})")
+                    size += part.nbytes
+        finally:  # vLLM must finish a begun update, or it cannot start another
+            self._call_workers("end_weights")
         self._reset_cache()
         return size
 
@@ -175,8 +172,7 @@ class VLLMServer(ServerClient):
             if not self._knows_adapters:  # the server's front end must know the name; the workers load them below
                 self.server.post("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(folder)})
                 self._knows_adapters = True
-            call = {"method": "load_adapters", "args": [ADAPTER, ADAPTER_ID, str(folder)]}
-            for number, worker in enumerate(self.server.post("/collective_rpc", call)["results"]):
+            for number, worker in enumerate(self._call_workers("load_adapters", ADAPTER, ADAPTER_ID, str(folder))):
                 check_arrival(sent, worker["checksums"], f"vLLM (worker {number})")
         finally:
             shutil.rmtree(folder)
@@ -195,10 +191,9 @@ class VLLMServer(ServerClient):
                 )
             time.sleep(0.05)
 
-    def _load_files(self, paths: list[Path], sent: dict[str, str]) -> None:
-        call = {"method": "load_weight_files", "args": [[str(path) for path in paths]]}
-        for number, worker in enumerate(self.server.post("/collective_rpc", call)["results"]):
-            check_arrival(sent, worker["checksums"], f"vLLM (worker {number})")
+    def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of ``verl_vllm.WeightLoader`` in each of vLLM's workers."""
+        return self.server.post("/collective_rpc", {"method": method, "args": arguments})["results"]
 
     metrics = METRICS
 
