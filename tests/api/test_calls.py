@@ -119,6 +119,10 @@ def test_what_an_argument_decides_is_no_setting(tmp_path: Path) -> None:
             verl.train("model", ROWS, digits, settings={key: "x"}, output_dir=tmp_path)
     with pytest.raises(ConfigError, match="the call has no reward"):
         verl.train("model", ROWS, output_dir=tmp_path)
+    with pytest.raises(ConfigError, match="the call has no reward"):
+        verl.evaluate("model", ROWS)
+    with pytest.raises(ConfigError, match=r"needs ground_truth, and no row has .* Columns: answer, prompt"):
+        verl.train("model", ROWS, lambda solution_str, ground_truth: 1.0, output_dir=tmp_path)
 
 
 def test_a_call_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

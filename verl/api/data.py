@@ -27,6 +27,8 @@ class DataFiles:
     prompt_key: str
     text_prompts: bool
     """Whether the prompts are texts rather than messages."""
+    has_truth: bool
+    """Whether any row has a ground truth, in ``reward_model`` or in a column of its own."""
 
 
 def as_rows(data: Rows, what: str) -> list[dict[str, Any]]:
@@ -81,7 +83,9 @@ def write_prompts(rows: Sequence[dict[str, Any]], path: Path, prompt_key: str, w
         )
     write_jsonl(rows, path, what)
     texts = all(isinstance(row.get(prompt_key), str) for row in rows)
-    return DataFiles([str(path)], columns, len(rows), prompt_key, texts)
+    truths = [(row.get("reward_model") or {}).get("ground_truth", row.get("ground_truth")) for row in rows]
+    has_truth = any(truth is not None for truth in truths)
+    return DataFiles([str(path)], columns, len(rows), prompt_key, texts, has_truth)
 
 
 def supervised_rows(rows: list[dict[str, Any]], what: str) -> tuple[list[dict[str, Any]], dict[str, str]]:

@@ -15,6 +15,10 @@ from verl.errors import ConfigError
 
 RewardArgument = Callable[..., Any] | Sequence[Callable[..., Any]] | str | None
 REWARD = "reward"
+NO_REWARD = (
+    "the call has no reward: give reward=f, a function of a response (docs/python.md), or rows whose data_source names "
+    "a scorer."
+)
 _MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
 
 
@@ -45,8 +49,10 @@ def write_rewards(
             f"data_source='{reward}'."
         )
     if not (rewards := rewards_of(reward, weights)):
+        if "data_source" not in files.columns:
+            raise ConfigError(NO_REWARD)
         return {}
-    check_columns(rewards, files.columns)
+    check_columns(rewards, files.columns, files.has_truth)
     module = write_module({REWARD: combined(rewards, files.columns, files.prompt_key, files.text_prompts)}, folder)
     return {"custom_reward_function.path": str(module), "custom_reward_function.name": REWARD}
 
@@ -67,7 +73,7 @@ def write_objects(
     rewards = rewards_of(no_reward if environments and reward is None else reward, weights)
     named: list[tuple[str, Any]] = []
     if rewards:
-        check_columns(rewards, files.columns)
+        check_columns(rewards, files.columns, files.has_truth)
         named.append((REWARD, combined(rewards, files.columns, files.prompt_key, files.text_prompts)))
     named += [(tool.__name__, tool) for tool in map(_marked, tools)]
     for environment in environments:

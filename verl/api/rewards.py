@@ -37,6 +37,7 @@ OF_COMPLETIONS = ("completions", "prompts")
 """What a function in the form of TRL can name beside the columns of the data."""
 _OF_RESPONSES = ("solution_str", "solution_strs", "completions", "prompts")
 """Arguments that are never a column of the data, whatever that has."""
+_OF_TRUTH = ("ground_truth", "ground_truths")
 _TAKEN = ("score", "reward_status", "turn_scores")
 
 
@@ -117,8 +118,13 @@ def no_reward(solution_str: str) -> float:
     raise RewardError("the environment gave no reward for this episode, and the call has no reward function.")
 
 
-def check_columns(rewards: Sequence[Reward], columns: Collection[str]) -> None:
+def check_columns(rewards: Sequence[Reward], columns: Collection[str], has_truth: bool = True) -> None:
     """Check that every required parameter of the functions is a column or is given anyway.
+
+    Args:
+        rewards: the functions.
+        columns: those of the data.
+        has_truth: whether any row has a ground truth, which functions otherwise cannot ask for.
 
     Raises:
         ConfigError: names the function, the parameter and the columns.
@@ -131,6 +137,12 @@ def check_columns(rewards: Sequence[Reward], columns: Collection[str]) -> None:
         ]
         if reward.form == "batch":
             continue
+        if not has_truth and (name := next((name for name in required if name in _OF_TRUTH), None)):
+            raise ConfigError(
+                f"the reward function {reward.name} needs {name}, and no row has a ground truth, in reward_model or in "
+                f"a column ground_truth. Columns: {', '.join(sorted(columns))}. Name the column that has it as the "
+                "parameter, or give the parameter a default."
+            )
         if missing := [name for name in required if name not in columns and name not in given[reward.form]]:
             raise ConfigError(
                 f"the reward function {reward.name}{inspect.signature(reward.function)} needs {', '.join(missing)}, "
@@ -197,7 +209,7 @@ class _Rewards:
 
     def prompt_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The prompt as the data has it, a text or messages, under the names by which functions ask for it."""
-        messages = row.get("prompt") or row.get(self.prompt_key)
+        messages: Any = row.get("prompt") or row.get(self.prompt_key)
         text = self.text_prompts and messages and not isinstance(messages, str)
         prompt = messages[-1]["content"] if text else messages
         return {self.prompt_key: prompt, "prompt": prompt}
@@ -276,7 +288,7 @@ class BatchRewards(_Rewards):
             "texts": columns,
             "completions": of_trl | {"completions": answers},
         }
-        one_of = dict(zip(OF_TEXTS, OF_SAMPLE, strict=True))
+        one_of: dict[str, str] = dict(zip(OF_TEXTS, OF_SAMPLE, strict=True))
         rows = [
             {one_of.get(name, name): values[place] for name, values in columns.items()} for place in range(len(texts))
         ]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.api.data import DataFiles, Rows, as_rows, supervised_rows, write_jsonl, write_prompts
-from verl.api.objects import RewardArgument, rewards_of, write_objects
+from verl.api.objects import NO_REWARD, RewardArgument, rewards_of, write_objects
 from verl.api.result import CHECKPOINTS, METRICS, SAMPLES, TrainingResult, path_of
 from verl.api.settings import (
     COUNTED,
@@ -107,10 +107,7 @@ def train(
             defaults["trainer.test_freq"] = _steps_of_pass(files.count, defaults, given)
         has_reward = reward is not None or environments or "data_source" in files.columns
         if not has_reward and not given.keys() & {"reward_model.enable", "custom_reward_function.path"}:
-            raise ConfigError(
-                "the call has no reward: give reward=f, a function of a response (docs/python.md), or rows whose "
-                "data_source names a scorer."
-            )
+            raise ConfigError(NO_REWARD)
         defaults |= write_objects(reward, reward_weights, tools, environments, files, folder)
         if estimator == "gdpo" and (rewards := rewards_of(reward, reward_weights)):
             defaults |= {
