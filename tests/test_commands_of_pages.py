@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 
 from verl.base.requirements import install_command
 from verl.cli.commands import MODULES
-from verl.cli.main import cli, words_for_module
+from verl.cli.main import cli
 from verl.errors import ConfigError
 from verl.trainer.config.command_line import compose, keys_set, override_problems
 from verl.trainer.config.generate import ENTRIES
@@ -203,9 +203,7 @@ def check(command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     if program in NOT_OURS:
         check_of_others(command, words, monkeypatch, tmp_path)
     elif program == "verl" and words and words[0] in MODULES:
-        check_module(
-            command, MODULES[words[0]].module, tuple(words_for_module(words[0], tuple(words[1:]))), monkeypatch
-        )
+        check_module(command, MODULES[words[0]].module, tuple(words[1:]), monkeypatch)
     elif program == "verl" and words:
         read_by_click(words, monkeypatch, tmp_path)
     elif program == "verl":  # completion

@@ -6,6 +6,15 @@ update); distributed workers compute. Start reading at ``verl/trainer/ppo/ray_tr
 
 from __future__ import annotations
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036  a clone may be used without pip, which would say so
+    _NEEDS = (
+        f"verl needs Python 3.11 or newer, and {sys.executable} is Python {sys.version.split()[0]}. Make an "
+        "environment of a newer one: python3.11 -m venv .venv, or make PYTHON=python3.11 (docs/install.md)."
+    )
+    raise (SystemExit if sys.argv[:1] == ["-m"] else ImportError)(_NEEDS)
+
 from verl.base import doors
 from verl.base.lazy import on_first_use
 

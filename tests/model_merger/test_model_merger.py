@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 import verl
 from tests.workers.support import make_engine, weights_of
+from verl.checkpoint.locate import backend_of, shards_below
 from verl.model_merger.__main__ import main
 from verl.testing.models import tiny_model_dir, tiny_tokenizer
 
@@ -139,8 +140,33 @@ def test_refusals(checkpoint, tmp_path, caplog):
     assert "was written by fsdp: use --backend fsdp" in caplog.text
     assert run("merge", folder / "actor", "--is-value-model") == 1
     assert "not a value model" in caplog.text
+    (tmp_path / "p/run").mkdir(parents=True)
+    (tmp_path / "p/run/latest_checkpointed_iteration.txt").write_text("7")
+    assert run("merge", tmp_path) == 1
+    assert f"{tmp_path} holds no shards of a model; below it are the runs {tmp_path}/p/run." in caplog.text
+    (tmp_path / "fsdp_config.json").write_text("{}")
     assert run("merge", tmp_path) == 1
     assert "config.json is missing" in caplog.text
+
+
+def test_the_folder_of_a_run_or_step_leads_to_its_newest_actor(tmp_path):
+    run_folder = tmp_path / "run"
+    for step in (9, 40, 100):
+        for role in ("actor", "critic"):
+            (run_folder / f"global_step_{step}" / role).mkdir(parents=True)
+            (run_folder / f"global_step_{step}" / role / "fsdp_config.json").touch()
+    assert shards_below(run_folder) == run_folder / "global_step_100/actor"
+    (run_folder / "latest_checkpointed_iteration.txt").write_text("40")
+    assert shards_below(run_folder) == run_folder / "global_step_40/actor"
+    assert shards_below(run_folder / "global_step_9") == run_folder / "global_step_9/actor"
+    critic = run_folder / "global_step_9/critic"
+    assert (shards_below(critic), backend_of(critic)) == (critic, "fsdp")
+    (tmp_path / "sft/global_step_1").mkdir(parents=True)
+    assert shards_below(tmp_path / "sft") is None
+    (tmp_path / "sft/global_step_1/megatron_config.json").touch()
+    assert shards_below(tmp_path / "sft") == tmp_path / "sft/global_step_1"
+    assert backend_of(tmp_path / "sft/global_step_1") == "megatron"
+    assert shards_below(tmp_path) is None
 
 
 def test_a_target_that_is_a_file_or_the_checkpoint_is_refused_before_weights_are_read(checkpoint, tmp_path, caplog):

@@ -28,13 +28,36 @@ def test_means_by_hand(tmp_path, capsys):
     # gsm8k: prompt 0 has one of two right, prompt 1 none: mean (1/2 + 0)/2 = 1/4, best (1 + 0)/2 = 1/2.
     expected = {
         "test_score/lighteval/MATH": 1.0,
+        "prompts/lighteval/MATH": 1,
+        "responses/lighteval/MATH": 1,
         "test_score/openai/gsm8k": 0.25,
         "test_score_best/openai/gsm8k": 0.5,
+        "test_score_std_err/openai/gsm8k": 0.25,  # of 1/2 and 0: deviation sqrt(1/8), over sqrt(2)
+        "prompts/openai/gsm8k": 2,
+        "responses/openai/gsm8k": 4,
         "reward/error_rate": 0.0,
     }
-    assert evaluate(config) == expected
+    assert evaluate(config) == pytest.approx(expected)
     run_eval(config)
-    assert json.loads(capsys.readouterr().out) == expected
+    written = capsys.readouterr()
+    assert json.loads(written.out) == pytest.approx(expected)
+    assert written.err == "5 of 5 responses scored\n"
+
+
+def test_other_numbers_of_the_function_are_kept():
+    def score(value: float, **extra: object) -> Score:
+        return Score(value, extra={"score": value, **extra})
+
+    groups = [
+        ("s", [score(1.0, acc=True, form=0.5, note="x"), score(0.0, acc=False, form=1.0), Score.failed("timeout", "")]),
+        ("s", [score(1.0, acc=True, form=float("nan"))]),
+    ]
+    # acc: (1/2 + 1)/2; form: the prompts' means are 3/4 and none.
+    found = summarize(groups)
+    assert (found["test_acc/s"], found["test_form/s"]) == (0.75, 0.75)
+    assert not any("note" in name for name in found)
+    assert found["test_score_std_err/s"] == pytest.approx(0.25)  # of 1/2 and 1
+    assert (found["prompts/s"], found["responses/s"]) == (2, 4)
 
 
 def own_function(tmp_path, text, **settings):
@@ -53,6 +76,9 @@ def test_a_function_of_ones_own_and_its_failures(tmp_path, caplog):
     assert evaluate(config) == {
         "test_score/openai/gsm8k": 4.5,
         "test_score_best/openai/gsm8k": 4.5,
+        "test_score_std_err/openai/gsm8k": 0.0,
+        "prompts/openai/gsm8k": 2,
+        "responses/openai/gsm8k": 4,
         "reward/error_rate": 0.25,
     }
     assert "1 of 4 responses could not be scored" in caplog.text

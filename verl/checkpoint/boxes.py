@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.checkpoint.locate import LAYOUT_FILE
 from verl.checkpoint.shards import FORMAT, read_state, shard_file
 from verl.errors import CheckpointError
-
-LAYOUT_FILE = "megatron_config.json"
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Index of the first element in each dimension, and the sizes."""

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from verl.checkpoint.files import UNREADABLE
+from verl.checkpoint.locate import WORLD_SIZE_FILE
 from verl.checkpoint.public_shards import extra_state, load_file, model_rows, optimizer_rows
 from verl.checkpoint.ranks import on_all_ranks
 from verl.checkpoint.states import rng_state, set_rng_state
@@ -41,7 +42,6 @@ T = TypeVar("T")
 
 FORMAT = 1
 KINDS = ("model", "optim", "extra_state")
-WORLD_SIZE_FILE = "fsdp_config.json"
 
 
 def shard_file(kind: str, world_size: int, rank: int) -> str:

@@ -51,7 +51,9 @@ def _candidates(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     usual = [path / ".hydra/config.yaml", path / "config.yaml", path / "trainer_state.json"]
-    return [*usual, *sorted(path.glob("*.run.jsonl")), *sorted(path.glob("global_step_*/trainer_state.json"))]
+    steps = [step for step in path.glob("global_step_*") if step.name.rpartition("_")[2].isdecimal()]
+    steps.sort(key=lambda step: int(step.name.rpartition("_")[2]), reverse=True)
+    return [*usual, *sorted(path.glob("*.run.jsonl")), *(step / "trainer_state.json" for step in steps)]
 
 
 def _settings_of(file: Path) -> Mapping[str, Any]:

@@ -27,17 +27,11 @@ MOST_COMPLETIONS = 200
 
 def run_module(command: ModuleCommand, name: str, arguments: tuple[str, ...]) -> None:
     """Run the ``main`` of a module as if its own command line had been typed, and end with its exit status."""
-    sys.argv = [f"verl {name}", *words_for_module(name, arguments)]
+    sys.argv = [f"verl {name}", *arguments]
     with interruptible():
         with importing():
             module = importlib.import_module(command.module)
         sys.exit(module.main())
-
-
-def words_for_module(name: str, arguments: tuple[str, ...]) -> list[str]:
-    """Return the arguments that a module gets: after ``verl merge`` the merger's own word ``merge`` may be left out."""
-    own = name != "merge" or arguments[:1] in (("merge",), ("test",), ("--help",), ("-h",))
-    return list(arguments) if own else ["merge", *arguments]
 
 
 def complete_keys(configuration: str, beginning: str) -> list[str]:

@@ -17,44 +17,55 @@ logger = logging.getLogger("verl.model_merger")
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
-    top = argparse.ArgumentParser(prog="verl merge", description="Sharded checkpoints to model folders.")
-    commands = top.add_subparsers(dest="command", required=True)
-    for name, text in (("merge", "write a model folder"), ("test", "compare with a model folder")):
-        command = commands.add_parser(name, help=text)
-        command.add_argument("--backend", choices=["fsdp", "megatron"], required=True, help="what wrote the checkpoint")
-        command.add_argument("--local_dir", required=True, help="actor or critic folder of a global_step_N")
-        command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-        command.add_argument("--is-value-model", action="store_true", help="refuse anything but a value model")
-        command.add_argument("--tie-word-embedding", action="store_true", help="write both embeddings as one weight")
-        command.add_argument("--base_model", help="model of LoRA adapters, if it is not where it was in training")
-        command.add_argument("--use_cpu_initialization", action="store_true", help="no effect: it is always so")
-    merging, testing = commands.choices["merge"], commands.choices["test"]
-    merging.add_argument("--target_dir", default="tmp", help="model folder to make (default: tmp)")
-    merging.add_argument("--hf_upload_path", help="Hugging Face repository to upload it to")
-    merging.add_argument("--private", action="store_true", help="make that repository private")
-    testing.add_argument("--test_hf_dir", required=True, help="model folder to compare with")
-    return top
+    options = argparse.ArgumentParser(
+        prog="verl merge",
+        usage="verl merge FOLDER --target_dir MODEL [options]\n"
+        "       verl merge test FOLDER --test_hf_dir MODEL [options]",
+        description="Make a Hugging Face model folder of a sharded checkpoint, read it back and compare. With the word "
+        "test in front, compare a checkpoint with a model folder.",
+    )
+    options.add_argument("folder", nargs="?", help="of a run (its newest step), of a step, or of an actor or critic")
+    options.add_argument("--local_dir", help="another way to name FOLDER")
+    options.add_argument("--target_dir", default="tmp", help="model folder to make (default: tmp)")
+    options.add_argument("--test_hf_dir", help="model folder to compare with, after the word test")
+    options.add_argument("--backend", choices=["fsdp", "megatron"], help="what wrote it; found by itself")
+    options.add_argument("--base_model", help="model of LoRA adapters, if it is not where it was in training")
+    options.add_argument("--is-value-model", action="store_true", help="refuse anything but a value model")
+    options.add_argument("--tie-word-embedding", action="store_true", help="write both embeddings as one weight")
+    options.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    options.add_argument("--hf_upload_path", help="Hugging Face repository to upload the model to")
+    options.add_argument("--private", action="store_true", help="make that repository private")
+    options.add_argument("--use_cpu_initialization", action="store_true", help="no effect: it is always so")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status, 1 for errors."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    args = parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    command = words.pop(0) if words[:1] in (["merge"], ["test"]) else "merge"
+    options = parser()
+    args = options.parse_args(words)
+    named = args.folder or args.local_dir
+    if named is None or (args.folder and args.local_dir):
+        options.error("name one folder of a checkpoint: verl merge FOLDER, or --local_dir FOLDER")
+    if command == "test" and args.test_hf_dir is None:
+        options.error("name the model folder to compare with: --test_hf_dir MODEL")
     if args.use_cpu_initialization:
         logger.warning("no effect: --use_cpu_initialization (weights are always read into memory of the CPU)")
-    if not sys.stderr.isatty():
-        import transformers
-
-        transformers.utils.logging.disable_progress_bar()  # they would fill a log with lines
-    from verl.model_merger.fsdp import compare, merge
-
     try:
-        check_backend(args.backend, Path(args.local_dir).expanduser())
-        if args.command == "test":
-            compare(args.local_dir, args.test_hf_dir, args.trust_remote_code, args.base_model)
+        folder = shards_of(Path(named).expanduser(), args.backend)
+        if not sys.stderr.isatty():
+            import transformers
+
+            transformers.utils.logging.disable_progress_bar()  # they would fill a log with lines
+        from verl.model_merger.fsdp import compare, merge
+
+        if command == "test":
+            compare(folder, args.test_hf_dir, args.trust_remote_code, args.base_model)
             return 0
         merge(
-            args.local_dir,
+            folder,
             args.target_dir,
             tie_word_embedding=args.tie_word_embedding,
             trust_remote_code=args.trust_remote_code,
@@ -69,15 +80,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def check_backend(backend: str, folder: Path) -> None:
-    """Raise ``CheckpointError`` if another back end wrote the checkpoint in ``folder``."""
-    from verl.checkpoint.boxes import LAYOUT_FILE
-    from verl.checkpoint.shards import WORLD_SIZE_FILE
+def shards_of(named: Path, backend: str | None) -> Path:
+    """Return the folder of shards that the folder ``named`` on the command line leads to.
 
-    found = {"fsdp": WORLD_SIZE_FILE, "megatron": LAYOUT_FILE}
-    others = [name for name, file in found.items() if name != backend and (folder / file).is_file()]
-    if others:
-        raise CheckpointError(f"{folder} was written by {others[0]}: use --backend {others[0]}.")
+    Raises:
+        CheckpointError: it leads to none, or another back end than ``backend`` wrote them.
+    """
+    from verl.checkpoint.locate import backend_of, shards_below
+    from verl.checkpoint.steps import LATEST
+
+    folder = shards_below(named)
+    if folder is None:
+        if not named.is_dir():
+            raise CheckpointError(f"{named}: there is no such folder. Name a run's, such as checkpoints/PROJECT/NAME.")
+        runs = sorted(
+            {file.parent for file in named.glob(f"*/{LATEST}")} | {f.parent for f in named.glob(f"*/*/{LATEST}")}
+        )
+        below = f"; below it are the runs {', '.join(map(str, runs[:5]))}" if runs else ""
+        raise CheckpointError(
+            f"{named} holds no shards of a model{below}. Name the folder of a run, of a step (global_step_N), or of an "
+            "actor or critic in it."
+        )
+    wrote = backend_of(folder)
+    if backend not in (None, wrote):
+        raise CheckpointError(f"{folder} was written by {wrote}: use --backend {wrote}, or leave it out.")
+    if folder != named:
+        logger.info("taking %s", folder)
+    return folder
 
 
 def upload(folder: str, repository: str, private: bool) -> None:

@@ -7,7 +7,9 @@ Reads the output of ``main_generation``, or any parquet, json or jsonl file with
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from verl.base.import_utils import load_object
@@ -27,6 +29,9 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     Returns:
         for each data source ``test_score/<source>``, the mean over prompts of the mean score of their responses, and,
         where prompts have several responses, ``test_score_best/<source>``, the mean over prompts of the best score;
+        ``test_score_std_err/<source>``, the standard error of ``test_score`` over prompts (of two prompts or more);
+        ``test_<name>/<source>`` for every other number that the reward function returned, averaged likewise;
+        ``prompts/<source>`` and ``responses/<source>``, how many there are, scored or not;
         ``reward/error_rate``, the share of responses that could not be scored and are excluded from the means.
 
     Raises:
@@ -35,8 +40,14 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     return summarize(score_responses(config))
 
 
-def score_responses(config: EvalConfig) -> list[tuple[str, list[Score]]]:
+def score_responses(
+    config: EvalConfig, notify: Callable[[int, int], None] = lambda done, total: None
+) -> list[tuple[str, list[Score]]]:
     """Score every response of the file.
+
+    Args:
+        config: the configuration of ``main_eval``.
+        notify: is told, about ten times, how many of all responses are scored.
 
     Returns:
         for each prompt its data source and the scores of its responses.
@@ -49,7 +60,13 @@ def score_responses(config: EvalConfig) -> list[tuple[str, list[Score]]]:
     keys["reward_model_key"] = config.data.reward_model_key
     require_columns(files, {column: f"data.{key}" for key, column in keys.items()})
     groups = [group for file in files for group in _samples_of(file, config)]
-    scores = iter(_reward_function(config).score_samples([sample for group in groups for sample in group]))
+    function, samples = _reward_function(config), [sample for group in groups for sample in group]
+    found: list[Score] = []
+    size = max(64, -(-len(samples) // 10))
+    for start in range(0, len(samples), size):
+        found += function.score_samples(samples[start : start + size])
+        notify(len(found), len(samples))
+    scores = iter(found)
     return [(group[0].data_source, [next(scores) for _ in group]) for group in groups]
 
 
@@ -101,17 +118,38 @@ def summarize(groups: Sequence[tuple[str, list[Score]]]) -> dict[str, float]:
         logger.warning(
             "%d of %d responses could not be scored. The first error:\n%s", len(failed), total, failed[0].error
         )
-    by_source: dict[str, list[list[float]]] = {}
-    for source, scores in groups:
-        values = [score.value for score in scores if score.error is None]
-        if values:
-            by_source.setdefault(source, []).append(values)
     metrics: dict[str, float] = {}
-    for source, prompts in sorted(by_source.items()):
-        metrics[f"test_score/{source}"] = _mean([_mean(values) for values in prompts])
-        if any(len(values) > 1 for values in prompts):
-            metrics[f"test_score_best/{source}"] = _mean([max(values) for values in prompts])
+    for source in sorted({source for source, _ in groups}):
+        of_source = [scores for other, scores in groups if other == source]
+        scored = [kept for scores in of_source if (kept := [score for score in scores if score.error is None])]
+        if scored:
+            means = [_mean([score.value for score in scores]) for scores in scored]
+            metrics[f"test_score/{source}"] = _mean(means)
+            if any(len(scores) > 1 for scores in scored):
+                metrics[f"test_score_best/{source}"] = _mean(
+                    [max(score.value for score in scores) for scores in scored]
+                )
+            if len(means) > 1:
+                metrics[f"test_score_std_err/{source}"] = statistics.stdev(means) / math.sqrt(len(means))
+            for name, values in _other_numbers(scored).items():
+                metrics[f"test_{name}/{source}"] = _mean([_mean(of_prompt) for of_prompt in values])
+        metrics[f"prompts/{source}"] = len(of_source)
+        metrics[f"responses/{source}"] = sum(map(len, of_source))
     return metrics | {"reward/error_rate": len(failed) / total}
+
+
+def _other_numbers(scored: Sequence[Sequence[Score]]) -> dict[str, list[list[float]]]:
+    """Return name → values by prompt, of the numbers beside the score; a prompt without the name is left out."""
+    found: dict[str, list[list[float]]] = {}
+    for scores in scored:
+        of_prompt: dict[str, list[float]] = {}
+        for score in scores:
+            for name, value in score.extra.items():
+                if name != "score" and isinstance(value, (bool, int, float)) and math.isfinite(value):
+                    of_prompt.setdefault(name, []).append(float(value))
+        for name, values in of_prompt.items():
+            found.setdefault(name, []).append(values)
+    return found
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +25,7 @@ from verl.trainer.config.sizes import resolve_device
 from verl.trainer.driver import load_controller
 from verl.trainer.ppo.stages import repeat_prompts
 from verl.trainer.worker_groups import WorkerGroups
+from verl.utils.console import status
 from verl.utils.dataset import collate_fn
 from verl.utils.dataset.chat import encode, render_prompt, truncate
 from verl.utils.dataset.files import Row, open_files, require_columns
@@ -59,14 +62,17 @@ class GenerationRunner:
         prompts = read_prompts(here, tokenizer)
         workers = start_workers(config)
         rows: list[Row] = []
+        lengths: list[int] = []
         for start in range(0, len(prompts), config.data.batch_size):
             part = prompts[start : start + config.data.batch_size]
             batch = prompt_batch(part, start, config, cast(int, tokenizer.pad_token_id))
-            texts = generate(workers, batch, tokenizer)
+            texts, tokens = generate(workers, batch, tokenizer)
             n = config.data.n_samples
             rows += [{**p.row, RESPONSES: texts[i * n : (i + 1) * n]} for i, p in enumerate(part)]
-            logger.info("%d of %d prompts answered", len(rows), len(prompts))
+            lengths += tokens
+            status(f"{len(rows):,} of {len(prompts):,} prompts answered")
         write_rows(Path(config.data.output_path or ""), rows)
+        status(f"{summary(lengths, len(rows), config.rollout.response_length)}, in {config.data.output_path}")
 
 
 def read_prompts(config: GenerationConfig, tokenizer: Any) -> list[Prompt]:
@@ -117,13 +123,29 @@ def prompt_batch(prompts: Sequence[Prompt], first: int, config: GenerationConfig
     return repeat_prompts(batch, config.data.n_samples)
 
 
-def generate(workers: Any, batch: DataProto, tokenizer: Any) -> list[str]:
-    """Sample and decode one response per row, without special tokens."""
+def summary(lengths: Sequence[int], prompts: int, limit: int) -> str:
+    """Say how many responses there are and how long, with the standard error of the mean length.
+
+    >>> summary([2, 4, 8, 8], prompts=2, limit=8)
+    '4 responses to 2 prompts, of 5.5 ± 1.5 tokens (mean and its standard error), 2 as long as the limit of 8'
+    """
+    if not lengths:
+        return "no prompt, so no response"
+    error = statistics.stdev(lengths) / math.sqrt(len(lengths)) if len(lengths) > 1 else math.nan
+    cut = sum(length >= limit for length in lengths)
+    return (
+        f"{len(lengths):,} responses to {prompts:,} prompts, of {statistics.fmean(lengths):.1f} ± {error:.1f} tokens "
+        f"(mean and its standard error), {cut:,} as long as the limit of {limit:,}"
+    )
+
+
+def generate(workers: Any, batch: DataProto, tokenizer: Any) -> tuple[list[str], list[int]]:
+    """Sample one response per row; return the texts, without special tokens, and their numbers of tokens."""
     padded, pad_size = pad_dataproto_to_divisor(batch, workers.world_size)
     columns = unpad_dataproto(workers.generate_sequences(padded), pad_size)
     lengths = columns.batch["response_mask"].sum(-1).tolist()
     ids = [row[:n] for row, n in zip(columns.batch["responses"].tolist(), lengths, strict=True)]
-    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return tokenizer.batch_decode(ids, skip_special_tokens=True), lengths
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:

@@ -23,10 +23,13 @@ __getattr__ = on_first_use(__name__, {"evaluate": "verl.trainer.evaluation"})
 
 
 def run_eval(config: EvalConfig) -> None:
-    """Score every response of the file, and write the metrics of ``evaluate`` to stdout as JSON."""
-    from verl.trainer.evaluation import evaluate
+    """Score every response of the file, and write the metrics of ``evaluate`` to stdout as JSON, progress to stderr."""
+    from verl.trainer.evaluation import score_responses, summarize
 
-    sys.stdout.write(json.dumps(evaluate(config), indent=2) + "\n")
+    def notify(done: int, total: int) -> None:
+        sys.stderr.write(f"{done:,} of {total:,} responses scored\n")
+
+    sys.stdout.write(json.dumps(summarize(score_responses(config, notify)), indent=2) + "\n")
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from verl.planner.hardware import GPUS, Cluster, gpu_named
 from verl.planner.plan import OtherModels, Plan, Stage
 from verl.planner.shapes import config_file
 from verl.trainer.config import rules_engines, rules_megatron, rules_shared_prompts, rules_sizes
-from verl.trainer.config.command_line import CONFIG_DIR, compose, keys_set, override_problems
+from verl.trainer.config.command_line import CONFIG_DIR, compose, keys_set, word_problems
 from verl.trainer.config.load import load_config
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.console import console, parameters_in_words, show
@@ -73,8 +73,6 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", action="store_true", help="write the plan as JSON")
     parser.add_argument("--config-name", "-cn", default="ppo_trainer", help="configuration file (ppo_trainer)")
     options, rest = parser.parse_known_args(words)
-    if unknown := [word for word in rest if word.startswith("-")]:
-        parser.error(f"{' '.join(unknown)}: not an option here; --help lists all")
     for name in ("gpus", "memory_gb", "prompt_tokens", "response_tokens", "mfu", "bandwidth_use", "network_gbit_s"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
@@ -98,7 +96,7 @@ def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace]:
     """
     options, settings = arguments(words)
     gpu = gpu_named(options.gpu)
-    if problems := override_problems(settings, PPOConfig):
+    if problems := word_problems(settings, PPOConfig):
         raise ConfigError(report(problems))
     if options.gpus:
         settings = [*settings, *_placement(options.gpus, settings)]

@@ -26,19 +26,28 @@ from verl.base.import_utils import prepare_process
 from verl.base.lazy import importing
 from verl.base.redact import redacted, secrets_in, without_secrets
 from verl.base.streams import open_closed_streams
-from verl.config import BaseConfig, Problem
+from verl.config import (
+    BaseConfig,
+    DPOConfig,
+    EvalConfig,
+    GenerationConfig,
+    PPOConfig,
+    Problem,
+    RMConfig,
+    SFTConfig,
+)
 from verl.config.problems import report
-from verl.errors import CheckpointError, ConfigError, DataError, ResourceError, RewardError
+from verl.errors import CheckpointError, ConfigError, DataError, NonFiniteError, ResourceError, RewardError
 from verl.supervision.interruption import interruptible
-from verl.trainer.config.keys import iter_keys, leaves
+from verl.trainer.config.keys import iter_keys, leaves, nearest
 from verl.trainer.config.named_keys import keys_named
 from verl.trainer.config.omegaconf_private import use_faster_parsers, yaml_loader
-from verl.trainer.config.other_libraries import other_name, remedy_for
+from verl.trainer.config.other_libraries import remedy_for
 from verl.trainer.config.translate import Translator
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 
-PLAIN_ERRORS = (ConfigError, DataError, ResourceError, CheckpointError, RewardError)
+PLAIN_ERRORS = (ConfigError, DataError, ResourceError, CheckpointError, RewardError, NonFiniteError)
 """Errors caused by the user's settings, data, code or machine; a traceback of verl's code would not help the user."""
 
 CONFIG_DIR = Path(__file__).parent
@@ -59,6 +68,20 @@ _VALUE_FLAGS = (
     "-i",
     "--experimental-rerun",
 )
+_FLAGS = (
+    "--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m",
+    "--shell-completion", "-sc",
+)  # fmt: skip
+"""Flags of Hydra that have no value."""
+CONFIG_NAMES: dict[type[BaseConfig], str] = {
+    PPOConfig: "ppo_trainer",
+    SFTConfig: "sft_trainer",
+    RMConfig: "rm_trainer",
+    DPOConfig: "dpo_trainer",
+    GenerationConfig: "generation",
+    EvalConfig: "evaluation",
+}
+"""Root section of a command → its YAML file."""
 
 
 def force_overrides(arguments: Sequence[str]) -> list[str]:
@@ -112,37 +135,73 @@ def _forced(override: str, folders: Sequence[Path]) -> str:
     return "++" + override.lstrip("+")
 
 
-def flag_problems(flags: Sequence[Sequence[str]]) -> list[Problem]:
-    """Return the problems of flags that lack their value, and of ``--cfg`` with one that it does not take."""
-    problems = []
-    for name, *value in flags:
-        if name in ("--cfg", "-c") and value not in (["job"], ["hydra"], ["all"]):
-            problems.append(
-                Problem("", " ".join([name, *value]), "it shows one of three configurations", "job, hydra, all")
-            )
-        elif name in _VALUE_FLAGS and not value and name not in ("--info", "-i"):
-            problems.append(Problem("", name, "its value is missing", remedy=f"write {name} VALUE"))
-    return problems
+def word_problems(arguments: Sequence[str], root: type[BaseConfig]) -> list[Problem]:
+    """Return the problems of a command line before Hydra reads it, each with the form that is right.
 
-
-def setting_flags(arguments: Sequence[str], root: type[BaseConfig]) -> tuple[list[Problem], list[str]]:
-    """Return the problems of flags that are settings, of verl, TRL or OpenRLHF, and the words that are their values."""
-    known, problems, values = leaves(root), [], []
-    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=True):
-        name, is_assigned, value = argument.partition("=")
-        key = name[2:].replace("-", "_")
-        own = [path for path in known if f".{path}".endswith(f".{key}")]
-        if not name.startswith("--") or not (own or other_name(name)):
+    They are flags that there are not, flags without their value, ``KEY = VALUE`` with spaces, and what
+    :func:`override_problems` says of the other words.
+    """
+    arguments, problems, overrides = list(arguments), [], []
+    while arguments:
+        word = arguments.pop(0)
+        name, is_assigned, value = word.partition("=")
+        if name in ("--config", "--config-file", "--config_file", "--yaml") or (
+            not name.startswith("-") and not is_assigned and name.endswith((".yaml", ".yml"))
+        ):
+            file = Path(value or (arguments.pop(0) if name.startswith("-") and arguments else name.lstrip("-")))
+            remedy = f"write --config-dir {file.parent} --config-name {file.stem}, and in the file: defaults: "
+            remedy += f"[{CONFIG_NAMES[root]}, _self_]"
+            problems.append(Problem("", word, "a YAML file is named by its folder and its name", remedy=remedy))
+        elif name in _VALUE_FLAGS:
+            # The value of --info may be left out; a word that begins with "-" is the next flag.
+            takes_next = not is_assigned and arguments and not arguments[0].startswith("-")
+            if takes_next and not (name in ("--info", "-i") and "=" in arguments[0]):
+                value = arguments.pop(0)
+            problems += _flag_problems(name, value)
+        elif word.startswith("-") and name not in _FLAGS:
+            if not is_assigned and arguments and not arguments[0].startswith("-") and "=" not in arguments[0]:
+                value = arguments.pop(0)
+                word += f" {value}"
+            problems.append(_unknown_flag(word, name.lstrip("-"), value, root))
+        elif word.startswith("-"):
             continue
-        if not is_assigned and not following.startswith("-") and "=" not in following:
-            values.append(following)
-            value, is_assigned = following, "="
-        typed = yaml.load(value, Loader=yaml_loader()) if is_assigned else True
-        wrong = "settings are written KEY=VALUE, without dashes"
-        written = value if is_assigned else "true"
-        remedy = remedy_for(name, typed, known) or " or ".join(f"{path}={written}" for path in own[:MOST_GUESSES])
-        problems.append(Problem("", f"{name} {value}".strip(), wrong, remedy=remedy))
-    return problems, values
+        elif (joined := _joined(word, arguments)) is not None:
+            written = " ".join([word, *arguments[: joined[1]]])
+            del arguments[: joined[1]]
+            problems.append(Problem("", written, "a setting is written without spaces", remedy=f"write {joined[0]}"))
+        else:
+            overrides.append(word)
+    return [*problems, *override_problems(overrides, root)]
+
+
+def _joined(word: str, rest: Sequence[str]) -> tuple[str, int] | None:
+    """Return ``KEY=VALUE`` of a setting that is spread over several words, and how many of ``rest`` belong to it."""
+    following = [*rest[:2], "", ""]
+    is_value = [bool(text) and "=" not in text and not text.startswith("-") for text in following]
+    if following[0] == "=" and is_value[1]:
+        return f"{word}={following[1]}", 2
+    if "=" not in word and len(following[0]) > 1 and following[0].startswith("="):
+        return f"{word}{following[0]}", 1
+    if word.endswith((":", "=")) and word.count("=") < 2 and len(word) > 1 and is_value[0]:
+        return f"{word.rstrip(':=')}={following[0]}", 1
+    return None
+
+
+def _flag_problems(name: str, value: str) -> Iterator[Problem]:
+    if name in ("--cfg", "-c") and value not in ("job", "hydra", "all"):
+        yield Problem("", f"{name} {value}".strip(), "it shows one of three configurations", "job, hydra, all")
+    elif not value and name not in ("--info", "-i"):
+        yield Problem("", name, "its value is missing", remedy=f"write {name} VALUE")
+
+
+def _unknown_flag(word: str, name: str, value: str, root: type[BaseConfig]) -> Problem:
+    """Describe a flag that is a setting, of verl, TRL or OpenRLHF, or nothing; ``value`` is what follows it, if any."""
+    known, key = leaves(root), name.replace("-", "_")
+    ending = [path for path in known if f".{path}".endswith(f".{key}")] or list(filter(None, [nearest(key, [*known])]))
+    remedy = remedy_for(name, yaml.load(value, Loader=yaml_loader()) if value else True, known)
+    remedy = remedy or " or ".join(f"{path}={value or 'VALUE'}" for path in ending[:MOST_GUESSES])
+    wrong = "settings are written KEY=VALUE, without dashes" if remedy else "there is no such flag"
+    return Problem("", word, wrong, remedy=remedy or "--help lists the settings, and --hydra-help the flags")
 
 
 def override_problems(overrides: Sequence[str], root: type[BaseConfig]) -> list[Problem]:
@@ -365,11 +424,9 @@ def command(
             _show_full_errors("1")  # for the composition of a sweep's next job
 
         prepare_hydra()
-        flags, overrides = _parted(sys.argv[1:])  # as written: with flags in front, one would take an override's place
+        _, overrides = _parted(sys.argv[1:])  # as written: with flags in front, one would take an override's place
         flags_and_overrides = force_overrides(sys.argv[1:])
-        settings, values = setting_flags(sys.argv[1:], root)
-        checked = override_problems([override for override in overrides if override not in values], root)
-        if problems := [*flag_problems(flags), *settings, *checked]:
+        if problems := word_problems(sys.argv[1:], root):
             _end_plainly(ConfigError(report(problems)), [])
         if not any(override.startswith("hydra.job.name=") for override in overrides):
             flags_and_overrides.append(f"hydra.job.name={Path(inspect.getfile(inspect.unwrap(run))).stem}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.base.registry import suggest
 from verl.base.remote import driver_problem, expand, is_remote, version
+from verl.checkpoint.locate import shards_below
 from verl.config import DPOConfig, EvalConfig, GenerationConfig, PPOConfig, Problem, SupervisedConfig
 from verl.errors import DataError
 from verl.trainer.config.rules_sizes import needs_critic
@@ -199,6 +200,8 @@ def _model(key: str, path: str, must_have: str | None, has_weights: bool = False
         else:
             remedy = "name a folder that holds a model, or a model of the Hugging Face hub such as Qwen/Qwen3-0.6B"
         yield Problem(key, path, "there is no such folder", remedy=remedy)
+    elif has_weights and (found := _shards(key, path, folder)):
+        yield found
     elif must_have and not (folder / must_have).is_file():
         yield Problem(key, path, f"the folder has no {must_have}", remedy="name a folder in the Hugging Face format")
     elif has_weights and (wrong := model_files.quantization_problem(folder)):
@@ -207,6 +210,21 @@ def _model(key: str, path: str, must_have: str | None, has_weights: bool = False
         yield Problem(key, path, wrong, remedy="name the folder of a whole model")
     elif wrong := model_files.file_problem(folder):
         yield Problem(key, path, wrong, remedy="mend the file, or name another folder")
+
+
+def _shards(key: str, path: str, folder: Path) -> Problem | None:
+    """Return the problem of a folder of a checkpoint in place of a model's; None if it holds a model, or no shards."""
+    if model_files.weights_problem(folder) is None:
+        return None
+    shards = shards_below(folder.parent if folder.name == "huggingface" else folder)
+    if shards is None:
+        return None
+    model = shards / "huggingface"
+    if model_files.weights_problem(model) is None:
+        return Problem(key, path, "this is the folder of a checkpoint", remedy=f"its model is in {model}")
+    remedy = f"verl merge {shards} --target_dir MODEL makes a model folder to name here; with hf_model in "
+    remedy += "checkpoint.save_contents a run saves one at every step"
+    return Problem(key, path, "these are the shards of a checkpoint, which must be merged first", remedy=remedy)
 
 
 def _tokenizer(prefix: str, model: Any) -> Problems:
