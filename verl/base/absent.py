@@ -144,9 +144,6 @@ ABSENT: dict[str, Absence] = {
         "reward model that scores is verl.workers.fsdp_workers.RewardModelWorker, one that is asked "
         "verl.judge.service.JudgeService.",
     ),
-    "verl.experimental.reward_loop.migrate_legacy_reward_impl": Absence(
-        "no use", "Reward settings are read in both spellings, reward.* and reward_model.*; leave the call out."
-    ),
     "verl.experimental.separation": _ASYNCHRONOUS,
     "verl.experimental.teacher_loop": _DISTILLATION,
     "verl.llm_backends": Absence(
@@ -173,9 +170,6 @@ ABSENT: dict[str, Absence] = {
     "verl.tools.image_zoom_in_tool": _VISION,
     "verl.trainer.grpo": Absence(
         "other design", "GRPO is verl.trainer.ppo.ray_trainer.RayPPOTrainer with algorithm.adv_estimator=grpo."
-    ),
-    f"{_TRAINER}.checkpoint_manager": Absence(
-        "other design", "The rollout engine takes new weights by itself when it generates; leave the call out."
     ),
     f"{_TRAINER}.llm_server_manager": _ASYNCHRONOUS,
     f"{_TRAINER}.tq_client": _QUEUE,
@@ -312,9 +306,6 @@ ABSENT: dict[str, Absence] = {
     "verl.experimental.reward_loop.reward_loop.RewardLoopManager": _REWARD_MANAGER,
     "verl.experimental.reward_loop.reward_loop.RewardLoopWorker": _REWARD_MANAGER,
     "verl.experimental.reward_loop.reward_loop.RewardModelManager": _REWARD_MANAGER,
-    "verl.experimental.reward_loop.reward_loop.migrate_legacy_reward_impl": Absence(
-        "no use", "Reward settings are read in both spellings, reward.* and reward_model.*; leave the call out."
-    ),
     "verl.experimental.reward_loop.reward_manager.base.RewardManagerBase": _REWARD_MANAGER,
     "verl.experimental.reward_loop.reward_manager.registry.RewardManagerBase": _REWARD_MANAGER,
     "verl.protocol.BatchData": Absence("no use", "Dispatch takes DataProto, TensorDict and futures as they are."),

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from verl.base.lazy import importing, on_first_use
@@ -48,12 +47,20 @@ __getattr__ = on_first_use(
         "create_rl_sampler": "verl.utils.dataset",
         "get_ppo_ray_runtime_env": "verl.trainer.constants_ppo",
         "load_reward_manager": "verl.trainer.ppo.reward",
+        "migrate_legacy_reward_impl": "verl.trainer.config.reward_section",
         "validate_config": "verl.toolkit.config",
     },
 )
 
 
 _IMPORTED_BY_RUN = ("verl.trainer.ppo.ray_trainer", "verl.workers.fsdp_workers", "verl.utils.dataset")
+
+
+def _typed(config: PPOConfig | DictConfig) -> PPOConfig:
+    """Read what a method of TaskRunner needs; the whole configuration is checked by :meth:`TaskRunner.run`."""
+    from verl.trainer.config.load import load_config
+
+    return config if isinstance(config, PPOConfig) else load_config(config, with_rules=False, of_program=True)
 
 
 class TaskRunner:
@@ -67,7 +74,7 @@ class TaskRunner:
         self.role_worker_mapping: dict[Role, type] = {}
         self.mapping: dict[Role, str] = {}
 
-    def add_actor_rollout_worker(self, config: PPOConfig) -> tuple[type, type]:
+    def add_actor_rollout_worker(self, config: PPOConfig | DictConfig) -> tuple[type, type]:
         """Add the actor and the rollout engine, which share processes; return their class and the controller's."""
         from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
@@ -75,15 +82,16 @@ class TaskRunner:
         self.mapping[Role.ActorRollout] = "global_pool"
         return ActorRolloutRefWorker, load_controller(config.trainer.controller).WorkerGroup
 
-    def add_critic_worker(self, config: PPOConfig) -> None:
+    def add_critic_worker(self, config: PPOConfig | DictConfig) -> None:
         """Add the critic (value model)."""
         from verl.workers.fsdp_workers import CriticWorker
 
         self.role_worker_mapping[Role.Critic] = CriticWorker
         self.mapping[Role.Critic] = "global_pool"
 
-    def add_reward_model_worker(self, config: PPOConfig) -> None:
+    def add_reward_model_worker(self, config: PPOConfig | DictConfig) -> None:
         """Add the reward model, if any, in its own pool if ``reward_model.enable_resource_pool``."""
+        config = _typed(config)
         if not config.reward_model.enable:
             return
         from verl.workers.fsdp_workers import ActorRolloutRefWorker, RewardModelWorker
@@ -92,8 +100,13 @@ class TaskRunner:
         own_pool = config.reward_model.enable_resource_pool
         self.mapping[Role.RewardModel] = "reward_pool" if own_pool else "global_pool"
 
-    def add_ref_policy_worker(self, config: PPOConfig, ref_policy_cls: type | None = None) -> None:
+    def add_reward_model_resource_pool(self, config: PPOConfig | DictConfig) -> None:
+        """Add the reward model, if any, and its pool; see :meth:`add_reward_model_worker`."""
+        self.add_reward_model_worker(config)
+
+    def add_ref_policy_worker(self, config: PPOConfig | DictConfig, ref_policy_cls: type | None = None) -> None:
         """Add the frozen reference policy, if the configuration needs one that is not the actor without adapters."""
+        config = _typed(config)
         if not need_reference_policy(config) or config.actor_rollout_ref.model.has_adapters:
             return
         from verl.workers.fsdp_workers import ActorRolloutRefWorker
@@ -101,8 +114,9 @@ class TaskRunner:
         self.role_worker_mapping[Role.RefPolicy] = ref_policy_cls or ActorRolloutRefWorker
         self.mapping[Role.RefPolicy] = "global_pool"
 
-    def init_resource_pool_mgr(self, config: PPOConfig) -> Any:
+    def init_resource_pool_mgr(self, config: PPOConfig | DictConfig) -> Any:
         """Create the pools of processes: one for the run and, if configured, one for the reward model."""
+        config = _typed(config)
         pools = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
         if "reward_pool" in self.mapping.values():
             pools["reward_pool"] = [config.reward_model.n_gpus_per_node] * config.reward_model.nnodes
@@ -131,10 +145,11 @@ class TaskRunner:
             from verl.environments.registry import read_environments
             from verl.trainer.config.load import load_config
             from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
+            from verl.trainer.ppo.rows import rl_datasets
             from verl.trainer.ppo.trajectories import check_tools, wanted_agents
             from verl.utils import hf_processor, hf_tokenizer
             from verl.utils.console import show, status
-            from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
+            from verl.utils.dataset import collate_fn
             from verl.utils.model import check_has_experts, check_tokenizer_fits, hf_config_of
             from verl.workers.reward_input import RewardInput
             from verl.workers.reward_manager import AbstractRewardManager
@@ -159,18 +174,10 @@ class TaskRunner:
         processor = hf_processor(path, trust_remote_code=model.trust_remote_code)
         if config.reward_model.enable and config.judge is None:
             RewardInput.of(here.reward_model.model)  # the workers make theirs; here it is refused before a model loads
-        data = here.data
         if environments := config.actor_rollout_ref.rollout.multi_turn.environment_config_path:
             read_environments(environments)
-        if tools := described_tools(config.actor_rollout_ref.rollout):
-            # The policy reads them in front of the prompt, so they count for the prompt's length.
-            data = replace(data, apply_chat_template_kwargs={**(data.apply_chat_template_kwargs or {}), "tools": tools})
-        train = create_rl_dataset(
-            data.train_files, data, tokenizer, processor, is_train=True, max_samples=data.train_max_samples
-        )
-        val = create_rl_dataset(
-            data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
-        )
+        tools = described_tools(config.actor_rollout_ref.rollout)
+        train, val, sampler = rl_datasets(config, tokenizer, processor)
         judge, arguments = None, {}
         if config.judge is not None:
             from verl.judge.service import JudgeService
@@ -200,7 +207,7 @@ class TaskRunner:
             train_dataset=train,
             val_dataset=val,
             collate_fn=collate_fn,
-            train_sampler=create_rl_sampler(data, train),
+            train_sampler=sampler,
             device_name=resolve_device(config),
             judge=judge,
         )

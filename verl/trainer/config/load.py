@@ -35,6 +35,7 @@ from verl.trainer.config.keys import (
     merged,
     put,
 )
+from verl.trainer.config.reward_section import reward_section
 from verl.trainer.config.translate import Translator
 
 logger = logging.getLogger(__name__)
@@ -135,7 +136,8 @@ def as_composed(config: PPOConfig) -> DictConfig:
     loss = config.actor_rollout_ref.actor.policy_loss
     if loss.rollout_correction is not None:
         put(tree, f"{_POLICY_LOSS}.rollout_correction", loss.rollout_correction.to_dict())
-    view: DictConfig = OmegaConf.create(merged(tree, config.to_dict()))
+    tree = merged(tree, config.to_dict())
+    view: DictConfig = OmegaConf.create(tree | {"reward": reward_section(tree)})
     OmegaConf.set_struct(view, True)
     return view
 

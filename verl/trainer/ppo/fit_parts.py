@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from omegaconf import DictConfig
 
 from verl.base.absent import why_absent
@@ -42,6 +43,20 @@ from verl.utils.tracking import ValidationGenerationsLogger
 if TYPE_CHECKING:
     from verl.trainer.ppo.utils import Needs
     from verl.utils.flops_counter import Arithmetic
+
+
+class WeightsOnDemand:
+    """Stands where public programs tell engines to take weights or to sleep, which these do by themselves."""
+
+    def update_weights(self, global_steps: int | None = None) -> None:
+        """Do nothing: the next generation begins with the trained weights."""
+
+    def sleep_replicas(self) -> None:
+        """Do nothing: an engine frees its memory after it generated, as ``rollout.free_cache_engine`` says."""
+
+    def wake_up_replicas(self) -> None:
+        """Do nothing: an engine wakes when it generates."""
+
 
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 
@@ -68,7 +83,13 @@ class FitParts(TrainingLoop):
     _drawn: tuple[int, int] = (0, 0)
     """The last step in which :meth:`_generate_sequences` sampled, and how many prompts."""
 
+    reward_fn: Any
+    val_reward_fn: Any
+    scores_responses: bool = False
+    """Whether generating responses scores them too: the trainer was made without reward managers."""
+
     # Stages of RayPPOTrainer.
+    _score: Callable[[DataProto, Any], tuple[Any, dict[str, list]]]
     draw_responses: Callable[[DataProto], DataProto]
     old_log_probs: Callable[[DataProto, Any], DataProto]
     reference: Callable[[DataProto, Any], DataProto]
@@ -134,6 +155,11 @@ class FitParts(TrainingLoop):
             generate_sequences=functools.partial(FitParts._generate_sequences, self),
             update_actor=functools.partial(FitParts._update_actor, self),
         )
+
+    @property
+    def checkpoint_manager(self) -> WeightsOnDemand:
+        """What moves weights to rollout engines elsewhere; here engines take new weights when they generate."""
+        return WeightsOnDemand()
 
     @property
     def async_rollout_manager(self) -> Any:
@@ -231,12 +257,25 @@ class FitParts(TrainingLoop):
         prompts = prompts.select()
         prompts.meta_info = {"validate": False, **prompts.meta_info, "global_steps": self.global_steps}
         made = self.draw_responses(prompts)
+        if len(made) == len(prompts) and self.scores_responses:
+            manager = self.val_reward_fn if prompts.meta_info["validate"] else self.reward_fn
+            made |= self._reward_columns(prompts.select(batch_keys=[]) | made, manager)
         if len(made) != len(prompts):
             raise ConfigError(
                 f"the agent loops made {len(made)} training sequences of {len(prompts)} prompts, and a fit of your own "
                 "unites both row by row. Return one AgentLoopOutput from run(), or build your fit on step()."
             )
         return made | DataProto(meta_info={"timing": {}})
+
+    def _reward_columns(self, batch: DataProto, reward_fn: Any) -> DataProto:
+        """Score responses: ``rm_scores``, and further values as ``meta_info["reward_extra_keys"]`` names them."""
+        scores, extra = self._score(batch, reward_fn)
+        columns = {name: np.array(values, dtype=object) for name, values in extra.items()}
+        return DataProto.from_dict({"rm_scores": scores}, columns, {"reward_extra_keys": list(columns)})
+
+    def _compute_reward_colocate(self, batch: DataProto) -> DataProto:
+        """Score responses that have no ``rm_scores``; see :func:`verl.trainer.ppo.reward.extract_reward`."""
+        return self._reward_columns(batch, self.reward_fn)
 
     def _balance_batch(
         self, batch: DataProto, metrics: Metrics, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False

@@ -76,9 +76,11 @@ from verl.trainer.ppo.reward import (
     RewardHandle,
     RewardRecord,
     leave_out_failed,
+    load_reward_manager,
     start_reward,
 )
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
+from verl.trainer.ppo.rows import rl_datasets
 from verl.trainer.ppo.sequences import (
     Trajectories,
     mini_batch_sizes,
@@ -102,6 +104,7 @@ from verl.trainer.ppo.utils import (
 from verl.trainer.ppo.validation import Validator
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import status
+from verl.utils.dataset import collate_fn as default_collate_fn
 from verl.utils.dataset.loading import bound_to_driver
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
 from verl.utils.deferred import Deferred
@@ -155,8 +158,10 @@ class RayPPOTrainer(FitParts):
         ray_worker_group_cls: the controller's class, RayWorkerGroup or LocalWorkerGroup; by default the one that
             ``trainer.controller`` names.
         reward_fn: the reward manager of training.
-        val_reward_fn: the reward manager of validation; without it there is no validation.
-        train_dataset: a map-style dataset of prompts.
+        val_reward_fn: the reward manager of validation; without it there is no validation. Without either, both are
+            those of the configuration, and ``async_rollout_manager.generate_sequences`` scores what it generates
+            (``rm_scores``; :func:`verl.trainer.ppo.reward.extract_reward`).
+        train_dataset: a map-style dataset of prompts; None reads those of ``data.train_files`` and ``data.val_files``.
         val_dataset: likewise, for validation.
         collate_fn: turns a list of items into the columns of a batch.
         device_name: ``cuda`` or ``cpu``; None for what the machine has.
@@ -198,6 +203,12 @@ class RayPPOTrainer(FitParts):
         super().__init__(config, CheckpointPlan.of_ppo(config.trainer), worker_groups)
         self.tokenizer = tokenizer
         self.processor = processor
+        self.scores_responses = reward_fn is None and val_reward_fn is None
+        if self.scores_responses:
+            arguments = {} if judge is None else judge.arguments
+            reward_fn, val_reward_fn = (
+                load_reward_manager(config, tokenizer, num_examine, **arguments) for num_examine in (0, 1)
+            )
         self.reward_fn = reward_fn
         self.val_reward_fn = val_reward_fn
         self.needs = Needs.of(config)
@@ -219,6 +230,8 @@ class RayPPOTrainer(FitParts):
                 "so the trainer needs judge=verl.judge.service.JudgeService(config)."
             )
         self.response_source = ResponseSource(config, tokenizer, processor, judge)
+        if train_dataset is None:
+            train_dataset, val_dataset, train_sampler = rl_datasets(config, tokenizer, processor)
         self.train_sampler = train_sampler
         self._create_dataloaders(train_dataset, val_dataset, collate_fn, train_sampler)
         self.observers = Observers(config, tokenizer, self.total_training_steps)
@@ -229,7 +242,7 @@ class RayPPOTrainer(FitParts):
     def _create_dataloaders(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, sampler: Any) -> None:
         data = self.typed_config.data
         common: dict[str, Any] = {
-            "collate_fn": collate_fn,
+            "collate_fn": collate_fn or default_collate_fn,
             "num_workers": min(data.dataloader_num_workers, os.cpu_count() or 1),
             "worker_init_fn": bound_to_driver(),
         }

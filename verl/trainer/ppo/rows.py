@@ -1,0 +1,32 @@
+"""The data sets of a run, and the order of its rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from verl.agents.tool_agent import described_tools
+from verl.config import PPOConfig, local_copies
+from verl.utils.dataset import create_rl_dataset, create_rl_sampler
+
+
+def rl_datasets(config: PPOConfig, tokenizer: Any, processor: Any = None) -> tuple[Any, Any, Any]:
+    """Read the prompts that the section ``data`` names.
+
+    Returns:
+        the data set of training, that of validation, and the sampler of the first.
+
+    Raises:
+        DataError: a file is missing, or lacks what a prompt needs.
+    """
+    data = local_copies(config).data
+    if tools := described_tools(config.actor_rollout_ref.rollout):
+        # The policy reads them in front of the prompt, so they count for the prompt's length.
+        data = replace(data, apply_chat_template_kwargs={**(data.apply_chat_template_kwargs or {}), "tools": tools})
+    train = create_rl_dataset(
+        data.train_files, data, tokenizer, processor, is_train=True, max_samples=data.train_max_samples
+    )
+    val = create_rl_dataset(
+        data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
+    )
+    return train, val, create_rl_sampler(data, train)
