@@ -18,6 +18,7 @@ from verl.utils.dataset import (
     create_sft_dataset,
     sft_collate_fn,
 )
+from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
 
 TOKENIZER = tiny_tokenizer()  # <user>…<assistant>…<eos>; ids: pad 0, eos 1, user 2, assistant 3, "0" 4, "a" 14
 
@@ -86,6 +87,19 @@ def test_collate_pads_to_the_longest(tmp_path):
         "loss_mask": [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 0]],
     }
     assert {value.dtype for value in batch.values()} == {torch.int64}
+
+
+def test_the_collator_of_public_scripts(tmp_path):
+    dataset = open_talk(tmp_path, ("a", "01"), ("a", "0"))
+    batch = SFTTensorCollator(DatasetPadMode.NO_PADDING)([dataset[0] | {"why": "x"}, dataset[1] | {"why": "y"}])
+    assert [row.tolist() for row in batch["input_ids"].unbind()] == [[2, 14, 3, 4, 5, 1], [2, 14, 3, 4, 1]]
+    assert [row.tolist() for row in batch["loss_mask"].unbind()] == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 1, 1]]
+    assert batch["why"] == ["x", "y"]
+    dataset = open_talk(tmp_path, ("a", "01"), ("a", "0"), pad_mode="right")
+    batch = SFTTensorCollator("right")([dataset[0], dataset[1]])
+    assert batch["input_ids"].tolist() == [[2, 14, 3, 4, 5, 1, 0, 0], [2, 14, 3, 4, 1, 0, 0, 0]]
+    with pytest.raises(ConfigError, match=r"pad_mode=.left. is unknown\. Known: right, left_right, no_padding"):
+        SFTTensorCollator("left")
 
 
 def test_collate_keeps_fixed_lengths(tmp_path):

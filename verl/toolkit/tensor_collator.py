@@ -1,0 +1,53 @@
+"""Batches of supervised rows for a data loader of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+from verl.errors import ConfigError
+from verl.toolkit.names import DatasetPadMode
+
+
+class SFTTensorCollator:
+    """Collate function for items of :class:`~verl.utils.dataset.MultiTurnSFTDataset` and the like.
+
+    Without padding, tensors become jagged nested tensors, (bsz, length of each), and other values lists; padded items,
+    all of one length, are stacked to (bsz, length).
+
+    Args:
+        pad_mode: how the data set has padded its items; a member of ``DatasetPadMode`` or its value.
+
+    Raises:
+        ConfigError: there is no such mode.
+    """
+
+    def __init__(self, pad_mode: DatasetPadMode | str = DatasetPadMode.LEFT_RIGHT) -> None:
+        known = [mode.value for mode in DatasetPadMode]
+        if pad_mode not in known:
+            raise ConfigError(f"pad_mode='{pad_mode}' is unknown. Known: {', '.join(known)}.")
+        self.pad_mode = DatasetPadMode(pad_mode)
+
+    def __call__(self, batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the columns of a batch of items."""
+        if self.pad_mode == DatasetPadMode.NO_PADDING:
+            return self.collate_variable_batch(batch)
+        return self.collate_fixed_batch(batch)
+
+    def collate_variable_batch(self, batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Collate items of different lengths."""
+        columns: dict[str, Any] = {}
+        for name in dict.fromkeys(name for item in batch for name in item):
+            values = [item.get(name) for item in batch]
+            if all(isinstance(value, torch.Tensor) for value in values):
+                columns[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged)
+            else:
+                columns[name] = values
+        return columns
+
+    def collate_fixed_batch(self, batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Stack items of one length."""
+        return default_collate(list(batch))
