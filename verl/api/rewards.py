@@ -209,9 +209,9 @@ class _Rewards:
 
     def prompt_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """The prompt as the data has it, a text or messages, under the names by which functions ask for it."""
-        messages: Any = row.get("prompt") or row.get(self.prompt_key)
-        text = self.text_prompts and messages and not isinstance(messages, str)
-        prompt = messages[-1]["content"] if text else messages
+        prompt = row.get("prompt") or row.get(self.prompt_key)
+        if self.text_prompts and prompt and not isinstance(prompt, str):
+            prompt = prompt[-1]["content"]
         return {self.prompt_key: prompt, "prompt": prompt}
 
     def total(self, scores: Sequence[Any]) -> Any:
