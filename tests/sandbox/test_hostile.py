@@ -73,7 +73,7 @@ def test_a_fork_bomb_beside_it_takes_nothing_from_a_good_program(sandbox):
         "print(all(os.wait()[1] == 0 for _ in range(7)))"
     )
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    limits = Limits(wall_s=8, cpu_s=8, max_processes=8, memory_mb=128)
+    limits = Limits(wall_s=4, cpu_s=4, max_processes=8, memory_mb=128)
     with ThreadPoolExecutor(4) as pool:
         bombs = [pool.submit(sandbox.run, bomb, "", limits) for _ in range(2)]
         good = [pool.submit(sandbox.run, many, "", Limits(wall_s=60, cpu_s=20, max_processes=8)) for _ in range(2)]

@@ -46,7 +46,7 @@ def guarded(request):
     return request.param
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_killed_in_a_collective_is_named_though_others_fail_first(places, guarded, rank, tmp_path, monkeypatch):
     from verl.single_controller.ray import failures
 
@@ -157,7 +157,7 @@ def test_what_arrived_outlives_who_sent_it(places):
 @pytest.mark.parametrize(
     ("rank", "what", "why"),
     [
-        (1, "stop", "its process is stopped, by a signal or a debugger"),
+        pytest.param(1, "stop", "its process is stopped, by a signal or a debugger", marks=pytest.mark.slow),
         pytest.param(0, "spin", "not in the collective of rank 1", marks=pytest.mark.slow),
         pytest.param(1, "sleep", "not in the collective of rank 0", marks=pytest.mark.slow),
         (1, "answer", "has answered, and never came to the collective of rank 0"),

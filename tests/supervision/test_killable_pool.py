@@ -40,7 +40,7 @@ def calls(*hows):
 
 def outcomes_of(pool, hows, late):
     """In the order of ``hows``; only a call that is to be late has so little time that a busy machine uses it up."""
-    waiting = [pool.submit([call], timeout_s=2.0 if call["how"] == late else 60.0) for call in calls(*hows)]
+    waiting = [pool.submit([call], timeout_s=1.0 if call["how"] == late else 60.0) for call in calls(*hows)]
     return [part.result()[0] for part in waiting]
 
 
@@ -98,14 +98,9 @@ def test_a_lost_connection_is_a_crash():
     "reply",
     [
         "5",
-        "null",
-        "{}",
-        '{"status": "fine"}',
         '{"status": ["ok"]}',
         '{"status": "error", "message": 7}',
-        '{"status": "ok", "pid": "1"}',
         '{"status": "ok", "more": 1}',
-        '{"status": "ok", "fatal": 0.0}',
         "[" * 100_000,
     ],
 )

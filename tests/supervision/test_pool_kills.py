@@ -123,8 +123,7 @@ def of(pid, which):
     return pid if which == "worker" else psutil.Process(pid).ppid()
 
 
-@pytest.mark.parametrize("which", ["worker", "monitor"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(("which", "number"), [("worker", signal.SIGKILL), ("monitor", signal.SIGTERM)])
 def test_killed_while_idle(which, number):
     pool = KillablePool(pid_of_worker, budget=BUDGET)
     (first,) = pool.map([{}])
@@ -136,8 +135,7 @@ def test_killed_while_idle(which, number):
     pool.close()
 
 
-@pytest.mark.parametrize("function", [scored, scored_async])
-@pytest.mark.parametrize("which", ["worker", "monitor"])
+@pytest.mark.parametrize(("function", "which"), [(scored, "worker"), (scored_async, "monitor")])
 def test_killed_while_scoring(function, which, tmp_path):
     """Two attempts are killed, the third is left alone; the neighbours never wait."""
     pool = KillablePool(function, num_workers=2, budget=BUDGET, max_concurrent=4)
@@ -330,6 +328,7 @@ pool.close()
 """
 
 
+@pytest.mark.slow
 def test_no_room_for_another_process():
     """Without a free file descriptor no process can be started: an error that says what to do, and no hang."""
     asked = [sys.executable, "-c", NO_FILES]

@@ -103,6 +103,7 @@ def test_a_worker_is_killed_while_its_monitor_is_held_up(tmp_path):
     pool.close()
 
 
+@pytest.mark.slow
 def test_the_time_of_a_job_is_not_up_while_the_monitor_is_held_up(tmp_path):
     """The worker is killed before the job's time is up and the monitor says so after it."""
     pool = KillablePool(waits_once, budget=Budget(timeout_s=4.0, kill_retries=1))
@@ -127,6 +128,7 @@ def test_a_monitor_that_is_never_heard_of_again(tmp_path, monkeypatch):
     pool.close()
 
 
+@pytest.mark.slow
 def test_starts_that_are_killed_while_the_monitor_is_held_up(tmp_path):
     """Four in a row: as crashes, three of them would break the pool for good."""
     pool = KillablePool(LoadsSlowly(str(tmp_path), 4), budget=KEEP_TRYING)

@@ -145,6 +145,7 @@ def test_a_server_that_dies_is_started_again(stdio: list[BaseTool]):
     assert (after.failure, after.response.text) == (None, "1 s3cret")
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_while_it_starts_is_started_once_more(tmp_path: Path):
     mark = tmp_path / "mark"
     script = f"rm '{mark}' 2>/dev/null && exit 1; exec '{sys.executable}' '{SERVER}'"

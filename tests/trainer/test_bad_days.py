@@ -106,6 +106,7 @@ def assert_undisturbed(found: dict[int, dict[str, float]], expected: dict[int, d
         assert some == pytest.approx(others, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_smaller_passes(train, hungry, monkeypatch, tmp_path):
     monkeypatch.setenv("HUNGRY_RANK", "0")
     steps = train(**hungry)

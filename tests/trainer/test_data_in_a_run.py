@@ -112,6 +112,7 @@ def test_a_sampler_is_told_of_the_prompts_that_dynamic_sampling_dropped(train, t
     assert len(told) >= 2
 
 
+@pytest.mark.slow
 def test_the_built_in_curriculum_trains_and_resumes_exactly(train, tmp_path):
     changes = {"data__sampler__class_name": "DifficultyCurriculum"}
     straight = train(trainer__total_training_steps=4, trainer__default_local_dir=tmp_path / "a", **changes)
@@ -143,6 +144,7 @@ def test_sources_are_mixed_by_weight_and_reported_apart(train, tmp_path):
         assert 0 <= metrics["train-source/gsm8k/score/mean"] <= 1
 
 
+@pytest.mark.slow
 def test_scoring_beside_the_log_probs_changes_nothing(train):
     beside = train(reward_model__launch_reward_fn_async="true")
     assert_same_steps(train(), beside, rel=0)

@@ -39,6 +39,7 @@ def log_probs(folder: Path | str, rows: list[dict[str, str]]) -> torch.Tensor:
     return torch.stack(found).view(-1, 2)
 
 
+@pytest.mark.slow
 def test_it_learns_the_rule_behind_the_preferences(train, tmp_path):
     many = write_jsonl(tmp_path / "many.jsonl", preference_rows(256, seed=2))
     steps = train(40, data__train_files=many, data__train_batch_size=16, loss__beta=0.5)

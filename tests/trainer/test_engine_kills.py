@@ -21,6 +21,7 @@ from verl.workers.rollout import remote
 SMALL_ENGINE = Path(__file__).parents[1] / "workers" / "rollout" / "small_engine.py"
 
 
+@pytest.mark.slow
 def test_a_killed_engine_changes_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is a small program with vLLM's protocol; its tokens depend on the trainer's weights, to the bit."""
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.05)

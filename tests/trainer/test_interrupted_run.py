@@ -16,7 +16,7 @@ from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.testing.waiting import eventually, is_alive
 
 
-@pytest.mark.parametrize("mode", ["auto", "disable"])
+@pytest.mark.parametrize("mode", ["auto", pytest.param("disable", marks=pytest.mark.slow)])
 def test_a_run_that_is_interrupted_says_how_it_goes_on(tmp_path, mode):
     checkpoints = tmp_path / "checkpoints"
     arguments = overrides(

@@ -62,6 +62,7 @@ def test_greedy_responses_are_those_of_the_model(tmp_path):
         assert row["responses"] == [tokenizer.decode(chosen, skip_special_tokens=True)]
 
 
+@pytest.mark.slow
 def test_on_ray_two_ranks_give_what_one_rank_gives(tmp_path, ray_cluster):
     model = tiny_model_dir(tmp_path / "model")
     alone = responses_of(config_for(tmp_path, model))

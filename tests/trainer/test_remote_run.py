@@ -55,6 +55,7 @@ def fill(folder: Path) -> tuple[fsspec.AbstractFileSystem, dict[str, str]]:
     return bucket, paths
 
 
+@pytest.mark.slow
 def test_a_run_on_s3_is_that_of_local_files(train, tmp_path, s3, monkeypatch):  # noqa: F811
     monkeypatch.setattr(fs, "own_copies", lambda: tmp_path / "copies")
     bucket, _ = fill(tmp_path / "made")

@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "own forward": {f"{ACTOR}ppo_mini_batch_size": 4},
     "nothing shared": TOKENS | {f"{ROLLOUT}n": 1, "algorithm__adv_estimator": "reinforce_plus_plus"},
 }
-FIRST = ("tokens, two epochs, shuffled", "sequences, adapters", "critic")
+FIRST = ("tokens, two epochs, shuffled", "critic")
 RANKS = TOKENS | {"trainer__controller": "ray", "trainer__n_gpus_per_node": 2, "trainer__recovery__backoff_s": 0}
 
 
@@ -104,6 +104,7 @@ def test_a_run_is_the_same(case, runs):
     assert_same(runs.train("shared", True, CASES[case]), expected)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_key_switched(runs):
     expected = runs.train("apart", False, TOKENS | {"trainer__save_freq": 1})
     runs.train("shared", True, TOKENS | {"trainer__save_freq": 1})

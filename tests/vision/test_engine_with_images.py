@@ -202,6 +202,7 @@ def on_ranks_that_share_sequences(rank, world_size, folder):
         torch.save(result, folder / family / f"rank_{rank}.pt")
 
 
+@pytest.mark.slow
 def test_ranks_that_share_sequences_make_the_steps_of_plain_pytorch(tmp_path):
     expected = {}
     for family in FAMILIES:

@@ -113,6 +113,7 @@ def is_there(reference: Any) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_an_image_whose_process_is_lost_fails_its_request_alone(router: Any) -> None:
     rollout = ray.get(router.open.remote(1))
     owner, connection = ray.remote(Owner).options(num_cpus=0).remote(), RayConnection(router)

@@ -64,7 +64,10 @@ def test_what_is_freed_stays_and_blocks_above_the_bound_go_back_unless_all_are_k
 
 @pytest.mark.parametrize(
     "environment",
-    [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}],
+    [
+        {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"},
+        pytest.param({"MALLOC_TRIM_THRESHOLD_": "131072"}, marks=pytest.mark.slow),
+    ],
     ids=lambda environment: next(iter(environment)),
 )
 def test_what_the_user_sets_stays(environment):

@@ -150,6 +150,11 @@ def on_each_rank(rank, world_size, folder, path):
     torch.save((weights_of(engine), metrics, counts), folder / f"{rank}.pt")
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "qwen3")],
+    indirect=True,
+)
 def test_two_ranks_count_and_balance_together(path, tmp_path):
     run_ranks(on_each_rank, 2, tmp_path, path)
     for rank in (0, 1):

@@ -173,6 +173,11 @@ def on_each_rank(rank, world_size, folder, path):
         assert_replays(engine, batch, path, layout)
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS if name != "qwen3")],
+    indirect=True,
+)
 def test_ranks_that_share_sequences_record_and_repeat(path, tmp_path):
     run_ranks(on_each_rank, 2, tmp_path, path)
 

@@ -84,7 +84,7 @@ def texts(count):
     return ["abcdef"[: n % 6 + 1] for n in range(count)]
 
 
-@pytest.mark.parametrize("function", [slow_length, lengths])
+@pytest.mark.parametrize("function", [slow_length, pytest.param(lengths, marks=pytest.mark.slow)])
 def test_the_scores_are_those_of_an_undisturbed_run(function):
     manager = NaiveRewardManager(TOKENIZER, 0, function, num_workers=2, kill_retries=50, timeout_s=20.0)
     data = batch_of(texts(24), [0.0] * 24)
