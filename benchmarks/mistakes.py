@@ -81,6 +81,9 @@ MISTAKES = (
     Mistake("no equals sign", ("trainer.total_epochs",), says="trainer.total_epochs"),
     Mistake("spaces around the equals sign", ("trainer.total_epochs", "=", "3")),
     Mistake("dashes before a key", ("--trainer.total_epochs=3",), says="trainer.total_epochs"),
+    Mistake("a name of TRL", ("learning_rate=1e-5",), says=f"{ACTOR}.optim.lr=1e-05"),
+    Mistake("a misspelt name of TRL", ("num_generation=4",), says=f"{ROLLOUT}.n=4"),
+    Mistake("a flag of OpenRLHF", ("--n_samples_per_prompt", "4"), says=f"{ROLLOUT}.n=4"),
     Mistake("unclosed list", ("trainer.logger=[console",), says="trainer.logger"),
     Mistake("unclosed quote", ("trainer.project_name='a",), says="trainer.project_name"),
     # values
