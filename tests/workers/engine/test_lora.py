@@ -34,6 +34,7 @@ from verl.workers.config import CriticConfig
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER, AdapterTarget, merged, scaled_adapters
 from verl.workers.engine.fsdp.model import trained_parameters
 from verl.workers.losses import ValueLoss, sft_loss
+from verl.workers.rollout.weights import write_adapters
 
 RANK = {"lora_rank": 4, "lora_alpha": 8}
 VARIANTS = {
@@ -163,7 +164,7 @@ def peft_of_the_same_gradients(engine, path, saved, batch):
     return oracle
 
 
-def test_scales_and_formats_by_hand():
+def test_scales_and_formats_by_hand(tmp_path):
     """s = 2, B A = 2⁻⁹: bf16 has no number between 1 and 1 + 2⁻⁷, so a sum of bf16s would lose the adapter."""
     targets = {"up": AdapterTarget("up.weight", 2.0)}
     weights = [
@@ -175,6 +176,8 @@ def test_scales_and_formats_by_hand():
     assert (name, weight.dtype, weight.item()) == ("up.weight", torch.float32, 1 + 2**-8)
     sent = dict(scaled_adapters(weights[1:], targets))  # engines apply the product alone
     assert {name: one.item() for name, one in sent.items()} == {"up.lora_A.weight": 2**-9, "up.lora_B.weight": 2.0}
+    config = json.loads((write_adapters(sent, [tmp_path])[0] / "adapter_config.json").read_text())
+    assert config["lora_alpha"] / config["r"] == 1  # s is in B already
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", *MIXTURES])
