@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.estimator_registry import register_adv_est, with_public_arguments
-from verl.algorithms.groups import GroupIds, Groups, rounding_unit
+from verl.algorithms.groups import GroupIds, Groups, rewards_of_responses, rounding_unit
 from verl.algorithms.response_advantages import group_relative
 from verl.utils.torch_functional import masked_whiten, zero_masked
 
@@ -108,15 +108,14 @@ def compute_gae_advantage_return(
     gamma_t = discounts(response_mask, gamma, high_level_gamma)
     deltas = _td_errors(token_level_rewards, values, response_mask, gamma_t)
     advantages = zero_masked(discounted_sum(deltas, response_mask, gamma_t * lam), response_mask)
-    whitened = _whitened(advantages, response_mask, token_level_rewards, gamma_t * lam)
+    whitened = _whitened(advantages, response_mask, token_level_rewards)
     return _as_given((whitened, advantages + zero_masked(values, response_mask)), token_level_rewards, values)
 
 
-def _whitened(sums: Tensor, mask: Tensor, rewards: Tensor, factor: float | Tensor) -> Tensor:
-    """Whiten sums of rewards discounted by ``factor``, (bsz, response_length); 0 if they differ by rounding alone."""
-    magnitude = discounted_sum(rewards.double().abs(), mask, factor)
-    largest = magnitude.max() if magnitude.numel() else 0.0
-    return masked_whiten(sums, mask, rounding=largest * rounding_unit(rewards.dtype))
+def _whitened(sums: Tensor, mask: Tensor, rewards: Tensor) -> Tensor:
+    """Whiten discounted sums of rewards, (bsz, response_length); 0 if they differ by rounding of the rewards alone."""
+    _, rounding = rewards_of_responses(rewards, mask)  # of undiscounted sums, the largest
+    return masked_whiten(sums, mask, rounding=rounding.max() if len(rounding) else 0.0)
 
 
 def _as_given(results: tuple[Tensor, Tensor], *given: Tensor) -> tuple[Tensor, Tensor]:
@@ -170,7 +169,7 @@ def compute_bi_level_gae_advantage_return(
     deltas = torch.where(ends, of_turns, _td_errors(token_level_rewards, values, response_mask, gamma))
     factors = torch.full_like(deltas, gamma * lam).masked_fill_(ends, 0.0)
     advantages = zero_masked(discounted_sum(deltas, response_mask, factors), response_mask)
-    whitened = _whitened(advantages, response_mask, token_level_rewards, 1.0)
+    whitened = _whitened(advantages, response_mask, token_level_rewards)
     return _as_given((whitened, advantages + zero_masked(values, response_mask)), token_level_rewards, values)
 
 
@@ -197,7 +196,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
     """
     gamma_t = discounts(response_mask, gamma, high_level_gamma)
     returns = zero_masked(discounted_sum(token_level_rewards.double(), response_mask, gamma_t), response_mask)
-    return _as_given((_whitened(returns, response_mask, token_level_rewards, gamma_t), returns), token_level_rewards)
+    return _as_given((_whitened(returns, response_mask, token_level_rewards), returns), token_level_rewards)
 
 
 @register_adv_est(
