@@ -246,7 +246,7 @@ def _folder(output_dir: str | Path | None, kind: str) -> Iterator[Path]:
 def _run_defaults(folder: Path, ray: bool) -> dict[str, Any]:
     return placement(ray) | {
         "trainer.project_name": folder.parent.name or "verl",
-        "trainer.experiment_name": folder.name,
+        "trainer.experiment_name": folder.name or "verl",
         "trainer.default_local_dir": str(folder / CHECKPOINTS),
         "trainer.total_epochs": 1,
     }

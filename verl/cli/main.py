@@ -87,12 +87,12 @@ for _name, _command in INSPECTIONS.items():
     inspect_group.add_command(_delegating(_name, _command))
 
 
-@cli.command()
+@cli.command(context_settings={"ignore_unknown_options": True})  # a flag of OpenRLHF is a word too
 @click.argument("words", nargs=-1, required=True, metavar="KEY...")
 def explain(words: tuple[str, ...]) -> None:
     """Say what settings mean: type, default, commands, what follows from them, where the code reads them.
 
-    KEY is a whole key, the end of one, a part of one, or a word of its meaning.
+    KEY is a whole key, the end of one, a part of one, a word of its meaning, or a name of TRL or OpenRLHF.
     """
     with importing():
         from verl.cli.explain import explanation
