@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from verl.base.engine_python import engine_python
 from verl.base.registry import suggest
 from verl.config.agent import SINGLE_TURN, AgentLoopConfig, MultiTurnConfig
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
@@ -217,9 +217,9 @@ class RolloutConfig(BaseConfig):
         if python is not None and not Path(str(python)).expanduser().is_file():
             allowed = "the interpreter of an environment that has the engine"
             yield Problem(key, python, "there is no such file", allowed)
-        if python is None and importlib.util.find_spec(self.name) is None:
+        if python is None and engine_python(self.name) is None:
             remedy = f"install it (requirements/{self.name}.txt), or name the python of another environment that has "
-            wrong = f"the package {self.name} is not installed here"
+            wrong = f"the package {self.name} is not installed here, nor is there /opt/{self.name}/bin/python"
             yield Problem(f"{path}.name", self.name, wrong, remedy=f"{remedy}it in {key}")
         if self.data_parallel_size != 1:
             wrong = "every rank, or group of tensor-parallel ranks, has an engine of its own already"

@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.trainer.config.support import Run, only
+from verl.base.engine_python import engine_python
+from verl.config import RolloutConfig
 from verl.trainer.config import GenerationConfig
 from verl.trainer.config.derive import engine_for_gpu
 from verl.trainer.config.rules_engines import without_graphs
+from verl.workers.rollout.engine_kwargs import launch_settings
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -35,8 +39,18 @@ def test_an_engine_that_is_not_installed_is_told(run: Run, engine: str):
     if importlib.util.find_spec(engine) is not None:
         pytest.skip(f"{engine} is installed here")
     message = only(run.refusal(settings(name=engine, engine_kwargs={})))
-    assert f"the package {engine} is not installed here" in message
+    assert f"the package {engine} is not installed here, nor is there /opt/{engine}/bin/python" in message
     assert f"{ROLLOUT}.engine_kwargs.{engine}.python" in message
+
+
+def test_an_engine_in_the_environment_of_the_image_is_found(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engine = "sglang" if importlib.util.find_spec("sglang") is None else "vllm"
+    python = tmp_path / engine / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    monkeypatch.setattr("verl.base.engine_python.ENVIRONMENTS", tmp_path)
+    assert run.load(settings(name=engine, engine_kwargs={})).actor_rollout_ref.rollout.name == engine
+    assert launch_settings(RolloutConfig(name=engine), 60).python == str(python)
 
 
 def test_a_python_that_is_not_there_is_told(run: Run):
@@ -234,7 +248,7 @@ def test_a_run_on_a_gpu_takes_the_fast_engine_unless_it_names_one(
     assert run.load(explicit=set_by_hand).actor_rollout_ref.rollout.name == "native"
     assert name not in caplog.text  # on a CPU nothing is chosen
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    engine, why = engine_for_gpu(importlib.util.find_spec("vllm") is not None, takes_images=False)
+    engine, why = engine_for_gpu(engine_python("vllm") is not None, takes_images=False)
     assert run.load(explicit=set_by_hand).actor_rollout_ref.rollout.name == engine
     assert f"{name}: {engine}, because {why}" in caplog.text
     caplog.clear()

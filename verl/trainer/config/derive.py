@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from verl.base.engine_python import engine_python
 from verl.config import JudgeRolloutConfig, Problem, RolloutConfig, RolloutCorrectionConfig
 from verl.config.machine import gpus_of_nodes
 from verl.config.megatron import SHARING
@@ -211,7 +211,7 @@ def _fast_engine(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str])
         if gpus_of_nodes(get(tree, "trainer", {}), get(tree, "ray_kwargs.ray_init")):
             model = get(tree, f"{path.removesuffix('rollout')}model.path")
             kind = model_files.model_type(Path(model).expanduser()) if isinstance(model, str) else None
-            engine, why = engine_for_gpu(find_spec("vllm") is not None, kind in FAMILIES)
+            engine, why = engine_for_gpu(engine_python("vllm") is not None, kind in FAMILIES)
             put(tree, name, engine)
             told.append(f"{name}: {engine}, because {why}; set it to choose yourself")
     return told

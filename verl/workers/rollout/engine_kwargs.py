@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.base.engine_python import engine_python
 from verl.base.redact import is_secret
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError
@@ -104,7 +105,7 @@ def _saved_adapters(path: str) -> dict[str, Any]:
 def _python(config: RolloutConfig) -> str:
     python = _given(config).get(PYTHON)
     if python is None:
-        return sys.executable
+        return engine_python(config.name) or sys.executable
     path = Path(str(python)).expanduser()
     if not path.is_file():
         raise ConfigError(
