@@ -92,7 +92,7 @@ def test_a_result_leaves_room_for_a_turn(tmp_path: Path):
     call = CALL.replace("21", "5" * 60)
     [whole] = said(tmp_path, [call, "42"])
     start, stop = whole.response_mask.index(0), whole.response_mask.index(0) + whole.response_mask.count(0)
-    for most in (stop - 20, stop, stop + 1):
+    for most in (stop - 20, stop):
         [output] = said(tmp_path, [call, "42"], data__max_response_length=most)
         assert len(output.response_ids) == most
         assert output.response_mask[start:] == [0] * (most - start - 1) + [1]

@@ -21,14 +21,6 @@ def test_accuracy_is_core_where_a_scorer_gives_it():
     assert metrics["val-aux/m/reward/mean@1"] == pytest.approx(0.5)
 
 
-def test_a_failed_sample_is_no_zero():
-    metrics = validation_metrics(
-        ["m"] * 2, ["a", "b"], {"reward": [1.0, 0.0], "acc": [1.0, None], "reward_status": ["ok", "error"]}
-    )
-    assert metrics["val-core/m/acc/mean@1"] == 1.0
-    assert metrics["val-aux/error_rate"] == 0.5
-
-
 def test_each_source_has_its_own_variables():
     # Only the scorer of `m` gives an accuracy; the other source has a reward alone.
     metrics = validation_metrics(

@@ -49,16 +49,6 @@ def test_which_k_there_are():
     assert ks(10) == {"best@2/mean", "best@4/mean", "best@8/mean", "best@10/mean"}
 
 
-def test_best_agrees_with_the_bootstrap():
-    scores = [0.1, 0.9, 0.4, 0.3, 0.7]
-    found = one_prompt(reward=scores)["reward"]
-    (best, best_std), (worst, worst_std) = bootstrap_metric(scores, 4, [max, min], n_bootstrap=20000, seed=0)
-    assert found["best@4/mean"] == pytest.approx(best, abs=0.01)
-    assert found["best@4/std"] == pytest.approx(best_std, abs=0.01)
-    assert found["worst@4/mean"] == pytest.approx(worst, abs=0.01)
-    assert found["worst@4/std"] == pytest.approx(worst_std, abs=0.01)
-
-
 def test_majority_by_hand():
     # "4" is given three times of four and right: one draw of two suffices to see that it wins with
     # probability (9 + 3 + 3/... )/16: both "4" 9/16, or "4" drawn first 3/16 → 0.75.

@@ -122,7 +122,7 @@ def validation_metrics(data_sources: list[str], uids: list[str], columns: dict[s
     """
     status = columns.get("reward_status", ["ok"] * len(uids))
     is_scored = [value == "ok" for value in status]
-    metrics = {"val-aux/error_rate": 1 - sum(is_scored) / max(len(status), 1)}
+    metrics = {"val-aux/error_rate": is_scored.count(False) / max(len(status), 1)}
     for source in dict.fromkeys(data_sources):
         rows = [row for row, name in enumerate(data_sources) if name == source]
         scored = [row for row in rows if is_scored[row]]
