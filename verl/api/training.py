@@ -262,16 +262,20 @@ def _sizes(
 ) -> dict[str, Any]:
     """Return the sizes of a step: TRL's, if any was given; else as many equal steps as the rows allow."""
     if counted:
-        sizes = batch_sizes(counted, ranks_of({**defaults, **given}), per_prompt)
-        on_device = sizes[f"{_ACTOR}.ppo_micro_batch_size_per_gpu"]
-        return sizes | {f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": on_device}
-    # An incomplete last batch is dropped, so steps are of equal size: 40 rows are 2 steps of 20, not 32 and a rest.
-    steps = math.ceil(rows / MOST_PROMPTS)
-    prompts = given.get("data.train_batch_size", rows // steps)
-    sizes = {"data.train_batch_size": prompts, f"{_ACTOR}.ppo_mini_batch_size": prompts}
-    if f"{_ACTOR}.ppo_micro_batch_size_per_gpu" not in given:
-        sizes[f"{_ACTOR}.use_dynamic_bsz"] = True
-    return sizes
+        sizes: dict[str, Any] = dict(batch_sizes(counted, ranks_of({**defaults, **given}), per_prompt))
+    else:
+        # An incomplete last batch is dropped, so steps are of equal size: 40 rows are 2 steps of 20, not 32 and a rest.
+        steps = math.ceil(rows / MOST_PROMPTS)
+        prompts = given.get("data.train_batch_size", rows // steps)
+        sizes = {"data.train_batch_size": prompts, f"{_ACTOR}.ppo_mini_batch_size": prompts}
+    micro_batch = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
+    on_device = given.get(micro_batch, sizes.get(micro_batch))
+    if on_device is None:
+        return sizes | {f"{_ACTOR}.use_dynamic_bsz": True}
+    others = [f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
+    if "critic.model.path" in defaults:
+        others.append("critic.ppo_micro_batch_size_per_gpu")
+    return sizes | dict.fromkeys(others, on_device)
 
 
 def _prompts(
