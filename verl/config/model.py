@@ -170,13 +170,14 @@ class OptimizerConfig(BaseConfig):
     lr: float = setting(1e-6, ge=0)
     """Peak learning rate."""
     lr_warmup_steps_ratio: float = setting(0.0, ge=0, le=1)
-    """Warm-up as a fraction of all optimizer steps; used when `lr_warmup_steps` is not positive."""
+    """Warm-up as a fraction of all training steps; used when `lr_warmup_steps` is not positive."""
     total_training_steps: int = setting(-1, ge=-1)
-    """Length of the schedule in optimizer steps; -1 takes the length of the run."""
+    """Length of the schedule in training steps; -1 takes the length of the run. The rate is constant within a training
+    step, however many optimizer steps that has."""
     weight_decay: float = setting(0.01, ge=0)
     """Decoupled weight decay."""
     lr_warmup_steps: int = setting(-1, ge=-1)
-    """Warm-up in optimizer steps; 0 or -1 leaves it to `lr_warmup_steps_ratio`."""
+    """Warm-up in training steps; 0 or -1 leaves it to `lr_warmup_steps_ratio`."""
     betas: tuple[float, float] = setting((0.9, 0.999))
     """Decay of the running mean and of the running square of the gradient."""
     clip_grad: float = setting(1.0, gt=0)

@@ -338,6 +338,9 @@ def test_experts_without_adapters_are_told(tmp_path, caplog):
         assert_close(naive_outputs(model, batch)[0], found, atol=1e-5, rtol=0)
 
 
+HEADS_OF_PEFT = {"classifier", "score"}
+
+
 @pytest.mark.parametrize("kind", ["value_model", "reward_model"])
 def test_a_scalar_head_is_trained_and_saved_with_the_adapters(path, tmp_path, kind):
     batch, engine = ragged_batch(), make_engine(path, kind, optimizer={"lr": 1e-2}, **RANK)
@@ -356,7 +359,9 @@ def test_a_scalar_head_is_trained_and_saved_with_the_adapters(path, tmp_path, ki
     name = "values" if kind == "value_model" else "scores"
     expected = engine.infer_batch(batch, {name}, WHOLE)[name]
     assert_close(again.infer_batch(batch, {name}, WHOLE)[name], expected, atol=1e-5, rtol=0)
-    on = make_engine(path, kind, lora_adapter_path=str(tmp_path / ADAPTER_FOLDER))
+    oracle.save_pretrained(tmp_path / "by_peft")  # with the names of both heads that such models may have
+    assert set(json.loads((tmp_path / "by_peft/adapter_config.json").read_text())["modules_to_save"]) == HEADS_OF_PEFT
+    on = make_engine(path, kind, lora_adapter_path=str(tmp_path / "by_peft"))
     assert_close(on.infer_batch(batch, {name}, WHOLE)[name], expected, atol=1e-5, rtol=0)
     ids = batch.batch["input_ids"][1:2][:, batch.batch["attention_mask"][1].bool()]
     with torch.no_grad():

@@ -48,6 +48,7 @@ BASE, LORA_A, LORA_B = ".base_layer.weight", f".lora_A.{_ADAPTER}.weight", f".lo
 """Endings of the names of a layer's weight, and of its adapter's two."""
 _MAGNITUDE = f".lora_magnitude_vector.{_ADAPTER}.weight"
 _TASKS = {"lm_head": "CAUSAL_LM", "score": "TOKEN_CLS"}
+_HEADS_OF_PEFT = {"classifier", "score"}  # those that peft saves of a model that classifies, whether it has both or one
 # Of a model whose experts are joined peft takes these names for those of the experts, wherever the layers stand.
 _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj")
 # What another adapter may have and merging or FSDP2 would get wrong: setting of its config -> the value allowed.
@@ -149,7 +150,9 @@ def _config_in(config: HFModelConfig) -> LoraConfig:
         value = getattr(found, name, allowed)
         if allowed is None and not value:
             continue  # peft writes an empty list for a mixture of experts
-        if value != allowed and not (name == "modules_to_save" and value == ["score"]):
+        if name == "modules_to_save" and "score" in value and set(value) <= _HEADS_OF_PEFT:
+            continue
+        if value != allowed:
             raise ConfigError(
                 f"the adapters in {folder} have {name}={value!r:.80}; only {allowed!r} is supported. Merge them into "
                 "the model (merge_and_unload of peft), and start from that."
