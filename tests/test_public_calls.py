@@ -15,7 +15,7 @@ import pytest
 from benchmarks.public_names import public_names
 from verl.base.absent import absence_of
 from verl.config.base import BaseConfig
-from verl.workers.config import ActorConfig, FSDPOptimizerConfig, RolloutConfig
+from verl.workers.config import ActorConfig, FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, RolloutConfig
 
 LIST = Path(__file__).with_name("public_names.txt")
 
@@ -205,6 +205,9 @@ def test_what_a_keyword_of_a_public_section_does():
     # rollout_n is required elsewhere, and is rollout.n here.
     assert ActorConfig(strategy="fsdp", rollout_n=4, ppo_micro_batch_size_per_gpu=2).ppo_micro_batch_size_per_gpu == 2
     assert FSDPOptimizerConfig(lr=0.1, warmup_style="cosine").lr_scheduler_type == "cosine"
+    engine = FSDPEngineConfig(wrap_policy={"layer_class": "Block", "min_num_params": 0}, use_orig_params=True)
+    assert engine.wrap_policy.transformer_layer_cls_to_wrap == ("Block",)
+    assert FSDPActorConfig(optim={"lr": 0.5, "warmup_style": "cosine"}).optim.lr_scheduler_type == "cosine"
     for keywords, message in (
         ({"ppo_micro_batch_size": 8}, "ActorConfig.ppo_micro_batch_size=8 counts sequences over all ranks"),
         ({"ppo_mini_batchsize": 8}, "has no 'ppo_mini_batchsize'. Did you mean 'ppo_mini_batch_size'"),

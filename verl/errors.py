@@ -30,6 +30,24 @@ class SectionError(ConfigError, TypeError):
         self.details = list(details)
 
 
+class UnsupportedError(ConfigError, NotImplementedError):
+    """A value is known elsewhere, or nowhere, and has no implementation here."""
+
+
+class MissingFileError(ConfigError, FileNotFoundError):
+    """A file that a setting names is not there."""
+
+    __str__ = Exception.__str__  # that of OSError has other arguments
+
+
+class MissingNameError(ConfigError, AttributeError):
+    """A file or module that a setting names lacks a function or class."""
+
+
+class UserCodeError(ConfigError, RuntimeError):
+    """Code of the user's raised an error; the message has its line."""
+
+
 class SchemaError(VerlError, ValueError, AssertionError):
     """A batch lacks a column, or a column has the wrong shape, dtype or length."""
 

@@ -16,9 +16,9 @@ from torch import nn
 
 from verl import DataProto
 from verl.agents.parsers import ToolParser
-from verl.algorithms import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, register_adv_est
+from verl.algorithms import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, agg_loss, kl_penalty, register_adv_est
 from verl.base.registry import scoped_registrations
-from verl.errors import ConfigError, DataError, SchemaError
+from verl.errors import ConfigError, DataError, SchemaError, VerlError
 from verl.single_controller.base.decorator import (
     DISPATCH_MODE_FN_REGISTRY,
     Dispatch,
@@ -34,17 +34,19 @@ from verl.toolkit.chat import extract_system_prompt_and_generation, get_processo
 from verl.toolkit.checkpoints import BaseCheckpointManager
 from verl.toolkit.config import is_distillation_enabled, need_teacher_policy, update_dict_with_config
 from verl.toolkit.files import get_local_temp_path, is_non_local, md5_encode, verify_copy
-from verl.toolkit.imports import load_class_from_fqn
+from verl.toolkit.imports import load_class_from_fqn, load_extern_object, load_extern_type
 from verl.toolkit.limits import AsyncTokenBucket
 from verl.toolkit.processes import temp_env_var
 from verl.toolkit.rollouts import RolloutSkip
 from verl.toolkit.scoring import get_default_compute_score
 from verl.toolkit.traces import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
 from verl.utils.flops_counter import FlopsCounter
-from verl.utils.seqlen_balancing import ceildiv
+from verl.utils.seqlen_balancing import ceildiv, get_seqlen_balanced_partitions
 from verl.workers.reward_manager import AbstractRewardManager, get_reward_manager_cls, register
 from verl.workers.reward_manager.abstract import REWARD_MANAGER_REGISTRY
+from verl.workers.rollout import get_rollout_class
 
 # ---- rates --------------------------------------------------------------------------------------
 
@@ -347,3 +349,27 @@ def test_a_reward_function_by_name():
     assert score("any", "#### 5", "5") == 1.0
     with pytest.raises(NotImplementedError):
         get_default_compute_score("no/such")
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+def test_errors_are_of_the_kinds_that_public_code_catches(tmp_path: Path):
+    x, mask = torch.zeros(1, 2), torch.ones(1, 2)
+    broken = tmp_path / "broken.py"
+    broken.write_text("1 / 0\n")
+    calls = [
+        (NotImplementedError, "unknown kl_penalty 'none'", lambda: kl_penalty(x, x, "none")),
+        (ValueError, "unknown loss_agg_mode 'none'", lambda: agg_loss(x, mask, "none")),
+        (FileNotFoundError, "there is no file", lambda: load_extern_type(str(tmp_path / "none.py"), "Reward")),
+        (AttributeError, "has no such name", lambda: load_extern_object("pathlib", "NoPath")),
+        (RuntimeError, "ZeroDivisionError", lambda: load_extern_type(str(broken), "Reward")),
+        (AssertionError, "cannot make 2 parts", lambda: get_seqlen_balanced_partitions([3], 2, equal_size=False)),
+        (ValueError, "no level of weights", lambda: compute_rollout_correction_weights(x, mask, "none")),  # type: ignore[arg-type]
+        (AssertionError, "there is no such rollout engine", lambda: get_rollout_class("none")),
+    ]
+    for kind, message, call in calls:
+        with pytest.raises(kind, match=message) as error:
+            call()
+        assert isinstance(error.value, VerlError)
+        assert message in str(error.value)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.base.registry import suggest
-from verl.errors import ConfigError
+from verl.errors import ConfigError, UnsupportedError
 from verl.utils.torch_functional import masked_mean, zero_masked
 
 
@@ -44,13 +44,13 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
     """Value of :func:`kl_penalty`, with the gradient of that value; a ``+`` at the end of the kind is ignored."""
     base = kl_penalty.removesuffix("+")
     if base == "full":
-        raise ConfigError(
+        raise UnsupportedError(
             "kl_penalty='full' sums over the whole vocabulary, but only the log-probs of the sampled tokens are kept. "
             "Use low_var_kl (k3), the estimator of least variance."
         )
     if base not in _KINDS:
         near = suggest(kl_penalty, list(KL_KINDS))
-        raise ConfigError(f"unknown kl_penalty '{kl_penalty}'.{near} Known: {', '.join(KL_KINDS)}.")
+        raise UnsupportedError(f"unknown kl_penalty '{kl_penalty}'.{near} Known: {', '.join(KL_KINDS)}.")
     return _KINDS[base](logprob - ref_logprob)
 
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from verl.base import env
 from verl.base.registry import suggest
-from verl.errors import ConfigError, VerlError
+from verl.errors import ConfigError, MissingFileError, MissingNameError, UserCodeError, VerlError
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ def load_module(path: str, setting: str, digest: str | None = None) -> ModuleTyp
         return _import(path.removeprefix("pkg://"), path, setting)
     file = Path(os.path.expandvars(path)).expanduser().resolve()
     if not file.is_file():
-        raise ConfigError(f"{setting}.path='{path}': there is no file {file}. Give the path of a Python file.")
+        raise MissingFileError(f"{setting}.path='{path}': there is no file {file}. Give the path of a Python file.")
     name = _module_name(file)
     if name in sys.modules:
         return sys.modules[name]
@@ -95,7 +95,7 @@ def user_code(problem: str) -> Iterator[None]:
     except VerlError:
         raise
     except (Exception, SystemExit) as error:  # SystemExit: a script without `if __name__ == "__main__"`
-        raise ConfigError(f"{problem}:\n  {_user_line(error)}\n  {type(error).__name__}: {_text(error)}") from error
+        raise UserCodeError(f"{problem}:\n  {_user_line(error)}\n  {type(error).__name__}: {_text(error)}") from error
 
 
 def users_class(cls: Callable[..., T], setting: str) -> Callable[..., T]:
@@ -150,7 +150,7 @@ def load_object(path: str, name: str, setting: str) -> Any:
     module = load_module(path, setting)
     if not hasattr(module, name):
         known = [key for key in vars(module) if not key.startswith("_")]
-        raise ConfigError(
+        raise MissingNameError(
             f"{setting}.name='{name}': {path} has no such name.{suggest(name, known)} It has: {', '.join(known)}."
         )
     return getattr(module, name)

@@ -92,6 +92,10 @@ class _SectionType(ABCMeta):
                     del values[name]
                 if others := values.keys() - fields.keys():
                     _take_inactive(cls, values, others)
+                for name in values.keys() & fields.keys():
+                    below = section_of(fields[name])
+                    if below is not None and type(values[name]) is dict:  # made by its class, with its keywords
+                        values[name] = below(**{key: v for key, v in values[name].items() if key != "_target_"})
             return cls.strict(*args, **values)
 
     def strict(cls, *args: Any, **values: Any) -> Any:

@@ -13,7 +13,7 @@ from verl.config.agent import AgentLoopConfig, MultiTurnConfig
 from verl.config.base import ANY, INACTIVE, KEYWORDS, BaseConfig, Inactive
 from verl.config.critic import CriticConfig, FSDPCriticConfig, FSDPCriticModelCfg
 from verl.config.data import DataConfig
-from verl.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, OptimizerConfig
+from verl.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, OptimizerConfig, WrapPolicyConfig
 from verl.config.observation import TraceConfig
 from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.config.profiler import (
@@ -353,6 +353,7 @@ _KEYWORDS: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     ),
     TraceConfig: (no_effect("traces have the names of the run", {"project_name": None, "experiment_name": None}),),
     OptimizerConfig: (no_effect("grad_clip of the actor or critic counts", {"grad_clip": None}),),
+    WrapPolicyConfig: (older_name("layer_class", "transformer_layer_cls_to_wrap"),),
     FSDPOptimizerConfig: (no_effect("null is its default, 0", {"min_lr_ratio": None}),),
     HFModelConfig: (
         no_effect(

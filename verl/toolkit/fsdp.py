@@ -85,7 +85,7 @@ def get_fsdp_wrap_policy(
 
 def _units(module: nn.Module, config: Mapping[str, Any]) -> list[nn.Module]:
     """The repeated layers, by the class names in ``config`` or else those that the Transformers model declares."""
-    given = config.get("transformer_layer_cls_to_wrap")
+    given = config.get("transformer_layer_cls_to_wrap") or config.get("layer_class")
     names = {given} if isinstance(given, str) else set(given or layer_class_names(module))  # type: ignore[arg-type]
     units = [unit for unit in module.modules() if type(unit).__name__ in names]
     if given and not units:

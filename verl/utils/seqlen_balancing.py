@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from verl.base.doors import old_names
-from verl.errors import ConfigError
+from verl.errors import ConfigError, SchemaError
 
 Partitions = list[list[int]]  # for each part the indices of its sequences, in ascending order
 
@@ -37,9 +37,9 @@ def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int
     """
     total = len(seqlen_list)
     if not 1 <= k_partitions <= total:
-        raise ValueError(f"{total} sequences cannot make {k_partitions} parts that all hold one.")
+        raise SchemaError(f"{total} sequences cannot make {k_partitions} parts that all hold one.")
     if equal_size and total % k_partitions:
-        raise ValueError(f"{total} sequences do not divide into {k_partitions} parts of equal size.")
+        raise SchemaError(f"{total} sequences do not divide into {k_partitions} parts of equal size.")
     return karmarkar_karp(seqlen_list, k_partitions, equal_size)
 
 

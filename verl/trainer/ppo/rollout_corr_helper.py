@@ -12,7 +12,7 @@ number of ranks. The formulas are in ``verl/algorithms/rollout_correction.py``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from omegaconf import DictConfig, open_dict
 from torch import Tensor
@@ -31,7 +31,7 @@ from verl.algorithms.rollout_correction import (
     rejection_statistic,
 )
 from verl.base.doors import old_names
-from verl.errors import SchemaError
+from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
 from verl.schema import require
 from verl.utils.metric import Metrics
@@ -210,8 +210,10 @@ def compute_rollout_correction_weights(
         weights (bsz, response_length) float32, 0 at masked positions; metrics without the prefix ``rollout_corr/``.
 
     Raises:
-        ConfigError: the threshold is invalid.
+        ConfigError: the level or the threshold is invalid.
     """
+    if rollout_is not in get_args(Level):
+        raise ConfigError(f"rollout_is={rollout_is!r} is no level of weights. Use token or sequence.")
     band = parse_is_threshold(rollout_is_threshold)
     ratio = importance_ratio(log_ratio, response_mask, rollout_is)
     weights = importance_weights(ratio, band)
