@@ -40,8 +40,19 @@ def count_names(names: Iterable[tuple[str, str]]) -> Count:
     """Look up every name; each counts as one use."""
     counted = Count()
     for module, name in names:
-        counted.add(module if name == "(module)" else f"{module}.{name}", 1, name_resolves(module, name))
+        counted.add(address_of(module, name), 1, name_resolves(module, name))
     return counted
+
+
+def address_of(module: str, name: str) -> str:
+    """The address by which the table of absences knows a name: an attribute stands under the home of its class."""
+    owner, _, attribute = name.partition(".")
+    if name == "(module)":
+        return module
+    if attribute and resolves(module, owner):
+        cls = getattr(importlib.import_module(module), owner)
+        return f"{getattr(cls, 'absent_at', f'{module}.{owner}')}.{attribute}"
+    return f"{module}.{name}"
 
 
 def name_resolves(module: str, name: str) -> bool:

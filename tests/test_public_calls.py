@@ -15,7 +15,14 @@ import pytest
 from benchmarks.public_names import public_names
 from verl.base.absent import absence_of
 from verl.config.base import BaseConfig
-from verl.workers.config import ActorConfig, FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, RolloutConfig
+from verl.workers.config import (
+    ActorConfig,
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    RolloutConfig,
+)
 
 LIST = Path(__file__).with_name("public_names.txt")
 
@@ -227,3 +234,11 @@ def test_a_keyword_without_effect_is_told_unless_it_has_its_default(caplog: pyte
         "RolloutConfig.nnodes=2 has no effect: the rollout engine runs on the ranks of the actor"
     ]
     assert "nnodes" not in config
+
+
+def test_a_section_is_checked_by_itself():
+    ActorConfig(ppo_mini_batch_size=8).validate(n_gpus=8, train_batch_size=8, model_config={})
+    with pytest.raises(AssertionError, match=r"actor.ppo_mini_batch_size[\s\S]*train_batch_size=4"):
+        ActorConfig(ppo_mini_batch_size=8).validate(8, 4)
+    with pytest.raises(ValueError, match=r"critic.ppo_mini_batch_size"):
+        FSDPCriticConfig(ppo_mini_batch_size=8).validate(8, 4)

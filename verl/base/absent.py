@@ -107,6 +107,9 @@ _QUEUE_TRAINER = Absence(
     "its stages are methods that a subclass may replace (docs/recipes.md).",
 )
 _MTP = Absence("not yet", "Multi-token prediction is missing.")
+_PROFILED = Absence(
+    "other design", "Steps and ranks to profile are settings: global_profiler.steps, actor_rollout_ref.actor.profiler."
+)
 _PRIVATE = Absence("no use", "It is an inner part of another implementation; nothing here takes or gives it.")
 _PLACES = Absence(
     "other design",
@@ -433,6 +436,19 @@ ABSENT: dict[str, Absence] = {
     "verl.workers.engine_workers.distillation_ppo_loss": _DISTILLATION,
     "verl.workers.engine_workers.maybe_fix_3d_position_ids": _VISION,
     "verl.workers.engine_workers.ppo_loss": _ACTOR,
+    "verl.workers.fsdp_workers.ActorRolloutRefWorker.async_calls_finalize_fn_exec": _MEGATRON,
+    "verl.workers.fsdp_workers.ActorRolloutRefWorker.load_pretrained_model": _MEGATRON,
+    "verl.workers.fsdp_workers.ActorRolloutRefWorker.execute_checkpoint_engine": _ASYNCHRONOUS,
+    "verl.workers.fsdp_workers.ActorRolloutRefWorker.rollout_mode": _RESHARDING,
+    "verl.workers.fsdp_workers.ActorRolloutRefWorker.update_weights": _RESHARDING,
+    "verl.workers.fsdp_workers.ActorRolloutRefWorker.set_loss_fn": _ACTOR,
+    "verl.workers.fsdp_workers.ActorRolloutRefWorker.dump_memory_snapshot": _PROFILED,
+    "verl.workers.fsdp_workers.ActorRolloutRefWorker.start_profile": _PROFILED,
+    "verl.workers.fsdp_workers.ActorRolloutRefWorker.stop_profile": _PROFILED,
+    "verl.workers.fsdp_workers.ActorRolloutRefWorker.to": Absence(
+        "other design",
+        "Models move by themselves, before and after they compute: fsdp_config.param_offload, optimizer_offload.",
+    ),
 }
 """Old address to the reason: of a module with all below it, of one name, or of an attribute of a class.
 

@@ -14,7 +14,7 @@ from verl.config.model import (
     FSDPOptimizerConfig,
     Strategy,
 )
-from verl.config.problems import Problem
+from verl.config.problems import Problem, check_update
 from verl.config.profiler import ModelProfilerConfig
 from verl.config.rollout_correction import RolloutCorrectionConfig
 
@@ -164,6 +164,20 @@ class ActorConfig(BaseConfig):
         elif not low <= self.entropy_coeff <= high:
             wrong = f"with entropy_target it is kept between entropy_coeff_min={low} and entropy_coeff_max={high}"
             yield Problem(f"{path}.entropy_coeff", self.entropy_coeff, wrong, f"{low} to {high}")
+
+    def validate(self, n_gpus: int, train_batch_size: int, model_config: Any = None) -> None:
+        """Check this section by itself, as :func:`verl.utils.config.validate_config` does with the whole configuration.
+
+        Args:
+            n_gpus: number of ranks; what depends on it is checked with the whole configuration.
+            train_batch_size: prompts of a training step.
+            model_config: as ``n_gpus``.
+
+        Raises:
+            ConfigError: lists all problems.
+        """
+        del n_gpus, model_config
+        check_update(self.problems("actor"), "actor", self.ppo_mini_batch_size, train_batch_size)
 
 
 @section

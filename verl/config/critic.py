@@ -19,7 +19,7 @@ from verl.config.model import (
     Strategy,
     pattern_problems,
 )
-from verl.config.problems import Problem
+from verl.config.problems import Problem, check_update
 from verl.config.profiler import ModelProfilerConfig
 
 
@@ -125,6 +125,11 @@ class CriticConfig(BaseConfig):
     """What a checkpoint holds."""
     profiler: ModelProfilerConfig = subsection(ModelProfilerConfig)
     """Ranks whose processes are profiled."""
+
+    def validate(self, n_gpus: int, train_batch_size: int) -> None:
+        """Check this section by itself; see :meth:`verl.config.ActorConfig.validate`."""
+        del n_gpus
+        check_update(self.problems("critic"), "critic", self.ppo_mini_batch_size, train_batch_size)
 
 
 @section

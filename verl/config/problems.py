@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
 from verl.base.redact import MASK, is_secret, without_secrets
+from verl.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,26 @@ def shown(value: Any) -> str:
         return value or "''"
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
     return text if len(text) <= 200 else text[:197] + "..."
+
+
+def check_update(problems: Iterable[Problem], path: str, ppo_mini_batch_size: int, train_batch_size: int) -> None:
+    """Check the section of one update (of the actor or the critic) by itself.
+
+    Args:
+        problems: those of the section's own fields.
+        path: name of the section, for messages.
+        ppo_mini_batch_size: prompts of an optimizer step.
+        train_batch_size: prompts of a training step.
+
+    Raises:
+        ConfigError: lists all problems.
+    """
+    found = [problem for problem in problems if not problem.advice]
+    if ppo_mini_batch_size > train_batch_size:
+        wrong = f"a training step has train_batch_size={train_batch_size} prompts"
+        found.append(Problem(f"{path}.ppo_mini_batch_size", ppo_mini_batch_size, wrong, f"<= {train_batch_size}"))
+    if found:
+        raise ConfigError(report(found))
 
 
 def report(problems: Sequence[Problem]) -> str:

@@ -9,12 +9,12 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from omegaconf import DictConfig
 from torch import Tensor
 
-from verl.base.doors import old_names
+from verl.base.doors import AbsentAttributes, old_names
 from verl.config import (
     ActorConfig,
     ActorRolloutRefConfig,
@@ -54,7 +54,7 @@ _PARTS = {
 }
 
 
-class ActorRolloutRefWorker(EngineWorker):
+class ActorRolloutRefWorker(AbsentAttributes, EngineWorker):
     """Worker with the trained policy, a rollout engine and the frozen reference, or some of them.
 
     Args:
@@ -65,6 +65,8 @@ class ActorRolloutRefWorker(EngineWorker):
     Raises:
         ConfigError: the role is unknown.
     """
+
+    absent_at: ClassVar[str] = "verl.workers.fsdp_workers.ActorRolloutRefWorker"
 
     def __init__(
         self,
