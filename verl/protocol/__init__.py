@@ -1,5 +1,7 @@
 """``DataProto``, the batch that the stages and processes of a run exchange, and its tools."""
 
+from typing import TYPE_CHECKING
+
 from verl.base.doors import old_names
 from verl.protocol.columns import list_of_dict_to_dict_of_list, union_numpy_dict, union_tensor_dict
 from verl.protocol.data_proto import DataProto, DataProtoConfig, DataProtoItem
@@ -47,4 +49,5 @@ __all__ = [
 ]
 
 
-__getattr__ = old_names(__name__)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = old_names(__name__)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
 from verl.base.doors import old_names
@@ -101,4 +101,5 @@ def schema(name: str, description: str, required: list[str], **properties: dict[
     return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
 
 
-__getattr__ = old_names(__name__)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = old_names(__name__)

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 import torch
@@ -449,4 +449,5 @@ def extract_multi_modal_inputs(
     return {name: torch.cat([row[name] for row in rows if row.get(name) is not None]) for name in names}
 
 
-__getattr__ = old_names(__name__)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = old_names(__name__)

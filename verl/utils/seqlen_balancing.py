@@ -9,7 +9,7 @@ import heapq
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -333,4 +333,5 @@ def restore_dynamic_batch(data: Tensor, batch_idx_list: Partitions) -> Tensor:
     return data[order]
 
 
-__getattr__ = old_names(__name__)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = old_names(__name__)

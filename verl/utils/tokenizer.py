@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import (
     AutoTokenizer,
@@ -138,4 +138,5 @@ def normalize_token_ids(tokenized_output: Any) -> list[int]:
     return [int(token) for token in found]
 
 
-__getattr__ = old_names(__name__)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = old_names(__name__)

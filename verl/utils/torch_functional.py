@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -217,4 +218,5 @@ def get_cosine_schedule_with_warmup(
     return LambdaLR(optimizer, factor, last_epoch)
 
 
-__getattr__ = old_names(__name__)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = old_names(__name__)

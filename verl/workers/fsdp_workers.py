@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
-from typing import ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from omegaconf import DictConfig
 from torch import Tensor
@@ -423,4 +423,5 @@ def _present(part: T | None, name: str) -> T:
     return part
 
 
-__getattr__ = old_names(__name__)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = old_names(__name__)

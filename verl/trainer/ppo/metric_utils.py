@@ -307,4 +307,5 @@ def source_metrics(sources: Sequence[str], scores: Sequence[float], lengths: Seq
     return metrics
 
 
-__getattr__ = old_names(__name__)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = old_names(__name__)

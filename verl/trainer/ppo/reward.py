@@ -8,7 +8,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -534,4 +534,5 @@ def resolve_reward_manager_cls(config: PPOConfig | Mapping[str, Any]) -> Any:
     return load_object(chosen.module.path, chosen.name, "reward_manager.module")
 
 
-__getattr__ = old_names(__name__)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = old_names(__name__)

@@ -398,4 +398,5 @@ def _masked_metrics(rejected: Tensor, response_mask: Tensor) -> Metrics:
     }
 
 
-__getattr__ = old_names(__name__)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = old_names(__name__)

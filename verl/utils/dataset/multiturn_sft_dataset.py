@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -233,4 +233,5 @@ def pad_to_longest(items: list[Item], pad_token_id: int) -> dict[str, torch.Tens
     return columns
 
 
-__getattr__ = old_names(__name__)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = old_names(__name__)

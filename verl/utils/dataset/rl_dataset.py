@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -438,4 +438,5 @@ def check_item(item: Any, dataset: str) -> None:
         raise DataError(f"{dataset}: an item has {', '.join(taken)}, which the run makes itself. Rename it.")
 
 
-__getattr__ = old_names(__name__)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = old_names(__name__)

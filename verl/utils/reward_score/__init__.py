@@ -22,6 +22,8 @@ A scorer is a function ``(solution_str, ground_truth, **settings) -> float | dic
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from verl.base.doors import old_names
 from verl.utils.reward_score import (
     countdown,
@@ -72,4 +74,5 @@ __all__ = [
 ]
 
 
-__getattr__ = old_names(__name__)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = old_names(__name__)

@@ -412,4 +412,5 @@ def _start(name: str, project_name: str, experiment_name: str, config: Mapping[s
         raise
 
 
-__getattr__ = old_names(__name__)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = old_names(__name__)

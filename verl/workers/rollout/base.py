@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -374,4 +374,5 @@ def _engines_here() -> list[str]:
     return [m.name.removesuffix("_rollout") for m in pkgutil.iter_modules(package.__path__) if "_rollout" in m.name]
 
 
-__getattr__ = old_names(__name__)
+if not TYPE_CHECKING:  # type checkers would accept any name
+    __getattr__ = old_names(__name__)
