@@ -25,7 +25,7 @@ from verl.supervision.termination import EXIT_CODE, StepInterrupted, Termination
 from verl.trainer.health import HealthWatch
 from verl.trainer.recovery import BadSteps, PassLimits, Recovery
 from verl.trainer.worker_groups import WorkerGroups
-from verl.utils.console import Progress, status
+from verl.utils.console import Progress, showing_stage, status
 from verl.utils.dataset.loading import batches, load_position, skip_batches
 from verl.utils.metric import Metrics, simple_timer
 from verl.utils.run_log import STAGE_NOTE, clock, rank_columns
@@ -70,7 +70,7 @@ class StepContext:
         Times of a stage that is entered twice are summed. With nested stages the note names the innermost one.
         """
         began = clock()
-        with self.observe(name), simple_timer(name, self.seconds):
+        with self.observe(name), showing_stage(name), simple_timer(name, self.seconds):
             try:
                 yield
                 self.spans.append((name, round(began, 4), round(clock(), 4)))

@@ -156,13 +156,26 @@ def metrics_line(step: int, metrics: Mapping[str, Any]) -> str:
     return " - ".join(parts)
 
 
+@contextmanager
+def showing_stage(name: str) -> Iterator[None]:
+    """Name a stage of the step beside the bar, if there is one, while the block runs; the outer one comes back."""
+    progress, before = _live, _live.stage if _live else ""
+    if progress:
+        progress.stage = name
+    try:
+        yield
+    finally:
+        if progress:
+            progress.stage = before
+
+
 class Progress:
     """Live progress of a run on a terminal: steps, remaining time, and the metrics in ``SHOWN``.
 
     ::
 
         step 12  reward 0.431  length 118.2  entropy 0.512  grad 0.31  tokens/s 4,210  9.8 s
-        ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  12/100 steps  2:10 gone  14:23 left  val 0.480
+        ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  12/100 steps  2:10 gone  14:23 left  val 0.480  gen
 
     Each step adds a line above the bar. A notebook shows the last steps as a table that changes in place. Without
     either, the ``console`` tracker writes that line with the remaining time.
@@ -189,6 +202,8 @@ class Progress:
         self.table = NotebookTable() if self.is_shown and self.console.is_jupyter else None
         self._started = time.monotonic()
         self._finished_at: deque[float] = deque([self._started], maxlen=RECENT_STEPS + 1)
+        self.stage = ""
+        """What the run does now, shown beside the bar."""
         self._validation = ""
         self._seconds = math.nan
         self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=2)
@@ -248,7 +263,8 @@ class Progress:
         bar = ProgressBar(total=max(self.total_steps, 1), completed=self.step, width=36)
         gone, left = clock(time.monotonic() - self._started), clock(self.seconds_left())
         steps = Text(f"{self.step}/{self.total_steps} steps", style="bold")
-        line.add_row(bar, steps, Text(f"{gone} gone"), Text(f"{left} left"), Text(self._validation, style="green"))
+        times, stage = (Text(f"{gone} gone"), Text(f"{left} left")), Text(self.stage, style="dim")
+        line.add_row(bar, steps, *times, Text(self._validation, style="green"), stage)
         return Group(line)
 
 

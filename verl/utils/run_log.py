@@ -101,7 +101,7 @@ class RunLog:
         self.write(
             "start",
             config=config,
-            command=shlex.join(sys.argv),
+            command=shlex.join(sys.orig_argv),  # as it was typed; sys.argv is what Hydra reads
             cwd=os.getcwd(),
             host=socket.gethostname(),
             pid=process.pid,

@@ -114,10 +114,11 @@ def test_passes_without_gradients_follow_the_update(run: Run):
 
 def test_the_longest_sequence_fits_into_a_pass(run: Run):
     changes = {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 1000}
-    message = run.refusal(changes)  # 512 + 512 = 1024; log-probs follow the actor
+    message = only(run.refusal(changes))  # 512 + 512 = 1024; log-probs follow the actor
     assert f"{ACTOR}.ppo_max_token_len_per_gpu=1000: the longest sequence has 1024 tokens" in message
-    assert f"{ROLLOUT}.log_prob_max_token_len_per_gpu=1000" in message
     assert "allowed: at least 1024" in message
+    both = changes | {f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 900}
+    assert f"{ROLLOUT}.log_prob_max_token_len_per_gpu=900" in run.refusal(both)
     assert run.load(changes | {"data.max_prompt_length": 488})  # 488 + 512 = 1000
 
 
@@ -208,7 +209,6 @@ def test_model_folders_exist(run: Run):
     (run.folder / "empty").mkdir()
     message = run.refusal({"actor_rollout_ref.model.path": str(run.folder / "empty")})
     assert "the folder has no config.json" in message
-    assert "the folder holds no tokenizer" in message
     (run.folder / "model" / "model.safetensors").unlink()
     assert "the folder holds no weights" in only(run.refusal({}))
 

@@ -34,6 +34,7 @@ from verl.trainer.config.keys import (
     get,
     merged,
     put,
+    same,
 )
 from verl.trainer.config.reward_section import reward_section
 from verl.trainer.config.translate import Translator
@@ -198,6 +199,10 @@ def _build(
             details = [detail for detail in error.details if detail["type"] != "default_factory_not_called"]
             paths = dict.fromkeys(_key_of(detail["loc"], keys) for detail in details)
             own = [path for path in paths if path not in keys or not _is_derived(path, raw, keys[path])]
+            # Two keys of one setting have the same value; only the one that was set is at fault.
+            is_set = {path: path not in keys or not same(get(raw, path), keys[path].yaml_default) for path in own}
+            wrong = [get(tree, path) for path in own if is_set[path]]
+            own = [path for path in own if is_set[path] or get(tree, path) not in wrong]
             for path in own or paths:
                 problems.append(_type_problem(path, get(tree, path), keys.get(path)))
             if paths.keys() <= bad:

@@ -70,7 +70,10 @@ def broken_rules(config: Any, data_only: bool = False) -> list[Problem]:
     else:
         # A section by itself has no rules that involve others.
         rules, sections = RULES.get(type(config), ()), section_problems(config)
-    return [*(problem for rule in rules for problem in rule(config)), *sections]
+    found = [*(problem for rule in rules for problem in rule(config)), *sections]
+    if not data_only and isinstance(config, PPOConfig | SupervisedConfig) and all(one.advice for one in found):
+        found += own_checkpoints(config)  # a model that is misspelt is no other model
+    return found
 
 
 def section_problems(section: BaseConfig, path: str = "") -> Problems:
@@ -452,7 +455,6 @@ _SUPERVISED = (
     files.models,
     files.own_code,
     files.output_folders,
-    own_checkpoints,
     engines,
     megatron.models,
 )
@@ -464,10 +466,10 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         files.models,
         files.own_code,
         files.output_folders,
-        own_checkpoints,
         sizes.mini_batches,
         sizes.actor_passes,
         sizes.other_passes,
+        sizes.token_budgets,
         sizes.lengths,
         order_of_rows,
         engines,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import glob
 import json
 import os
@@ -71,6 +72,7 @@ def models(config: PPOConfig | SupervisedConfig | GenerationConfig) -> Problems:
     ppo = isinstance(config, PPOConfig)
     model, prefix = (config.actor_rollout_ref.model, "actor_rollout_ref.model") if ppo else (config.model, "model")
     paths = {f"{prefix}.path": model.path}
+    has_tokenizer = True  # as far as it is known: what is no model has none
     folders = {f"{prefix}.tokenizer_path": model.tokenizer_path, f"{prefix}.hf_config_path": model.hf_config_path}
     adapters = {f"{prefix}.lora_adapter_path": model.lora_adapter_path}
     if ppo and needs_critic(config):
@@ -79,14 +81,17 @@ def models(config: PPOConfig | SupervisedConfig | GenerationConfig) -> Problems:
     if ppo and config.reward_model.enable:
         paths["reward_model.model.path"] = config.reward_model.model.path
     for key, path in paths.items():
-        yield from _model(key, path, "config.json", has_weights=True)
+        problems = [*_model(key, path, "config.json", has_weights=True)]
+        yield from problems
+        has_tokenizer &= not problems or key != f"{prefix}.path"
     for key, path in folders.items():
         if path is not None and path not in paths.values():
             yield from _model(key, path, None)
     for key, path in adapters.items():
         if path is not None:
             yield from _adapters(key, path)
-    yield from _tokenizer(prefix, model)
+    if has_tokenizer or model.tokenizer_path is not None:
+        yield from _tokenizer(prefix, model)
 
 
 def reference(config: DPOConfig) -> Problems:
@@ -166,6 +171,18 @@ def _data_remedy(path: str) -> str:
     return "make it with one of examples/data_preprocess/*.py, or correct the path"
 
 
+def _name_of_a_folder(key: str, path: str) -> Problems:
+    """Refuse a path to nothing that resembles a folder here: it would be asked for on the hub."""
+    parent = Path(path).parent
+    if not parent.is_dir():
+        return
+    near = difflib.get_close_matches(Path(path).name, [child.name for child in parent.iterdir() if child.is_dir()], n=1)
+    if near:
+        wrong = f"there is no such folder. Did you mean {parent / near[0]}?"
+        remedy = "name the folder; a name that resembles none here is taken from the Hugging Face hub"
+        yield Problem(key, path, wrong, remedy=remedy)
+
+
 def _is_local(path: str) -> bool:
     return path.startswith(("/", "./", "../", "~")) or Path(path).exists()
 
@@ -193,7 +210,7 @@ def _model(key: str, path: str, must_have: str | None, has_weights: bool = False
     if is_remote(path):
         yield from _remote(key, path, must_have)
     elif not _is_local(path):
-        return
+        yield from _name_of_a_folder(key, path)
     elif not folder.is_dir():
         if key.endswith(".lora_adapter_path"):
             remedy = "name a folder that peft's save_pretrained wrote, or lora_adapter of a checkpoint"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-from verl.config import PPOConfig, PreferenceConfig, Problem, SFTConfig
+from verl.config import ActorConfig, CriticConfig, DataConfig, PPOConfig, PreferenceConfig, Problem, SFTConfig
+from verl.config.base import defaults_of
 from verl.errors import ConfigError
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
@@ -68,7 +69,7 @@ def mini_batches(config: PPOConfig) -> Problems:
 
 
 def actor_passes(config: PPOConfig) -> Problems:
-    """The micro-batches of the updates of actor and critic are set, divide a rank's share, and hold any sequence."""
+    """The micro-batches of the updates of actor and critic are set, and divide a rank's share."""
     sections: list[tuple[str, Any]] = [("actor_rollout_ref.actor", config.actor_rollout_ref.actor)]
     if needs_critic(config):
         sections.append(("critic", config.critic))
@@ -77,7 +78,7 @@ def actor_passes(config: PPOConfig) -> Problems:
         keys = (f"{name}.ppo_micro_batch_size_per_gpu", f"{name}.use_dynamic_bsz", f"{name}.ppo_max_token_len_per_gpu")
         values = (section.ppo_micro_batch_size_per_gpu, section.use_dynamic_bsz, section.ppo_max_token_len_per_gpu)
         shared_by = section.shared_by
-        yield from _passes(keys, values, _longest(config), section.ulysses_sequence_parallel_size)
+        yield from _size_of_passes(keys, values)
         responses, micro, parts = section.ppo_mini_batch_size * n, values[0], data_parallel_size(ranks, shared_by)
         if micro is None or section.use_dynamic_bsz or responses % parts:
             continue
@@ -94,26 +95,87 @@ def actor_passes(config: PPOConfig) -> Problems:
 
 
 def other_passes(config: PPOConfig) -> Problems:
-    """The micro-batches of passes for log-probs, values and scores are set and hold the longest sequence."""
-    longest = _longest(config)
-    roles = config.actor_rollout_ref
-    policy: Any = roles.actor
-    sections: list[tuple[str, Any, Any]] = [("actor_rollout_ref.rollout", roles.rollout, policy)]
+    """The micro-batches of passes for log-probs and scores are set."""
+    roles, reward = config.actor_rollout_ref, config.reward_model
+    sections: list[tuple[str, Any]] = [("actor_rollout_ref.rollout", roles.rollout)]
     if need_reference_policy(config):
-        sections.append(("actor_rollout_ref.ref", roles.ref, roles.ref))
-    for name, section, model in sections:
-        names = ("log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu")
-        values = [getattr(section, key) for key in names]
-        yield from _passes([f"{name}.{key}" for key in names], values, longest, model.ulysses_sequence_parallel_size)
-    if config.reward_model.enable:
-        names = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
-        values = [getattr(config.reward_model, key) for key in names]
-        shared_by = config.reward_model.ulysses_sequence_parallel_size
-        yield from _passes([f"reward_model.{key}" for key in names], values, longest, shared_by)
-    critic: Any = config.critic
-    budget, shared_by = critic.forward_max_token_len_per_gpu, critic.ulysses_sequence_parallel_size
-    if needs_critic(config) and critic.use_dynamic_bsz and budget * shared_by < longest:
-        yield _too_few_tokens("critic.forward_max_token_len_per_gpu", budget, longest, shared_by)
+        sections.append(("actor_rollout_ref.ref", roles.ref))
+    for name, section in sections:
+        keys = [f"{name}.{key}" for key in ("log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz")]
+        values = section.log_prob_micro_batch_size_per_gpu, section.log_prob_use_dynamic_bsz
+        yield from _size_of_passes(keys, values)
+    if reward.enable:
+        keys = ["reward_model.micro_batch_size_per_gpu", "reward_model.use_dynamic_bsz"]
+        yield from _size_of_passes(keys, (reward.micro_batch_size_per_gpu, reward.use_dynamic_bsz))
+
+
+def token_budgets(config: PPOConfig) -> Problems:
+    """The budgets of passes that are filled by tokens hold the longest sequence.
+
+    If the lengths of the data were set and no budget was, one problem names the length.
+    """
+    longest, data = _longest(config), config.data
+    small = [one for one in _budgets(config) if one.tokens * one.shared_by < longest]
+    sources = [one for one in small if one.follows not in {other.key for other in small}]
+    usual = defaults_of(DataConfig)
+    lengths = {f"data.{name}": (data[name], usual[name]) for name in ("max_response_length", "max_prompt_length")}
+    if not small or all(value == default for value, default in lengths.values()) or any(one.was_set for one in small):
+        yield from (_too_few_tokens(one.key, one.tokens, longest, one.shared_by) for one in sources)
+        return
+    key, other = sorted(lengths, key=lambda name: lengths[name][0], reverse=True)
+    least = min(one.tokens * one.shared_by for one in small)
+    wrong = (
+        f"with {other}={lengths[other][0]} a sequence has up to {longest} tokens, and passes of "
+        f"{', '.join(f'{one.key}={one.tokens}' for one in sources)} cannot hold it"
+    )
+    larger = " ".join(f"{one.key}={-(-longest // one.shared_by)}" for one in sources)
+    fits = least - lengths[other][0]
+    lower = f"lower it to {fits} or less, or " if fits > 0 else ""
+    yield Problem(key, lengths[key][0], wrong, remedy=f"{lower}set {larger}")
+
+
+class _Budget(NamedTuple):
+    key: str
+    tokens: int
+    shared_by: int
+    """Ranks that share the tokens of a pass."""
+    default: int
+    follows: str = ""
+    """Key whose value it has, unless it was set."""
+
+    @property
+    def was_set(self) -> bool:
+        return self.tokens != self.default
+
+
+def _budgets(config: PPOConfig) -> Iterator[_Budget]:
+    """Yield the token budgets of the passes that are filled by tokens."""
+    roles, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    actor: Any = roles.actor
+    of_actor, usual = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", defaults_of(ActorConfig)
+    most, shared_by = usual.ppo_max_token_len_per_gpu, actor.ulysses_sequence_parallel_size
+    if actor.use_dynamic_bsz:
+        yield _Budget(of_actor, actor.ppo_max_token_len_per_gpu, shared_by, most)
+    for name, section in (("rollout", roles.rollout), ("ref", roles.ref)):
+        if section.log_prob_use_dynamic_bsz and (name == "rollout" or need_reference_policy(config)):
+            sharers = shared_by if name == "rollout" else roles.ref.ulysses_sequence_parallel_size
+            tokens = section.log_prob_max_token_len_per_gpu
+            follows = of_actor if tokens == actor.ppo_max_token_len_per_gpu else ""
+            key = f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu"
+            yield _Budget(key, tokens, sharers, most, follows)
+    most = defaults_of(CriticConfig).ppo_max_token_len_per_gpu
+    of_critic = "critic.ppo_max_token_len_per_gpu"
+    if needs_critic(config) and critic.use_dynamic_bsz:
+        sharers = critic.ulysses_sequence_parallel_size
+        yield _Budget(of_critic, critic.ppo_max_token_len_per_gpu, sharers, most)
+        tokens = critic.forward_max_token_len_per_gpu
+        follows = of_critic if tokens == critic.ppo_max_token_len_per_gpu else ""
+        yield _Budget("critic.forward_max_token_len_per_gpu", tokens, sharers, most, follows)
+    if reward.enable and reward.use_dynamic_bsz:
+        tokens = reward.forward_max_token_len_per_gpu
+        follows = of_critic if tokens == critic.ppo_max_token_len_per_gpu else ""
+        key = "reward_model.forward_max_token_len_per_gpu"
+        yield _Budget(key, tokens, reward.ulysses_sequence_parallel_size, most, follows)
 
 
 def lengths(config: PPOConfig) -> Problems:
@@ -178,10 +240,14 @@ def _passes(keys: Any, values: Any, longest: int, shared_by: int) -> Problems:
 
     ``shared_by`` ranks share the tokens of a pass.
     """
-    micro, dynamic, budget = values
-    if dynamic and budget * shared_by < longest:
-        yield _too_few_tokens(keys[2], budget, longest, shared_by)
-    if not dynamic and micro is None:
+    if values[1] and values[2] * shared_by < longest:
+        yield _too_few_tokens(keys[2], values[2], longest, shared_by)
+    yield from _size_of_passes(keys, values)
+
+
+def _size_of_passes(keys: Any, values: Any) -> Problems:
+    """Check that the micro-batch size, the first of ``keys``, is set unless passes are filled by tokens, the second."""
+    if not values[1] and values[0] is None:
         remedy = f"set it to the sequences of one pass on one rank, or set {keys[1]}=true to fill passes by tokens"
         yield Problem(keys[0], None, f"it must be set while {keys[1]}=false", "an integer >= 1", remedy)
 

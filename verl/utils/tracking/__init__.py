@@ -367,13 +367,13 @@ def to_number(value: Any) -> int | float | None:
 
 @contextlib.contextmanager
 def _masked_command_line(known: list[str]) -> Iterator[None]:
-    """Mask secrets in ``sys.argv``, which clients send to their service when they start."""
-    arguments = sys.argv
-    sys.argv = [redacted(argument, known) for argument in arguments]
+    """Mask secrets in ``sys.argv`` and ``sys.orig_argv``, which clients and logs record when they start."""
+    arguments, typed = sys.argv, sys.orig_argv
+    sys.argv, sys.orig_argv = ([redacted(argument, known) for argument in words] for words in (arguments, typed))
     try:
         yield
     finally:
-        sys.argv = arguments
+        sys.argv, sys.orig_argv = arguments, typed
 
 
 @contextlib.contextmanager
