@@ -100,6 +100,8 @@ def test_two_turns_are_trained_on_without_the_tokens_between(train, tmp_path):
     for line in (tmp_path / "rollouts" / "1.jsonl").read_text().splitlines():
         record = json.loads(line)
         (_, first), _, (_, second) = record["trajectory"]["response_mask"]
+        # "12", which the loop wrote between the turns, is not scored as the policy's.
+        assert record["score"] == (sum(c.isdigit() for c in record["output"]) - 2) / 8
         returns += [record["score"] / 2] * first + [record["score"]] * second
     assert len(set(returns)) > 2
     assert steps[1]["critic/returns/mean"] == pytest.approx(sum(returns) / len(returns), rel=1e-4)

@@ -173,7 +173,8 @@ class AgentLoopBase(ABC):
 
         Args:
             sampling_params: ``temperature``, ``top_p``, ``top_k`` and ``max_tokens`` of the rollout or of validation,
-                for ``server_manager.generate``.
+                for ``server_manager.generate``. Turns to train on are drawn with them: training computes their
+                probabilities so. Other calls, and validation, may differ.
             **kwargs: the row of the data set by column, ``raw_prompt`` (messages), ``tools_kwargs``,
                 ``interaction_kwargs`` and ``environment_kwargs`` among them, and ``raw_prompt_ids``, its tokens.
 
