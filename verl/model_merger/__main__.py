@@ -20,6 +20,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="verl merge",
         usage="verl merge FOLDER --target_dir MODEL [options]\n"
+        "       verl merge FOLDER --to verl-fsdp --target_dir CHECKPOINT [--ranks N]\n"
         "       verl merge test FOLDER --test_hf_dir MODEL [options]",
         description="Make a Hugging Face model folder of a sharded checkpoint, read it back and compare. With the word "
         "test in front, compare a checkpoint with a model folder.",
@@ -27,6 +28,13 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("folder", nargs="?", help="of a run (its newest step), of a step, or of an actor or critic")
     options.add_argument("--local_dir", help="another way to name FOLDER")
     options.add_argument("--target_dir", default="tmp", help="model folder to make (default: tmp)")
+    options.add_argument(
+        "--to",
+        choices=["hf", "verl-fsdp"],
+        default="hf",
+        help="what to make: a model folder (default), or a checkpoint as verl itself saves it under FSDP2",
+    )
+    options.add_argument("--ranks", type=int, help="ranks of that checkpoint (default: as many as wrote this one)")
     options.add_argument("--test_hf_dir", help="model folder to compare with, after the word test")
     options.add_argument("--backend", choices=["fsdp", "megatron"], help="what wrote it; found by itself")
     options.add_argument("--base_model", help="model of LoRA adapters, if it is not where it was in training")
@@ -51,10 +59,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.error("name one folder of a checkpoint: verl merge FOLDER, or --local_dir FOLDER")
     if command == "test" and args.test_hf_dir is None:
         options.error("name the model folder to compare with: --test_hf_dir MODEL")
+    if args.ranks is not None and (args.ranks < 1 or args.to != "verl-fsdp"):
+        options.error("--ranks is a number from 1, of a checkpoint that --to verl-fsdp makes")
     if args.use_cpu_initialization:
         logger.warning("no effect: --use_cpu_initialization (weights are always read into memory of the CPU)")
     try:
         folder = shards_of(Path(named).expanduser(), args.backend)
+        if args.to == "verl-fsdp" and command == "merge":
+            from verl.model_merger.verl_fsdp import export
+
+            export(folder, Path(args.target_dir).expanduser(), args.ranks, args.trust_remote_code)
+            return 0
         if not sys.stderr.isatty():
             import transformers
 

@@ -61,7 +61,7 @@ def merge(
         base_model: of LoRA adapters, the model that they were trained on, if it is not where it was.
     """
     source, target = Path(local_dir).expanduser(), Path(target_dir).expanduser()
-    config = _config_of(source, trust_remote_code)
+    config = config_of(source, trust_remote_code)
     base = base_model
     if base is None:
         with contextlib.suppress(CheckpointError):  # told later, if there are adapters that need it
@@ -76,7 +76,7 @@ def merge(
     if tie_word_embedding:
         _tie(weights, config)
     with torch.device("meta"):
-        model = _empty_model(config, trust_remote_code)
+        model = empty_model(config, trust_remote_code)
     weights = _fitted(weights, model, config, source, trust_remote_code)
     target.mkdir(parents=True, exist_ok=True)
     # An earlier merge may have split the weights into other files.
@@ -112,12 +112,12 @@ def compare(
     adapters are merged into ``base_model``, by default the model that they were trained on.
     """
     source, target = Path(local_dir).expanduser(), Path(hf_dir).expanduser()
-    weights, config = whole_weights(source), _config_of(source, trust_remote_code)
+    weights, config = whole_weights(source), config_of(source, trust_remote_code)
     adapted = _adapted(weights, source, config, base_model, trust_remote_code)
     if adapted is not None:
         weights = adapted.merged_weights()
     with torch.device("meta"):
-        empty = _empty_model(config, trust_remote_code)
+        empty = empty_model(config, trust_remote_code)
     weights = _fitted(weights, empty, config, source, trust_remote_code)
     model = _compare(weights, target, trust_remote_code, tolerance=1e-6)
     _compare_logits(weights, adapted, config, model, target, trust_remote_code)
@@ -156,14 +156,15 @@ def _auto_class(config: PretrainedConfig) -> Any:
     raise CheckpointError(f"architecture '{architecture}' is none of ...{', ...'.join(_AUTO)}.")
 
 
-def _config_of(source: Path, trust_remote_code: bool) -> PretrainedConfig:
+def config_of(source: Path, trust_remote_code: bool) -> PretrainedConfig:
+    """Read the config of the model of a checkpoint's ``actor`` or ``critic`` folder."""
     folder = source / "huggingface"
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder / 'config.json'} is missing; give a checkpoint's actor folder.")
     return load_hf_config(str(folder), trust_remote_code=trust_remote_code)
 
 
-def _empty_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+def empty_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     """Make the model of ``config`` with weights that are not set."""
     try:
         with no_init_weights():
@@ -283,7 +284,7 @@ def _compare_logits(
     if isinstance(adapted, Adapted):
         adapted.check_logits(model, folder)
         return
-    own = _empty_model(config, trust_remote_code)
+    own = empty_model(config, trust_remote_code)
     dtype, cause = torch.float32, "its config.json is another one"
     own.load_state_dict(dict(weights), strict=False, assign=True)  # names were compared before
     own.tie_weights()

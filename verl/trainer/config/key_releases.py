@@ -128,8 +128,21 @@ RETIRED: tuple[Retired, ...] = (
     ),
     *_refused(
         "it is not in this version; megatron-core's layers are divided as the sizes say",
-        {"*megatron.use_megatron_fsdp": False, "*megatron.dynamic_context_parallel": False},
+        {
+            "engine.use_megatron_fsdp": False,
+            "*megatron.use_megatron_fsdp": False,
+            "*megatron.dynamic_context_parallel": False,
+        },
     ),
+    *_refused(
+        "a setting of the engine automodel, which is not in this version; use strategy, and sizes of megatron",
+        {
+            **{f"engine.{name}": 1 for name in ("cp_size", "ep_size", "pp_size", "tp_size", "dp_replicate_size")},
+            "engine.distributed_strategy": "fsdp2",
+            "engine.attn_implementation": None,
+        },
+    ),
+    *_told("model.enable_gradient_checkpointing decides", {"engine.activation_checkpointing": True}),
     *_told("part of dynamic_context_parallel", {"*megatron.max_seqlen_per_dp_cp_rank": None}),
     *_refused("only the policy's own choice of experts is replayed", {"*.megatron.router_replay.mode": "disabled"}),
     *_refused(
@@ -148,7 +161,7 @@ RETIRED: tuple[Retired, ...] = (
         retired
         for optim in OPTIMIZERS
         for retired in (
-            *_refused("the schedule counts steps from 0; leave it true", {f"{optim}.zero_indexed_step": True}),
+            *_told("the first update of a warm-up has 1/(w+1) of the rate", {f"{optim}.zero_indexed_step": True}),
             *_refused(
                 "the schedule falls until the end of the run; leave it null",
                 {f"{optim}.lr_decay_steps": None, f"{optim}.lr_wsd_decay_steps": None},
@@ -168,6 +181,11 @@ RETIRED: tuple[Retired, ...] = (
                 },
             ),
             *_told("a resumed run goes on with its schedule", {f"{optim}.use_checkpoint_opt_param_scheduler": False}),
+            *_refused("the warm-up begins at 0; leave it out", {f"{optim}.init_lr_ratio": 0}),
+            *_refused(
+                "the optimizer keeps fp32 weights beside those of another format; leave it out",
+                {f"{optim}.master_weights": True, f"{optim}.store_param_remainders": False},
+            ),
             Retired(
                 f"{optim}.muon_*",
                 "part of the optimizer Muon, which is not in this version",
