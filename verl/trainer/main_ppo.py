@@ -104,6 +104,9 @@ class TaskRunner:
         """Add the reward model, if any, and its pool; see :meth:`add_reward_model_worker`."""
         self.add_reward_model_worker(config)
 
+    def add_teacher_model_resource_pool(self, config: PPOConfig | DictConfig) -> None:
+        """Add nothing: distillation is not in this version, and its switch is refused."""
+
     def add_ref_policy_worker(self, config: PPOConfig | DictConfig, ref_policy_cls: type | None = None) -> None:
         """Add the frozen reference policy, if the configuration needs one that is not the actor without adapters."""
         config = _typed(config)
