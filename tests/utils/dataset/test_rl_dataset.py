@@ -478,11 +478,13 @@ from verl.utils.dataset.rl_dataset import RLHFDataset
 class Tasks(RLHFDataset):
     def _read_files_and_tokenize(self):
         rows = [
-            {"prompt": open(os.path.join(folder, name)).read(), "data_source": name, "own": {"level": None}}
+            {"prompt": open(os.path.join(folder, name)).read(), "data_source": name, "own": {name: 3, "list": [1]}}
             for folder in self.data_files
             for name in sorted(os.listdir(folder))
         ]
-        self.dataframe = self.maybe_filter_out_long_prompts(pandas.DataFrame(rows))
+        rows[0]["enable_thinking"] = True  # and no value in the other row
+        pandas.DataFrame(rows).to_parquet(self.data_files[0] + ".parquet")
+        self.dataframe = self.maybe_filter_out_long_prompts(pandas.read_parquet(self.data_files[0] + ".parquet"))
 
 class Nothing(RLHFDataset):
     def _read_files_and_tokenize(self):
@@ -503,7 +505,8 @@ def test_a_data_set_of_a_users_own_reads_a_folder(tmp_path):
     dataset = opened("Tasks")
     assert [TOKENIZER.decode(dataset[item]["input_ids"], skip_special_tokens=True) for item in range(2)] == ["qa", "qb"]
     assert (dataset.sources(), dataset.place(1)) == (["a", "b"], "Tasks.dataframe, row 1")
-    assert dataset[0]["own"] == {"level": None}
+    assert [dataset[item]["own"] for item in range(2)] == [{"a": 3, "list": [1]}, {"b": 3, "list": [1]}]
+    assert [dataset[item]["enable_thinking"] for item in range(2)] == [True, None]
     with pytest.raises(DataError, match=r"Nothing._read_files_and_tokenize .* must set self.dataframe"):
         opened("Nothing")
     with pytest.raises(DataError, match="is a folder"):

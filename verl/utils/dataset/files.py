@@ -93,8 +93,8 @@ class RowsInMemory(DataFile):
     """Rows that a data set of the user's own has read, with the interface of a file.
 
     Args:
-        rows: a list of dicts, a ``datasets.Dataset`` or a ``pandas.DataFrame``. Columns of the second are tables of
-            Arrow, so keys of other rows are left out as those of parquet.
+        rows: a list of dicts, a ``datasets.Dataset`` or a ``pandas.DataFrame``. The last two are tables, whose objects
+            have the keys of other rows where they were read from parquet: keys without a value are left out.
         name: stands in the place of a path, for error messages.
 
     Raises:
@@ -104,6 +104,7 @@ class RowsInMemory(DataFile):
     def __init__(self, rows: Any, name: str) -> None:
         self.path = Path(name)
         self._table = None
+        is_table = hasattr(rows, "features") or hasattr(rows, "iloc")
         listed = rows.to_dict("records") if hasattr(rows, "iloc") else list(rows)
         if not listed or not all(isinstance(row, dict) for row in listed):
             found = f"{type(listed[0]).__name__} {listed[0]!r:.80}" if listed else "nothing"
@@ -111,11 +112,9 @@ class RowsInMemory(DataFile):
                 f"{name}: the rows are {type(rows).__name__} of {found}. Give a list of dicts, a datasets.Dataset or a "
                 "pandas.DataFrame with at least one row."
             )
-        is_arrow = hasattr(rows, "features")
-        self._rows = [
-            {key: self._without_nulls(key, value) if is_arrow else value for key, value in row.items()}
-            for row in listed
-        ]
+        self._rows = [dict(row) for row in listed]
+        if is_table:
+            self._rows = [{key: self._without_nulls(key, _plain(row[key])) for key in row} for row in listed]
         self.columns = list(dict.fromkeys(key for row in self._rows for key in row))
 
 
@@ -124,6 +123,17 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of a table without NumPy's types; NaN, which pandas has for no value, is None."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and value != value else value
 
 
 def open_files(paths: str | Sequence[str], setting: str) -> list[DataFile]:
