@@ -42,10 +42,9 @@ class SFTTensorCollator:
         columns: dict[str, Any] = {}
         for name in dict.fromkeys(name for item in batch for name in item):
             values = [item.get(name) for item in batch]
-            if all(isinstance(value, torch.Tensor) for value in values):
-                columns[name] = torch.nested.as_nested_tensor(values, layout=torch.jagged)
-            else:
-                columns[name] = values
+            tensors = [value for value in values if isinstance(value, torch.Tensor)]
+            is_tensors = len(tensors) == len(values)
+            columns[name] = torch.nested.as_nested_tensor(tensors, layout=torch.jagged) if is_tensors else values
         return columns
 
     def collate_fixed_batch(self, batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from verl.utils.dataset import collate_fn
 from verl.utils.dataset.chat import encode, render_prompt, truncate
 from verl.utils.dataset.files import Row, open_files, require_columns
 from verl.utils.dataset.rl_dataset import left_pad
-from verl.utils.dataset.row_conversation import row_messages, row_template_kwargs
+from verl.utils.dataset.row_conversation import require_written_calls, row_messages, row_template_kwargs
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ def read_prompts(config: GenerationConfig, tokenizer: Any) -> list[Prompt]:
         for number in range(len(file)):
             row, place = file.row(number), f"{file.path}, row {number}"
             messages = row_messages(row[data.prompt_key], place)
+            require_written_calls(messages, tokenizer, place)
             of_row = row_template_kwargs(row, data.tools_key, data.enable_thinking_key, tokenizer, place)
             text = render_prompt(messages, tokenizer, place, **data.apply_chat_template_kwargs | of_row)
             ids = encode(text, tokenizer)

@@ -172,7 +172,8 @@ def test_arguments_as_json_text_are_those_of_an_object(tmp_path: Path, family: s
         for m in (of_object, of_text)
     ]
     assert sides[0] == sides[1]
-    assert row_messages([asked, bare], "-")[1]["tool_calls"] == [{"name": "f", "arguments": arguments}]
+    whole = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    assert row_messages([asked, bare], "-")[1]["tool_calls"] == [whole]
 
 
 def test_what_templates_take():
@@ -182,6 +183,10 @@ def test_what_templates_take():
         name: TemplateForms.of(chat_tokenizer(name)).writes_tools for name in ("chatml", "mistral", "gemma", "phi")
     }
     assert writes == {"chatml": True, "mistral": True, "gemma": False, "phi": False}
+    calls = {
+        name: TemplateForms.of(chat_tokenizer(name)).writes_calls for name in ("chatml", "deepseek", "gemma", "phi")
+    }
+    assert calls == {"chatml": True, "deepseek": True, "gemma": False, "phi": False}
     tokenizer = copy.deepcopy(CHATML)
     assert TemplateForms.of(tokenizer).writes_tools
     tokenizer.chat_template = chat_tokenizer("phi").chat_template  # another one is looked at again
@@ -212,6 +217,14 @@ def test_calls_that_cannot_be_read_name_their_row(tmp_path: Path, message: dict[
         conversations(tmp_path / "x.jsonl", [{"messages": good}, {"messages": bad}])
     assert "x.jsonl, row 1" in str(caught.value)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("open_", [prompts, conversations, pairs])
+def test_calls_that_the_template_would_leave_out(tmp_path: Path, open_: Any):
+    asked, answer = calling({"a": 1})[:2]
+    row = {"prompt": [asked, answer, asked], "messages": [asked, answer], "chosen": "b", "rejected": "c"}
+    with pytest.raises(DataError, match=r"row 0 has tool calls, and the chat template of .* does not write them"):
+        open_(tmp_path / "x.jsonl", [row], chat_tokenizer("gemma"))
 
 
 # ---- tools and thinking ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from verl.utils.dataset.content_checks import ContentChecks
 from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
 from verl.utils.dataset.loss_mask import mask_assistant, require_learnable
 from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages, RowImages
-from verl.utils.dataset.row_conversation import row_template_kwargs
+from verl.utils.dataset.row_conversation import require_written_calls, row_template_kwargs
 
 Item = dict[str, Any]
 
@@ -190,6 +190,7 @@ class MultiTurnSFTDataset(Dataset):
             place, row = self._at(found)
             conversation = self.conversation(row, place)
             require_learnable(conversation.plain, place)
+            require_written_calls(conversation.plain, self.tokenizer, place)
             self._template_kwargs(row, place)
             checks.conversation(conversation.plain, place)
             yield found, place, conversation

@@ -42,7 +42,7 @@ from verl.utils.dataset.chat import (
 from verl.utils.dataset.content_checks import ContentChecks
 from verl.utils.dataset.files import DataFile, Row, RowsInMemory, choose_rows, open_files, require_columns
 from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages, RowImages
-from verl.utils.dataset.row_conversation import row_template_kwargs
+from verl.utils.dataset.row_conversation import require_written_calls, row_template_kwargs
 from verl.vision.positions import left_padded
 
 logger = logging.getLogger(__name__)
@@ -130,13 +130,13 @@ class RLHFDataset(AbsentAttributes, Dataset):
         if type(self)._read_files_and_tokenize is RLHFDataset._read_files_and_tokenize:
             return open_files(self.data_files, "data_files")
         self._read_files_and_tokenize()
-        name = type(self).__name__
-        if "dataframe" not in vars(self):
+        name, given = type(self).__name__, vars(self).get("dataframe")
+        if given is None:
             raise DataError(
                 f"{name}._read_files_and_tokenize reads the files in the place of verl and must set self.dataframe: a "
                 "list of dicts, a datasets.Dataset or a pandas.DataFrame of the rows."
             )
-        return [RowsInMemory(self.dataframe, f"{name}.dataframe")]
+        return [RowsInMemory(given, f"{name}.dataframe")]
 
     def _read_files_and_tokenize(self) -> None:
         """Read ``self.data_files``, which may be folders or names, in a subclass; it sets ``self.dataframe``."""
@@ -295,6 +295,7 @@ class RLHFDataset(AbsentAttributes, Dataset):
             place = values[0][0]
             source = dict(zip(names, (value for _, value in values), strict=True))
             prompt = self.images.prompt(source[config.prompt_key], source, place)
+            require_written_calls(prompt.plain, self.tokenizer, place)
             self.checks.prompt(prompt.plain, place)
             yield row, place, prompt
 

@@ -18,7 +18,7 @@ from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, req
 from verl.utils.dataset.loss_mask import SWITCHES, is_trained, mask_assistant, require_learnable
 from verl.utils.dataset.multiturn_sft_dataset import DECODERS, VIDEO_COLUMN, Item, right_pad, right_padded
 from verl.utils.dataset.prompt_images import ImagePrompt, Media, PromptImages, RowImages
-from verl.utils.dataset.row_conversation import row_messages, row_template_kwargs
+from verl.utils.dataset.row_conversation import require_written_calls, row_messages, row_template_kwargs
 
 if TYPE_CHECKING:
     from verl.config import PreferenceDataConfig
@@ -298,6 +298,7 @@ class RMDataset(Dataset):
         for row in self.rows:
             place, values = self._locate(row)
             plain, media = self._plain_pair(values, place)
+            require_written_calls(plain.chosen + plain.rejected, self.tokenizer, place)
             checks.conversation(plain.chosen + plain.rejected[plain.shared :], place)
             pairs[row] = pair = self._placed(plain, media, place)
             yield row, place, _prompt_of(pair)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.errors import DataError
@@ -49,8 +49,22 @@ def _decoded_call(call: Any, place: str) -> Message:
         arguments = {}
     if not isinstance(arguments, Mapping):
         raise DataError(f"{where} are {shown(arguments)}. Expected an object, or its JSON text.")
-    changed = {**function, "arguments": arguments}
-    return {**call, "function": changed} if "function" in call else changed
+    outer = call if "function" in call else {}  # a bare function is that of a call, too
+    return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
+
+
+def require_written_calls(messages: Sequence[Message], tokenizer: Any, place: str) -> None:
+    """Check that the chat template writes the tool calls of messages, if there are any.
+
+    Raises:
+        DataError: it does not.
+    """
+    if any(message.get("tool_calls") for message in messages) and not TemplateForms.of(tokenizer).writes_calls:
+        raise DataError(
+            f"{place} has tool calls, and the chat template of '{tokenizer.name_or_path}' does not write them: the "
+            "turn would be empty. Take a template that does (custom_chat_template), or write the calls into the "
+            "content."
+        )
 
 
 def decoded_json(value: Any, what: str) -> Any:

@@ -28,10 +28,12 @@ class TemplateForms:
 
     Attributes:
         text_arguments: arguments of tool calls are JSON text; if false, a mapping.
+        writes_calls: tool calls are part of the assistant's turn.
         writes_tools: descriptions of tools are part of the prompt.
     """
 
     text_arguments: bool
+    writes_calls: bool
     writes_tools: bool
 
     @classmethod
@@ -43,10 +45,12 @@ class TemplateForms:
             calling = _rendered(tokenizer, [_ASKED, _CALLING])
             # A template that joins texts refuses a mapping, or writes it as Python does.
             text_arguments = calling is None or _PROBE not in calling or f"{{'value': '{_PROBE}'" in calling
+            as_text = _rendered(tokenizer, [_ASKED, with_arguments(_CALLING, as_text=True)]) or ""
+            writes_calls = not text_arguments or _PROBE in as_text
             prompts = [_rendered(tokenizer, [*system, _ASKED]) for system in ([], [{"role": "system", "content": "-"}])]
             written = [prompt for prompt in prompts if prompt is not None]
             writes_tools = not written or any(_PROBE in prompt for prompt in written)
-            known = _found[tokenizer] = template, cls(text_arguments, writes_tools)
+            known = _found[tokenizer] = template, cls(text_arguments, writes_calls, writes_tools)
         return known[1]
 
     def adapted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
