@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.agents.test_conversation import TOKENIZERS, TOOLS, call, decode, draw, encode, result, start, user
 from verl.agents.chat_template import ChatTemplate
+from verl.agents.conversation import Conversation
 from verl.agents.rendering_check import KINDS, differences
 
 
@@ -171,3 +172,12 @@ def test_inference_template_keeps_drawn_tokens_whose_text_the_template_keeps():
     conversation.add_messages([user("On.")])
     assert len(conversation.sequences) == 1
     assert conversation.response_ids[: len(ids)] == ids
+
+
+def test_a_template_that_writes_no_tools_is_told_once(caplog):
+    template, prompt = ChatTemplate(TOKENIZERS["gemma"]), [{"role": "user", "content": "Hi"}]
+    for tools in (None, TOOLS, TOOLS):
+        Conversation(template, prompt, tools)
+    Conversation(ChatTemplate(TOKENIZERS["chatml"]), prompt, TOOLS)
+    [told] = caplog.messages
+    assert "does not write tools: the model sees none of search, unless the prompts describe them" in told

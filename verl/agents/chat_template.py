@@ -155,7 +155,15 @@ class ChatTemplate:
         return checked
 
     def guarded(self, tools: Tools | None) -> Tools | None:
-        """Tools whose descriptions are marked like the texts of a prompt."""
+        """Tools whose descriptions are marked like the texts of a prompt; a template that writes none is told."""
+        if tools and not self._forms.writes_tools:
+            self.tell(
+                "tools",
+                "the chat template of '%s' does not write tools: the model sees none of %s, unless the prompts "
+                "describe them. Take a template that does (model.custom_chat_template).",
+                self.tokenizer.name_or_path,
+                ", ".join(str(tool.get("function", tool).get("name")) for tool in tools),
+            )
         known, guarded = self._guarded
         if tools != known:  # all conversations of a process have the same tools
             guarded = self.control.guard(tools, "prompt")

@@ -75,9 +75,11 @@ class ToolAgentParts:
             if interaction.asks_judge:
                 require_judge(config, f"the interaction '{name}' of {path}")
         tools = initialize_tools(turns.tool_config_path, turns.function_tool_path)
+        runner = ToolRunner(tools, template.control.shorten, limits)
+        template.guarded(runner.schemas)  # here, so that what keeps the model from seeing them is told at the start
         return cls(
             template,
-            ToolRunner(tools, template.control.shorten, limits),
+            runner,
             get_tool_parser(turns.format, tokenizer),
             interactions,
         )

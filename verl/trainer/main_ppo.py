@@ -191,7 +191,7 @@ class TaskRunner:
         val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1, **arguments)
         for dataset in (train, val):
             check_reward_data(config, reward_fn, dataset)
-        check_tools([train, val], config.actor_rollout_ref.rollout, tools, tokenizer)
+        check_tools([train, val], config.actor_rollout_ref.rollout, tools)
         check_agent_loops(config, tokenizer, wanted_agents([train, val], config.actor_rollout_ref.rollout))
         for manager in (reward_fn, val_reward_fn):
             if isinstance(manager, AbstractRewardManager):

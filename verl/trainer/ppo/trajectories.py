@@ -21,7 +21,6 @@ from verl.trainer.ppo.metric_utils import prompt_lengths, response_lengths
 from verl.trainer.ppo.reward import OF_TRAJECTORY, Scored
 from verl.trainer.ppo.sequences import Trajectories
 from verl.utils.dataset.rl_dataset import FOR_AGENTS, RLHFDataset
-from verl.utils.dataset.template_probes import TemplateForms
 from verl.utils.metric import Metrics, distribution
 from verl.workers.reward_manager.scores import Score, Scores, checked_score, placed
 
@@ -51,14 +50,13 @@ def wanted_agents(datasets: Iterable[Any], rollout: RolloutConfig) -> list[str]:
     return list(found)
 
 
-def check_tools(datasets: Sequence[Any], rollout: RolloutConfig, tools: Sequence[Any], tokenizer: Any) -> None:
+def check_tools(datasets: Sequence[Any], rollout: RolloutConfig, tools: Sequence[Any]) -> None:
     """Check that the tools of a run, and those of rows, reach the policy.
 
     Args:
         datasets: of training and validation; those of a class of the user's own are not looked at.
         rollout: the section of the configuration.
         tools: descriptions of the run's tools.
-        tokenizer: the policy's; a warning tells if its chat template does not write tools.
 
     Raises:
         ConfigError: the run has tools, and all its prompts are answered in one turn, in which none is called.
@@ -72,12 +70,6 @@ def check_tools(datasets: Sequence[Any], rollout: RolloutConfig, tools: Sequence
             "is answered in one turn, in which none is called. Set actor_rollout_ref.rollout.multi_turn.enable=true, "
             f"give rows the agent_name tool_agent, or leave {key} out."
         )
-    if tools and not TemplateForms.of(tokenizer).writes_tools:
-        logger.warning(
-            "the chat template of '%s' does not write tools: the model sees none of %s, unless the prompts describe "
-            "them. Take a template that does (actor_rollout_ref.model.custom_chat_template).",
-            tokenizer.name_or_path, ", ".join(tool["function"]["name"] for tool in tools),
-        )  # fmt: skip
     for data in known:
         key = data.config.tools_key or ""
         names, of_rows = data.source_column("agent_name"), data.source_column(key)
