@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,12 @@ from typing import Any
 
 import httpx2
 import pytest
+import uvicorn
+
+from verl.view.guard import Guard
+from verl.view.index import Index, place_of_index
+from verl.view.runs import Library
+from verl.view.server import make_app
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "the-token-of-the-tests"
@@ -23,7 +30,6 @@ TOKEN = "the-token-of-the-tests"
 @dataclass
 class Server:
     port: int
-    process: subprocess.Popen
 
     @property
     def address(self) -> str:
@@ -33,6 +39,19 @@ class Server:
         own = {"authorization": f"Bearer {TOKEN}"} if headers is None else headers
         return httpx2.get(self.address + path, params=parameters, headers=own, timeout=20)
 
+    def wait(self, has_runs: bool, lives: Callable[[], bool]) -> Server:
+        """Wait until it answers, and has read what is there."""
+        ends = time.monotonic() + 60
+        while time.monotonic() < ends:
+            try:
+                found = self.get("/api/runs").json()
+                if not found["indexing"] and bool(found["runs"]) == has_runs:
+                    return self
+            except httpx2.TransportError:
+                assert lives(), "the server ended"
+            time.sleep(0.05)
+        raise AssertionError("the server did not come up in 60 s")
+
 
 def free_port() -> int:
     with socket.socket() as one:
@@ -41,33 +60,47 @@ def free_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def serve() -> Iterator[Callable[..., Server]]:
+def command() -> Iterator[Callable[..., Server]]:
     """Start `verl view` on folders, as a user does."""
     started: list[subprocess.Popen] = []
 
-    def start(*folders: Path, has_runs: bool = True) -> Server:
+    def start(*folders: Path) -> Server:
         port = free_port()
-        command = [sys.executable, "-m", "verl", "view", *map(str, folders), "--port", str(port)]
+        words = [sys.executable, "-m", "verl", "view", *map(str, folders), "--port", str(port)]
         environment = os.environ | {"VERL_VIEW_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
         started.append(process)
-        server = Server(port, process)
-        ends = time.monotonic() + 60
-        while time.monotonic() < ends:
-            try:
-                found = server.get("/api/runs").json()
-                if not found["indexing"] and bool(found["runs"]) == has_runs:
-                    return server
-            except httpx2.TransportError:
-                assert process.poll() is None, "the server ended"
-            time.sleep(0.05)
-        raise AssertionError("the server did not come up in 60 s")
+        return Server(port).wait(True, lambda: process.poll() is None)
 
     yield start
     for process in started:
         process.terminate()
     for process in started:
         process.wait(timeout=20)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    """Serve folders from a thread of this process, which has loaded all of it."""
+    started: list[tuple[uvicorn.Server, threading.Thread]] = []
+
+    def start(*folders: Path, has_runs: bool = True) -> Server:
+        port = free_port()
+        library = Library(list(folders), Index(place_of_index(list(folders))))
+        library.find()
+        app = Guard(make_app(library), TOKEN, port)
+        settings = uvicorn.Config(app, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+        one = uvicorn.Server(settings)
+        thread = threading.Thread(target=one.run)
+        thread.start()
+        started.append((one, thread))
+        return Server(port).wait(has_runs, thread.is_alive)
+
+    yield start
+    for one, _ in started:
+        one.should_exit = True
+    for _, thread in started:
+        thread.join(timeout=20)
 
 
 # Of a module: while Playwright runs, its event loop is the thread's, and no other test could run one of its own.

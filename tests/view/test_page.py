@@ -27,8 +27,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(serve, folder):
-    return serve(folder)
+def server(command, folder):
+    return command(folder)
 
 
 CHART = "figure[data-metric='critic/score/mean']"

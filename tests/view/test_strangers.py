@@ -9,10 +9,10 @@ from verl.testing.made_up_run import make_up_run
 
 
 @pytest.fixture(scope="module")
-def server(serve, tmp_path_factory):
+def server(command, tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     make_up_run(folder, steps=3)
-    return serve(folder)
+    return command(folder)
 
 
 KNOWN = {"authorization": f"Bearer {TOKEN}"}

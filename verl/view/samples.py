@@ -106,6 +106,7 @@ def _new_files(index: Index, files: FoundFiles, folder: DumpFolder) -> tuple[lis
     with index.reading() as database:
         query = "SELECT path, id, size, mtime, writer, run, kind FROM dump WHERE folder = ?"
         known = {row["path"]: row for row in database.execute(query, (str(folder.path),))}
+    owners: dict[str, tuple[str, str]] = {}
     new, moved = [], []
     try:
         with os.scandir(folder.path) as listed:
@@ -122,8 +123,10 @@ def _new_files(index: Index, files: FoundFiles, folder: DumpFolder) -> tuple[lis
         row = known.get(entry.path)
         is_new = row is None or (row["size"], row["mtime"]) != (size, modified)
         writer = writer_of(path) if row is None or is_new else row["writer"]
-        owner = files.owner(folder, writer)
-        run, kind = (owner.id, owner.kind_of(folder.path)) if owner else ("", "")
+        if writer not in owners:
+            owner = files.owner(folder, writer)
+            owners[writer] = (owner.id, owner.kind_of(folder.path)) if owner else ("", "")
+        run, kind = owners[writer]
         if is_new:
             new.append(_DumpFile(path, size, modified, writer, run, kind))
         elif row is not None and (row["run"], row["kind"]) != (run, kind):

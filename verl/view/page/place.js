@@ -23,7 +23,11 @@ export function keepInAddress(view, parameters, replaces = false) {
 /** What this browser remembers for every `verl view` on this machine: cookies do not know ports, and ports differ. */
 export function remembered(name) {
   const found = document.cookie.split("; ").find((one) => one.startsWith(`verl_view_${name}=`));
-  return found ? JSON.parse(decodeURIComponent(found.slice(found.indexOf("=") + 1))) : null;
+  try {
+    return JSON.parse(decodeURIComponent(found.slice(found.indexOf("=") + 1)));
+  } catch {
+    return null;  // there is none, or another page of this host wrote it
+  }
 }
 
 export function remember(name, value) {

@@ -50,8 +50,12 @@ class Curves {
     if (!changed.some((id) => this.details.has(id))) return;
     const names = [...this.names()].join();
     await this.ask();
-    if ([...this.names()].join() !== names) this.show();
-    else for (const box of this.main.querySelectorAll("figure.chart")) if (this.drawn.has(box)) this.draw(box, true);
+    if ([...this.names()].join() !== names) {
+      this.show();
+      return;
+    }
+    for (const box of this.main.querySelectorAll("figure.chart")) if (this.drawn.has(box)) this.draw(box, true);
+    if (this.details.size > 1) this.showAbout();
   }
 
   close() {
