@@ -12,10 +12,7 @@ LINES = (Path(__file__).resolve().parents[1] / "public_names.txt").read_text().s
 LEFT = {
     "verl.single_controller.base.Worker.create_transferqueue_client",
     "verl.single_controller.base.Worker.env_keys",
-    "verl.trainer.main_ppo.TaskRunner.add_reward_model_resource_pool",
     "verl.trainer.main_ppo.TaskRunner.add_teacher_model_resource_pool",
-    "verl.trainer.main_ppo.migrate_legacy_reward_impl",
-    "verl.trainer.main_ppo_v0.BaseTaskRunner.add_reward_model_resource_pool",
     "verl.trainer.main_ppo_v0.BaseTaskRunner.add_teacher_model_resource_pool",
     "verl.utils.dataset.multiturn_sft_dataset.MultiTurnSFTDataset.sanity_check",
     "verl.workers.config.HFModelConfig.get_processor",
