@@ -30,7 +30,7 @@ MAX_EXPONENT = 400
 
 _PAIRS = (
     ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("__", "__"), ("*", "*"), ("_", "_"),
-    ("`", "`"), ('"', '"'), ("\u201c", "\u201d"), ("{", "}"),
+    ("``", "''"), ("`", "`"), ('"', '"'), ("\u201c", "\u201d"), ("{", "}"),
 )  # fmt: skip
 """What may stand around an answer without changing it: delimiters of formulas, Markdown, quotation marks, a group."""
 _COMMANDS = (
@@ -39,7 +39,7 @@ _COMMANDS = (
 )  # fmt: skip
 """Commands of LaTeX that only change how their argument looks."""
 _COMMAND = re.compile(rf"\\(?:{'|'.join(_COMMANDS)})\s*(?=\{{)")
-_COLORED = re.compile(r"\\(?:textcolor|colorbox)\s*\{[A-Za-z0-9!]*\}\s*(?=\{)")
+_COLORED = re.compile(r"\\(?:textcolor|colorbox|color)\s*\{[A-Za-z0-9!]*\}\s*(?=\{)")
 _STYLE = re.compile(r"\\(?:displaystyle|textstyle|bfseries|bf|rm|large|Large)(?![A-Za-z])\s*")
 PUNCTUATION = ".,;:\u3002\uff0c\uff1b"
 """Signs that end a sentence or a clause and are no part of the answer before them."""
@@ -83,10 +83,15 @@ _RADICAND = re.compile(r"\s*(\d+(?:\.\d+)?|[A-Za-z]|\\pi)")
 _SPELLED = {
     "\\!": "", "{,}": ",", "{:}": ":", "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac",
     "\\varnothing": "\\emptyset", "\\leqslant": "\\le", "\\geqslant": "\\ge", "\\lt": "<", "\\gt": ">",
-    "\\displaystyle": "",
+    "\\displaystyle": "", "~": " ",
 }  # fmt: skip
+_PERIOD = re.compile(r"(?<![\d.])(\d{0,20}\.\d{0,20}?)(\d)\2{2,20}(?:\.{3,}|\\[lc]?dots(?![A-Za-z])|\u2026)")
+"""A decimal that goes on for ever, as ``0.1666...``."""
 _SPELLING = re.compile(
-    "|".join(re.escape(old) + (r"(?![A-Za-z])" if old[-1].isalpha() and "frac" not in old else "") for old in _SPELLED)
+    r"\\!\s*|"
+    + "|".join(
+        re.escape(old) + (r"(?![A-Za-z])" if old[-1].isalpha() and "frac" not in old else "") for old in _SPELLED
+    )
 )
 
 CURRENCY = r"(?:\\?[$€£¥₹₩₽]|\\(?:euro|pounds|yen|textdollar|dollar)(?![A-Za-z])(?:\{\})?)"
@@ -94,7 +99,7 @@ _GAP = r"(?:,|\\[,;: ]|[ '_])"
 _DIGITS = rf"(?:\d{{1,3}}(?:{_GAP}\d{{3}})+(?!\d)|\d{{1,2}}(?:,\d{{2}})+,\d{{3}}(?!\d)|\d+)"
 """A whole number, with thousands separators or without; also ``1,00,000``."""
 UNSIGNED = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)"
-_DEGREE = r"\^\s*(?:\\circ|\{\s*\\circ\s*\})"
+_DEGREE = r"\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:\\(?:text|mathrm)\s*\{\s*[CF]\s*\}|[CF])?"
 _DECIMAL = re.compile(rf"([+-]?)\s*{CURRENCY}?\s*([+-]?)\s*({UNSIGNED})\s*(?:{CURRENCY}|{_DEGREE})?\s*")
 _POWER = r"([0-9])|\{\s*([+-]?\s*\d{1,4})\s*\}|\(\s*([+-]?\s*\d{1,4})\s*\)"
 _SCIENTIFIC = re.compile(rf"([+-]?)\s*(?:({UNSIGNED})\s*(?:\\times|\\cdot|\*)\s*)?10\s*\^\s*(?:{_POWER})")
@@ -103,7 +108,7 @@ _SIDE = rf"\s*([+-]?)\s*({UNSIGNED})\s*"
 _FRACTION = re.compile(
     rf"([+-]?)\s*(?:(\d+)\s*(?:\\[,;: ])?\s*)?\\frac\s*(?:\{{{_SIDE}\}}|([0-9]))\s*(?:\{{{_SIDE}\}}|([0-9]))\s*"
 )
-_REPEATING = re.compile(r"([+-]?)\s*(\d{0,100})\.(\d{0,100})\\(?:overline|bar)\s*\{(\d{1,100})\}", re.ASCII)
+_REPEATING = re.compile(r"([+-]?)\s*(\d{0,100})\.(\d{0,100})\\(?:overline|bar|dot)\s*\{(\d{1,100})\}", re.ASCII)
 _QUOTIENT = re.compile(rf"(?:([+-]?)\s*(\d+)(?:\s|\\[,;: ])\s*(\d+)|{_SIDE})/{_SIDE}")
 
 
@@ -211,7 +216,7 @@ def _without_one_wrapper(text: str) -> str:
 
 def with_one_spelling(text: str) -> str:
     r"""Replace LaTeX that has the same meaning by one spelling: ``\dfrac`` by ``\frac``, ``{,}`` by a comma."""
-    return _SPELLING.sub(lambda found: _SPELLED[found[0]], text)
+    return _SPELLING.sub(lambda found: _SPELLED[found[0].rstrip()], _PERIOD.sub(r"\1\\overline{\2}", text))
 
 
 def plain_answer(text: str) -> str:

@@ -28,14 +28,21 @@ _WARM_UP = (
 )  # fmt: skip
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?:\{(.*)\}|([^\s{].*))", re.DOTALL)
-_THIN_SPACE_IN_NUMBER = re.compile(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))")
+_SPACE_IN_NUMBER = re.compile(r"(?<=\d)(?:\\[,;: ]| )(?=\d{3}(?!\d|\s*/))")
+_FORMULA_WITH_WORDS = re.compile(r"\$([^$]+)\$ ([A-Za-z ]+)")
+_LEADING = re.compile(r"\A(?:\\approx(?![A-Za-z])|=)\s*")
+_SPACE = re.compile(r"(?<!\d) | (?!\d)")
+"""A space that means nothing; ``1 2`` is not 12."""
+_PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])")
+_APART = re.compile(r"(?<![A-Za-z_^.\d])\d[\d.]*\s+(?!\d{3}(?!\d)|\d+\s*/)\d")
+"""Two numbers side by side, which the library reads as one; no thousands and no mixed number."""
 _MIXED = re.compile(r"(-?\d+)(?:\s|\\[,;: ])+(\d+)/(\d+)")
 _SCIENTIFIC = re.compile(r"(-?\d{1,20}(?:\.\d{1,20})?)[eE]([+-]?\d{1,3})")
 _NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _WITH_WORDS = re.compile(rf"({_NUMBER.pattern})\s+([A-Za-z]{{2,}}(?:\s+[A-Za-z]{{2,}})*)")
 _SET_BUILDER = re.compile(
-    r"(?:\\left)?\\\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*(?:\{R\}|R)\s*)?(?:\\mid(?![A-Za-z])|\||:)"
-    r"([^|]*(?:[<>]|\\[lg]eq?(?![A-Za-z]))[^|]*?)(?:\\right)?\\\}"
+    r"(?:(?:\\left)?\\\{)?\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*(?:\{R\}|R)\s*)?(?:\\mid(?![A-Za-z])|\||:)"
+    r"([^|]*(?:[<>]|\\[lg]eq?(?![A-Za-z]))[^|]*?)(?:(?:\\right)?\\\})?"
 )
 r"""``\{x | x > 2\}``; an inequality stands for its solutions."""
 _WORDS = re.compile(r"[A-Za-z]{3,}(?: [A-Za-z]+)*")
@@ -139,13 +146,15 @@ def is_equivalent(answer: str, truth: Any) -> bool:
 
 
 def _without_spaces(text: str) -> str:
-    return "".join(text.strip().strip("$").split())
+    return _SPACE.sub("", " ".join(text.strip().strip("$").split()))
 
 
 def _is_equal(answer: str, truth: str) -> bool:
     left, right = read_number(answer), read_number(truth)
     if left is not None and right is not None:
         return left.equals(right)
+    if bool(_APART.search(answer)) != bool(_APART.search(truth)):
+        return False
     if not is_text_bounded(answer) or not is_text_bounded(truth):
         return False  # the same texts have been found equal before
     if (_BRACES.match(answer) and _BRACKETS.match(truth)) or (_BRACKETS.match(answer) and _BRACES.match(truth)):
@@ -183,8 +192,11 @@ def canonical(text: str) -> str:
     >>> canonical("$1\\,000.$"), canonical("2½"), canonical("2 1/2"), canonical("1e3"), canonical("−3")
     ('1000', '2\\frac{1}{2}', '2\\frac{1}{2}', '1\\times 10^{3}', '-3')
     """
-    text = plain_answer(text).removeprefix("\\approx").lstrip()
-    text = _THIN_SPACE_IN_NUMBER.sub("", text)
+    text = _LEADING.sub("", plain_answer(text))
+    text = _PI.sub(r"\\pi ", text)
+    text = _SPACE_IN_NUMBER.sub("", text)
+    if formula := _FORMULA_WITH_WORDS.fullmatch(text):
+        text = f"{formula[1]} {formula[2]}"
     if mixed := _MIXED.fullmatch(text):
         return rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
     if condition := _SET_BUILDER.fullmatch(text):
