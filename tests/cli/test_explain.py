@@ -49,8 +49,10 @@ def test_what_takes_its_value_from_a_key():
 def test_keys_that_end_alike_in_other_sections():
     settings, rate = all_settings(), ["actor_rollout_ref.actor.optim.lr", "critic.optim.lr", "optim.lr"]
     for path in rate:
-        found = of_other_sections(matching(path, settings)[0], settings)
-        assert found == [other for other in rate if other != path]
+        setting = next(one for one in settings if one.path == path)
+        assert of_other_sections(setting, settings) == [other for other in rate if other != path]
+    assert {setting.path for setting in matching("optim.lr", settings)} == {*rate}, "a key, and the end of others"
+    assert {setting.path for setting in matching("critic.optim.lr", settings)} == {"critic.optim.lr"}
     assert of_other_sections(matching("trainer.seed", settings)[0], settings) == []
     assert of_other_sections(matching("critic.optim", settings)[0], settings) == []
 

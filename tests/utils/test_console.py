@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from verl.utils.console import Progress, clock, metrics_line, show, status, working, write_step
+from verl.utils.console import Progress, clock, metrics_line, show, showing_stage, status, working, write_step
 from verl.utils.tracking import Tracking
 
 METRICS = {
@@ -83,6 +83,18 @@ def test_live_display_shows_what_matters():
     assert "val gsm8k 0.480" in out
     assert "checkpoint saved" in out
     assert "left" in out
+
+
+def test_the_stage_of_the_step_stands_beside_the_bar():
+    screen = terminal()
+    with Progress(10, enabled="on", console=screen) as progress, showing_stage("step"):
+        with showing_stage("update_actor"):
+            progress._live.refresh()
+        assert progress.stage == "step"
+    assert "0/10 steps" in screen.file.getvalue()  # type: ignore[attr-defined]
+    assert "update_actor" in screen.file.getvalue()  # type: ignore[attr-defined]
+    with showing_stage("gen"):
+        pass  # without a display nothing is shown
 
 
 def test_supervised_runs_show_their_loss():

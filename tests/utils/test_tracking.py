@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
+import sys
 import threading
 import urllib.error
 import urllib.request
@@ -425,3 +427,20 @@ def test_trackers_never_see_a_secret():
 def test_flatten_and_markdown_by_hand():
     assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
     assert markdown_table(["a", "b"], [["x|y", "1\n2"]]) == "| a | b |\n| --- | --- |\n| x\\|y | 1<br>2 |"
+
+
+def test_the_recorded_command_can_be_pasted_and_has_no_secret(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    typed = [
+        "python3",
+        "-m",
+        "verl.trainer.main_ppo",
+        "data.train_files=[a.jsonl, b.jsonl]",
+        "x.token=hf_abcdefgh12345678",
+    ]
+    monkeypatch.setattr(sys, "orig_argv", typed)
+    monkeypatch.setattr(sys, "argv", ["verl train", "++data.train_files=[a.jsonl, b.jsonl]"])
+    with Tracking("p", "e", ["file"], {"x": {"token": "hf_abcdefgh12345678"}}):
+        pass
+    [record, *_] = (json.loads(line) for line in next(Path("p").glob("*.run.jsonl")).read_text().splitlines())
+    assert shlex.split(record["command"]) == [*typed[:4], "x.token=***"]

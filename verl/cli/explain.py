@@ -68,7 +68,8 @@ def _setting(key: Key, root: type[BaseConfig]) -> Setting:
 def matching(word: str, settings: list[Setting]) -> list[Setting]:
     """Return the settings that a word names: a key or section, the end of one, a part of a key, or its meaning.
 
-    The first of these that is true of any setting decides. Sections of one name come all, in front of their keys.
+    The first of these that is true of any setting decides: ``optim.lr`` is a key of one command and the end of keys of
+    others, and names them all. Sections of one name come all, in front of their keys.
     """
     sections = [setting.path for setting in settings if setting.is_section and f".{setting.path}".endswith(f".{word}")]
     if sections and not any(setting.path == word and not setting.is_section for setting in settings):
@@ -76,7 +77,6 @@ def matching(word: str, settings: list[Setting]) -> list[Setting]:
         found = [setting for setting in settings if f"{setting.path}.".startswith(below)]
         return sorted(found, key=lambda setting: setting.path not in sections)
     tests = (
-        lambda setting: setting.path == word and not setting.is_section,
         lambda setting: f".{setting.path}".endswith(f".{word}") and not setting.is_section,
         lambda setting: f".{word}." in f".{setting.path}.",
         lambda setting: word in setting.path,
@@ -111,8 +111,10 @@ def explanation(word: str) -> tuple[RenderableType, bool]:
 def other_keys(word: str) -> Iterator[str]:
     """Yield what is said of a key that is another spelling, of another library, or that nothing reads here."""
     yield from lines_about(word)
+    keys = {setting.path for setting in all_settings()}
     for alias in ALIASES:
-        if f".{alias.old}".endswith(f".{word}"):
+        # What is a spelling in one command may be a key of another, which is described as such.
+        if f".{alias.old}".endswith(f".{word}") and alias.old not in keys:
             yield f"{alias.old} is another spelling of {alias.new}"
     inactive = {key.path: key for entry in ENTRIES for key in all_inactive(entry.root).values()}
     for key in inactive.values():

@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.trainer.config.support import Run
+from verl.errors import NonFiniteError
 from verl.trainer.config import PPOConfig
 from verl.trainer.config.command_line import CONFIG_DIR, command, compose, force_overrides, keys_set, remarks
 from verl.trainer.config.help import FIRST
@@ -197,6 +198,22 @@ def test_errors_are_text_without_a_traceback(command_line: CommandLine, capsys: 
     assert "data.foo=1: there is no such key" in said
     assert "Traceback" not in said
     assert command_line.got == []
+
+
+def test_a_training_that_diverges_ends_without_a_traceback(
+    command_line: CommandLine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def diverge(config: PPOConfig) -> None:
+        raise NonFiniteError("the updates of 3 steps in a row were not finite")
+
+    monkeypatch.setattr(command_line, "main", diverge)
+    with pytest.raises(SystemExit) as stopped:
+        command_line()
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("NonFiniteError: the updates of 3 steps in a row were not finite")
+    assert "Traceback" not in said
+    assert "Error executing job" not in said
 
 
 def test_a_yaml_of_ones_own_names_ours_in_its_defaults(command_line: CommandLine):
