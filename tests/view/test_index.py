@@ -350,6 +350,25 @@ def test_a_run_without_samples_says_why(tmp_path):
     assert "trainer.validation_data_dir=/nowhere/held_out is not here" in (tmp_path / "report.html").read_text()
 
 
+def test_odd_records_are_passed_over(tmp_path):
+    odd = [
+        None,
+        "x",
+        {"trainer": 5},
+        *({"trainer": {"rollout_data_dir": name}} for name in (5, "", "a\0b", "~nobody/x", "y" * 5000)),
+    ]
+    for number, config in enumerate(odd):
+        write_log(
+            tmp_path / f"run{number}.jsonl",
+            config=config,
+            run=7,
+            cwd=(3, "/a\0")[number % 2],
+            time=(None, "then")[number % 2],
+        )
+    write_dump(tmp_path / "out", range(1, 2))
+    assert len(library(tmp_path).summaries()) == len(odd)
+
+
 def test_colours_stay_when_runs_come_and_go(tmp_path):
     def places() -> dict[str, int]:
         return {run["name"]: run["place"] for run in library(tmp_path).summaries().values()}

@@ -150,6 +150,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def began(start: Mapping[str, Any]) -> float:
+    """Return when a start was, in seconds since 1970; 0 if its record does not say it."""
+    time = start.get("time")
+    return float(time) if isinstance(time, int | float) else 0.0
+
+
 def _run_files(metrics: Path, name: str) -> RunFiles:
     starts = read_starts(run_log_path(metrics))
     writers = {str(start["run"]) for start in starts if start.get("run")} or {writer_of(metrics)} - {""}
@@ -179,10 +185,10 @@ def _named_folders(start: Mapping[str, Any], metrics: Path) -> Iterator[NamedFol
         return
     keys: dict[Kind, str] = {"train": "rollout_data_dir", "validation": "validation_data_dir"}
     for kind, key in keys.items():
-        if isinstance(name := trainer.get(key), str) and name:
-            path = Path(name).expanduser()
-            if path.is_absolute() or isinstance(start.get("cwd"), str):
-                yield NamedFolder(Path(start.get("cwd") or "/", path).resolve(), kind)
+        if isinstance(name := trainer.get(key), str) and name and "\0" not in name:
+            path, cwd = Path(os.path.expanduser(name)), start.get("cwd")
+            if path.is_absolute() or (isinstance(cwd, str) and "\0" not in cwd):
+                yield NamedFolder(Path(os.path.realpath(path if path.is_absolute() else Path(cwd, path))), kind)
             elif above := [parent / path for parent in metrics.parents if _has_samples(parent / path)]:
                 yield NamedFolder(above[0].resolve(), kind)
 
@@ -261,7 +267,7 @@ def _owner(folder: Path, runs: list[RunFiles]) -> str | None:
     """
     naming = [run for run in runs if any(one.path == folder for one in run.named)]
     if naming:
-        return max(naming, key=lambda run: run.starts[-1].get("time") or 0).id
+        return max(naming, key=lambda run: began(run.starts[-1])).id
     unknown = [run for run in runs if not run.named and not _names_no_folder(run)]
     longest = max((_shared(folder, run) for run in unknown), default=0)
     nearest = [run for run in unknown if _shared(folder, run) == longest]

@@ -16,7 +16,7 @@ from verl.base.nested import flat
 from verl.trainer.health import FINITE, RULES, HealthWatch
 from verl.utils.run_log import clock
 from verl.view.curves import Curve, MetricsFile
-from verl.view.discovery import FoundFiles, RunFiles, find_runs, read_events
+from verl.view.discovery import FoundFiles, RunFiles, began, find_runs, read_events
 from verl.view.index import Index, places_of_runs
 from verl.view.ranks import RanksFile
 from verl.view.samples import kinds_of_samples, refresh_samples, why_no_samples
@@ -251,6 +251,6 @@ class Library:
         """Return :meth:`Run.summary` of all runs by id."""
         runs = list(self.runs.values())
         kinds = kinds_of_samples(self.index)
-        began = {run.files.id: run.starts[0].get("time") or 0 if run.starts else 0 for run in runs}
-        places = places_of_runs(self.index, sorted(began, key=lambda run: (began[run], run)))
+        first = {run.files.id: began(run.starts[0]) if run.starts else 0.0 for run in runs}
+        places = places_of_runs(self.index, sorted(first, key=lambda run: (first[run], run)))
         return {run.files.id: run.summary(kinds.get(run.files.id, []), places[run.files.id]) for run in runs}

@@ -183,7 +183,7 @@ def why_no_samples(run: RunFiles) -> str:
     said = []
     for one in dict.fromkeys(run.named):
         setting = f"trainer.{keys[one.kind]}={one.path}"
-        if not one.path.is_dir():
+        if not os.path.isdir(one.path):
             said.append(f"{setting} is not here, or not written yet. A copy of it below these folders is found too.")
         else:
             said.append(f"{setting} has no samples of it: none are written yet, or another run has replaced them.")
