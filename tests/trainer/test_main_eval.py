@@ -85,6 +85,16 @@ def test_a_function_of_ones_own_and_its_failures(tmp_path, caplog):
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_rows_for_a_function_of_ones_own_need_no_data_source(tmp_path):
+    rows = [{"responses": ["5", "4"], "reward_model": {"ground_truth": "5"}}]
+    own = own_function(
+        tmp_path, "def compute_score(solution_str, ground_truth, **_): return solution_str == ground_truth"
+    )
+    assert evaluate(config_for(tmp_path / "r.jsonl", rows, **own))["test_score/unknown"] == 0.5
+    with pytest.raises(DataError, match="no column 'data_source'"):
+        evaluate(config_for(tmp_path / "r.jsonl", rows))
+
+
 def test_means_are_those_of_validation():
     values = [[1.0, 0.0, 1.0, 1.0], [0.0, 0.25, 0.0, 0.0], [1.0] * 4, [0.5] * 4]
     failed = [(0, 1), (0, 2), (1, 0), *((3, place) for place in range(4))]

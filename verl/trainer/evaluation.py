@@ -58,6 +58,8 @@ def score_responses(
     files = open_files(local_copies(config).data.path or "", "data.path")
     keys = {"response_key": config.data.response_key, "data_source_key": config.data.data_source_key}
     keys["reward_model_key"] = config.data.reward_model_key
+    if config.custom_reward_function.path:
+        del keys["data_source_key"]  # which chooses among the built-in scorers
     require_columns(files, {column: f"data.{key}" for key, column in keys.items()})
     groups = [group for file in files for group in _samples_of(file, config)]
     function, samples = _reward_function(config), [sample for group in groups for sample in group]
@@ -93,7 +95,7 @@ def _samples_of(file: DataFile, config: EvalConfig) -> Iterator[list[RewardSampl
                 "list of at least one response, as main_generation writes it (data.response_key)."
             )
         truth = (row.get(config.data.reward_model_key) or {}).get("ground_truth")
-        source, extra = str(row[config.data.data_source_key]), row.get("extra_info") or {}
+        source, extra = str(row.get(config.data.data_source_key, "unknown")), row.get("extra_info") or {}
         if not config.custom_reward_function.path:
             _check_truth(source, truth, f"{file.path}, row {number}")
         yield [RewardSample(source, text, truth, extra, uid=str(number), columns=row) for text in responses]
