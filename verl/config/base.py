@@ -108,7 +108,8 @@ class _SectionType(ABCMeta):
             return super().__call__(*args, **values)
         except ValidationError as error:
             details = error.errors()
-            wrong = (f"{'.'.join(map(str, one['loc']))}={one['input']!r:.80}: {one['msg']}" for one in details)
+            own = [one for one in details if one["type"] != "default_factory_not_called"]  # it fails with another field
+            wrong = (f"{'.'.join(map(str, one['loc']))}={one['input']!r:.80}: {one['msg']}" for one in own)
             raise SectionError(f"{cls.__name__} cannot be made: {'; '.join(wrong)}.", details) from error
 
 
