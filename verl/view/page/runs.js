@@ -180,7 +180,9 @@ class Curves {
     const worth = ({ best }) => (best ? (end === "lowest" ? -best[end][1] : best[end][1]) : -Infinity);
     rows.sort((a, b) => worth(b) - worth(a));
     const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort();
-    const differ = keys.filter((key) => new Set(rows.map(({ members: [run] }) => JSON.stringify(run.config[key]))).size > 1);
+    const values = (some, key) => new Set(some.map((run) => JSON.stringify(run.config[key])));
+    // Of a mean only what all of its runs share.
+    const differ = keys.filter((key) => values(runs, key).size > 1 && rows.every(({ members }) => values(members, key).size === 1));
     fill(this.about, h("h2", {}, "Runs by settings and best value"),
       h("div", { class: "controls" }, field("Metric", select("metric", names, metric, (event) => this.change("metric", event.target.value)))),
       table(["run", end, "at step", "last", "state", ...differ], rows.map(({ members, best }) => [
@@ -218,7 +220,7 @@ export function table(heads, rows) {
   return h("div", { class: "scroll" }, h("table", { class: heads.length > 2 ? "wide" : null },
     heads.some(Boolean) ? h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))) : null,
     h("tbody", {}, rows.map(([first, ...others]) => h("tr", {}, h("th", { scope: "row" }, first),
-      others.map((cell, place) => h("td", { "data-head": heads[place + 1] }, cell)))))));
+      others.map((cell, place) => h("td", { "data-head": heads[place + 1], class: cell?.length <= 16 ? "brief" : null }, cell)))))));
 }
 
 function shown(value) {
