@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from verl.utils.reward_score.answer_text import plain_answer
 from verl.utils.reward_score.math_equality import is_equivalent, last_boxed, read_truth
 from verl.utils.reward_score.registry import also_called, register_scorer
 
@@ -53,6 +54,8 @@ def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.
         RewardError: the ground truth cannot be read.
     """
     answer = final_answer(solution_str)
-    if is_equivalent(solution_str if answer is None else answer, ground_truth):
-        return score
-    return 0.0 if answer is None else format_score
+    if answer is not None:
+        return score if is_equivalent(answer, ground_truth) else format_score
+    whole = plain_answer(solution_str)
+    # With formulas in it, it is a sentence, and the library would take the formulas for its answer.
+    return score if is_equivalent("" if "$" in whole else whole, ground_truth) else 0.0
