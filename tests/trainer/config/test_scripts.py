@@ -301,6 +301,115 @@ SFT = r"""
 """
 
 
+# What scripts of the releases set beside the settings of GRPO, each as a line of differences.
+RELEASES = {
+    "dynamic batches": """actor_rollout_ref.actor.use_dynamic_bsz=True trainer.balance_batch=True
+        actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24576 actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True
+        actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24576
+        actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=4096""",
+    "dapo": """reward.reward_manager.name=dapo +reward.reward_kwargs.overlong_buffer_cfg.enable=True
+        +reward.reward_kwargs.overlong_buffer_cfg.len=512 +reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=1.0
+        +reward.reward_kwargs.overlong_buffer_cfg.log=False +reward.reward_kwargs.max_resp_len=1024
+        actor_rollout_ref.actor.clip_ratio_low=0.2 actor_rollout_ref.actor.clip_ratio_high=0.28
+        actor_rollout_ref.actor.clip_ratio_c=10.0 actor_rollout_ref.actor.loss_agg_mode=token-mean""",
+    "gspo": """actor_rollout_ref.actor.policy_loss.loss_mode=gspo actor_rollout_ref.actor.clip_ratio_low=3e-4
+        actor_rollout_ref.actor.clip_ratio_high=4e-4 actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean""",
+    "sapo": """actor_rollout_ref.actor.policy_loss.loss_mode=sapo +actor_rollout_ref.actor.policy_loss.tau_pos=1.0
+        +actor_rollout_ref.actor.policy_loss.tau_neg=1.05""",
+    "rloo": "algorithm.adv_estimator=rloo algorithm.use_kl_in_reward=True algorithm.kl_penalty=kl",
+    "reinforce++": "algorithm.adv_estimator=reinforce_plus_plus algorithm.gamma=1.0",
+    "gdpo": """algorithm.adv_estimator=gdpo reward.reward_manager.name=gdpo
+        +algorithm.gdpo_reward_keys='["accuracy_reward","format_reward"]'""",
+    "rollout correction": """algorithm.rollout_correction.rollout_is=token
+        algorithm.rollout_correction.rollout_is_threshold=2.0 algorithm.rollout_correction.bypass_mode=true
+        algorithm.rollout_correction.loss_type=reinforce
+        algorithm.rollout_correction.rollout_is_batch_normalize=true""",
+    "profiler of another device": """global_profiler.tool=npu global_profiler.steps=[2,4]
+        global_profiler.save_path=$RUN/profile actor_rollout_ref.actor.profiler.enable=True
+        actor_rollout_ref.actor.profiler.all_ranks=True actor_rollout_ref.actor.profiler.tool_config.npu.level=level0
+        actor_rollout_ref.actor.profiler.tool_config.npu.contents=[npu,cpu]
+        actor_rollout_ref.rollout.profiler.enable=True
+        actor_rollout_ref.rollout.profiler.ranks=[0]""",
+    "offload": """actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.ref.strategy=fsdp2
+        actor_rollout_ref.actor.fsdp_config.offload_policy=True actor_rollout_ref.actor.entropy_checkpointing=True
+        actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=4
+        actor_rollout_ref.ref.fsdp_config.ulysses_sequence_parallel_size=4 actor_rollout_ref.rollout.ignore_eos=False
+        actor_rollout_ref.actor.entropy_from_logits_with_chunking=True
+        actor_rollout_ref.actor.checkpoint.strict=False""",
+    "an environment of uv": """trainer.use_v1=True transfer_queue.enable=False trainer.v1.trainer_mode=sync
+        ++ray_kwargs.ray_init.runtime_env.py_executable='uv -v run --frozen --all-packages --extra fsdp'""",
+    "a critic": """algorithm.adv_estimator=gae critic.optim.lr=1e-5 critic.model.path=org/name
+        critic.fsdp.param_offload=True critic.fsdp.optimizer_offload=True critic.ppo_micro_batch_size_per_gpu=4""",
+    "prompts shared": """actor_rollout_ref.actor.use_prefix_grouper=True
+        actor_rollout_ref.model.use_remove_padding=False
+        actor_rollout_ref.rollout.val_kwargs.do_sample=False actor_rollout_ref.rollout.val_kwargs.n=30""",
+}
+MEGATRON = r"""
+    actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2
+    actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2
+    actor_rollout_ref.actor.megatron.expert_model_parallel_size=2
+    actor_rollout_ref.actor.megatron.expert_tensor_parallel_size=1
+    actor_rollout_ref.actor.megatron.param_offload=True
+    actor_rollout_ref.actor.megatron.use_mbridge=True
+    actor_rollout_ref.actor.megatron.vanilla_mbridge=False
+    actor_rollout_ref.actor.megatron.use_remove_padding=False
+    +actor_rollout_ref.actor.megatron.override_transformer_config.apply_rope_fusion=True
+    +actor_rollout_ref.actor.megatron.override_transformer_config.moe_permute_fusion=True
+    +actor_rollout_ref.actor.megatron.override_transformer_config.moe_router_dtype=fp32
+    +actor_rollout_ref.actor.megatron.override_transformer_config.moe_token_dispatcher_type=alltoall
+    +actor_rollout_ref.actor.megatron.override_transformer_config.gradient_accumulation_fusion=True
+    +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full
+    +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method=uniform
+    +actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers=1
+    +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_cpu_offload=True
+    +actor_rollout_ref.actor.optim.override_optimizer_config.optimizer_offload_fraction=1
+    +actor_rollout_ref.actor.optim.override_optimizer_config.use_precision_aware_optimizer=True
+    actor_rollout_ref.ref.megatron.tensor_model_parallel_size=2
+    actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2
+"""
+
+
+def without(script: str, *keys: str) -> str:
+    """A script without the lines of these keys, which differences set again."""
+    return "\n".join(line for line in script.splitlines() if not any(f"{key}=" in line for key in keys))
+
+
+@pytest.mark.parametrize("name", RELEASES)
+def test_scripts_of_the_releases(run: Run, name: str):
+    differences = " ".join(RELEASES[name].split())
+    keys = [setting.partition("=")[0].lstrip("+") for setting in differences.split() if "=" in setting]
+    run.script(f"{without(with_our_engine(GRPO), *keys).rstrip()} {differences}")
+
+
+@pytest.mark.parametrize("engine", ["model_engine=megatron", "actor_rollout_ref.actor.strategy=megatron"])
+def test_scripts_with_megatron(run: Run, engine: str):
+    more = " ".join(f"{MEGATRON} {engine}".split())
+    config = run.script(f"{without(with_our_engine(GRPO), 'fsdp_config.model_dtype').rstrip()} {more}")
+    actor = config.actor_rollout_ref.actor
+    assert actor.placement is actor.megatron
+    assert (actor.shared_by, actor.optim.override_optimizer_config) == (4, None)
+    assert set(actor.megatron.override_transformer_config) == {
+        *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+    }
+
+
+def test_a_supervised_script_of_the_releases(run: Run):
+    config = run.script(
+        """engine=megatron optim=megatron model=hf_model data.train_files=$RUN/train.jsonl data.train_batch_size=96
+        data.messages_key=messages data.pad_mode=no_padding data.use_dynamic_bsz=True data.max_token_len_per_gpu=8192
+        model.path=Qwen/Qwen3-0.6B model.use_remove_padding=True engine.tensor_model_parallel_size=2
+        engine.pipeline_model_parallel_size=1 engine.use_mbridge=True engine.vanilla_mbridge=True
+        engine.override_transformer_config.attention_backend=auto optim.lr=2e-5 optim.min_lr=2e-6
+        optim.lr_warmup_steps=10 optim.lr_decay_style=cosine optim.lr_warmup_init=0 optim.weight_decay=0.1
+        optim.betas=[0.9,0.95] optim.clip_grad=1.0 trainer.logger=console trainer.n_gpus_per_node=8
+        trainer.save_freq=-1 trainer.resume_mode=disable trainer.seed=1111""",
+        SFTConfig,
+        "sft_trainer_engine",
+    )
+    assert (config.placement is config.megatron, config.megatron.tensor_model_parallel_size) == (True, 2)
+    assert config.optim.min_lr_ratio == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize("script", [GRPO, PPO, GEO3K, LORA, SFT])
 def test_the_scripts_are_long(script: str):
     assert script.count("=") >= 40
