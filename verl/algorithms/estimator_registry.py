@@ -181,7 +181,9 @@ def estimator_names() -> list[str]:
     return ESTIMATORS.names()
 
 
-def compute_advantages(name: str, columns: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+def compute_advantages(
+    name: str | None, columns: Mapping[str, Any], settings: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
     """Call an estimator with the columns and settings that it declares; return advantages and returns.
 
     Both are (bsz, response_length). ``columns`` has the group ids as ``index``; ``settings`` may lack those with a

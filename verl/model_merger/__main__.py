@@ -61,11 +61,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.error("name the model folder to compare with: --test_hf_dir MODEL")
     if args.ranks is not None and (args.ranks < 1 or args.to != "verl-fsdp"):
         options.error("--ranks is a number from 1, of a checkpoint that --to verl-fsdp makes")
+    if args.to == "verl-fsdp" and (command == "test" or args.hf_upload_path):
+        options.error("a checkpoint that --to verl-fsdp makes is neither compared nor uploaded")
     if args.use_cpu_initialization:
         logger.warning("no effect: --use_cpu_initialization (weights are always read into memory of the CPU)")
     try:
         folder = shards_of(Path(named).expanduser(), args.backend)
-        if args.to == "verl-fsdp" and command == "merge":
+        if args.to == "verl-fsdp":
             from verl.model_merger.verl_fsdp import export
 
             export(folder, Path(args.target_dir).expanduser(), args.ranks, args.trust_remote_code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import GroupName
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -12,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 def mesh_of_rank(ranks: int, rank: int) -> DeviceMesh:
     """Return the mesh that ``rank`` of ``ranks`` has under FSDP2, without a process group to compute with."""
     mesh = DeviceMesh("cpu", torch.arange(ranks), mesh_dim_names=("fsdp",), _init_backend=False, _rank=rank)
-    mesh._dim_group_names = ["0"]  # the name of the group of all ranks, which the reading processes have
+    mesh._dim_group_names = [GroupName("0")]  # the name of the group of all ranks, which the reading processes have
     return mesh
 
 

@@ -145,7 +145,9 @@ class Translator:
         """Remove the entries of free dicts that the releases' engines read and those here do not."""
         for path, key in self.keys.items():
             entries = get(tree, path) if key.name in key_releases.FREE_SECTIONS else None
-            for name in list(entries) if isinstance(entries, dict) else []:
+            if not isinstance(entries, dict):
+                continue
+            for name in list(entries):
                 full = f"{path}.{name}"
                 found = next(
                     (entry for entry in key_releases.FREE_ENTRIES if _is_or_is_below(full, entry.pattern)), None

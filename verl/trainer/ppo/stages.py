@@ -144,7 +144,7 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> t
 
 def compute_advantage(
     data: DataProto,
-    adv_estimator: str,
+    adv_estimator: str | None,
     gamma: float = 1.0,
     lam: float = 1.0,
     num_repeat: int = 1,
@@ -155,7 +155,7 @@ def compute_advantage(
 
     Args:
         data: batch; the estimator receives ``uid`` as ``index``.
-        adv_estimator: name in the estimator registry.
+        adv_estimator: name in the estimator registry; None, of a program with advantages of its own, is an error.
         gamma: discount per token.
         lam: λ of generalised advantage estimation.
         num_repeat: responses per prompt. No estimator reads it, since ``uid`` says which rows belong together.
