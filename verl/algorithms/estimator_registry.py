@@ -217,5 +217,5 @@ def compute_advantages(
     )
 
 
-def _plain(name: str) -> str:
+def _plain(name: str | None) -> str:
     return str(getattr(name, "value", name))
