@@ -14,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from verl.agents.program_agent import _prompt
 from verl.config import DataConfig, PreferenceDataConfig, SFTDataConfig
 from verl.errors import DataError
 from verl.testing.chat_templates import chat_tokenizer
@@ -174,6 +175,12 @@ def test_arguments_as_json_text_are_those_of_an_object(tmp_path: Path, family: s
     assert sides[0] == sides[1]
     whole = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     assert row_messages([asked, bare], "-")[1]["tool_calls"] == [whole]
+
+
+def test_agent_programs_get_arguments_as_their_clients_send_them():
+    raw_prompt = row_messages(calling('{"city":"Rome"}'), "-")
+    messages, _ = _prompt({"raw_prompt": raw_prompt}, None)
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"city": "Rome"}'}
 
 
 def test_what_templates_take():

@@ -293,7 +293,8 @@ def read_value(text: str, place: int, end: str, others: re.Pattern[str], what: s
         text: what is read.
         place: where the value begins.
         end: text that ends it.
-        others: matches what can only follow the value. Before the next ``end``, it ends the value too.
+        others: matches what can only follow the value. Before the next ``end``, it ends the value too, with the blanks
+            in front of it.
         what: the value, for the message.
 
     Raises:
@@ -301,7 +302,7 @@ def read_value(text: str, place: int, end: str, others: re.Pattern[str], what: s
     """
     found, other = text.find(end, place), others.search(text, place)
     if other and (found < 0 or other.start() < found):
-        return text[place : other.start()], other.start()
+        return text[place : other.start()].rstrip(), other.start()
     if found < 0:
         raise NoCallError(f"no {end!r} ends {what}")
     return text[place:found], found + len(end)

@@ -27,7 +27,7 @@ _AROUND_INVOKES = re.compile(r"</?｜DSML｜(?:function_calls|tool_calls)>")
 _NAME = re.compile(r'\s+name="([^"]+)"\s*>')
 _PARAMETER = re.compile(r'<｜DSML｜parameter\s+name="([^"]+)"(?:\s+string="(true|false)")?\s*>')
 _END_PARAMETER = "</｜DSML｜parameter>"
-_AFTER_VALUE = re.compile(rf"\s*(?:{_PARAMETER.pattern}|{END_INVOKE})")
+_AFTER_VALUE = re.compile(rf"{_PARAMETER.pattern}|{END_INVOKE}")
 
 
 @ToolParser.register("deepseek")
