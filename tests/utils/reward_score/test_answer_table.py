@@ -101,6 +101,8 @@ def test_a_response_that_is_the_answer_needs_no_mark_in_numina():
         ("0.5", r"\frac{1}{2}", 1),
         ("(x+1)^2", "x^2 + 2x + 1", 1),
         ("2", "It is 2", 0),
+        ("2", "$2$", 1),
+        ("2", "Perhaps $2$", 0),
         ("2", "", 0),
         ("2", "3", 0),
     ]
