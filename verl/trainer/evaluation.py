@@ -16,6 +16,7 @@ from verl.base.import_utils import load_object
 from verl.config import EvalConfig, local_copies
 from verl.errors import ConfigError, DataError, RewardError
 from verl.utils.dataset.files import DataFile, open_files, require_columns
+from verl.utils.dataset.rl_dataset import UNKNOWN_SOURCE
 from verl.utils.reward_score import UnknownDataSourceError, check_truth, default_compute_score
 from verl.workers.reward_manager.function import RewardFunction, RewardSample
 from verl.workers.reward_manager.scores import Score
@@ -95,7 +96,7 @@ def _samples_of(file: DataFile, config: EvalConfig) -> Iterator[list[RewardSampl
                 "list of at least one response, as main_generation writes it (data.response_key)."
             )
         truth = (row.get(config.data.reward_model_key) or {}).get("ground_truth")
-        source, extra = str(row.get(config.data.data_source_key, "unknown")), row.get("extra_info") or {}
+        source, extra = str(row.get(config.data.data_source_key, UNKNOWN_SOURCE)), row.get("extra_info") or {}
         if not config.custom_reward_function.path:
             _check_truth(source, truth, f"{file.path}, row {number}")
         yield [RewardSample(source, text, truth, extra, uid=str(number), columns=row) for text in responses]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import sys
 from typing import Any
@@ -28,11 +29,14 @@ from verl.planner.advice import Change, changes, with_settings
 from verl.planner.hardware import GPUS, Cluster, gpu_named
 from verl.planner.plan import OtherModels, Plan, Stage
 from verl.planner.shapes import config_file
-from verl.trainer.config import rules_engines, rules_megatron, rules_shared_prompts, rules_sizes
+from verl.trainer.config import rules_engines, rules_megatron, rules_sizes
 from verl.trainer.config.command_line import CONFIG_DIR, compose, keys_set, word_problems
 from verl.trainer.config.load import load_config
+from verl.trainer.config.rules_shared_prompts import without_sharing
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.console import console, parameters_in_words, show
+
+logger = logging.getLogger(__name__)
 
 _GB = 1e9
 PER_NODE = 8
@@ -107,6 +111,9 @@ def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace]:
         raise ConfigError(f"--config-name {options.config_name}: there is no such file. Known are {known}.") from error
     with assumed_gpus(PER_NODE if options.gpus else local_gpus() or PER_NODE):
         config = load_config(composed, explicit=keys_set(settings), with_rules=False, with_algorithms=False)
+    config, unshared = without_sharing(config)
+    for text in unshared:
+        logger.warning("%s", text)
     cluster = Cluster(
         gpu=gpu,
         gpus=config.trainer.ranks,
@@ -132,7 +139,7 @@ def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace]:
 
 
 def check_layouts(plan: Plan) -> None:
-    """Refuse what `verl train` refuses of how ranks share models and batches, and responses prompts, on every machine.
+    """Refuse what `verl train` refuses of how ranks share models and batches, on every machine.
 
     Heads and layers are read where the plan reads them, so names on the hub are checked too.
 
@@ -150,7 +157,6 @@ def check_layouts(plan: Plan) -> None:
         rules_engines.parallel_sizes,
         rules_megatron.layouts,
         rules_sizes.mini_batches,
-        rules_shared_prompts.shared_prompts,
     )
     if problems := [problem for rule in rules for problem in rule(config)]:
         raise ConfigError(report(problems))

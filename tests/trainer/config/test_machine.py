@@ -56,6 +56,7 @@ def test_scripts_may_refer_to_the_default():
 
 
 def test_supervised_runs_take_what_torchrun_started_first(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)  # engines of other tests in this process set it
     with assumed_gpus(4):
         assert loaded(name="sft_trainer", root=SFTConfig).trainer.ranks == 4
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
