@@ -38,11 +38,11 @@ from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.client import EngineClient
 from verl.workers.rollout.engine_kwargs import Launch
 from verl.workers.rollout.engine_side.verl_engine import checksum
-from verl.workers.rollout.sglang_rollout import SGLangRollout, inprocess, private, served
+from verl.workers.rollout.sglang_rollout import SGLangRollout, inprocess, private
 from verl.workers.rollout.sglang_rollout.served import SGLangServer
 from verl.workers.rollout.sglang_rollout.settings import process_environment
 from verl.workers.rollout.state import EngineState
-from verl.workers.rollout.weights import shared_parts
+from verl.workers.rollout.weights import SharedBuffer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here; `make test-sglang` has it"
@@ -153,7 +153,8 @@ def test_weights_that_do_not_arrive_as_sent_are_noticed(mode: EngineUnderTest, m
     if mode.settings["mode"] == "sync":
         monkeypatch.setattr(inprocess, "checksum", lambda tensor: checksum(tensor) + (tensor.dim() == 1))
     else:
-        monkeypatch.setattr(served, "shared_parts", lambda *args: damaged(shared_parts(*args)))
+        parts = SharedBuffer.parts
+        monkeypatch.setattr(SharedBuffer, "parts", lambda *args: damaged(parts(*args)))
     with pytest.raises(RolloutError, match=r"did not arrive in .*SGLang.* as they were sent"):
         running.load_weights(weights_of(seed=1), version=1)
     with pytest.raises(RolloutError, match="no weights"):

@@ -40,10 +40,9 @@ from verl.testing.rollout_conformance import (
     weights_of,
 )
 from verl.workers.rollout.engine_kwargs import Launch
-from verl.workers.rollout.vllm_rollout import served
 from verl.workers.rollout.vllm_rollout.served import VLLMServer
 from verl.workers.rollout.vllm_rollout.settings import engine_arguments
-from verl.workers.rollout.weights import shared_parts
+from verl.workers.rollout.weights import SharedBuffer
 
 pytestmark = needs_vllm
 NAMES = names_of(CHECKS)
@@ -115,7 +114,8 @@ def test_the_server_demands_its_token(folder: Path) -> None:
 def test_a_weight_that_arrives_changed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running = under_test(folder, "async").ready()
     engine = running._engine.shared.engine
-    monkeypatch.setattr(served, "shared_parts", lambda *args: damaged(shared_parts(*args)))
+    parts = SharedBuffer.parts
+    monkeypatch.setattr(SharedBuffer, "parts", lambda *args: damaged(parts(*args)))
     with pytest.raises(RolloutError, match=r"1 of 25 weights did not arrive in vLLM .* as they were sent: "):
         running.load_weights(weights_of(), version=1)
     with pytest.raises(RolloutError, match="no weights"):
@@ -123,7 +123,7 @@ def test_a_weight_that_arrives_changed_is_named(folder: Path, monkeypatch: pytes
     monkeypatch.undo()
     running.load_weights(weights_of(), version=2)
     assert running.generate([greedy(PROMPTS[0])])[0].token_ids == oracle_greedy(PROMPTS[0], 12)
-    assert not list(engine.server.memory_folder.iterdir())
+    assert [path.name for path in engine.server.memory_folder.iterdir()] == ["weights"]
 
 
 @pytest.mark.slow

@@ -16,16 +16,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.workers.rollout.damage import turn_a_bit
 from verl.errors import RolloutError
 from verl.testing.models import tiny_model
 from verl.workers.rollout.engine_side.verl_engine import checksum, weights_in_part, with_checksums
 from verl.workers.rollout.weights import (
     ExpectedWeights,
+    SharedBuffer,
     SharedPart,
     buckets,
     check_arrival,
     save_tensors,
-    shared_parts,
 )
 
 Usage = namedtuple("Usage", "total used free")
@@ -110,17 +111,21 @@ def numbered(*sizes: int) -> list[tuple[str, Tensor]]:
 def test_parts_hold_as_much_as_fits_and_a_larger_tensor_is_alone(tmp_path: Path) -> None:
     # Bytes 64 64 32 | 256 | 64 96 0: each tensor begins at a multiple of 64.
     weights, found, sizes = numbered(16, 16, 8, 64, 16, 24, 0), [], []
-    for part in shared_parts(iter(weights), [tmp_path], "step-3", part_bytes=160):
-        found.append(dict(weights_in_part(json.loads(json.dumps(part.description())))))
-        sizes.append(part.nbytes)
-        assert list(tmp_path.iterdir()) == [part.path]  # the one before is removed
-    assert [list(part) for part in found] == [["w0", "w1", "w2"], ["w3"], ["w4", "w5", "w6"]]
-    assert sizes == [160, 256, 160]
-    # Memory that is mapped outlives its file: vLLM keeps the tensors of a layer until all have come.
-    assert not list(tmp_path.iterdir())
-    arrived = {name: tensor for part in found for name, tensor in part.items()}
-    assert all(torch.equal(arrived[name], tensor) for name, tensor in weights)
-    assert list(shared_parts(iter(()), [tmp_path], "none", part_bytes=104)) == []
+    buffer = SharedBuffer([tmp_path])
+    for update in range(2):
+        found.clear()
+        sizes.clear()
+        sent = [(name, tensor + update) for name, tensor in weights]
+        for part in buffer.parts(iter(sent), part_bytes=160):
+            found.append(dict(weights_in_part(json.loads(json.dumps(part.description())))))
+            sizes.append(part.nbytes)
+        assert [list(part) for part in found] == [["w0", "w1", "w2"], ["w3"], ["w4", "w5", "w6"]]
+        assert sizes == [160, 256, 160]
+        # What an engine still holds of a part does not change with the next: vLLM keeps tensors of unfinished layers.
+        arrived = {name: tensor for part in found for name, tensor in part.items()}
+        assert all(torch.equal(arrived[name], tensor) for name, tensor in sent)
+        assert [path.name for path in tmp_path.iterdir()] == ["weights"]  # one file, which stays
+    assert list(buffer.parts(iter(()), part_bytes=104)) == []
 
 
 def test_any_format_and_layout_arrives_as_it_reads(tmp_path: Path) -> None:
@@ -132,7 +137,7 @@ def test_any_format_and_layout_arrives_as_it_reads(tmp_path: Path) -> None:
     }
     [(part, back)] = [
         (part, dict(weights_in_part(part.description())))
-        for part in shared_parts(iter(weights.items()), [tmp_path], "w", part_bytes=1000)
+        for part in SharedBuffer([tmp_path]).parts(iter(weights.items()), part_bytes=1000)
     ]
     for name, tensor in weights.items():
         assert back[name].dtype == tensor.dtype
@@ -140,16 +145,8 @@ def test_any_format_and_layout_arrives_as_it_reads(tmp_path: Path) -> None:
         assert part.checksums[name] == str(checksum(back[name]))
 
 
-def test_a_part_that_nobody_takes_leaves_no_file(tmp_path: Path) -> None:
-    parts = shared_parts(iter(numbered(4, 4)), [tmp_path], "w", part_bytes=16)
-    next(parts)
-    assert len(list(tmp_path.iterdir())) == 1
-    parts.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def small_disk(monkeypatch: pytest.MonkeyPatch, room: dict[Path, int]) -> None:
-    """Folders whose file system has room for so many bytes; all others have none."""
+    """Give folders file systems with room for so many bytes."""
     allocate, opened = os.posix_fallocate, os.open
     folders: dict[int, Path] = {}
 
@@ -174,16 +171,17 @@ def test_a_part_ends_where_its_folder_is_full_and_the_next_folder_takes_what_fit
     for folder in (memory, disk):
         folder.mkdir()
     weights = numbered(16, 16, 16, 40, 16)  # bytes 64 64 | 64 | 160 | 64
-    small_disk(monkeypatch, {memory: 128, disk: 1000})
-    parts = [
-        (part.path.parent.name, list(part.tensors))
-        for part in shared_parts(iter(weights), [memory, disk], "w", part_bytes=1000)
-    ]
+    with monkeypatch.context() as patch:
+        small_disk(patch, {memory: 130, disk: 1000})
+        parts = [
+            (part.path.parent.name, list(part.tensors))
+            for part in SharedBuffer([memory, disk]).parts(iter(weights), part_bytes=1000)
+        ]
     assert parts == [("memory", ["w0", "w1"]), ("memory", ["w2"]), ("disk", ["w3", "w4"])]
-    small_disk(monkeypatch, {memory: 128, disk: 100})
-    with pytest.raises(RolloutError, match=r"cannot be written to .*disk/w-4: No space left on device\. Make room"):
-        list(shared_parts(iter(weights), [memory, disk], "w", part_bytes=1000))
-    assert not [*memory.iterdir(), *disk.iterdir()]
+    assert not list(memory.iterdir())
+    small_disk(monkeypatch, {memory: 130, disk: 100})
+    with pytest.raises(RolloutError, match=r"cannot be written to .*disk/weights: No space left on device\. Make room"):
+        list(SharedBuffer([memory, disk]).parts(iter(weights), part_bytes=1000))
 
 
 def test_files_of_adapters_and_images_pass_over_a_folder_without_room(
@@ -246,11 +244,9 @@ def test_a_damaged_part_is_noticed_by_name(tmp_path: Path) -> None:
             pass
         return found
 
-    for part in shared_parts(iter(numbered(10, 10, 1000)), [tmp_path], "w", part_bytes=10**6):
+    for part in SharedBuffer([tmp_path]).parts(iter(numbered(10, 10, 1000)), part_bytes=10**6):
         check_arrival(part.checksums, arrived(part), "vLLM (worker 0)")
-        data = bytearray(part.path.read_bytes())
-        data[-1] ^= 1
-        part.path.write_bytes(data)
+        turn_a_bit(part)
         with pytest.raises(RolloutError, match=r"1 of 3 weights did not arrive in vLLM \(worker 1\) .*: w2\. Their"):
             check_arrival(part.checksums, arrived(part), "vLLM (worker 1)")
         sent = {name: part.checksums[name] for name in ("w0", "w1")}

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -26,6 +25,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 _SHOWN_PROBLEMS = 8
 _SHOWN_NAMES = 5
 _ALIGNMENT = 64  # of the first byte of a tensor in a part; more than the size of an element
+_LARGEST_GROWTH = 2**26  # bytes by which a buffer grows beyond what a part needs now
 _SPARE_BYTES = 2**20  # for the header of a file
 
 
@@ -148,10 +148,10 @@ def buckets(
 
 @dataclass(frozen=True)
 class SharedPart:
-    """A part of the weights in memory that the processes of an engine map too."""
+    """A part of the weights in memory that an engine maps too; valid until the next one is asked for."""
 
     path: Path
-    """The file that holds it; it may be removed once the engine has mapped it."""
+    """The file that holds it."""
     tensors: Mapping[str, tuple[torch.dtype, torch.Size, int]]
     """Format, shape and first byte of each tensor."""
     checksums: Mapping[str, str]
@@ -168,99 +168,95 @@ class SharedPart:
         return {"path": str(self.path), "tensors": tensors}
 
 
-def shared_parts(
-    weights: Iterable[tuple[str, Tensor]], folders: Sequence[Path], name: str, part_bytes: int
-) -> Generator[SharedPart]:
-    """Copy weights into shared memory part by part, each tensor once; a part is removed when the next is asked for.
+class SharedBuffer:
+    """Memory in which weights go to the processes of an engine on this machine, part by part.
 
-    A part ends early where its folder is full, so that the engine takes it before more is written: several engines may
-    share the memory of a machine.
+    It is a file that both sides map, and stays mapped from update to update, because new pages cost more than a copy.
+    It grows as parts need it. A part ends early where its folder has no more room, so that several engines can share
+    a small one.
 
     Args:
-        weights: names and tensors, on any device.
-        folders: where the parts may lie, the first one that has room first.
-        name: prefix of the file names; a number follows.
-        part_bytes: largest size of a part; a larger tensor is a part by itself.
-
-    Raises:
-        RolloutError: a single tensor fits into none of the folders.
+        folders: where the file may lie, the first one that has room first; whoever made them removes them.
     """
-    part = _PartWriter(folders, f"{name}-0")
-    try:
-        for number, (key, tensor) in enumerate(weights, start=1):
-            is_full = bool(part.tensors) and part.end + tensor.nbytes > part_bytes
-            if is_full or not part.add(key, tensor):
-                yield part.complete()
-                part.remove()
-                part = _PartWriter(folders, f"{name}-{number}")
-                part.add(key, tensor)
-        if part.tensors:
-            yield part.complete()
-    finally:
-        part.remove()
 
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._paths = [folder / "weights" for folder in folders]
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
-class _PartWriter:
-    """A part that is being written."""
+    def parts(self, weights: Iterable[tuple[str, Tensor]], part_bytes: int) -> Iterator[SharedPart]:
+        """Copy weights, each tensor once, and yield each part when it is complete.
 
-    def __init__(self, folders: Sequence[Path], name: str) -> None:
-        self._paths = [folder / name for folder in folders]
-        self._file = -1
-        self.tensors: dict[str, tuple[torch.dtype, torch.Size, int]] = {}
-        self._checksums: dict[str, str] = {}
-        self.end = 0
-        """Where the last tensor ends."""
-        self._nbytes = 0
-
-    def add(self, name: str, tensor: Tensor) -> bool:
-        """Copy a tensor to the end of the part; False if the file has no room for it and holds others already.
+        Args:
+            weights: names and tensors, on any device.
+            part_bytes: largest size of a part; a larger tensor is a part by itself.
 
         Raises:
-            RolloutError: it would be the first, and no folder has room.
+            RolloutError: a single tensor fits into none of the folders.
         """
-        start = -(-self.end // _ALIGNMENT) * _ALIGNMENT
-        if not self._reserve(start, tensor.nbytes):
+        tensors: dict[str, tuple[torch.dtype, torch.Size, int]] = {}
+        checksums: dict[str, str] = {}
+        nbytes = end = 0
+        for name, tensor in weights:
+            start = -(-end // _ALIGNMENT) * _ALIGNMENT if tensor.nbytes else 0
+            if tensors and not (start + tensor.nbytes <= part_bytes and self._has_room(start + tensor.nbytes)):
+                yield SharedPart(self._paths[0], tensors, checksums, nbytes)
+                tensors, checksums, nbytes, start, end = {}, {}, 0, 0, 0
+            if not tensors:
+                self._make_room(tensor.nbytes)
+            end = max(end, start + tensor.nbytes)
+            checksums[name] = str(checksum(tensor))
+            self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            tensors[name] = tensor.dtype, tensor.shape, start
+            nbytes += tensor.nbytes
+        if tensors:
+            yield SharedPart(self._paths[0], tensors, checksums, nbytes)
+
+    def _has_room(self, size: int) -> bool:
+        """Grow the file to at least ``size`` bytes, if its folder has them."""
+        try:
+            self._grow(size)
+        except OSError:
             return False
-        self._checksums[name] = str(checksum(tensor))
-        if tensor.nbytes:
-            memory = np.memmap(self._paths[0], np.uint8, "r+", start, (tensor.nbytes,))
-            torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        self.tensors[name] = tensor.dtype, tensor.shape, start
-        self.end = start + tensor.nbytes
-        self._nbytes += tensor.nbytes
         return True
 
-    def _reserve(self, start: int, size: int) -> bool:
+    def _make_room(self, size: int) -> None:
+        """Grow the file to at least ``size`` bytes, in the next folder if need be; nothing of it is in use."""
         while True:
-            path = self._paths[0]
             try:
-                if self._file < 0:
-                    self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-                if size:
-                    # Writing to mapped memory that the file system cannot provide would end this process.
-                    os.posix_fallocate(self._file, start, size)
-                return True
+                self._grow(size)
+                return
             except OSError as error:
-                if self.tensors:
-                    return False
-                self.remove()
-                self._paths.pop(0)
-                if not self._paths:
+                self._memory = torch.empty(0, dtype=torch.uint8)
+                self._paths[0].unlink(missing_ok=True)
+                if len(self._paths) == 1:
                     raise RolloutError(
-                        f"{size / 2**20:.0f} MiB of new weights cannot be written to {path}: {error.strerror}. Make "
-                        "room there, or point TMPDIR at a folder that has it."
+                        f"{size / 2**20:.0f} MiB of new weights cannot be written to {self._paths[0]}: "
+                        f"{error.strerror}. Make room there, or point TMPDIR at a folder that has it."
                     ) from error
+                self._paths.pop(0)
 
-    def complete(self) -> SharedPart:
-        """Return the part."""
-        return SharedPart(self._paths[0], self.tensors, self._checksums, self._nbytes)
+    def _grow(self, size: int) -> None:
+        held = len(self._memory)
+        if size <= held:
+            return
+        file = os.open(self._paths[0], os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            # Reserved first, because to write to mapped memory that the file system lacks would end this process.
+            size = _allocate(file, max(size, min(2 * held, held + _LARGEST_GROWTH)), size)
+        finally:
+            os.close(file)
+        self._memory = torch.from_file(str(self._paths[0]), shared=True, size=size, dtype=torch.uint8)
 
-    def remove(self) -> None:
-        """Remove the file; processes that have mapped it keep its memory for as long as they use it."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-            self._paths[0].unlink(missing_ok=True)
+
+def _allocate(file: int, wanted: int, needed: int) -> int:
+    """Reserve ``wanted`` bytes of a file, or at least those needed; return how many."""
+    try:
+        os.posix_fallocate(file, 0, wanted)
+    except OSError:
+        if wanted == needed:
+            raise
+        return _allocate(file, needed, needed)
+    return wanted
 
 
 def save_tensors(tensors: Mapping[str, Tensor], folders: Sequence[Path], name: str, what: str) -> Path:

@@ -15,6 +15,8 @@ TOKEN_VARIABLE = "VERL_ENGINE_TOKEN"
 ADAPTER_REPORT = "arrived"
 """Beginning of the names of the files in a folder of adapters that tell what each rank has read of it."""
 _ROW_WORDS = 4096
+_mapped: dict[str, Tensor] = {}
+"""The newest file of weights that this process has mapped."""
 
 
 def checksum(tensor: Tensor) -> int:
@@ -45,14 +47,19 @@ def with_checksums(weights: Iterable[tuple[str, Tensor]], found: dict[str, str])
 def weights_in_part(part: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a ``SharedPart``, given its description.
 
-    They lie in memory that is shared with the process that wrote them, and stays while they are used.
+    They are copies, because an engine may keep some when the writer has begun the next part.
     """
     size = Path(part["path"]).stat().st_size
-    memory = torch.from_file(part["path"], shared=True, size=size, dtype=torch.uint8) if size else torch.empty(0)
+    memory = _mapped.get(part["path"])
+    if memory is None or len(memory) < size:
+        # It stays mapped from update to update, because new pages cost more than a copy.
+        memory = torch.from_file(part["path"], shared=True, size=size, dtype=torch.uint8)
+        _mapped.clear()
+        _mapped[part["path"]] = memory
     for name, format_name, shape, start in part["tensors"]:
         dtype = getattr(torch, format_name)
         end = start + math.prod(shape) * dtype.itemsize
-        yield name, memory[start:end].view(dtype).view(shape) if end > start else torch.empty(shape, dtype=dtype)
+        yield name, memory[start:end].view(dtype).view(shape).clone()
 
 
 def weights_in_files(paths: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

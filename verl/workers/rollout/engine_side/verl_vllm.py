@@ -23,26 +23,23 @@ class WeightLoader:
     model_runner: Any
     add_lora: Callable[..., bool]
 
-    def begin_weights(self) -> None:
-        """Prepare to replace all weights."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        initialize_layerwise_reload(self.model_runner.get_model())
-
-    def load_weights_part(self, part: dict[str, Any]) -> dict[str, Any]:
+    def load_weights_part(self, part: dict[str, Any], is_first: bool) -> dict[str, Any]:
         """Load a part of the new weights; return ``{"checksums": {name: checksum}}`` of it.
 
-        vLLM keeps the tensors of a layer until all of them have come; they stay in memory after the file is removed.
+        vLLM keeps the tensors of a layer until all of them have come.
         """
         from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         found: dict[str, str] = {}
         with set_current_vllm_config(self.vllm_config):
+            if is_first:
+                initialize_layerwise_reload(self.model_runner.get_model())
             self.model_runner.get_model().load_weights(with_checksums(weights_in_part(part), found))
         return {"checksums": found}
 
     def end_weights(self) -> None:
-        """Finish the replacement, and drop what vLLM has computed from the weights before."""
+        """Finish an update, also one that broke off, and drop what vLLM has computed from the weights before."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 

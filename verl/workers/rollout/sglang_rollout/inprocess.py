@@ -10,7 +10,7 @@ import tempfile
 import time
 import uuid
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing import resource_tracker
 from pathlib import Path
 from threading import Event, Thread
@@ -158,7 +158,7 @@ class SGLangInProcess(SGLangClient):
         elif action in _ADAPTER_ACTIONS:
             check_success(action, answer.success, answer.error_message)
 
-    def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Generator[SentPart]:
+    def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[SentPart]:
         # Sending moves a tensor's storage to shared memory, which must not happen to the trainer's own tensors.
         parts = buckets(weights, bucket_bytes, lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
         for number, part in enumerate(parts):

@@ -10,7 +10,7 @@ import pickle
 import shutil
 import uuid
 from abc import abstractmethod
-from collections.abc import Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from threading import Event
@@ -34,7 +34,7 @@ from verl.workers.rollout.engine_side.verl_engine import ADAPTER_REPORT, checksu
 from verl.workers.rollout.http_client import HttpClient, refusals
 from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
-from verl.workers.rollout.weights import ADAPTER, SharedPart, check_arrival, shared_parts, write_adapters
+from verl.workers.rollout.weights import ADAPTER, SharedBuffer, SharedPart, check_arrival, write_adapters
 
 LOADER = "verl_sglang.load_weights"
 ORDER = "verl.order"
@@ -79,10 +79,9 @@ class SGLangClient(EngineClient):
         size = 0
         self._call("begin_weight_update")
         try:
-            with contextlib.closing(self._send(weights, bucket_bytes)) as parts:
-                for part in parts:
-                    check_reports(part.checksums, part.report, self.ranks)
-                    size += part.nbytes
+            for part in self._send(weights, bucket_bytes):
+                check_reports(part.checksums, part.report, self.ranks)
+                size += part.nbytes
         finally:
             self._call("end_weight_update")
         return size
@@ -135,7 +134,7 @@ class SGLangClient(EngineClient):
         """
 
     @abstractmethod
-    def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Generator[SentPart]:
+    def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[SentPart]:
         """Send weights in parts, and yield each when SGLang has loaded it."""
 
     def sleep(self, parts: Sequence[str]) -> None:
@@ -249,6 +248,7 @@ class SGLangServer(SGLangClient, ServerClient):
         given = json.dumps(dict(arguments))
         ServerClient.__init__(self, "sglang", lambda port: [*script, str(port), given], environment, launch, devices)
         self.folders = (self.server.memory_folder, self.server.folder)
+        self._buffer = SharedBuffer(self.folders)
 
     def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
         """See :meth:`EngineClient.generate`."""
@@ -290,18 +290,17 @@ class SGLangServer(SGLangClient, ServerClient):
         if answer and "success" in answer:
             check_success(action, answer["success"], answer.get("message") or answer.get("error_message", ""))
 
-    def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Generator[SentPart]:
-        with contextlib.closing(shared_parts(weights, self.folders, "weights", bucket_bytes)) as parts:
-            for number, part in enumerate(parts):
-                report = str(self.server.folder / f"part-{number}")
-                payload = base64.b64encode(pickle.dumps([(ORDER, _Bytes(order_of(report, part)))])).decode()
-                self._call(
-                    "update_weights_from_tensor",
-                    serialized_named_tensors=[payload] * self.ranks,
-                    load_format=LOADER,
-                    flush_cache=True,
-                )
-                yield SentPart(report, part.checksums, part.nbytes)
+    def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[SentPart]:
+        for number, part in enumerate(self._buffer.parts(weights, bucket_bytes)):
+            report = str(self.server.folder / f"part-{number}")
+            payload = base64.b64encode(pickle.dumps([(ORDER, _Bytes(order_of(report, part)))])).decode()
+            self._call(
+                "update_weights_from_tensor",
+                serialized_named_tensors=[payload] * self.ranks,
+                load_format=LOADER,
+                flush_cache=True,
+            )
+            yield SentPart(report, part.checksums, part.nbytes)
 
 
 class _Bytes:

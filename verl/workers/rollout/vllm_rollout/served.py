@@ -23,7 +23,7 @@ from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
 from verl.workers.rollout.server import LOOPBACK
 from verl.workers.rollout.vllm_rollout.settings import ADAPTER_ID, METRICS, command_line, process_environment
-from verl.workers.rollout.weights import ADAPTER, check_arrival, shared_parts, write_adapters
+from verl.workers.rollout.weights import ADAPTER, SharedBuffer, check_arrival, write_adapters
 
 _GENERATE = "/inference/v1/generate"
 _ROUTES = ("--tokens-only",)
@@ -74,7 +74,8 @@ class VLLMServer(ServerClient):
         except RolloutError as error:
             raise _explain(error, launch.python) from None
         self._vision = vision
-        self._images = ImageFiles((self.server.memory_folder, self.server.folder))
+        folders = (self.server.memory_folder, self.server.folder)
+        self._images, self._buffer = ImageFiles(folders), SharedBuffer(folders)
 
     def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
         """See :meth:`EngineClient.generate`. With stop texts, tokens are streamed so that work ends at a stop text."""
@@ -151,14 +152,12 @@ class VLLMServer(ServerClient):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
         """See :meth:`EngineClient.load_weights`. Each part is checked before the next is sent."""
         size = 0
-        folders = (self.server.memory_folder, self.server.folder)
-        self._call_workers("begin_weights")
         try:
-            with contextlib.closing(shared_parts(weights, folders, "weights", bucket_bytes)) as parts:
-                for part in parts:
-                    for number, worker in enumerate(self._call_workers("load_weights_part", part.description())):
-                        check_arrival(part.checksums, worker["checksums"], f"vLLM (worker {number})")
-                    size += part.nbytes
+            for part in self._buffer.parts(weights, bucket_bytes):
+                loaded = self._call_workers("load_weights_part", part.description(), size == 0)
+                for number, worker in enumerate(loaded):
+                    check_arrival(part.checksums, worker["checksums"], f"vLLM (worker {number})")
+                size += part.nbytes
         finally:  # vLLM must finish a begun update, or it cannot start another
             self._call_workers("end_weights")
         self._reset_cache()
