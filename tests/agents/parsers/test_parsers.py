@@ -282,6 +282,7 @@ BROKEN = {
         ("<|channel|>commentary to=functions.f<|message|>{} x<|call|>", "'x' follows the JSON object"),
     ],
     "pythonic": [
+        ("[f(a=1, a=2)]", "the argument 'a' is written twice"),
         ("[f(1)]", "an argument of f has no name: write f(key=value)"),
         ("[f(a=open('x'))]", "the value of 'a' is no literal"),
         ("[f(a=1]", "no Python expression"),
@@ -364,6 +365,7 @@ def test_an_end_tag_inside_a_value_that_has_its_own_end(tokenizer):
         ("mistral", "[TOOL_CALLS]f[TOOL_CALLS]g[ARGS]{}"),
         ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
         ("qwen3_coder", "<function=f>1</function><function=g></function>"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</tool_call>\n<tool_call>\n<function=g></function>"),
     ],
 )
 def test_a_broken_call_does_not_take_the_next_one_with_it(tokenizer, name: str, text: str):

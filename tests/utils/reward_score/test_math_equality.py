@@ -26,10 +26,13 @@ EQUAL = {
                 ("50 percent", "50")],
     "degrees": [(r"30^\circ", "30"), (r"30^{\circ}", r"30\text{ degrees}"), ("30 degrees", "30")],
     "units": [(r"5\text{ cm}", "5"), (r"5\mathrm{cm}", "5"), (r"\$5", "5"), ("$5", "5"), ("5 dollars", "5"),
-              (r"12\text{ cm}^2", "12"), ("5", "5 square feet")],
+              (r"12\text{ cm}^2", "12"), ("5", "5 square feet"), ("12", "12 cm^2"), ("12", "12 km/h"),
+              ("9", "9 m/s^2")],
     "roots": [(r"\sqrt{8}", r"2\sqrt{2}"), (r"\sqrt2", r"\sqrt{2}"), (r"\sqrt[3]{8}", "2"),
               (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"), (r"\sqrt{\frac{1}{4}}", "0.5"),
-              (r"3 \sqrt 2", r"3\sqrt{2}")],
+              (r"3 \sqrt 2", r"3\sqrt{2}"), (r"\sqrt\frac12", r"\frac{1}{\sqrt2}"), (r"\sqrt\pi", r"\sqrt{\pi}"),
+              (r"\sqrt[3]\frac{1}{8}", r"\frac12")],
+    "complex": [(r"\frac{1}{i}", "-i"), ("i^2", "-1"), (r"\sqrt{-4}", "2i"), (r"e^{i\pi}", "-1")],
     "functions": [("2^{10}", "1024"), ("2^{-1}", "0.5"), (r"\log_2 8", "3"), (r"\binom{5}{2}", "10"), ("5!", "120"),
                   (r"|{-3}|", "3"), (r"\sin\frac{\pi}{6}", r"\frac12"), (r"\pi/2", r"\frac{\pi}{2}")],
     "algebra": [("x^2+2x+1", "(x+1)^2"), ("a^2b", "ba^2"), ("x + 1", "1+x"), ("3+4i", "4i+3")],
@@ -41,7 +44,8 @@ EQUAL = {
                   ("[2,5)", r"2\le x<5"), ("1 ≤ x ≤ 3", "[1,3]"), (r"\left( -\infty, 3 \right]", r"(-\infty,3]")],
     "sets": [(r"\left\{1,2\right\}", r"\{2,1\}"), ("1,2", "2,1"), (r"\{1,2\}", "1,2"),
              (r"x=1 \text{ or } x=2", "1,2"), (r"11\text{ and }12", "12,11")],
-    "plus or minus": [(r"\pm 2", "2,-2"), (r"1\pm\sqrt{2}", r"1+\sqrt{2},1-\sqrt{2}"), (r"\pm\sqrt{4}", r"\pm 2")],
+    "plus or minus": [(r"\pm 2", "2,-2"), (r"1\pm\sqrt{2}", r"1+\sqrt{2},1-\sqrt{2}"), (r"\pm\sqrt{4}", r"\pm 2"),
+                      (r"\frac{1\pm\sqrt{5}}{2}", r"\frac12-\frac{\sqrt5}{2},\frac12+\frac{\sqrt5}{2}")],
     "matrices": [
         (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix}1&2\\3&4\end{bmatrix}"),
         (r"\begin{pmatrix}1/2\\0\end{pmatrix}", r"\begin{pmatrix}0.5\\0\end{pmatrix}"),
@@ -62,11 +66,14 @@ UNEQUAL = {
     "algebra": [("x+1", "x-1"), ("x^2", "x^3"), ("2x", "2y"), ("x", "y"), (r"\sqrt{2}", "2"), ("p-q", "q-p"),
                 ("5", "x"), ("e", "c"), ("x_1", "x_2")],
     "percent": [(r"5\%", r"5.5\%"), (r"50\%", "5"), (r"50\%", "0.05"), (r"50\%", "5000")],
-    "units": [("3 cm", "4 cm"), ("5 dollars", "6"), ("5 million", "5"), ("5 apples", "5 pears"), ("2 or 3", "3")],
+    "units": [("3 cm", "4 cm"), ("3 cm^2", "4"), ("3 x^2", "3"), ("3 m/s", "4"),
+              ("5 dollars", "6"), ("5 million", "5"), ("5 apples", "5 pears"), ("2 or 3", "3")],
     "tuples": [("(1,2)", "(2,1)"), ("(1,2)", "1.2"), ("(1,2,3)", "(1,2)")],
     "intervals": [("[0,1)", "(0,1)"), ("[0,1]", "(0,1)"), ("[1,2]", "(1,2)"), (r"\infty", r"-\infty")],
     "sets": [(r"\{1,2\}", r"\{1,2,3\}"), ("3,4", "3"), ("3", "3,4"), ("3 or 4", "3"), ("0", r"\emptyset")],
-    "plus or minus": [(r"\pm 2", "2"), (r"\pm 2", "-2")],
+    "plus or minus": [(r"\pm 2", "2"), (r"\pm 2", "-2"), (r"\frac{1\pm\sqrt{5}}{2}", r"\frac{1+\sqrt{5}}{2}")],
+    "roots": [(r"\sqrt\frac{1}{2}", r"\frac{1}{2}"), (r"\sqrt\frac12", r"\frac12"), (r"\sqrt\pi", r"\pi")],
+    "complex": [("i", "-i"), ("i^2", "1"), ("1+2i", "1-2i"), (r"\frac{1}{i}", "i")],
     "matrices": [(r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}1&3\\2&4\end{pmatrix}")],
     "equations": [("x=5", "x=6"), ("x>2", r"x\ge 2"), ("x>2", "x<2"), ("3:2", "2:3")],
     "text": [("(B)", "C"), (r"\text{Monday}", "Tuesday"), ("true", "false"), ("yes", "no"), ("hello", "3")],
@@ -88,8 +95,7 @@ TOO_KIND = [
     (r"0.5\%", "0.5"),  # a percent sign counts as a unit, which may be left out
 ]
 TOO_STRICT = [
-    (r"e^{i\pi}", "-1"),  # i is a symbol to the library
-    (r"\sqrt{-1}", "i"),
+    (r"\sqrt{-1}", "i"),  # a letter alone is a name to the library
     (r"\text{no solution}", r"\emptyset"),
     (r"\frac{\pi}{2}", r"90^\circ"),  # degrees are a unit, not π/180
 ]

@@ -109,6 +109,8 @@ def _call(node: ast.expr) -> FunctionCall:
         if argument.arg is None:
             raise NoCallError(f"{name} has ** in its arguments")
         key = argument.arg.removeprefix(_RENAMED)
+        if key in arguments:
+            raise NoCallError(f"the argument {key!r} is written twice")
         arguments[key] = _value(argument.value, key)
     return make_call(name, arguments)
 

@@ -77,13 +77,16 @@ _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎", "01234
 _RAISED_RUN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ]+")
 _LOWERED_RUN = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎]+")
 _ROOTS = {"\u221a": r"\sqrt", "\u221b": r"\sqrt[3]", "\u221c": r"\sqrt[4]"}
-_ROOT = re.compile("[\u221a\u221b\u221c]")
-_RADICAND = re.compile(r"\s*(\d+(?:\.\d+)?|[A-Za-z]|\\pi)")
+_ROOT = re.compile(r"[\u221a\u221b\u221c]|\\sqrt(?:\[\d\])?(?=\s*\\[A-Za-z])")
+"""A root whose radicand is not in braces, of which math-verify reads ``\\sqrt2``, but not ``\\sqrt\\frac12``."""
+_RADICAND = re.compile(r"\s*(\d+(?:\.\d+)?|[A-Za-z]|\\(?!sqrt|[dtc]?frac|left)[A-Za-z]+(?![A-Za-z]|\s*[{(\[]))")
+_RADICAND_COMMAND = re.compile(r"\\(?:sqrt(?:\[\d\])?|[dtc]?frac\s*(?:\d|\{(?:[^{}]|\{[^{}]*\})*\}))\s*(?=[{\d])")
+"""A command under a root, up to its last argument."""
 
 _SPELLED = {
     "\\!": "", "{,}": ",", "{:}": ":", "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\cfrac": "\\frac",
     "\\varnothing": "\\emptyset", "\\leqslant": "\\le", "\\geqslant": "\\ge", "\\lt": "<", "\\gt": ">",
-    "\\displaystyle": "", "~": " ",
+    "\\displaystyle": "", "~": " ", "\\mathbb R": "\\mathbb{R}",
 }  # fmt: skip
 _PERIOD = re.compile(r"(?<![\d.])(\d{0,20}\.\d{0,20}?)(\d)\2{2,20}(?:\.{3,}|\\[lc]?dots(?![A-Za-z])|\u2026)")
 """A decimal that goes on for ever, as ``0.1666...``."""
@@ -115,11 +118,13 @@ _QUOTIENT = re.compile(rf"(?:([+-]?)\s*(\d+)(?:\s|\\[,;: ])\s*(\d+)|{_SIDE})/{_S
 def with_latex_signs(text: str) -> str:
     r"""Replace typographic signs by LaTeX: minus signs, dots, roots, raised and lowered digits, fractions, letters.
 
+    Braces are added to roots that lack them.
+
     >>> with_latex_signs("4√2 · x² − ½"), with_latex_signs("１，０００° ≤ θ")
     ('4\\sqrt{2} \\cdot  x^{2} - \\frac{1}{2}', '1,000^\\circ  \\le  \\theta ')
     """
     if text.isascii():
-        return text
+        return _with_roots(text) if _ROOT.search(text) else text
     text = _RAISED_RUN.sub(lambda run: f"^{{{run[0].translate(_RAISED)}}}", text)
     text = _LOWERED_RUN.sub(lambda run: f"_{{{run[0].translate(_LOWERED)}}}", text)
     text = _DASHES.sub("-", "".join(map(_latex_sign, text)))
@@ -142,7 +147,7 @@ def _latex_sign(character: str) -> str:
 
 
 def _with_roots(text: str) -> str:
-    r"""Write ``√2``, ``√(x+1)`` and ``√{2}`` as ``\sqrt{…}``, the innermost first; a root of nothing stays."""
+    r"""Write ``√2``, ``√(x+1)`` and ``\sqrt\frac12`` as ``\sqrt{…}``, the innermost first; a root of nothing stays."""
     signs = list(_ROOT.finditer(text))
     if len(text) > MAX_WRAPPED_LENGTH or len(signs) > MAX_ROOTS:
         return text
@@ -152,13 +157,13 @@ def _with_roots(text: str) -> str:
             inside, rest = simple[1], after[simple.end() :]
         else:
             after = after.lstrip()
-            command = re.match(r"\\(?:sqrt(?:\[\d\])?|frac\s*\{[^{}]*\})(?=\{)", after)
+            command = _RADICAND_COMMAND.match(after)
             start = command.end() if command else 0
-            end = _group_end(after, start)
+            end = start + 1 if command and after[start].isdigit() else _group_end(after, start)
             if end is None:
                 continue
             inside, rest = after[:end] if command else after[1 : end - 1], after[end:]
-        text = f"{before}{_ROOTS[sign[0]]}{{{inside}}}{rest}"
+        text = f"{before}{_ROOTS.get(sign[0], sign[0])}{{{inside}}}{rest}"
     return text
 
 

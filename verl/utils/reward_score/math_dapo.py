@@ -22,7 +22,7 @@ TAIL = 300
 NO_ANSWER = "[INVALID]"
 """The ``pred`` of a response without an answer."""
 
-ANSWER = re.compile(r"answer\s*[:\uff1a][\s*]*(\\\[.*?\\\]|\$\$.*?\$\$|[^\n]+)", re.IGNORECASE | re.DOTALL)
+ANSWER = re.compile(r"answer[\s*_]*[:\uff1a][\s*]*(\\\[.*?\\\]|\$\$.*?\$\$|[^\n]+)", re.IGNORECASE | re.DOTALL)
 """The line, or the displayed formula that begins there."""
 WHOLE = re.compile(r"[+-]?\d+")
 
@@ -41,6 +41,7 @@ REMOVED = (
 WRAPPED = re.compile(r"\\(?:text|textbf|overline)\{([^{}]*)\}")
 SHORT_FRACTION = re.compile(r"frac([^{])(.)")
 SHORT_ROOT = re.compile(r"sqrt([^{])")
+SHORT_POWER = re.compile(r"([_^])\{(\w)\}")
 THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
 
 
@@ -66,6 +67,7 @@ def normalize_final_answer(final_answer: str) -> str:
         text = last_boxed(text) or text
     text = SHORT_FRACTION.sub(r"frac{\1}{\2}", text)
     text = SHORT_ROOT.sub(r"sqrt{\1}", text)
+    text = SHORT_POWER.sub(r"\1\2", text)
     text = text.replace("$", "").strip()
     return text.replace(",", "") if THOUSANDS.fullmatch(text) else text
 
@@ -112,16 +114,18 @@ def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool 
         is_right = answer is not None and (answer == truth or _are_same_whole_numbers(answer, truth))
     else:
         lines = ANSWER.findall(tail)
-        answer = normalize_final_answer(plain_answer(lines[-1].strip(" \t\r*.,;:"))) if lines else None
-        is_right = answer is not None and _is_same(answer, normalize_final_answer(plain_answer(truth)))
+        written = plain_answer(lines[-1].strip(" \t\r*.,;:")) if lines else ""
+        answer = normalize_final_answer(written) if lines else None
+        is_right = answer is not None and _is_same(written, plain_answer(truth))
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": NO_ANSWER if answer is None else answer}
 
 
-def _is_same(answer: str, truth: str) -> bool:
-    if answer == truth:
-        return True
-    left, right = read_number(answer), read_number(truth)
-    return left is not None and right is not None and left.value == right.value
+def _is_same(*texts: str) -> bool:
+    """Whether two answers are the same number, or the same text after normalisation."""
+    normalized = [normalize_final_answer(text) for text in texts]
+    # Normalisation removes spaces: 2 1/2 would be 21/2.
+    left, right = (read_number(text) or read_number(short) for text, short in zip(texts, normalized, strict=True))
+    return normalized[0] == normalized[1] if left is None or right is None else left.value == right.value
 
 
 def _are_same_whole_numbers(*texts: str) -> bool:

@@ -39,7 +39,12 @@ _APART = re.compile(r"(?<![A-Za-z_^.\d])\d[\d.]*\s+(?!\d{3}(?!\d)|\d+\s*/)\d")
 _MIXED = re.compile(r"(-?\d+)(?:\s|\\[,;: ])+(\d+)/(\d+)")
 _SCIENTIFIC = re.compile(r"(-?\d{1,20}(?:\.\d{1,20})?)[eE]([+-]?\d{1,3})")
 _NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
-_WITH_WORDS = re.compile(rf"({_NUMBER.pattern})\s+([A-Za-z]{{2,}}(?:\s+[A-Za-z]{{2,}})*)")
+_UNIT = r"(?:[A-Za-z]{2,}|[mgshlLNJWVAK](?=\s*[\^/]))(?:\s*\^\s*(?:[23]|\{[23]\}))?"
+_WITH_WORDS = re.compile(rf"({_NUMBER.pattern})\s+({_UNIT}(?:\s*/\s*(?:{_UNIT}|[mgshlL])|(?:\s+[A-Za-z]{{2,}})*))")
+"""A number with words or a unit after it, as ``5 square feet``, ``5 cm^2`` and ``5 m/s``."""
+_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
+_PLUS_MINUS_IN_BRACES = re.compile(r"\{[^{}]*\\pm(?![A-Za-z])")
+"""Such a sign is none to the library, as in ``\\frac{1\\pm\\sqrt5}{2}``."""
 _SET_BUILDER = re.compile(
     r"(?:(?:\\left)?\\\{)?\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\s*(?:\{R\}|R)\s*)?(?:\\mid(?![A-Za-z])|\||:)"
     r"([^|]*(?:[<>]|\\[lg]eq?(?![A-Za-z]))[^|]*?)(?:(?:\\right)?\\\})?"
@@ -199,6 +204,8 @@ def canonical(text: str) -> str:
         text = f"{formula[1]} {formula[2]}"
     if mixed := _MIXED.fullmatch(text):
         return rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
+    if _PLUS_MINUS_IN_BRACES.search(text) and len(_PLUS_MINUS.findall(text)) == 1 and "\\mp" not in text:
+        return ",".join(_PLUS_MINUS.sub(sign, text) for sign in "+-")
     if condition := _SET_BUILDER.fullmatch(text):
         return condition[2].strip()
     scientific = _SCIENTIFIC.fullmatch(text)

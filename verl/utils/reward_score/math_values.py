@@ -84,7 +84,7 @@ def _is_same(grader: ModuleType, gold: Value, answer: Value, *_: int) -> bool:
         return pairs is not None and all(_is_same(grader, *pair) for pair in pairs)
     if not isinstance(gold, sympy.Expr) or not isinstance(answer, sympy.Expr):
         return False
-    left, right = (grader.safe_sympy_doit(_without_floats(each)) for each in (gold, answer))
+    left, right = (grader.safe_sympy_doit(_exact(each)) for each in (gold, answer))
     if left == right:
         return True
     difference: sympy.Expr = left - right
@@ -96,9 +96,10 @@ def _is_same(grader: ModuleType, gold: Value, answer: Value, *_: int) -> bool:
     return _is_small(difference, unit)
 
 
-def _without_floats(value: sympy.Expr) -> sympy.Basic:
-    """Replace every decimal by the fraction that it is written as."""
-    return value.xreplace({number: sympy.Rational(str(number)) for number in value.atoms(sympy.Float)})
+def _exact(value: sympy.Expr) -> sympy.Basic:
+    """Replace every decimal by the fraction that it is written as, and the letter i by the imaginary unit."""
+    fractions = {number: sympy.Rational(str(number)) for number in value.atoms(sympy.Float)}
+    return value.xreplace(fractions | {name: sympy.I for name in value.free_symbols if str(name) == "i"})
 
 
 def _unit(value: sympy.Expr) -> Fraction:

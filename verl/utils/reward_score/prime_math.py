@@ -13,7 +13,7 @@ from verl.utils.reward_score.answer_text import plain_answer
 from verl.utils.reward_score.math_equality import is_equivalent, last_boxed, read_truth
 from verl.utils.reward_score.registry import also_called, register_scorer
 
-ANSWER = re.compile(r"\banswers?(?:[ \t]*[:\uff1a]|[ \t]+(?:is|are)\b:?)", re.IGNORECASE)
+ANSWER = re.compile(r"\banswers?(?:[ \t*_]*[:\uff1a]|[ \t]+(?:is|are)\b:?)", re.IGNORECASE)
 FORMULA = re.compile(r"\$(?=\S)([^$]+)(?<=\S)\$(?!\d)")
 """``$...$`` without spaces next to the inner side of its signs and without a digit after it, as prices have."""
 SENTENCE_END = re.compile(r"\.(?=\s|$)")
