@@ -23,7 +23,9 @@ from verl.agents.parsers.base import (
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 """Chat templates write these three as Python does."""
-_AFTER_PARAMETER = re.compile(r"\n<parameter=[^<>\n]+>|</function>\s*(?:</?tool_call>|<function=|\Z)|</tool_call>\s*<tool_call>\s*<function=")
+_AFTER_PARAMETER = re.compile(
+    r"\n<parameter=[^<>\n]+>|</function>\s*(?:</?tool_call>|<function=|\Z)|</tool_call>\s*<tool_call>\s*<function="
+)
 _AFTER_ARG_VALUE = re.compile(r"<arg_key>[^<]+</arg_key>\s*<arg_value>|</tool_call>\s*(?:<tool_call>|\Z)")
 _TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
