@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from tests.utils.dataset.templates import GEMMA, LLAMA, QWEN, QWEN_THINKING, tokenizer_with
 from verl.errors import DataError
+from verl.testing.chat_templates import chat_tokenizer
 from verl.utils.dataset.loss_mask import mask_assistant
 
 TOKENIZERS = {template: tokenizer_with(template) for template in (QWEN, QWEN_THINKING, LLAMA, GEMMA)}
@@ -47,6 +48,19 @@ def test_two_turns(template, expected):
     assert learned_pieces(ids, learn, TOKENIZERS[template]) == expected
     whole = TOKENIZERS[template].apply_chat_template(messages, tokenize=False)
     assert TOKENIZERS[template].decode(ids) == whole
+
+
+@pytest.mark.parametrize(
+    "family, expected",
+    [
+        ("phi", ["Fine.<|end|>", "4<|end|>\n<|endoftext|>"]),
+        ("gpt_oss", ["<|channel|>final<|message|>Fine.<|end|>", "<|channel|>final<|message|>4<|return|>"]),
+    ],
+)
+def test_the_end_of_the_conversation_has_a_token_of_its_own(family, expected):
+    tokenizer = chat_tokenizer(family)
+    ids, learn = mask_assistant(talk("How are you?", "Fine.", "2 + 2?", "4"), tokenizer, "here")
+    assert learned_pieces(ids, learn, tokenizer) == expected
 
 
 def test_a_turn_token_by_token():

@@ -52,7 +52,9 @@ def mask_assistant(
             continue
         where = f"{place}: message {number}"
         counts = number >= first and is_trained(message, where)
-        start = _turn_start(messages[:number], whole, cursor, tokenizer, where, strict and counts, template_kwargs)
+        if strict and not counts:
+            continue  # later turns are found by their prompts alone, and templates may write this one otherwise
+        start = _turn_start(messages[:number], whole, cursor, tokenizer, where, strict, template_kwargs)
         cursor = _turn_end(messages[: number + 1], whole, start, tokenizer, where, template_kwargs)
         if counts:
             begin = _tokens_of_prefix(whole[:start], ids, tokenizer, where, strict)
@@ -148,6 +150,14 @@ def _turn_end(
     mark = max((token for token in _special_tokens(tokenizer) if stripped.endswith(token)), key=len, default="")
     if whole.startswith(closed):
         return len(stripped) if mark else len(closed)
+    turn = stripped.removesuffix(mark)
+    if whole.startswith(turn) and len(turn.rstrip()) > start:
+        # The mark ends the conversation only: behind the turn's own mark (<|endoftext|>), or in its place (<|return|>).
+        if turn.rstrip().endswith(tuple(_special_tokens(tokenizer))):
+            return len(turn.rstrip())
+        own = max((token for token in _special_tokens(tokenizer) if whole.startswith(token, len(turn))), default="")
+        if own:
+            return len(turn) + len(own)
     # Templates may render earlier turns differently once later ones follow (without thoughts), but keep the end mark.
     found = whole.find(mark, start) if mark else -1
     if found < 0:
