@@ -210,6 +210,7 @@ def test_a_call_without_arguments(empty: Any):
     ("message", "says"),
     [
         ({"tool_calls": [call('{"city": ')]}, "message 1: call 0: the arguments of f are not valid JSON"),
+        ({"tool_calls": [call('{"degrees": NaN}')]}, "the arguments of f are not valid JSON (NaN is no JSON)"),
         ({"tool_calls": [call("[1]")]}, "call 0: the arguments of f are list [1]. Expected an object"),
         ({"tool_calls": [call({}), {"function": {}}]}, "message 1: call 1 is dict"),
         ({"tool_calls": "{}}"}, "message 1: tool_calls are not valid JSON"),

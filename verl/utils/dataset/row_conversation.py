@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages, shown
@@ -71,12 +71,16 @@ def decoded_json(value: Any, what: str) -> Any:
     """Return a value of a row that may be given as JSON text; None for an empty text.
 
     Raises:
-        DataError: the text is no JSON; ``what`` (file, row and what it is) is named.
+        DataError: the text is no JSON, as NaN is none; ``what`` (file, row and what it is) is named.
     """
+
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is no JSON")
+
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value.strip() else None
+        return json.loads(value, parse_constant=refuse) if value.strip() else None
     except (ValueError, RecursionError) as error:
         raise DataError(f"{what} are not valid JSON ({error}): {value!r:.80}.") from error
 
