@@ -268,6 +268,11 @@ BROKEN = {
     "deepseek": [
         ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁call▁end｜>", "no <｜tool▁sep｜> in the call"),
         ("<｜tool▁calls▁begin｜>f(1)<｜tool▁calls▁end｜>", "no <｜tool▁call▁begin｜> follows"),
+        (
+            '<｜DSML｜invoke name="f"><｜DSML｜parameter name="a">1</｜DSML｜parameter>'
+            '<｜DSML｜parameter name="a">2</｜DSML｜parameter></｜DSML｜invoke>',
+            "'a' is written twice",
+        ),
         ('<｜DSML｜invoke name="f">x</｜DSML｜invoke>', "neither a parameter nor </｜DSML｜invoke>"),
     ],
     "glm": [
@@ -282,7 +287,7 @@ BROKEN = {
         ("<|channel|>commentary to=functions.f<|message|>{} x<|call|>", "'x' follows the JSON object"),
     ],
     "pythonic": [
-        ("[f(a=1, a=2)]", "the argument 'a' is written twice"),
+        ("[f(a=1, a=2)]", "the parameter 'a' is written twice"),
         ("[f(1)]", "an argument of f has no name: write f(key=value)"),
         ("[f(a=open('x'))]", "the value of 'a' is no literal"),
         ("[f(a=1]", "no Python expression"),

@@ -91,6 +91,7 @@ def test_gsm8k():
 
 def test_math_dapo():
     assert wrong_rows(lambda text, truth: default_compute_score("aime", text, truth)["acc"], MATH_DAPO) == []
+    check_truth("aime", 10**400)
 
 
 def test_boxed():
@@ -125,7 +126,8 @@ def test_a_truth_that_no_answer_could_equal_is_an_error(source, truth):
     ("source", "truth"),
     [("gsm8k", "five"), ("gsm8k", "1/2"), ("gsm8k", "#### five"), ("countdown", {"target": 9.5, "numbers": [1]}),
      ("countdown", {"target": 9, "numbers": [1, float("nan")]}), ("searchR1_nq", {"target": [" "]}), ("apps", "{}"),
-     ("llm_judge", float("nan"))],
+     ("llm_judge", float("nan")), ("lighteval/MATH", r"\boxed{5"), ("math_dapo", r"\frac{1}{"),
+     ("numina_cn_k12", "5}")],
 )  # fmt: skip
 def test_a_truth_that_its_scorer_cannot_read_is_an_error(source, truth):
     with pytest.raises(RewardError, match=r"ground.truth"):

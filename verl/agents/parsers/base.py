@@ -308,6 +308,16 @@ def read_value(text: str, place: int, end: str, others: re.Pattern[str], what: s
     return text[place:found], found + len(end)
 
 
+def require_first(key: str, arguments: Mapping[str, Any]) -> None:
+    """Check that a call has no other value for a parameter.
+
+    Raises:
+        NoCallError: it has.
+    """
+    if key in arguments:
+        raise NoCallError(f"the parameter {key!r} is written twice")
+
+
 def skip_blanks(text: str, place: int) -> int:
     """Return the first place that is no blank."""
     found = _BLANKS.match(text, place)

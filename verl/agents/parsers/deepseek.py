@@ -17,6 +17,7 @@ from verl.agents.parsers.base import (
     read_calls,
     read_json,
     read_value,
+    require_first,
     skip_blanks,
 )
 
@@ -86,6 +87,7 @@ def _read_invoke(text: str, place: int) -> tuple[FunctionCall, int]:
         parameter = _PARAMETER.match(text, place)
         if parameter is None:
             raise NoCallError(f"neither a parameter nor {END_INVOKE} at character {place}")
+        require_first(parameter[1], arguments)
         what = f"the parameter {parameter[1]!r}"
         value, place = read_value(text, parameter.end(), _END_PARAMETER, _AFTER_VALUE, what)
         arguments[parameter[1]] = _json_value(value, parameter[1]) if parameter[2] == "false" else value

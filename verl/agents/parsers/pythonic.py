@@ -20,6 +20,7 @@ from verl.agents.parsers.base import (
     TextToolParser,
     ToolParser,
     make_call,
+    require_first,
 )
 
 _START, _END = "<|python_start|>", "<|python_end|>"
@@ -109,8 +110,7 @@ def _call(node: ast.expr) -> FunctionCall:
         if argument.arg is None:
             raise NoCallError(f"{name} has ** in its arguments")
         key = argument.arg.removeprefix(_RENAMED)
-        if key in arguments:
-            raise NoCallError(f"the argument {key!r} is written twice")
+        require_first(key, arguments)
         arguments[key] = _value(argument.value, key)
     return make_call(name, arguments)
 

@@ -18,6 +18,7 @@ from verl.agents.parsers.base import (
     make_call,
     read_calls,
     read_value,
+    require_first,
     skip_blanks,
 )
 
@@ -54,7 +55,7 @@ class Qwen3CoderToolParser(TextToolParser):
             while not text.startswith("</function>", place := skip_blanks(text, place)):
                 place = expect(text, place, "<parameter=")
                 key, place = _name_until(text, place, ">", "the name of a parameter")
-                _refuse_second(key, arguments)
+                require_first(key, arguments)
                 value, place = read_value(text, place, "</parameter>", _AFTER_PARAMETER, f"the value of {key!r}")
                 # The template puts each value on lines of its own.
                 arguments[key] = typed(value.removeprefix("\n").removesuffix("\n"), properties.get(key))
@@ -94,7 +95,7 @@ class GlmToolParser(TextToolParser):
             arguments: dict[str, Any] = {}
             while not text.startswith("</tool_call>", place := skip_blanks(text, place)):
                 key, place = _name_until(text, expect(text, place, "<arg_key>"), "</arg_key>", "a key")
-                _refuse_second(key, arguments)
+                require_first(key, arguments)
                 place = expect(text, place, "<arg_value>")
                 value, place = read_value(text, place, "</arg_value>", _AFTER_ARG_VALUE, f"the value of {key!r}")
                 arguments[key] = typed(value, properties.get(key))
@@ -110,11 +111,6 @@ def _name_until(text: str, place: int, end: str, what: str) -> tuple[str, int]:
     if found < 0 or "<" in name or "\n" in name:
         raise NoCallError(f"no {end!r} ends {what}")
     return name, found + len(end)
-
-
-def _refuse_second(key: str, arguments: Mapping[str, Any]) -> None:
-    if key in arguments:
-        raise NoCallError(f"the parameter {key!r} is written twice")
 
 
 def typed(text: str, schema: Mapping[str, Any] | None) -> Any:

@@ -108,11 +108,15 @@ def text_of_answer(ground_truth: Any) -> str:
     r"""Return the answer of a ground truth: what stands in its last ``\boxed{...}`` or after its last ``####``, or all.
 
     Raises:
-        RewardError: it is neither a text nor a finite number, or blank.
+        RewardError: it is neither a text nor a finite number, or blank, or a brace of it has no counterpart.
     """
     text = text_of_truth(ground_truth)
     boxed = last_boxed(text)
-    return boxed if boxed is not None else text.rpartition("####")[2].strip()
+    answer = boxed if boxed is not None else text.rpartition("####")[2].strip()
+    braces = re.findall(r"\\.|[{}]", answer, re.DOTALL)
+    if braces.count("{") != braces.count("}"):
+        raise _unreadable(text)
+    return answer
 
 
 def read_truth(ground_truth: Any) -> str:

@@ -246,7 +246,7 @@ def text_of_truth(ground_truth: Any) -> str:
         RewardError: it is something else, blank, or not finite.
     """
     is_number = isinstance(ground_truth, (numbers.Real, Decimal)) and not isinstance(ground_truth, bool)
-    if is_number and math.isfinite(ground_truth):
+    if is_number and (isinstance(ground_truth, numbers.Integral) or math.isfinite(ground_truth)):
         whole = math.floor(ground_truth)
         return str(whole if ground_truth == whole else ground_truth)
     text = ground_truth.strip() if isinstance(ground_truth, str) else ""
