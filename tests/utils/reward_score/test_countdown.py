@@ -26,6 +26,7 @@ TRUTH = {"target": 9, "numbers": [1, 2, 3]}
         ("-3 + 5", 2, [3, 5]),
         ("((7))", 7, [7]),
         ("1 +\n2", 3, [1, 2]),
+        (r"$8 \div (2 − 1) × 3 \cdot 4$.", 96, [8, 2, 1, 3, 4]),
     ],
 )
 def test_evaluate(expression, value, numbers):

@@ -10,12 +10,14 @@ from fractions import Fraction
 from typing import Any
 
 from verl.errors import RewardError
+from verl.utils.reward_score.answer_text import plain_answer
 from verl.utils.reward_score.parts import last_tag
 from verl.utils.reward_score.registry import register_scorer
 
 MAX_LENGTH = 256
 """Longest accepted expression, in characters; bounds the depth of the tree and the size of the numbers."""
 ALLOWED = re.compile(r"[0-9+\-*/()\s]*")
+_SIGN = re.compile(r"\\(?:(times|cdot)|div)(?![A-Za-z])")
 
 
 def extract_solution(solution_str: str) -> str | None:
@@ -26,14 +28,17 @@ def extract_solution(solution_str: str) -> str | None:
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
     """Evaluate an expression of integers, + - * / and parentheses, exactly: 1/3*3 is 1.
 
-    No code is executed: the text is parsed, and any other syntax is refused.
+    Signs and wrappers are read as in :mod:`.answer_text`: ``$3 × (1 − 2)$``. No code is executed: the text is parsed,
+    and any other syntax is refused.
 
     Returns:
         the value and the integers; None for any other expression, a division by zero, or a text longer
         than ``MAX_LENGTH``.
     """
-    text = expression.strip()
-    if not text or len(text) > MAX_LENGTH or not ALLOWED.fullmatch(text) or "**" in text or "//" in text:
+    if len(expression.strip()) > MAX_LENGTH:
+        return None
+    text = _SIGN.sub(lambda sign: "*" if sign[1] else "/", plain_answer(expression))
+    if not text or not ALLOWED.fullmatch(text) or "**" in text or "//" in text:
         return None
     try:
         tree = ast.parse(f"({text})", mode="eval")
