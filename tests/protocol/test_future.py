@@ -25,6 +25,7 @@ def test_own_collect_and_dispatch():
     future = DataProtoFuture(lambda parts: parts[-1], data.chunk(2), lambda whole: whole.repeat(2))
     assert future.get().batch["score"].tolist() == [2, 2, 4, 4]
     assert future.chunk(2)[0].get().batch["score"].tolist() == [2, 2]
+    assert future.then(lambda whole: whole[1:3]).chunk(2)[1].get().batch["score"].tolist() == [4]
 
 
 def test_chunks_can_be_sent_to_workers():

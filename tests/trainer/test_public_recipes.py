@@ -1,5 +1,6 @@
 """Public recipes in their own style, on a tiny model and to the end: one file with data set, tool and reward (retool),
-a simulated user (the interaction example), a custom reward on generated strings (char_count).
+a tool that keeps a state for each trajectory (the tool example), a simulated user (the interaction example), a custom
+reward on generated strings (char_count).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from verl.testing.scripted_agent import STOP_TOKEN_IDS, call
 from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
@@ -73,6 +75,56 @@ SCHEMA = {
     },
 }
 
+ANSWER_TOOL = '''
+import os
+from typing import Any, Optional
+from uuid import uuid4
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.utils.rollout_trace import rollout_trace_op
+
+
+class AnswerTool(BaseTool):
+    """Scores the answers that the model tries."""
+
+    def __init__(self, config: dict, tool_schema: OpenAIFunctionToolSchema):
+        super().__init__(config, tool_schema)
+        self._instance_dict = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        return self.tool_schema
+
+    async def create(self, instance_id: Optional[str] = None, **kwargs) -> tuple[str, ToolResponse]:
+        if instance_id is None:
+            instance_id = str(uuid4())
+        ground_truth = kwargs.get("create_kwargs", {})["ground_truth"]
+        self._instance_dict[instance_id] = {"ground_truth": ground_truth, "reward": 0.0}
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs) -> tuple[ToolResponse, float, dict]:
+        state = self._instance_dict[instance_id]
+        state["response"] = parameters.get("answer", "")
+        reward = await self.calc_reward(instance_id)
+        tool_reward = 0.5 if reward > state["reward"] else -0.25
+        state["reward"] = reward
+        return ToolResponse(text=f"{reward}"), tool_reward, {"tried": 1}
+
+    async def calc_reward(self, instance_id: str, **kwargs) -> float:
+        state = self._instance_dict[instance_id]
+        return 1.0 if state["response"] == state["ground_truth"] else 0.0
+
+    async def release(self, instance_id: str, **kwargs) -> None:
+        state = self._instance_dict.pop(instance_id)
+        with open(os.path.join(self.config["folder"], "released.txt"), "a") as file:
+            file.write(f"{state['ground_truth']} {state['response']} {state['reward']}\\n")
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(extra_info["tool_rewards"]) + sum(c.isdigit() for c in solution_str) / 1024
+'''
+
 CHAR_COUNT = """
 def char_count_reward_function(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0 if "3" in solution_str else 0.0
@@ -115,6 +167,58 @@ def test_retool(train, tmp_path: Path):
     )
     assert steps[2]["actor/grad_norm"] > 0
     assert steps[2]["num_turns/min"] >= 2
+
+
+def test_a_tool_with_a_state_for_each_trajectory(train, tmp_path: Path):
+    """The calls stand in the rows, for a random policy writes none; the rest is the tool agent's."""
+    (tmp_path / "answers.py").write_text(ANSWER_TOOL)
+    function = {
+        "name": "check_answer",
+        "description": "Check an answer.",
+        "parameters": {
+            "type": "object",
+            "properties": {"answer": {"type": "string", "description": "The answer."}},
+            "required": ["answer"],
+        },
+    }
+    tool = {"class_name": "answers.AnswerTool", "config": {"type": "native", "folder": str(tmp_path)}}
+    schema = {"type": "function", "function": function}
+    (tmp_path / "tools.yaml").write_text(yaml.safe_dump({"tools": [tool | {"tool_schema": schema}]}))
+    (tmp_path / "loops.yaml").write_text("- {name: scripted, _target_: verl.testing.scripted_agent.ScriptedAgent}\n")
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        row["agent_name"] = "scripted"
+        row["script"] = json.dumps([[call("check_answer", answer="?")], [call("check_answer", answer=str(number))]])
+        row["extra_info"]["need_tools_kwargs"] = True
+        row["extra_info"]["tools_kwargs"] = {"check_answer": {"create_kwargs": {"ground_truth": str(number)}}}
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = train(
+        data__return_raw_chat="True",
+        data__max_response_length=256,
+        data__shuffle="False",
+        custom_reward_function__path=tmp_path / "answers.py",
+        trainer__rollout_data_dir=tmp_path / "rollouts",
+        actor_rollout_ref__rollout__mode="async",
+        actor_rollout_ref__rollout__stop_token_ids=STOP_TOKEN_IDS,
+        actor_rollout_ref__rollout__multi_turn__enable="True",
+        actor_rollout_ref__rollout__multi_turn__max_assistant_turns=4,
+        actor_rollout_ref__rollout__multi_turn__tool_config_path=tmp_path / "tools.yaml",
+        actor_rollout_ref__rollout__agent__agent_loop_config_path=tmp_path / "loops.yaml",
+    )
+    for step in (1, 2):
+        assert steps[step]["actor/grad_norm"] > 0
+        assert steps[step]["agent/status/done"] == 1
+        assert steps[step]["num_turns/mean"] == 6  # prompt, call, result, call, result, answer
+        samples = [json.loads(line) for line in (tmp_path / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
+        assert len(samples) == 16
+        for sample in samples:
+            talk = sample["trajectory"]["conversation"]
+            assert [turn["content"] for turn in talk if turn["role"] == "tool"] == ["0.0", "1.0"]
+            assert sample["score"] == pytest.approx(0.25, abs=0.1)  # -0.25 for '?', 0.5 for the truth, and digits
+    released = (tmp_path / "released.txt").read_text().splitlines()
+    # Of the two steps, four responses to each of eight prompts: each state with its own truth, released once.
+    assert sorted(released) == sorted(f"{number} {number} 1.0" for number in range(8) for _ in range(4))
 
 
 def test_an_interaction(train, tmp_path: Path):

@@ -47,6 +47,10 @@ class DataProtoFuture:
         """Split into ``chunks`` futures of contiguous parts, with the sizes of ``DataProto.chunk``."""
         return [replace(self, dispatch_fn=partial(_take, self.dispatch_fn, i, chunks)) for i in range(chunks)]
 
+    def then(self, change: Callable[[DataProto], DataProto]) -> DataProtoFuture:
+        """The future of ``change(batch)``, computed where it is waited for."""
+        return DataProtoFuture(collect_fn=partial(_changed, change), futures=[self])
+
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "wait_fn": None}  # it needs the worker group of this process
 
@@ -66,6 +70,15 @@ class DataProtoFuture:
                 )
         whole = self.collect_fn(parts)
         return whole if self.dispatch_fn is None else self.dispatch_fn(whole)
+
+
+def wait_for(result: DataProto | DataProtoFuture) -> DataProto:
+    """Return the result of a call, which workers may still compute if the method is registered as non-blocking."""
+    return result.get() if isinstance(result, DataProtoFuture) else result
+
+
+def _changed(change: DispatchFn, parts: list[DataProto]) -> DataProto:
+    return change(parts[0])
 
 
 def _take(first: DispatchFn | None, i: int, chunks: int, data: DataProto) -> DataProto:

@@ -28,7 +28,7 @@ from verl.base.absent import why_absent
 from verl.base.redact import secrets_in
 from verl.config import ActorConfig, CriticConfig
 from verl.errors import ConfigError
-from verl.protocol import DataProto
+from verl.protocol import DataProto, DataProtoFuture
 from verl.trainer.balance import deal
 from verl.trainer.config.load import as_composed
 from verl.trainer.loop import StepContext, TrainingLoop
@@ -94,8 +94,8 @@ class FitParts(TrainingLoop):
     old_log_probs: Callable[[DataProto, Any], DataProto]
     reference: Callable[[DataProto, Any], DataProto]
     values: Callable[[DataProto, Any], DataProto]
-    update_critic: Callable[[DataProto, Any], None]
-    update_actor: Callable[..., DataProto]
+    start_critic_update: Callable[[DataProto, Any], DataProto | DataProtoFuture]
+    start_actor_update: Callable[..., DataProto | DataProtoFuture]
 
     if not TYPE_CHECKING:  # otherwise type checkers would accept misspelled names
 
@@ -307,23 +307,47 @@ class FitParts(TrainingLoop):
         """Return ``values`` of the critic."""
         return self.values(batch, self._own_context())
 
-    def _update_critic(self, batch: DataProto) -> DataProto:
-        """Train the critic on the returns; the result has ``meta_info["metrics"]``."""
-        context = self._own_context()
-        self.update_critic(batch, context)
-        return DataProto(meta_info={"metrics": context.metrics})
+    def _update_critic(self, batch: DataProto) -> DataProto | DataProtoFuture:
+        """Train the critic on the returns; the result has ``meta_info["metrics"]``.
 
-    def _update_actor(self, batch: DataProto) -> DataProto:
+        Of workers that register ``update_critic`` with ``blocking=False`` it is the result's future.
+        """
+        return self._update("update_critic", self.start_critic_update, batch)
+
+    def _update_actor(self, batch: DataProto) -> DataProto | DataProtoFuture:
         """Train the policy on the advantages; the result has ``meta_info["metrics"]``.
+
+        Of workers that register ``update_actor`` with ``blocking=False`` it is the result's future.
 
         Raises:
             SchemaError: a column of the update is missing.
-            NonFiniteError: the updates of ``trainer.recovery.max_bad_steps`` steps in a row were not finite.
+            NonFiniteError: the updates of ``trainer.recovery.max_bad_steps`` steps in a row were not finite; of a
+                future, when it is waited for.
         """
+        return self._update("update_actor", self.start_actor_update, batch)
+
+    def _update(
+        self, name: str, start: Callable[[DataProto, Any], DataProto | DataProtoFuture], batch: DataProto
+    ) -> DataProto | DataProtoFuture:
         context = self._own_context()
-        self.update_actor(batch, context)
-        self.bad_steps.stop_if_too_many(self.global_steps)
-        return DataProto(meta_info={"metrics": context.metrics})
+
+        def outcome() -> DataProto:
+            if name == "update_actor":
+                self.bad_steps.stop_if_too_many(context.number)
+            return DataProto(meta_info={"metrics": context.metrics})
+
+        with context.stage(name):
+            updated = start(batch, context)
+            if not isinstance(updated, DataProtoFuture):
+                return outcome()
+
+        @functools.cache  # get() may be called twice, and the update is recorded once
+        def waited_for() -> DataProto:
+            with context.stage(name):
+                updated.get()
+                return outcome()
+
+        return DataProtoFuture(collect_fn=lambda _: waited_for(), futures=[])
 
     def _own_context(self) -> StepContext:
         """A context for one part, whose caller has no use for the times."""

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.protocol import DataProto
+from verl.protocol import DataProto, DataProtoFuture
 from verl.trainer.balance import deal
 from verl.trainer.ppo.stages import ACTOR_COLUMNS
 
@@ -17,8 +17,9 @@ BY_ROW = frozenset({"compute_log_prob", "compute_ref_log_prob", "compute_values"
 class OrderedGroup:
     """A worker group whose calls take a batch in the order of the data and return new columns in that order.
 
-    Every call balances the rows over the ranks for itself, and fills up what does not divide. Methods that are not
-    about a batch are the group's own.
+    Every call balances the rows over the ranks for itself, and fills up what does not divide. A method that workers
+    register with ``blocking=False`` returns a ``DataProtoFuture``. Methods that are not about a batch are the group's
+    own.
 
     Args:
         group: the worker group.
@@ -47,10 +48,13 @@ class OrderedGroup:
         method = getattr(self.group, name)
         return functools.partial(self._by_row, name, method) if name in BY_ROW else method
 
-    def _by_row(self, name: str, method: Callable[[DataProto], DataProto], batch: DataProto) -> DataProto:
+    def _by_row(
+        self, name: str, method: Callable[[DataProto], DataProto | DataProtoFuture], batch: DataProto
+    ) -> DataProto | DataProtoFuture:
         # The policy alone repeats the choice of experts in the rollout; reference and critic choose for themselves.
         routing = ("routed_experts",) if name == "compute_log_prob" and "routed_experts" in batch.batch.keys() else ()
         columns = (*ACTOR_COLUMNS, *routing)
         parts, shares = self.group.num_parts(name), self._shares_prompts
         dealt = deal(batch, parts, balance=self._balance, columns=columns, pads=True, shares_prompts=shares)
-        return dealt.restore(method(dealt.rows))
+        made = method(dealt.rows)
+        return made.then(dealt.restore) if isinstance(made, DataProtoFuture) else dealt.restore(made)

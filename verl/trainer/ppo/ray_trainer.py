@@ -28,6 +28,7 @@ step. The batch stays in the order of the data; each worker call reorders rows f
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +51,8 @@ from verl.checkpoint.resume import CheckpointPlan
 from verl.checkpoint.states import rng_state, set_rng_state
 from verl.config import PPOConfig
 from verl.errors import ConfigError, DataError
-from verl.protocol import DataProto, compute_response_mask, replace_columns
+from verl.protocol import DataProto, DataProtoFuture, compute_response_mask, replace_columns
+from verl.protocol.future import wait_for
 from verl.trainer.balance import DealtBatch, deal
 from verl.trainer.config.load import load_config
 from verl.trainer.config.sizes import derived_sizes, resolve_device
@@ -469,7 +471,7 @@ class RayPPOTrainer(FitParts):
             return columns
 
     def _with_model_scores(self, batch: DataProto) -> DataProto:
-        return batch | self.rm_wg.compute_rm_score(batch) if self.needs.reward_model else batch
+        return batch | wait_for(self.rm_wg.compute_rm_score(batch)) if self.needs.reward_model else batch
 
     def old_log_probs(self, batch: DataProto, context: PPOStepContext) -> DataProto:
         """Compute old_log_probs and entropys of the policy before the update; in bypass mode take the rollout's."""
@@ -482,7 +484,7 @@ class RayPPOTrainer(FitParts):
             repeated = stages.repeated_prompts(batch, [len(batch)]) if shares else ()
             counts = stages.token_counts(batch)
             context.flops["old_log_prob"] = self.arithmetic["old_log_prob"].forward_flops(*counts, repeated)
-            return self.actor_rollout_wg.compute_log_prob(batch)
+            return wait_for(self.actor_rollout_wg.compute_log_prob(batch))
 
     def policy_metrics(self, batch: DataProto, context: PPOStepContext) -> None:
         """Measure the entropy of the policy before the update and its distance to the rollout; adapt the entropy bonus.
@@ -513,12 +515,12 @@ class RayPPOTrainer(FitParts):
         """Compute ref_log_prob under the frozen reference policy."""
         with context.stage("ref"):
             workers = self.actor_rollout_wg if self.ref_in_actor else self.ref_policy_wg
-            return workers.compute_ref_log_prob(batch)
+            return wait_for(workers.compute_ref_log_prob(batch))
 
     def values(self, batch: DataProto, context: PPOStepContext) -> DataProto:
         """Compute values of the critic before its update."""
         with context.stage("values"):
-            return self.critic_wg.compute_values(batch)
+            return wait_for(self.critic_wg.compute_values(batch))
 
     def advantages(self, batch: DataProto, context: PPOStepContext) -> DataProto:
         """Compute token_level_rewards (scores minus any KL penalty), advantages and returns."""
@@ -556,16 +558,25 @@ class RayPPOTrainer(FitParts):
     def update_critic(self, batch: DataProto, context: PPOStepContext) -> None:
         """Train the critic on the returns."""
         with context.stage("update_critic"):
-            critic = self.typed_config.critic
-            sizes = self._mini_batch_sizes(batch, critic.ppo_mini_batch_size)
-            weights = stages.aggregation_columns(batch, critic.loss_agg_mode, sizes)
-            batch = batch | DataProto.from_dict(tensors=weights)
-            columns = (*ACTOR_COLUMNS, "values", "returns", *weights)
-            parts, shares = self.critic_wg.num_parts("update_critic"), critic.use_prefix_grouper
-            dealt = self._deal(batch, parts, columns, sizes, shares)
-            updated = self.critic_wg.group.update_critic(dealt.rows, **self._own_sizes(batch, dealt))
-            repeated = stages.repeated_prompts(batch, sizes) if shares else ()
-            self._take_update("update_critic", batch, dealt, updated, critic.ppo_epochs, context, repeated)
+            wait_for(self.start_critic_update(batch, context))
+
+    def start_critic_update(self, batch: DataProto, context: PPOStepContext) -> DataProto | DataProtoFuture:
+        """Send an update to the critic's workers.
+
+        Returns:
+            an empty batch. Workers that register ``update_critic`` with ``blocking=False`` still compute: then its
+            future, which puts the metrics into ``context`` when it is waited for.
+        """
+        critic = self.typed_config.critic
+        sizes = self._mini_batch_sizes(batch, critic.ppo_mini_batch_size)
+        weights = stages.aggregation_columns(batch, critic.loss_agg_mode, sizes)
+        batch = batch | DataProto.from_dict(tensors=weights)
+        columns = (*ACTOR_COLUMNS, "values", "returns", *weights)
+        parts, shares = self.critic_wg.num_parts("update_critic"), critic.use_prefix_grouper
+        dealt = self._deal(batch, parts, columns, sizes, shares)
+        updated = self.critic_wg.group.update_critic(dealt.rows, **self._own_sizes(batch, dealt))
+        repeated = stages.repeated_prompts(batch, sizes) if shares else ()
+        return self._take_update("update_critic", batch, dealt, updated, critic.ppo_epochs, context, repeated)
 
     def update_actor(self, batch: DataProto, context: PPOStepContext, own_forward: bool = False) -> DataProto:
         """Train the policy on the advantages.
@@ -575,21 +586,29 @@ class RayPPOTrainer(FitParts):
         (update_log_probs, update_clipped). Otherwise it is empty.
         """
         with context.stage("update_actor"):
-            actor = self.typed_config.actor_rollout_ref.actor
-            sizes = self._mini_batch_sizes(batch, actor.ppo_mini_batch_size)
-            seed = stages.step_seed(self.typed_config.trainer.seed, context.number)
-            batch = batch | stages.prepare_mini_batches(batch, actor, sizes, seed)
-            columns = stages.policy_columns(batch, actor, own_forward)
-            parts, shares = self.actor_rollout_wg.num_parts("update_actor"), actor.use_prefix_grouper
-            dealt = self._deal(batch, parts, columns, sizes, shares)
-            arguments = self._own_sizes(batch, dealt) | ({"own_forward": True} if own_forward else {})
-            # The rows that PF-PPO drew are not those of the batch that is written.
-            if self.token_dump.is_due(context.number) and not self.typed_config.algorithm.use_pf_ppo:
-                arguments["record_tokens"] = True
-            workers = self.actor_rollout_wg.group
-            updated = workers.update_actor(dealt.rows, entropy_coeff=self.entropy_ctrl.value, **arguments)
-            repeated = stages.repeated_prompts(batch, sizes) if shares else ()
-            return self._take_update("update_actor", batch, dealt, updated, actor.ppo_epochs, context, repeated)
+            return wait_for(self.start_actor_update(batch, context, own_forward))
+
+    def start_actor_update(
+        self, batch: DataProto, context: PPOStepContext, own_forward: bool = False
+    ) -> DataProto | DataProtoFuture:
+        """Send an update to the policy's workers; as :meth:`start_critic_update`, with the columns of the update."""
+        actor = self.typed_config.actor_rollout_ref.actor
+        sizes = self._mini_batch_sizes(batch, actor.ppo_mini_batch_size)
+        seed = stages.step_seed(self.typed_config.trainer.seed, context.number)
+        batch = batch | stages.prepare_mini_batches(batch, actor, sizes, seed)
+        columns = stages.policy_columns(batch, actor, own_forward)
+        parts, shares = self.actor_rollout_wg.num_parts("update_actor"), actor.use_prefix_grouper
+        dealt = self._deal(batch, parts, columns, sizes, shares)
+        # Only what differs from the configuration: the method of a user's own worker may take the rows alone.
+        arguments = self._own_sizes(batch, dealt) | ({"own_forward": True} if own_forward else {})
+        if self.entropy_ctrl.value != actor.entropy_coeff:
+            arguments["entropy_coeff"] = self.entropy_ctrl.value
+        # The rows that PF-PPO drew are not those of the batch that is written.
+        if self.token_dump.is_due(context.number) and not self.typed_config.algorithm.use_pf_ppo:
+            arguments["record_tokens"] = True
+        updated = self.actor_rollout_wg.group.update_actor(dealt.rows, **arguments)
+        repeated = stages.repeated_prompts(batch, sizes) if shares else ()
+        return self._take_update("update_actor", batch, dealt, updated, actor.ppo_epochs, context, repeated)
 
     def _mini_batch_sizes(self, batch: DataProto, prompts: int) -> list[int]:
         """Rows of each mini-batch of ``prompts`` prompts, all of whose trajectories it has; at least one mini-batch."""
@@ -611,15 +630,19 @@ class RayPPOTrainer(FitParts):
         name: str,
         batch: DataProto,
         dealt: DealtBatch,
-        updated: DataProto,
+        updated: DataProto | DataProtoFuture,
         epochs: int,
         context: PPOStepContext,
         repeated: Sequence[int] = (),
-    ) -> DataProto:
+    ) -> DataProto | DataProtoFuture:
         """Record an update's metrics, FLOPs and non-finite values; return its columns in the order of the batch.
 
+        Of an update that is still computed, the result is a future, and all this happens when it is waited for.
         ``repeated`` are the lengths of prompts that were not computed, because an earlier row has the same one.
         """
+        if isinstance(updated, DataProtoFuture):
+            take = functools.partial(self._take_update, name, batch, dealt)
+            return updated.then(lambda ready: wait_for(take(ready, epochs, context, repeated)))
         once = self.arithmetic[name].training_flops(*stages.token_counts(batch), repeated)
         context.flops[name] = None if once is None else epochs * once
         metrics = dealt.metrics | updated.meta_info["metrics"]
@@ -659,7 +682,7 @@ class RayPPOTrainer(FitParts):
             **trajectory_metrics(rewards.batches),
             **rewards.metrics(),
             **compute_timing_metrics(batch, seconds, generated=rewards.generated_tokens()),
-            **compute_throughout_metrics(batch, seconds, n_gpus=self.actor_rollout_wg.world_size),
+            **compute_throughout_metrics(batch, seconds, n_gpus=self.resource_pool_manager.get_n_gpus()),
             **compute_mfu_metrics(context.flops, self.arithmetic, seconds),
             **self.bad_steps.metrics(),
             **self.stored_rollouts.metrics(),
