@@ -45,7 +45,7 @@ LAYERS = {
     "verl.config": 1,
     "verl.errors": 0,
     "verl.base": 0,
-    "verl": 2,
+    "verl": 8,  # the public face, whose names are loaded when asked for
 }
 
 

@@ -15,8 +15,16 @@ if sys.version_info < (3, 11):  # noqa: UP036  a clone may be used without pip, 
     )
     raise (SystemExit if sys.argv[:1] == ["-m"] else ImportError)(_NEEDS)
 
+from typing import TYPE_CHECKING
+
 from verl.base import doors
 from verl.base.lazy import on_first_use
+
+if TYPE_CHECKING:
+    from verl.api.result import TrainingResult
+    from verl.api.sampling import evaluate, generate
+    from verl.api.training import sft, train
+    from verl.protocol import DataProto
 
 __version__ = "0.1.0"
 __all__ = ["DataProto", "TrainingResult", "__version__", "evaluate", "generate", "sft", "train"]
@@ -24,7 +32,7 @@ __all__ = ["DataProto", "TrainingResult", "__version__", "evaluate", "generate",
 doors.install()
 
 
-# `import verl.errors` or `verl.utils` does not load torch; for type checkers the names are in __init__.pyi.
+# `import verl.errors` or `verl.utils` does not load torch.
 __getattr__ = on_first_use(
     __name__,
     {

@@ -187,8 +187,10 @@ def _named_folders(start: Mapping[str, Any], metrics: Path) -> Iterator[NamedFol
     for kind, key in keys.items():
         if isinstance(name := trainer.get(key), str) and name and "\0" not in name:
             path, cwd = Path(os.path.expanduser(name)), start.get("cwd")
-            if path.is_absolute() or (isinstance(cwd, str) and "\0" not in cwd):
-                yield NamedFolder(Path(os.path.realpath(path if path.is_absolute() else Path(cwd, path))), kind)
+            if path.is_absolute():
+                yield NamedFolder(Path(os.path.realpath(path)), kind)
+            elif isinstance(cwd, str) and "\0" not in cwd:
+                yield NamedFolder(Path(os.path.realpath(Path(cwd, path))), kind)
             elif above := [parent / path for parent in metrics.parents if _has_samples(parent / path)]:
                 yield NamedFolder(above[0].resolve(), kind)
 

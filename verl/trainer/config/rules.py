@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from verl import algorithms
+import verl.algorithms as algorithms
 from verl.algorithms import rollout_correction as correction
 from verl.base.registry import suggest
 from verl.base.requirements import install_command

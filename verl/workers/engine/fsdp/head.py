@@ -148,7 +148,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=wide)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
