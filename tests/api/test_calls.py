@@ -121,7 +121,17 @@ def test_what_an_argument_decides_is_no_setting(tmp_path: Path) -> None:
         verl.train("model", ROWS, output_dir=tmp_path)
     with pytest.raises(ConfigError, match="the call has no reward"):
         verl.evaluate("model", ROWS)
-    with pytest.raises(ConfigError, match=r"needs ground_truth, and no row has .* Columns: answer, prompt"):
+    with pytest.raises(ConfigError, match="reward_funcs of TRL is the argument reward here"):
+        verl.train("model", ROWS, reward_funcs=digits, output_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"is list\. Give a dict"):
+        verl.train("model", ROWS, digits, settings=["n=2"], output_dir=tmp_path)  # pyright: ignore
+    with pytest.raises(ConfigError, match="Give a list of classes"):
+        verl.train("model", ROWS, digits, environments="Stairs", output_dir=tmp_path)  # pyright: ignore
+    with pytest.raises(ConfigError, match=r"Give a list: tools=\[f\]"):
+        verl.train("model", ROWS, digits, tools=digits, output_dir=tmp_path)  # pyright: ignore
+    with pytest.raises(ConfigError, match="needs answer, and eval_data has no such column"):
+        verl.train("model", ROWS, lambda solution_str, answer: 1.0, eval_data=[{"prompt": "a"}], output_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"needs ground_truth, and no row of data has .* Columns: answer, prompt"):
         verl.train("model", ROWS, lambda solution_str, ground_truth: 1.0, output_dir=tmp_path)
 
 
@@ -132,13 +142,26 @@ def test_a_call_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: py
     assert list((tmp_path / "outputs").iterdir()) == []
 
 
+def test_a_call_that_is_refused_leaves_the_files_of_another_run(tmp_path: Path) -> None:
+    own = tmp_path / "functions.py"
+    own.write_text("mine")
+    with pytest.raises(ConfigError, match=r"functions\.py would be replaced, and no run wrote it"):
+        verl.train("model", ROWS, digits, output_dir=tmp_path)
+    (tmp_path / "metrics.jsonl").touch()  # a call began here
+    with pytest.raises(ConfigError, match="there is no such key"):
+        verl.train("model", ROWS, digits, learning_rte=1, output_dir=tmp_path)
+    assert (own.read_text(), (tmp_path / "data/train.jsonl").exists()) == ("mine", False)
+    with pytest.raises(ConfigError, match=r"it has no metrics\.jsonl"):
+        TrainingResult(tmp_path / "data")
+
+
 def test_mistakes_are_told_before_a_model_loads(tmp_path: Path) -> None:
     hollow = hollow_model_dir(tmp_path / "model")
     with pytest.raises(ConfigError) as error:
         verl.train(hollow, ROWS, digits, learning_rte=1, top_p=2.0, output_dir=tmp_path / "run", **SMALL)
     assert "learning_rte=1: there is no such key" in str(error.value)
     assert "actor_rollout_ref.rollout.top_p=2.0" in str(error.value)
-    with pytest.raises(ConfigError, match="needs answr, and the data has no such column"):
+    with pytest.raises(ConfigError, match="needs answr, and data has no such column"):
         verl.train(hollow, ROWS, lambda solution_str, answr: 1.0, output_dir=tmp_path / "run", **SMALL)
     with pytest.raises(ConfigError, match="model is int"):
         verl.train(3, ROWS, digits, output_dir=tmp_path / "run", **SMALL)  # pyright: ignore

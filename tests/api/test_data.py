@@ -12,7 +12,7 @@ import pandas as pd
 import PIL.Image
 import pytest
 
-from verl.api.data import as_rows, read_jsonl, write_jsonl, write_prompts
+from verl.api.data import as_rows, read_jsonl, supervised_rows, write_jsonl, write_prompts
 from verl.errors import DataError
 from verl.vision.images import read_image
 
@@ -38,7 +38,9 @@ def test_all_kinds_give_the_same_rows(tmp_path: Path) -> None:
     ("data", "words"),
     [
         ([], "data has no rows"),
-        (["a"], "there is no file 'a'"),
+        (["a"], "'a' is no file of rows"),
+        ("a.jsonl", "there is no file 'a.jsonl'"),
+        (pd.DataFrame([["a", 1, 2]], columns=["prompt", "x", "x"]), "several columns called x"),
         ([{"prompt": "a"}, 3], "data, row 1 is int 3, not a dict"),
         (datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS)), "of train. Give one of them"),
         ((row for row in ROWS), "without a length"),
@@ -84,3 +86,9 @@ def test_a_missing_prompt_and_a_value_without_json_are_named(tmp_path: Path) -> 
         write_prompts([{"question": "a"}], tmp_path / "a.jsonl", "prompt", "data")
     with pytest.raises(DataError, match="data, row 1 cannot be written as JSON: object"):
         write_jsonl([{"a": 1}, {"a": object()}], tmp_path / "a.jsonl", "data")
+    for prompt in (None, float("nan"), 3):
+        with pytest.raises(DataError, match=f"data, row 1: prompt is {prompt}"):
+            write_prompts([{"prompt": "a"}, {"prompt": prompt}], tmp_path / "a.jsonl", "prompt", "data")
+    with pytest.raises(DataError, match=r"neither a column messages nor prompt and completion\. Its columns: prompt,"):
+        supervised_rows([{"prompt": "a", "response": "b"}], "data")
+    assert supervised_rows([{"q": "a", "r": "b"}], "data", ["data.prompt_key"]) == ([{"q": "a", "r": "b"}], {})

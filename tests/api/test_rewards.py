@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from verl.api.functions import with_resolved_types, write_module
 from verl.api.rewards import BatchRewards, check_columns, combined, named_rewards
@@ -76,13 +77,20 @@ def test_messages_and_none_as_in_trl() -> None:
     seen = scored([asked_and_right], rows, text_prompts=False)
     assert seen == [{"score": 1.0}, {"score": 0.0}]
     with pytest.raises(RewardError, match="no reward function judged the response: reward_1 returned None"):
-        scored([lambda completions: [None]], [row("a")])
+        scored([lambda solution_str: None], [row("a")])
 
 
 def test_a_function_of_everything_gets_everything() -> None:
     seen: dict[str, Any] = {}
     scored([lambda solution_str, **columns: float(not seen.update(columns))], [row("a", "who?", answer="b", level=3)])
     assert seen == {"prompt": "who?", "answer": "b", "level": 3}
+
+
+def test_what_is_no_number_fails_its_own_response() -> None:
+    found = scored([lambda solution_strs: [1.0, None, "x", torch.zeros(2)]], [row(text) for text in "abcd"])
+    assert found == [{"score": 1.0}, None, "x", "tensor([0., 0.])"]
+    with pytest.raises(RewardError, match=r"reward_1 returned Tensor tensor\(\[0., 0.\]\), not a number"):
+        scored([lambda solution_str: torch.zeros(2)], [row("a")])
 
 
 def test_async_functions_and_dicts() -> None:
@@ -117,9 +125,7 @@ def test_what_is_no_reward_is_refused(functions: Any, weights: Any, words: str) 
 
 def test_a_parameter_without_a_column_is_refused_before_the_run() -> None:
     check_columns(named_rewards([right, short, asked_and_right], None), ["prompt", "answer"])
-    with pytest.raises(
-        ConfigError, match=r"right\(.* needs answer, and the data has no such column. Its columns: prompt"
-    ):
+    with pytest.raises(ConfigError, match=r"right\(.* needs answer, and data has no such column. Its columns: prompt"):
         check_columns(named_rewards([right], None), ["prompt"])
 
 

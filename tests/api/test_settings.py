@@ -73,6 +73,7 @@ def test_the_same_name_is_another_key_of_another_command() -> None:
         ({"num_train_epochs": 0.5}, "passes over the data are whole"),
         ({"num_generations": 8, "n": 4}, "num_generations and n both mean"),
         ({"gradient_checkpointing": 1, f"{'actor_rollout_ref.model'}.enable_gradient_checkpointing": 0}, "both mean"),
+        ({"betas": [0.9, print]}, "holds builtin_function_or_method. A setting is a text, a number"),
         ({"name": "x"}, "can be actor_rollout_ref.rollout.name or custom_reward_function.name"),
     ],
 )

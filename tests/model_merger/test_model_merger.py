@@ -143,7 +143,14 @@ def test_refusals(checkpoint, tmp_path, caplog):
     (tmp_path / "p/run").mkdir(parents=True)
     (tmp_path / "p/run/latest_checkpointed_iteration.txt").write_text("7")
     assert run("merge", tmp_path) == 1
-    assert f"{tmp_path} holds no shards of a model; below it are the runs {tmp_path}/p/run." in caplog.text
+    assert f"{tmp_path}/p/run holds no shards of a model. Name" in caplog.text  # the only run is taken
+    (tmp_path / "p/two").mkdir()
+    (tmp_path / "p/two/latest_checkpointed_iteration.txt").write_text("7")
+    assert run("merge", tmp_path) == 1
+    assert (
+        f"{tmp_path} holds no shards of a model; below it are the runs {tmp_path}/p/run, {tmp_path}/p/two."
+        in caplog.text
+    )
     (tmp_path / "fsdp_config.json").write_text("{}")
     assert run("merge", tmp_path) == 1
     assert "config.json is missing" in caplog.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import datetime
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,21 @@ def as_rows(data: Rows, what: str) -> list[dict[str, Any]]:
         DataError: it is none of the kinds, has no rows, or a file cannot be read.
     """
     if isinstance(data, (str, Path)) or (_is_list(data) and data and all(isinstance(one, (str, Path)) for one in data)):
-        from verl.utils.dataset.files import open_files
+        from verl.utils.dataset.files import SUFFIXES, open_files
 
-        files = open_files([str(one) for one in ([data] if isinstance(data, (str, Path)) else data)], what)
+        paths = [str(one) for one in ([data] if isinstance(data, (str, Path)) else data)]
+        if text := next((path for path in paths if not path.endswith(SUFFIXES) and not Path(path).exists()), None):
+            raise DataError(
+                f"{what}: {text!r:.80} is no file of rows, whose names end in {', '.join(SUFFIXES)}. Of prompts as "
+                "texts make rows: [{'prompt': text}, ...]. A data set of the Hugging Face hub is loaded by "
+                "datasets.load_dataset(NAME, split='train')."
+            )
+        files = open_files(paths, what)
         return [file.row(number) for file in files for number in range(len(file))]
     if hasattr(data, "to_dict") and hasattr(data, "iloc"):
+        if not data.columns.is_unique:
+            twice = ", ".join(sorted({str(name) for name in data.columns[data.columns.duplicated()]}))
+            raise DataError(f"{what} has several columns called {twice}. Rename or drop all but one.")
         rows = data.to_dict("records")
     elif isinstance(data, Mapping):
         splits = ", ".join(map(str, data))
@@ -81,6 +91,11 @@ def write_prompts(rows: Sequence[dict[str, Any]], path: Path, prompt_key: str, w
             f"{what} has no column '{prompt_key}'; its columns are {', '.join(columns)}. The prompt is a text or a "
             "list of messages; prompt_key='NAME' names another column."
         )
+    for number, row in enumerate(rows):
+        if not (isinstance(row.get(prompt_key), str) or hasattr(row.get(prompt_key), "__len__")):
+            raise DataError(
+                f"{what}, row {number}: {prompt_key} is {row.get(prompt_key)!r:.80}. Give a text or a list of messages."
+            )
     write_jsonl(rows, path, what)
     texts = all(isinstance(row.get(prompt_key), str) for row in rows)
     truths = [(row.get("reward_model") or {}).get("ground_truth", row.get("ground_truth")) for row in rows]
@@ -88,14 +103,27 @@ def write_prompts(rows: Sequence[dict[str, Any]], path: Path, prompt_key: str, w
     return DataFiles([str(path)], columns, len(rows), prompt_key, texts, has_truth)
 
 
-def supervised_rows(rows: list[dict[str, Any]], what: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def supervised_rows(
+    rows: list[dict[str, Any]], what: str, given: Collection[str] = ()
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return rows in the form of ``verl sft``, and the settings that name their columns.
 
     Rows with ``messages`` stay as they are. A ``completion`` that is one message of the assistant becomes its text.
 
+    Args:
+        rows: the rows.
+        what: the argument that holds them, for messages.
+        given: keys of the settings that the call gives, which may name other columns.
+
     Raises:
-        DataError: a completion is neither a text nor such a message.
+        DataError: a completion is neither a text nor such a message, or neither column is there.
     """
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    if not {"messages", "completion"} & set(columns) and not any(key.endswith("_key") for key in given):
+        raise DataError(
+            f"{what} has neither a column messages nor prompt and completion. Its columns: {', '.join(columns)}. "
+            "Rename them, or name yours: messages_key='NAME', or prompt_key='NAME' and response_key='NAME'."
+        )
     if not rows or "completion" not in rows[0] or "messages" in rows[0]:
         return rows, {}
     made = []

@@ -75,13 +75,10 @@ def write_objects(
     if rewards:
         check_columns(rewards, files.columns, files.has_truth)
         named.append((REWARD, combined(rewards, files.columns, files.prompt_key, files.text_prompts)))
+    if not isinstance(tools, Sequence):
+        raise ConfigError(f"tools={tools!r:.100} is {type(tools).__name__}. Give a list: tools=[f].")
     named += [(tool.__name__, tool) for tool in map(_marked, tools)]
-    for environment in environments:
-        if not (isinstance(environment, type) and issubclass(environment, Environment)):
-            raise ConfigError(
-                f"environments: {environment!r:.100} is no subclass of verl.environments.base.Environment."
-            )
-        named.append((environment.__name__, environment))
+    named += [(environment.__name__, environment) for environment in environments]
     names = [name for name, _ in named]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two of the functions and classes are called {twice}. Give each a name of its own.")
@@ -100,6 +97,22 @@ def write_objects(
     if tools or environments:
         keys[f"{_MULTI_TURN}.enable"] = True
     return keys
+
+
+def check_environments(environments: Sequence[type]) -> None:
+    """Check that a call's environments are a list of their classes.
+
+    Raises:
+        ConfigError: they are anything else.
+    """
+    if not isinstance(environments, Sequence) or isinstance(environments, str):
+        shown = f"{environments!r:.100} is {type(environments).__name__}"
+        raise ConfigError(f"environments={shown}. Give a list of classes: environments=[Stairs].")
+    for environment in environments:
+        if not (isinstance(environment, type) and issubclass(environment, Environment)):
+            raise ConfigError(
+                f"environments: {environment!r:.100} is no subclass of verl.environments.base.Environment."
+            )
 
 
 def _marked(tool: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,10 +25,15 @@ class TrainingResult:
 
     Args:
         folder: everything that the run wrote; ``verl view FOLDER`` shows it.
+
+    Raises:
+        ConfigError: no call wrote into it.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).expanduser()
+        self.folder = Path(folder).expanduser().absolute()
+        if not (self.folder / METRICS).is_file():
+            raise ConfigError(f"{self.folder} is no folder of a call of verl.train or verl.sft: it has no {METRICS}.")
 
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:

@@ -10,10 +10,14 @@ import functools
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl.errors import ConfigError, RewardError
+
+__tracebackhide__ = True
+"""Messages about a reward function begin with its own lines."""
 
 Function = Callable[..., Any]
 Form = Literal["sample", "texts", "completions", "batch"]
@@ -118,13 +122,16 @@ def no_reward(solution_str: str) -> float:
     raise RewardError("the environment gave no reward for this episode, and the call has no reward function.")
 
 
-def check_columns(rewards: Sequence[Reward], columns: Collection[str], has_truth: bool = True) -> None:
+def check_columns(
+    rewards: Sequence[Reward], columns: Collection[str], has_truth: bool = True, what: str = "data"
+) -> None:
     """Check that every required parameter of the functions is a column or is given anyway.
 
     Args:
         rewards: the functions.
         columns: those of the data.
         has_truth: whether any row has a ground truth, which functions otherwise cannot ask for.
+        what: the argument that holds the data, for messages.
 
     Raises:
         ConfigError: names the function, the parameter and the columns.
@@ -139,14 +146,14 @@ def check_columns(rewards: Sequence[Reward], columns: Collection[str], has_truth
             continue
         if not has_truth and (name := next((name for name in required if name in _OF_TRUTH), None)):
             raise ConfigError(
-                f"the reward function {reward.name} needs {name}, and no row has a ground truth, in reward_model or in "
-                f"a column ground_truth. Columns: {', '.join(sorted(columns))}. Name the column that has it as the "
-                "parameter, or give the parameter a default."
+                f"the reward function {reward.name} needs {name}, and no row of {what} has a ground truth, in "
+                f"reward_model or in a column ground_truth. Columns: {', '.join(sorted(columns))}. Name the column "
+                "that has it as the parameter, or give the parameter a default."
             )
         if missing := [name for name in required if name not in columns and name not in given[reward.form]]:
             raise ConfigError(
                 f"the reward function {reward.name}{inspect.signature(reward.function)} needs {', '.join(missing)}, "
-                f"and the data has no such column. Its columns: {', '.join(sorted(columns))}. Beside them a function "
+                f"and {what} has no such column. Its columns: {', '.join(sorted(columns))}. Beside them a function "
                 f"of this form gets {', '.join(given[reward.form])}. Rename the parameter or the column, or give the "
                 "parameter a default."
             )
@@ -233,10 +240,12 @@ class _Rewards:
             if value is None:
                 continue
             if isinstance(value, bool) or hasattr(value, "item"):  # numbers of numpy and torch
-                value = float(value)
+                with suppress(TypeError, ValueError, RuntimeError):  # of an array with several: reported below
+                    value = float(value)
             if not isinstance(value, (int, float)):
                 raise RewardError(
-                    f"{reward.name} returned {type(value).__name__} {value!r:.100}, not a number. {FORMS}"
+                    f"{reward.name} returned {type(value).__name__} {value!r:.100}, not a number, nor a dict whose "
+                    "'score' is one."
                 )
             values.append(reward.weight * value)
             if not self.is_only:
@@ -307,7 +316,15 @@ class BatchRewards(_Rewards):
                     f"{reward.name} returned {found} for {len(texts)} responses; expected a list of {len(texts)}."
                 )
             by_function.append(list(result))
-        return [self.total(scores) for scores in zip(*by_function, strict=True)]
+        return [self.total_or_unusable(scores) for scores in zip(*by_function, strict=True)]
+
+    def total_or_unusable(self, scores: Sequence[Any]) -> Any:
+        """Add up as :meth:`total`; where that is not possible, return what is no number: this response alone fails."""
+        try:
+            return self.total(scores)
+        except RewardError:
+            unusable = next((score for score in scores if not isinstance(score, (int, float, type(None)))), None)
+            return unusable if unusable is None or isinstance(unusable, (str, dict)) else repr(unusable)
 
 
 async def _awaited(results: Sequence[Awaitable[Any]]) -> list[Any]:

@@ -51,6 +51,11 @@ def keys_of_call(settings: Mapping[str, Any], root: type[BaseConfig]) -> dict[st
     written: dict[str, str] = {}
     for name, given in settings.items():
         value = given.item() if hasattr(given, "item") else str(given) if isinstance(given, Path) else given
+        if (unusable := _no_setting(value)) is not None:
+            raise ConfigError(
+                f"{name}={given!r:.100} holds {type(unusable).__name__}. A setting is a text, a number, true or false, "
+                "None, or a list or dict of these."
+            )
         for key, ours in _keys(name, value, known, root).items():
             if key in found and found[key] != ours:
                 raise ConfigError(
@@ -58,6 +63,15 @@ def keys_of_call(settings: Mapping[str, Any], root: type[BaseConfig]) -> dict[st
                 )
             found[key], written[key] = ours, name
     return found
+
+
+def _no_setting(value: Any) -> Any:
+    """Return the first object in a value that no configuration file can hold, or None."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return next((found for one in value if (found := _no_setting(one)) is not None), None)
+    return None if value is None or isinstance(value, (str, int, float)) else value
 
 
 def _keys(name: str, value: Any, known: Collection[str], root: type[BaseConfig]) -> dict[str, Any]:
@@ -156,8 +170,13 @@ def settings_of(settings: Mapping[str, Any] | None, more: Mapping[str, Any]) -> 
     """Join the settings of a call, which come in a dict and as arguments.
 
     Raises:
-        ConfigError: one is given in both ways.
+        ConfigError: one is given in both ways, or the dict is something else.
     """
+    if settings is not None and not isinstance(settings, Mapping):
+        raise ConfigError(
+            f"settings={settings!r:.100} is {type(settings).__name__}. Give a dict: "
+            'settings={"actor_rollout_ref.rollout.n": 4}.'
+        )
     if twice := set(settings or {}) & set(more):
         raise ConfigError(f"{', '.join(sorted(twice))}: given in settings and as an argument. Keep one.")
     return {**(settings or {}), **more}

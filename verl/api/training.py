@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from verl.api.data import DataFiles, Rows, as_rows, supervised_rows, write_jsonl, write_prompts
-from verl.api.objects import NO_REWARD, RewardArgument, rewards_of, write_objects
+from verl.api.functions import MODULE
+from verl.api.objects import NO_REWARD, RewardArgument, check_environments, rewards_of, write_objects
 from verl.api.result import CHECKPOINTS, METRICS, SAMPLES, TrainingResult, path_of
+from verl.api.rewards import check_columns
 from verl.api.settings import (
     COUNTED,
     batch_sizes,
@@ -27,6 +29,7 @@ from verl.api.settings import (
 from verl.base import env
 from verl.config import BaseConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError
+from verl.supervision.lock import FolderLock
 from verl.utils.console import restart_clock
 
 MOST_PROMPTS = 32
@@ -85,7 +88,8 @@ def train(
         raise ConfigError(f"algorithm={algorithm!r} and algorithm.adv_estimator={estimator!r} differ. Keep one.")
     if reward is not None and "custom_reward_function.path" in given:
         raise ConfigError("custom_reward_function.path and reward both choose the reward. Keep one.")
-    with _folder(output_dir, estimator) as folder:
+    with _folder(output_dir, estimator) as (folder, checked):
+        check_environments(environments)
         files, val = _prompts(data, eval_data, folder, given.get("data.prompt_key", "prompt"), environments)
         per_prompt = given.get(f"{_ROLLOUT}.n", 1 if estimator == "gae" else GROUP)
         defaults = _run_defaults(folder, ray) | {
@@ -109,6 +113,8 @@ def train(
         if not has_reward and not given.keys() & {"reward_model.enable", "custom_reward_function.path"}:
             raise ConfigError(NO_REWARD)
         defaults |= write_objects(reward, reward_weights, tools, environments, files, folder)
+        if val is not None and not environments:
+            check_columns(rewards_of(reward, reward_weights), val.columns, val.has_truth, "eval_data")
         if estimator == "gdpo" and (rewards := rewards_of(reward, reward_weights)):
             defaults |= {
                 "algorithm.gdpo_reward_keys": [one.name for one in rewards],
@@ -116,12 +122,13 @@ def train(
                 "reward_model.reward_manager": "gdpo",
             }
         config = checked_config(defaults, given, PPOConfig)
+        checked()
 
-    from verl.trainer.main_ppo import run_ppo
+        from verl.trainer.main_ppo import run_ppo
 
-    restart_clock()
-    with env.file_logger_at(folder / METRICS):
-        run_ppo(config)
+        restart_clock()
+        with env.file_logger_at(folder / METRICS):
+            run_ppo(config)
     return TrainingResult(folder)
 
 
@@ -152,8 +159,8 @@ def sft(
         DataError: the rows cannot be used.
     """
     given, counted = _given(settings, more_settings, SFTConfig)
-    with _folder(output_dir, "sft") as folder:
-        rows, keys = supervised_rows(as_rows(data, "data"), "data")
+    with _folder(output_dir, "sft") as (folder, checked):
+        rows, keys = supervised_rows(as_rows(data, "data"), "data", given)
         write_jsonl(rows, folder / "data" / "train.jsonl", "data")
         defaults = (
             _run_defaults(folder, ray)
@@ -170,19 +177,20 @@ def sft(
             defaults |= rows_of_batch(counted, ranks_of({**defaults, **given})) | {"data.use_dynamic_bsz": False}
         if eval_data is not None:
             write_jsonl(
-                supervised_rows(as_rows(eval_data, "eval_data"), "eval_data")[0],
+                supervised_rows(as_rows(eval_data, "eval_data"), "eval_data", given)[0],
                 folder / "data" / "eval.jsonl",
                 "eval_data",
             )
             defaults["data.val_files"] = [str(folder / "data" / "eval.jsonl")]
             defaults["trainer.test_freq"] = _steps_of_pass(len(rows), defaults, given)
         config = checked_config(defaults, given, SFTConfig)
+        checked()
 
-    from verl.trainer.sft_trainer import run_sft
+        from verl.trainer.sft_trainer import run_sft
 
-    restart_clock()
-    with env.file_logger_at(folder / METRICS):
-        run_sft(config)
+        restart_clock()
+        with env.file_logger_at(folder / METRICS):
+            run_sft(config)
     return TrainingResult(folder)
 
 
@@ -196,6 +204,8 @@ ARGUMENTS = {
     "trainer.validation_data_dir": "output_dir",
 }
 """Settings that an argument of the call decides."""
+OF_TRL = {"reward_funcs": "reward", "train_dataset": "data", "eval_dataset": "eval_data"}
+"""Arguments of TRL's trainers whose values are objects, and ours."""
 
 
 def _given(
@@ -207,10 +217,12 @@ def _given(
         ConfigError: as in :func:`keys_of_call`, or one is decided by an argument.
     """
     every = settings_of(settings, more)
+    if theirs := next((name for name in every if name in OF_TRL), None):
+        raise ConfigError(f"{theirs} of TRL is the argument {OF_TRL[theirs]} here: {OF_TRL[theirs]}=...")
     counted = {name: every.pop(name) for name in COUNTED if name in every}
     given = keys_of_call(every, root)
     if owned := next((key for key in given if key in ARGUMENTS), None):
-        raise ConfigError(f"{owned}={given[owned]!r}: the argument {ARGUMENTS[owned]} decides it. Give it there.")
+        raise ConfigError(f"{owned}={given[owned]!r:.100}: the argument {ARGUMENTS[owned]} decides it. Give it there.")
     if "trainer.logger" in given:
         loggers = given["trainer.logger"]
         loggers = [loggers] if isinstance(loggers, str) else list(loggers)
@@ -219,11 +231,15 @@ def _given(
 
 
 @contextmanager
-def _folder(output_dir: str | Path | None, kind: str) -> Iterator[Path]:
-    """Yield the folder of the run: the call's, or a new one in ``outputs``, which is deleted if the block raises.
+def _folder(output_dir: str | Path | None, kind: str) -> Iterator[tuple[Path, Callable[[], None]]]:
+    """Yield the folder of the run, the call's or a new one in ``outputs``, and a function to call once all is checked.
+
+    The folder is locked against other runs. If the block raises before that call, a new folder is deleted, and one that
+    was there has the files of its last run again.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be made or written, or has a file of this name that no run wrote.
+        CheckpointError: another run writes into it.
     """
     name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     folders = (Path("outputs").absolute() / (f"{name}-{number}" if number else name) for number in itertools.count())
@@ -234,13 +250,26 @@ def _folder(output_dir: str | Path | None, kind: str) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"the run's folder {folder} cannot be made: {error}. Name another output_dir.") from error
-    is_ready = False
-    try:
-        yield folder
-        is_ready = True
-    finally:
-        if output_dir is None and not is_ready:
-            shutil.rmtree(folder)
+    marker, *others = written = [folder / name for name in (METRICS, MODULE, "data/train.jsonl", "data/eval.jsonl")]
+    if not marker.exists() and (foreign := next((path for path in others if path.exists()), None)):
+        raise ConfigError(f"{foreign} would be replaced, and no run wrote it. Name another output_dir.")
+    with FolderLock(folder / CHECKPOINTS):
+        before = {path: path.read_bytes() if path.exists() else None for path in written}
+        marker.touch()
+        is_checked = False
+
+        def checked() -> None:
+            nonlocal is_checked
+            is_checked = True
+
+        try:
+            yield folder, checked
+        finally:
+            if output_dir is None and not is_checked:
+                shutil.rmtree(folder)
+            elif not is_checked:
+                for path, content in before.items():
+                    path.unlink(missing_ok=True) if content is None else path.write_bytes(content)
 
 
 def _run_defaults(folder: Path, ray: bool) -> dict[str, Any]:
@@ -267,7 +296,9 @@ def _sizes(
         # An incomplete last batch is dropped, so steps are of equal size: 40 rows are 2 steps of 20, not 32 and a rest.
         steps = math.ceil(rows / MOST_PROMPTS)
         prompts = given.get("data.train_batch_size", rows // steps)
-        sizes = {"data.train_batch_size": prompts, f"{_ACTOR}.ppo_mini_batch_size": prompts}
+        sizes = {"data.train_batch_size": prompts}
+        if isinstance(prompts, str) or prompts:  # else it alone is reported
+            sizes[f"{_ACTOR}.ppo_mini_batch_size"] = prompts
     micro_batch = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
     on_device = given.get(micro_batch, sizes.get(micro_batch))
     if on_device is None:

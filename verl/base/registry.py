@@ -16,7 +16,8 @@ T = TypeVar("T")
 
 def suggest(name: str, known: Sequence[str]) -> str:
     """``" Did you mean 'grpo'?"`` for the known name nearest to ``name``, or an empty string."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    near = [one for one in known if one.casefold() == name.casefold()]
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f" Did you mean '{near[0]}'?" if near else ""
 
 

@@ -113,6 +113,8 @@ def shards_of(named: Path, backend: str | None) -> Path:
         runs = sorted(
             {file.parent for file in named.glob(f"*/{LATEST}")} | {f.parent for f in named.glob(f"*/*/{LATEST}")}
         )
+        if len(runs) == 1:  # such as the checkpoints in the folder of a call of verl.train
+            return shards_of(runs[0], backend)
         below = f"; below it are the runs {', '.join(map(str, runs[:5]))}" if runs else ""
         raise CheckpointError(
             f"{named} holds no shards of a model{below}. Name the folder of a run, of a step (global_step_N), or of an "

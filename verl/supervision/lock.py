@@ -67,7 +67,7 @@ class FolderLock:
             raise CheckpointError(
                 f"another run writes into {self.path.parent}: {_holder(self.path)}. Two runs in one folder would "
                 "overwrite each other's checkpoints. Give this one another folder (default_local_dir, or "
-                "experiment_name), or end the other one first."
+                "experiment_name; output_dir of a call of Python), or end the other one first."
             ) from error
         except OSError as error:
             logger.warning(

@@ -374,10 +374,10 @@ class TrainingLoop:
             status(f"finished: {done} step{'s' * (done != 1)}, up to step {self.global_steps}")
         elif not getattr(trainer, "val_only", False):
             status(
-                f"this run had finished: step {self.global_steps} of {self.total_training_steps} is saved in "
-                f"{self.checkpoint.root}, and nothing is left to do. For more steps raise trainer.total_training_steps "
+                f"this run had finished: step {self.global_steps} is saved in {self.checkpoint.root}, and nothing is "
+                f"left of {self.total_training_steps} steps. For more steps raise trainer.total_training_steps "
                 "or trainer.total_epochs; to train anew set another trainer.experiment_name (or "
-                "trainer.default_local_dir), or trainer.resume_mode=disable."
+                "trainer.default_local_dir; in a call of Python output_dir), or trainer.resume_mode=disable."
             )
 
     def _how_to_go_on(self) -> str:

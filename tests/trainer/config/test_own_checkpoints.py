@@ -49,11 +49,14 @@ def test_data_and_models_may_have_been_moved(saved: Run, tmp_path_factory: pytes
         ({"actor_rollout_ref.model.path": "Qwen/Qwen3-0.6B"}, "actor_rollout_ref.model.path"),
         ({"data.train_files": "val.jsonl", "data.val_files": "train.jsonl"}, "data.train_files"),
         ({"algorithm.adv_estimator": "rloo"}, "algorithm.adv_estimator"),
+        ({"actor_rollout_ref.model.lora_rank": 8}, "actor_rollout_ref.model.lora_rank"),
         ({"actor_rollout_ref.actor.policy_loss.loss_mode": "gspo"}, "actor_rollout_ref.actor.policy_loss.loss_mode"),
     ],
 )
-def test_another_model_data_or_algorithm_is_refused(saved: Run, changes: dict[str, str], key: str):
-    files = {name: str(saved.folder / value) for name, value in changes.items() if (saved.folder / value).is_file()}
+def test_another_model_data_or_algorithm_is_refused(saved: Run, changes: dict[str, Any], key: str):
+    files = {
+        name: str(saved.folder / value) for name, value in changes.items() if (saved.folder / str(value)).is_file()
+    }
     folder = saved.folder / "checkpoints"
     message = only(saved.refusal(changes | files))
     assert f"trainer.default_local_dir={folder}: another run saved global_step_40 there" in message

@@ -41,6 +41,7 @@ PAGE_SIZE = RUNNING.size + TAKEN_BACK.size
 CHECK_PAGE = 0
 """Call number of an empty message to an async worker: cancel the calls that the shared page takes back."""
 MAX_TEXT = 20_000
+__tracebackhide__ = True
 CANNOT_FORK = 71
 """Exit code (EX_OSERR) of a monitor that cannot fork its worker, because of the system's limits."""
 
@@ -153,8 +154,8 @@ class _Attempt:
             number = next(n for n, wanted in enumerate(self.fatal) if isinstance(error, wanted))
             self.reply = {"status": "error", "fatal": number, "message": str(error)[:MAX_TEXT]}
             return True
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next  # leave out the frames of this file
+        while trace is not None and trace.tb_frame.f_globals.get("__tracebackhide__"):
+            trace = trace.tb_next  # leave out the frames of modules that only pass the call on, as pytest does
         text = "".join(traceback.format_exception(kind, error, trace)).rstrip()
         self.reply = {"status": _status_of(error, text), "message": text[-MAX_TEXT:]}
         return True

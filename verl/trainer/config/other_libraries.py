@@ -221,6 +221,7 @@ TRL: tuple[OtherName, ...] = (
     OtherName("num_generations", (f"{_ROLLOUT}.n",)),
     OtherName("num_generations_eval", (f"{_ROLLOUT}.val_kwargs.n",)),
     OtherName("max_completion_length", ("data.max_response_length rollout.response_length",)),
+    OtherName("max_new_tokens", ("data.max_response_length rollout.response_length",)),
     OtherName("max_prompt_length", ("data.max_prompt_length rollout.prompt_length",)),
     OtherName("max_length", ("data.max_length",)),
     OtherName("dataloader_num_workers", ("data.dataloader_num_workers data.num_workers",)),

@@ -56,6 +56,9 @@ def generation_files(config: GenerationConfig) -> Problems:
     if config.data.output_path is None:
         yield Problem("data.output_path", None, "it must be set", remedy="name the file to write")
     else:
+        if not config.data.output_path.endswith((".parquet", ".jsonl")):
+            wrong = "a file of this kind cannot be written"
+            yield Problem("data.output_path", config.data.output_path, wrong, "a name that ends in .parquet or .jsonl")
         yield from _folder("data.output_path", config.data.output_path.rpartition("/")[0] or ".")
 
 

@@ -42,7 +42,7 @@ def own_checkpoints(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
     here = dict(flat(without_secrets(config.to_dict())))
     differences = [
         f"{key} is {shown(there[key])} there and {shown(here[key])} here"
-        for key in _identity(config)
+        for key in _identity(config, there)
         if key in there and not _equal(key, there[key], here[key])
     ]
     if command := next((name for key, name in COMMANDS.items() if key in there and key not in here), None):
@@ -53,9 +53,9 @@ def own_checkpoints(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
             + "; ".join(differences)
         )
         remedy = (
-            "set another trainer.experiment_name (or trainer.default_local_dir); or trainer.resume_mode=disable to "
-            "start anew in this folder; or, to go on from that run, trainer.resume_mode=resume_path "
-            f"trainer.resume_from_path={folder}"
+            "set another trainer.experiment_name (or trainer.default_local_dir; in a call of Python output_dir); or "
+            "trainer.resume_mode=disable to start anew in this folder; or, to go on from that run, "
+            f"trainer.resume_mode=resume_path trainer.resume_from_path={folder}"
         )
         yield Problem("trainer.default_local_dir", trainer.default_local_dir, wrong, remedy=remedy)
 
@@ -73,13 +73,16 @@ def _saved(root: Path) -> tuple[Path, Mapping[str, Any]] | None:
     return (step_folder(root, latest), settings) if isinstance(settings, Mapping) else None
 
 
-def _identity(config: PPOConfig | SupervisedConfig) -> list[str]:
+def _identity(config: PPOConfig | SupervisedConfig, there: Mapping[str, Any]) -> list[str]:
     """Return the settings by which two runs of a command are told apart."""
     if not isinstance(config, PPOConfig):
-        return ["model.path", "data.train_files"]
+        return ["model.path", "model.lora_rank", "data.train_files"]
+    # A checkpoint of an estimator without a critic has only the default of its path.
+    had_critic = there.get("algorithm.adv_estimator") == config.algorithm.adv_estimator and needs_critic(config)
     return [
         "actor_rollout_ref.model.path",
-        *(["critic.model.path"] if needs_critic(config) else []),
+        "actor_rollout_ref.model.lora_rank",
+        *(["critic.model.path"] if had_critic else []),
         "data.train_files",
         "algorithm.adv_estimator",
         "actor_rollout_ref.actor.policy_loss.loss_mode",
