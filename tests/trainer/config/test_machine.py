@@ -39,6 +39,7 @@ def loaded(*overrides: str, name: str = "ppo_trainer", root: type = PPOConfig):
 )
 def test_ranks_and_format_follow_the_gpus_unless_they_are_set(gpus, settings, ranks, dtype, monkeypatch):
     monkeypatch.setattr("verl.config.machine.local_gpus", lambda: gpus)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # tests before may have left one running
     config = loaded(*settings)
     assert (config.trainer.ranks, config.actor_rollout_ref.actor.fsdp_config.dtype) == (ranks, dtype)
     others = config.critic.model.fsdp_config, config.actor_rollout_ref.rollout, config.reward_model.rollout

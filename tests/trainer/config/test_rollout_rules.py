@@ -248,6 +248,7 @@ def test_a_run_on_a_gpu_takes_the_fast_engine_unless_it_names_one(
     assert run.load(explicit=set_by_hand).actor_rollout_ref.rollout.name == "native"
     assert name not in caplog.text  # on a CPU nothing is chosen
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # tests before may have left one running
     engine, why = engine_for_gpu(engine_python("vllm") is not None, takes_images=False)
     assert run.load(explicit=set_by_hand).actor_rollout_ref.rollout.name == engine
     assert f"{name}: {engine}, because {why}" in caplog.text

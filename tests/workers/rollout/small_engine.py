@@ -6,6 +6,7 @@ moment it leaves a file ``<moment>-<pid>``; requests that it is asked are lines 
 
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ PLAN = json.loads((FOLDER / "plan.json").read_text())
 ROW = 4096
 lock, aborted, broken = threading.Lock(), threading.Event(), threading.Event()
 weights = ""
+arriving = {}
 running = tokens = 0
 METRICS = """\
 # TYPE vllm:num_requests_running gauge
@@ -57,17 +59,15 @@ def checksum(data):
     return sum(row * (2 * j + 1) for j, row in enumerate(sums)) + rest
 
 
-def load(paths):
-    global weights
-    found = {}
-    for path in paths:
-        data = Path(path).read_bytes()
-        size = int.from_bytes(data[:8], "little")
-        for name, entry in json.loads(data[8 : 8 + size]).items():
-            begin, end = entry["data_offsets"]
-            count = int(np.prod(entry["shape"]))
-            found[name] = str((checksum(data[8 + size + begin : 8 + size + end]) + count) % 2**64)
-    weights = json.dumps(found, sort_keys=True)
+def load(part, is_first):
+    """Take a part of the weights, of 4 bytes each, from the memory of SharedBuffer."""
+    if is_first:
+        arriving.clear()
+    data, found = Path(part["path"]).read_bytes(), {}
+    for name, _, shape, start in part["tensors"]:
+        count = math.prod(shape)
+        found[name] = str((checksum(data[start : start + 4 * count]) + count) % 2**64)
+    arriving.update(found)
     return found
 
 
@@ -130,8 +130,13 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/inference/v1/generate":
             self.generate(body)
         elif path == "/collective_rpc":
-            moment("load")
-            self.reply({"results": [{"checksums": load(body["args"][0])}]})
+            global weights
+            if body["method"] == "end_weights":
+                weights = json.dumps(arriving, sort_keys=True)
+                self.reply({"results": [None]})
+            else:
+                moment("load")
+                self.reply({"results": [{"checksums": load(*body["args"])}]})
         elif path == "/reset_prefix_cache":
             moment("reset")
             self.reply({"success": True})

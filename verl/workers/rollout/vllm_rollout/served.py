@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, EngineLostError, RolloutError
 from verl.vision.families import VisionConfig
 from verl.workers.rollout.client import MEMORY, PartialResponse, ServedRequests, ServerClient, serve_each
 from verl.workers.rollout.engine_kwargs import Launch
@@ -158,8 +158,12 @@ class VLLMServer(ServerClient):
                 for number, worker in enumerate(loaded):
                     check_arrival(part.checksums, worker["checksums"], f"vLLM (worker {number})")
                 size += part.nbytes
-        finally:  # vLLM must finish a begun update, or it cannot start another
-            self._call_workers("end_weights")
+        except EngineLostError:
+            raise
+        except BaseException:
+            self._call_workers("end_weights")  # or vLLM could not begin another update
+            raise
+        self._call_workers("end_weights")
         self._reset_cache()
         return size
 
