@@ -151,7 +151,7 @@ class VLLMServer(ServerClient):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
         """See :meth:`EngineClient.load_weights`. Each part is checked before the next is sent."""
-        size = 0
+        size, is_lost = 0, False
         try:
             for part in self._buffer.parts(weights, bucket_bytes):
                 loaded = self._call_workers("load_weights_part", part.description(), size == 0)
@@ -159,11 +159,11 @@ class VLLMServer(ServerClient):
                     check_arrival(part.checksums, worker["checksums"], f"vLLM (worker {number})")
                 size += part.nbytes
         except EngineLostError:
+            is_lost = True
             raise
-        except BaseException:
-            self._call_workers("end_weights")  # or vLLM could not begin another update
-            raise
-        self._call_workers("end_weights")
+        finally:
+            if not is_lost:  # vLLM must finish a begun update, or it cannot begin another
+                self._call_workers("end_weights")
         self._reset_cache()
         return size
 
