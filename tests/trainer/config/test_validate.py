@@ -499,6 +499,8 @@ def test_generation(run: Run):
     assert (run.folder / "out").is_dir()
     with pytest.raises(ConfigError, match=r"data\.output_path=x\.txt: .*\n.*ends in \.parquet or \.jsonl"):
         load_config({**good, "data": {**good["data"], "output_path": "x.txt"}}, GenerationConfig)
+    with pytest.raises(ConfigError, match="it is the file of prompts, which the responses would replace"):
+        load_config({**good, "data": {**good["data"], "output_path": good["data"]["path"]}}, GenerationConfig)
     with pytest.raises(ConfigError) as caught:
         load_config({"rollout": {"do_sample": False}, "model": {"path": "/none"}}, GenerationConfig)
     for said in ("data.path=null: it must be set", "data.output_path=null", "model.path=/none", "data.n_samples=5"):

@@ -60,6 +60,9 @@ def generation_files(config: GenerationConfig) -> Problems:
             wrong = "a file of this kind cannot be written"
             yield Problem("data.output_path", config.data.output_path, wrong, "a name that ends in .parquet or .jsonl")
         yield from _folder("data.output_path", config.data.output_path.rpartition("/")[0] or ".")
+        if config.data.path and os.path.realpath(config.data.path) == os.path.realpath(config.data.output_path):
+            wrong = "it is the file of prompts, which the responses would replace"
+            yield Problem("data.output_path", config.data.output_path, wrong, remedy="name another file")
 
 
 def evaluation_files(config: EvalConfig) -> Problems:
