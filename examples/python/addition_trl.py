@@ -11,7 +11,8 @@ def right(completions, answer, **columns):
 
 
 sizes = {"per_device_train_batch_size": 128, "num_generations": 8, "max_completion_length": 8, "max_steps": 10}
-args = GRPOConfig(output_dir="outputs/trl", learning_rate=1e-3, report_to="none", logging_steps=1, **sizes)
+on_cpu = {"use_cpu": True, "bf16": False}
+args = GRPOConfig(output_dir="outputs/trl", learning_rate=1e-3, report_to="none", logging_steps=1, **sizes, **on_cpu)
 trainer = GRPOTrainer(sys.argv[1], reward_funcs=right, args=args, train_dataset=Dataset.from_list(rows))
 trainer.train()
 trainer.save_model("outputs/trl/model")
