@@ -94,8 +94,8 @@ class FitParts(TrainingLoop):
     old_log_probs: Callable[[DataProto, Any], DataProto]
     reference: Callable[[DataProto, Any], DataProto]
     values: Callable[[DataProto, Any], DataProto]
-    start_critic_update: Callable[[DataProto, Any], DataProto | DataProtoFuture]
-    start_actor_update: Callable[..., DataProto | DataProtoFuture]
+    update_critic: Callable[[DataProto, Any], DataProto | DataProtoFuture]
+    update_actor: Callable[..., DataProto | DataProtoFuture]
 
     if not TYPE_CHECKING:  # otherwise type checkers would accept misspelled names
 
@@ -312,7 +312,7 @@ class FitParts(TrainingLoop):
 
         Of workers that register ``update_critic`` with ``blocking=False`` it is the result's future.
         """
-        return self._update("update_critic", self.start_critic_update, batch)
+        return self._update("update_critic", self.update_critic, batch)
 
     def _update_actor(self, batch: DataProto) -> DataProto | DataProtoFuture:
         """Train the policy on the advantages; the result has ``meta_info["metrics"]``.
@@ -324,10 +324,10 @@ class FitParts(TrainingLoop):
             NonFiniteError: the updates of ``trainer.recovery.max_bad_steps`` steps in a row were not finite; of a
                 future, when it is waited for.
         """
-        return self._update("update_actor", self.start_actor_update, batch)
+        return self._update("update_actor", self.update_actor, batch)
 
     def _update(
-        self, name: str, start: Callable[[DataProto, Any], DataProto | DataProtoFuture], batch: DataProto
+        self, name: str, update: Callable[[DataProto, Any], DataProto | DataProtoFuture], batch: DataProto
     ) -> DataProto | DataProtoFuture:
         context = self._own_context()
 
@@ -337,7 +337,7 @@ class FitParts(TrainingLoop):
             return DataProto(meta_info={"metrics": context.metrics})
 
         with context.stage(name):
-            updated = start(batch, context)
+            updated = update(batch, context)
             if not isinstance(updated, DataProtoFuture):
                 return outcome()
 

@@ -356,9 +356,11 @@ class RayPPOTrainer(FitParts):
         batch = batch | self.advantages(batch, context)
         chosen = self.to_learn_from(batch, context)
         if trains and self.needs.critic:
-            self.update_critic(chosen, context)
+            with context.stage("update_critic"):
+                wait_for(self.update_critic(chosen, context))
         if updates_actor:
-            batch = batch | self.update_actor(chosen, context, own_forward)
+            with context.stage("update_actor"):
+                batch = batch | wait_for(self.update_actor(chosen, context, own_forward))
         if own_forward:
             self.policy_metrics(batch, context)
         self._notify_dataset(batch, context)
@@ -555,13 +557,8 @@ class RayPPOTrainer(FitParts):
             batch = resampled(batch, lambda rows: compute_pf_ppo_reweight_data(rows, **settings, seed=seed))
         return stages.without_rejected(batch)
 
-    def update_critic(self, batch: DataProto, context: PPOStepContext) -> None:
-        """Train the critic on the returns."""
-        with context.stage("update_critic"):
-            wait_for(self.start_critic_update(batch, context))
-
-    def start_critic_update(self, batch: DataProto, context: PPOStepContext) -> DataProto | DataProtoFuture:
-        """Send an update to the critic's workers.
+    def update_critic(self, batch: DataProto, context: PPOStepContext) -> DataProto | DataProtoFuture:
+        """Train the critic on the returns.
 
         Returns:
             an empty batch. Workers that register ``update_critic`` with ``blocking=False`` still compute: then its
@@ -578,20 +575,15 @@ class RayPPOTrainer(FitParts):
         repeated = stages.repeated_prompts(batch, sizes) if shares else ()
         return self._take_update("update_critic", batch, dealt, updated, critic.ppo_epochs, context, repeated)
 
-    def update_actor(self, batch: DataProto, context: PPOStepContext, own_forward: bool = False) -> DataProto:
-        """Train the policy on the advantages.
+    def update_actor(
+        self, batch: DataProto, context: PPOStepContext, own_forward: bool = False
+    ) -> DataProto | DataProtoFuture:
+        """Train the policy on the advantages; a batch or its future, as :meth:`update_critic`.
 
         With ``own_forward``, ``old_log_probs`` come from the update's own forward pass, and the returned batch has
         the columns old_log_probs and entropys; in a step whose tokens are written also what the loss saw of each token
         (update_log_probs, update_clipped). Otherwise it is empty.
         """
-        with context.stage("update_actor"):
-            return wait_for(self.start_actor_update(batch, context, own_forward))
-
-    def start_actor_update(
-        self, batch: DataProto, context: PPOStepContext, own_forward: bool = False
-    ) -> DataProto | DataProtoFuture:
-        """Send an update to the policy's workers; as :meth:`start_critic_update`, with the columns of the update."""
         actor = self.typed_config.actor_rollout_ref.actor
         sizes = self._mini_batch_sizes(batch, actor.ppo_mini_batch_size)
         seed = stages.step_seed(self.typed_config.trainer.seed, context.number)
