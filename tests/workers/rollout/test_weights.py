@@ -128,6 +128,15 @@ def test_parts_hold_as_much_as_fits_and_a_larger_tensor_is_alone(tmp_path: Path)
     assert list(buffer.parts(iter(()), part_bytes=104)) == []
 
 
+def test_a_new_file_of_the_same_path_is_read_anew(tmp_path: Path) -> None:
+    # A buffer that found no room for a tensor removes its file, and the next update makes another.
+    for update in range(2):
+        tensor = torch.full((16,), float(update))
+        for part in SharedBuffer([tmp_path]).parts(iter([("w", tensor)]), part_bytes=64):
+            assert torch.equal(dict(weights_in_part(part.description()))["w"], tensor)
+            part.path.unlink()
+
+
 def test_any_format_and_layout_arrives_as_it_reads(tmp_path: Path) -> None:
     weights = {
         "odd": torch.tensor([1, 2, 3], dtype=torch.int8),

@@ -15,8 +15,8 @@ TOKEN_VARIABLE = "VERL_ENGINE_TOKEN"
 ADAPTER_REPORT = "arrived"
 """Beginning of the names of the files in a folder of adapters that tell what each rank has read of it."""
 _ROW_WORDS = 4096
-_mapped: dict[str, Tensor] = {}
-"""The newest file of weights that this process has mapped."""
+_mapped: dict[tuple[int, int], Tensor] = {}
+"""The newest file of weights that this process has mapped, by device and inode: a path may get another file."""
 
 
 def checksum(tensor: Tensor) -> int:
@@ -49,13 +49,14 @@ def weights_in_part(part: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
     They are copies, because an engine may keep some when the writer has begun the next part.
     """
-    size = Path(part["path"]).stat().st_size
-    memory = _mapped.get(part["path"])
+    status = Path(part["path"]).stat()
+    size, file = status.st_size, (status.st_dev, status.st_ino)
+    memory = _mapped.get(file)
     if memory is None or len(memory) < size:
         # It stays mapped from update to update, because new pages cost more than a copy.
         memory = torch.from_file(part["path"], shared=True, size=size, dtype=torch.uint8)
         _mapped.clear()
-        _mapped[part["path"]] = memory
+        _mapped[file] = memory
     for name, format_name, shape, start in part["tensors"]:
         dtype = getattr(torch, format_name)
         end = start + math.prod(shape) * dtype.itemsize

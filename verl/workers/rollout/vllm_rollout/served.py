@@ -153,8 +153,8 @@ class VLLMServer(ServerClient):
         """See :meth:`EngineClient.load_weights`. Each part is checked before the next is sent."""
         size, is_lost = 0, False
         try:
-            for part in self._buffer.parts(weights, bucket_bytes):
-                loaded = self._call_workers("load_weights_part", part.description(), size == 0)
+            for index, part in enumerate(self._buffer.parts(weights, bucket_bytes)):
+                loaded = self._call_workers("load_weights_part", part.description(), index == 0)
                 for number, worker in enumerate(loaded):
                     check_arrival(part.checksums, worker["checksums"], f"vLLM (worker {number})")
                 size += part.nbytes
