@@ -29,8 +29,8 @@ from verl.workers.rollout.client import ENGINE_SIDE
 from verl.workers.rollout.engine_kwargs import Launch, extra_arguments
 from verl.workers.rollout.engine_side.verl_engine import TOKEN_VARIABLE
 from verl.workers.rollout.server import EngineServer, new_token
-from verl.workers.rollout.sglang_rollout.served import SGLangServer
-from verl.workers.rollout.vllm_rollout.served import VLLMServer
+from verl.workers.rollout.sglang_rollout.client import SGLangServer
+from verl.workers.rollout.vllm_rollout.client import VLLMServer
 
 ENGINE = """
 import os, sys

@@ -36,7 +36,7 @@ from verl.workers.rollout.base import NO_WEIGHTS, RolloutOutput, RolloutRequest,
 from verl.workers.rollout.client import PartialResponse
 from verl.workers.rollout.state import EngineState
 from verl.workers.rollout.vllm_rollout import VLLMRollout
-from verl.workers.rollout.vllm_rollout.served import VLLMServer
+from verl.workers.rollout.vllm_rollout.client import VLLMServer
 
 LAST = PROMPTS[1]
 """The prompt whose request is under way when the engine is killed; the others are answered by then."""

@@ -39,7 +39,7 @@ from verl.workers.rollout.client import EngineClient
 from verl.workers.rollout.engine_kwargs import Launch
 from verl.workers.rollout.engine_side.verl_engine import checksum
 from verl.workers.rollout.sglang_rollout import SGLangRollout, inprocess, private
-from verl.workers.rollout.sglang_rollout.served import SGLangServer
+from verl.workers.rollout.sglang_rollout.client import SGLangServer
 from verl.workers.rollout.sglang_rollout.settings import process_environment
 from verl.workers.rollout.state import EngineState
 from verl.workers.rollout.weights import SharedBuffer

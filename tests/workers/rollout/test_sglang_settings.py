@@ -21,7 +21,7 @@ from verl.workers.rollout.client import PartialResponse
 from verl.workers.rollout.server import HangLimits
 from verl.workers.rollout.sglang_rollout import SGLangRollout, inprocess
 from verl.workers.rollout.sglang_rollout.adapters import ATTENTION, LAYERS, completed
-from verl.workers.rollout.sglang_rollout.served import _Bytes, check_report, check_reports, request_of, take
+from verl.workers.rollout.sglang_rollout.client import _Bytes, check_report, check_reports, request_of, take
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ from verl.testing.rollout_conformance import (
     weights_of,
 )
 from verl.workers.rollout.engine_kwargs import Launch
-from verl.workers.rollout.vllm_rollout.served import VLLMServer
+from verl.workers.rollout.vllm_rollout.client import VLLMServer
 from verl.workers.rollout.vllm_rollout.settings import engine_arguments
 from verl.workers.rollout.weights import SharedBuffer
 

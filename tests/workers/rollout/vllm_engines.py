@@ -21,7 +21,7 @@ from verl.testing.waiting import eventually
 from verl.workers.rollout import base, remote
 from verl.workers.rollout.client import EngineClient, PartialResponse, ServedRequests
 from verl.workers.rollout.vllm_rollout import VLLMRollout
-from verl.workers.rollout.vllm_rollout.served import VLLMServer
+from verl.workers.rollout.vllm_rollout.client import VLLMServer
 
 REQUIRED = os.environ.get("VERL_TEST_VLLM") == "1"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None

@@ -19,8 +19,8 @@ from verl.workers.rollout.engine_kwargs import extra_arguments
 from verl.workers.rollout.remote import RemoteRollout
 from verl.workers.rollout.sampling import completes_stop_text
 from verl.workers.rollout.sglang_rollout.adapters import completed
+from verl.workers.rollout.sglang_rollout.client import SGLangServer
 from verl.workers.rollout.sglang_rollout.inprocess import SGLangInProcess
-from verl.workers.rollout.sglang_rollout.served import SGLangServer
 from verl.workers.rollout.sglang_rollout.settings import check_names, engine_arguments, process_environment
 
 _ROW_FIELDS = ("max_tokens", "seed", "temperature", "top_p", "top_k", "min_p", "is_greedy", "truncates")

@@ -27,7 +27,7 @@ from verl.workers.rollout.client import ENGINE_SIDE, PartialResponse, ServedRequ
 from verl.workers.rollout.engine_side.verl_engine import checksum
 from verl.workers.rollout.server import KILLED_CHILD, HangLimits, HangTimer
 from verl.workers.rollout.sglang_rollout import private
-from verl.workers.rollout.sglang_rollout.served import (
+from verl.workers.rollout.sglang_rollout.client import (
     LOADER,
     LOADS,
     ORDER,

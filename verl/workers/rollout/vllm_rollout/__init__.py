@@ -15,8 +15,8 @@ from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
 from verl.workers.rollout.client import EngineClient, PartialResponse
 from verl.workers.rollout.remote import RemoteRollout
 from verl.workers.rollout.sampling import completes_stop_text
+from verl.workers.rollout.vllm_rollout.client import VLLMServer
 from verl.workers.rollout.vllm_rollout.inprocess import VLLMInProcess
-from verl.workers.rollout.vllm_rollout.served import VLLMServer
 from verl.workers.rollout.vllm_rollout.settings import engine_arguments
 
 
