@@ -31,8 +31,8 @@ from typing import Any, ClassVar
 
 import psutil
 
-from verl.agents.router import Router
 from verl.protocol import DataProto
+from verl.serving.router import Router
 from verl.testing import scripted_agent
 from verl.testing.scripted_agent import BAD_CALLS, good_script
 from verl.testing.scripted_programs import PROGRAMS

@@ -47,7 +47,7 @@ class EngineCalls:
     """The way from the conversations to the engine's queue; see :class:`verl.agents.servers.Connection`."""
 
     def __init__(self) -> None:
-        from verl.workers.rollout.serving import RequestQueue
+        from verl.workers.rollout.request_queue import RequestQueue
 
         self._numbers = itertools.count()
         self._asked: dict[int, Future[Any]] = {}

@@ -28,7 +28,7 @@ def conversations(folder: str, work: Work, count: int, turns: int, reuses: bool)
     from verl.utils import hf_tokenizer
     from verl.workers.config import HFModelConfig, RolloutConfig
     from verl.workers.rollout.base import RolloutOutput, RolloutRequest, SamplingParams, get_rollout_class
-    from verl.workers.rollout.serving import Answer, RequestQueue
+    from verl.workers.rollout.request_queue import Answer, RequestQueue
 
     config = RolloutConfig(
         name="native",

@@ -13,7 +13,7 @@ from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.ppo.utils import Role
 from verl.utils.flops_counter import Arithmetic
 from verl.workers.rollout.request import RolloutOutput, columns_from_outputs
-from verl.workers.rollout.serving import EngineRequests
+from verl.workers.rollout.request_queue import EngineRequests
 
 VOCABULARY = 100
 

@@ -26,6 +26,7 @@ LAYERS = {
     "verl.model_merger": 7,
     "verl.agents": 6,
     "verl.judge": 6,
+    "verl.serving": 6,
     "verl.workers": 5,
     "verl.single_controller": 4,
     "verl.algorithms": 3,

@@ -22,7 +22,7 @@ from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.rollout.request import RolloutOutput, SamplingParams
-from verl.workers.rollout.serving import EngineRequests
+from verl.workers.rollout.request_queue import EngineRequests
 from verl.workers.routers import unknown
 
 LOOP = """

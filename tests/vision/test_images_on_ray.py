@@ -18,10 +18,10 @@ from torch.testing import assert_close
 from tests.vision.agent_batches import VisionAgents
 from verl.agents.images import together
 from verl.agents.ray import RayConnection, RayRequests, RouterActor
-from verl.agents.sent_images import ImageReceiver, ImageSender, SentRequest
 from verl.base.registry import scoped_registrations
 from verl.errors import RolloutError
 from verl.protocol.shared import SharedTensors
+from verl.serving.sent_images import ImageReceiver, ImageSender, SentRequest
 from verl.single_controller.ray.watched_actor import light_actor
 from verl.vision.families import IMAGE_INPUTS
 from verl.workers.rollout.placed_images import digests

@@ -16,7 +16,7 @@ from tests.vision.one_family import ONE_FAMILY
 from tests.vision.test_videos import VIDEO, P, arguments_of
 from tests.workers.support import make_engine
 from verl.agents.images import apart, together
-from verl.agents.sent_images import ImageReceiver, ImageSender
+from verl.serving.sent_images import ImageReceiver, ImageSender
 from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.testing.vision_models import film_rows, tiny_vision_model_dir, write_parquet
 from verl.trainer.config.command_line import compose
@@ -148,7 +148,7 @@ def test_supervised_training(family, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("is_stored", [False, True])
 def test_images_apart_together_and_sent_keep_their_seconds(is_stored, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.agents.sent_images.LEAST_BYTES", 1 if is_stored else 2**17)
+    monkeypatch.setattr("verl.serving.sent_images.LEAST_BYTES", 1 if is_stored else 2**17)
     path = tiny_vision_model_dir(tmp_path / "model", "qwen2_5_vl")
     batch = film_prompts(path, tmp_path, count=4)
     both, image = (batch.non_tensor_batch["multi_modal_inputs"][row] for row in (3, 2))

@@ -12,18 +12,18 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from verl.agents.columns import SequenceColumns
-from verl.agents.router import Router
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
 from verl.config import PPOConfig
 from verl.errors import RolloutError
 from verl.protocol import DataProto
+from verl.serving.router import Router
 from verl.tools.threads import LoopThread
 from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest
-from verl.workers.rollout.serving import RequestQueue
+from verl.workers.rollout.request_queue import RequestQueue
 
 
 class LocalRequests:
-    """The requests to the one engine of this process; see :class:`verl.workers.rollout.serving.EngineRequests`."""
+    """Requests to the one engine here; see :class:`verl.workers.rollout.request_queue.EngineRequests`."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self._queue = queue

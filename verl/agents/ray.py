@@ -39,19 +39,19 @@ from ray.exceptions import RayActorError, RayError
 from verl.agents.columns import Ended, SequenceColumns
 from verl.agents.outputs import without_tokens
 from verl.agents.ray_trajectories import RunningTrajectories, shared_of
-from verl.agents.router import RolloutEndedError, Router
-from verl.agents.sent_images import ImageReceiver, ImageSender
 from verl.agents.slots import SlotTable, count_by
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
 from verl.base.import_utils import prepare_process
 from verl.config import PPOConfig
 from verl.errors import ProcessLostError, RolloutError, WorkerError
 from verl.protocol import DataProto
+from verl.serving.router import RolloutEndedError, Router
+from verl.serving.sent_images import ImageReceiver, ImageSender
 from verl.single_controller.ray.private import brief
 from verl.single_controller.ray.watched_actor import ActorSilentError, WatchedActor
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest
-from verl.workers.rollout.serving import Answer, RequestQueue
+from verl.workers.rollout.request_queue import Answer, RequestQueue
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class RouterActor:
 
 
 class RayRequests:
-    """The requests to the engines of the ranks; see :class:`verl.workers.rollout.serving.EngineRequests`."""
+    """The requests to the engines of the ranks; see :class:`verl.workers.rollout.request_queue.EngineRequests`."""
 
     def __init__(self, router: Any, rollout: int) -> None:
         self._router, self._rollout = router, rollout

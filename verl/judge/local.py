@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from verl.agents.local import LocalCall
-from verl.agents.router import RolloutEndedError, Router
+from verl.serving.router import RolloutEndedError, Router
 from verl.utils.deferred import Deferred
 from verl.workers.rollout.request import DrawnPart, RolloutRequest
-from verl.workers.rollout.serving import RequestQueue
+from verl.workers.rollout.request_queue import RequestQueue
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ from ray.exceptions import RayActorError
 
 from verl.agents.ray import RayCall, RayRequests, RouterActor, generating
 from verl.agents.ray_trajectories import LOOK_S
-from verl.agents.router import RolloutEndedError
 from verl.errors import EngineLostError, ProcessLostError, WorkerError
 from verl.judge.local import ASLEEP, waiting
+from verl.serving.router import RolloutEndedError
 from verl.single_controller.ray.private import brief
 from verl.single_controller.ray.watched_actor import light_actor
 from verl.utils.deferred import Deferred

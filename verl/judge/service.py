@@ -28,11 +28,11 @@ from verl.agents.endpoint.calls import (
     refuse_unmet,
 )
 from verl.agents.endpoint.server import LoopbackServer
-from verl.agents.router import RolloutEndedError
 from verl.agents.servers import AsyncLLMServerManager, Connection, ContextFullError, SampleId, TokenOutput
 from verl.config import ActorRolloutRefConfig, PPOConfig, local_copies
 from verl.errors import ConfigError, DataError, EngineLostError, RolloutError, VerlError
 from verl.judge.local import ASLEEP
+from verl.serving.router import RolloutEndedError
 from verl.utils.deferred import Deferred
 from verl.utils.metric import Metrics
 from verl.utils.model import check_tokenizer_fits, hf_config_of

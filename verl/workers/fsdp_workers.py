@@ -38,7 +38,7 @@ from verl.workers.engine.fsdp.model import pretrained_weights
 from verl.workers.losses import OwnForwardLoss, PolicyLoss, RecordedLoss, TokenRecord, ValueLoss
 from verl.workers.reward_input import RewardInput
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, Weights, get_rollout_class
-from verl.workers.rollout.serving import EngineRequests, RequestQueue
+from verl.workers.rollout.request_queue import EngineRequests, RequestQueue
 from verl.workers.training_workers import EngineWorker
 from verl.workers.update import OptimizerSteps, UpdatePlan, mini_batch_size_per_rank
 

@@ -30,7 +30,7 @@ from verl.workers.engine import MicroBatchConfig
 from verl.workers.rollout.base import BaseRollout, get_rollout_class
 from verl.workers.rollout.placed_images import digests
 from verl.workers.rollout.request import RolloutOutput, RolloutRequest, requests_from_prompts
-from verl.workers.rollout.serving import RequestQueue
+from verl.workers.rollout.request_queue import RequestQueue
 
 R = 6
 READERS = {"vllm": "vLLM's server", "sglang": "SGLang"}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl.errors import RolloutError
 from verl.testing.rollout_conformance import PROMPTS, EngineUnderTest, request, tensor_bytes, weights_of
-from verl.workers.rollout.serving import RequestQueue
+from verl.workers.rollout.request_queue import RequestQueue
 
 LONG = 100
 REQUESTS = [request(prompt, seed, max_tokens=LONG, ignore_eos=True) for seed, prompt in enumerate(PROMPTS)]

@@ -33,8 +33,8 @@ from verl.workers.rollout.native.memory import CacheShape
 from verl.workers.rollout.native.prefixes import PAGE, PrefixCache
 from verl.workers.rollout.native_rollout import NativeRollout
 from verl.workers.rollout.request import DrawnPart
+from verl.workers.rollout.request_queue import RequestQueue
 from verl.workers.rollout.sampling import uniforms
-from verl.workers.rollout.serving import RequestQueue
 from verl.workers.rollout.state import EngineState
 
 ROUNDING = 1e-5

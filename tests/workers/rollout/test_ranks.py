@@ -20,7 +20,7 @@ from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.rollout.base import RolloutOutput, RolloutRegistry, RolloutRequest
 from verl.workers.rollout.hf_rollout import HFRollout
 from verl.workers.rollout.ranks import devices_of_the_engine, engine_group
-from verl.workers.rollout.serving import Answer, RequestQueue
+from verl.workers.rollout.request_queue import Answer, RequestQueue
 
 
 @RolloutRegistry.register("trtllm")  # a name that the configuration takes, and of which verl has no engine

@@ -39,7 +39,7 @@ from verl.workers.rollout.base import BaseRollout, RolloutOutput, RolloutRequest
 from verl.workers.rollout.native.model import NativeModel
 from verl.workers.rollout.native.tensor_parallel import EngineRanks
 from verl.workers.rollout.native_rollout import NativeRollout
-from verl.workers.rollout.serving import RequestQueue
+from verl.workers.rollout.request_queue import RequestQueue
 
 SPLIT = {"tensor_model_parallel_size": 2}
 MOE = transformers.Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)

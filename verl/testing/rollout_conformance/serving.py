@@ -22,7 +22,7 @@ from verl.testing.rollout_conformance.engine_under_test import (
 from verl.testing.rollout_conformance.sampling import mixed_requests
 from verl.workers.rollout.base import BaseRollout, RolloutOutput, RolloutRequest
 from verl.workers.rollout.request import DrawnPart
-from verl.workers.rollout.serving import Answer, RequestQueue
+from verl.workers.rollout.request_queue import Answer, RequestQueue
 
 # ---- requests that come one by one
 

@@ -40,7 +40,7 @@ from verl.workers.rollout.request import (
     columns_from_outputs,
     requests_from_prompts,
 )
-from verl.workers.rollout.serving import RequestQueue
+from verl.workers.rollout.request_queue import RequestQueue
 from verl.workers.rollout.state import EngineState
 
 _TELL_EVERY_S = 0.5

@@ -26,8 +26,8 @@ from verl.workers.rollout import engine_side
 from verl.workers.rollout.engine_kwargs import Launch
 from verl.workers.rollout.engine_side.verl_engine import TOKEN_VARIABLE
 from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest
+from verl.workers.rollout.request_queue import TELL_EVERY_S, RequestQueue
 from verl.workers.rollout.server import EngineServer, new_token
-from verl.workers.rollout.serving import TELL_EVERY_S, RequestQueue
 from verl.workers.rollout.state import fields_of, samples_of
 
 MEMORY = ("kv_cache", "weights")

@@ -27,8 +27,8 @@ from verl.workers.rollout.native.model import NativeModel, cannot_serve
 from verl.workers.rollout.native.prefixes import PAGE, PrefixCache
 from verl.workers.rollout.native.tensor_parallel import EngineRanks
 from verl.workers.rollout.request import DrawnPart, FinishReason, requests_from_prompts
+from verl.workers.rollout.request_queue import Answer, RequestQueue
 from verl.workers.rollout.sampling import StopRules, TokenSampler
-from verl.workers.rollout.serving import Answer, RequestQueue
 from verl.workers.rollout.state import EngineState
 from verl.workers.rollout.weights import check_fit
 

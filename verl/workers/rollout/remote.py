@@ -30,7 +30,7 @@ from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, Ro
 from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, ServedRequests
 from verl.workers.rollout.engine_kwargs import applies_adapters, launch_settings
 from verl.workers.rollout.ranks import RankExchange, devices_of_the_engine, engine_group
-from verl.workers.rollout.serving import RequestQueue
+from verl.workers.rollout.request_queue import RequestQueue
 from verl.workers.rollout.state import OF_REQUESTS, EngineState
 from verl.workers.rollout.weights import ExpectedWeights
 

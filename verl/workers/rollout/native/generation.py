@@ -19,9 +19,9 @@ from verl.workers.rollout.native.model import NativeModel
 from verl.workers.rollout.native.prefixes import PAGE, Prefix, PrefixCache
 from verl.workers.rollout.placed_images import ImageSpan, PlacedImages
 from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest, SamplingParams
+from verl.workers.rollout.request_queue import TELL_EVERY_S, RequestQueue
 from verl.workers.rollout.routing import RoutingTable
 from verl.workers.rollout.sampling import StopRules, TokenSampler, enlarged
-from verl.workers.rollout.serving import TELL_EVERY_S, RequestQueue
 from verl.workers.routers import unknown
 
 # Share of rows that must be free before requests are admitted: several prompts cost about the same pass as one.

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from verl.errors import EngineLostError, RolloutError
 from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest
-from verl.workers.rollout.serving import Answer
+from verl.workers.rollout.request_queue import Answer
 
 REMEMBERED_CONVERSATIONS = 100_000
 ENDED = "the rollout has ended, and its engines take no more requests. Do not call generate after run() has returned."

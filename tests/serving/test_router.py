@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from verl.agents.router import RolloutEndedError, Router
 from verl.errors import EngineLostError, RolloutError
+from verl.serving.router import RolloutEndedError, Router
 from verl.workers.rollout.request import RolloutOutput, RolloutRequest, SamplingParams
 
 

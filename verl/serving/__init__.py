@@ -1,0 +1,1 @@
+"""Engines that answer requests one by one, from many conversations at once."""
