@@ -4,8 +4,8 @@
 
 A tiny random policy trains by GRPO. Three of four prompts call tools in two turns (a function, an MCP server); the
 fourth is answered by a program, which asks the endpoint over HTTP. One prompt of twenty has a bad call
-(``verl.testing.scripted_agent.BAD_CALLS``): it raises, hangs, floods its output, ends its process, and so on; and one
-has a bad program (``verl.testing.scripted_programs``): it never ends, asks too late, uses another's key. After each
+(``tests.support.scripted_agent.BAD_CALLS``): it raises, hangs, floods its output, ends its process, and so on; and one
+has a bad program (``tests.support.scripted_programs``): it never ends, asks too late, uses another's key. After each
 step every process of the run is measured; the table gives the medians of each quarter. At the end nothing of it may be
 left.
 
@@ -31,12 +31,12 @@ from typing import Any, ClassVar
 
 import psutil
 
+from tests.support import scripted_agent
+from tests.support.scripted_agent import BAD_CALLS, good_script
+from tests.support.scripted_programs import PROGRAMS
+from tests.support.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 from verl.protocol import DataProto
 from verl.serving.router import Router
-from verl.testing import scripted_agent
-from verl.testing.scripted_agent import BAD_CALLS, good_script
-from verl.testing.scripted_programs import PROGRAMS
-from verl.testing.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.ray_trainer import PPOStepContext, RayPPOTrainer

@@ -31,12 +31,12 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.support.vision_models import heads_of_32, picture_rows, tiny_vision_model_dir, write_parquet
 from verl.config import HFModelConfig, RolloutConfig
 from verl.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.config.rollout import OTHER_PROGRAMS, OWN_ENGINES
 from verl.protocol import DataProto
 from verl.testing.models import MIXTURES, tiny_model_dir
-from verl.testing.vision_models import heads_of_32, picture_rows, tiny_vision_model_dir, write_parquet
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.utils.sharded_tensor import full_tensor, local_rows

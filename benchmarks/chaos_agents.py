@@ -1,6 +1,6 @@
 """The agents of chaos.py: tools and programs, good and bad, whose calls stand in the rows.
 
-The same calls go wrong in the undisturbed run too (``verl.testing.scripted_agent`` and ``scripted_programs``): so the
+The same calls go wrong in the undisturbed run too (``tests.support.scripted_agent`` and ``scripted_programs``): so the
 rows that fail are the same, and the final weights are to be. In rounds that say so, a good tool ends or stops the
 process of agent loops in the middle of its call, once.
 """
@@ -14,11 +14,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from verl.testing import scripted_agent
+from tests.support import scripted_agent
+from tests.support.scripted_agent import BAD_CALLS, fail, fail_apart, good_script
+from tests.support.scripted_programs import PROGRAMS
+from tests.support.tiny_run import countdown_rows, write_jsonl
 from verl.testing.models import tiny_model_dir
-from verl.testing.scripted_agent import BAD_CALLS, fail, fail_apart, good_script
-from verl.testing.scripted_programs import PROGRAMS
-from verl.testing.tiny_run import countdown_rows, write_jsonl
 from verl.tools.function_tool import function_tool
 
 PROMPTS = 32

@@ -26,12 +26,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from benchmarks.standin import StandInRunner
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.agents.ray import RayAgents
 from verl.protocol import DataProto, stored, tensor_columns
 from verl.single_controller.base.dispatch import BatchPart
 from verl.single_controller.base.worker_group import Call
 from verl.single_controller.ray import RayWorkerGroup
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer

@@ -2,7 +2,7 @@
 
     python -m benchmarks.hostile_programs
 
-The programs are those of ``verl/testing/hostile_programs.py``. The exit code is 1 if one did harm or was reported as
+The programs are those of ``tests/support/hostile_programs.py``. The exit code is 1 if one did harm or was reported as
 something that it is not.
 """
 
@@ -17,8 +17,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.support.hostile_programs import judge, machine, programs
 from verl.sandbox import Sandbox
-from verl.testing.hostile_programs import judge, machine, programs
 
 
 def hostile_table(sandbox: Sandbox) -> int:

@@ -22,8 +22,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from verl.testing.tiny_run import overrides
-from verl.testing.vision_models import COLORS, SHAPES, picture, png, tiny_vision_model_dir, write_parquet
+from tests.support.tiny_run import overrides
+from tests.support.vision_models import COLORS, SHAPES, picture, png, tiny_vision_model_dir, write_parquet
 
 REWARD = '''
 def compute_score(solution_str, ground_truth, **_):

@@ -227,7 +227,7 @@ def make_mixture(task: Path) -> Path:
 
 def make_pictures(task: Path) -> tuple[Path, list[Path]]:
     """A tiny Qwen2.5-VL with random weights, and files of rows with a picture and, every third, without one."""
-    from verl.testing.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
+    from tests.support.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
 
     files = [task / "pictures_train.parquet", task / "pictures_test.parquet"]
     for file, count in zip(files, (64, 16), strict=True):

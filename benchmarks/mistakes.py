@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl.testing.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
+from tests.support.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 
 PPO = "verl.trainer.main_ppo"
 SCREEN = 40

@@ -30,12 +30,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from benchmarks.standin import StandInRunner
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.backends.cpu.allocator import keep_freed_memory
 from verl.protocol import DataProto, stored
 from verl.single_controller.base.dispatch import PendingOutputs
 from verl.single_controller.base.resource_pool import PoolManager, ResourcePool
 from verl.single_controller.base.worker_group import Call, WorkerGroup
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer

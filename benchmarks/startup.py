@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.shape import ROOT
-from verl.testing.tiny_run import make_tiny_run, overrides
+from tests.support.tiny_run import make_tiny_run, overrides
 
 IMPORTS = "import torch, tensordict, transformers; from transformers import AutoModelForCausalLM"
 FIRST_STEP = b"step 1/2"

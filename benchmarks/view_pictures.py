@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shape import ROOT
-from verl.testing.made_up_run import make_up_run
+from tests.support.made_up_run import make_up_run
 
 SIZES = {"desk": (1440, 900, "light"), "tablet": (900, 1100, "dark"), "phone": (390, 844, "light")}
 VIEWS = ("runs", "samples", "time", "health")

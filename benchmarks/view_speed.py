@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx2
 
-from verl.testing.made_up_run import metrics_line, write_events, write_samples
+from tests.support.made_up_run import metrics_line, write_events, write_samples
 
 TOKEN = "benchmark"
 

@@ -26,7 +26,7 @@ import pytest
 
 from verl.base.registry import scoped_registrations
 
-pytest.register_assert_rewrite("verl.testing")
+pytest.register_assert_rewrite("verl.testing", "tests.support")
 sys.dont_write_bytecode = False
 # `nohup` and a shell's `&` leave these ignored, for every process that is started from here too.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""Make every mistake of ``verl/testing/bad_inputs.py`` and write what a user sees into docs/errors.md.
+"""Make every mistake of ``tests/support/bad_inputs.py`` and write what a user sees into docs/errors.md.
 
 python -m docs.generate.errors
 
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from verl.testing.bad_inputs import BAD_INPUTS
+from tests.support.bad_inputs import BAD_INPUTS
 
 ROOT = Path(__file__).resolve().parents[2]
 

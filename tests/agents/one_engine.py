@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tests.support.chat_templates import chat_tokenizer
+from tests.support.tiny_run import make_tiny_run, overrides
 from tests.workers.support import make_engine
 from verl.agents.manager import AgentLoopManager
 from verl.protocol import DataProto
 from verl.single_controller.local import LocalWorkerGroup
-from verl.testing.chat_templates import chat_tokenizer
 from verl.testing.models import tiny_model
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.utils.tokenizer import hf_tokenizer
@@ -28,7 +28,7 @@ class OneEngine:
 
     Args:
         folder: for the model.
-        template: a family of ``verl.testing.chat_templates``, whose tokenizer and chat template the policy has.
+        template: a family of ``tests.support.chat_templates``, whose tokenizer and chat template the policy has.
         family: of such a policy, as for ``tiny_model``.
         **changes: overrides of the run, by dotted key with ``__`` for dots.
     """

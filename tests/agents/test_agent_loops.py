@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.tiny_run import make_tiny_run, overrides, write_jsonl
 from verl.errors import ConfigError
-from verl.testing.tiny_run import make_tiny_run, overrides, write_jsonl
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 

@@ -14,8 +14,8 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
-from verl.testing.scripted_agent import STOP_TOKEN_IDS, call
-from verl.testing.tiny_run import countdown_rows, make_tiny_run, overrides, same, write_jsonl
+from tests.support.scripted_agent import STOP_TOKEN_IDS, call
+from tests.support.tiny_run import countdown_rows, make_tiny_run, overrides, same, write_jsonl
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -128,7 +128,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Callable
     (root / "loops.py").write_text(LOOPS)
     (root / "loops.yaml").write_text(
         f"- {{name: twice, _target_: Twice, path: {root}/loops.py}}\n"
-        "- {name: scripted, _target_: verl.testing.scripted_agent.ScriptedAgent}\n"
+        "- {name: scripted, _target_: tests.support.scripted_agent.ScriptedAgent}\n"
         f"- {{name: program, _target_: program_agent, program: '{root}/loops.py:program'}}\n"
     )
     (root / "reward.py").write_text(

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.agents.simulated_user import SimulatedUser, UserAnswer
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.tools.threads import LoopThreads
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo

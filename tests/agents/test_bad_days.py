@@ -17,12 +17,12 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support import scripted_agent
+from tests.support.scripted_agent import BAD_CALLS, call, good_script
+from tests.support.scripted_programs import MAX_TOKENS, PROGRAM_ENDS
+from tests.support.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
+from tests.support.waiting import eventually
 from verl.protocol import DataProto
-from verl.testing import scripted_agent
-from verl.testing.scripted_agent import BAD_CALLS, call, good_script
-from verl.testing.scripted_programs import MAX_TOKENS, PROGRAM_ENDS
-from verl.testing.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
-from verl.testing.waiting import eventually
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer

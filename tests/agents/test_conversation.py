@@ -8,10 +8,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.support.chat_templates import FAMILIES, chat_tokenizer
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.conversation import Conversation
 from verl.errors import DataError
-from verl.testing.chat_templates import FAMILIES, chat_tokenizer
 from verl.testing.models import tiny_tokenizer
 
 TOKENIZERS = {family: chat_tokenizer(family) for family in FAMILIES}

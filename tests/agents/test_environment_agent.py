@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.agents.script import END, Script
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.agents.loop import AgentLoopOutput
 from verl.agents.servers import SampleId
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
 from verl.config import PPOConfig
 from verl.environments.base import Environment
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.utils.tokenizer import hf_tokenizer

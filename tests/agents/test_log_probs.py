@@ -12,11 +12,11 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.agents.one_engine import OneEngine, prompts
+from tests.support.chat_templates import FAMILIES
 from verl.agents.parsers import FunctionCall, ToolParser
 from verl.agents.turns import DrawnTurn, drawn_routing
 from verl.base.registry import scoped_registrations
 from verl.environments.base import Environment
-from verl.testing.chat_templates import FAMILIES
 
 TOOL = """
 from verl.tools.function_tool import function_tool

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from verl.testing.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
+from tests.support.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 

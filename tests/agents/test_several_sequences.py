@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from verl.testing.tiny_run import make_tiny_run, overrides
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.utils.tokenizer import hf_tokenizer

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.agents.columns import SequenceColumns
 from verl.agents.servers import SampleId
 from verl.agents.worker import Trajectory
@@ -17,7 +18,6 @@ from verl.protocol.rows import fill_column
 from verl.protocol.stored import StoredColumn
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.utils.tokenizer import hf_tokenizer

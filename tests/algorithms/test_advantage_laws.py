@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
+from tests.support.estimators import ORACLES, SETTINGS, only_rows, oracle, random_batch
 from verl.algorithms import adv_needs, compute_advantages, estimator_names, get_adv_estimator_fn
-from verl.testing.estimators import ORACLES, SETTINGS, only_rows, oracle, random_batch
 
 NAMES = estimator_names()
 WHITENED = {"gae", "bi_level_gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"}

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
+from tests.support.estimators import SETTINGS, random_batch
+from tests.support.estimators import whiten as slow_whiten
 from verl.algorithms import (
     compute_advantages,
     compute_gae_advantage_return,
@@ -20,8 +22,6 @@ from verl.algorithms import (
     compute_remax_outcome_advantage,
     compute_rloo_outcome_advantage,
 )
-from verl.testing.estimators import SETTINGS, random_batch
-from verl.testing.estimators import whiten as slow_whiten
 
 
 def whiten(values: list, mask: torch.Tensor) -> torch.Tensor:

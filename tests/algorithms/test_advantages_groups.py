@@ -10,6 +10,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
+from tests.support.estimators import SETTINGS, random_batch
 from verl.algorithms import (
     compute_advantages,
     compute_gdpo_outcome_advantage,
@@ -25,7 +26,6 @@ from verl.algorithms import (
     get_adv_estimator_fn,
 )
 from verl.errors import ConfigError, RewardError, SchemaError
-from verl.testing.estimators import SETTINGS, random_batch
 from verl.utils.torch_functional import masked_whiten
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
+from tests.support.estimators import random_batch
 from verl.algorithms import (
     compute_advantages,
     compute_grpo_outcome_advantage,
@@ -17,7 +18,6 @@ from verl.algorithms import (
     compute_optimal_token_baseline_advantage,
     compute_remax_outcome_advantage,
 )
-from verl.testing.estimators import random_batch
 
 OTB = [compute_optimal_token_baseline_advantage, compute_multi_turn_optimal_token_baseline_advantage]
 

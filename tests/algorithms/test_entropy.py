@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
+from tests.support.losses import actor, batch, groups
 from verl.algorithms import (
     TargetEntropyController,
     get_entropy_controller,
@@ -20,7 +21,6 @@ from verl.algorithms import (
     update_columns,
 )
 from verl.errors import ConfigError, SchemaError
-from verl.testing.losses import actor, batch, groups
 from verl.workers.config import ActorConfig
 
 ENTROPYS = tensor([[0.1, 0.5, 9.0], [0.3, 0.2, math.nan], [0.4, 8.0, 7.0]])

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from tests.support.estimators import SETTINGS, random_batch
+from tests.support.losses import PAIRS, actor, batch, evaluate
 from verl.algorithms import compute_advantages, estimator_names, policy_loss_names, prepare_policy_loss
 from verl.algorithms.policy_losses.covariance import token_covariance
-from verl.testing.estimators import SETTINGS, random_batch
-from verl.testing.losses import PAIRS, actor, batch, evaluate
 
 KINDS_OF_IDS: dict[str, Callable[[list[int]], Any]] = {
     "list": list,

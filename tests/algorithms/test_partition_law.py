@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from tests.support.losses import PAIRS, actor, batch, groups
 from verl.algorithms import prepare_update
 from verl.protocol import DataProto
-from verl.testing.losses import PAIRS, actor, batch, groups
 from verl.workers.config import ActorConfig
 from verl.workers.engine import BatchTotals, PartialSum
 from verl.workers.losses import PolicyLoss

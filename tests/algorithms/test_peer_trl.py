@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+from tests.support.losses import actor, batch
 from verl.algorithms import (
     compute_gdpo_outcome_advantage,
     compute_grpo_outcome_advantage,
@@ -40,7 +41,6 @@ from verl.algorithms.rollout_correction import (
     parse_is_threshold,
 )
 from verl.protocol import DataProto
-from verl.testing.losses import actor, batch
 from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 from verl.workers.engine import BatchTotals
 from verl.workers.losses import PolicyLoss

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from tests.support.losses import PAIRS, actor, batch, evaluate
 from verl.algorithms import get_policy_loss_fn, policy_loss_info, policy_loss_names
 from verl.errors import ConfigError
-from verl.testing.losses import PAIRS, actor, batch, evaluate
 
 NAMES = policy_loss_names()
 

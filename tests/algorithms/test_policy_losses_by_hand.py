@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
+from tests.support.losses import actor, batch, evaluate
 from verl.algorithms import prepare_policy_loss
 from verl.algorithms.policy_losses import (
     compute_policy_loss_clip_cov,
@@ -21,7 +22,6 @@ from verl.algorithms.policy_losses import (
 from verl.algorithms.policy_losses.covariance import token_covariance
 from verl.algorithms.policy_losses.token import binary_kl, total_variation
 from verl.errors import ConfigError, SchemaError
-from verl.testing.losses import actor, batch, evaluate
 from verl.workers.config import ActorConfig
 
 LN2 = math.log(2)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
+from tests.support.estimators import SETTINGS, random_batch
 from verl.algorithms import (
     compute_advantages,
     compute_bi_level_gae_advantage_return,
@@ -16,7 +17,6 @@ from verl.algorithms import (
     compute_grpo_per_turn_advantage,
     compute_reinforce_plus_plus_outcome_advantage,
 )
-from verl.testing.estimators import SETTINGS, random_batch
 
 # Two turns of two tokens, and a token of a tool between them: what stands there must not matter.
 REWARDS = tensor([[0.0, 1.0, 9.0, 0.0, 2.0]])

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import verl
+from tests.support.waiting import eventually
 from verl.api.result import TrainingResult
 from verl.errors import ConfigError
 from verl.testing.models import hollow_model_dir, tiny_model_dir
-from verl.testing.waiting import eventually
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3) for b in range(2)]
 SMALL = {"max_prompt_length": 16, "max_completion_length": 4, "trainer.device": "cpu", "trainer.progress": "off"}

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 import tests.forks  # noqa: F401 - its fork server has loaded the libraries
+from tests.support.public_checkpoint import save_public_checkpoint
+from tests.support.tiny_run import make_tiny_run, overrides
 from tests.workers.support import make_engine, run_ranks, weights_of
 from verl.checkpoint.shards import read_shards, read_state
 from verl.errors import CheckpointError
 from verl.model_merger import merge
 from verl.testing.models import tiny_model_dir
-from verl.testing.public_checkpoint import save_public_checkpoint
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.utils.sharded_tensor import local_rows

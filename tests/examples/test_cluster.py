@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from verl.testing.tiny_run import make_tiny_run, overrides
+from tests.support.tiny_run import make_tiny_run, overrides
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from tests.forks import Program, run
-from verl.testing.tiny_run import same
-from verl.testing.waiting import eventually
+from tests.support.tiny_run import same
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "recipes"

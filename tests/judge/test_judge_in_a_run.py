@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.testing.models import tiny_model_dir
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 

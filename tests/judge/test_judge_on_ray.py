@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from tests.judge.test_judge_in_a_run import ASKS, dumped, settings
-from verl.testing.tiny_run import make_tiny_run, overrides, same
+from tests.support.tiny_run import make_tiny_run, overrides, same
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer

@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from tests.judge.test_judge_in_a_run import settings
+from tests.support.tiny_run import make_tiny_run, overrides
+from tests.support.waiting import eventually
 from tests.workers.reward_manager.batches import TOKENIZER, batch_of
 from verl.agents.worker import check_agent_loops
 from verl.errors import ConfigError
@@ -23,8 +25,6 @@ from verl.judge.local import ASLEEP
 from verl.judge.service import JudgeService
 from verl.single_controller.local import LocalWorkerGroup
 from verl.testing.models import tiny_model_dir
-from verl.testing.tiny_run import make_tiny_run, overrides
-from verl.testing.waiting import eventually
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.trainer.ppo.reward import load_reward_manager, start_reward

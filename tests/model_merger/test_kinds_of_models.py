@@ -11,13 +11,13 @@ from peft import PeftModel
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.support.vision_models import tiny_vision_model_dir
 from tests.workers.support import make_engine
 from verl.base.fs import copy_to_local
 from verl.model_merger.__main__ import main
 from verl.model_merger.lora import PublicAdapted
 from verl.model_merger.probes import probes
 from verl.testing.models import MIXTURES, tiny_model_dir
-from verl.testing.vision_models import tiny_vision_model_dir
 from verl.vision.families import FAMILIES
 
 

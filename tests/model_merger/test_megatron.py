@@ -3,11 +3,11 @@
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.support.tiny_run import same
 from tests.workers.engine.megatron.support import megatron_engine
 from tests.workers.support import WHOLE, make_engine, ragged_batch, weights_of
 from verl.model_merger.__main__ import main
 from verl.testing.models import tiny_model_dir
-from verl.testing.tiny_run import same
 from verl.workers.losses import sft_loss
 
 pytest.importorskip("megatron.core")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.sandbox.requirements import needs_sandbox
+from tests.support.hostile_programs import judge, machine, programs
 from verl.sandbox import Limits, Sandbox, Status
-from verl.testing.hostile_programs import judge, machine, programs
 
 pytestmark = needs_sandbox
 

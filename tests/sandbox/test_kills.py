@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from tests.sandbox.requirements import needs_sandbox
+from tests.support.waiting import meanwhile
 from verl.sandbox import Limits, Sandbox, SandboxError
 from verl.sandbox.runner import ATTEMPTS
-from verl.testing.waiting import meanwhile
 
 PROGRAM = """
 import os, signal, time

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.testing.tiny_run import make_tiny_run, overrides
+from tests.support.tiny_run import make_tiny_run, overrides
 
 MARK = "Marked-s3cret"
 """Part of every secret below."""

@@ -15,13 +15,13 @@ import torch
 from tensordict import TensorDict
 
 from tests.single_controller.workers import Broken, Doubler, Echo, batch_of
+from tests.support.waiting import eventually
 from verl.errors import ConfigError, ProcessLostError, ResourceError, WorkerError
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.base.dispatch import PendingOutputs
 from verl.single_controller.local import LocalWorkerGroup
-from verl.testing.waiting import eventually
 
 
 def test_workers_of_one_process_are_groups_of_their_own(pair):

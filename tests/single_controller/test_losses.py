@@ -14,9 +14,9 @@ import pytest
 
 from tests.single_controller.mortal import Mortal
 from tests.single_controller.workers import Echo, batch_of
+from tests.support.waiting import eventually, is_alive
 from verl.errors import ProcessLostError, WorkerError
 from verl.single_controller.base.dispatch import PendingOutputs
-from verl.testing.waiting import eventually, is_alive
 
 
 @pytest.fixture(scope="module")

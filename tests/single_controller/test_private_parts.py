@@ -14,8 +14,8 @@ import psutil
 import pytest
 import ray
 
+from tests.support.waiting import eventually
 from verl.single_controller.ray import private
-from verl.testing.waiting import eventually
 
 MOVED = f"Ray {ray.__version__} has moved what verl/single_controller/ray/private.py takes: "
 

@@ -10,11 +10,11 @@ import torch
 
 from tests.protocol.batches import same
 from tests.single_controller.workers import Columns
+from tests.support.waiting import eventually
 from verl.errors import ProcessLostError, WorkerError
 from verl.protocol import DataProto, replace_columns
 from verl.protocol.stored import Origin, StoredColumn, by_reference
 from verl.protocol.tensor_columns import TensorColumns
-from verl.testing.waiting import eventually
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from verl.testing.waiting import eventually, is_alive
+from tests.support.waiting import eventually, is_alive
 
 PROGRAM = """
 import os, signal, sys

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Program
+from tests.support.waiting import eventually, is_alive
 from verl.supervision import interruption
-from verl.testing.waiting import eventually, is_alive
 
 HANDLED = """
 import os, signal, sys, time

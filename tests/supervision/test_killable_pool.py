@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import eventually, is_alive
 from tests.workers.reward_manager import hostile
 from tests.workers.reward_manager.hostile import behave, behave_async
 from verl.base.import_utils import load_object
 from verl.errors import ConfigError, WorkerError
 from verl.supervision.killable_pool import Budget, KillablePool, RateLimit, output
-from verl.testing.waiting import eventually, is_alive
 
 BUDGET = Budget(timeout_s=2.0, memory_mb=96)
 

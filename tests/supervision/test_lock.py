@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.errors import CheckpointError
 from verl.supervision.lock import NAME, FolderLock
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 

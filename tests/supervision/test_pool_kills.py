@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.waiting import eventually, is_alive, meanwhile
 from verl.errors import ProcessLostError
 from verl.supervision.killable_pool import Budget, KillablePool
 from verl.supervision.killable_pool.child import CANNOT_FORK
 from verl.supervision.processes import MARK_VARIABLE
-from verl.testing.waiting import eventually, is_alive, meanwhile
 
 BUDGET = Budget(timeout_s=20.0)
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.waiting import eventually
 from verl.supervision.killable_pool import Budget, KillablePool
 from verl.supervision.killable_pool import process as pool_process
 from verl.supervision.killable_pool.oom import oom_kills
 from verl.supervision.processes import is_stopped
-from verl.testing.waiting import eventually
 
 KEEP_TRYING = Budget(timeout_s=60.0, kill_retries=100)
 

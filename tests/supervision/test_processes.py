@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.waiting import eventually
 from verl.supervision import processes
 from verl.supervision.processes import (
     MARK_VARIABLE,
@@ -26,7 +27,6 @@ from verl.supervision.processes import (
     state_of,
     title_of,
 )
-from verl.testing.waiting import eventually
 
 IGNORES_SIGTERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
 

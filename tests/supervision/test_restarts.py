@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Program
+from tests.support.waiting import eventually, is_alive
 from verl.supervision.termination import EXIT_CODE
-from verl.testing.waiting import eventually, is_alive
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it forks on Linux only")
 

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.support.waiting import eventually
 from verl.supervision.processes import is_stopped
 from verl.supervision.stacks import Frame, Snapshot, culprits, read_stacks
-from verl.testing.waiting import eventually
 
 TORCH = "/venv/site-packages/torch"
 MAIN = '  File "/app/main.py", line 1 in <module>\n'

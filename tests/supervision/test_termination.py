@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests.forks import Program
+from tests.support.tiny_run import make_tiny_run, overrides
 from tests.trainer.test_recovery import assert_same_run
 from verl.supervision.termination import EXIT_CODE, StepInterrupted, unwrapped
-from verl.testing.tiny_run import make_tiny_run, overrides
 
 STEPS = 6
 

@@ -17,10 +17,10 @@ import psutil
 import pytest
 
 from tests.agents.test_tool_calls import shorten
+from tests.support.vision_models import tiny_vision_model_dir
 from verl.agents.parsers import FunctionCall
 from verl.agents.tool_calls import CallFailure, ToolCallResult, ToolLimits, ToolRunner
 from verl.errors import ConfigError
-from verl.testing.vision_models import tiny_vision_model_dir
 from verl.tools.base_tool import BaseTool
 from verl.tools.mcp_base_tool import MCPBaseTool
 from verl.tools.utils.tool_registry import initialize_tools_from_config

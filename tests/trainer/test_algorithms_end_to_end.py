@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from tests.trainer.test_run import assert_same_steps
 from verl.algorithms import estimator_names, policy_loss_names
 from verl.errors import ConfigError
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Program, run
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.base.import_utils import prepare_process
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 

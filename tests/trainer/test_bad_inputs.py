@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.bad_inputs import BAD_INPUTS, BadInput
 from verl.errors import VerlError
-from verl.testing.bad_inputs import BAD_INPUTS, BadInput
 from verl.trainer.config import load_config
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo

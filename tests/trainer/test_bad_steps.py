@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.algorithms import get_policy_loss_fn, register_policy_loss
 from verl.errors import NonFiniteError
 from verl.protocol import DataProto
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.recovery import SAVED_BATCHES, BadSteps

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.support.preferences import numbers_of, preference_rows, preference_run
+from tests.support.tiny_run import write_jsonl
 from verl.errors import ConfigError
 from verl.testing.models import tiny_model_dir
-from verl.testing.preferences import numbers_of, preference_rows, preference_run
-from verl.testing.tiny_run import write_jsonl
 from verl.trainer.dpo_trainer import run_dpo
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from tests.trainer.test_run import assert_same_steps
 from tests.workers.rollout.test_remote import killer
 from verl.testing.models import tiny_model_dir
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.workers.rollout import remote

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 from tests.trainer.test_run import assert_same_steps
 from verl.errors import RewardError
-from verl.testing.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 

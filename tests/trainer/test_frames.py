@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import verl
-from verl.testing.tiny_run import make_tiny_run, overrides
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.workers.losses import PolicyLoss
 
 AT_MOST = 15

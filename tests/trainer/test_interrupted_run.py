@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from tests.forks import Program
-from verl.testing.tiny_run import make_tiny_run, overrides
-from verl.testing.waiting import eventually, is_alive
+from tests.support.tiny_run import make_tiny_run, overrides
+from tests.support.waiting import eventually, is_alive
 
 
 @pytest.mark.parametrize("mode", ["auto", pytest.param("disable", marks=pytest.mark.slow)])

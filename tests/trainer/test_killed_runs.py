@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.forks import FORKS, as_started_by_hand
+from tests.support.tiny_run import make_tiny_run, overrides, write_jsonl
 from verl.testing.models import tiny_model_dir
-from verl.testing.tiny_run import make_tiny_run, overrides, write_jsonl
 from verl.trainer.config.command_line import compose
 
 ROWS, STEPS = 12, 6

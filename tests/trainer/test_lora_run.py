@@ -11,10 +11,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.support.preferences import numbers_of, preference_run
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.base.fs import in_shared_memory
 from verl.testing.models import tiny_model_dir
-from verl.testing.preferences import numbers_of, preference_run
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.dpo_trainer import run_dpo
 from verl.trainer.main_ppo import run_ppo

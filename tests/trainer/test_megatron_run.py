@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
+from tests.support.tiny_run import same
 from tests.trainer.test_run import ALL_MODELS, assert_ranks_are_recorded, assert_same_steps, comparable, train
 from verl.testing.models import tiny_model_dir
-from verl.testing.tiny_run import same
 
 pytest.importorskip("verl.workers.engine.megatron.library")
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.preferences import numbers_of, preference_run
 from verl.model_merger import merge
 from verl.testing.models import tiny_model_dir
-from verl.testing.preferences import numbers_of, preference_run
 from verl.trainer.dpo_trainer import run_dpo
 from verl.trainer.rm_trainer import run_rm
 from verl.trainer.sft_trainer import run_sft

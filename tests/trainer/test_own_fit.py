@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tiny_run import make_tiny_run, overrides, same
 from tests.trainer.own_fit import OwnFitRunner, OwnFitTrainer, OwnRunner
-from verl.testing.tiny_run import make_tiny_run, overrides, same
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer

@@ -18,9 +18,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf, open_dict
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl import DataProto
 from verl.experimental.reward_loop import migrate_legacy_reward_impl
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, create_rl_dataset, create_rl_sampler, run_ppo
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_timing_metrics

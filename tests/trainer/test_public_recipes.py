@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from verl.testing.scripted_agent import STOP_TOKEN_IDS, call
-from verl.testing.tiny_run import make_tiny_run, overrides
+from tests.support.scripted_agent import STOP_TOKEN_IDS, call
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
@@ -184,7 +184,7 @@ def test_a_tool_with_a_state_for_each_trajectory(train, tmp_path: Path):
     tool = {"class_name": "answers.AnswerTool", "config": {"type": "native", "folder": str(tmp_path)}}
     schema = {"type": "function", "function": function}
     (tmp_path / "tools.yaml").write_text(yaml.safe_dump({"tools": [tool | {"tool_schema": schema}]}))
-    (tmp_path / "loops.yaml").write_text("- {name: scripted, _target_: verl.testing.scripted_agent.ScriptedAgent}\n")
+    (tmp_path / "loops.yaml").write_text("- {name: scripted, _target_: tests.support.scripted_agent.ScriptedAgent}\n")
     rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
     for number, row in enumerate(rows):
         row["agent_name"] = "scripted"

@@ -17,11 +17,11 @@ import ray
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from tests.support.tiny_run import make_tiny_run, overrides, same
 from verl import DataProto
 from verl.protocol import DataProtoFuture
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager
-from verl.testing.tiny_run import make_tiny_run, overrides, same
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.metric_utils import compute_data_metrics, compute_throughout_metrics, compute_timing_metrics

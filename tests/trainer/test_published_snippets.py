@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 from tests.trainer.config.support import Run
 from verl import DataProto
 from verl.algorithms import register_adv_est, register_policy_loss
 from verl.base.nested import flat
 from verl.testing.models import tiny_tokenizer
-from verl.testing.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 from verl.trainer.config import PPOConfig
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import create_rl_dataset, run_ppo

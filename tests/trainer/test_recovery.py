@@ -13,9 +13,9 @@ import pytest
 import ray
 import torch
 
+from tests.support.tiny_run import make_tiny_run, overrides, same
 from verl.errors import ProcessLostError
 from verl.supervision.termination import EXIT_CODE
-from verl.testing.tiny_run import make_tiny_run, overrides, same
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer

@@ -12,12 +12,12 @@ import fsspec
 import pytest
 
 from tests.checkpoint.test_remote import s3  # noqa: F401
+from tests.support.tiny_run import make_tiny_run, overrides
 from tests.trainer.config.support import Run
 from tests.trainer.test_run import assert_same_steps, train  # noqa: F401
 from verl.base import fs
 from verl.config import PPOConfig, local_copies
 from verl.errors import ConfigError
-from verl.testing.tiny_run import make_tiny_run, overrides
 
 STORE = "memory://store"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from tests.trainer.test_run import assert_same_steps
 from tests.workers.reward_manager.test_killed_scorers import massacres
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 

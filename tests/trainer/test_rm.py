@@ -11,11 +11,11 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.support.preferences import numbers_of, preference_rows, preference_run
+from tests.support.tiny_run import make_tiny_run, overrides, write_jsonl
 from verl.errors import ConfigError
 from verl.model_merger import merge
 from verl.testing.models import tiny_model_dir
-from verl.testing.preferences import numbers_of, preference_rows, preference_run
-from verl.testing.tiny_run import make_tiny_run, overrides, write_jsonl
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.rm_trainer import run_rm

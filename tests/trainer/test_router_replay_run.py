@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.testing.models import MIXTURES, tiny_model_dir
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 

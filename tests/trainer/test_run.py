@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.errors import CheckpointError
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.view.discovery import find_runs

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.support.tiny_run import write_jsonl
 from verl.errors import DataError
 from verl.model_merger import merge
 from verl.testing.models import tiny_model_dir
-from verl.testing.tiny_run import write_jsonl
 from verl.trainer.config.command_line import compose
 from verl.trainer.sft_trainer import run_sft
 from verl.trainer.supervised import read_first

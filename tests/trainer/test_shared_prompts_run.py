@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from tests.trainer.test_recovery import FragileRunner, FragileTrainer
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 

@@ -21,9 +21,9 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.cluster_utils import Cluster
 
+from tests.support.tiny_run import make_tiny_run, overrides
+from tests.support.waiting import eventually
 from verl.protocol import tensor_columns
-from verl.testing.tiny_run import make_tiny_run, overrides
-from verl.testing.waiting import eventually
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 

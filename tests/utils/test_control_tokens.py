@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from tests.support.chat_templates import FAMILIES, chat_tokenizer
 from verl.errors import ConfigError
-from verl.testing.chat_templates import FAMILIES, chat_tokenizer
 from verl.testing.models import tiny_tokenizer
 from verl.utils.control_tokens import ControlTokens
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from verl.testing.tiny_run import make_tiny_run, overrides
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.utils.token_page import TokenPage
 from verl.utils.tracking import TRACKERS, Tracker, Tracking
 

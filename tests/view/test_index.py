@@ -17,7 +17,7 @@ import psutil
 import pyarrow.feather
 import pytest
 
-from verl.testing.made_up_run import make_up_run, write_numbers, write_samples
+from tests.support.made_up_run import make_up_run, write_numbers, write_samples
 from verl.trainer.health import RULES
 from verl.utils.run_log import clock
 from verl.view.curves import CHUNK, Curve, extremes, thinned

@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from verl.testing.made_up_run import make_up_run, metrics_line, write_samples
+from tests.support.made_up_run import make_up_run, metrics_line, write_samples
 from verl.view.report import write_report
 
 

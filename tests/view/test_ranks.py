@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from tests.trainer.test_run import assert_ranks_are_recorded
 from verl.single_controller.base.call_times import take_call_times, timed_call
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.utils.run_log import rank_columns

@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 
+from tests.support.made_up_run import make_up_run
 from verl.errors import ConfigError, DataError
-from verl.testing.made_up_run import make_up_run
 from verl.utils.token_page import escaped
 from verl.view.command import view
 from verl.view.drawing import curve

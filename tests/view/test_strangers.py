@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.made_up_run import make_up_run
 from tests.view.conftest import TOKEN
-from verl.testing.made_up_run import make_up_run
 
 
 @pytest.fixture(scope="module")

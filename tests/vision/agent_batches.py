@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from tests.support.tiny_run import make_tiny_run, overrides
+from tests.support.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
 from tests.workers.support import make_engine
 from verl.agents.manager import AgentLoopManager
 from verl.protocol import DataProto
 from verl.single_controller.local import LocalWorkerGroup
-from verl.testing.tiny_run import make_tiny_run, overrides
-from verl.testing.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.utils import hf_processor, hf_tokenizer

@@ -39,7 +39,7 @@ def test_one_turn_gives_the_columns_of_the_engine_alone(family, name, tmp_path):
 LOOPS = """
 from verl.agents.images import as_inputs, together
 from verl.agents.loop import AgentLoopBase, AgentLoopOutput
-from verl.testing.vision_models import picture
+from tests.support.vision_models import picture
 from verl.vision.prompts import ImagePrompts
 
 class Shows(AgentLoopBase):

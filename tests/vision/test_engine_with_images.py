@@ -8,12 +8,12 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from tests.support.vision_models import tiny_vision_model_dir
 from tests.vision.batches import P, arguments_of, naive_log_probs, naive_steps, picture_batch
 from tests.workers.support import make_engine, run_ranks, share, weights_of, with_log_probs
 from verl.errors import ConfigError, SchemaError
 from verl.model_merger import merge
 from verl.protocol.shared import SharedTensors
-from verl.testing.vision_models import tiny_vision_model_dir
 from verl.utils.image_reward_models import token_classifier
 from verl.vision.families import FAMILIES, TEXT_PLACES
 from verl.workers.config import ActorConfig

@@ -13,6 +13,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
+from tests.support.vision_models import picture_rows
 from tests.vision.agent_batches import P, VisionAgents
 from tests.vision.one_family import ONE_FAMILY
 from tests.vision.test_native_serving_with_images import plain_logits
@@ -21,13 +22,12 @@ from verl.environments.base import ImageObservation
 from verl.environments.gymnasium_environment import GymnasiumEnvironment
 from verl.errors import ConfigError
 from verl.protocol import DataProto
-from verl.testing.vision_models import picture_rows
 
 IMAGE = 106
 OTHERS = """
 from verl.environments.base import Environment, ImageObservation
 from verl.interactions.base import BaseInteraction
-from verl.testing.vision_models import film, picture, png
+from tests.support.vision_models import film, picture, png
 
 def part(image):
     return {"type": "image", "image": image}

@@ -159,7 +159,7 @@ def test_small_images_travel_by_value_and_the_receiver_keeps_recent_ones() -> No
 LOOPS = """
 from verl.agents.parsers.base import FunctionCall, ToolParser, _parsers
 from verl.agents.tool_agent import ToolAgentLoop
-from verl.testing.vision_models import picture
+from tests.support.vision_models import picture
 from verl.tools.base_tool import BaseTool, schema
 from verl.tools.schemas import ToolResponse
 

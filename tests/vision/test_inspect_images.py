@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from verl.testing.vision_models import picture, png, tiny_vision_model_dir, write_parquet
+from tests.support.vision_models import picture, png, tiny_vision_model_dir, write_parquet
 from verl.trainer.inspect_data import main
 
 

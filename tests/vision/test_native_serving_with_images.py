@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
+from tests.support.vision_models import picture, tiny_vision_model, tiny_vision_model_dir
 from tests.vision.one_family import ONE_FAMILY
 from verl.errors import RolloutError
 from verl.protocol.shared import SharedTensors
 from verl.testing.rollout_conformance import Serving
-from verl.testing.vision_models import picture, tiny_vision_model, tiny_vision_model_dir
 from verl.utils import hf_processor, hf_tokenizer
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import RolloutOutput, get_rollout_class

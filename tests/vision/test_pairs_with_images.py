@@ -12,11 +12,11 @@ from torch.nn.functional import logsigmoid
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
+from tests.support.preferences import numbers_of
+from tests.support.vision_models import film, picture, png, tiny_vision_model_dir, write_parquet
 from tests.vision.test_videos import IMAGE, VIDEO, arguments_of
 from verl.errors import DataError
 from verl.model_merger import merge
-from verl.testing.preferences import numbers_of
-from verl.testing.vision_models import film, picture, png, tiny_vision_model_dir, write_parquet
 from verl.trainer.config import PreferenceDataConfig
 from verl.trainer.config.command_line import compose
 from verl.trainer.dpo_trainer import run_dpo

@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tests.support.scripted_policy import ScriptedEngine, scripted_policy
+from tests.support.vision_models import picture, picture_rows, tiny_vision_model_dir
 from tests.vision.agent_batches import VisionAgents
 from tests.vision.test_tools_with_images import EveryTurnLooks
 from verl.agents.chat_template import ChatTemplate
@@ -21,8 +23,6 @@ from verl.agents.endpoint.recorder import RecorderSettings, TrajectoryRecorder
 from verl.agents.parsers import get_tool_parser
 from verl.agents.parsers.base import ToolParser
 from verl.base.registry import scoped_registrations
-from verl.testing.scripted_policy import ScriptedEngine, scripted_policy
-from verl.testing.vision_models import picture, picture_rows, tiny_vision_model_dir
 from verl.utils import hf_processor, hf_tokenizer
 from verl.vision.data_urls import url_of
 from verl.vision.prompts import ImagePrompts
@@ -40,7 +40,7 @@ CLIENTS = """
 import base64, json
 import anthropic, openai
 from PIL import Image
-from verl.testing.vision_models import picture, png
+from tests.support.vision_models import picture, png
 
 def coded(color, **size):
     return base64.b64encode(png(picture(color, **size))).decode()

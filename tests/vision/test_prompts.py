@@ -12,13 +12,13 @@ import torch
 from PIL import ExifTags, Image
 from transformers import AutoModelForImageTextToText
 
+from tests.support.vision_models import picture, picture_rows, png, tiny_vision_model_dir, write_parquet
 from verl.agents.endpoint.calls import CallRefusedError
 from verl.agents.endpoint.requests import checked_messages
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors, bytes_held
 from verl.testing.models import tiny_model_dir
-from verl.testing.vision_models import picture, picture_rows, png, tiny_vision_model_dir, write_parquet
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.vision.data_urls import url_of

@@ -12,6 +12,13 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.testing import assert_close
 
+from tests.support.tiny_run import make_tiny_run, overrides
+from tests.support.vision_models import (
+    picture_rows,
+    tiny_image_reward_model_dir,
+    tiny_vision_model_dir,
+    write_parquet,
+)
 from tests.vision.agent_batches import VisionAgents
 from tests.vision.batches import P, R, arguments_of, picture_batch
 from tests.vision.one_family import ONE_FAMILY
@@ -22,13 +29,6 @@ from verl.config import RewardModelModelConfig
 from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
 from verl.testing.models import tiny_model_dir
-from verl.testing.tiny_run import make_tiny_run, overrides
-from verl.testing.vision_models import (
-    picture_rows,
-    tiny_image_reward_model_dir,
-    tiny_vision_model_dir,
-    write_parquet,
-)
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.trainer.main_ppo import run_ppo

@@ -8,11 +8,11 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
+from tests.support.vision_models import tiny_vision_model_dir
 from tests.vision.batches import P, prompts
 from tests.workers.support import make_engine
 from verl.errors import RolloutError
 from verl.protocol import DataProto
-from verl.testing.vision_models import tiny_vision_model_dir
 from verl.utils import hf_tokenizer
 from verl.vision.families import FAMILIES
 from verl.workers.config import HFModelConfig, RolloutConfig

@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from tests.support.tiny_run import make_tiny_run, overrides
+from tests.support.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
 from verl.errors import ConfigError
 from verl.model_merger import merge
-from verl.testing.tiny_run import make_tiny_run, overrides
-from verl.testing.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.trainer.main_ppo import run_ppo

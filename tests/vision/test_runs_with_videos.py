@@ -10,6 +10,8 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
+from tests.support.tiny_run import make_tiny_run, overrides
+from tests.support.vision_models import film_rows, tiny_vision_model_dir, write_parquet
 from tests.vision.agent_batches import VisionAgents
 from tests.vision.batches import film_prompts
 from tests.vision.one_family import ONE_FAMILY
@@ -17,8 +19,6 @@ from tests.vision.test_videos import VIDEO, P, arguments_of
 from tests.workers.support import make_engine
 from verl.agents.images import apart, together
 from verl.serving.sent_images import ImageReceiver, ImageSender
-from verl.testing.tiny_run import make_tiny_run, overrides
-from verl.testing.vision_models import film_rows, tiny_vision_model_dir, write_parquet
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.sft_trainer import run_sft

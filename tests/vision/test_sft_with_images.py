@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
+from tests.support.vision_models import picture, png, tiny_vision_model_dir, write_parquet
 from verl.errors import DataError
-from verl.testing.vision_models import picture, png, tiny_vision_model_dir, write_parquet
 from verl.trainer.config import SFTDataConfig
 from verl.trainer.config.command_line import compose
 from verl.trainer.sft_trainer import run_sft

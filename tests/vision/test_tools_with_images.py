@@ -12,6 +12,16 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
+from tests.support.tiny_run import make_tiny_run, overrides, same
+from tests.support.vision_models import (
+    film,
+    film_rows,
+    picture,
+    picture_rows,
+    png,
+    tiny_vision_model_dir,
+    write_parquet,
+)
 from tests.vision.agent_batches import P, VisionAgents
 from tests.vision.one_family import ONE_FAMILY
 from tests.vision.test_native_serving_with_images import plain_logits
@@ -22,16 +32,6 @@ from verl.agents.conversation import Conversation
 from verl.agents.parsers.base import FunctionCall, ToolParser
 from verl.base.registry import scoped_registrations
 from verl.errors import ConfigError, DataError
-from verl.testing.tiny_run import make_tiny_run, overrides, same
-from verl.testing.vision_models import (
-    film,
-    film_rows,
-    picture,
-    picture_rows,
-    png,
-    tiny_vision_model_dir,
-    write_parquet,
-)
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.utils import hf_processor, hf_tokenizer
@@ -58,7 +58,7 @@ def parser():
 
 TOOL = """
 import itertools
-from verl.testing.vision_models import film, picture
+from tests.support.vision_models import film, picture
 from verl.tools.base_tool import BaseTool, schema
 from verl.tools.schemas import ToolResponse
 

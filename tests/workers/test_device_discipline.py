@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support import losses
+from tests.support.estimators import SETTINGS, random_batch
 from tests.workers.cuda_branches import branches
 from verl.algorithms import LossTotals, adv_needs, evaluate_policy_loss, policy_loss_info, prepare_update
 from verl.algorithms.estimator_registry import ESTIMATORS
 from verl.algorithms.value_loss import compute_value_loss
 from verl.protocol import DataProto
-from verl.testing import losses
-from verl.testing.estimators import SETTINGS, random_batch
 from verl.testing.models import tiny_model
 from verl.utils.transformers_private import use_attention
 from verl.workers.engine.fsdp.inputs import prepare_inputs

@@ -1,1 +1,1 @@
-"""What tests and benchmarks share: tiny models and runs, hostile programs, the conformance suite of rollout engines."""
+"""For tests of yours too: tiny models, and the conformance suite of rollout engines."""

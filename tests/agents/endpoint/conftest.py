@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.chat_templates import chat_tokenizer
+from tests.support.scripted_policy import ScriptedEngine, scripted_policy
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.endpoint.recorder import RecorderSettings, TrajectoryRecorder
 from verl.agents.endpoint.server import Access, TrajectoryEndpoint
 from verl.agents.loop import AgentLoopOutput
 from verl.agents.parsers import get_tool_parser
 from verl.agents.servers import AsyncLLMServerManager
-from verl.testing.chat_templates import chat_tokenizer
-from verl.testing.scripted_policy import ScriptedEngine, scripted_policy
 
 TOKENIZER = chat_tokenizer("chatml")
 TEMPLATE = ChatTemplate(TOKENIZER)

@@ -8,7 +8,7 @@ import json
 import openai
 import pytest
 
-from verl.testing.vision_models import picture, png
+from tests.support.vision_models import picture, png
 
 TOOLS = [
     {

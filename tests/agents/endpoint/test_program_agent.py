@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from tests.agents.one_engine import OneEngine, prompts
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.agents.loop import read_agent_loops
 from verl.errors import ConfigError
 from verl.protocol import DataProto
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 

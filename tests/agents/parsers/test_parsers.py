@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
+from tests.support.chat_templates import chat_tokenizer
 from verl.agents.parsers import FunctionCall, ToolParser, get_tool_parser
 from verl.agents.parsers.base import _parsers
 from verl.agents.parsers.tagged import typed
 from verl.errors import ConfigError
-from verl.testing.chat_templates import chat_tokenizer
 from verl.testing.models import tiny_tokenizer
 from verl.toolkit.harmony import add_generation_prompt_for_gpt_oss, format_gpt_oss_tool_response_manually
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.cpu import normal, threads_fixture
 from verl.backends.cpu import kernels as package
 from verl.backends.cpu.kernels import CPUKernels, Norm, RowsOfMemory, cpu_kernels
-from verl.testing.cpu import normal, threads_fixture
 
 NAN, INF = math.nan, math.inf
 

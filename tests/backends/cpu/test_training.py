@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.support.cpu import normal, threads_fixture
 from verl.backends.cpu.kernels import FeedForward, Heads, Linear, Norm, TrainingKernels, cpu_kernels
-from verl.testing.cpu import normal, threads_fixture
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.errors import ConfigError, RewardError, RolloutError
 from verl.protocol import DataProto
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config import FilterGroupsConfig
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo

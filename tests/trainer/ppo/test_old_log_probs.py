@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.algorithms import register_adv_est, register_policy_loss
 from verl.protocol import DataProto
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.balance import deal, layout_for_ranks
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config

@@ -10,9 +10,9 @@ import pyarrow.feather as feather
 import pytest
 import torch
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.errors import ConfigError
 from verl.protocol import DataProto
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.token_dump import TokenDump, token_table

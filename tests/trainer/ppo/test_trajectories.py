@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.chat_templates import chat_tokenizer
 from verl.config import AgentLoopConfig, DataConfig, MultiTurnConfig, RolloutConfig
 from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
-from verl.testing.chat_templates import chat_tokenizer
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.trainer.ppo.trajectories import check_tools, rows_to_score, with_own_scores
 from verl.utils.dataset import RLHFDataset

@@ -19,9 +19,9 @@ from torch.utils.data._utils import signal_handling
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.stateful_dataloader import _StatefulMultiProcessingDataLoaderIter
 
+from tests.support.waiting import eventually
 from verl.errors import CheckpointError
 from verl.supervision.killable_pool import output
-from verl.testing.waiting import eventually
 from verl.utils.dataset import loading
 from verl.utils.dataset.loading import MAX_LOSSES, batches, bound_to_driver, load_position
 from verl.utils.dataset.sampler import InOrder, SeededShuffle

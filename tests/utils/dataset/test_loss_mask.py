@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.chat_templates import chat_tokenizer
 from tests.utils.dataset.templates import GEMMA, LLAMA, QWEN, QWEN_THINKING, tokenizer_with
 from verl.errors import DataError
-from verl.testing.chat_templates import chat_tokenizer
 from verl.utils.dataset.loss_mask import mask_assistant
 
 TOKENIZERS = {template: tokenizer_with(template) for template in (QWEN, QWEN_THINKING, LLAMA, GEMMA)}

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.chat_templates import FAMILIES, chat_tokenizer
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.loop import AgentLoopBase
 from verl.errors import DataError
-from verl.testing.chat_templates import FAMILIES, chat_tokenizer
 from verl.testing.models import tiny_tokenizer
 from verl.utils.dataset.chat import encode, render_prompt, token_lengths
 from verl.utils.dataset.rl_dataset import RLHFDataset

@@ -14,10 +14,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.chat_templates import chat_tokenizer
 from verl.agents.program_agent import _prompt
 from verl.config import DataConfig, PreferenceDataConfig, SFTDataConfig
 from verl.errors import DataError
-from verl.testing.chat_templates import chat_tokenizer
 from verl.utils.dataset import MultiTurnSFTDataset, RLHFDataset, RMDataset, SFTDataset
 from verl.utils.dataset.files import DataFile
 from verl.utils.dataset.row_conversation import row_messages

@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 import psutil
 import pytest
 
+from tests.support.waiting import eventually
 from tests.workers.reward_manager.batches import TOKENIZER, batch_of
 from tests.workers.reward_manager.hostile import lengths, slow_length
 from verl.errors import ProcessLostError
-from verl.testing.waiting import eventually
 from verl.trainer.ppo.reward import compute_reward, start_reward, status_metrics
 from verl.workers.reward_manager import NaiveRewardManager, RemoteRewardManager
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
+from tests.support.vision_models import film_rows, heads_of_32, picture_rows, png, tiny_vision_model_dir
 from tests.vision.batches import P, film_prompts, prompts, prompts_of
 from tests.workers.rollout.test_vllm_lora import RANK, change, trainer_of
 from tests.workers.rollout.vllm_engines import KWARGS
@@ -22,7 +23,6 @@ from tests.workers.support import make_engine
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors
-from verl.testing.vision_models import film_rows, heads_of_32, picture_rows, png, tiny_vision_model_dir
 from verl.utils import hf_processor, hf_tokenizer
 from verl.vision.families import IMAGE_INPUTS
 from verl.workers.config import HFModelConfig, RolloutConfig

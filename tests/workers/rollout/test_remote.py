@@ -24,11 +24,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.waiting import eventually, is_alive, meanwhile
 from tests.workers.support import run_ranks
 from verl.errors import EngineLostError, ProcessLostError, RolloutError
 from verl.testing.models import tiny_model_dir
 from verl.testing.rollout_conformance import PROMPTS, Serving, prompt_batch, shape_of, weights_of
-from verl.testing.waiting import eventually, is_alive, meanwhile
 from verl.utils import hf_tokenizer
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout import base, remote, server

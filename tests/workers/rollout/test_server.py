@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support.waiting import eventually, is_alive
 from verl.errors import RolloutError
-from verl.testing.waiting import eventually, is_alive
 from verl.workers.rollout.server import LOOPBACK, EngineServer, new_token
 
 ENGINE = r"""

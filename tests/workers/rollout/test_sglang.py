@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tiny_run import make_tiny_run, overrides
 from tests.workers.rollout.damage import damaged
 from tests.workers.rollout.losses import check_a_lost_process
 from verl.errors import ConfigError, RolloutError
@@ -30,7 +31,6 @@ from verl.testing.rollout_conformance import (
     tokens_of,
     weights_of,
 )
-from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.workers.rollout import base, remote

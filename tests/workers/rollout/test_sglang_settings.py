@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.vision_models import tiny_vision_model_dir
 from verl.errors import ConfigError, RolloutError
 from verl.testing.models import tiny_model_dir
-from verl.testing.vision_models import tiny_vision_model_dir
 from verl.utils import hf_tokenizer
 from verl.workers.config import HFModelConfig, RolloutConfig, SamplingConfig
 from verl.workers.rollout.base import RolloutOutput, RolloutRequest, SamplingParams

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
+from tests.support.vision_models import tiny_vision_model
 from tests.workers.rollout.test_native_rollout import SMALL, saved
 from tests.workers.support import run_ranks
 from verl.errors import RolloutError
@@ -31,7 +32,6 @@ from verl.testing.rollout_conformance import (
     tokens_of,
     weights_of,
 )
-from verl.testing.vision_models import tiny_vision_model
 from verl.utils import hf_tokenizer
 from verl.utils.model_files import head_split_problem
 from verl.workers.config import HFModelConfig, RolloutConfig

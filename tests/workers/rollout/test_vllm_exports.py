@@ -14,11 +14,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from tests.support.vision_models import heads_of_32, picture, tiny_vision_model_dir
 from tests.workers.rollout.vllm_engines import KWARGS, needs_vllm
 from tests.workers.support import make_engine
 from verl.model_merger.__main__ import main
 from verl.testing.models import tiny_model_dir
-from verl.testing.vision_models import heads_of_32, picture, tiny_vision_model_dir
 from verl.utils import hf_processor, hf_tokenizer
 
 pytestmark = [needs_vllm, pytest.mark.slow]

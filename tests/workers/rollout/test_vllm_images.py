@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from torch.testing import assert_close
 
+from tests.support.tiny_run import make_tiny_run, overrides
+from tests.support.vision_models import heads_of_32, picture_rows, tiny_vision_model_dir, write_parquet
 from tests.vision.agent_batches import VisionAgents
 from tests.vision.test_agents_with_images import LOOPS
 from tests.workers.rollout.images_of_engines import check_adapters, check_log_probs
 from tests.workers.rollout.vllm_engines import KWARGS, needs_vllm
-from verl.testing.tiny_run import make_tiny_run, overrides
-from verl.testing.vision_models import heads_of_32, picture_rows, tiny_vision_model_dir, write_parquet
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.vision.families import FAMILIES

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tiny_run import make_tiny_run, overrides, same
 from tests.trainer.test_run import assert_same_steps
 from verl.testing.models import tiny_model_dir
-from verl.testing.tiny_run import make_tiny_run, overrides, same
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from tests.support.waiting import eventually
 from verl.config import PrometheusConfig
 from verl.testing.rollout_conformance import PROMPTS, EngineUnderTest, greedy
-from verl.testing.waiting import eventually
 from verl.workers.rollout import base, remote
 from verl.workers.rollout.client import EngineClient, PartialResponse, ServedRequests
 from verl.workers.rollout.vllm_rollout import VLLMRollout

@@ -12,8 +12,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from tests.support.vision_models import picture, png
 from verl.agents.endpoint.server import Access
-from verl.testing.vision_models import picture, png
 
 SHOWN, SEEN = picture("red", size=(24, 16)), picture("blue", size=(16, 32))
 """What the user shows, and what the tool shows."""

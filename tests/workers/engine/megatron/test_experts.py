@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from tests.support.tiny_run import same
 from tests.workers.engine.megatron.support import CONFIG, TP, another_engine, megatron_engine
 from tests.workers.engine.test_experts import (
     BALANCED,
@@ -29,7 +30,6 @@ from tests.workers.support import (
 )
 from verl.errors import ConfigError
 from verl.testing.models import tiny_tokenizer
-from verl.testing.tiny_run import same
 from verl.workers.config import CriticConfig
 from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
 

@@ -10,6 +10,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from tests.support.tiny_run import same
 from tests.workers.engine.megatron.support import another_engine, batch_that_drew_padding, megatron_engine
 from tests.workers.support import (
     LAYOUTS,
@@ -25,7 +26,6 @@ from verl.checkpoint.states import from_arrays, to_arrays
 from verl.config import McoreEngineConfig
 from verl.errors import CheckpointError, ConfigError
 from verl.testing.models import tiny_model_dir
-from verl.testing.tiny_run import same
 from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
 

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from benchmarks.plan_accuracy import allocated_rise
+from tests.support.tiny_run import same
 from tests.workers.engine.megatron.support import CONFIG, TP, another_engine, batch_that_drew_padding, megatron_engine
 from tests.workers.support import (
     LAYOUTS,
@@ -21,7 +22,6 @@ from tests.workers.support import (
 from verl.errors import ConfigError
 from verl.model_merger.fsdp import whole_weights
 from verl.testing.models import tiny_model_dir
-from verl.testing.tiny_run import same
 from verl.workers.losses import PolicyLoss, sft_loss
 
 pytest.importorskip("verl.workers.engine.megatron.library")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl.testing.tiny_run import write_jsonl
+from tests.support.tiny_run import write_jsonl
 from verl.trainer.config.command_line import compose
 
 LETTERS = "abcdefgh"

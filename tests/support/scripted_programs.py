@@ -1,4 +1,4 @@
-"""Agent programs, good and bad, for rows of :mod:`verl.testing.scripted_agent` whose ``agent_name`` is ``program``.
+"""Agent programs, good and bad, for rows of :mod:`tests.support.scripted_agent` whose ``agent_name`` is ``program``.
 
 ``row["script"]`` is the JSON of the name of a deed in ``PROGRAMS`` and of the run's ``agent.trajectory_timeout_s``.
 """

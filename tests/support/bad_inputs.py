@@ -14,8 +14,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from tests.support.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 from verl.testing.models import tiny_model_dir
-from verl.testing.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 
 
 @dataclass(frozen=True)

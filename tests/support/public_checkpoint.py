@@ -1,6 +1,6 @@
 """Write a step as verl 0.8 does under FSDP, with PyTorch's own sharded tensors; for tests.
 
-``python -m verl.testing.public_checkpoint MODEL FOLDER --strategy fsdp|fsdp2 --ranks 2`` trains the model in MODEL for
+``python -m tests.support.public_checkpoint MODEL FOLDER --strategy fsdp|fsdp2 --ranks 2`` trains the model in MODEL for
 two steps on random tokens and saves ``FOLDER/global_step_2``, and in ``whole.pt`` beside it the same weights and
 moments in one piece. Optimizer and schedule are AdamW with lr 0.01 and a constant rate.
 """

@@ -1,6 +1,6 @@
 """An agent whose tool calls stand in the rows, for runs of tiny random policies, which write none; and tools for it.
 
-Rows with ``agent_name: program`` are answered by programs instead (:mod:`verl.testing.scripted_programs`).
+Rows with ``agent_name: program`` are answered by programs instead (:mod:`tests.support.scripted_programs`).
 
 The rest is that of :class:`verl.agents.tool_agent.ToolAgentLoop`: the policy draws every turn, and after turn ``i`` the
 calls of ``row["script"][i]`` are made. ``settings(folder)`` writes the files and returns the overrides of a run.
@@ -170,8 +170,8 @@ def settings(folder: Path) -> dict[str, object]:
         f"  mcp: {{mcp_servers_config_path: {folder}/servers.json}}\n"
     )
     (folder / "loops.yaml").write_text(
-        "- {name: scripted, _target_: verl.testing.scripted_agent.ScriptedAgent}\n"
-        "- {name: program, _target_: program_agent, program: verl.testing.scripted_programs.program}\n"
+        "- {name: scripted, _target_: tests.support.scripted_agent.ScriptedAgent}\n"
+        "- {name: program, _target_: program_agent, program: tests.support.scripted_programs.program}\n"
     )
     rollout = "actor_rollout_ref__rollout__"
     return {
