@@ -148,7 +148,7 @@ class WatchedContext(PPOStepContext):
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """See :class:`verl.trainer.loop.StepContext`."""
+        """See :class:`verl.utils.step_context.StepContext`."""
         self.fault.enter(self.number, name)
         with super().stage(name):
             yield

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from verl.experience.records import RecordFolder, generation_records
 from verl.protocol import DataProto
 from verl.testing.models import tiny_model_dir
-from verl.trainer.ppo.records import RecordFolder, generation_records
 from verl.trainer.ppo.token_dump import NUMBERS, TokenDump
 from verl.utils import hf_tokenizer
 

@@ -24,6 +24,7 @@ LAYERS = {
     "verl.view": 7,
     "verl.trainer": 7,
     "verl.model_merger": 7,
+    "verl.experience": 6,
     "verl.agents": 6,
     "verl.judge": 6,
     "verl.serving": 6,

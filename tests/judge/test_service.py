@@ -21,13 +21,14 @@ from tests.support.waiting import eventually
 from tests.workers.reward_manager.batches import TOKENIZER, batch_of
 from verl.agents.worker import check_agent_loops
 from verl.errors import ConfigError
+from verl.experience.scoring import start_reward
 from verl.judge.local import ASLEEP
 from verl.judge.service import JudgeService
 from verl.single_controller.local import LocalWorkerGroup
 from verl.testing.models import tiny_model_dir
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
-from verl.trainer.ppo.reward import load_reward_manager, start_reward
+from verl.trainer.ppo.reward import load_reward_manager
 from verl.utils.deferred import Deferred
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 

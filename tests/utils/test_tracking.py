@@ -22,8 +22,8 @@ import torch
 import verl.utils.tracking
 from verl.base.redact import without_secrets
 from verl.errors import ConfigError
-from verl.trainer.loop import StepContext
 from verl.utils.file_log import THIS_RUN
+from verl.utils.step_context import StepContext
 from verl.utils.tracking import TRACKERS, Tracker, Tracking, ValidationGenerationsLogger, require_trackers
 from verl.utils.tracking.base import flatten, markdown_table
 

@@ -73,6 +73,16 @@ def compute_response_mask(data: DataProto) -> torch.Tensor:
     return attention_mask[:, prompt_length:]  # not [:, -response_length:], which would take all for length 0
 
 
+def response_lengths(batch: DataProto) -> torch.Tensor:
+    """Number of tokens of each response, including tool outputs; (bsz,)."""
+    return compute_response_mask(batch).sum(-1)
+
+
+def prompt_lengths(batch: DataProto) -> torch.Tensor:
+    """Number of tokens of each prompt; (bsz,)."""
+    return batch.batch["attention_mask"].sum(-1) - response_lengths(batch)
+
+
 def with_response_mask(data: DataProto) -> DataProto:
     """Add ``response_mask`` if the batch has none: 1 on all tokens of the response, as if the policy chose them all."""
     if "response_mask" in data.batch.keys():

@@ -9,9 +9,9 @@ from omegaconf import DictConfig
 
 from verl.base.doors import AbsentAttributes
 from verl.config import PPOConfig
+from verl.experience.stored_rollouts import StoredRollouts
 from verl.protocol import DataProto
 from verl.trainer.config.load import load_config
-from verl.trainer.ppo.stored_rollouts import StoredRollouts
 
 
 class RolloutSkip(AbsentAttributes):

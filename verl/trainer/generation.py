@@ -20,10 +20,10 @@ import numpy as np
 
 from verl.config import GenerationConfig, local_copies
 from verl.errors import DataError
+from verl.experience.prompts import repeat_prompts
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.config.sizes import resolve_device
 from verl.trainer.driver import load_controller
-from verl.trainer.ppo.stages import repeat_prompts
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import status
 from verl.utils.dataset import collate_fn

@@ -18,7 +18,7 @@ QUIET_STEPS = 20
 
 
 Samples = Literal["", "lowest", "highest", "longest", "failed", "gap", "kl", "advantage", "no advantage"]
-"""Samples by their score, length or status, or by a number of :func:`verl.trainer.ppo.records.sample_numbers`."""
+"""Samples by their score, length or status, or by a number of :func:`verl.experience.records.sample_numbers`."""
 
 
 @dataclass(frozen=True)

@@ -146,10 +146,10 @@ class TaskRunner:
             from verl.agents.tool_agent import described_tools
             from verl.agents.worker import check_agent_loops
             from verl.environments.registry import read_environments
+            from verl.experience.trajectories import check_tools, wanted_agents
             from verl.trainer.config.load import load_config
             from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
             from verl.trainer.ppo.rows import rl_datasets
-            from verl.trainer.ppo.trajectories import check_tools, wanted_agents
             from verl.utils import hf_processor, hf_tokenizer
             from verl.utils.console import show, status
             from verl.utils.dataset import collate_fn

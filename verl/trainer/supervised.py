@@ -19,12 +19,13 @@ from verl.protocol import DataProto
 from verl.trainer.balance import deal
 from verl.trainer.config.sizes import resolve_device
 from verl.trainer.driver import load_controller
-from verl.trainer.loop import Schedule, StepContext, TrainingLoop
+from verl.trainer.loop import Schedule, TrainingLoop
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import status
 from verl.utils.dataset.loading import bound_to_driver
 from verl.utils.flops_counter import Arithmetic
 from verl.utils.metric import Metrics
+from verl.utils.step_context import StepContext
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset

@@ -31,7 +31,7 @@ from typing import Any, Literal
 import psutil
 
 SAMPLE_NUMBERS = ("gap", "kl", "advantage")
-"""What the update saw of a sample, by which samples are sorted: :func:`verl.trainer.ppo.records.sample_numbers`."""
+"""What the update saw of a sample, by which samples are sorted: :func:`verl.experience.records.sample_numbers`."""
 _AHEAD_S = time.time() - time.monotonic()
 
 

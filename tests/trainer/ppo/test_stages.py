@@ -16,33 +16,6 @@ def batch(**tensors: torch.Tensor) -> DataProto:
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(["a", "a", "b"][:rows], dtype=object)})
 
 
-def test_values_of_any_kind_are_one_column():
-    columns = stages.score_columns(torch.zeros(2, 1), {"turns": [[1.0], [2.0]], "acc": [True, None]})
-    assert columns.non_tensor_batch["turns"].tolist() == [[1.0], [2.0]]
-    assert columns.non_tensor_batch["turns"].shape == (2,)
-    assert columns.non_tensor_batch["acc"].tolist() == [True, None]
-
-
-def test_sources_are_told_apart_where_there_are_several():
-    mask = torch.ones(3, 2, dtype=torch.long)
-    data = DataProto.from_dict(
-        tensors={"responses": mask, "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1]])},
-        non_tensors={"data_source": np.array(["a", "b", "a"], dtype=object)},
-    )
-    scores = torch.tensor([1.0, 0.5, 0.0])
-    metrics = stages.metrics_by_source(data, scores, ["ok", "ok", "timeout"])
-    # Of source a one response failed: its 0 is no part of the mean. Lengths: 2, 1, 2 tokens.
-    assert metrics == {
-        "train-source/a/score/mean": 1.0,
-        "train-source/a/response_length/mean": 2.0,
-        "train-source/a/count": 2,
-        "train-source/b/score/mean": 0.5,
-        "train-source/b/response_length/mean": 1.0,
-        "train-source/b/count": 1,
-    }
-    assert stages.metrics_by_source(data[[0, 2]], scores[[0, 2]], ["ok", "ok"]) == {}
-
-
 def test_kl_penalty_by_hand():
     # kl = log p - log p_ref = [[0.5, 0.25]], second token masked; reward = score - 0.1 * kl on valid tokens.
     data = batch(
@@ -55,14 +28,6 @@ def test_kl_penalty_by_hand():
     penalised, metrics = stages.apply_kl_penalty(data, FixedKLController(0.1), "kl")
     assert penalised.batch["token_level_rewards"].tolist() == [[pytest.approx(-0.05), 0.0]]
     assert metrics == {"actor/reward_kl_penalty": 0.5, "actor/reward_kl_penalty_coeff": 0.1}
-
-
-def test_siblings_are_neighbours_and_counted():
-    prompts = DataProto.from_dict(tensors={"input_ids": torch.tensor([[1], [2]])})
-    repeated = stages.repeat_prompts(stages.name_groups(prompts, step=7), 2)
-    assert repeated.batch["input_ids"].flatten().tolist() == [1, 1, 2, 2]
-    assert repeated.non_tensor_batch["uid"].tolist() == ["7-0", "7-0", "7-1", "7-1"]
-    assert repeated.non_tensor_batch["sample_index"].tolist() == [0, 1, 0, 1]
 
 
 def test_a_gap_between_rollout_and_trainer_can_stop_the_run():

@@ -17,7 +17,6 @@ from verl.errors import CheckpointError, ConfigError, SchemaError
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
 from verl.protocol import DataProto
 from verl.trainer.config import DataConfig
-from verl.trainer.ppo.metric_utils import source_metrics
 from verl.utils.dataset import create_rl_sampler
 from verl.utils.dataset.curriculum import DifficultyCurriculum
 from verl.utils.dataset.mixing import WeightedSources, round_shares
@@ -135,20 +134,6 @@ def test_weights_that_do_not_fit_the_data(weights, says):
 def test_weights_need_a_data_set_that_knows_its_sources():
     with pytest.raises(ConfigError, match=r"a method sources\(\), and range has none"):
         create_rl_sampler(config(source_weights={"a": 1}), range(9))
-
-
-def test_source_metrics_by_hand():
-    made = source_metrics(["a", "b", "a", "b", "c"], [1, 0, 0.5, np.nan, np.nan], [4, 5, 8, 7, 1])
-    assert made == {
-        "train-source/a/score/mean": 0.75,
-        "train-source/a/response_length/mean": 6.0,
-        "train-source/a/count": 2.0,
-        "train-source/b/score/mean": 0.0,
-        "train-source/b/response_length/mean": 6.0,
-        "train-source/b/count": 2.0,
-        "train-source/c/response_length/mean": 1.0,
-        "train-source/c/count": 1.0,
-    }
 
 
 # ---- the curriculum ------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from tests.support.waiting import eventually
 from tests.workers.reward_manager.batches import TOKENIZER, batch_of
 from tests.workers.reward_manager.hostile import lengths, slow_length
 from verl.errors import ProcessLostError
-from verl.trainer.ppo.reward import compute_reward, start_reward, status_metrics
+from verl.experience.rewards import status_metrics
+from verl.experience.scoring import start_reward
+from verl.trainer.ppo.reward import compute_reward
 from verl.workers.reward_manager import NaiveRewardManager, RemoteRewardManager
 
 SERVICE = """

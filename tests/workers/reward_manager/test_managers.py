@@ -15,20 +15,12 @@ import torch
 from tests.workers.reward_manager.batches import LENGTH, TOKENIZER, batch_of
 from tests.workers.reward_manager.hostile import acts, length_of, per_text, stamps
 from verl.errors import ConfigError, RewardError
+from verl.experience.rewards import EqualScores, RewardRecord, component_metrics, status_metrics
+from verl.experience.scoring import leave_out_failed, score_columns, start_reward
 from verl.protocol import replace_columns
 from verl.supervision.killable_pool import RateLimit
 from verl.trainer.config import PPOConfig
-from verl.trainer.ppo.reward import (
-    EqualScores,
-    RewardRecord,
-    component_metrics,
-    compute_reward,
-    leave_out_failed,
-    load_reward_manager,
-    start_reward,
-    status_metrics,
-)
-from verl.trainer.ppo.stages import score_columns
+from verl.trainer.ppo.reward import compute_reward, load_reward_manager
 from verl.utils.reward_score.remote import RemoteScorer
 from verl.workers.reward_manager import (
     BatchRewardManager,

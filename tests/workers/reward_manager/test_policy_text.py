@@ -5,7 +5,7 @@ import torch
 
 from tests.workers.reward_manager.batches import TOKENIZER
 from verl import DataProto
-from verl.trainer.ppo.sequences import with_earlier_turns
+from verl.experience.sequences import with_earlier_turns
 from verl.utils.reward_score.parts import format_reward, repetition_penalty
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.reward_input import RewardInput

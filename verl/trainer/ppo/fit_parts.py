@@ -28,16 +28,17 @@ from verl.base.absent import why_absent
 from verl.base.redact import secrets_in
 from verl.config import ActorConfig, CriticConfig
 from verl.errors import ConfigError
+from verl.experience.prompts import name_samples
+from verl.experience.records import RecordFolder, generation_records
 from verl.protocol import DataProto, DataProtoFuture
 from verl.trainer.balance import deal
 from verl.trainer.config.load import as_composed
-from verl.trainer.loop import StepContext, TrainingLoop
-from verl.trainer.ppo import stages
+from verl.trainer.loop import TrainingLoop
 from verl.trainer.ppo.metric_utils import compute_mfu_metrics
 from verl.trainer.ppo.ordered_group import OrderedGroup
 from verl.trainer.ppo.profiling import StepProfiles
-from verl.trainer.ppo.records import RecordFolder, generation_records
 from verl.utils.metric import Metrics
+from verl.utils.step_context import StepContext
 from verl.utils.tracking import ValidationGenerationsLogger
 
 if TYPE_CHECKING:
@@ -251,7 +252,7 @@ class FitParts(TrainingLoop):
             step, drawn = self._drawn
             drawn = drawn if step == self.global_steps else 0
             n = self.typed_config.actor_rollout_ref.rollout.n
-            prompts = stages.name_samples(prompts, self.global_steps, n, drawn)
+            prompts = name_samples(prompts, self.global_steps, n, drawn)
             if prompts.meta_info.get("do_sample", True) and not prompts.meta_info.get("validate", False):
                 self._drawn = self.global_steps, drawn + len(set(prompts.non_tensor_batch["uid"]))
         prompts = prompts.select()

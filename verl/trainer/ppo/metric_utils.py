@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from verl.base.doors import old_names
 from verl.errors import SchemaError
-from verl.protocol import DataProto, compute_response_mask
+from verl.experience.sequences import Trajectories, trajectory_scores
+from verl.protocol import DataProto, compute_response_mask, prompt_lengths, response_lengths
 from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
-from verl.trainer.ppo.sequences import Trajectories, trajectory_scores
 from verl.trainer.ppo.validation_metrics import bootstrap_metric, calc_maj_val, process_validation_metrics
 from verl.utils.metric import Metrics, distribution, reduce_metrics
 from verl.utils.torch_functional import masked_mean, masked_sum
@@ -44,17 +43,6 @@ def _tensors(batch: DataProto) -> TensorDict:
     if not batch.batch.keys():
         raise SchemaError("metrics need a batch with tensor columns; this one has none.")
     return batch.batch
-
-
-def response_lengths(batch: DataProto) -> Tensor:
-    """Number of tokens of each response, including tool outputs; (bsz,)."""
-    _tensors(batch)  # refuses a batch without tensor columns
-    return compute_response_mask(batch).sum(-1)
-
-
-def prompt_lengths(batch: DataProto) -> Tensor:
-    """Number of tokens of each prompt; (bsz,)."""
-    return _tensors(batch)["attention_mask"].sum(-1) - response_lengths(batch)
 
 
 def _compute_response_info(batch: DataProto) -> dict[str, Tensor]:
@@ -278,33 +266,6 @@ def compute_variance_proxy_metrics(batch: DataProto, gradient_norm: float | None
         if len(norms) > 1:
             found["proxy3_pure_noise"] = max(0.0, (found["proxy2_total_power"] - signal) / (len(norms) - 1))
     return {f"variance_proxy/{name}": value for name, value in found.items()}
-
-
-def source_metrics(sources: Sequence[str], scores: Sequence[float], lengths: Sequence[float]) -> Metrics:
-    """Compute mean score, mean response length and number of responses of each data source.
-
-    >>> source_metrics(["a", "b", "a"], [1.0, 0.0, 0.0], [4, 5, 8])["train-source/a/score/mean"]
-    0.5
-
-    Args:
-        sources: (bsz,) the ``data_source`` of each response.
-        scores: (bsz,) the sum of its ``token_level_scores``; NaN where scoring failed; such rows are not in the mean.
-        lengths: (bsz,) its number of tokens.
-
-    Returns:
-        ``train-source/{source}/score/mean`` (absent if no response of the source was scored),
-        ``train-source/{source}/response_length/mean`` and ``train-source/{source}/count``.
-    """
-    names, values, tokens = np.asarray(sources, dtype=object), np.asarray(scores, float), np.asarray(lengths, float)
-    metrics: Metrics = {}
-    for source in dict.fromkeys(sources):
-        rows = names == source
-        scored = values[rows][~np.isnan(values[rows])]
-        if len(scored):
-            metrics[f"train-source/{source}/score/mean"] = float(scored.mean())
-        metrics[f"train-source/{source}/response_length/mean"] = float(tokens[rows].mean())
-        metrics[f"train-source/{source}/count"] = float(rows.sum())
-    return metrics
 
 
 if not TYPE_CHECKING:  # type checkers would accept any name

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl.single_controller.base.board import Board
-    from verl.trainer.loop import StepContext
     from verl.trainer.ppo.tracing import RolloutTraces
     from verl.utils.prometheus import MetricsServer
+    from verl.utils.step_context import StepContext
 
 
 class Observers:

@@ -51,15 +51,30 @@ from verl.checkpoint.resume import CheckpointPlan
 from verl.checkpoint.states import rng_state, set_rng_state
 from verl.config import PPOConfig
 from verl.errors import ConfigError, DataError
+from verl.experience.dynamic_sampling import Draw, fill_batch
+from verl.experience.prompts import name_groups, repeat_prompts
+from verl.experience.records import RecordFolder, generation_records
+from verl.experience.response_source import ResponseSource
+from verl.experience.rewards import EqualScores, RewardRecord
+from verl.experience.scoring import RewardHandle, leave_out_failed, score_columns, start_reward
+from verl.experience.sequences import (
+    Trajectories,
+    mini_batch_sizes,
+    resampled,
+    trajectory_scores,
+    with_earlier_turns,
+    with_prompts,
+)
+from verl.experience.stored_rollouts import StoredRollouts
+from verl.experience.trajectories import NO_SCORES, rows_to_score, trajectory_metrics, with_own_scores
 from verl.protocol import DataProto, DataProtoFuture, compute_response_mask, replace_columns
 from verl.protocol.future import wait_for
 from verl.trainer.balance import DealtBatch, deal
 from verl.trainer.config.load import load_config
 from verl.trainer.config.sizes import derived_sizes, resolve_device
 from verl.trainer.driver import load_controller
-from verl.trainer.loop import Schedule, StepContext
+from verl.trainer.loop import Schedule
 from verl.trainer.ppo import stages
-from verl.trainer.ppo.dynamic_sampling import Draw, fill_batch
 from verl.trainer.ppo.fit_parts import FitParts
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
@@ -71,30 +86,11 @@ from verl.trainer.ppo.metric_utils import (
 from verl.trainer.ppo.observers import Observers
 from verl.trainer.ppo.old_log_probs import OldLogProbs
 from verl.trainer.ppo.profiling import StepProfiles
-from verl.trainer.ppo.records import RecordFolder, generation_records
-from verl.trainer.ppo.response_source import ResponseSource
-from verl.trainer.ppo.reward import (
-    EqualScores,
-    RewardHandle,
-    RewardRecord,
-    leave_out_failed,
-    load_reward_manager,
-    start_reward,
-)
+from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
 from verl.trainer.ppo.rows import rl_datasets
-from verl.trainer.ppo.sequences import (
-    Trajectories,
-    mini_batch_sizes,
-    resampled,
-    trajectory_scores,
-    with_earlier_turns,
-    with_prompts,
-)
 from verl.trainer.ppo.stages import ACTOR_COLUMNS, apply_kl_penalty, compute_advantage
-from verl.trainer.ppo.stored_rollouts import StoredRollouts
 from verl.trainer.ppo.token_dump import TokenDump
-from verl.trainer.ppo.trajectories import NO_SCORES, rows_to_score, trajectory_metrics, with_own_scores
 from verl.trainer.ppo.utils import (
     Needs,
     Role,
@@ -112,6 +108,7 @@ from verl.utils.dataset.sampler import AbstractCurriculumSampler
 from verl.utils.deferred import Deferred
 from verl.utils.flops_counter import Arithmetic
 from verl.utils.metric import Metrics
+from verl.utils.step_context import StepContext
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 if TYPE_CHECKING:
@@ -402,9 +399,9 @@ class RayPPOTrainer(FitParts):
         ``first_row`` counts the prompts drawn earlier in the step, so that each ``uid`` is unique.
         """
         with context.stage("gen"):
-            prompts = stages.name_groups(prompts, context.number, first_row)
+            prompts = name_groups(prompts, context.number, first_row)
             prompts = prompts | DataProto(meta_info={"global_steps": context.number, "validate": False})
-            repeated = stages.repeat_prompts(prompts, self.typed_config.actor_rollout_ref.rollout.n)
+            repeated = repeat_prompts(prompts, self.typed_config.actor_rollout_ref.rollout.n)
             responses, columns = self.draw_responses(repeated), repeated.select(batch_keys=[])
             if self.needs.greedy_baseline:
                 columns = columns | self._greedy_baseline(prompts)
@@ -419,7 +416,7 @@ class RayPPOTrainer(FitParts):
 
     def _greedy_baseline(self, prompts: DataProto) -> DataProto:
         """Score a greedy response per prompt: ``reward_baselines`` and ``baseline_status``, repeated n times."""
-        greedy = stages.repeat_prompts(prompts, 1) | DataProto(meta_info={"do_sample": False})
+        greedy = repeat_prompts(prompts, 1) | DataProto(meta_info={"do_sample": False})
         responses = with_prompts(greedy.select(batch_keys=[]), self.draw_responses(greedy))
         scores, extra = self._score(responses, self.reward_fn)
         columns = {"reward_baselines": trajectory_scores(responses, scores)}
@@ -468,7 +465,7 @@ class RayPPOTrainer(FitParts):
                 if self.dump.folder is not None:
                     records = generation_records(context.number, self.tokenizer, batch, scores, extra)
                     self.dump.write(context.number, records, append=bool(context.rewards.batches))
-            columns = kept | stages.score_columns(scores, extra)
+            columns = kept | score_columns(scores, extra)
             context.rewards.add(replace_columns(batch, columns), list(extra), rates)
             return columns
 

@@ -5,12 +5,10 @@ See the picture in ``ray_trainer.py`` for their place in a step.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-import numpy as np
 import torch
 
 from verl.algorithms import (
@@ -25,53 +23,15 @@ from verl.algorithms import (
 )
 from verl.config import ActorConfig, RolloutCorrectionConfig
 from verl.errors import RolloutError
+from verl.experience.sequences import Trajectories, compared_groups, joined_sequences, mini_batches
 from verl.protocol import DataProto, replace_columns, with_response_mask
 from verl.schema import require
-from verl.trainer.ppo.metric_utils import response_lengths, source_metrics
 from verl.trainer.ppo.rollout_corr_helper import corrected_columns
-from verl.trainer.ppo.sequences import Trajectories, compared_groups, joined_sequences, mini_batches
 from verl.utils.metric import Metrics
 from verl.utils.torch_functional import masked_mean
 from verl.workers.shared_prompts import Siblings
 
 ACTOR_COLUMNS = ("responses", "response_mask", "input_ids", "attention_mask", "position_ids")
-
-
-def name_groups(prompts: DataProto, step: int, first_row: int = 0) -> DataProto:
-    """Add each prompt's ``uid``, shared by its responses: step and row, so that it is the same in every run."""
-    uids = np.array([f"{step}-{first_row + row}" for row in range(len(prompts))], dtype=object)
-    return prompts | DataProto.from_dict(non_tensors={"uid": uids})
-
-
-def name_samples(prompts: DataProto, step: int, n: int, first_prompt: int = 0) -> DataProto:
-    """Name rows that are repeated already as :func:`name_groups` and :func:`repeat_prompts` would have named them.
-
-    Rows with one ``uid`` are samples of one prompt, in their order; without that column, each ``n`` adjacent rows are.
-    The given ids are replaced, so that what is sampled follows from the step and not from random ids.
-
-    Args:
-        prompts: rows to generate from, one for each response.
-        step: the training step.
-        n: responses per prompt.
-        first_prompt: prompts that were named earlier in the step.
-    """
-    given = prompts.non_tensor_batch.get("uid", np.arange(len(prompts)) // n)
-    number: dict[Any, int] = {}
-    seen: Counter[Any] = Counter()
-    uids, indices = [], []
-    for uid in given.tolist():
-        uids.append(f"{step}-{first_prompt + number.setdefault(uid, len(number))}")
-        indices.append(seen[uid])
-        seen[uid] += 1
-    names = {"uid": np.array(uids, dtype=object), "sample_index": np.array(indices)}
-    return replace_columns(prompts, DataProto.from_dict(non_tensors=names))
-
-
-def repeat_prompts(prompts: DataProto, n: int) -> DataProto:
-    """Repeat each prompt ``n`` times in adjacent rows; ``sample_index`` numbers the copies from 0."""
-    repeated = prompts.repeat(n, interleave=True)
-    siblings = np.tile(np.arange(n), len(prompts))
-    return repeated | DataProto.from_dict(non_tensors={"sample_index": siblings})
 
 
 def sequence_lengths(batch: DataProto) -> list[int]:
@@ -90,24 +50,6 @@ def repeated_prompts(batch: DataProto, sizes: Sequence[int]) -> list[int]:
     parts = [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
     read = batch.select(batch_keys=list(ACTOR_COLUMNS))
     return [length for part in parts for length in Siblings.of(read.select_idxs(part)).repeated()]
-
-
-def score_columns(scores: torch.Tensor, extra: Mapping[str, list[Any]]) -> DataProto:
-    """Build the columns ``token_level_scores`` and, by name, the other values of the reward function."""
-    return DataProto.from_dict(tensors={"token_level_scores": scores}, non_tensors=dict(extra))
-
-
-def metrics_by_source(batch: DataProto, scores: torch.Tensor, statuses: Sequence[Any]) -> Metrics:
-    """Compute ``train-source/{data_source}/...`` if there are several sources; mean scores leave out failed samples.
-
-    ``scores`` are those of whole responses, (bsz,).
-    """
-    sources = [str(source) for source in batch.non_tensor_batch.get("data_source", [])]
-    if len(set(sources)) < 2:
-        return {}
-    is_scored = torch.tensor([status == "ok" for status in statuses])
-    values = torch.where(is_scored, scores, torch.nan)
-    return source_metrics(sources, values.tolist(), response_lengths(batch).tolist())
 
 
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, Metrics]:
@@ -163,7 +105,7 @@ def compute_advantage(
         config: the section ``algorithm``, for estimators that read more of it; the arguments above win.
 
     An estimator that takes ``index`` compares trajectories: the sequences of each agent of a trajectory are one row for
-    it (:func:`verl.trainer.ppo.sequences.joined_sequences`), and its groups are those of one agent. For other
+    it (:func:`verl.experience.sequences.joined_sequences`), and its groups are those of one agent. For other
     estimators each sequence is a row, with the score of its trajectory.
 
     Returns:

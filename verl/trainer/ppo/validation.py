@@ -12,13 +12,13 @@ import torch
 
 from verl.base.redact import secrets_in
 from verl.config import PPOConfig
+from verl.experience.prompts import repeat_prompts
+from verl.experience.records import RecordFolder, generation_records
+from verl.experience.sequences import Trajectories, trajectory_scores, with_prompts
+from verl.experience.trajectories import how_trajectories_ended, validation_trajectory_metrics
 from verl.protocol import DataProto
-from verl.trainer.ppo import stages
 from verl.trainer.ppo.metric_utils import process_validation_metrics
-from verl.trainer.ppo.records import RecordFolder, generation_records
-from verl.trainer.ppo.sequences import Trajectories, trajectory_scores, with_prompts
 from verl.trainer.ppo.token_dump import TokenDump, token_table
-from verl.trainer.ppo.trajectories import how_trajectories_ended, validation_trajectory_metrics
 from verl.utils.dataset.loading import batches
 from verl.utils.metric import number_or_nan
 from verl.utils.token_page import TokenPage
@@ -100,7 +100,7 @@ class Validator:
         uids = np.array([f"val-{number}-{row}" for row in range(len(prompts))], dtype=object)
         meta = {"global_steps": step, "validate": True}
         prompts = prompts | DataProto.from_dict(non_tensors={"uid": uids}, meta_info=meta)
-        repeated = stages.repeat_prompts(prompts, self.config.actor_rollout_ref.rollout.val_kwargs.n)
+        repeated = repeat_prompts(prompts, self.config.actor_rollout_ref.rollout.val_kwargs.n)
         batch = with_prompts(repeated.select(batch_keys=[]), self.generate(repeated))
         scores, extra = self.score(batch, self.reward_fn)
         return batch, scores, extra

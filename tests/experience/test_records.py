@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from verl.experience.records import LONGEST_TEXT, RecordFolder, generation_records, sample_numbers
 from verl.protocol import DataProto
 from verl.testing.models import tiny_tokenizer
-from verl.trainer.ppo.records import LONGEST_TEXT, RecordFolder, generation_records, sample_numbers
 from verl.utils.file_log import THIS_RUN
 
 

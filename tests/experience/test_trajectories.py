@@ -13,9 +13,9 @@ import torch
 from tests.support.chat_templates import chat_tokenizer
 from verl.config import AgentLoopConfig, DataConfig, MultiTurnConfig, RolloutConfig
 from verl.errors import ConfigError, DataError
+from verl.experience.trajectories import check_tools, rows_to_score, with_own_scores
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
-from verl.trainer.ppo.trajectories import check_tools, rows_to_score, with_own_scores
 from verl.utils.dataset import RLHFDataset
 
 CASES = [

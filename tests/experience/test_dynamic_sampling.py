@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.support.tiny_run import make_tiny_run, overrides
 from verl.errors import ConfigError, RewardError, RolloutError
+from verl.experience.dynamic_sampling import Draw, fill_batch, informative_rows, values_of
 from verl.protocol import DataProto
 from verl.trainer.config import FilterGroupsConfig
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
-from verl.trainer.ppo.dynamic_sampling import Draw, fill_batch, informative_rows, values_of
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2), st.booleans()), max_size=30))

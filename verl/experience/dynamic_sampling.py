@@ -18,8 +18,8 @@ import torch
 from verl.algorithms.groups import rounding_unit
 from verl.config import FilterGroupsConfig
 from verl.errors import RewardError, RolloutError
+from verl.experience.sequences import Trajectories, trajectory_scores
 from verl.protocol import DataProto
-from verl.trainer.ppo.sequences import Trajectories, trajectory_scores
 from verl.utils.metric import Metrics, number_or_nan
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agents.manager import AgentLoopManager
 from verl.config import PPOConfig
+from verl.experience.trajectories import unused_arguments, wants_agents
 from verl.protocol import DataProto
-from verl.trainer.ppo.trajectories import unused_arguments, wants_agents
 from verl.utils.deferred import Deferred
 
 if TYPE_CHECKING:

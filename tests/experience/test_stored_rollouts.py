@@ -12,8 +12,8 @@ import torch
 from tests.trainer.test_run import assert_same_steps, train  # noqa: F401
 from verl.config import ActorRolloutRefConfig, PPOConfig, RolloutConfig
 from verl.errors import DataError
+from verl.experience.stored_rollouts import StoredRollouts
 from verl.protocol import DataProto
-from verl.trainer.ppo.stored_rollouts import StoredRollouts
 
 ROLLOUT = "actor_rollout_ref__rollout__"
 

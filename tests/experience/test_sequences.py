@@ -16,13 +16,13 @@ from torch import Tensor
 from verl.algorithms import agg_loss, estimator_names, prepare_aggregation
 from verl.algorithms.aggregate import LOSS_AGG_MODES
 from verl.config import AgentLoopConfig, FilterGroupsConfig
+from verl.experience.dynamic_sampling import Draw, fill_batch
+from verl.experience.scoring import leave_out_failed
+from verl.experience.sequences import Trajectories, mini_batch_sizes, resampled, trajectory_scores, with_prompts
+from verl.experience.trajectories import rows_to_score, with_own_scores
 from verl.protocol import DataProto
 from verl.trainer.balance import deal
 from verl.trainer.ppo import stages
-from verl.trainer.ppo.dynamic_sampling import Draw, fill_batch
-from verl.trainer.ppo.reward import leave_out_failed
-from verl.trainer.ppo.sequences import Trajectories, mini_batch_sizes, resampled, trajectory_scores, with_prompts
-from verl.trainer.ppo.trajectories import rows_to_score, with_own_scores
 from verl.workers.reward_manager.scores import on_last_token
 
 Row = tuple[str, str, list[int]]

@@ -16,10 +16,10 @@ from verl.agents.tool_calls import CallFailure
 from verl.config import AgentLoopConfig, RolloutConfig
 from verl.config.agent import SINGLE_TURN, TrajectoryStatus
 from verl.errors import ConfigError, DataError
-from verl.protocol import DataProto
-from verl.trainer.ppo.metric_utils import prompt_lengths, response_lengths
-from verl.trainer.ppo.reward import OF_TRAJECTORY, Scored
-from verl.trainer.ppo.sequences import Trajectories
+from verl.experience.rewards import OF_TRAJECTORY
+from verl.experience.scoring import Scored
+from verl.experience.sequences import Trajectories
+from verl.protocol import DataProto, prompt_lengths, response_lengths
 from verl.utils.dataset.rl_dataset import FOR_AGENTS, RLHFDataset
 from verl.utils.metric import Metrics, distribution
 from verl.workers.reward_manager.scores import Score, Scores, checked_score, placed

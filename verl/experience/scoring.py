@@ -1,0 +1,177 @@
+"""Scores of responses: how they are computed and checked, and what becomes of samples without one."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.config import FailurePolicy
+from verl.errors import RewardError
+from verl.experience.rewards import OF_TRAJECTORY, status_metrics
+from verl.experience.sequences import Trajectories, compared_groups
+from verl.protocol import DataProto
+from verl.schema import COLUMNS, require
+from verl.utils.deferred import Deferred
+from verl.utils.metric import Metrics
+from verl.workers.reward_manager import AbstractRewardManager
+from verl.workers.reward_manager.abstract import call
+from verl.workers.reward_manager.function import tensors_of
+from verl.workers.reward_manager.scores import on_drawn_tokens, token_scores
+
+logger = logging.getLogger(__name__)
+
+Scored = tuple[torch.Tensor, dict[str, list[Any]]]
+"""Scores (bsz, response_length), and further values of the reward function by name, one per sample."""
+RewardHandle = Deferred[Scored]
+"""Running scoring of a batch: ``result()`` waits, and returns or raises what :func:`compute_reward` does."""
+
+
+def start_reward(data: DataProto, reward_fn: Any, max_error_rate: float = 0.5) -> RewardHandle:
+    """Start to score a batch in the reward manager's processes and return at once.
+
+    Args:
+        data: batch with responses.
+        reward_fn: a reward manager, or any callable that takes the batch, which is called only in ``result()``.
+        max_error_rate: largest fraction of samples without a score, unless the manager has a limit of its own.
+    """
+
+    def checked(result: Any) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+        return _checked(result, data, reward_fn, getattr(reward_fn, "max_error_rate", max_error_rate))
+
+    if isinstance(reward_fn, AbstractRewardManager):
+        return reward_fn.start(data).map(checked)
+    return Deferred([], lambda: checked(call(reward_fn, data)))
+
+
+def compute_reward(
+    data: DataProto, reward_fn: Any, max_error_rate: float = 0.5
+) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+    """Score a batch and wait.
+
+    Args:
+        data: batch with responses.
+        reward_fn: a reward manager.
+        max_error_rate: largest fraction of samples without a score, unless the manager has a limit of its own.
+
+    Returns:
+        scores (bsz, response_length), and lists of length bsz by name: ``score``, ``reward_status`` (one of
+        :data:`verl.supervision.killable_pool.STATUSES`), and the further values of the reward function.
+
+    Raises:
+        RewardError: too many samples failed, or the manager returned something of another shape.
+    """
+    return start_reward(data, reward_fn, max_error_rate).result()
+
+
+def score_columns(scores: torch.Tensor, extra: Mapping[str, list[Any]]) -> DataProto:
+    """Build the columns ``token_level_scores`` and, by name, the other values of the reward function."""
+    return DataProto.from_dict(tensors={"token_level_scores": scores}, non_tensors=dict(extra))
+
+
+def leave_out_failed(
+    batch: DataProto, statuses: Sequence[str], policy: FailurePolicy, needs_siblings: bool = False
+) -> tuple[DataProto, Metrics]:
+    """Exclude samples that could not be scored from training, since a failure is not a score of zero.
+
+    Their ``response_mask`` becomes zero, which removes them from the loss, and each gets a group (``uid``) of its
+    own, which removes them from the baselines. The same happens to samples whose greedy response was not scored. All
+    sequences of a trajectory are one sample.
+
+    Args:
+        batch: with ``response_mask``, ``uid`` and, if there are greedy responses, their ``baseline_status``.
+        statuses: ``reward_status`` of each sample.
+        policy: ``mask`` excludes the failed samples, ``drop_group`` their whole groups, ``stop`` raises. Failed
+            trajectories, which ``rollout.agent.on_failure`` leaves out, are excluded alone with any of them.
+        needs_siblings: also exclude what is then the only one of its group, and sequences of an agent that answered in
+            one of the trajectories alone.
+
+    Returns:
+        the new ``response_mask`` and ``uid``; :func:`status_metrics` with ``reward/left_out_rate``, the fraction of
+        excluded samples, and ``reward/baseline_error_rate``, that of greedy responses without a score.
+
+    Raises:
+        RewardError: a sample failed, and the policy is ``stop``.
+    """
+    require(batch, ("response_mask", "uid"), "leaving out samples without score")
+    found, uids = Trajectories.of(batch), batch.non_tensor_batch["uid"].astype(str)
+    scored = found.scored_rows
+    metrics = status_metrics([statuses[row] for row in scored])
+    reasons = np.array(statuses, dtype=object)
+    if "baseline_status" in batch.non_tensor_batch:
+        of_baseline = batch.non_tensor_batch["baseline_status"]
+        metrics["reward/baseline_error_rate"] = float((of_baseline[scored] != "ok").mean())
+        reasons = np.where(reasons == "ok", of_baseline, reasons)
+    is_lost = np.array([str(reason).startswith(OF_TRAJECTORY) for reason in reasons], dtype=bool)
+    failed = (reasons != "ok") & ~is_lost
+    if policy == "stop" and failed.any():
+        row = int(failed.argmax())
+        raise RewardError(
+            f"{failed[scored].sum()} of {len(scored)} samples could not be scored; the first is sample {uids[row]} "
+            f"({reasons[row]}), and reward_model.on_failure=stop. The reason is logged above. Correct the reward "
+            "function or the data, or set reward_model.on_failure=mask to go on without such samples."
+        )
+    out = is_lost | (np.isin(uids, uids[failed]) if policy == "drop_group" else failed)
+    if needs_siblings and (out.any() or "agent" in batch.non_tensor_batch):
+        groups = compared_groups(batch)
+        kept = {unit: group for unit, group, is_out in zip(found.of_agents, groups, out, strict=True) if not is_out}
+        remaining = Counter(kept.values())
+        out = out | np.array([remaining[group] < 2 for group in groups])
+    new_uids = batch.non_tensor_batch["uid"].copy()
+    new_uids[out] = [f"{uids[row]}-left-out-{row}" for row in np.flatnonzero(out)]
+    columns = batch.select(batch_keys=["response_mask"], non_tensor_batch_keys=[], meta_info_keys=[])
+    if out.any():  # else the mask is the one that the ranks have made, and need not travel again
+        mask = columns.batch["response_mask"]
+        keep = torch.from_numpy(~out).to(mask).unsqueeze(-1)
+        columns = DataProto.from_dict(tensors={"response_mask": mask * keep})
+    columns = columns | DataProto.from_dict(non_tensors={"uid": new_uids})
+    return columns, metrics | {"reward/left_out_rate": float(out[scored].mean())}
+
+
+def _checked(
+    result: Any, data: DataProto, reward_fn: Any, max_error_rate: float
+) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+    manager = type(reward_fn).__name__
+    scores, extra = result, {}
+    if not isinstance(result, torch.Tensor):
+        extra = {name: list(values) for name, values in (result.get("reward_extra_info") or {}).items()}
+        scores = result["reward_tensor"]
+    expected = tensors_of(data)["responses"].shape
+    if scores.shape != expected:
+        raise RewardError(
+            f"{manager} returned scores of shape {tuple(scores.shape)}; "
+            f"expected that of the responses, {tuple(expected)}."
+        )
+    if wrong := [name for name, values in extra.items() if len(values) != len(data)]:
+        raise RewardError(
+            f"{manager} returned reward_extra_info['{wrong[0]}'] with {len(extra[wrong[0]])} values "
+            f"for {len(data)} samples."
+        )
+    if taken := sorted(COLUMNS.keys() & extra.keys()):
+        raise RewardError(
+            f"the reward function returned '{taken[0]}', the name of a column of verl: {COLUMNS[taken[0]].meaning} "
+            f"(made by {COLUMNS[taken[0]].producer}). Give it another name."
+        )
+    placed = token_scores(on_drawn_tokens(scores, tensors_of(data)["response_mask"]), torch.ones_like(scores))
+    assert placed.tokens is not None
+    statuses = extra.get("reward_status", ["ok"] * len(data))
+    unusable = [row for row, score in enumerate(placed.samples) if score.status != "ok" and statuses[row] == "ok"]
+    extra["reward_status"] = ["error" if row in unusable else status for row, status in enumerate(statuses)]
+    extra.setdefault("score", placed.tokens.sum(-1, dtype=torch.float64).tolist())
+    failed = sum(status != "ok" for status in extra["reward_status"])
+    what = f"{failed} of {len(data)} samples could not be scored ({failed / max(len(data), 1):.1%})."
+    if unusable:
+        first = unusable[0]
+        what += f" The first whose score from {manager} cannot be used: row {first}:\n{placed.samples[first].error}"
+    if failed > max_error_rate * len(data):
+        raise RewardError(
+            f"{what}\nThat is more than reward_model.max_error_rate={max_error_rate}. Correct the reward function or "
+            "the data; a higher rate lets the run go on, with the failed samples left out of training."
+        )
+    if unusable:
+        logger.error("%s\nThey count as failed (reward_status=error, reward_model.on_failure).", what)
+    return placed.tokens, extra
