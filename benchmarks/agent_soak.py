@@ -39,7 +39,7 @@ from verl.protocol import DataProto
 from verl.serving.router import Router
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
-from verl.trainer.ppo.ray_trainer import PPOStepContext, RayPPOTrainer
+from verl.trainer.ppo.trainer import PPOStepContext, PPOTrainer
 from verl.workers.rollout.native.prefixes import PrefixCache
 
 PROMPTS, RESPONSES = 25, 4
@@ -81,14 +81,14 @@ def kind_of(command: list[str]) -> str:
     return files[0] if files else Path(command[0]).name if command else "ended"
 
 
-class SoakTrainer(RayPPOTrainer):
+class SoakTrainer(PPOTrainer):
     """Measures all processes after each step."""
 
     found: ClassVar[list[Measures]] = []
     trajectories: ClassVar[list[int]] = []
 
     def step(self, prompts: DataProto, context: PPOStepContext) -> DataProto:
-        """See :meth:`RayPPOTrainer.step`."""
+        """See :meth:`PPOTrainer.step`."""
         batch = super().step(prompts, context)
         self.found.append(self._measured())
         self.trajectories.append(len(batch))
@@ -109,7 +109,7 @@ class SoakTrainer(RayPPOTrainer):
         if self.typed_config.trainer.controller == "ray":
             import ray
 
-            asked = [worker.__ray_call__.remote(entries) for worker in self.actor_rollout_wg.workers]
+            asked = [worker.__ray_call__.remote(entries) for worker in self.policy_workers.workers]
             for rank, remembered in enumerate(ray.get(asked, timeout=60)):
                 found[f"engine {rank}"] = remembered
         return found
@@ -118,7 +118,7 @@ class SoakTrainer(RayPPOTrainer):
 class SoakRunner(TaskRunner):
     """A run with that trainer."""
 
-    def trainer_class(self) -> type[RayPPOTrainer]:
+    def trainer_class(self) -> type[PPOTrainer]:
         """See :class:`TaskRunner`."""
         return SoakTrainer
 

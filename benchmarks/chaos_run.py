@@ -25,7 +25,7 @@ from benchmarks.chaos_agents import ORDER
 from verl.trainer.config import PPOConfig
 from verl.trainer.config.command_line import command
 from verl.trainer.main_ppo import TaskRunner, run_ppo
-from verl.trainer.ppo.ray_trainer import PPOStepContext, RayPPOTrainer
+from verl.trainer.ppo.trainer import PPOStepContext, PPOTrainer
 
 PLAN = "CHAOS_PLAN"
 
@@ -154,7 +154,7 @@ class WatchedContext(PPOStepContext):
             yield
 
 
-class ChaosTrainer(RayPPOTrainer):
+class ChaosTrainer(PPOTrainer):
     """A trainer to whom something happens."""
 
     context_class = WatchedContext
@@ -163,7 +163,7 @@ class ChaosTrainer(RayPPOTrainer):
 class ChaosRunner(TaskRunner):
     """A run with that trainer."""
 
-    def trainer_class(self) -> type[RayPPOTrainer]:
+    def trainer_class(self) -> type[PPOTrainer]:
         """See :class:`TaskRunner`."""
         return ChaosTrainer
 

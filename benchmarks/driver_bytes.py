@@ -34,7 +34,7 @@ from verl.single_controller.base.worker_group import Call
 from verl.single_controller.ray import RayWorkerGroup
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.trainer import PPOTrainer
 
 STEPS = 2
 PROMPTS, SAMPLES = 16, 4
@@ -85,7 +85,7 @@ class CountingRunner(StandInRunner):
     """A run of stand-ins whose driver counts."""
 
     def trainer_class(self) -> Any:
-        return functools.partial(RayPPOTrainer, ray_worker_group_cls=CountingGroup)
+        return functools.partial(PPOTrainer, ray_worker_group_cls=CountingGroup)
 
 
 def count_reads() -> None:

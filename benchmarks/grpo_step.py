@@ -97,8 +97,8 @@ def steps_of(overrides: list[str]) -> Iterator[dict[str, float]]:
     from verl.trainer.config.command_line import compose
     from verl.trainer.config.load import load_config
     from verl.trainer.main_ppo import TaskRunner
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.reward import load_reward_manager
+    from verl.trainer.ppo.trainer import PPOTrainer
     from verl.utils import hf_tokenizer
     from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
 
@@ -108,7 +108,7 @@ def steps_of(overrides: list[str]) -> Iterator[dict[str, float]]:
     runner.add_ref_policy_worker(config)
     tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
     dataset = create_rl_dataset(config.data.train_files, config.data, tokenizer, None, is_train=True)
-    trainer = RayPPOTrainer(
+    trainer = PPOTrainer(
         config=config,
         tokenizer=tokenizer,
         role_worker_mapping=runner.role_worker_mapping,

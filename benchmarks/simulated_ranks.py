@@ -38,7 +38,7 @@ from verl.single_controller.base.resource_pool import PoolManager, ResourcePool
 from verl.single_controller.base.worker_group import Call, WorkerGroup
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.trainer import PPOTrainer
 
 STEPS = 3
 SAMPLES = 8
@@ -160,7 +160,7 @@ class SimulatedPools(PoolManager):
     pool_cls = ResourcePool
 
 
-class MeasuredTrainer(RayPPOTrainer):
+class MeasuredTrainer(PPOTrainer):
     """Measures each step."""
 
     steps: ClassVar[list[dict[str, float]]] = []

@@ -22,7 +22,7 @@ from typing import Any
 FORKS = multiprocessing.get_context("forkserver")
 get_temp_dir()  # for the server's socket, whose path must be short: before a test puts temporary files elsewhere
 FORKS.set_forkserver_preload(
-    ["verl.trainer.ppo.ray_trainer", "verl.trainer.supervised", "verl.workers.fsdp_workers", "peft"]
+    ["verl.trainer.ppo.trainer", "verl.trainer.supervised", "verl.workers.fsdp_workers", "peft"]
 )
 
 

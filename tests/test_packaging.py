@@ -121,7 +121,7 @@ def test_an_installed_wheel_answers(installed: Installed) -> None:
     assert Path(where).is_relative_to(installed.bin.parent)
     assert installed.run("verl", "--version").strip() == f"verl, version {verl.__version__}"
     page = installed.run("verl", "explain", "trainer.rollout_token_dump_freq")
-    assert "verl/trainer/ppo/ray_trainer.py" in page
+    assert "verl/trainer/ppo/trainer.py" in page
     assert "rollout:" in installed.run("verl", "train", "--cfg", "job")
     findings = {one["name"]: one["verdict"] for one in json.loads(installed.run("verl", "doctor", "--json"))}
     assert findings["ray"] == findings["torch"] == findings["transformers"] == "ok"

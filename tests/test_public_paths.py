@@ -243,11 +243,11 @@ def test_sections_at_their_old_address_are_those_of_the_house():
         assert getattr(door, name) is getattr(room, name), name
 
 
-COMPAT = Path(verl.__path__[0]) / "compat"
+COMPAT = Path(verl.__path__[0]) / "compat" / "old_paths"
 
 
 def old_paths() -> dict[str, Path]:
-    """The modules that verl/compat gives to old import paths, with their files."""
+    """The modules that verl/compat/old_paths gives to old import paths, with their files."""
     paths = {}
     for file in sorted(COMPAT.rglob("*.py")):
         parts = file.relative_to(COMPAT).with_suffix("").parts

@@ -1,7 +1,7 @@
 """verl: reinforcement-learning post-training of large language models.
 
 One controller drives the data flow (prompts, rollout, reward, log-probs, values, advantages,
-update); distributed workers compute. Start reading at ``verl/trainer/ppo/ray_trainer.py``.
+update); distributed workers compute. Start reading at ``verl/trainer/ppo/trainer.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write verl-stubs, by which type checkers and editors find the old import paths, from verl/compat.
+"""Write verl-stubs, by which type checkers and editors find the old import paths, from verl/compat/old_paths.
 
 python -m docs.generate.stubs
 
@@ -13,11 +13,11 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DOORS, STUBS = ROOT / "verl" / "compat", ROOT / "verl-stubs"
+DOORS, STUBS = ROOT / "verl" / "compat" / "old_paths", ROOT / "verl-stubs"
 
 
 def stubs() -> dict[str, str]:
-    """Text of each file of verl-stubs by its path there: the re-exports of one file of verl/compat.
+    """Text of each file of verl-stubs by its path there: the re-exports of one file of verl/compat/old_paths.
 
     Each module is written as a package, ``roles/__init__.pyi``: for a type checker that merges the stubs with the
     installed package the folder is there then, and it does not report a module without source.

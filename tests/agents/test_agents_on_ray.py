@@ -18,7 +18,7 @@ from tests.support.scripted_agent import STOP_TOKEN_IDS, call
 from tests.support.tiny_run import countdown_rows, make_tiny_run, overrides, same, write_jsonl
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.trainer import PPOTrainer
 
 LOOPS = """
 import http.client, json, os, pathlib, time
@@ -79,7 +79,7 @@ STEPS = 5
 LOOPS_OF_A_STEP = ("twice", "twice", "scripted", "program")
 
 
-class OrderingTrainer(RayPPOTrainer):
+class OrderingTrainer(PPOTrainer):
     """Orders a process to be hit in the middle of a trajectory; ``orders`` says in which step which, and where."""
 
     folder: Path
@@ -103,12 +103,12 @@ class OrderingTrainer(RayPPOTrainer):
     def _pid(self, who: str) -> int:
         if who == "worker":
             return 0
-        actor = self.actor_rollout_wg.workers[1] if who == "rank" else self._agents()._router.actor
+        actor = self.policy_workers.workers[1] if who == "rank" else self._agents()._router.actor
         return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
 
 
 class OrderingRunner(TaskRunner):
-    def trainer_class(self) -> type[RayPPOTrainer]:
+    def trainer_class(self) -> type[PPOTrainer]:
         return OrderingTrainer
 
 

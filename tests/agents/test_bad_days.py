@@ -25,7 +25,7 @@ from tests.support.waiting import eventually
 from verl.protocol import DataProto
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.trainer import PPOTrainer
 
 CONVERSATIONS = 200
 FAILURES = {
@@ -50,7 +50,7 @@ PROGRAM_EVERY = 10
 """One of so many rows is answered by an agent program."""
 
 
-class KeepingTrainer(RayPPOTrainer):
+class KeepingTrainer(PPOTrainer):
     """Keeps the trajectories of the step."""
 
     batch: DataProto
@@ -62,7 +62,7 @@ class KeepingTrainer(RayPPOTrainer):
 
 
 class KeepingRunner(TaskRunner):
-    def trainer_class(self) -> type[RayPPOTrainer]:
+    def trainer_class(self) -> type[PPOTrainer]:
         return KeepingTrainer
 
 

@@ -66,7 +66,7 @@ def test_all_sections_of_a_name_are_listed_before_their_keys():
 
 def test_lines_that_read_a_key_are_code():
     places = read_at("trainer.max_rollout_actor_probs_diff")
-    assert any(place.startswith("verl/trainer/ppo/ray_trainer.py:") for place in places)
+    assert any(place.startswith("verl/trainer/ppo/trainer.py:") for place in places)
     for place in (seeds := read_at("trainer.seed")):
         file, _, line = place.partition(":")
         assert "trainer.seed" in (Path(verl.__file__).parents[1] / file).read_text().splitlines()[int(line) - 1]

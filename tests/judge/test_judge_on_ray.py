@@ -16,7 +16,7 @@ from tests.judge.test_judge_in_a_run import ASKS, dumped, settings
 from tests.support.tiny_run import make_tiny_run, overrides, same
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.trainer import PPOTrainer
 
 STRIKES = """
 import os, pathlib
@@ -36,7 +36,7 @@ def strike():
 """
 
 
-class OrderingTrainer(RayPPOTrainer):
+class OrderingTrainer(PPOTrainer):
     """Orders a process of the judge to be hit by a sample that is scored; ``orders`` says in which step which."""
 
     folder: Path
@@ -47,7 +47,7 @@ class OrderingTrainer(RayPPOTrainer):
         if order is not None:
             assert self.judge is not None
             # A rank that serves answers nothing else, so it is asked before.
-            actor = self.rm_wg.workers[0] if order[0] == "rank" else self.judge._engines._router
+            actor = self.reward_workers.workers[0] if order[0] == "rank" else self.judge._engines._router
             pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
             (self.folder / "new").write_text(f"{pid} {int(order[1])}")
             (self.folder / "new").rename(self.folder / "order")
@@ -55,7 +55,7 @@ class OrderingTrainer(RayPPOTrainer):
 
 
 class OrderingRunner(TaskRunner):
-    def trainer_class(self) -> type[RayPPOTrainer]:
+    def trainer_class(self) -> type[PPOTrainer]:
         return OrderingTrainer
 
 

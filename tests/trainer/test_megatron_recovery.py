@@ -13,7 +13,7 @@ import ray
 from tests.trainer.test_megatron_run import layout
 from tests.trainer.test_recovery import FragileTrainer, Outcome, Run, assert_same_run, pid_of, root, run
 from verl.trainer.main_ppo import TaskRunner
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.trainer import PPOTrainer
 
 pytest.importorskip("verl.workers.engine.megatron.library")
 
@@ -42,7 +42,7 @@ class FrozenTrainer(FragileTrainer):
     """Stops a rank, which then neither answers nor ends."""
 
     def _harm(self, rank: int) -> None:
-        os.kill(pid_of(self.actor_rollout_wg, rank), signal.SIGSTOP)
+        os.kill(pid_of(self.policy_workers, rank), signal.SIGSTOP)
 
 
 class FullDiskTrainer(FragileTrainer):
@@ -60,12 +60,12 @@ class FullDiskTrainer(FragileTrainer):
         def set_limit(_: Any) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-        ray.get(self.actor_rollout_wg.workers[rank].__ray_call__.remote(set_limit))
+        ray.get(self.policy_workers.workers[rank].__ray_call__.remote(set_limit))
 
 
-def runner(trainer: type[RayPPOTrainer]) -> type[TaskRunner]:
+def runner(trainer: type[PPOTrainer]) -> type[TaskRunner]:
     class Runner(TaskRunner):
-        def trainer_class(self) -> type[RayPPOTrainer]:
+        def trainer_class(self) -> type[PPOTrainer]:
             return trainer
 
     return Runner

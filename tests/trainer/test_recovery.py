@@ -18,13 +18,13 @@ from verl.errors import ProcessLostError
 from verl.supervision.termination import EXIT_CODE
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.trainer import PPOTrainer
 
 STEPS = 3
 NOT_COMPARED = ("timing", "perf/", "recovery/")
 
 
-class FragileTrainer(RayPPOTrainer):
+class FragileTrainer(PPOTrainer):
     """Kills a rank when it enters a stage; ``deaths`` says which rank, in which step and stage."""
 
     deaths: list[tuple[int, str, int]]
@@ -35,7 +35,7 @@ class FragileTrainer(RayPPOTrainer):
             self._harm(death[2])
 
     def _harm(self, rank: int) -> None:
-        os.kill(pid_of(self.actor_rollout_wg, rank), signal.SIGKILL)
+        os.kill(pid_of(self.policy_workers, rank), signal.SIGKILL)
 
     def rollout(self, *args: Any, **kwargs: Any) -> Any:
         self._strike("gen")
@@ -59,7 +59,7 @@ def pid_of(group: Any, rank: int) -> int:
 
 
 class FragileRunner(TaskRunner):
-    def trainer_class(self) -> type[RayPPOTrainer]:
+    def trainer_class(self) -> type[PPOTrainer]:
         return FragileTrainer
 
 
@@ -183,7 +183,7 @@ class PreemptedTrainer(FragileTrainer):
 
 
 class PreemptedRunner(TaskRunner):
-    def trainer_class(self) -> type[RayPPOTrainer]:
+    def trainer_class(self) -> type[PPOTrainer]:
         return PreemptedTrainer
 
 

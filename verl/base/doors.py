@@ -1,8 +1,8 @@
-"""Old import paths, which ``verl/compat`` mirrors.
+"""Old import paths, which ``verl/compat/old_paths`` mirrors.
 
-There is no ``verl/workers/roles.py``: ``import verl.workers.roles`` runs ``verl/compat/workers/roles.py``, a file of
-re-exports, as the module ``verl.workers.roles``. A path that this version lacks on purpose raises the sentence of
-:mod:`verl.base.absent`.
+There is no ``verl/workers/roles.py``: ``import verl.workers.roles`` runs ``verl/compat/old_paths/workers/roles.py``, a
+file of re-exports, as the module ``verl.workers.roles``. A path that this version lacks on purpose raises the sentence
+of :mod:`verl.base.absent`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class OldPaths:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Find a module ``verl.a.b`` as ``verl/compat/a/b.py``."""
+        """Find a module ``verl.a.b`` as ``verl/compat/old_paths/a/b.py``."""
         if not name.startswith("verl."):
             return None
         folders = name.split(".")[1:-1]
-        places = [os.path.join(place, "compat", *folders) for place in sys.modules["verl"].__path__]
+        places = [os.path.join(place, "compat", "old_paths", *folders) for place in sys.modules["verl"].__path__]
         spec = PathFinder.find_spec(name, places, target)
         return spec if spec and spec.loader else None  # a folder without __init__.py only leads to the files in it
 

@@ -105,7 +105,7 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
     },
     "verl.trainer.ppo.ray_trainer": {
         "verl.protocol": "pad_dataproto_to_divisor unpad_dataproto",
-        _RAY: "RayClassWithInitArgs RayWorkerGroup create_colocated_worker_cls",
+        _RAY: "RayClassWithInitArgs RayWorkerGroup ResourcePoolManager create_colocated_worker_cls",
         "verl.single_controller.base.worker": "WorkerType",
         "verl.trainer.ppo": "core_algos",
         "verl.algorithms": "agg_loss",
@@ -117,7 +117,7 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.utils.seqlen_balancing": "calculate_workload get_seqlen_balanced_partitions log_seqlen_unbalance",
         "verl.utils.torch_functional": "masked_mean",
         "verl.utils": "tu=tensordict_utils",
-        "verl.toolkit.checkpoints": "should_save_ckpt_esi",
+        "verl.toolkit.checkpoints": "find_latest_ckpt_path should_save_ckpt_esi",
         "verl.toolkit.config": "is_distillation_enabled need_teacher_policy omega_conf_to_dataclass",
         "verl.toolkit.dicts": "rename_dict",
         "verl.toolkit.rollouts": "RolloutSkip",

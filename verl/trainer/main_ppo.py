@@ -2,7 +2,7 @@
 
 ::
 
-    main ──► run_ppo ──► TaskRunner.run ──► RayPPOTrainer.init_workers, .fit
+    main ──► run_ppo ──► TaskRunner.run ──► PPOTrainer.init_workers, .fit
     (Hydra)  (Ray or     (workers, pools,
               local)      data, rewards)
 """
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.reward import load_reward_manager
+    from verl.trainer.ppo.trainer import PPOTrainer
     from verl.utils.dataset import create_rl_dataset, create_rl_sampler
 
 __all__ = [
@@ -53,7 +53,7 @@ __getattr__ = on_first_use(
 )
 
 
-_IMPORTED_BY_RUN = ("verl.trainer.ppo.ray_trainer", "verl.workers.fsdp_workers", "verl.utils.dataset")
+_IMPORTED_BY_RUN = ("verl.trainer.ppo.trainer", "verl.workers.fsdp_workers", "verl.utils.dataset")
 
 
 def _typed(config: PPOConfig | DictConfig) -> PPOConfig:
@@ -126,11 +126,11 @@ class TaskRunner:
         controller = load_controller(config.trainer.controller)
         return controller.ResourcePoolManager(pools, self.mapping, resolve_device(config))
 
-    def trainer_class(self) -> type[RayPPOTrainer]:
+    def trainer_class(self) -> type[PPOTrainer]:
         """The trainer class; imported inside, so that an invalid configuration fails before the slow engine imports."""
-        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+        from verl.trainer.ppo.trainer import PPOTrainer
 
-        return RayPPOTrainer
+        return PPOTrainer.default
 
     def run(self, config: PPOConfig | DictConfig) -> None:
         """Load tokenizer, data and reward functions, start the workers and train.

@@ -261,7 +261,7 @@ def test_estimators_and_losses_of_users(paths):
 
 def test_dropout_is_seen_and_told_in_the_log(train, caplog):
     override = "{attention_dropout: 0.1}"
-    with caplog.at_level(logging.INFO, logger="verl.trainer.ppo.ray_trainer"):
+    with caplog.at_level(logging.INFO, logger="verl.trainer.ppo.trainer"):
         steps, _ = train(actor_rollout_ref__model__override_config=override)
     told = [record.getMessage() for record in caplog.records if "old_log_probs come from" in record.getMessage()]
     assert told == [

@@ -1,6 +1,6 @@
 """Computations of the driver between worker calls: functions of a batch that return new columns and metrics.
 
-See the picture in ``ray_trainer.py`` for their place in a step.
+See the picture in ``trainer.py`` for their place in a step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from verl.algorithms import (
 from verl.config import ActorConfig, RolloutCorrectionConfig
 from verl.errors import RolloutError
 from verl.experience.sequences import Trajectories, compared_groups, joined_sequences, mini_batches
-from verl.protocol import DataProto, replace_columns, with_response_mask
+from verl.protocol import DataProto, DataProtoFuture, replace_columns, with_response_mask
 from verl.schema import require
+from verl.trainer.balance import deal
 from verl.trainer.ppo.rollout_corr_helper import corrected_columns
 from verl.utils.metric import Metrics
 from verl.utils.torch_functional import masked_mean
@@ -239,3 +240,23 @@ def check_rollout_gap(metrics: Metrics, limit: float | None) -> None:
             f"trainer.max_rollout_actor_probs_diff={limit}. Compute both in one precision (rollout.dtype, "
             "actor.fsdp_config.dtype), or raise the limit."
         )
+
+
+def call_by_row(
+    workers: Any, method: str, batch: DataProto, *, balance: bool, shares_prompts: bool
+) -> DataProto | DataProtoFuture:
+    """Call a method of a worker group whose result has a row for each row of the batch, in the order of the batch.
+
+    Args:
+        workers: the worker group.
+        method: its method; of workers that register it with ``blocking=False`` the result is a future.
+        batch: rows in the order of the data.
+        balance: give ranks about equal numbers of tokens (``trainer.balance_batch``).
+        shares_prompts: keep rows with the same prompt on one rank (``use_prefix_grouper``).
+    """
+    # The policy alone repeats the choice of experts in the rollout; reference and critic choose for themselves.
+    routing = ("routed_experts",) if method == "compute_log_prob" and "routed_experts" in batch.batch.keys() else ()
+    columns, parts = (*ACTOR_COLUMNS, *routing), workers.num_parts(method)
+    dealt = deal(batch, parts, balance=balance, columns=columns, pads=True, shares_prompts=shares_prompts)
+    made = getattr(workers, method)(dealt.rows)
+    return made.then(dealt.restore) if isinstance(made, DataProtoFuture) else dealt.restore(made)

@@ -32,20 +32,19 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.algorithms import (
-    AdvantageEstimator,
     compute_pf_ppo_reweight_data,
     get_entropy_controller,
     get_kl_controller,
 )
-from verl.base.lazy import on_first_use
 from verl.base.redact import secrets_in
 from verl.checkpoint.resume import CheckpointPlan
 from verl.checkpoint.states import rng_state, set_rng_state
@@ -67,15 +66,14 @@ from verl.experience.sequences import (
 )
 from verl.experience.stored_rollouts import StoredRollouts
 from verl.experience.trajectories import NO_SCORES, rows_to_score, trajectory_metrics, with_own_scores
-from verl.protocol import DataProto, DataProtoFuture, compute_response_mask, replace_columns
+from verl.protocol import DataProto, DataProtoFuture, replace_columns
 from verl.protocol.future import wait_for
 from verl.trainer.balance import DealtBatch, deal
 from verl.trainer.config.load import load_config
 from verl.trainer.config.sizes import derived_sizes, resolve_device
 from verl.trainer.driver import load_controller
-from verl.trainer.loop import Schedule
+from verl.trainer.loop import Schedule, TrainingLoop
 from verl.trainer.ppo import stages
-from verl.trainer.ppo.fit_parts import FitParts
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_mfu_metrics,
@@ -94,9 +92,6 @@ from verl.trainer.ppo.token_dump import TokenDump
 from verl.trainer.ppo.utils import (
     Needs,
     Role,
-    need_critic,
-    need_reference_policy,
-    need_reward_model,
     worker_arguments,
 )
 from verl.trainer.ppo.validation import Validator
@@ -113,28 +108,8 @@ from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 if TYPE_CHECKING:
     from verl.judge.service import JudgeService
-    from verl.single_controller.ray import ResourcePoolManager
 
 logger = logging.getLogger(__name__)
-
-__all__ = [
-    "AdvantageEstimator",
-    "RayPPOTrainer",
-    "ResourcePoolManager",
-    "Role",
-    "apply_kl_penalty",
-    "compute_advantage",
-    "compute_response_mask",
-    "need_critic",
-    "need_reference_policy",
-    "need_reward_model",
-]
-
-# Public names of other modules; Ray need not be installed.
-__getattr__ = on_first_use(
-    __name__,
-    {"ResourcePoolManager": "verl.single_controller.ray", "find_latest_ckpt_path": "verl.toolkit.checkpoints"},
-)
 
 
 @dataclass
@@ -145,10 +120,11 @@ class PPOStepContext(StepContext):
     """All responses scored in the step, including those that dynamic sampling dropped."""
 
 
-class RayPPOTrainer(FitParts):
+class PPOTrainer(TrainingLoop):
     """Train a policy by reinforcement learning.
 
-    A subclass may replace :meth:`step`, a stage of it, or all of ``fit``: ``fit_parts.py`` has the parts for that.
+    A subclass may replace :meth:`step` or a stage of it. One that writes all of ``fit`` derives from
+    ``RayPPOTrainer`` instead (:mod:`verl.compat.own_fit`), which has the parts for that.
 
     Args:
         config: the whole configuration, typed or as composed by Hydra.
@@ -168,7 +144,21 @@ class RayPPOTrainer(FitParts):
     """
 
     typed_config: PPOConfig
-    context_class = PPOStepContext
+
+    context_class: ClassVar[type[PPOStepContext]] = PPOStepContext
+    default: ClassVar[type[PPOTrainer]]
+    """The class of runs that name none. A public face above replaces it, because a program that imports the face may
+    have replaced methods of it."""
+
+    policy_workers: Any = None
+    """Workers of policy and rollout."""
+    critic_workers: Any = None
+    reference_workers: Any = None
+    """Workers of the reference policy; None without one, and where it is the policy without its adapters."""
+    reward_workers: Any = None
+    """Workers of the reward model or of the judge."""
+    validation_generations_logger: ValidationGenerationsLogger | None = None
+    """Where validation samples are shown."""
 
     def __init__(
         self,
@@ -272,12 +262,12 @@ class RayPPOTrainer(FitParts):
     def start_workers(self) -> None:
         """See :meth:`TrainingLoop.start_workers`."""
         groups = self.worker_groups.start(self.worker_arguments())
-        self.actor_rollout_wg = groups[Role.ActorRollout]
-        self.critic_wg = groups.get(Role.Critic)
-        self.ref_policy_wg = groups.get(Role.RefPolicy)
-        self.rm_wg = groups.get(Role.RewardModel)
+        self.policy_workers = groups[Role.ActorRollout]
+        self.critic_workers = groups.get(Role.Critic)
+        self.reference_workers = groups.get(Role.RefPolicy)
+        self.reward_workers = groups.get(Role.RewardModel)
         self._use_workers()
-        self.observers.watch(self.actor_rollout_wg)
+        self.observers.watch(self.policy_workers)
 
     def end_workers(self) -> None:
         """See :meth:`TrainingLoop.end_workers`."""
@@ -295,15 +285,14 @@ class RayPPOTrainer(FitParts):
         return worker_arguments(self.typed_config, self.needs, self.total_training_steps)
 
     def _use_workers(self) -> None:
-        """See :meth:`FitParts._use_workers`."""
-        groups = (self.actor_rollout_wg, self.critic_wg, self.ref_policy_wg, self.rm_wg)
-        self.pass_limits.send_to(group for group in groups if group is not None)
-        self.old_log_probs_plan = OldLogProbs.of(self.typed_config, self.actor_rollout_wg.training_randomness()[0])
+        """Learn from newly started workers what the steps need to know, and let checkpoints save these."""
+        self.pass_limits.send_to(group for group in self._groups_by_role.values() if group is not None)
+        self.old_log_probs_plan = OldLogProbs.of(self.typed_config, self.policy_workers.training_randomness()[0])
         logger.info("%s", self.old_log_probs_plan)
-        actor = Arithmetic.of_ranks(self.actor_rollout_wg.arithmetic())
+        actor = Arithmetic.of_ranks(self.policy_workers.arithmetic())
         self.arithmetic = {"old_log_prob": actor, "update_actor": actor}
-        if self.critic_wg:
-            self.arithmetic["update_critic"] = Arithmetic.of_ranks(self.critic_wg.arithmetic())
+        if self.critic_workers:
+            self.arithmetic["update_critic"] = Arithmetic.of_ranks(self.critic_workers.arithmetic())
         self.checkpoint.workers_replaced(self.trained_groups)
         self.validator = None
         if self.val_dataloader is not None and self.val_reward_fn is not None:
@@ -319,8 +308,25 @@ class RayPPOTrainer(FitParts):
     @property
     def trained_groups(self) -> dict[str, Any]:
         """See :meth:`TrainingLoop.trained_groups`."""
-        groups = {"actor": self.actor_rollout_wg, "critic": self.critic_wg}
-        return {name: ordered.group for name, ordered in groups.items() if ordered is not None}
+        groups = {"actor": self.policy_workers, "critic": self.critic_workers}
+        return {name: group for name, group in groups.items() if group is not None}
+
+    @property
+    def _groups_by_role(self) -> dict[str, Any]:
+        return {
+            "actor_rollout": self.policy_workers,
+            "ref": self.reference_workers,
+            "critic": self.critic_workers,
+            "rm": self.reward_workers,
+        }
+
+    def new_context(self) -> PPOStepContext:
+        """See :meth:`TrainingLoop.new_context`."""
+        return self.context_class(self.global_steps, observe=self.observe_stage)
+
+    def observed(self, context: StepContext) -> AbstractContextManager[None]:
+        """See :meth:`TrainingLoop.observed`: profiles of the steps of ``global_profiler.steps``."""
+        return self.profiles.of_step(context.number, self._groups_by_role)
 
     # ---- the step -----------------------------------------------------------------------------
 
@@ -412,7 +418,7 @@ class RayPPOTrainer(FitParts):
         return self.stored_rollouts.answer(prompts)
 
     def _sample(self, prompts: DataProto) -> DataProto:
-        return self.response_source.answer(prompts, self.actor_rollout_wg.group, self.rm_wg, self.global_steps)
+        return self.response_source.answer(prompts, self.policy_workers, self.reward_workers, self.global_steps)
 
     def _greedy_baseline(self, prompts: DataProto) -> DataProto:
         """Score a greedy response per prompt: ``reward_baselines`` and ``baseline_status``, repeated n times."""
@@ -442,7 +448,9 @@ class RayPPOTrainer(FitParts):
         """Start scoring, with the judge awake if there is one."""
         if self.judge is None:
             return self._start_reward_fn(batch, reward_fn)
-        return self.judge.serve_while(self.rm_wg, self.global_steps, lambda: self._start_reward_fn(batch, reward_fn))
+        return self.judge.serve_while(
+            self.reward_workers, self.global_steps, lambda: self._start_reward_fn(batch, reward_fn)
+        )
 
     def _start_reward_fn(self, batch: DataProto, reward_fn: Any) -> RewardHandle:
         """Start scoring; of trajectories only those that are trained on and have no score of their own."""
@@ -470,7 +478,7 @@ class RayPPOTrainer(FitParts):
             return columns
 
     def _with_model_scores(self, batch: DataProto) -> DataProto:
-        return batch | wait_for(self.rm_wg.compute_rm_score(batch)) if self.needs.reward_model else batch
+        return batch | wait_for(self.reward_workers.compute_rm_score(batch)) if self.needs.reward_model else batch
 
     def old_log_probs(self, batch: DataProto, context: PPOStepContext) -> DataProto:
         """Compute old_log_probs and entropys of the policy before the update; in bypass mode take the rollout's."""
@@ -483,7 +491,7 @@ class RayPPOTrainer(FitParts):
             repeated = stages.repeated_prompts(batch, [len(batch)]) if shares else ()
             counts = stages.token_counts(batch)
             context.flops["old_log_prob"] = self.arithmetic["old_log_prob"].forward_flops(*counts, repeated)
-            return wait_for(self.actor_rollout_wg.compute_log_prob(batch))
+            return self._by_row(self.policy_workers, "compute_log_prob", batch)
 
     def policy_metrics(self, batch: DataProto, context: PPOStepContext) -> None:
         """Measure the entropy of the policy before the update and its distance to the rollout; adapt the entropy bonus.
@@ -513,13 +521,22 @@ class RayPPOTrainer(FitParts):
     def reference(self, batch: DataProto, context: PPOStepContext) -> DataProto:
         """Compute ref_log_prob under the frozen reference policy."""
         with context.stage("ref"):
-            workers = self.actor_rollout_wg if self.ref_in_actor else self.ref_policy_wg
-            return wait_for(workers.compute_ref_log_prob(batch))
+            # With adapters, the reference is the actor without them.
+            in_actor = self.typed_config.actor_rollout_ref.model.has_adapters
+            workers = self.policy_workers if in_actor else self.reference_workers
+            return self._by_row(workers, "compute_ref_log_prob", batch)
 
     def values(self, batch: DataProto, context: PPOStepContext) -> DataProto:
         """Compute values of the critic before its update."""
         with context.stage("values"):
-            return wait_for(self.critic_wg.compute_values(batch))
+            return self._by_row(self.critic_workers, "compute_values", batch)
+
+    def _by_row(self, workers: Any, method: str, batch: DataProto) -> DataProto:
+        """Call a method of the workers whose result has a row for each row of the batch."""
+        of_critic = workers is self.critic_workers
+        section = self.typed_config.critic if of_critic else self.typed_config.actor_rollout_ref.actor
+        balance, shares = self.typed_config.trainer.balance_batch, section.use_prefix_grouper
+        return wait_for(stages.call_by_row(workers, method, batch, balance=balance, shares_prompts=shares))
 
     def advantages(self, batch: DataProto, context: PPOStepContext) -> DataProto:
         """Compute token_level_rewards (scores minus any KL penalty), advantages and returns."""
@@ -566,9 +583,9 @@ class RayPPOTrainer(FitParts):
         weights = stages.aggregation_columns(batch, critic.loss_agg_mode, sizes)
         batch = batch | DataProto.from_dict(tensors=weights)
         columns = (*ACTOR_COLUMNS, "values", "returns", *weights)
-        parts, shares = self.critic_wg.num_parts("update_critic"), critic.use_prefix_grouper
+        parts, shares = self.critic_workers.num_parts("update_critic"), critic.use_prefix_grouper
         dealt = self._deal(batch, parts, columns, sizes, shares)
-        updated = self.critic_wg.group.update_critic(dealt.rows, **self._own_sizes(batch, dealt))
+        updated = self.critic_workers.update_critic(dealt.rows, **self._own_sizes(batch, dealt))
         repeated = stages.repeated_prompts(batch, sizes) if shares else ()
         return self._take_update("update_critic", batch, dealt, updated, critic.ppo_epochs, context, repeated)
 
@@ -586,7 +603,7 @@ class RayPPOTrainer(FitParts):
         seed = stages.step_seed(self.typed_config.trainer.seed, context.number)
         batch = batch | stages.prepare_mini_batches(batch, actor, sizes, seed)
         columns = stages.policy_columns(batch, actor, own_forward)
-        parts, shares = self.actor_rollout_wg.num_parts("update_actor"), actor.use_prefix_grouper
+        parts, shares = self.policy_workers.num_parts("update_actor"), actor.use_prefix_grouper
         dealt = self._deal(batch, parts, columns, sizes, shares)
         # Only what differs from the configuration: the method of a user's own worker may take the rows alone.
         arguments = self._own_sizes(batch, dealt) | ({"own_forward": True} if own_forward else {})
@@ -595,7 +612,7 @@ class RayPPOTrainer(FitParts):
         # The rows that PF-PPO drew are not those of the batch that is written.
         if self.token_dump.is_due(context.number) and not self.typed_config.algorithm.use_pf_ppo:
             arguments["record_tokens"] = True
-        updated = self.actor_rollout_wg.group.update_actor(dealt.rows, **arguments)
+        updated = self.policy_workers.update_actor(dealt.rows, **arguments)
         repeated = stages.repeated_prompts(batch, sizes) if shares else ()
         return self._take_update("update_actor", batch, dealt, updated, actor.ppo_epochs, context, repeated)
 
@@ -705,11 +722,20 @@ class RayPPOTrainer(FitParts):
         metrics = self.validator.run(self.global_steps)
         set_rng_state(before)
         inputs, outputs, scores = ([s[name] for s in self.validator.samples] for name in ("input", "output", "score"))
-        self._maybe_log_val_generations(inputs, outputs, scores)
+        self._log_validation_samples(inputs, outputs, scores)
         tracking = self.validation_generations_logger and self.validation_generations_logger.tracking
         if self.validator.shown_tokens and tracking and tracking.takes_pages:
             tracking.log_page("val/tokens", self.validator.tokens_page(self.global_steps), self.global_steps)
         return metrics
 
+    def _log_validation_samples(self, inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float]) -> None:
+        """Show the first ``trainer.log_val_generations`` validation samples in the trackers."""
+        shown = list(zip(inputs, outputs, scores, strict=True))[: self.typed_config.trainer.log_val_generations]
+        if shown and self.validation_generations_logger is not None:
+            self.validation_generations_logger.log(self.typed_config.trainer.logger, shown, self.global_steps)
+
     def _score(self, batch: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list]]:
         return self._start_scores(batch, reward_fn).result()
+
+
+PPOTrainer.default = PPOTrainer

@@ -1,4 +1,4 @@
-"""Worker groups as a training step calls them: with whole batches, in the order of the data."""
+"""Worker groups as a ``fit`` of a user calls them: with whole batches, in the order of the data."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from verl.protocol import DataProto, DataProtoFuture
-from verl.trainer.balance import deal
-from verl.trainer.ppo.stages import ACTOR_COLUMNS
+from verl.trainer.ppo.stages import call_by_row
 
 BY_ROW = frozenset({"compute_log_prob", "compute_ref_log_prob", "compute_values"})
 """Methods whose result has one row for each row of the batch that they get."""
@@ -46,15 +44,7 @@ class OrderedGroup:
         if name in self._calls:
             return self._calls[name]
         method = getattr(self.group, name)
-        return functools.partial(self._by_row, name, method) if name in BY_ROW else method
-
-    def _by_row(
-        self, name: str, method: Callable[[DataProto], DataProto | DataProtoFuture], batch: DataProto
-    ) -> DataProto | DataProtoFuture:
-        # The policy alone repeats the choice of experts in the rollout; reference and critic choose for themselves.
-        routing = ("routed_experts",) if name == "compute_log_prob" and "routed_experts" in batch.batch.keys() else ()
-        columns = (*ACTOR_COLUMNS, *routing)
-        parts, shares = self.group.num_parts(name), self._shares_prompts
-        dealt = deal(batch, parts, balance=self._balance, columns=columns, pads=True, shares_prompts=shares)
-        made = method(dealt.rows)
-        return made.then(dealt.restore) if isinstance(made, DataProtoFuture) else dealt.restore(made)
+        if name not in BY_ROW:
+            return method
+        balance, shares = self._balance, self._shares_prompts
+        return functools.partial(call_by_row, self.group, name, balance=balance, shares_prompts=shares)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +25,7 @@ from omegaconf import DictConfig
 
 from verl.base.absent import why_absent
 from verl.base.redact import secrets_in
+from verl.compat.own_fit.ordered_group import OrderedGroup
 from verl.config import ActorConfig, CriticConfig
 from verl.errors import ConfigError
 from verl.experience.prompts import name_samples
@@ -35,15 +35,8 @@ from verl.trainer.balance import deal
 from verl.trainer.config.load import as_composed
 from verl.trainer.loop import TrainingLoop
 from verl.trainer.ppo.metric_utils import compute_mfu_metrics
-from verl.trainer.ppo.ordered_group import OrderedGroup
-from verl.trainer.ppo.profiling import StepProfiles
+from verl.trainer.ppo.trainer import PPOTrainer
 from verl.utils.metric import Metrics
-from verl.utils.step_context import StepContext
-from verl.utils.tracking import ValidationGenerationsLogger
-
-if TYPE_CHECKING:
-    from verl.trainer.ppo.utils import Needs
-    from verl.utils.flops_counter import Arithmetic
 
 
 class WeightsOnDemand:
@@ -62,41 +55,19 @@ class WeightsOnDemand:
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 
 
-class FitParts(TrainingLoop):
-    """Base class of ``RayPPOTrainer`` with the attributes and methods that a ``fit`` of a subclass uses."""
+class RayPPOTrainer(PPOTrainer):
+    """The trainer under its public name, with the attributes and methods that a ``fit`` of a subclass uses.
 
-    tokenizer: Any
-    needs: Needs
-    arithmetic: dict[str, Arithmetic]
-    profiles: StepProfiles
+    A subclass may replace :meth:`step`, a stage of it, or all of ``fit``. It is made as
+    :class:`verl.trainer.ppo.trainer.PPOTrainer` is.
+    """
 
     hybrid_engine: bool = True
     """Actor and rollout engine share processes."""
     max_steps_duration: float = 0.0
     """Seconds of the longest step, for a ``fit`` that keeps count of it."""
-    validation_generations_logger: ValidationGenerationsLogger | None = None
-    """Where validation samples are shown; a ``fit`` sets it to ``ValidationGenerationsLogger(tracking=...)``."""
-    rm_wg: Any = None
-    """Workers of the reward model: ``compute_rm_score``; None without one."""
-    _actor_rollout_wg: OrderedGroup | None = None
-    _critic_wg: OrderedGroup | None = None
-    _ref_policy_wg: OrderedGroup | None = None
-    _drawn: tuple[int, int] = (0, 0)
+    _sampled: tuple[int, int] = (0, 0)
     """The last step in which :meth:`_generate_sequences` sampled, and how many prompts."""
-
-    reward_fn: Any
-    val_reward_fn: Any
-    scores_responses: bool = False
-    """Whether generating responses scores them too: the trainer was made without reward managers."""
-
-    # Stages of RayPPOTrainer.
-    _score: Callable[[DataProto, Any], tuple[Any, dict[str, list]]]
-    draw_responses: Callable[[DataProto], DataProto]
-    old_log_probs: Callable[[DataProto, Any], DataProto]
-    reference: Callable[[DataProto, Any], DataProto]
-    values: Callable[[DataProto, Any], DataProto]
-    update_critic: Callable[[DataProto, Any], DataProto | DataProtoFuture]
-    update_actor: Callable[..., DataProto | DataProtoFuture]
 
     if not TYPE_CHECKING:  # otherwise type checkers would accept misspelled names
 
@@ -145,17 +116,18 @@ class FitParts(TrainingLoop):
     @property
     def actor_rollout_wg(self) -> Any:
         """Workers of policy and rollout: ``generate_sequences``, ``compute_log_prob``, ``update_actor``."""
-        return self._actor_rollout_wg
+        # Bound to this class: a subclass may override a part and call the worker group in it.
+        return self._ordered(
+            "policy",
+            self.policy_workers,
+            self.typed_config.actor_rollout_ref.actor,
+            generate_sequences=functools.partial(RayPPOTrainer._generate_sequences, self),
+            update_actor=functools.partial(RayPPOTrainer._update_actor, self),
+        )
 
     @actor_rollout_wg.setter
     def actor_rollout_wg(self, group: Any) -> None:
-        # Bound to this class: a subclass may override a part and call the worker group in it.
-        self._actor_rollout_wg = self._ordered(
-            group,
-            self.typed_config.actor_rollout_ref.actor,
-            generate_sequences=functools.partial(FitParts._generate_sequences, self),
-            update_actor=functools.partial(FitParts._update_actor, self),
-        )
+        self.policy_workers = group
 
     @property
     def checkpoint_manager(self) -> WeightsOnDemand:
@@ -170,30 +142,51 @@ class FitParts(TrainingLoop):
     @property
     def ref_policy_wg(self) -> Any:
         """Workers of the reference policy: ``compute_ref_log_prob``; None without one."""
-        return self._ref_policy_wg
+        return self._ordered("reference", self.reference_workers, self.typed_config.actor_rollout_ref.actor)
 
     @ref_policy_wg.setter
     def ref_policy_wg(self, group: Any) -> None:
-        self._ref_policy_wg = self._ordered(group, self.typed_config.actor_rollout_ref.actor)
+        self.reference_workers = group
 
     @property
     def critic_wg(self) -> Any:
         """Workers of the critic: ``compute_values``, ``update_critic``; None without one."""
-        return self._critic_wg
+        update = functools.partial(RayPPOTrainer._update_critic, self)
+        return self._ordered("critic", self.critic_workers, self.typed_config.critic, update_critic=update)
 
     @critic_wg.setter
     def critic_wg(self, group: Any) -> None:
-        update = functools.partial(FitParts._update_critic, self)
-        self._critic_wg = self._ordered(group, self.typed_config.critic, update_critic=update)
+        self.critic_workers = group
+
+    @property
+    def rm_wg(self) -> Any:
+        """Workers of the reward model: ``compute_rm_score``; None without one."""
+        return self.reward_workers
+
+    @rm_wg.setter
+    def rm_wg(self, group: Any) -> None:
+        self.reward_workers = group
+
+    @functools.cached_property
+    def _ordered_groups(self) -> dict[str, OrderedGroup]:
+        """Kept, because a program may set attributes of them."""
+        return {}
+
+    def _ordered(
+        self, role: str, group: Any, section: ActorConfig | CriticConfig, **calls: Callable[[DataProto], Any]
+    ) -> OrderedGroup | None:
+        if group is None:
+            return None
+        ordered = self._ordered_groups.get(role)
+        if ordered is None or ordered.group is not group:
+            balance, shares = self.typed_config.trainer.balance_batch, section.use_prefix_grouper
+            ordered = self._ordered_groups[role] = OrderedGroup(group, balance, calls, shares)
+        return ordered
 
     @property
     def has_workers(self) -> bool:
         """Whether the workers run, also those that an ``init_workers`` of a subclass has started by itself."""
-        return self._actor_rollout_wg is not None or super().has_workers
-
-    def _use_workers(self) -> None:
-        """Learn from newly started workers what the steps need to know, and let checkpoints save these."""
-        raise NotImplementedError(f"{type(self).__name__} must say what it needs of its workers.")
+        return self.policy_workers is not None or super().has_workers
 
     def resume(self) -> None:
         """See :meth:`TrainingLoop.resume`; begins to use workers that ``init_workers`` of a subclass has started."""
@@ -218,10 +211,6 @@ class FitParts(TrainingLoop):
     @property
     def _started_by_subclass(self) -> bool:
         return type(self).init_workers is not TrainingLoop.init_workers
-
-    def _ordered(self, group: Any, section: ActorConfig | CriticConfig, **calls: Any) -> OrderedGroup | None:
-        balance, shares = self.typed_config.trainer.balance_batch, section.use_prefix_grouper
-        return None if group is None else OrderedGroup(group, balance, calls, shares)
 
     # ---- rollout --------------------------------------------------------------------------------
 
@@ -249,12 +238,12 @@ class FitParts(TrainingLoop):
             ConfigError: an agent loop returned several sequences.
         """
         if "sample_index" not in prompts.non_tensor_batch:
-            step, drawn = self._drawn
+            step, drawn = self._sampled
             drawn = drawn if step == self.global_steps else 0
             n = self.typed_config.actor_rollout_ref.rollout.n
             prompts = name_samples(prompts, self.global_steps, n, drawn)
             if prompts.meta_info.get("do_sample", True) and not prompts.meta_info.get("validate", False):
-                self._drawn = self.global_steps, drawn + len(set(prompts.non_tensor_batch["uid"]))
+                self._sampled = self.global_steps, drawn + len(set(prompts.non_tensor_batch["uid"]))
         prompts = prompts.select()
         prompts.meta_info = {"validate": False, **prompts.meta_info, "global_steps": self.global_steps}
         made = self.draw_responses(prompts)
@@ -288,25 +277,25 @@ class FitParts(TrainingLoop):
         asks for.
         """
         balance = self.typed_config.trainer.balance_batch
-        dealt = deal(batch, self.actor_rollout_wg.num_parts("update_actor"), balance=balance, pads=True)
+        dealt = deal(batch, self.policy_workers.num_parts("update_actor"), balance=balance, pads=True)
         metrics |= {name.replace("global_seqlen", logging_prefix, 1): value for name, value in dealt.metrics.items()}
 
     # ---- log-probs, values, updates ---------------------------------------------------------------
 
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
         """Return ``old_log_probs`` and ``entropys``, and the share of the device's peak that it took (0: unknown)."""
-        context = self._own_context()
+        context = self.new_context()
         columns = self.old_log_probs(batch, context)
         used = compute_mfu_metrics(context.flops, self.arithmetic, context.seconds)
         return columns, used.get("perf/mfu/actor_infer", 0.0)
 
     def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ``ref_log_prob`` under the frozen reference."""
-        return self.reference(batch, self._own_context())
+        return self.reference(batch, self.new_context())
 
     def _compute_values(self, batch: DataProto) -> DataProto:
         """Return ``values`` of the critic."""
-        return self.values(batch, self._own_context())
+        return self.values(batch, self.new_context())
 
     def _update_critic(self, batch: DataProto) -> DataProto | DataProtoFuture:
         """Train the critic on the returns; the result has ``meta_info["metrics"]``.
@@ -330,7 +319,7 @@ class FitParts(TrainingLoop):
     def _update(
         self, name: str, update: Callable[[DataProto, Any], DataProto | DataProtoFuture], batch: DataProto
     ) -> DataProto | DataProtoFuture:
-        context = self._own_context()
+        context = self.new_context()
 
         def outcome() -> DataProto:
             if name == "update_actor":
@@ -350,10 +339,6 @@ class FitParts(TrainingLoop):
 
         return DataProtoFuture(collect_fn=lambda _: waited_for(), futures=[])
 
-    def _own_context(self) -> StepContext:
-        """A context for one part, whose caller has no use for the times."""
-        return self.new_context()
-
     # ---- samples --------------------------------------------------------------------------------
 
     def _log_rollout_data(
@@ -364,7 +349,7 @@ class FitParts(TrainingLoop):
         rollout_data_dir: str,
     ) -> None:
         """Write the samples of the step, with ``token_level_scores``, to ``{rollout_data_dir}/{step}.jsonl``."""
-        context = self._own_context()
+        context = self.new_context()
         with context.stage("dump_rollout_generations"):
             extra = {name: list(values) for name, values in reward_extra_infos_dict.items()}
             scores = batch.batch["token_level_scores"]
@@ -393,19 +378,16 @@ class FitParts(TrainingLoop):
         self, inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float]
     ) -> None:
         """Show the first ``trainer.log_val_generations`` validation samples in the trackers."""
-        shown = list(zip(inputs, outputs, scores, strict=True))[: self.typed_config.trainer.log_val_generations]
-        if shown and self.validation_generations_logger is not None:
-            self.validation_generations_logger.log(self.typed_config.trainer.logger, shown, self.global_steps)
+        super()._log_validation_samples(inputs, outputs, scores)
+
+    def _log_validation_samples(self, inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float]) -> None:
+        self._maybe_log_val_generations(inputs, outputs, scores)  # a subclass may replace it
 
     # ---- the run --------------------------------------------------------------------------------
 
     def _load_checkpoint(self) -> None:
         """Restore workers, data position and ``global_steps`` as ``trainer.resume_mode`` says; 0 for a new run."""
         self.resume()
-
-    def observed(self, context: StepContext) -> AbstractContextManager[None]:
-        """See :meth:`TrainingLoop.observed`: profiles of the steps of ``global_profiler.steps``."""
-        return self.profiles.of_step(context.number, self._groups_by_role)
 
     def _start_profiling(self, do_profile: bool) -> None:
         """Start the profilers of the workers, at the step that is to be profiled.
@@ -429,16 +411,7 @@ class FitParts(TrainingLoop):
         for _, group in self._profiled_groups(do_profile):
             group.stop_profile()
 
-    @property
-    def _groups_by_role(self) -> dict[str, OrderedGroup | None]:
-        return {
-            "actor_rollout": self.actor_rollout_wg,
-            "ref": self.ref_policy_wg,
-            "critic": self.critic_wg,
-            "rm": self.rm_wg,
-        }
-
-    def _profiled_groups(self, do_profile: bool) -> list[tuple[str, OrderedGroup]]:
+    def _profiled_groups(self, do_profile: bool) -> list[tuple[str, Any]]:
         if not do_profile:
             return []
         groups = self._groups_by_role
@@ -453,3 +426,6 @@ class FitParts(TrainingLoop):
                 "always logged."
             )
         return found
+
+
+PPOTrainer.default = RayPPOTrainer  # a program that imports the class may have replaced methods of it
