@@ -1,0 +1,1 @@
+"""The trainer under its public name, with the parts of which a subclass writes its own ``fit``."""
