@@ -235,14 +235,17 @@ class ShardedModel(BaseEngine):
         if self.device.type == "cpu" or self.engine_config.offload_policy:
             return
         target = torch.device("cpu") if device == "cpu" else self.device
-        if model:
+        has_moved = False
+        if model and next(self.model.parameters()).device.type != target.type:
             self.model.to(target)
+            has_moved = True
         if optimizer and self.optimizer is not None:
             for state in self.optimizer.state.values():
                 for key, value in state.items():
-                    if isinstance(value, Tensor) and value.dim():
+                    if isinstance(value, Tensor) and value.dim() and value.device.type != target.type:
                         state[key] = value.to(target, non_blocking=True)
-        if target.type == "cpu":
+                        has_moved = True
+        if has_moved and target.type == "cpu":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
