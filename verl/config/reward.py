@@ -107,9 +107,9 @@ class JudgeRolloutConfig(BaseConfig):
     """Fraction of a GPU's memory that the engine may take; with `native`, fraction of the free memory (also on a CPU)
     for the KV cache."""
     enforce_eager: bool = setting(True)
-    """Do not capture CUDA graphs (`vllm`, `sglang`)."""
+    """Do not capture CUDA graphs (`vllm`, `sglang`, and `native` with `cudagraph_capture_sizes`)."""
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(None)
-    """Batch sizes for which CUDA graphs are captured (`vllm`, `sglang`)."""
+    """Batch sizes for which CUDA graphs are captured (`vllm`, `sglang`, `native`; the last captures none by itself)."""
     free_cache_engine: bool = setting(True)
     """Free the engine's memory while no rewards are computed; on ranks of its own the model keeps it anyway."""
     data_parallel_size: int = setting(1, ge=1)

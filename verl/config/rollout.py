@@ -116,9 +116,9 @@ class RolloutConfig(BaseConfig):
     """Fraction of a GPU's memory that the engine may take; with `native`, fraction of the free memory (also on a CPU)
     for the KV cache."""
     enforce_eager: bool = setting(False)
-    """Do not capture CUDA graphs (`vllm`, `sglang`)."""
+    """Do not capture CUDA graphs (`vllm`, `sglang`, and `native` with `cudagraph_capture_sizes`)."""
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(None)
-    """Batch sizes for which CUDA graphs are captured (`vllm`, `sglang`)."""
+    """Batch sizes for which CUDA graphs are captured (`vllm`, `sglang`, `native`; the last captures none by itself)."""
     enable_rollout_routing_replay: bool = setting(False)
     """Return the experts that each token went to, for `actor.router_replay.mode=R3` (`native`, `hf`)."""
     free_cache_engine: bool = setting(True)

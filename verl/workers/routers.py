@@ -97,6 +97,11 @@ class Routers:
         """Return the number of routers."""
         return len(self._routers)
 
+    @property
+    def are_watched(self) -> bool:
+        """Whether somebody keeps what routers return."""
+        return self._watched is not None
+
     def _hook(self, number: int) -> Any:
         def keep(router: nn.Module, inputs: Any, output: Any) -> None:
             if self._watched is not None and (found := _choice(output)) is not None:

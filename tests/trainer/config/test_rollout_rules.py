@@ -97,6 +97,8 @@ def test_engines_of_this_process_say_what_they_do_not_read(run: Run, caplog: pyt
     assert f"{ROLLOUT}.mode" not in caplog.text  # they run in the worker's process, as it says
     run.load({f"{ROLLOUT}.mode": "async"}, explicit={f"{ROLLOUT}.mode"})
     assert f"{ROLLOUT}.mode: native answers inside the worker's process, as sync does" in caplog.text
+    run.load({f"{ROLLOUT}.cudagraph_capture_sizes": [8], "trainer.device": "cpu"}, explicit={f"{ROLLOUT}.name"})
+    assert f"no effect: {ROLLOUT}.cudagraph_capture_sizes (only vllm" in caplog.text  # native reads it on a GPU alone
     caching = f"{ROLLOUT}.enable_prefix_caching"
     run.load({caching: False})
     assert caching not in caplog.text
@@ -147,7 +149,7 @@ def test_native_deals_out_heads_evenly(run: Run):
 def test_engines_without_graphs_are_advised_against_on_a_gpu():
     (advice,) = without_graphs(ROLLOUT, "native", "cuda")
     assert advice.advice
-    assert f"{ROLLOUT}.name=native: it has no CUDA graphs" in str(advice)
+    assert f"{ROLLOUT}.name=native: it starts each operation" in str(advice)
     assert f"set {ROLLOUT}.name=vllm" in str(advice)
     assert not [*without_graphs(ROLLOUT, "native", "cpu"), *without_graphs(ROLLOUT, "vllm", "cuda")]
 

@@ -33,16 +33,16 @@ def parallel_sizes(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
 
 
 def speed(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
-    """Advise against an engine without CUDA graphs on a GPU."""
+    """Advise against an engine that starts each operation from Python on a GPU."""
     device = resolve_device(config)
     for engine in _engines(config):
         yield from without_graphs(engine.path, engine.settings.name, device)
 
 
 def without_graphs(path: str, name: str, device: str) -> Iterator[Problem]:
-    """Advise against engine ``name`` of the section ``path`` if the device is a GPU and it has no CUDA graphs."""
+    """Advise against engine ``name`` of the section ``path`` on a GPU if it starts each operation from Python."""
     if device == "cuda" and name in OWN_ENGINES:
-        wrong = "it has no CUDA graphs: each operation of each token is started from Python, and the GPU waits for it"
+        wrong = "it starts each operation of each token from Python, and the GPU waits for it"
         where = "which is installed here" if importlib.util.find_spec("vllm") else "in an environment of its own too"
         remedy = f"set {path}.name=vllm ({where}), unless this engine is what you want"
         yield Problem(f"{path}.name", name, wrong, "vllm, sglang", remedy, advice=True)

@@ -54,7 +54,9 @@ class NativeRollout(BaseRollout):
         self._ranks = EngineRanks(self.config.tensor_model_parallel_size, self.device)
         self.ranks_per_engine, self.leads = self._ranks.size, self._ranks.leads
         trusts_code = self.model_config.trust_remote_code
-        self._model = NativeModel(self.hf_config, dtype, self.device, trusts_code, self._ranks)
+        with_graphs = self.device.type == "cuda" and not self.config.enforce_eager
+        sizes = self.config.cudagraph_capture_sizes if with_graphs else None
+        self._model = NativeModel(self.hf_config, dtype, self.device, trusts_code, self._ranks, sizes or ())
         self._check_rotation()
         self._memory: KeyValueMemory | None = None
         self._cache: PrefixCache | None = None

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -193,11 +194,17 @@ class KeyValueMemory(ABC):
     def row_states(self, place: int, start: int, end: int) -> Tensor:
         """Return a copy of the states of tokens ``start`` to ``end`` of a row's prompt and response so far."""
 
+    @property
     @abstractmethod
-    def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    def places(self) -> Any:
+        """Where each row's next token goes and what it attends to: the last argument of :meth:`decode`."""
+
+    @abstractmethod
+    def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, places: Any) -> Tensor:
         """Store key and value of each row's next token, then attend to all of the row's tokens.
 
-        ``query`` and the result are (rows, heads, head_dim); ``key`` and ``value`` are (rows, kv_heads, head_dim).
+        ``query`` and the result are (rows, heads, head_dim); ``key`` and ``value`` are (rows, kv_heads, head_dim);
+        ``places`` are those of the pass.
         """
 
 
@@ -256,10 +263,12 @@ class SharedPromptMemory(KeyValueMemory):
 
     @property
     def places(self) -> RowsOfMemory:
-        """Places of the rows in ``own`` and ``shared``."""
+        """Places of the rows in ``own`` and ``shared``; see :meth:`KeyValueMemory.places`."""
         return RowsOfMemory(self._slots, self.lengths, self._prompts, self.prompt_lengths)
 
-    def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    def decode(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, places: RowsOfMemory
+    ) -> Tensor:
         """See :meth:`KeyValueMemory.decode`."""
         return self._kernels.decode_attention(
             query.contiguous(),
@@ -267,10 +276,34 @@ class SharedPromptMemory(KeyValueMemory):
             value.contiguous(),
             self._own_of[layer],
             self._shared_of[layer],
-            self.places,
+            places,
             rule.scale,
             rule.window,
         )
+
+
+class TokenPlaces:
+    """Places of new tokens in a :class:`CopiedPromptMemory`, and their masks, which all layers share.
+
+    Args:
+        positions: (rows,) number of tokens before each.
+        bound: number of tokens, from the first on, that attention reads.
+    """
+
+    def __init__(self, positions: Tensor, bound: int) -> None:
+        self.positions, self.bound = positions, bound
+        self.rows = torch.arange(len(positions), device=positions.device)
+        self._visible: dict[int | None, Tensor] = {}
+
+    def visible(self, window: int | None) -> Tensor:
+        """Return which tokens each row attends to in layers with this window: (rows, 1, 1, bound) bool."""
+        if window not in self._visible:
+            tokens = torch.arange(self.bound, device=self.positions.device)
+            visible = tokens <= self.positions[:, None]
+            if window is not None:
+                visible &= tokens > self.positions[:, None] - window
+            self._visible[window] = visible[:, None, None]
+        return self._visible[window]
 
 
 class CopiedPromptMemory(KeyValueMemory):
@@ -327,20 +360,27 @@ class CopiedPromptMemory(KeyValueMemory):
         """See :meth:`KeyValueMemory.row_states`."""
         return torch.stack([memory[:, place, :, start:end] for memory in self._memory])
 
-    def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+    @property
+    def bound(self) -> int:
+        """Number of tokens, from the first on, among which are all that the next pass attends to."""
+        return self._filled + 1
+
+    @property
+    def places(self) -> TokenPlaces:
+        """See :meth:`KeyValueMemory.places`."""
+        return TokenPlaces(self.positions, self.bound)
+
+    def decode(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, places: TokenPlaces
+    ) -> Tensor:
         """See :meth:`KeyValueMemory.decode`."""
         count, heads, head_dim = query.shape
-        rows, places = torch.arange(count, device=query.device), self.positions
         keys, values = (memory[layer, :count] for memory in self._memory)
-        keys[rows, :, places], values[rows, :, places] = key, value
-        seen = torch.arange(self._filled + 1, device=query.device)
-        visible = seen <= places[:, None]
-        if rule.window is not None:
-            visible &= seen > places[:, None] - rule.window
+        keys[places.rows, :, places.positions], values[places.rows, :, places.positions] = key, value
+        mask = places.visible(rule.window)  # (rows, 1, 1, tokens)
         # Query heads of one key/value head are treated as several queries, so keys and values need not be repeated.
         grouped = query.reshape(count, self.shape.kv_heads, -1, head_dim)
-        keys, values = keys[:, :, : self._filled + 1], values[:, :, : self._filled + 1]
-        mask = visible[:, None, None]  # (rows, 1, 1, tokens)
+        keys, values = keys[:, :, : places.bound], values[:, :, : places.bound]
         if rule.softcap is None:
             mask = mask.expand(-1, -1, grouped.shape[2], -1)
             out = functional.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=rule.scale)

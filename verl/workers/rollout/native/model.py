@@ -21,7 +21,13 @@ from verl.vision.families import VisionConfig
 from verl.vision.model import ImageInputs, hidden_states
 from verl.vision.positions import AXES
 from verl.workers.packed_attention import AttentionRule, Packing, packed_attention_forward
-from verl.workers.rollout.native.memory import CacheShape, CopiedPromptMemory, KeyValueMemory, SharedPromptMemory
+from verl.workers.rollout.native.graphs import DecodeGraphs
+from verl.workers.rollout.native.memory import (
+    CacheShape,
+    CopiedPromptMemory,
+    KeyValueMemory,
+    SharedPromptMemory,
+)
 from verl.workers.rollout.native.tensor_parallel import (
     EngineRanks,
     Split,
@@ -45,6 +51,7 @@ class NativeModel:
         device: where it computes.
         trust_remote_code: see ``model.trust_remote_code``.
         ranks: the ranks over which the model is split; by default this one alone.
+        graph_sizes: decode by :class:`DecodeGraphs` of these numbers of rows, unless several ranks split the model.
 
     Raises:
         RolloutError: the native engine does not support the architecture; the message names other engines.
@@ -57,6 +64,7 @@ class NativeModel:
         device: torch.device,
         trust_remote_code: bool = False,
         ranks: EngineRanks | None = None,
+        graph_sizes: Sequence[int] = (),
     ) -> None:
         self.ranks = ranks or EngineRanks(1, device)
         config = copy.deepcopy(config)  # the attention implementation is set in it
@@ -80,6 +88,8 @@ class NativeModel:
             keep_freed_memory()
             if dtype is torch.float32:
                 use_fast_layers(self.module, for_training=False)
+        with_graphs = bool(graph_sizes) and self.ranks.size == 1
+        self.graphs = DecodeGraphs(self._decode_logits, graph_sizes) if with_graphs else None
         self.use_native_attention()
 
     # ---- weights
@@ -131,6 +141,8 @@ class NativeModel:
         """Discard what was derived from weights or attention windows; call it when they are replaced."""
         if self._compiled is not None:
             self._compiled.forget()
+        if self.graphs is not None:
+            self.graphs.forget()
 
     @property
     def nbytes(self) -> int:
@@ -195,13 +207,19 @@ class NativeModel:
         """Append one token to each running row; return (rows, vocab) logits of the next."""
         if self._compiled is not None and isinstance(memory, SharedPromptMemory):
             logits = self._compiled(tokens, memory.own, memory.shared, memory.places)
+        elif self.graphs is not None and isinstance(memory, CopiedPromptMemory) and not self.routers.are_watched:
+            logits = self.graphs(memory, tokens)
         else:
-            positions = memory.positions
-            if self.vision is not None:
-                positions = torch.stack([positions, *[positions + memory.offsets] * (AXES - 1)])
-            logits = self._logits(tokens, positions, 0, DecodePass(memory))
+            logits = self._decode_logits(tokens, memory.offsets, memory.places, memory)
         memory.advance()
         return logits
+
+    def _decode_logits(self, tokens: Tensor, offsets: Tensor, places: Any, memory: KeyValueMemory) -> Tensor:
+        # Positions are (rows,), or (4, rows) of a model with images.
+        positions = memory.positions if isinstance(memory, SharedPromptMemory) else places.positions
+        if self.vision is not None:
+            positions = torch.stack([positions, *[positions + offsets] * (AXES - 1)])
+        return self._logits(tokens, positions, 0, DecodePass(memory, places))
 
     # ``wanted`` selects tokens by index; 0 means all tokens, as ``logits_to_keep`` of Transformers.
     def _logits(
@@ -368,10 +386,10 @@ class PrefillPass:
 
 
 class DecodePass:
-    """Pass over the newest token of each running row in ``memory``."""
+    """Pass over the newest token of each running row in ``memory``, at ``places`` there."""
 
-    def __init__(self, memory: KeyValueMemory) -> None:
-        self.memory = memory
+    def __init__(self, memory: KeyValueMemory, places: Any) -> None:
+        self.memory, self.places = memory, places
 
     def attend(
         self, layer: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **settings: Any
@@ -384,7 +402,7 @@ class DecodePass:
             softcap=settings.get("softcap"),
         )
         query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # (rows, heads, head_dim)
-        return self.memory.decode(layer, query, key, value, rule).unsqueeze(0)
+        return self.memory.decode(layer, query, key, value, rule, self.places).unsqueeze(0)
 
 
 def native_attention_forward(
