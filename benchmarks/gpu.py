@@ -13,6 +13,8 @@ tests       the tests marked ``gpu``: kernels, packed bf16, resumption, snapshot
 rl          optimizer steps of the GRPO loss with a KL term on 16,384 tokens, once in one sequence and once in sixteen:
             packed, bf16 passes over fp32 weights, with and without gradient checkpointing
 sft         the same for the supervised loss on 8,192 tokens
+graphs      the same rollout with decoding passes recorded as CUDA graphs: says whether tokens and log-probs are those
+            of the same passes without recording, and the command fails if they are not; seconds of both
 rollout     64 responses of 512 tokens in bf16: our engine and Transformers ``generate``, in turn
 equality    log-probs, loss and gradients of one update in fp32, on the device and on this machine's CPU: says whether
             they agree, and the command fails if they do not
@@ -313,6 +315,30 @@ def rollout(setting: Setting) -> dict[str, Any]:
     return {"seconds": seconds, "tokens_per_s": rates, "rows": [row]}
 
 
+def graphs(setting: Setting) -> dict[str, Any]:
+    """Compare recorded decoding passes with the same passes computed one by one."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from verl.workers.rollout.native.graphs import DecodeGraphs
+
+    model = AutoModelForCausalLM.from_pretrained(setting.folder, dtype=torch.bfloat16).to(setting.device).eval()
+    engine = rollout_engine(setting, "bfloat16")
+    passes = engine._model.graphs = DecodeGraphs(engine._model._decode_logits, [setting.work.sequences])
+    drawn, seconds = {}, {}
+    for name, is_recorded in (("one by one", False), ("recorded", True)):
+        passes.records = is_recorded
+        for _ in range(2):  # the second time is warm
+            started = time.perf_counter()
+            with engine.awake(model.named_parameters, version=0):
+                drawn[name] = engine.generate_sequences(prompts_of(setting.work, 1))
+            setting.synchronize()
+            seconds[name] = time.perf_counter() - started
+    own, reference = drawn["recorded"].batch, drawn["one by one"].batch
+    agrees = passes.records and all(bool((own[n] == reference[n]).all()) for n in ("responses", "rollout_log_probs"))
+    return {"seconds": seconds, "agrees": agrees, "rows": []}
+
+
 # ---- agreement ------------------------------------------------------------------------------------
 
 
@@ -604,11 +630,12 @@ PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "step_profile": step_profile,
     "head": head,
     "bandwidth": bandwidth,
+    "graphs": graphs,
     "rollout": rollout,
     "agreement": agreement,
 }
 GROUPS = {
-    "correctness": ("tests", "equality", "megatron"),
+    "correctness": ("tests", "graphs", "equality", "megatron"),
     "speed": ("rl", "sft", "step_profile", "head", "bandwidth", "rollout", "agreement"),
 }
 """Parts that go together in one call, where time on a GPU is counted."""
