@@ -115,6 +115,25 @@ def test_offload_ulysses_and_adapters_take_less(folder):
     assert peak(*critic, "critic.model.fsdp_config.optimizer_offload=true") < peak(*critic)
 
 
+def test_adapters_of_experts_are_planned_for_policy_and_critic_alike(tmp_path):
+    experts = {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "tie_word_embeddings": False,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(experts))
+    words = ["algorithm.adv_estimator=gae", f"critic.model.path={tmp_path}", "critic.ppo_micro_batch_size_per_gpu=2"]
+    for model in ("actor_rollout_ref.model", "critic.model"):
+        words += [
+            f"{model}.lora_rank=4",
+            f"{model}.target_modules=[q_proj]",
+            f"{model}.lora.target_parameters=[gate_up_proj]",
+        ]
+    models = plan_of(tmp_path, *words).models
+    # In each of 48 layers 4·(2048 + 4096) on q_proj and 128·4·(2048 + 2·768) on the experts.
+    assert models["actor"].memory.trained == models["critic"].memory.trained == 48 * (24_576 + 1_835_008)
+
+
 def test_a_shared_prompt_counts_once(folder):
     shares = "actor_rollout_ref.actor.use_prefix_grouper=true"
     words = ["data.max_prompt_length=4096", "data.max_response_length=512", "actor_rollout_ref.rollout.n=8"]

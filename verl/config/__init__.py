@@ -8,6 +8,7 @@ from verl.config.actor import (
     PolicyLossConfig,
     RefConfig,
     RouterReplayConfig,
+    UpdateConfig,
 )
 from verl.config.agent import (
     AgentLoopConfig,
@@ -50,6 +51,8 @@ from verl.config.model import (
     LoRAConfig,
     MixedPrecisionConfig,
     OptimizerConfig,
+    PretrainedModelConfig,
+    TrainedModelConfig,
     WrapPolicyConfig,
 )
 from verl.config.observation import PrometheusConfig, TraceConfig
@@ -163,6 +166,7 @@ __all__ = [
     "PolicyLossConfig",
     "PreferenceConfig",
     "PreferenceDataConfig",
+    "PretrainedModelConfig",
     "Problem",
     "PrometheusConfig",
     "RMConfig",
@@ -189,7 +193,9 @@ __all__ = [
     "SupervisedDataConfig",
     "TorchProfilerToolConfig",
     "TraceConfig",
+    "TrainedModelConfig",
     "TrainerConfig",
+    "UpdateConfig",
     "WrapPolicyConfig",
     "local_copies",
 ]

@@ -79,8 +79,8 @@ def _follows_clip_ratio(data: dict[str, Any]) -> float:
 
 
 @section
-class ActorConfig(BaseConfig):
-    """One update of the policy: batches, loss, optimizer."""
+class UpdateConfig(BaseConfig):
+    """One update of a model: batches, passes, optimizer. Actor and critic share this section."""
 
     strategy: Strategy = setting("fsdp", refuse_values=NO_OTHER_BACK_END)
     """Training back end; `fsdp` and `fsdp2` are both served by FSDP2, `megatron` by megatron-core."""
@@ -92,6 +92,29 @@ class ActorConfig(BaseConfig):
     """Fill passes by tokens instead of by sequences."""
     ppo_max_token_len_per_gpu: int = setting(16384, ge=1)
     """Tokens per pass on one rank, with `use_dynamic_bsz`."""
+    ppo_epochs: int = setting(1, ge=1)
+    """Passes over the batch of a step."""
+    shuffle: bool = setting(False)
+    """Take the mini-batches in a random order; which samples are in each does not change."""
+    data_loader_seed: int = setting(42, ge=0)
+    """Seed of that order."""
+    loss_agg_mode: LossAggMode = setting("token-mean")
+    """How per-token losses are aggregated to a scalar; all denominators are global. `prompt-mean` weighs all prompts
+    equally, and all tokens in the responses to one prompt."""
+    checkpoint: CheckpointConfig = subsection(CheckpointConfig)
+    """What a checkpoint holds."""
+    optim: FSDPOptimizerConfig = subsection(FSDPOptimizerConfig)
+    """Optimizer and schedule."""
+    use_prefix_grouper: bool = setting(False)
+    """Compute a prompt once for all its responses in a pass, in updates and log-probs (docs/shared_prompts.md)."""
+    profiler: ModelProfilerConfig = subsection(ModelProfilerConfig)
+    """Ranks whose processes are profiled."""
+
+
+@section
+class ActorConfig(UpdateConfig):
+    """One update of the policy: batches, loss, optimizer."""
+
     clip_ratio: float = setting(0.2, ge=0)
     """How far the ratio of new to old probability may move before its gradient stops."""
     clip_ratio_low: float = setting(factory=_follows_clip_ratio, ge=0)
@@ -103,17 +126,12 @@ class ActorConfig(BaseConfig):
     """`sapo`: temperature for positive advantages."""
     tau_neg: float = setting(1.05, gt=0)
     """`sapo`: temperature for negative advantages."""
-    profiler: ModelProfilerConfig = subsection(ModelProfilerConfig)
-    """Ranks whose processes are profiled."""
     policy_loss: PolicyLossConfig = subsection(PolicyLossConfig)
     """The policy loss."""
     clip_ratio_c: float = setting(3.0, gt=1)
     """Dual clip: cap on ratio·|A| where the advantage is negative (arXiv:1912.09729); `dppo_*`: cap on the ratio."""
     freeze_vision_tower: bool = setting(False)
     """Train the language model of a model with images alone: its vision tower and projector stay as they are."""
-    loss_agg_mode: LossAggMode = setting("token-mean")
-    """How per-token losses are aggregated to a scalar; all denominators are global. `prompt-mean` weighs all prompts
-    equally, and all tokens in the responses to one prompt."""
     loss_scale_factor: float | None = setting(None, gt=0)
     """Divisor of `seq-mean-token-sum-norm`; null takes the response length."""
     entropy_coeff: float = setting(0)
@@ -137,20 +155,8 @@ class ActorConfig(BaseConfig):
     """Weight of that divergence."""
     kl_loss_type: KLKind = setting("low_var_kl")
     """Estimator of that divergence: kl (k1), abs, mse (k2), low_var_kl (k3); with `+` the gradient is that of k2."""
-    ppo_epochs: int = setting(1, ge=1)
-    """Passes over the batch of a step."""
-    shuffle: bool = setting(False)
-    """Take the mini-batches in a random order; which samples are in each does not change."""
-    data_loader_seed: int = setting(42, ge=0)
-    """Seed of that order."""
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
     """Replay of the experts that tokens went to earlier."""
-    checkpoint: CheckpointConfig = subsection(CheckpointConfig)
-    """What a checkpoint holds."""
-    optim: FSDPOptimizerConfig = subsection(FSDPOptimizerConfig)
-    """Optimizer and schedule."""
-    use_prefix_grouper: bool = setting(False)
-    """Compute a prompt once for all its responses in a pass, in updates and log-probs (docs/shared_prompts.md)."""
     global_batch_info: dict[str, Any] = setting(factory=dict, internal=True)
     """Global counts of the current mini-batch, for `agg_loss`; losses in the public form get a filled-in copy."""
 

@@ -11,9 +11,16 @@ from typing import Any
 from verl.config.actor import ActorConfig, FSDPActorConfig, McoreActorConfig, RefConfig, RouterReplayConfig
 from verl.config.agent import AgentLoopConfig, MultiTurnConfig
 from verl.config.base import ANY, INACTIVE, KEYWORDS, BaseConfig, Inactive
-from verl.config.critic import CriticConfig, FSDPCriticConfig, FSDPCriticModelCfg
+from verl.config.critic import CriticConfig, FSDPCriticConfig
 from verl.config.data import DataConfig
-from verl.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, OptimizerConfig, WrapPolicyConfig
+from verl.config.model import (
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    OptimizerConfig,
+    TrainedModelConfig,
+    WrapPolicyConfig,
+)
 from verl.config.observation import TraceConfig
 from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
 from verl.config.profiler import (
@@ -155,10 +162,10 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             {"hybrid_engine": True},
         ),
     ),
+    TrainedModelConfig: (no_effect(_NO_TILED_MLP, {"tiled_mlp.enabled": False, "tiled_mlp.num_shards": 4}),),
     HFModelConfig: (
         no_effect(_NO_LIGER, {"use_liger": False}),
         no_effect(_ALWAYS_FUSED, {"use_fused_kernels": False, "fused_kernel_options.impl_backend": "torch"}),
-        no_effect(_NO_TILED_MLP, {"tiled_mlp.enabled": False, "tiled_mlp.num_shards": 4}),
         not_yet("multi-token prediction is not in this version; set mtp.enable=false", {"mtp.enable": False}),
         no_effect(
             "part of multi-token prediction, which is not in this version",
@@ -292,7 +299,6 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     SFTDataConfig: (older_form("micro_batch_size"),),
     CriticConfig: (older_form("ppo_micro_batch_size"),),
     FSDPCriticConfig: (older_form("forward_micro_batch_size", "${oc.select:.ppo_micro_batch_size,null}"),),
-    FSDPCriticModelCfg: (no_effect(_NO_TILED_MLP, {"tiled_mlp.enabled": False, "tiled_mlp.num_shards": 4}),),
     RewardModelConfig: (
         older_form("micro_batch_size"),
         no_effect("reward managers are called by the driver in this version", {"use_reward_loop": True}),

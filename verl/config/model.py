@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
+from verl.config.base import BaseConfig, OneOrMany, config_fields, section, setting, subsection
 from verl.config.machine import DTYPE
 from verl.config.problems import Problem
 
@@ -40,34 +40,34 @@ class LoRAConfig(BaseConfig):
 
 
 @section
-class HFModelConfig(BaseConfig):
-    """A Transformers model: its files, and how it is loaded and run."""
-
-    hydra_target: ClassVar[str] = "verl.workers.config.HFModelConfig"
+class PretrainedModelConfig(BaseConfig):
+    """A Transformers model: its files, and how they are loaded. Policy, critic and reward models share this section."""
 
     path: str = setting("~/models/deepseek-llm-7b-chat", path=True, remote=True)
     """Folder of the model, or its name on the Hugging Face hub."""
     use_shm: bool = setting(False)
     """Read the files of this section from copies in shared memory (/dev/shm), made once on each machine if they fit."""
-    hf_config_path: str | None = setting(None, path=True, remote=True)
-    """Folder of the model's config; null takes the model's folder."""
-    tokenizer_path: str | None = setting(None, path=True, remote=True)
-    """Folder of the tokenizer; null takes the model's folder."""
     trust_remote_code: bool = setting(False)
     """Run Python code that comes with the model."""
-    custom_chat_template: str | None = setting(None)
-    """Jinja chat template in place of the tokenizer's own."""
     external_lib: str | None = setting(None)
     """Module that every worker imports before it loads the model (to register your own model)."""
     override_config: dict[str, Any] = setting(factory=dict)
     """Values that replace entries of the model's config, such as `attn_implementation`."""
+    use_remove_padding: bool = setting(False)
+    """Pack sequences one after the other, so that no time goes into padding."""
+
+
+@section
+class TrainedModelConfig(PretrainedModelConfig):
+    """A Transformers model that is trained, wholly or by LoRA adapters. Policy and critic share this section."""
+
+    tokenizer_path: str | None = setting(None, path=True, remote=True)
+    """Folder of the tokenizer; null takes the model's folder."""
     enable_gradient_checkpointing: bool = setting(True)
     """Store only each layer's input and recompute the other activations in the backward pass."""
     enable_activation_offload: bool = setting(False)
     """Keep in CPU memory what the backward pass needs; with `enable_gradient_checkpointing` that is each layer's input.
     Slower, and less memory on a GPU."""
-    use_remove_padding: bool = setting(True)
-    """Pack sequences one after the other, so that no time goes into padding."""
     lora_rank: int = setting(0, ge=0)
     """Rank of the LoRA adapters that are trained in place of the model's weights; 0 trains the weights."""
     lora_alpha: float = setting(16, gt=0)
@@ -83,13 +83,31 @@ class HFModelConfig(BaseConfig):
 
     @property
     def has_adapters(self) -> bool:
-        """Whether LoRA adapters are trained instead of the model's weights."""
+        """Whether LoRA adapters (and a critic's head) are trained instead of all weights."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
 
     def problems(self, path: str) -> Iterator[Problem]:
         """Layers are chosen by expressions that can be read."""
         chosen = {"target_modules": self.target_modules, "exclude_modules": self.exclude_modules}
         yield from pattern_problems(path, chosen)
+
+
+@section
+class HFModelConfig(TrainedModelConfig):
+    """A Transformers model: its files, and how it is loaded and run."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.HFModelConfig"
+
+    hf_config_path: str | None = setting(None, path=True, remote=True)
+    """Folder of the model's config; null takes the model's folder."""
+    custom_chat_template: str | None = setting(None)
+    """Jinja chat template in place of the tokenizer's own."""
+    use_remove_padding: bool = setting(True)
+
+    @classmethod
+    def like(cls, model: PretrainedModelConfig) -> HFModelConfig:
+        """Return the model of another section, such as the critic's, as the section that engines take."""
+        return cls(**{name: model[name] for name in config_fields(cls).keys() & config_fields(type(model)).keys()})
 
 
 Strategy = Literal["fsdp", "fsdp2", "megatron"]

@@ -100,15 +100,10 @@ class PPOConfig(BaseConfig):
         asks = self.custom_reward_function.path or section.reward_format == "llm_judge"
         if not (section.enable and section.rollout.name and (asks or self.reward_manager.source == "importlib")):
             return None
-        model, settings = section.model, {name: section.rollout[name] for name in section.rollout}
+        settings = {name: section.rollout[name] for name in section.rollout}
         # Ranks of its own have no other work, so nothing needs the engine's memory.
         settings["free_cache_engine"] &= not section.enable_resource_pool
         return ActorRolloutRefConfig(
-            model=HFModelConfig(
-                path=model.path,
-                override_config=model.override_config,
-                external_lib=model.external_lib,
-                trust_remote_code=model.trust_remote_code,
-            ),
+            model=HFModelConfig.like(section.model),
             rollout=RolloutConfig(**settings, seed=self.trainer.seed),
         )

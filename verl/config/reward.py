@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from verl.config.base import BaseConfig, section, setting, subsection
 from verl.config.machine import DTYPE
 from verl.config.megatron import DistributedModel, McoreEngineConfig
-from verl.config.model import NO_OTHER_BACK_END, DType, FSDPEngineConfig, Strategy
+from verl.config.model import NO_OTHER_BACK_END, DType, FSDPEngineConfig, PretrainedModelConfig, Strategy
 from verl.config.problems import Problem
 from verl.config.profiler import RewardProfilerConfig
 from verl.config.rollout import NO_OTHER_ENGINE, EngineName
@@ -68,23 +68,13 @@ class SandboxFusionConfig(BaseConfig):
 
 
 @section
-class RewardModelModelConfig(BaseConfig):
+class RewardModelModelConfig(PretrainedModelConfig):
     """The reward model's weights and tokenizer."""
 
     input_tokenizer: str | None = setting(None, interpolation="${actor_rollout_ref.model.path}", path=True, remote=True)
     """Tokenizer of the policy, where the reward model reads other tokens; null if they share one."""
     path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", path=True, remote=True)
-    """Folder of the reward model, or its name on the Hugging Face hub."""
-    use_shm: bool = setting(False)
-    """Read the files of this section from copies in shared memory (/dev/shm), made once on each machine if they fit."""
     external_lib: str | None = setting(None, interpolation="${actor_rollout_ref.model.external_lib}")
-    """Module that every worker imports before it loads the model."""
-    trust_remote_code: bool = setting(False)
-    """Run Python code that comes with the model."""
-    override_config: dict[str, Any] = setting(factory=dict)
-    """Values that replace entries of the model's config."""
-    use_remove_padding: bool = setting(False)
-    """Pack sequences one after the other, so that no time goes into padding."""
     fsdp_config: FSDPEngineConfig = subsection(FSDPEngineConfig, forward_only=True)
     """Sharding, precision, offload."""
 

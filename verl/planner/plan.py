@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from verl.config import FSDPEngineConfig, HFModelConfig, PPOConfig
+from verl.config import FSDPEngineConfig, PPOConfig, TrainedModelConfig
 from verl.config.megatron import McoreEngineConfig
 from verl.config.rollout import OTHER_PROGRAMS
 from verl.errors import ConfigError
@@ -157,22 +157,15 @@ class Plan:
             held["reference"] = self._held("reference", shape, model, roles.ref.placement, False, None)
         if self.needs.critic:
             critic = self.config.critic
-            own = HFModelConfig(
-                path=critic.model.path,
-                lora_rank=critic.model.lora_rank,
-                lora_adapter_path=critic.model.lora_adapter_path,
-                target_modules=critic.model.target_modules,
-                enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing,
-            )
             value_shape = self._shape(critic.model.path, critic.model.override_config)
-            held["critic"] = self._held("critic", value_shape, own, critic.placement, True, 1)
+            held["critic"] = self._held("critic", value_shape, critic.model, critic.placement, True, 1)
         return held
 
     def _held(
         self,
         name: str,
         shape: ModelShape,
-        model: HFModelConfig,
+        model: TrainedModelConfig,
         placement: FSDPEngineConfig | McoreEngineConfig,
         is_trained: bool,
         outputs: int | None,
@@ -435,7 +428,7 @@ def _divisors(number: int, most: int) -> list[int]:
     return [size for size in range(1, min(number, most) + 1) if number % size == 0]
 
 
-def _adapter_parameters(shape: ModelShape, model: HFModelConfig) -> int:
+def _adapter_parameters(shape: ModelShape, model: TrainedModelConfig) -> int:
     if not model.has_adapters:
         return 0
     if model.lora_rank <= 0:

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from verl.base.doors import AbsentAttributes, old_names
 from verl.config import (
-    ActorConfig,
     ActorRolloutRefConfig,
     CheckpointConfig,
-    CriticConfig,
     FSDPCriticConfig,
     HFModelConfig,
     RewardModelConfig,
+    UpdateConfig,
     local_copies,
 )
 from verl.errors import ConfigError
@@ -305,23 +304,7 @@ class CriticWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the value model and make its optimizer."""
-        section = self.config.model
-        model = HFModelConfig(
-            path=section.path,
-            tokenizer_path=section.tokenizer_path,
-            override_config=section.override_config,
-            external_lib=section.external_lib,
-            trust_remote_code=section.trust_remote_code,
-            enable_gradient_checkpointing=section.enable_gradient_checkpointing,
-            enable_activation_offload=section.enable_activation_offload,
-            use_remove_padding=section.use_remove_padding,
-            lora_rank=section.lora_rank,
-            lora_alpha=section.lora_alpha,
-            target_modules=section.target_modules,
-            exclude_modules=section.exclude_modules,
-            lora_adapter_path=section.lora_adapter_path,
-            lora=section.lora,
-        )
+        model = HFModelConfig.like(self.config.model)
         self.engine = self.make_engine(
             "value_model", self.config.strategy, model, self.config.placement, self.config.optim
         )
@@ -371,15 +354,8 @@ class RewardModelWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the reward model, after tokenizers and image processors if its own may differ from the policy's."""
-        section = self.config.model
-        model = HFModelConfig(
-            path=section.path,
-            override_config=section.override_config,
-            external_lib=section.external_lib,
-            trust_remote_code=section.trust_remote_code,
-            use_remove_padding=section.use_remove_padding,
-        )
-        self.inputs = RewardInput.of(section, self.config.max_length)
+        model = HFModelConfig.like(self.config.model)
+        self.inputs = RewardInput.of(self.config.model, self.config.max_length)
         self.model = self.make_engine("reward_model", self.config.strategy, model, self.config.placement)
         self.join_mesh("reward", self.model)
 
@@ -399,7 +375,7 @@ class RewardModelWorker(EngineWorker):
 
 
 def _plan(
-    name: str, section: ActorConfig | CriticConfig, n: int, engine: BaseEngine, temperature: float = 1.0
+    name: str, section: UpdateConfig, n: int, engine: BaseEngine, temperature: float = 1.0
 ) -> UpdatePlan:
     """Make the update plan of a configuration section for the ranks of ``engine``."""
     key = f"{name}.ppo_mini_batch_size"

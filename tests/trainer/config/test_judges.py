@@ -21,9 +21,10 @@ def judged(run: Run) -> dict[str, Any]:
 
 
 def test_a_judge_is_a_served_model_that_a_reward_function_asks(run: Run, judged: dict[str, Any]):
-    judge = run.load(judged | {"reward_model.rollout.max_num_seqs": 7, "trainer.seed": 5}).judge
+    more = {"reward_model.rollout.max_num_seqs": 7, "trainer.seed": 5, "reward_model.model.use_shm": True}
+    judge = run.load(judged | more).judge
     assert judge is not None
-    assert judge.model.path == str(run.folder / "model")
+    assert (judge.model.path, judge.model.use_shm) == (str(run.folder / "model"), True)
     rollout = judge.rollout
     assert (rollout.name, rollout.max_num_seqs, rollout.seed, rollout.prompt_length) == ("native", 7, 5, 2048)
     by_name = {key: value for key, value in judged.items() if "custom" not in key}
