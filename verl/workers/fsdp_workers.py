@@ -374,9 +374,7 @@ class RewardModelWorker(EngineWorker):
         return DataProto.from_dict(tensors={"rm_scores": inputs.place(scores, data)})
 
 
-def _plan(
-    name: str, section: UpdateConfig, n: int, engine: BaseEngine, temperature: float = 1.0
-) -> UpdatePlan:
+def _plan(name: str, section: UpdateConfig, n: int, engine: BaseEngine, temperature: float = 1.0) -> UpdatePlan:
     """Make the update plan of a configuration section for the ranks of ``engine``."""
     key = f"{name}.ppo_mini_batch_size"
     return UpdatePlan(
