@@ -77,6 +77,14 @@ def unit_of(nodeid: str) -> str:
     return "tests/single_controller" if "tests/single_controller/" in file else file
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests run as on a machine without a GPU, and so do the processes that they start, except with ``-m gpu``."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = (
+            ""  # PyTorch reads it when it first counts devices, not when it is imported
+        )
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Units in the order in which they were collected, with ``--dist loadfile``."""

@@ -203,6 +203,26 @@ def test_closed_streams_lead_to_the_null_device(tmp_path: Path, closed: str) -> 
     assert done.stdout == ("" if ">&-" in closed.replace("2>&-", "") else "shown\n")
 
 
+ENDS_WITH_ITS_CHILD = """
+import os, subprocess, sys, threading
+from verl.supervision.processes import end_program
+
+sys.setswitchinterval(1e-6)
+child = subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE)
+others = [subprocess.Popen(["sleep", "60"]) for _ in range(20)]
+threading.Thread(target=lambda: child.stdout.read() or os._exit(1), daemon=True).start()
+print(os.getpid(), *(one.pid for one in (child, *others)), flush=True)
+end_program("It ends.", 69)
+"""
+
+
+def test_a_program_that_ends_has_its_own_exit_code_though_a_library_ends_it_when_a_child_dies() -> None:
+    """As Ray's threads end a driver with the code 1 when its raylet is dead."""
+    done = subprocess.run([sys.executable, "-c", ENDS_WITH_ITS_CHILD], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (69, "\nIt ends.\n")
+    eventually(lambda: not any(is_alive(int(pid)) for pid in done.stdout.split()), "the end of all processes")
+
+
 IN_GROUPS = """
 import os, subprocess, sys
 from verl.supervision.processes import children_in_own_group

@@ -105,6 +105,7 @@ def test_memory_of_a_gpu_is_not_recorded_without_one(tmp_path):
         ProcessRecording().start(plan, 0)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_memory_snapshot_has_the_allocations_of_the_step(tmp_path):
     import pickle

@@ -117,14 +117,22 @@ def end_processes(pids: Sequence[int], title: str, patience_s: float = 1.0, time
 
 
 def end_program(problem: str, code: int) -> NoReturn:
-    """Say what is wrong, kill all descendants of this process, and end it at once, from any thread.
+    """Say what is wrong, end this process at once, from any thread, and kill all of its descendants.
 
     For a process whose main thread is blocked in C code: nothing is cleaned up, and no exit handler runs.
     """
     if problem:
         os.write(2, f"\n{problem}\n".encode())  # not by logging or sys.stderr, whose locks another thread may hold
-    for pid in family_of(os.getpid())[1:]:  # parents first, so that they start no further child
-        kill(pid)
+    descendants = family_of(os.getpid())[1:]  # parents first, so that they start no further child
+    # A shell kills them when the pipe closes, that is after this process has ended: Ray's threads end the process with
+    # a code of their own as soon as its raylet is dead.
+    ended, _ = os.pipe()
+    command = ["sh", "-c", 'read -r _; kill -9 "$@" 2>/dev/null', "sh", *map(str, descendants)]
+    try:
+        os.posix_spawn("/bin/sh", command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, ended, 0)], setpgroup=0)
+    except OSError:  # there is no shell, or no process can be started
+        for pid in descendants:
+            kill(pid)
     os._exit(code)
 
 

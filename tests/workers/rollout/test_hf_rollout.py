@@ -212,7 +212,9 @@ def test_engines_by_name():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_draws_what_the_cpu_draws(tmp_path):
-    asked = [request(p, seed=i) for i, p in enumerate(PROMPTS * 4)]
+    # These 288 draws lie 9.4e-5 or more from the boundaries between tokens. Devices sum in other orders, so boundaries
+    # differ by some 1e-6: of the seeds 0 to 23, one draw lies 1.7e-7 from a boundary and may fall on either side.
+    asked = [request(p, seed=200 + i) for i, p in enumerate(PROMPTS * 4)]
     cpu = EngineUnderTest("hf", tmp_path).ready().generate(asked)
     gpu = EngineUnderTest("hf", tmp_path, device="cuda").ready().generate(asked)
     assert [output.token_ids for output in gpu] == [output.token_ids for output in cpu]

@@ -1,0 +1,513 @@
+"""Sixty faults as they are made in programs like this one, for :mod:`benchmarks.mutants`.
+
+``old`` occurs once in its file, or in one file of the package if that one was moved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault: a text of the package, what stands in its place, and the tests that should fail."""
+
+    area: str
+    file: str
+    """Below ``verl/``."""
+    old: str
+    new: str
+    tests: str
+    """Files below ``tests/`` without ``test_`` and ``.py``, the quickest first."""
+
+
+ALGORITHMS = (
+    Mutant(
+        "algorithms",
+        "algorithms/policy_losses/token.py",
+        "losses = torch.maximum(plain, clipped)",
+        "losses = torch.minimum(plain, clipped)",
+        "algorithms/policy_losses_by_hand",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/policy_losses/token.py",
+        "losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)",
+        "",
+        "algorithms/policy_losses_by_hand",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/policy_losses/token.py",
+        "bounded_log_ratio(log_prob, old_log_prob).detach().exp()",
+        "bounded_log_ratio(log_prob, old_log_prob).exp()",
+        "algorithms/policy_losses_by_hand algorithms/policy_losses",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/policy_losses/sequence.py",
+        "carried = mean + token_log_ratio - token_log_ratio.detach()",
+        "carried = mean.expand_as(token_log_ratio)",
+        "algorithms/policy_losses",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/kl.py",
+        "torch.exp(-bounded) + bounded - 1.0",
+        "torch.exp(bounded) - bounded - 1.0",
+        "algorithms/kl",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/kl.py",
+        "zero_masked(token_level_scores, response_mask) - beta * kl",
+        "zero_masked(token_level_scores, response_mask) + beta * kl",
+        "algorithms/kl",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/kl.py",
+        "carrier - carrier.detach() + value.detach()",
+        "carrier - carrier.detach() + value",
+        "algorithms/kl",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/kl.py",
+        "self.value *= 1.0 + error * n_steps / self.horizon",
+        "self.value *= 1.0 + error / self.horizon",
+        "algorithms/kl",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/groups.py",
+        "self.total((x - self.mean(x)) ** 2) / (self.size - 1).clamp(min=1)",
+        "self.total((x - self.mean(x)) ** 2) / self.size.clamp(min=1)",
+        "algorithms/advantages_groups",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/groups.py",
+        "return cls(rows, response_mask.bool().any(-1), max(number, default=-1) + 1)",
+        "return cls(rows, torch.ones_like(rows, dtype=torch.bool), max(number, default=-1) + 1)",
+        "algorithms/advantages_groups",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/response_advantages.py",
+        "(rewards - groups.mean(rewards)) * groups.size / (groups.size - 1).clamp(min=1)",
+        "rewards - groups.mean(rewards)",
+        "algorithms/advantages_groups algorithms/advantages",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/token_advantages.py",
+        "zero_masked(discounted_sum(deltas, response_mask, gamma_t * lam), response_mask)",
+        "zero_masked(discounted_sum(deltas, response_mask, gamma * lam), response_mask)",
+        "algorithms/turn_discount",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/token_advantages.py",
+        "torch.where(valid, factor, torch.ones_like(x))",
+        "factor * torch.ones_like(x)",
+        "algorithms/advantages_per_token algorithms/advantages",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/aggregate.py",
+        "tokens = lengths.sum() if batch_num_tokens is None else batch_num_tokens",
+        "tokens = lengths.sum()",
+        "algorithms/aggregate",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/aggregate.py",
+        "number[1:] > number.cummax(0).values[:-1]",
+        "number[1:] >= number.cummax(0).values[:-1]",
+        "algorithms/aggregate",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/rollout_correction.py",
+        "exponent.sum(-1, keepdim=True).expand_as(exponent)",
+        "masked_mean(exponent, response_mask, axis=-1).unsqueeze(-1).expand_as(exponent)",
+        "algorithms/rollout_correction",
+    ),
+    Mutant(
+        "algorithms",
+        "algorithms/value_loss.py",
+        "0.5 * torch.maximum(plain_error, clipped_error)",
+        "0.5 * torch.minimum(plain_error, clipped_error)",
+        "algorithms/value_loss",
+    ),
+)
+
+ENGINE = (
+    Mutant(
+        "engine",
+        "workers/losses.py",
+        "loss = loss - self.entropy_coeff * entropy",
+        "loss = loss + self.entropy_coeff * entropy",
+        "workers/losses",
+    ),
+    Mutant(
+        "engine",
+        "workers/engine/loss.py",
+        "        dist.all_reduce(counts, group=group)\n",
+        "",
+        "workers/engine/two_ranks",
+    ),
+    Mutant(
+        "engine",
+        "workers/engine/loss.py",
+        "weight = 1.0 if _is_extreme(name) else num_tokens / self._tokens",
+        "weight = 1.0",
+        "workers/engine/engine",
+    ),
+    Mutant(
+        "engine",
+        "workers/engine/fsdp/inputs.py",
+        "where = places + prompt_length - (0 if at_token else 1)",
+        "where = places + prompt_length",
+        "workers/engine/model_inputs workers/engine/engine",
+    ),
+    Mutant(
+        "engine",
+        "workers/engine/fsdp/inputs.py",
+        "            before.append(parent)",
+        "            before.append(None)",
+        "workers/engine/shared_prompts",
+    ),
+    Mutant(
+        "engine",
+        "workers/engine/fsdp/optimizer.py",
+        "torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)",
+        "pass",
+        "workers/engine/engine",
+    ),
+    Mutant(
+        "engine",
+        "workers/engine/fsdp/engine.py",
+        "            optimizer.zero_grad(set_to_none=True)\n            return grad_norm",
+        "            return grad_norm",
+        "workers/engine/non_finite",
+    ),
+    Mutant(
+        "engine",
+        "workers/engine/fsdp/engine.py",
+        "        self.weight_version += 1\n",
+        "",
+        "workers/engine/engine workers/fsdp_workers workers/training_workers",
+    ),
+    Mutant(
+        "engine",
+        "workers/engine/passes.py",
+        '    columns["response_mask"] = torch.zeros_like(columns["response_mask"])\n',
+        "",
+        "workers/engine/passes workers/engine/two_ranks",
+    ),
+    Mutant(
+        "engine",
+        "workers/engine/passes.py",
+        '            if kind == "train":\n                clear_gradients()\n',
+        "",
+        "workers/engine/passes",
+    ),
+    Mutant(
+        "engine",
+        "workers/update.py",
+        "manual_seed((self.shuffle_seed or 0) * 1_000_003 + step)",
+        "manual_seed((self.shuffle_seed or 0) * 1_000_003)",
+        "workers/update workers/update_settings",
+    ),
+    Mutant(
+        "engine",
+        "utils/torch_functional.py",
+        "return min(1.0, (step + 1) / (num_warmup_steps + 1))",
+        "return min(1.0, step / (num_warmup_steps + 1))",
+        "utils/torch_functional",
+    ),
+)
+
+ROLLOUT = (
+    Mutant(
+        "rollout",
+        "workers/rollout/sampling.py",
+        "(rank < top_k[:, None])",
+        "(rank <= top_k[:, None])",
+        "workers/rollout/sampling",
+    ),
+    Mutant(
+        "rollout",
+        "workers/rollout/sampling.py",
+        "(log_probs.gather(-1, tokens[:, None]).squeeze(-1) - log_kept_mass).float()",
+        "log_probs.gather(-1, tokens[:, None]).squeeze(-1).float()",
+        "workers/rollout/sampling",
+    ),
+    Mutant(
+        "rollout",
+        "workers/rollout/native_rollout.py",
+        "        self.weight_version = NO_WEIGHTS\n        self._forget_texts()\n",
+        "        self.weight_version = NO_WEIGHTS\n",
+        "workers/rollout/native_serving workers/rollout/native_rollout",
+    ),
+    Mutant(
+        "rollout",
+        "workers/rollout/native/generation.py",
+        "text = group.prompt_ids + answer.token_ids[:-1]",
+        "text = group.prompt_ids + answer.token_ids",
+        "workers/rollout/native_serving workers/rollout/native_rollout",
+    ),
+    Mutant(
+        "rollout",
+        "workers/rollout/native/generation.py",
+        "        self._release(gone)\n",
+        "",
+        "workers/rollout/native_serving workers/rollout/aborted",
+    ),
+    Mutant(
+        "rollout",
+        "workers/rollout/weights.py",
+        "if part and held + tensor.nbytes > bucket_bytes:",
+        "if part and held > bucket_bytes:",
+        "workers/rollout/weights",
+    ),
+)
+
+SERVING = (
+    Mutant(
+        "serving",
+        "agents/router.py",
+        "            if asked.answer.cancelled():\n                engine.link.cancel(number)\n",
+        "",
+        "agents/router",
+    ),
+    Mutant(
+        "serving",
+        "agents/router.py",
+        "if home is None or self._engines[home].is_lost:",
+        "if home is None:",
+        "agents/router",
+    ),
+    Mutant(
+        "serving",
+        "agents/router.py",
+        "while engine.waiting and len(engine.running) < self._room:",
+        "while engine.waiting and len(engine.running) <= self._room:",
+        "agents/router",
+    ),
+    Mutant(
+        "serving",
+        "workers/rollout/serving.py",
+        "            self._is_closed = True\n            self._waiting.clear()\n",
+        "            self._is_closed = True\n",
+        "workers/rollout/native_serving",
+    ),
+    Mutant(
+        "serving",
+        "agents/slots.py",
+        "            if was_given:\n                self._pass_on()\n",
+        "",
+        "agents/slots",
+    ),
+)
+
+AGENTS = (
+    Mutant(
+        "agents",
+        "agents/conversation.py",
+        'self.written.add(messages[0]["role"], ids, 0, [0.0] * len(ids))',
+        'self.written.add(messages[0]["role"], ids, 1, [0.0] * len(ids))',
+        "agents/conversation",
+    ),
+    Mutant(
+        "agents",
+        "agents/conversation.py",
+        "                list(sequence.response_mask),\n",
+        "                sequence.response_mask,\n",
+        "agents/conversation",
+    ),
+    Mutant(
+        "agents",
+        "agents/worker.py",
+        '"status": "context_full" if is_cut and output.status == "done" else output.status,',
+        '"status": output.status,',
+        "agents/bad_loops agents/agent_loops",
+    ),
+    Mutant(
+        "agents",
+        "agents/tool_agent.py",
+        "room = conversation.tokens_left(most_tokens) - 1",
+        "room = conversation.tokens_left(most_tokens)",
+        "agents/agent_loops agents/malformed_calls",
+    ),
+    Mutant(
+        "agents",
+        "agents/episode.py",
+        "await self._thread.call(self._environment.close)",
+        "pass",
+        "agents/environment_agent",
+    ),
+    Mutant(
+        "agents",
+        "agents/tool_agent.py",
+        'refused = [] if limit == "context_full" else [',
+        "refused = [",
+        "agents/malformed_calls",
+    ),
+)
+
+DATA = (
+    Mutant(
+        "data",
+        "utils/dataset/sampler.py",
+        "generator.manual_seed(offset + epoch)",
+        "generator.manual_seed(offset)",
+        "utils/dataset/samplers",
+    ),
+    Mutant(
+        "data",
+        "utils/dataset/sampler.py",
+        "            self.pending = sampler.draw()\n            sampler.batches += 1\n",
+        "            self.pending = sampler.draw()\n",
+        "utils/dataset/samplers",
+    ),
+    Mutant(
+        "data",
+        "utils/dataset/loss_mask.py",
+        "mask[begin:end] = [1] * (end - begin)",
+        "mask[begin : end - 1] = [1] * (end - 1 - begin)",
+        "utils/dataset/loss_mask",
+    ),
+    Mutant(
+        "data",
+        "trainer/balance.py",
+        "place = {row: n for n, row in enumerate(self.order) if n not in self.padding}",
+        "place = {row: n for n, row in enumerate(self.order)}",
+        "trainer/balance",
+    ),
+    Mutant(
+        "vision",
+        "vision/positions.py",
+        "steps[own[-1] + 1] = max(rows, columns, int(times[-1]) + 1)",
+        "steps[own[-1] + 1] = max(rows, columns)",
+        "vision/videos vision/prompts",
+    ),
+    Mutant(
+        "vision",
+        "vision/positions.py",
+        "text, rest = (last[:, axis, None] + numbers for axis in (0, 1))",
+        "text, rest = (last[:, axis, None] + numbers for axis in (0, 0))",
+        "vision/rollout_with_images vision/prompts",
+    ),
+    Mutant(
+        "vision",
+        "vision/images.py",
+        "math.floor(height / scale / factor), math.floor(width / scale / factor)",
+        "math.ceil(height / scale / factor), math.ceil(width / scale / factor)",
+        "vision/prompts",
+    ),
+)
+
+RECOVERY = (
+    Mutant(
+        "recovery",
+        "checkpoint/steps.py",
+        "    folder.commit()\n    replace_text(root / LATEST, str(step))\n",
+        "    replace_text(root / LATEST, str(step))\n    folder.commit()\n",
+        "checkpoint/run",
+    ),
+    Mutant(
+        "recovery",
+        "checkpoint/steps.py",
+        "any(run == process and step <= last for process, last in lineage)",
+        "any(step <= last for process, last in lineage)",
+        "checkpoint/run",
+    ),
+    Mutant(
+        "recovery",
+        "trainer/recovery.py",
+        "self._held = [*self._held[-1:], HeldState(state, snapshots)]",
+        "self._held = [HeldState(state, snapshots)]",
+        "trainer/interrupted_run trainer/failures_in_a_run trainer/recovery",
+    ),
+    Mutant(
+        "recovery",
+        "trainer/recovery.py",
+        "self.in_a_row = self.in_a_row + 1 if step == self.last_step + 1 else 1",
+        "self.in_a_row += 1",
+        "trainer/bad_steps",
+    ),
+    Mutant(
+        "recovery",
+        "checkpoint/states.py",
+        '    torch.set_rng_state(state["torch"])\n',
+        "",
+        "trainer/loop checkpoint/run workers/engine/engine_checkpoint",
+    ),
+)
+
+REWARDS = (
+    Mutant(
+        "rewards",
+        "workers/reward_manager/scores.py",
+        "places = torch.arange(1, response_mask.size(1) + 1)",
+        "places = torch.arange(response_mask.size(1))",
+        "workers/reward_manager/naive",
+    ),
+    Mutant(
+        "rewards",
+        "trainer/ppo/dynamic_sampling.py",
+        "np.flatnonzero((highest > lowest)[group])",
+        "np.flatnonzero((highest >= lowest)[group])",
+        "trainer/ppo/dynamic_sampling",
+    ),
+    Mutant(
+        "rewards",
+        "utils/reward_score/countdown.py",
+        "value == target and Counter(numbers) == given",
+        "value == target and set(numbers) == set(given)",
+        "utils/reward_score/countdown",
+    ),
+    Mutant(
+        "rewards",
+        "trainer/ppo/ray_trainer.py",
+        "context.number > self.typed_config.trainer.critic_warmup",
+        "context.number >= self.typed_config.trainer.critic_warmup",
+        "trainer/run trainer/own_fit",
+    ),
+    Mutant(
+        "rewards",
+        "trainer/ppo/ray_trainer.py",
+        "baselines.repeat(self.typed_config.actor_rollout_ref.rollout.n, interleave=True)",
+        "baselines.repeat(self.typed_config.actor_rollout_ref.rollout.n, interleave=False)",
+        "trainer/algorithms_end_to_end",
+    ),
+)
+
+CONFIG = (
+    Mutant(
+        "config",
+        "trainer/config/rules_sizes.py",
+        "        elif (size * n) % parts:",
+        "        elif size % parts:",
+        "trainer/config/sizes trainer/config/validate",
+    ),
+    Mutant(
+        "config",
+        "trainer/config/rules_sizes.py",
+        "values, 2 * data.max_length, sharing)",
+        "values, data.max_length, sharing)",
+        "trainer/config/validate trainer/config/sizes",
+    ),
+    Mutant(
+        "config",
+        "config/machine.py",
+        "return min(used, default=1)",
+        "return max(used, default=1)",
+        "trainer/config/machine",
+    ),
+)
+
+MUTANTS = (*ALGORITHMS, *ENGINE, *ROLLOUT, *SERVING, *AGENTS, *DATA, *RECOVERY, *REWARDS, *CONFIG)
