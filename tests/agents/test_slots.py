@@ -32,6 +32,17 @@ def test_a_cancelled_wait_gives_its_slot_on():
         async with asyncio.timeout(5), slots():
             pass
         assert slots._free == 1
+        # Cancelled after the slot was given to it, and before it could take it.
+        events = [(asyncio.Event(), asyncio.Event()) for _ in range(2)]
+        tasks = [asyncio.create_task(hold(*pair)) for pair in events]
+        await events[0][0].wait()
+        events[0][1].set()
+        await tasks[0]
+        tasks[1].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await tasks[1]
+        assert not events[1][0].is_set()
+        assert slots._free == 1
 
     asyncio.run(check())
 
