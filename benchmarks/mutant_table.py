@@ -18,7 +18,7 @@ class Mutant:
     old: str
     new: str
     tests: str
-    """Files below ``tests/`` without ``test_`` and ``.py``, the quickest first."""
+    """Files below ``tests/`` without ``test_`` and ``.py``, the quickest first; found by name if they moved."""
 
 
 ALGORITHMS = (
@@ -34,7 +34,7 @@ ALGORITHMS = (
         "algorithms/policy_losses/token.py",
         "losses = torch.where(advantages < 0, torch.minimum(losses, bound), losses)",
         "",
-        "algorithms/policy_losses_by_hand",
+        "algorithms/policy_losses",
     ),
     Mutant(
         "algorithms",
@@ -48,7 +48,7 @@ ALGORITHMS = (
         "algorithms/policy_losses/sequence.py",
         "carried = mean + token_log_ratio - token_log_ratio.detach()",
         "carried = mean.expand_as(token_log_ratio)",
-        "algorithms/policy_losses",
+        "algorithms/policy_losses_by_hand algorithms/policy_loss_laws",
     ),
     Mutant(
         "algorithms",
@@ -90,7 +90,7 @@ ALGORITHMS = (
         "algorithms/groups.py",
         "return cls(rows, response_mask.bool().any(-1), max(number, default=-1) + 1)",
         "return cls(rows, torch.ones_like(rows, dtype=torch.bool), max(number, default=-1) + 1)",
-        "algorithms/advantages_groups",
+        "algorithms/advantages algorithms/advantage_laws trainer/failures_in_a_run",
     ),
     Mutant(
         "algorithms",
@@ -125,7 +125,7 @@ ALGORITHMS = (
         "algorithms/aggregate.py",
         "number[1:] > number.cummax(0).values[:-1]",
         "number[1:] >= number.cummax(0).values[:-1]",
-        "algorithms/aggregate",
+        "trainer/ppo/sequences",
     ),
     Mutant(
         "algorithms",
@@ -189,8 +189,8 @@ ENGINE = (
     Mutant(
         "engine",
         "workers/engine/fsdp/engine.py",
-        "            optimizer.zero_grad(set_to_none=True)\n            return grad_norm",
-        "            return grad_norm",
+        "if not math.isfinite(grad_norm):\n            trained =",
+        "if math.isnan(grad_norm):\n            trained =",
         "workers/engine/non_finite",
     ),
     Mutant(
@@ -205,7 +205,7 @@ ENGINE = (
         "workers/engine/passes.py",
         '    columns["response_mask"] = torch.zeros_like(columns["response_mask"])\n',
         "",
-        "workers/engine/passes workers/engine/two_ranks",
+        "workers/engine/experts",
     ),
     Mutant(
         "engine",
@@ -278,31 +278,31 @@ ROLLOUT = (
 SERVING = (
     Mutant(
         "serving",
-        "agents/router.py",
+        "serving/router.py",
         "            if asked.answer.cancelled():\n                engine.link.cancel(number)\n",
         "",
-        "agents/router",
+        "serving/router",
     ),
     Mutant(
         "serving",
-        "agents/router.py",
+        "serving/router.py",
         "if home is None or self._engines[home].is_lost:",
         "if home is None:",
-        "agents/router",
+        "serving/router",
     ),
     Mutant(
         "serving",
-        "agents/router.py",
+        "serving/router.py",
         "while engine.waiting and len(engine.running) < self._room:",
         "while engine.waiting and len(engine.running) <= self._room:",
-        "agents/router",
+        "serving/router",
     ),
     Mutant(
         "serving",
-        "workers/rollout/serving.py",
+        "workers/rollout/request_queue.py",
         "            self._is_closed = True\n            self._waiting.clear()\n",
         "            self._is_closed = True\n",
-        "workers/rollout/native_serving",
+        "workers/rollout/request_queue",
     ),
     Mutant(
         "serving",
@@ -385,7 +385,7 @@ DATA = (
         "trainer/balance.py",
         "place = {row: n for n, row in enumerate(self.order) if n not in self.padding}",
         "place = {row: n for n, row in enumerate(self.order)}",
-        "trainer/balance",
+        "trainer/ppo/sequences",
     ),
     Mutant(
         "vision",
@@ -430,7 +430,7 @@ RECOVERY = (
         "trainer/recovery.py",
         "self._held = [*self._held[-1:], HeldState(state, snapshots)]",
         "self._held = [HeldState(state, snapshots)]",
-        "trainer/interrupted_run trainer/failures_in_a_run trainer/recovery",
+        "trainer/held_states",
     ),
     Mutant(
         "recovery",

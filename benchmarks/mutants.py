@@ -54,11 +54,21 @@ def write(path: Path, text: str) -> None:
     os.utime(path, (second, second))
 
 
-def failing_test(copy: Path, mutant: Mutant) -> str | None:
-    """Return the first of the mutant's tests that fails, None if all pass."""
-    files = [
-        f"tests/{folder}/test_{name}.py" for folder, _, name in (one.rpartition("/") for one in mutant.tests.split())
-    ]
+def test_files(copy: Path, mutant: Mutant) -> list[str] | None:
+    """Return the test files of a mutant; None if one of them is neither where the table says nor the only one there."""
+    files: list[str] = []
+    for one in mutant.tests.split():
+        folder, _, name = one.rpartition("/")
+        named = copy / "tests" / folder / f"test_{name}.py"
+        having = [named] if named.is_file() else [*(copy / "tests").rglob(named.name)]
+        if len(having) != 1:
+            return None
+        files.append(str(having[0].relative_to(copy)))
+    return files
+
+
+def failing_test(copy: Path, files: list[str]) -> str | None:
+    """Return the first test of these files that fails, None if all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no", "-rfE", *files]
     # Also the processes that tests start import the copy, and not the repository that is installed.
     variables = os.environ | {"PYTHONPATH": str(copy)}
@@ -86,15 +96,20 @@ def main() -> None:
         copy = Path(folder)
         copy_repository(copy)
         for mutant in chosen:
-            path = find_file(copy, mutant)
-            if path is None:
-                outcome, more = "lost", "its text does not stand in exactly one file once: bring the table up to date"
+            path, files = find_file(copy, mutant), test_files(copy, mutant)
+            if path is None or files is None:
+                what = (
+                    "its text does not stand in exactly one file once"
+                    if path is None
+                    else f"{mutant.tests}: no such files"
+                )
+                outcome, more = "lost", f"{what}: bring the table up to date"
             elif arguments.list:
-                outcome, more = "there", str(path.relative_to(copy))
+                outcome, more = "there", f"{path.relative_to(copy)}: {' '.join(files)}"
             else:
                 began, text = time.monotonic(), path.read_text()
                 write(path, text.replace(mutant.old, mutant.new))
-                killer = failing_test(copy, mutant)
+                killer = failing_test(copy, files)
                 write(path, text)
                 outcome = "SURVIVED" if killer is None else "killed"
                 more = f"{killer or mutant.tests} ({time.monotonic() - began:.0f} s)"
