@@ -47,7 +47,7 @@ PROMPTS, RESPONSES = 25, 4
 PROGRAM_SHARE, BAD_SHARE = 4, 20
 """One of so many prompts is answered by a program; has a bad call, and has a bad program."""
 TRAJECTORY_TIMEOUT_S = 10
-TITLES = {"ray::WorkerHost": "rank", "ray::WorkerActor": "agent worker", "ray::RouterActor": "router"}
+TITLES = {"ray::WorkerHost": "rank", "ray::WorkerActor": "agent worker", "ray::AgentRouter": "router"}
 Measures = dict[str, dict[str, float]]
 """By process, and by what was measured."""
 
@@ -57,7 +57,7 @@ def entries(_: Any = None) -> dict[str, float]:
     living = gc.get_objects()
     return {
         "prefix pages": float(sum(len(one) for one in living if isinstance(one, PrefixCache))),
-        "conversations": float(sum(len(one._asked) for one in living if isinstance(one, Router))),
+        "conversations": float(sum(len(one._pending) for one in living if isinstance(one, Router))),
     }
 
 

@@ -37,7 +37,7 @@ def ranks() -> list[psutil.Process]:
 
 
 def agent_processes(title: str) -> list[psutil.Process]:
-    """The processes of agent loops (``WorkerActor``), or their router (``RouterActor``)."""
+    """The processes of agent loops (``WorkerActor``), or their router (``AgentRouter``)."""
     return [p for p in psutil.Process().children(recursive=True) if f"ray::{title}" in " ".join(p.cmdline())]
 
 
@@ -121,8 +121,8 @@ class Fault:
             "rank frozen": lambda which: send(signal.SIGSTOP, ranks(), which),
             "agent process killed": lambda which: send(signal.SIGKILL, agent_processes("WorkerActor"), which),
             "agent process frozen": lambda which: send(signal.SIGSTOP, agent_processes("WorkerActor"), which),
-            "agent router killed": lambda _: send(signal.SIGKILL, agent_processes("RouterActor")),
-            "agent router frozen": lambda _: send(signal.SIGSTOP, agent_processes("RouterActor")),
+            "agent router killed": lambda _: send(signal.SIGKILL, agent_processes("AgentRouter")),
+            "agent router frozen": lambda _: send(signal.SIGSTOP, agent_processes("AgentRouter")),
             "rank of agents killed": lambda which: send(signal.SIGKILL, ranks(), which),
             "rank of agents frozen": lambda which: send(signal.SIGSTOP, ranks(), which),
             "tool ends its process": lambda _: self.order(signal.SIGKILL),

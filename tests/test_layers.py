@@ -147,9 +147,9 @@ def test_ray_is_imported_only_by_the_ray_controller():
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(name == "ray" or name.startswith("ray.") for name in names):
                 guilty.append(module)
-    # A DataProtoFuture resolves Ray references lazily, and agent loops and the router of a judge run in actors; nothing
-    # else may know Ray.
-    known = {"verl.protocol", "verl.agents.ray", "verl.agents.ray_trajectories", "verl.judge.ray"}
+    # A DataProtoFuture resolves Ray references lazily, and agent loops and routers run in actors; nothing else may know
+    # Ray.
+    known = {"verl.protocol", "verl.agents.ray", "verl.agents.ray_trajectories", "verl.serving.ray"}
     assert set(guilty) <= known, sorted(set(guilty))
 
 

@@ -93,7 +93,7 @@ class OrderingTrainer(PPOTrainer):
             (self.folder / "new").write_text(f"{self._pid(who)} {int(number)}")
             (self.folder / "new").rename(self.folder / f"order_{where}")
         batch = super().rollout(*args, **kwargs)
-        self.actors += [watched.actor for watched in [self._agents()._router, *self._agents()._workers]]
+        self.actors += [watched.actor for watched in [self._agents()._session.router, *self._agents()._workers]]
         return batch
 
     def _agents(self) -> Any:
@@ -103,7 +103,7 @@ class OrderingTrainer(PPOTrainer):
     def _pid(self, who: str) -> int:
         if who == "worker":
             return 0
-        actor = self.policy_workers.workers[1] if who == "rank" else self._agents()._router.actor
+        actor = self.policy_workers.workers[1] if who == "rank" else self._agents()._session.router.actor
         return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
 
 

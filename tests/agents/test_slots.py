@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import ray
 
-from verl.agents.ray import RaySlots, RouterActor
+from verl.agents.ray import AgentRouter, RaySlots
 from verl.agents.slots import ProcessSlots, SlotTable
 from verl.single_controller.ray.watched_actor import light_actor
 
@@ -84,7 +84,7 @@ def test_a_table_gives_slots_in_order_of_arrival_and_takes_back_those_of_lost_pr
 
 
 def test_processes_of_a_run_share_slots_and_lost_ones_give_theirs_back(ray_cluster: None):
-    router = light_actor(RouterActor).remote(8)
+    router = light_actor(AgentRouter).remote(8, "")
     first, second, third = (RaySlots(router, process, "t", 1) for process in ("a", "b", "a"))
 
     async def check() -> None:

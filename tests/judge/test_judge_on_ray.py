@@ -47,7 +47,7 @@ class OrderingTrainer(PPOTrainer):
         if order is not None:
             assert self.judge is not None
             # A rank that serves answers nothing else, so it is asked before.
-            actor = self.reward_workers.workers[0] if order[0] == "rank" else self.judge._engines._router
+            actor = self.reward_workers.workers[0] if order[0] == "rank" else self.judge._session.router.actor
             pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
             (self.folder / "new").write_text(f"{pid} {int(order[1])}")
             (self.folder / "new").rename(self.folder / "order")

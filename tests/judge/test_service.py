@@ -22,8 +22,7 @@ from tests.workers.reward_manager.batches import TOKENIZER, batch_of
 from verl.agents.worker import check_agent_loops
 from verl.errors import ConfigError
 from verl.experience.scoring import start_reward
-from verl.judge.local import ASLEEP
-from verl.judge.service import JudgeService
+from verl.judge.service import ASLEEP, JudgeService
 from verl.single_controller.local import LocalWorkerGroup
 from verl.testing.models import tiny_model_dir
 from verl.trainer.config.command_line import compose

@@ -19,13 +19,16 @@ class RecordingLink:
         self.sent: list[tuple[int, int]] = []
         """Number and first token of each request."""
         self.cancelled: list[int] = []
-        self.closed = 0
+        self.aborted = self.closed = 0
 
     def put(self, number: int, request: RolloutRequest) -> None:
         self.sent.append((number, request.prompt_ids[0]))
 
     def cancel(self, number: int) -> None:
         self.cancelled.append(number)
+
+    def abort(self) -> None:
+        self.aborted += 1
 
     def close(self) -> None:
         self.closed += 1
@@ -47,7 +50,8 @@ class Played:
 
     def __init__(self, engines: int, room: int) -> None:
         self.links = [RecordingLink() for _ in range(engines)]
-        self.router = Router(self.links, room)
+        self.router = Router(room)
+        self.router.open(self.links)
 
     async def ask(self, conversation: str, token: int) -> asyncio.Task[RolloutOutput]:
         request = RolloutRequest([token], SamplingParams(max_tokens=1, seed=0))
@@ -62,7 +66,8 @@ class Played:
     def entries(self) -> int:
         """What the router holds of requests."""
         engines = self.router._engines
-        return len(self.router._asked) + sum(len(e.waiting) + len(e.running) for e in engines)
+        of_engines = sum(len(e.waiting) + len(e.running) for e in engines)
+        return len(self.router._pending) + len(self.router._held) + of_engines
 
 
 def play(engines: int, room: int, script: Callable[[Played], Awaitable[None]]) -> None:
@@ -152,3 +157,48 @@ def test_closing_fails_what_waits_and_what_comes_later():
         assert p.links[0].cancelled == [p.links[0].number_of(1)]  # the engine drops what nobody waits for
 
     play(1, 1, script)
+
+
+def test_a_paused_router_sends_what_waits_to_the_next_engines():
+    async def script(p: Played) -> None:
+        router, [old] = p.router, p.links
+        running, waiting = await p.ask("a", 1), await p.ask("b", 2)  # room for one
+        router.pause()
+        later, left = await p.ask("a", 3), await p.ask("c", 4)
+        left.cancel()
+        await asyncio.sleep(0)
+        router.close()
+        assert (old.tokens, old.cancelled, old.closed) == ([1], [old.number_of(1)], 1)
+        p.answer(0, 1)  # of the old weights, and too late
+        [new] = p.links = [RecordingLink()]
+        asleep = await p.ask("d", 5)
+        router.open([new])
+        assert new.tokens == []
+        router.resume()
+        for token, task in enumerate((running, waiting, later), 1):
+            p.answer(0, token)
+            assert (await task).token_ids == [token + 100]
+        p.answer(0, 5)
+        await asleep
+        assert new.tokens == [1, 2, 3, 5]
+        router.close()
+        router.pause()
+        refused = await p.ask("e", 6)
+        router.resume()  # there are no engines
+        with pytest.raises(RolloutEndedError):
+            await refused
+
+    play(1, 1, script)
+
+
+def test_aborting_reaches_the_engines_that_draw():
+    async def script(p: Played) -> None:
+        task = await p.ask("a", 1)
+        p.router.abort()
+        assert [link.aborted for link in p.links] == [1, 0]
+        p.answer(0, 1)
+        await task
+        p.router.abort()
+        assert [link.aborted for link in p.links] == [1, 0]
+
+    play(2, 1, script)

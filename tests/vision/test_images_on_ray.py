@@ -17,10 +17,10 @@ from torch.testing import assert_close
 
 from tests.vision.agent_batches import VisionAgents
 from verl.agents.images import together
-from verl.agents.ray import RayConnection, RayRequests, RouterActor
 from verl.base.registry import scoped_registrations
 from verl.errors import RolloutError
 from verl.protocol.shared import SharedTensors
+from verl.serving.ray import RayConnection, RayRequests, RouterActor
 from verl.serving.sent_images import ImageReceiver, ImageSender, SentRequest
 from verl.single_controller.ray.watched_actor import light_actor
 from verl.vision.families import IMAGE_INPUTS
@@ -62,11 +62,11 @@ def router(ray_cluster: None) -> Iterator[Any]:
 
 def test_eight_turns_store_each_image_once_and_free_it_at_their_end(router: Any) -> None:
     """Turn n has n images. By value 1 + 2 + ... + 8 = 36 of them would go to the router, and on to the engine."""
-    rollout = ray.get(router.open.remote(1))
+    ray.get(router.open.remote(1, 1, {}))
     connection, output = RayConnection(router), RolloutOutput([7], [-1.0], "stop", 0)
     before = store()
     images = [image(number) for number in range(TURNS)]
-    with RayRequests(router, rollout).of_engine(0) as engine:
+    with RayRequests(router, 1).of_engine(0, 0) as engine:
 
         def turn(conversation: str, given: SharedTensors) -> None:
             call = connection.send(conversation, request_with(given))
@@ -92,7 +92,7 @@ def test_eight_turns_store_each_image_once_and_free_it_at_their_end(router: Any)
         while store().object_store_bytes_used > before.object_store_bytes_used:
             assert time.monotonic() < until, "the images of conversations that have ended are still stored"
             time.sleep(0.1)
-        ray.get(router.close.remote())
+        ray.get(router.close.remote(1))
 
 
 class Owner:
@@ -115,7 +115,7 @@ def is_there(reference: Any) -> bool:
 
 @pytest.mark.slow
 def test_an_image_whose_process_is_lost_fails_its_request_alone(router: Any) -> None:
-    rollout = ray.get(router.open.remote(1))
+    ray.get(router.open.remote(1, 1, {}))
     owner, connection = ray.remote(Owner).options(num_cpus=0).remote(), RayConnection(router)
     request = ray.get(owner.send.remote())
     ray.kill(owner)
@@ -123,14 +123,14 @@ def test_an_image_whose_process_is_lost_fails_its_request_alone(router: Any) -> 
     while is_there(request.sent[1].pixels):  # the store learns of the death a moment later
         assert time.monotonic() < until
         time.sleep(0.05)
-    with RayRequests(router, rollout).of_engine(0) as engine:
+    with RayRequests(router, 1).of_engine(0, 0) as engine:
         with pytest.raises(RolloutError, match="image 1 of the prompt is lost: the process that held the conversation"):
             connection.send("a", request).future().result(60)
         call = connection.send("b", request_with(None))
         [(number, _)] = engine.take(wait=True)
         engine.answer(number, RolloutOutput([7], [-1.0], "stop", 0))
         assert call.future().result(60).token_ids == [7]
-        ray.get(router.close.remote())
+        ray.get(router.close.remote(1))
 
 
 def test_small_images_travel_by_value_and_the_receiver_keeps_recent_ones() -> None:

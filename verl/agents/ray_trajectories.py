@@ -17,14 +17,13 @@ from verl.errors import WorkerError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors
 from verl.protocol.stored import by_reference
+from verl.serving.ray import CHECK_S
 from verl.single_controller.ray.private import brief
 from verl.single_controller.ray.processes import finished_of
 from verl.single_controller.ray.watched_actor import ActorSilentError, WatchedActor
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.5
-"""How often the driver looks after the ranks while trajectories run."""
 ATTEMPTS = 3
 """How often a trajectory is begun whose process dies or hangs; the last time without others beside it."""
 
@@ -43,6 +42,7 @@ class RunningTrajectories:
         trajectories: what to run.
         workers: the actors; one that died or hangs is replaced in this list.
         replacement: ends an actor, and starts the one that takes its place.
+        round_index: number of the round of the engines that answer; see :class:`verl.serving.ray.RouterActor`.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class RunningTrajectories:
         trajectories: Sequence[Trajectory],
         workers: list[WatchedActor],
         replacement: Callable[[WatchedActor], WatchedActor],
+        round_index: int,
     ) -> None:
         self._rollout, self._trajectories, self._columns = rollout, trajectories, columns
-        self._workers, self._replacement = workers, replacement
+        self._workers, self._replacement, self._round = workers, replacement, round_index
         self._begun: Counter[int] = Counter()
         self._running: dict[Any, tuple[int, int, WatchedActor]] = {}
         """Trajectory, slot and worker of each reference to a result."""
@@ -64,11 +65,13 @@ class RunningTrajectories:
         self._held: dict[int, list[int]] = {slot: [] for slot in range(len(workers))}
         """The trajectories of each slot that have ended, and whose tokens still are with its worker."""
         self._parts = ColumnsInParts()
+        self.silences: list[list[float | None]] = []
+        """Of each worker, for how long each engine has answered none of its requests; see ``RaySession.check``."""
         for number in range(len(trajectories)):
             self._begin(number, number % len(workers))
 
     def look(self) -> bool:
-        """Take results for at most ``LOOK_S`` seconds; return whether there are all.
+        """Take results for at most ``CHECK_S`` seconds; return whether there are all.
 
         Raises:
             WorkerError: a worker cannot start.
@@ -77,11 +80,12 @@ class RunningTrajectories:
             self._take_columns()
             self._begin_alone()
         if self._running:
-            for reference in finished_of(list(self._running), LOOK_S, fetch_local=False):
+            for reference in finished_of(list(self._running), CHECK_S, fetch_local=False):
                 self._take(reference)
+        self.silences = []
         for slot, worker in enumerate(list(self._workers)):
             try:
-                worker.look()
+                self.silences.append(worker.look() or [])
             except (ActorSilentError, RayActorError) as error:
                 self._replace(slot, worker, error)
         return not (self._running or self._alone or any(self._held.values()))
@@ -102,7 +106,7 @@ class RunningTrajectories:
         for value in shared_of(trajectory):
             value.store(ray.put)
         with by_reference():
-            reference = worker.actor.run.remote(number, trajectory)
+            reference = worker.actor.run.remote(number, trajectory, self._round)
         self._running[reference] = (number, slot, worker)
 
     def _begin_alone(self) -> None:

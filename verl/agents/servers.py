@@ -8,9 +8,8 @@ import operator
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -19,8 +18,9 @@ from verl.agents.turns import DrawnTurn
 from verl.config import RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.protocol.shared import SharedTensors
+from verl.serving.connection import Connection, GenerationCall
 from verl.vision.prompts import ImagePrompts
-from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest, SamplingParams, sample_seed
+from verl.workers.rollout.request import DrawnPart, RolloutRequest, SamplingParams, sample_seed
 
 NO_EFFECT = ("logprobs",)
 """Sampling parameters of other engines that ask for what is always given."""
@@ -53,32 +53,6 @@ class TokenOutput(BaseModel):
     num_preempted: int | None = None
     """How often the engine interrupted it for want of memory; None where the engine does not tell."""
     extra_fields: dict[str, Any] = {}
-
-
-class GenerationCall(Protocol):
-    """A request under way."""
-
-    def future(self) -> Future[RolloutOutput] | asyncio.Future[RolloutOutput]:
-        """Return what becomes of it."""
-        ...
-
-    def cancel(self) -> None:
-        """Withdraw it."""
-        ...
-
-
-class Connection(Protocol):
-    """The way from agent loops to the router; may be used by any thread."""
-
-    def send(
-        self, conversation: str, request: RolloutRequest, on_part: Callable[[DrawnPart], object] | None = None
-    ) -> GenerationCall:
-        """Send a request of a conversation; call ``on_part``, in any thread, with parts of a response that streams."""
-        ...
-
-    def end(self, conversation: str) -> None:
-        """Free what is kept for the further turns of a conversation. Idempotent."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from verl.agents.loop import (
 )
 from verl.agents.parsers import is_built_in_parser
 from verl.agents.program_agent import ProgramAgentLoop
-from verl.agents.servers import AsyncLLMServerManager, Connection, ContextFullError, SampleId
+from verl.agents.servers import AsyncLLMServerManager, ContextFullError, SampleId
 from verl.agents.single_turn import SingleTurnAgentLoop
 from verl.agents.tool_agent import ToolAgentLoop
 from verl.agents.turns import DrawnTurn, drawn_log_probs, drawn_routing, preemptions, sampled_like
@@ -45,6 +45,7 @@ from verl.config import PPOConfig, RolloutConfig
 from verl.config.agent import TrajectoryStatus
 from verl.errors import ConfigError, VerlError
 from verl.protocol.shared import SharedTensors
+from verl.serving.connection import Connection
 from verl.tools.threads import DaemonThreads, in_thread
 from verl.vision.families import VisionConfig
 from verl.vision.prompts import ImagePrompts

@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
@@ -28,11 +30,13 @@ from verl.agents.endpoint.calls import (
     refuse_unmet,
 )
 from verl.agents.endpoint.server import LoopbackServer
-from verl.agents.servers import AsyncLLMServerManager, Connection, ContextFullError, SampleId, TokenOutput
-from verl.config import ActorRolloutRefConfig, PPOConfig, local_copies
+from verl.agents.servers import AsyncLLMServerManager, ContextFullError, SampleId, TokenOutput
+from verl.config import ActorRolloutRefConfig, PPOConfig, RolloutConfig, local_copies
 from verl.errors import ConfigError, DataError, EngineLostError, RolloutError, VerlError
-from verl.judge.local import ASLEEP
+from verl.serving.connection import Connection
+from verl.serving.local import LocalSession
 from verl.serving.router import RolloutEndedError
+from verl.serving.session import Session
 from verl.utils.deferred import Deferred
 from verl.utils.metric import Metrics
 from verl.utils.model import check_tokenizer_fits, hf_config_of
@@ -43,26 +47,10 @@ from verl.workers.rollout.request import SamplingParams
 T = TypeVar("T")
 
 
-class Engines(Connection, Protocol):
-    """The rollout engines of the judge's ranks: :class:`LocalEngines` or :class:`RayEngines`."""
-
-    def serve_while(self, group: Any, start: Callable[[], Deferred[T]]) -> Deferred[T]:
-        """Wake the engines, start work that asks them, and let them sleep when it is done.
-
-        Args:
-            group: the worker group of the judge.
-            start: starts the work; called once the engines are awake.
-
-        Returns:
-            the result of the work; waiting for it raises what ends the engines too.
-        """
-        ...
-
-    def forget(self) -> None:
-        """Give up work that was started and not waited for, because the ranks have ended."""
-        ...
-
-
+ASLEEP = (
+    "the judge is asleep: it answers only while the rewards of a batch are computed; on ranks of its own "
+    "(reward_model.enable_resource_pool=true) also while agent loops hold conversations."
+)
 OF_JUDGES = frozenset({"seed", "chat_template_kwargs"})
 """Parameters of a call that a judge keeps beyond those of every model."""
 RESERVED = frozenset({"messages", "conversation", "tools", "tokenize", "add_generation_prompt"})
@@ -96,7 +84,7 @@ class JudgeService:
         # There is no key, so a page in a browser must not reach it under a host name that it controls.
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
         self._server = LoopbackServer(app)
-        self._engines = _engines(config.trainer.controller, settings.rollout.max_num_seqs, self._server.thread.loop)
+        self._session = _session(config.trainer.controller, settings.rollout, self._server.thread.loop)
 
     @property
     def reward_router_address(self) -> str:
@@ -130,11 +118,11 @@ class JudgeService:
         """
         began = time.monotonic()
 
-        def awake() -> Deferred[T]:
-            self._backend.wake(self._engines, step, time.monotonic() - began)
-            return start()
+        def awake() -> Future[T]:
+            self._backend.wake(self._session, step, time.monotonic() - began)
+            return _waited_for(start())
 
-        scoring = self._engines.serve_while(group, awake)
+        scoring = self._session.serve_while(group, awake)
 
         def result() -> T:
             try:
@@ -147,7 +135,7 @@ class JudgeService:
     def forget(self) -> None:
         """Give up scoring that nobody waits for, because the ranks have ended."""
         self._backend.sleep()
-        self._engines.forget()
+        self._session.close()
 
     def metrics(self) -> Metrics:
         """Counts of calls and tokens since the last call of this method."""
@@ -281,14 +269,26 @@ class JudgeBackend:
         )
 
 
-def _engines(controller: str, room: int, loop: asyncio.AbstractEventLoop) -> Engines:
+def _session(controller: str, rollout: RolloutConfig, loop: asyncio.AbstractEventLoop) -> Session:
     if controller == "local":
-        from verl.judge.local import LocalEngines
+        return LocalSession(rollout.max_num_seqs, loop, ASLEEP)
+    from verl.serving.ray import RaySession  # Ray need not be installed for the other
 
-        return LocalEngines(room, loop)
-    from verl.judge.ray import RayEngines  # Ray need not be installed for the other
+    return RaySession("the judge", rollout.max_num_seqs, rollout.agent.hang_timeout_s, ended=ASLEEP)
 
-    return RayEngines(room)
+
+def _waited_for(handle: Deferred[T]) -> Future[T]:
+    """Wait for a handle in a thread that does not hold up the end of the process."""
+    outcome: Future[T] = Future()
+
+    def wait() -> None:
+        try:
+            outcome.set_result(handle.result())
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whoever waits for the outcome raises it
+            outcome.set_exception(error)
+
+    threading.Thread(target=wait, name="rewards", daemon=True).start()
+    return outcome
 
 
 def _check_context(settings: ActorRolloutRefConfig) -> None:

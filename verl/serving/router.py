@@ -2,6 +2,15 @@
 
 A conversation stays with the engine that has its keys and values; a new one goes to the engine with the fewest
 requests. An engine is given at most ``room`` requests at once, and further ones wait here.
+
+::
+
+    router = Router(room=8)
+    router.open([queue_of_engine_0, queue_of_engine_1])   # the engines are awake
+    output = await router.generate("conversation", request)
+    router.pause()                                        # requests wait here; what runs goes on
+    router.close()                                        # the engines end their work, for new weights
+    router.open([...]); router.resume()                   # what waited is sent
 """
 
 from __future__ import annotations
@@ -15,11 +24,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from verl.errors import EngineLostError, RolloutError
-from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest
+from verl.workers.rollout.request import NO_WEIGHTS, DrawnPart, RolloutOutput, RolloutRequest
 from verl.workers.rollout.request_queue import Answer
 
 REMEMBERED_CONVERSATIONS = 100_000
-ENDED = "the rollout has ended, and its engines take no more requests. Do not call generate after run() has returned."
+ENDED = "no rollout is running, so no engine answers. Do not call generate after run() has returned."
 
 
 class RolloutEndedError(RolloutError):
@@ -27,7 +36,7 @@ class RolloutEndedError(RolloutError):
 
 
 class EngineLink(Protocol):
-    """The way to one engine; none of its methods waits."""
+    """The way to one engine; none of its methods waits. A ``RequestQueue`` is one."""
 
     def put(self, number: int, request: RolloutRequest) -> None:
         """Send a request under a number that is new to the engine."""
@@ -35,6 +44,10 @@ class EngineLink(Protocol):
 
     def cancel(self, number: int) -> None:
         """Withdraw a request."""
+        ...
+
+    def abort(self) -> None:
+        """Let the engine answer what it draws now with the tokens there are."""
         ...
 
     def close(self) -> None:
@@ -49,8 +62,9 @@ class _PendingRequest:
     conversation: str
     request: RolloutRequest
     answer: asyncio.Future[RolloutOutput]
-    engine: int
     on_part: Callable[[DrawnPart], object] | None
+    engine: int | None = None
+    """None while it is held back."""
 
 
 @dataclass
@@ -71,17 +85,30 @@ class Router:
     """Requests of many conversations to several engines. All methods belong to one event loop.
 
     Args:
-        links: the way to each engine.
         room: most requests that one engine has at once.
+        ended: message of the error with which requests are refused while there are no engines.
+        first_number: requests are numbered from here; routers that share an engine have ranges of their own.
     """
 
-    def __init__(self, links: Sequence[EngineLink], room: int) -> None:
-        self._engines = [_RoutedEngine(link) for link in links]
-        self._room = room
-        self._numbers = itertools.count()
-        self._asked: dict[int, _PendingRequest] = {}
+    def __init__(self, room: int, ended: str = ENDED, first_number: int = 0) -> None:
+        self._engines: list[_RoutedEngine] = []
+        self._room, self._ended = room, ended
+        self._numbers = itertools.count(first_number)
+        self._pending: dict[int, _PendingRequest] = {}
+        self._held: dict[int, None] = {}
+        """Requests that are held back by :meth:`pause`, in their order."""
         self._home: OrderedDict[str, int] = OrderedDict()
-        self._over: RolloutError | None = None
+        self._is_paused = False
+        self._refusal: RolloutError | None = RolloutEndedError(ended)
+        """Why requests are refused; None while there are engines."""
+        self.weight_version = NO_WEIGHTS
+        """Version of the weights that the engines have, or had when they were closed."""
+
+    def open(self, links: Sequence[EngineLink]) -> None:
+        """Give requests to these engines from now on."""
+        self._engines = [_RoutedEngine(link) for link in links]
+        self._home.clear()  # these engines know no conversation yet
+        self._refusal = None
 
     async def generate(
         self, conversation: str, request: RolloutRequest, on_part: Callable[[DrawnPart], object] | None = None
@@ -96,52 +123,102 @@ class Router:
         Raises:
             RolloutError: the request cannot be served, the rollout has ended, or all engines are lost.
         """
-        if self._over is not None:
-            raise self._over
+        self.check_open()
         number = next(self._numbers)
         answer = asyncio.get_running_loop().create_future()
-        asked = _PendingRequest(conversation, request, answer, self._engine_of(conversation), on_part)
-        self._asked[number] = asked
-        self._engines[asked.engine].waiting.append(number)
-        self._send(asked.engine)
+        self._pending[number] = _PendingRequest(conversation, request, answer, on_part)
+        self._place(number)
         try:
-            return await asked.answer
+            return await answer
         finally:
             self._forget(number)
 
+    def check_open(self) -> None:
+        """Raise RolloutEndedError if requests are refused now, or EngineLostError if all engines are lost."""
+        if self._refusal is not None and not self._is_paused:
+            raise self._refusal
+
     def take_answer(self, number: int, answer: Answer | DrawnPart) -> None:
         """Pass an engine's answer, or a part of it, on; one that nobody waits for is ignored."""
-        asked = self._asked.get(number)
-        if asked is None or asked.answer.done():
+        pending = self._pending.get(number)
+        if pending is None or pending.engine is None or pending.answer.done():
             return
-        self._engines[asked.engine].heard_at = time.monotonic()
+        self._engines[pending.engine].heard_at = time.monotonic()
         if isinstance(answer, DrawnPart):
-            if asked.on_part is not None:
-                asked.on_part(answer)
+            if pending.on_part is not None:
+                pending.on_part(answer)
         elif isinstance(answer, EngineLostError):
-            self._move_from_lost_engine(asked.engine, answer)
+            self._move_from_lost_engine(pending.engine, answer)
         elif isinstance(answer, RolloutError):
-            asked.answer.set_exception(answer)
+            pending.answer.set_exception(answer)
         else:
-            asked.answer.set_result(answer)
+            pending.answer.set_result(answer)
 
-    def silent_s(self) -> float:
-        """Return for how long the most silent of the engines at work has answered none of its requests."""
-        at_work = [engine.heard_at for engine in self._engines if engine.running]
-        return time.monotonic() - min(at_work) if at_work else 0.0
+    def silences(self) -> list[float | None]:
+        """Return for how many seconds each engine has answered none of its requests; None for one that has none."""
+        now = time.monotonic()
+        return [now - engine.heard_at if engine.running else None for engine in self._engines]
+
+    def pause(self) -> None:
+        """Hold back requests that no engine has yet, also over :meth:`close` and :meth:`open`. Idempotent."""
+        self._is_paused = True
+        for engine in self._engines:
+            self._hold(list(engine.waiting))
+            engine.waiting.clear()
+
+    def resume(self) -> None:
+        """Send what was held back; it is refused if there are no engines. Idempotent."""
+        self._is_paused = False
+        held, self._held = sorted(self._held), {}
+        for number in held:
+            if self._refusal is None:
+                self._place(number)
+            elif not self._pending[number].answer.done():
+                self._pending[number].answer.set_exception(self._refusal)
+
+    def abort(self) -> None:
+        """Let all engines answer what they draw now with the tokens there are and ``finish_reason`` "abort"."""
+        for engine in self._engines:
+            if engine.running:
+                engine.link.abort()
 
     def close(self, error: RolloutError | None = None) -> None:
-        """End all engines' work: requests without an answer fail with ``error``, and are withdrawn. Idempotent."""
-        if self._over is not None:
+        """End all engines' work, and withdraw what they run. Idempotent.
+
+        Requests without an answer fail with ``error``; without an error, those of a paused router are held back
+        instead, and are asked again of the next engines.
+        """
+        if self._refusal is not None:
             return
-        self._over = error or RolloutEndedError(ENDED)
-        for asked in self._asked.values():
-            if not asked.answer.done():
-                asked.answer.set_exception(self._over)
+        self._refusal = error or RolloutEndedError(self._ended)
         for engine in self._engines:
             for number in engine.running:
                 engine.link.cancel(number)
             engine.link.close()
+        self._engines = []
+        if self._is_paused and error is None:
+            self._hold(list(self._pending))
+            return
+        self._held.clear()
+        for pending in self._pending.values():
+            pending.engine = None
+            if not pending.answer.done():
+                pending.answer.set_exception(self._refusal)
+
+    def _hold(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._pending[number].engine = None
+            self._held[number] = None
+
+    def _place(self, number: int) -> None:
+        """Give a request to the engine of its conversation, or hold it back."""
+        pending = self._pending[number]
+        if self._is_paused:
+            self._held[number] = None
+            return
+        pending.engine = self._engine_of(pending.conversation)
+        self._engines[pending.engine].waiting.append(number)
+        self._send(pending.engine)
 
     def _engine_of(self, conversation: str) -> int:
         home = self._home.get(conversation)
@@ -162,19 +239,21 @@ class Router:
             if not engine.running:
                 engine.heard_at = time.monotonic()
             engine.running.add(request)
-            engine.link.put(request, self._asked[request].request)
+            engine.link.put(request, self._pending[request].request)
 
     def _forget(self, number: int) -> None:
-        asked = self._asked.pop(number)
-        engine = self._engines[asked.engine]
+        pending = self._pending.pop(number)
+        self._held.pop(number, None)
+        if pending.engine is None:
+            return
+        engine = self._engines[pending.engine]
         if number in engine.waiting:
             engine.waiting.remove(number)
         if number in engine.running:
             engine.running.discard(number)
-            if asked.answer.cancelled():
+            if pending.answer.cancelled():
                 engine.link.cancel(number)
-        if self._over is None:
-            self._send(asked.engine)
+        self._send(pending.engine)
 
     def _move_from_lost_engine(self, lost: int, error: EngineLostError) -> None:
         """Give the requests of a lost engine to the others."""
@@ -187,10 +266,6 @@ class Router:
             self.close(error)
             return
         for number in sorted(orphans):
-            asked = self._asked[number]
-            if asked.answer.done():
-                continue
-            asked.engine = self._engine_of(asked.conversation)
-            self._engines[asked.engine].waiting.append(number)
-        for other in range(len(self._engines)):
-            self._send(other)
+            self._pending[number].engine = None
+            if not self._pending[number].answer.done():
+                self._place(number)

@@ -144,7 +144,9 @@ class ActorRolloutRefWorker(AbsentAttributes, EngineWorker):
                 entered.enter_context(engine.eval_mode())
             entered.enter_context(rollout.awake(weights, version=0 if engine is None else engine.weight_version))
             if rollout.leads:
-                queue = entered.enter_context(requests.of_engine(self.rank // rollout.ranks_per_engine))
+                engine_index = self.rank // rollout.ranks_per_engine
+                queue = entered.enter_context(requests.of_engine(engine_index, rollout.weight_version))
+                queue.on_abort = rollout.abort
             else:  # the engine's requests are for its first rank alone
                 queue = RequestQueue(lambda number, answer: None)
                 queue.close()

@@ -61,7 +61,7 @@ class RequestsOfOneEngine:
         self.answers: dict[int, Answer] = {}
 
     @contextmanager
-    def of_engine(self, number: int) -> Iterator[RequestQueue]:
+    def of_engine(self, number: int, weight_version: int) -> Iterator[RequestQueue]:
         """Yield a queue that is closed with the last answer."""
         self.opened.append(number)
         queue = RequestQueue(self._take)

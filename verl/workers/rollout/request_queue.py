@@ -44,6 +44,8 @@ class RequestQueue:
         self._cancelled: set[int] = set()
         self._is_closed = False
         self._listener: Callable[[], object] | None = None
+        self.on_abort: Callable[[], object] | None = None
+        """Called by :meth:`abort`: :meth:`BaseRollout.abort` of the engine."""
         self._changed = threading.Condition()
 
     # ---- those who ask
@@ -70,6 +72,11 @@ class RequestQueue:
             else:
                 self._waiting = deque(pair for pair in self._waiting if pair[0] != number)
         self._tell()
+
+    def abort(self) -> None:
+        """Let the engine answer what it draws now with the tokens there are; requests that it has not begun stay."""
+        if self.on_abort is not None:
+            self.on_abort()
 
     def close(self) -> None:
         """Let :meth:`BaseRollout.serve` return once it has answered what it has taken. Idempotent."""
@@ -154,6 +161,9 @@ class RequestQueue:
 class EngineRequests(Protocol):
     """The requests of a rollout, as every rank gets them; travels to the ranks."""
 
-    def of_engine(self, number: int) -> AbstractContextManager[RequestQueue]:
-        """Open the requests to one engine; engines are numbered from 0 in the order of their leading ranks."""
+    def of_engine(self, number: int, weight_version: int) -> AbstractContextManager[RequestQueue]:
+        """Open the requests to one engine, which is awake with weights of this version.
+
+        Engines are numbered from 0 in the order of their leading ranks.
+        """
         ...
