@@ -22,12 +22,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import ray
 
 from benchmarks.standin import StandInWorker
+from tests.support.tiny_run import make_tiny_run, overrides
 from verl.agents.columns import SequenceColumns
 from verl.agents.ray import RayAgents
 from verl.agents.servers import SampleId
 from verl.agents.worker import Trajectory
 from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
-from tests.support.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.utils.tokenizer import hf_tokenizer

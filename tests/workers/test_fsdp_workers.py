@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.workers.groups import FP32, N, prompts, start
 from tests.workers.support import P, R, ragged_batch
@@ -193,10 +193,24 @@ def test_checkpoints_are_counted_and_removed_when_asked(path, tmp_path):
         group.save_checkpoint(str(tmp_path / "step_4"), "hdfs://x")
 
 
-def test_a_rollout_alone_has_the_pretrained_weights(path):
+def test_a_rollout_alone_has_the_pretrained_weights_or_those_of_a_folder_and_tells_their_version(path, tmp_path):
     both, alone = policy(path, "actor_rollout"), policy(path, "rollout")
     expected, found = both.generate_sequences(prompts()), alone.generate_sequences(prompts())
     assert torch.equal(expected.batch["responses"], found.batch["responses"])
+    assert found.non_tensor_batch["weight_version"].tolist() == [0] * len(found)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(-1)
+    model.save_pretrained(tmp_path)
+    alone.set_rollout_weights(str(tmp_path), 7)
+    other = alone.generate_sequences(prompts())
+    assert other.non_tensor_batch["weight_version"].tolist() == [7] * len(other)
+    assert not torch.equal(expected.batch["responses"], other.batch["responses"])
+    alone.set_rollout_weights(path, 7)  # other weights under the same number
+    again = alone.generate_sequences(prompts())
+    assert torch.equal(expected.batch["responses"], again.batch["responses"])
+    with pytest.raises(ConfigError, match="rolls out the policy that it trains"):
+        both.set_rollout_weights(path, 1)
 
 
 def test_roles(path):

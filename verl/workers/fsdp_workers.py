@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from omegaconf import DictConfig
-from torch import Tensor
 
 from verl.base.doors import AbsentAttributes, old_names
 from verl.config import (
@@ -36,7 +36,7 @@ from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.fsdp.model import pretrained_weights
 from verl.workers.losses import OwnForwardLoss, PolicyLoss, RecordedLoss, TokenRecord, ValueLoss
 from verl.workers.reward_input import RewardInput
-from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, Weights, get_rollout_class
+from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, get_rollout_class
 from verl.workers.rollout.request_queue import EngineRequests, RequestQueue
 from verl.workers.training_workers import EngineWorker
 from verl.workers.update import OptimizerSteps, UpdatePlan, mini_batch_size_per_rank
@@ -83,6 +83,8 @@ class ActorRolloutRefWorker(AbsentAttributes, EngineWorker):
         self.ref: BaseEngine | None = None
         self.rollout: BaseRollout | None = None
         self.policy_loss: PolicyLoss | None = None
+        self._weights_from: tuple[str | None, int] = None, 0
+        """Folder and version of the weights that a worker without a trained policy rolls out."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -126,23 +128,14 @@ class ActorRolloutRefWorker(AbsentAttributes, EngineWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Generate one response to each row with the current policy; see :mod:`verl.workers.rollout.request`."""
-        rollout = _present(self.rollout, "rollout")
-        if self.engine is None:
-            with rollout.awake(self._policy_weights(rollout), version=0):
-                return rollout.generate_sequences(prompts)
-        with self.engine.eval_mode(), rollout.awake(self._policy_weights(rollout), self.engine.weight_version):
+        with self._rollout_awake() as rollout:
             return rollout.generate_sequences(prompts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def serve(self, requests: EngineRequests) -> None:
         """Answer requests with the current policy, one by one as they come, until they are closed."""
-        rollout = _present(self.rollout, "rollout")
-        engine = self.engine
-        weights = self._policy_weights(rollout)
         with ExitStack() as entered:
-            if engine is not None:
-                entered.enter_context(engine.eval_mode())
-            entered.enter_context(rollout.awake(weights, version=0 if engine is None else engine.weight_version))
+            rollout = entered.enter_context(self._rollout_awake())
             if rollout.leads:
                 engine_index = self.rank // rollout.ranks_per_engine
                 queue = entered.enter_context(requests.of_engine(engine_index, rollout.weight_version))
@@ -152,10 +145,36 @@ class ActorRolloutRefWorker(AbsentAttributes, EngineWorker):
                 queue.close()
             rollout.serve(queue)
 
-    def _policy_weights(self, rollout: BaseRollout) -> Weights:
-        if self.engine is None:
-            return self._pretrained_weights
-        return self.engine.adapted_weights() if rollout.applies_adapters else self.engine.get_per_tensor_param
+    @contextmanager
+    def _rollout_awake(self) -> Iterator[BaseRollout]:
+        """Wake the rollout engine with the policy's weights: those of the trained model, else of a folder."""
+        rollout, engine = _present(self.rollout, "rollout"), self.engine
+        if engine is None:
+            path, version = self._weights_from
+            model = self.config.model if path is None else replace(self.config.model, path=path, lora_adapter_path=None)
+            with rollout.awake(lambda: pretrained_weights(model, torch_dtype(self.config.rollout.dtype)), version):
+                yield rollout
+        else:
+            weights = engine.adapted_weights() if rollout.applies_adapters else engine.get_per_tensor_param
+            with engine.eval_mode(), rollout.awake(weights, engine.weight_version):
+                yield rollout
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_rollout_weights(self, path: str, version: int) -> None:
+        """Let a worker without a trained policy roll out with the weights of another folder from its next wake on.
+
+        Args:
+            path: folder of a model of the same architecture, on every rank's machine, with adapters merged.
+            version: at least 0; every response drawn with these weights has it as its ``weight_version``. Until the
+                first call the weights are those of ``model.path``, in version 0.
+
+        Raises:
+            ConfigError: the worker trains the policy whose weights it rolls out.
+        """
+        if self.engine is not None:
+            raise ConfigError("this worker rolls out the policy that it trains. Set weights of role 'rollout' alone.")
+        self._weights_from = path, version
+        self.weights_replaced()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def post_engine_state(self, board: Board) -> None:
@@ -164,9 +183,6 @@ class ActorRolloutRefWorker(AbsentAttributes, EngineWorker):
         if rollout.leads:
             rollout.on_state = functools.partial(board.post, self.rank)
             rollout.tell_state()
-
-    def _pretrained_weights(self) -> Iterable[tuple[str, Tensor]]:
-        return pretrained_weights(self.config.model, torch_dtype(self.config.rollout.dtype))
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
