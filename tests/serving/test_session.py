@@ -1,0 +1,184 @@
+"""Sessions: requests of two processes and rounds, paused, aborted, and answered with the version of their weights."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import ray
+
+from verl.errors import EngineLostError
+from verl.serving.local import LocalSession
+from verl.serving.ray import RayConnection, RaySession, RouterActor, longest_silence
+from verl.serving.router import RolloutEndedError
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray.watched_actor import WatchedActor
+from verl.tools.threads import LoopThread
+from verl.workers.rollout.request import RolloutOutput, RolloutRequest, SamplingParams
+from verl.workers.rollout.request_queue import EngineRequests, RequestQueue
+
+NEVER_ENDS = 99
+"""A prompt whose response ends only if it is aborted."""
+
+
+def serve(queue: RequestQueue, version: int) -> None:
+    """Answer each request with its own first token, in its own time."""
+    drawing: list[int] = []
+
+    def abort() -> None:
+        for number in drawing:
+            queue.answer(number, RolloutOutput([8], [-2.0], "abort", version))
+
+    queue.on_abort = abort
+    while taken := queue.take(wait=True):
+        for number, request in taken:
+            if request.prompt_ids[0] == NEVER_ENDS:
+                drawing.append(number)
+            else:
+                queue.answer(number, RolloutOutput([request.prompt_ids[0]], [-1.0], "stop", version))
+
+
+class Echo(Worker):
+    """A rank whose engine is :func:`serve`; each round has other weights."""
+
+    version = -1
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        self._register_dispatch_collect_info("rollout", self.rank, is_collect=True)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def serve(self, requests: EngineRequests) -> None:
+        self.version += 1
+        with requests.of_engine(self.rank, self.version) as queue:
+            serve(queue, self.version)
+
+
+class LocalEcho:
+    """The same in this process, as a worker group."""
+
+    version = -1
+
+    def limit_silence(self, silent_s: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def serve(self, requests: EngineRequests) -> None:
+        self.version += 1
+        with requests.of_engine(0, self.version) as queue:
+            serve(queue, self.version)
+
+
+def request(token: int) -> RolloutRequest:
+    return RolloutRequest([token], SamplingParams(max_tokens=1, seed=0))
+
+
+@contextmanager
+def local() -> Iterator[tuple[LocalSession, LocalEcho]]:
+    thread = LoopThread("router")
+    yield LocalSession(8, thread.loop), LocalEcho()
+    thread.stop()
+
+
+@contextmanager
+def on_ray() -> Iterator[tuple[RaySession, Any]]:
+    session, pool = RaySession("the test", 8, 60.0), RayResourcePool([2], use_gpu=False)
+    group = RayWorkerGroup(pool, RayWorkerGroup.describe(Echo), device_name="cpu")
+    group.init_model()
+    yield session, group
+    session.close()
+    group.shutdown()
+    pool.release()
+
+
+@pytest.mark.parametrize("kind", [local, on_ray])
+def test_a_session_stays_over_rounds_of_its_engines(kind: Any, ray_cluster: None) -> None:
+    with kind() as (session, group):
+        assert session.weight_version == -1
+        held: list[Any] = []
+
+        def first() -> Future[Any]:
+            work: Future[Any] = Future()
+
+            def ask() -> None:
+                answers = [session.send("a", request(token)).future() for token in (5, 6)]
+                drawn = [future.result(60) for future in answers]
+                endless = session.send("a", request(NEVER_ENDS)).future()
+                session.send("a", request(7)).future().result(60)  # so the engine has the one before, too
+                session.abort()
+                drawn.append(endless.result(60))
+                session.pause()
+                held.append(session.send("a", request(9)).future())
+                work.set_result(drawn)
+
+            threading.Thread(target=ask, daemon=True).start()
+            return work
+
+        drawn = session.serve_while(group, first).result()
+        assert [(one.token_ids, one.finish_reason, one.weight_version) for one in drawn] == [
+            ([5], "stop", 0),
+            ([6], "stop", 0),
+            ([8], "abort", 0),
+        ]
+        assert not held[0].done()
+
+        def second() -> Future[Any]:
+            session.resume()
+            return held[0]
+
+        drawn = session.serve_while(group, second).result()
+        assert (drawn.token_ids, drawn.weight_version, session.weight_version) == ([9], 1, 1)
+        with pytest.raises(RolloutEndedError):
+            session.send("a", request(5)).future().result(60)
+
+
+class Asks(RouterActor):
+    """Another process with requests of its own."""
+
+    async def ask(self, round_index: int, token: int) -> list[int]:
+        await self.round_opened(round_index)
+        return (await self.router.generate("own", request(token))).token_ids
+
+
+def test_the_ranks_fetch_from_processes_that_come_later_and_forget_those_that_die(ray_cluster: None) -> None:
+    with on_ray() as (session, group):
+        routers = [WatchedActor("another", Asks, "silences", 60.0, 8, "", session.new_index()) for _ in range(3)]
+        session.add(1, routers[0])
+        with session.awake(group):
+            index = session.round_index
+            assert ray.get(routers[0].actor.ask.remote(index, 5)) == [5]
+            session.add(2, routers[1])
+            assert ray.get(routers[1].actor.ask.remote(index, 6)) == [6]
+            left = routers[1].actor.ask.remote(index, NEVER_ENDS)
+            assert longest_silence([ray.get(routers[0].actor.silences.remote())]) == 0
+            routers[1].end()
+            session.remove(2)
+            with pytest.raises(ray.exceptions.RayActorError):
+                ray.get(left)
+            session.add(3, routers[2])
+            assert ray.get(routers[2].actor.ask.remote(index, 7)) == [7]
+            session.check()
+        for router in (routers[0], routers[2]):
+            router.end()
+
+
+def test_an_engine_is_as_silent_as_the_router_that_heard_it_last() -> None:
+    # Engine 0: 2 s by the router that heard it last. Engine 1 has requests of the second alone, engine 2 none.
+    assert longest_silence([[9.0, None, None], [2.0, 4.0, None], []]) == 4.0
+    assert longest_silence([[9.0, None], [2.0, None]]) == 2.0
+    assert longest_silence([[None]]) == longest_silence([]) == 0.0
+
+
+def test_the_loss_of_the_router_is_the_loss_of_the_engines_to_who_asks(ray_cluster: None) -> None:
+    with on_ray() as (session, _):
+        actor = session.router.actor
+        session.pause()  # so that the request waits
+        call = RayConnection(actor).send("a", request(5)).future()
+        ray.kill(actor)
+        with pytest.raises(EngineLostError):
+            call.result(60)
