@@ -7,7 +7,7 @@ import pytest
 from verl.planner.memory import LOGITS_AT_ONCE, ModelMemory, RankLayout
 from verl.planner.passes import PassTokens
 from verl.planner.shapes import ModelShape
-from verl.workers.engine.fsdp.head import CHUNK_ELEMENTS
+from verl.workers.engine.fsdp.head import GPU_CHUNK_ELEMENTS
 
 SHAPE = ModelShape.of(
     {
@@ -79,7 +79,7 @@ def test_a_training_pass_by_hand():
     wide = replace(held, shape=replace(SHAPE, vocabulary=10_000))
     assert wide.training_pass(PassTokens(100, 100, 100))["logits"] == 100 * 10_000 * 18
     assert wide.training_pass(PassTokens(100, 50, 100))["logits"] == 50 * 10_000 * 18
-    assert LOGITS_AT_ONCE == CHUNK_ELEMENTS
+    assert LOGITS_AT_ONCE == GPU_CHUNK_ELEMENTS
 
 
 def megatron(**layout):

@@ -41,8 +41,8 @@ from dataclasses import dataclass
 from verl.planner.passes import PassTokens
 from verl.planner.shapes import ModelShape
 
-LOGITS_AT_ONCE = 2**25
-"""Logits in memory at once: as :data:`verl.workers.engine.fsdp.head.CHUNK_ELEMENTS`."""
+LOGITS_AT_ONCE = 2**27
+"""Logits in memory at once: as :data:`verl.workers.engine.fsdp.head.GPU_CHUNK_ELEMENTS`."""
 _ADAM_MOMENTS = 2
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 """Bytes of one number by the name of its format."""

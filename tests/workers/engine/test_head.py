@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
+from verl.workers.engine.fsdp.head import LogitRule, chunk_rows, token_log_probs
 
 RULES = {"plain": LogitRule(), "scaled": LogitRule(0.5), "capped": LogitRule(2.0, softcap=3.0)}
 
@@ -103,3 +103,10 @@ def test_the_sum_of_squares_of_certain_and_of_forbidden_tokens():
     bias = torch.tensor([0.0, 0.0, -math.inf])
     halves = token_log_probs(ones, torch.zeros(3, 1), bias, torch.tensor([0]), with_sum_pi_squared=True)
     assert_close(halves.sum_pi_squared, torch.tensor([0.5]))
+
+
+def test_a_gpu_computes_more_logits_at_once():
+    # 2²⁵ / 151,936 = 220.8 and 2²⁷ / 151,936 = 883.4 tokens; meta stands for a device that is no CPU.
+    assert chunk_rows(torch.empty(151_936, 1)) == 220
+    assert chunk_rows(torch.empty(151_936, 1, device="meta")) == 883
+    assert chunk_rows(torch.empty(33, 1), chunk_elements=8) == 1

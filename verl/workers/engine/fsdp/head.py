@@ -9,8 +9,21 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-CHUNK_ELEMENTS = 2**25
-"""Largest number of logits computed at once (128 MiB in fp32)."""
+CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS = 2**25, 2**27
+"""Largest number of logits computed at once on a CPU (128 MiB in fp32) and on a GPU (512 MiB).
+
+After each chunk its part of the weight's gradient is added to the sum, which has the size of the weight: on an H200, 33
+additions of an fp32 sum of 0.6 GB took 5 % of a step with 8,192 tokens.
+"""
+
+
+def chunk_rows(weight: Tensor, chunk_elements: int | None = None) -> int:
+    """Return how many tokens' logits are computed at once with this ``weight`` (V, H): at least 1.
+
+    ``chunk_elements`` is the largest number of logits; None takes that of the weight's device.
+    """
+    most = chunk_elements or (CHUNK_ELEMENTS if weight.device.type == "cpu" else GPU_CHUNK_ELEMENTS)
+    return max(1, most // weight.shape[0])
 
 
 @dataclass(frozen=True)
@@ -66,18 +79,19 @@ def token_log_probs(
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
     rule: LogitRule = LogitRule(),
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> TokenStatistics:
     """Compute log p(target), H(p) and Σ p² for p = softmax(rule(hidden Wᵀ + b) / temperature), in fp32.
 
-    At most ``chunk_elements`` logits are computed at a time, and again in the backward pass, whose gradients are
+    At most ``chunk_elements`` logits (see :func:`chunk_rows`) are computed at a time, and again in the backward pass,
+    whose gradients are
 
         ∂ log p(y) / ∂z = 1_y - p          ∂H / ∂z = -p (log p + H)
 
     Shapes: ``hidden`` (N, H), ``weight`` W (V, H), ``bias`` b (V,), ``targets`` (N,). One row of V logits is computed
     at once even if ``chunk_elements`` is smaller.
     """
-    rows = max(1, chunk_elements // weight.shape[0])
+    rows = chunk_rows(weight, chunk_elements)
     wanted = with_entropy, with_sum_pi_squared
     log_probs, entropy, squares = _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, wanted, rule, rows)  # type: ignore[misc]
     return TokenStatistics(log_probs, entropy if with_entropy else None, squares if with_sum_pi_squared else None)

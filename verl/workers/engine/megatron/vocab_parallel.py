@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.workers.engine.fsdp.head import CHUNK_ELEMENTS, TokenStatistics, add_product_
+from verl.workers.engine.fsdp.head import TokenStatistics, add_product_, chunk_rows
 
 
 def vocab_parallel_log_probs(
@@ -25,7 +25,7 @@ def vocab_parallel_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> TokenStatistics:
     """Compute log p(target), H(p) and Σ p² for p = softmax(hidden Wᵀ / temperature). Collective over ``group``.
 
@@ -45,10 +45,11 @@ def vocab_parallel_log_probs(
         temperature: divisor of the logits.
         with_entropy: return H, which is differentiable.
         with_sum_pi_squared: return Σ p², which is not.
-        chunk_elements: largest number of logits at once; one row of them is computed at once in any case.
+        chunk_elements: largest number of logits at once; None takes that of the device. One row of them is computed at
+            once in any case.
     """
     first = dist.get_rank(group) * len(weight)
-    rows = max(1, chunk_elements // len(weight))  # by the padded size, so that all ranks make as many collectives
+    rows = chunk_rows(weight, chunk_elements)  # by the padded size, so that all ranks make as many collectives
     own = weight[: max(vocab_size - first, 0)]
     settings = group, first, temperature, rows
     log_probs, entropy, squares = _VocabParallel.apply(hidden, own, targets, settings)  # type: ignore[misc]
