@@ -1,12 +1,14 @@
 """Defaults that follow the machine: ranks per node, and the number format of the computation.
 
-``import verl.config`` registers two resolvers of OmegaConf, which the YAML files use:
+``import verl.config`` registers three resolvers of OmegaConf, which the YAML files use:
 
 ``${verl.gpus_per_node:}``
     The GPUs of each node: of the Ray cluster's nodes if the run connects to one, else of this machine. 1 without a
     GPU, with ``trainer.device=cpu``, and with ``trainer.controller=local``, which has one rank.
 ``${verl.dtype:}``
     ``bfloat16`` on GPUs, and ``float32`` on a CPU, where passes in bfloat16 take longer.
+``${verl.stored_dtype:...}``
+    The format in which FSDP stores weights: ``fp32``, and of a frozen model the format of the computation.
 """
 
 from __future__ import annotations
@@ -134,6 +136,15 @@ def _dtype(*, _root_: DictConfig) -> str:
     return "bfloat16" if on_gpu else "float32"
 
 
+def stored_dtype(forward_only: bool, mixed_precision: Mapping[str, Any] | None, dtype: str) -> str:
+    """Return the format in which FSDP stores weights by default: fp32 to train them, else that of the computation."""
+    if not forward_only:
+        return "fp32"
+    return dtype if mixed_precision is None else mixed_precision["param_dtype"]
+
+
 GPUS_PER_NODE, DTYPE = "${verl.gpus_per_node:}", "${verl.dtype:}"
 OmegaConf.register_new_resolver("verl.gpus_per_node", _gpus_per_node, replace=True)
 OmegaConf.register_new_resolver("verl.dtype", _dtype, replace=True)
+STORED_DTYPE = "${verl.stored_dtype:${.forward_only},${.mixed_precision},${.dtype}}"
+OmegaConf.register_new_resolver("verl.stored_dtype", stored_dtype, replace=True)

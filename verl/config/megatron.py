@@ -78,7 +78,8 @@ class McoreEngineConfig(BaseConfig):
     param_offload: bool = setting(False)
     """Keep parameters in host memory while the model is idle."""
     grad_offload: bool = setting(False)
-    """Free the memory of gradients while the model is idle; those of an unfinished update are kept in host memory."""
+    """Keep the gradients of an unfinished update in host memory while the model is idle. Those of a finished one are
+    freed in any case."""
     optimizer_offload: bool = setting(False)
     """Keep the optimizer state and its fp32 weights in host memory while the model is idle."""
     use_dist_checkpointing: bool = setting(False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from verl.config.base import BaseConfig, OneOrMany, config_fields, section, setting, subsection
-from verl.config.machine import DTYPE
+from verl.config.machine import DTYPE, STORED_DTYPE, stored_dtype
 from verl.config.problems import Problem
 
 ModuleNames = str | tuple[str, ...]
@@ -141,6 +141,10 @@ class MixedPrecisionConfig(BaseConfig):
     """Format of buffers."""
 
 
+def _stored_dtype(data: dict[str, Any]) -> str:
+    return stored_dtype(data["forward_only"], data["mixed_precision"], data["dtype"])
+
+
 @section
 class FSDPEngineConfig(BaseConfig):
     """One model under FSDP: sharding, precision, offload."""
@@ -163,8 +167,6 @@ class FSDPEngineConfig(BaseConfig):
     """Ranks that share one copy of the model; -1 means all of them."""
     forward_prefetch: bool = setting(False)
     """Gather the next layer while this one computes."""
-    model_dtype: DType = setting("fp32")
-    """Format in which the trained parameters are stored."""
     seed: int = setting(42, ge=0)
     """Seed of this model's random numbers (dropout, new heads)."""
     full_determinism: bool = setting(False)
@@ -177,6 +179,9 @@ class FSDPEngineConfig(BaseConfig):
     dtype: DType = setting("bfloat16", interpolation=DTYPE)
     """Format of the computation (parameters are cast to it inside the passes); by default bfloat16 on GPUs and float32
     on a CPU."""
+    model_dtype: DType = setting(factory=_stored_dtype, interpolation=STORED_DTYPE)
+    """Format in which the parameters are stored; by default fp32 for a model that is trained, and for a frozen one
+    (`forward_only`) the format of the computation, to which each pass would convert them."""
     ulysses_sequence_parallel_size: int = setting(1, ge=1)
     """Ranks that share each sequence (docs/long_sequences.md); it divides the ranks and the model's attention heads."""
 

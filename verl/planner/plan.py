@@ -63,15 +63,12 @@ class Held:
     memory: ModelMemory
     keeps_weights: bool
     keeps_optimizer: bool
-    keeps_gradients: bool = False
-    """Whether gradients have buffers for the whole run (Megatron)."""
 
     @property
     def idle_bytes(self) -> float:
         """Bytes on the device while other models work."""
         weights = self.memory.weights if self.keeps_weights else 0.0
-        buffers = self.memory.gradients if self.keeps_gradients else 0.0
-        return weights + buffers + (self.memory.optimizer if self.keeps_optimizer else 0.0)
+        return weights + (self.memory.optimizer if self.keeps_optimizer else 0.0)
 
 
 @dataclass(frozen=True)
@@ -194,8 +191,7 @@ class Plan:
             with_entropy=actor.entropy_coeff != 0 or actor.calculate_entropy or actor.entropy_target is not None,
             adapters=adapters,
         )
-        has_buffers = is_trained and isinstance(placement, McoreEngineConfig) and not placement.grad_offload
-        return Held(name, memory, not placement.param_offload, not placement.optimizer_offload, has_buffers)
+        return Held(name, memory, not placement.param_offload, not placement.optimizer_offload)
 
     # ---- stages
 

@@ -14,6 +14,7 @@ from docs.generate.configuration import PAGE, reference_page
 from verl.base.nested import flat
 from verl.config import ActorRolloutRefConfig, DPOConfig, RMConfig
 from verl.config.base import BaseConfig
+from verl.config.machine import STORED_DTYPE
 from verl.trainer.config import EvalConfig, GenerationConfig, PPOConfig, SFTConfig, load_config
 from verl.trainer.config.command_line import CONFIG_DIR, compose
 from verl.trainer.config.generate import files
@@ -37,6 +38,9 @@ OURS = {
     "reward_model.n_gpus_per_node": "${trainer.n_gpus_per_node}",
     "actor_rollout_ref.actor.fsdp_config.dtype": "${verl.dtype:}",
     "actor_rollout_ref.ref.fsdp_config.dtype": "${verl.dtype:}",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": STORED_DTYPE,
+    "actor_rollout_ref.ref.fsdp_config.model_dtype": STORED_DTYPE,
+    "critic.model.fsdp_config.model_dtype": STORED_DTYPE,
     "actor_rollout_ref.rollout.dtype": "${verl.dtype:}",
     "critic.model.fsdp_config.dtype": "${verl.dtype:}",
     "reward_model.rollout.dtype": "${verl.dtype:}",

@@ -43,6 +43,13 @@ def test_ranks_and_format_follow_the_gpus_unless_they_are_set(gpus, settings, ra
     config = loaded(*settings)
     assert (config.trainer.ranks, config.actor_rollout_ref.actor.fsdp_config.dtype) == (ranks, dtype)
     others = config.critic.model.fsdp_config, config.actor_rollout_ref.rollout, config.reward_model.rollout
+    assert config.actor_rollout_ref.actor.fsdp_config.model_dtype == "fp32"  # trained in fp32, whatever computes
+    reference = config.actor_rollout_ref.ref.fsdp_config
+    assert (
+        reference.model_dtype
+        == reference.dtype
+        == ("bfloat16" if gpus and "trainer.device=cpu" not in settings else "float32")
+    )
     if not settings:
         assert {section.dtype for section in others} == {config.actor_rollout_ref.actor.megatron.dtype} == {dtype}
     assert resolve_device(config) == ("cuda" if gpus and "trainer.device=cpu" not in settings else "cpu")

@@ -28,7 +28,7 @@ from tests.workers.support import (
 from verl.algorithms import LOSS_AGG_MODES
 from verl.errors import ConfigError, SchemaError
 from verl.testing.models import tiny_model_dir
-from verl.workers.config import ActorConfig, CriticConfig, FSDPOptimizerConfig
+from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.engine import EngineRegistry, FunctionLoss, MicroBatchConfig, PartialSum
 from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler
 from verl.workers.engine.loss import as_loss_function
@@ -110,6 +110,18 @@ def test_two_ppo_steps_equal_plain_pytorch(path, batch, mode):
         assert all(p.grad is None for p in engine.model.parameters())  # their memory is the rollout engine's meanwhile
         for key, weight in weights_of(engine).items():
             assert_close(weight, expected[key], atol=2e-6, rtol=1e-5, msg=lambda m, key=key: f"{key} ({mode}): {m}")
+
+
+def test_all_layers_are_in_training_mode_during_an_update_alone(path):
+    engine = make_engine(path)
+
+    def modes() -> set[bool]:
+        return {module.training for module in engine.model.modules()}
+
+    assert modes() == {False}
+    with engine.train_mode():
+        assert modes() == {True}
+    assert modes() == {False}
 
 
 def test_gradient_checkpointing_changes_no_number(path, batch):
@@ -381,3 +393,15 @@ def test_texts_that_longrope_rotates_in_two_ways_do_not_share_a_pass(tmp_path):
         rows = of_one_kind.nonzero().flatten().tolist()
         found = engine.infer_batch(batch.select_idxs(rows), {"log_probs"}, WHOLE)["log_probs"]
         assert_close(found, expected[rows], atol=1e-5, rtol=1e-5)
+
+
+def test_a_frozen_model_stored_as_it_is_computed_gives_the_same_log_probs(path):
+    """So a reference in bfloat16 by default takes half of the memory, and changes no number."""
+    batch = ragged_batch()
+    engines = [make_engine(path, trained=False, dtype="bf16", **more) for more in ({}, {"model_dtype": "fp32"})]
+    assert [next(engine.model.parameters()).dtype for engine in engines] == [torch.bfloat16, torch.float32]
+    half, whole = (engine.infer_batch(batch, {"log_probs", "entropy"}, WHOLE) for engine in engines)
+    assert_close(half, whole, atol=0, rtol=0)
+    assert FSDPEngineConfig(dtype="bf16").model_dtype == "fp32"  # to be trained
+    mixed = {"param_dtype": "fp16"}
+    assert FSDPEngineConfig(forward_only=True, dtype="bf16", mixed_precision=mixed).model_dtype == "fp16"

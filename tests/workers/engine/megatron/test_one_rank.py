@@ -311,3 +311,19 @@ def test_torch_load_reads_no_more_classes_than_before():
     from megatron.core.safe_globals import SAFE_GLOBALS
 
     assert not set(SAFE_GLOBALS) & set(torch.serialization.get_safe_globals())
+
+
+def test_used_gradients_leave_the_memory_of_an_idle_model(paths):
+    engine = megatron_engine(paths["qwen3"])
+    engine.device = torch.device("meta")  # stands for a GPU: memory of a CPU is never freed
+
+    def sizes() -> set[bool]:
+        return {bool(buffer.untyped_storage().nbytes()) for buffer in engine.optimizer.buffers()}
+
+    with engine.train_mode():
+        assert sizes() == {True}
+        assert all(buffer.eq(0).all() for buffer in engine.optimizer.buffers())
+    assert sizes() == {False}
+    with engine.train_mode():
+        engine._has_gradients = True  # an update that goes on in another call
+    assert sizes() == {True}

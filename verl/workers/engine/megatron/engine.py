@@ -20,7 +20,7 @@ from verl.checkpoint.states import seed_everything
 from verl.config import FSDPOptimizerConfig, HFModelConfig, McoreEngineConfig
 from verl.errors import ConfigError
 from verl.protocol import DataProto
-from verl.utils.device import ensure_process_group, get_device
+from verl.utils.device import ensure_process_group, get_device, to_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import torch_dtype
 from verl.workers.engine.base import BaseEngine, EngineRegistry
@@ -183,7 +183,8 @@ class MegatronEngine(BaseEngine):
     def _offload(self) -> None:
         config = self.engine_config
         self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload)
-        if config.grad_offload and self.device.type != "cpu":
+        # Buffers of gradients that were used are zeros: freed, they cost an allocation at the next update.
+        if self.device.type != "cpu" and (config.grad_offload or not self._has_gradients):
             self.memory.leave("gradients", keep=self._has_gradients)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
@@ -214,15 +215,17 @@ class MegatronEngine(BaseEngine):
 
         def fill(part: MicroBatch, inputs: ModelInputs, found: dict[str, Tensor]) -> Tensor:
             for name in () if part.is_filler else outputs:
-                columns[name][part.rows] = inputs.scatter(found[name]).float().cpu()
+                rows = to_device(torch.tensor(part.rows), self.device)
+                columns[name].index_copy_(0, rows, inputs.scatter(found[name]).float())
             return torch.zeros((), device=self.device)
 
         for attempt in self._attempts("infer"):
             with attempt as limit:
-                columns = {name: torch.zeros(batch.batch["response_mask"].shape) for name in outputs}
+                shape = batch.batch["response_mask"].shape
+                columns = {name: torch.zeros(shape, device=self.device) for name in outputs}
                 parts = self._parts(batch, micro, 1, limit)
                 self._passes(parts, frozenset(outputs), temperature, fill, forward_only=True)
-        return columns
+        return {name: values.cpu() for name, values in columns.items()}
 
     def forward_backward_batch(
         self,
