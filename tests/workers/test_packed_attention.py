@@ -10,6 +10,7 @@ from verl.workers.packed_attention import (
     AttentionRule,
     Packing,
     _varlen_kernel_of,
+    attend,
     attend_packed,
     packed_attention_forward,
 )
@@ -93,6 +94,27 @@ def test_a_kernel_without_grouped_heads_gets_a_key_for_each_query(kv_heads):
     found = _varlen_kernel_of(plain)(query, key, value, packing, rule)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     assert_close(found, attend_packed(q, k, v, packing, rule).squeeze(0))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "masked", "heads"),
+    [("bfloat16", False, 2), ("bfloat16", True, 4), ("float32", False, 4), ("float32", True, 4)],
+)
+def test_grouped_heads_on_a_gpu_stay_where_flash_takes_them(monkeypatch, dtype, masked, heads):
+    """Elsewhere PyTorch would keep all scores: 2 GiB a layer for 4,096 tokens with 32 heads in fp32."""
+    taken = []
+    plain = functional.scaled_dot_product_attention
+
+    def recorded(q, k, v, *args, **settings):
+        taken.append((k.shape[1], v.shape[1], settings["enable_gqa"]))
+        return plain(q, k, v, *args, **settings)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", recorded)
+    like = {"device": "meta", "dtype": getattr(torch, dtype)}  # no CPU
+    q, k = torch.empty(3, 4, 5, 8, **like), torch.empty(3, 2, 5, 8, **like)
+    real = torch.ones(3, 5, dtype=torch.bool, device="meta") if masked else None
+    assert attend(q, k, k, AttentionRule(0.5), real).shape == q.shape
+    assert taken == [(heads, heads, heads == 2)]
 
 
 def test_a_kernel_that_refuses_its_arguments_is_not_a_model_that_cannot_run_packed(monkeypatch):

@@ -23,6 +23,7 @@ from torch.nn import functional
 from verl.backends.cpu.kernels import cpu_kernels
 from verl.backends.cpu.layer_functions import packed_attention
 from verl.errors import ConfigError
+from verl.utils.device import to_device
 from verl.utils.transformers_private import ALL_ATTENTION_FUNCTIONS
 from verl.utils.ulysses import gather_heads_scatter_seq, heads_for_sequence
 
@@ -53,7 +54,7 @@ class Packing:
     def of(cls, lengths: list[int], device: torch.device, keys: Packing | None = None) -> Packing:
         """Make the packing for sequences of these lengths."""
         sums = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        return cls(tuple(lengths), sums.to(device, non_blocking=True), keys)
+        return cls(tuple(lengths), to_device(sums, device), keys)
 
     @classmethod
     def continuing(cls, lengths: list[int], before: Sequence[int | None], device: torch.device) -> Packing:
@@ -76,8 +77,7 @@ class Packing:
 
     def to(self, device: torch.device) -> Packing:
         """Move the bounds to ``device``."""
-        sums = self.cu_seqlens.to(device, non_blocking=True)
-        return replace(self, cu_seqlens=sums, keys=self.keys and self.keys.to(device))
+        return replace(self, cu_seqlens=to_device(self.cu_seqlens, device), keys=self.keys and self.keys.to(device))
 
     @property
     def longest(self) -> int:
@@ -190,7 +190,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, real: Tensor | 
     If there are fewer queries than keys, they are of the last tokens. ``real``, (sequences, keys), is False for
     padding, whose outputs are any finite numbers.
     """
-    grouped = q.shape[1] != k.shape[1]
     before = k.shape[2] - q.shape[2]
     window = rule.window if rule.window is not None and rule.window < k.shape[2] else None
     visible = None
@@ -200,12 +199,17 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, real: Tensor | 
     if real is not None and visible is not None:
         # A token always sees itself: a row that saw nothing would be NaN.
         visible = (visible & real[:, None, None, :]) | torch.eye(len(visible), dtype=torch.bool, device=q.device)
+    grouped = q.shape[1] != k.shape[1]
+    # Of PyTorch's kernels for GPUs that do not keep all (queries x keys) scores, flash takes neither fp32 nor a mask,
+    # and the memory-efficient one takes no grouped heads.
+    takes_flash = q.dtype in _HALF and visible is None
+    if grouped and (rule.softcap is not None or not (takes_flash or q.device.type == "cpu")):
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+        grouped = False
     if rule.softcap is None or visible is None:
         return functional.scaled_dot_product_attention(
             q, k, v, visible, rule.dropout, is_causal=visible is None, scale=rule.scale, enable_gqa=grouped
         )
-    if grouped:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * rule.scale
     scores = rule.softcap * torch.tanh(scores / rule.softcap)
     weights = scores.masked_fill(~visible, float("-inf")).float().softmax(-1).to(q.dtype)
