@@ -39,6 +39,7 @@ from verl.protocol.compat import MethodsForScripts
 from verl.protocol.stored import StoredColumn
 from verl.protocol.tensor_columns import BatchAttribute, TensorColumns, concat_columns
 from verl.protocol.transport import UnreadColumn, owned
+from verl.utils.device import to_device
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
@@ -273,7 +274,7 @@ class DataProto(MethodsForScripts):
     def to(self, device: str | torch.device | int) -> DataProto:
         """Return the batch with its tensors on ``device``."""
         columns = self._tensor_columns
-        moved = {key: value.to(device) for key, value in columns.tensors().items()}
+        moved = {key: to_device(value, device) for key, value in columns.tensors().items()}
         return DataProto(
             TensorColumns(columns.batch_size, moved),
             dict(self.non_tensor_batch),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.utils.device import to_device
 from verl.vision.families import VisionConfig
 
 
@@ -40,7 +41,7 @@ class ImageInputs:
 
     def to(self, device: torch.device) -> ImageInputs:
         """Move all tensors to ``device``."""
-        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        moved = {name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **moved)
 
 

@@ -141,20 +141,22 @@ class TokenRecord:
     def add(self, micro_batch: DataProto, numbers: Mapping[str, Tensor]) -> None:
         """Keep numbers, each (rows of the micro-batch, response_length).
 
-        Rows without tokens are left out: they come in passes that only keep the ranks in step.
+        Nothing is read from the device here, where the next pass would wait for it.
         """
-        mask = micro_batch.batch["response_mask"].bool()
-        there = mask.any(-1)
-        kept = {name: values.detach()[there] for name, values in numbers.items()}
-        self._seen.append((micro_batch.batch["row"][there], mask[there], kept))
+        kept = {name: values.detach() for name, values in numbers.items()}
+        self._seen.append((micro_batch.batch["row"], micro_batch.batch["response_mask"].bool(), kept))
 
     def columns(self, response_length: int, missing: float) -> DataProto:
-        """The numbers by name, (bsz, response_length) float32 on the CPU, ``missing`` where ``response_mask`` is 0."""
+        """The numbers by name, (bsz, response_length) float32 on the CPU, ``missing`` where ``response_mask`` is 0.
+
+        Rows without tokens are left out: they come in passes that only keep the ranks in step.
+        """
         found: dict[str, Tensor] = {}
         for rows, mask, numbers in self._seen:
+            there = mask.any(-1).cpu()
             for name, values in numbers.items():
                 column = found.setdefault(name, torch.full((self._bsz, response_length), missing))
-                column[rows.cpu()] = values.float().masked_fill(~mask, missing).cpu()
+                column[rows.cpu()[there]] = values.float().masked_fill(~mask, missing).cpu()[there]
         return DataProto.from_dict(tensors=found) if found else DataProto()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
@@ -135,7 +135,7 @@ class MetricSum:
 
     def __init__(self, totals: BatchTotals) -> None:
         self._tokens = totals.batch_num_tokens
-        self._values: dict[str, list[tuple[float, Tensor]]] = {}
+        self._values: dict[str, list[tuple[float, Tensor | float]]] = {}
 
     def add(self, metrics: LossMetrics, num_tokens: int) -> None:
         """Add one micro-batch with ``num_tokens`` valid tokens."""
@@ -146,20 +146,30 @@ class MetricSum:
                 continue  # the mean over no token
             else:
                 weight = 1.0 if _is_extreme(name) else num_tokens / self._tokens
-            tensor = torch.as_tensor(value).detach()
-            self._values.setdefault(name, []).append((weight, tensor))
+            self._values.setdefault(name, []).append((weight, value.detach() if isinstance(value, Tensor) else value))
 
     def reduce(self, problems: list[T], group: dist.ProcessGroup | None = None) -> tuple[dict[str, float], list[T]]:
         """Return the metrics of the mini-batch and all ranks' ``problems``, the same on every rank.
 
         Collective over the data-parallel ``group``, of which each rank has other rows.
         """
-        mine = {name: _combine(name, [w * float(v) for w, v in parts]) for name, parts in self._values.items()}
+        numbers = iter(_read([value for parts in self._values.values() for _, value in parts]))
+        mine = {name: _combine(name, [w * next(numbers) for w, _ in parts]) for name, parts in self._values.items()}
         # One collective for both: each costs a round trip per mini-batch.
         both = gathered([(mine, problems)], group)
         names = sorted({name for rank, _ in both for name in rank})
         metrics = {name: _combine(name, [rank[name] for rank, _ in both if name in rank]) for name in names}
         return metrics, [problem for _, problems in both for problem in problems]
+
+
+def _read(values: Sequence[Tensor | float]) -> list[float]:
+    """Return numbers and scalar tensors as numbers, waiting once for all tensors of one device and format."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for value in values:
+        if isinstance(value, Tensor):
+            alike.setdefault((value.device, value.dtype), []).append(value.reshape(()))
+    read = {kind: iter(torch.stack(tensors).tolist()) for kind, tensors in alike.items()}
+    return [float(next(read[v.device, v.dtype]) if isinstance(v, Tensor) else v) for v in values]
 
 
 def _is_extreme(name: str) -> bool:

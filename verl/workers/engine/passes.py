@@ -150,6 +150,8 @@ def _filler(batch: DataProto, rows_per_unit: int) -> DataProto:
 
 def largest_of_ranks(value: int, device: torch.device) -> int:
     """Return the largest ``value`` of all ranks. Collective."""
+    if dist.get_world_size() == 1:
+        return value
     largest = torch.tensor(value, dtype=torch.int64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest)

@@ -253,6 +253,10 @@ class RemoteRollout(BaseRollout):
         """Wake the engines and load the weights on all ranks, until no engine is lost in between."""
         assert self._source is not None
         weights, version = self._source
+        if self._gives_memory_back:
+            # What passes of the trainer left cached is memory that the engine, which has an allocator of its own, lacks
+            # on the GPUs of all its ranks.
+            self._collectively(torch.cuda.empty_cache)
         ready = False
         while not ready:
             ready = self._collectively(self.wake)

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from verl.config import FSDPOptimizerConfig
 from verl.errors import ConfigError
 from verl.protocol import DataProto
+from verl.utils.device import to_device
 from verl.utils.model import longrope_threshold
 from verl.utils.sharded_tensor import local_rows
 from verl.workers.engine.base import EngineRegistry
@@ -114,11 +115,12 @@ class FSDPEngine(ShardedModel):
         with self.backend.frozen_weights():
             for attempt in self._attempts("infer"):
                 with attempt as limit:
-                    columns = {name: torch.zeros(shape) for name in outputs - {ROUTING}}
+                    # On the device, so that no pass waits for the one before to be copied.
+                    columns = {name: torch.zeros(shape, device=self.device) for name in outputs - {ROUTING}}
                     for part in self.pass_sizes.watched(split_micro_batches(batch, micro, self.device, limit=limit)):
                         self._infer(part, columns, temperature, len(batch) if ROUTING in outputs else None)
         self._reshard()
-        return columns
+        return {name: values.cpu() for name, values in columns.items()}
 
     def _infer(self, part: MicroBatch, columns: dict[str, Tensor], temperature: float, bsz: int | None = None) -> None:
         """Fill the rows of one micro-batch in ``columns``; add routing for a batch of ``bsz`` rows if that is given."""
@@ -129,7 +131,8 @@ class FSDPEngine(ShardedModel):
         if part.is_filler:
             return
         for name, values in flat.items():
-            columns[name][part.rows] = inputs.scatter(values).float().cpu()
+            rows = to_device(torch.tensor(part.rows), self.device)
+            columns[name].index_copy_(0, rows, inputs.scatter(values).float())
         if bsz is None:
             return
         found = inputs.of_all_tokens(choices.stacked(self.model.hf)).cpu()

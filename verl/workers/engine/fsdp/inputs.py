@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
+from verl.utils.device import to_device
 from verl.utils.ulysses import place_outputs
 from verl.vision.families import VisionConfig
 from verl.vision.model import ImageInputs
@@ -99,16 +100,16 @@ class ModelInputs:
     def to(self, device: torch.device) -> ModelInputs:
         """Move all tensors to ``device``."""
         moved: dict[str, Any] = {
-            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+            name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
         if self.packing is not None:
             moved["packing"] = self.packing.to(device)
         if self.padding is not None:
-            moved["padding"] = replace(self.padding, real=self.padding.real.to(device))
+            moved["padding"] = replace(self.padding, real=to_device(self.padding.real, device))
         if self.images is not None:
             moved["images"] = self.images.to(device)
         if self.share is not None:
-            moved["share"] = replace(self.share, places=self.share.places.to(device))
+            moved["share"] = replace(self.share, places=to_device(self.share.places, device))
         return replace(self, **moved)
 
 
