@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from verl.base import env
+from verl.base.device_copies import to_device
 from verl.errors import DataError, SchemaError
 from verl.protocol import files
 from verl.protocol.columns import (
@@ -39,7 +40,6 @@ from verl.protocol.compat import MethodsForScripts
 from verl.protocol.stored import StoredColumn
 from verl.protocol.tensor_columns import BatchAttribute, TensorColumns, concat_columns
 from verl.protocol.transport import UnreadColumn, owned
-from verl.utils.device import to_device
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.utils.device import to_device
+from verl.base.device_copies import to_device
 from verl.vision.families import VisionConfig
 
 

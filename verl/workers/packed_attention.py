@@ -22,8 +22,8 @@ from torch.nn import functional
 
 from verl.backends.cpu.kernels import cpu_kernels
 from verl.backends.cpu.layer_functions import packed_attention
+from verl.base.device_copies import to_device
 from verl.errors import ConfigError
-from verl.utils.device import to_device
 from verl.utils.transformers_private import ALL_ATTENTION_FUNCTIONS
 from verl.utils.ulysses import gather_heads_scatter_seq, heads_for_sequence
 

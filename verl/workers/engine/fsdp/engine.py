@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl.base.device_copies import to_device
 from verl.config import FSDPOptimizerConfig
 from verl.errors import ConfigError
 from verl.protocol import DataProto
-from verl.utils.device import to_device
 from verl.utils.model import longrope_threshold
 from verl.utils.sharded_tensor import local_rows
 from verl.workers.engine.base import EngineRegistry

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from verl.base.device_copies import to_device
 from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
-from verl.utils.device import to_device
 from verl.utils.ulysses import place_outputs
 from verl.vision.families import VisionConfig
 from verl.vision.model import ImageInputs

@@ -14,13 +14,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl.base.device_copies import to_device
 from verl.checkpoint.boxes import write_layout
 from verl.checkpoint.ranks import RankState
 from verl.checkpoint.states import seed_everything
 from verl.config import FSDPOptimizerConfig, HFModelConfig, McoreEngineConfig
 from verl.errors import ConfigError
 from verl.protocol import DataProto
-from verl.utils.device import ensure_process_group, get_device, to_device
+from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import torch_dtype
 from verl.workers.engine.base import BaseEngine, EngineRegistry
