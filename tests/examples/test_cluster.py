@@ -58,6 +58,14 @@ def test_images_install_the_pinned_torch_before_anything_that_requires_one():
         assert text.index(first) < text.index("COPY . .") < text.index(last)
 
 
+def test_the_image_with_sglang_has_the_compiler_that_it_runs():
+    """SGLang compiles its activation function with nvcc when a model first runs; slim images have none."""
+    text = (ROOT / "docker/Dockerfile.cuda").read_text()
+    bases = {name: image for image, name in re.findall(r"^FROM (\S+) AS base-(\w+)$", text, re.MULTILINE)}
+    assert set(re.findall(r"^ {8}(\w+)\) ", text, re.MULTILINE)) == set(bases) == {"none", "vllm", "sglang"}
+    assert re.fullmatch(r"nvidia/cuda:13\.[\d.]+-devel-ubuntu24\.04", bases["sglang"])
+
+
 def test_the_job_of_kubernetes_asks_for_the_gpus_that_its_command_names():
     spec = yaml.safe_load((CLUSTER / "rayjob.yaml").read_text())["spec"]
     [workers] = spec["rayClusterSpec"]["workerGroupSpecs"]

@@ -210,6 +210,26 @@ def test_killed_at_any_moment(moment: str, which: str, model: str, tmp_path: Pat
     assert engine.restarts == 2
 
 
+def test_an_engine_wakes_after_the_trainer_has_released_its_memory_and_finds_programs_of_its_environment(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asleep: list[set[str]] = []
+    before = others()
+    released: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(not family(before)))
+    engine = rollout(model, tmp_path, {}, device="cuda")
+    assert released == [True]  # before the engine starts
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asleep.append(set(engine._asleep)))
+    for version in (0, 1):
+        with engine.awake(weights(version), version):
+            assert not engine._asleep
+    assert asleep == [{"weights", "kv_cache"}] * 2
+    paths = {process.environ()["PATH"].split(os.pathsep)[0] for process in family(before)}
+    assert paths == {str(tmp_path)}
+    assert engine._engine is not None
+    engine._engine.kill()
+
+
 @pytest.mark.parametrize("moment", ["wake_up", "sleep", "load"])
 def test_killed_where_memory_is_given_back(moment: str, model: str, tmp_path: Path, undisturbed: Any) -> None:
     """As on a GPU, where an engine sleeps between its uses."""

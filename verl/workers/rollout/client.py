@@ -315,6 +315,8 @@ class ServerClient(EngineClient):
             **dict.fromkeys(_OF_A_RANK),
             **environment,
             TOKEN_VARIABLE: token,
+            # Programs of that environment, such as the ninja by which SGLang compiles kernels.
+            "PATH": os.pathsep.join([str(Path(launch.python).parent), os.environ.get("PATH", os.defpath)]),
             "PYTHONPATH": os.pathsep.join(map(str, filter(None, [ENGINE_SIDE, inherited]))),
         }
         if devices is not None:

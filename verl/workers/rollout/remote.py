@@ -119,8 +119,10 @@ class RemoteRollout(BaseRollout):
         trust = self.model_config.trust_remote_code
         self._empty_model = empty_causal_lm(self.hf_config, dtype, torch.device("meta"), trust)
         self._expected = ExpectedWeights(self._empty_model, dtype)
-        if self.leads and self.starts_at_once:
-            self._start_or_replace()
+        if self.starts_at_once:
+            self._release_cached()
+            if self.leads:
+                self._start_or_replace()
 
     @abstractmethod
     def _engine_arguments(self) -> dict[str, Any]:
@@ -249,14 +251,21 @@ class RemoteRollout(BaseRollout):
             self.sleep()
             self.tell_state()
 
+    def _release_cached(self) -> None:
+        """Release the GPU memory that passes and loading left cached in this process, on all ranks. Collective.
+
+        An engine has an allocator of its own, and memory on the GPUs of several ranks. vLLM refuses to start if that of
+        others changes meanwhile.
+        """
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            self._exchange_all(0)
+
     def _make_ready(self) -> None:
         """Wake the engines and load the weights on all ranks, until no engine is lost in between."""
         assert self._source is not None
         weights, version = self._source
-        if self._gives_memory_back:
-            # What passes of the trainer left cached is memory that the engine, which has an allocator of its own, lacks
-            # on the GPUs of all its ranks.
-            self._collectively(torch.cuda.empty_cache)
+        self._release_cached()
         ready = False
         while not ready:
             ready = self._collectively(self.wake)
