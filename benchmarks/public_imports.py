@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl.base.absent import absence_of
+from verl.compat.absent_names import absence_of
 
 UNEXPLAINED = "missing, without a reason"
 

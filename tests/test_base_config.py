@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
+from verl.compat.toolkit.config import omega_conf_to_dataclass
 from verl.config.base import BaseConfig, defaults_of, section, sentence_of, setting, subsection
 from verl.errors import ConfigError
-from verl.toolkit.config import omega_conf_to_dataclass
 from verl.trainer.config import PPOConfig
 from verl.trainer.config.keys import iter_keys
 from verl.workers.config import ActorConfig, CheckpointConfig, FSDPActorConfig

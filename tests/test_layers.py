@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # Longest prefix wins; a module may import its own layer and those below it.
 LAYERS = {
     "verl.compat": 9,
-    "verl.toolkit": 8,
+    "verl.compat.toolkit": 8,
     "verl.testing": 8,
     "verl.api": 8,
     "verl.__main__": 8,

@@ -34,7 +34,7 @@ SECTIONS |= {"reward_model", "custom_reward_function", "checkpoint"}
 
 # File to the reason why its messages name keys.
 EXCEPTIONS = {
-    "base/absent.py": "tells what to set in a run instead of calling the absent name",
+    "compat/absent_names.py": "tells what to set in a run instead of calling the absent name",
     "schema.py": "tells by which setting a run makes a column",
     "utils/device.py": "auto_set_device is given the whole configuration",
     "view/report.py": "tells by which setting a run writes the file that a report is made of",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.public_names import public_names
-from verl.base.absent import absence_of
+from verl.compat.absent_names import absence_of
 from verl.config.base import BaseConfig
 from verl.workers.config import (
     ActorConfig,

@@ -17,8 +17,8 @@ if sys.version_info < (3, 11):  # noqa: UP036  a clone may be used without pip, 
 
 from typing import TYPE_CHECKING
 
-from verl.base import doors
 from verl.base.lazy import on_first_use
+from verl.compat import import_hooks
 
 if TYPE_CHECKING:
     from verl.api.result import TrainingResult
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["DataProto", "TrainingResult", "__version__", "evaluate", "generate", "sft", "train"]
 
-doors.install()
+import_hooks.install()
 
 
 # `import verl.errors` or `verl.utils` does not load torch.

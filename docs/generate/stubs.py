@@ -39,7 +39,7 @@ def stubs() -> dict[str, str]:
 
 def private(node: ast.ImportFrom) -> bool:
     """Whether an import serves the file itself and is no re-export."""
-    return node.module == "verl.base.doors"
+    return node.module == "verl.compat.import_hooks"
 
 
 def main() -> None:

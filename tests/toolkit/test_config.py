@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import pytest
 from omegaconf import OmegaConf
 
+from verl.compat.toolkit.config import omega_conf_to_dataclass, validate_config
+from verl.compat.toolkit.profiler import ProfilerConfig
 from verl.config import DataConfig, FSDPActorConfig, HFModelConfig, PPOConfig, RolloutConfig
 from verl.errors import ConfigError
-from verl.toolkit.config import omega_conf_to_dataclass, validate_config
-from verl.toolkit.profiler import ProfilerConfig
 from verl.trainer.config.keys import default_tree
 
 

@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim.lr_scheduler import LambdaLR
 
 from tests.workers.support import run_ranks
+from verl.compat.toolkit import fsdp
+from verl.compat.toolkit.checkpoints import FSDPCheckpointManager
+from verl.compat.toolkit.memory import enable_activation_offloading
+from verl.compat.toolkit.timing import gather_timing, reduce_timing, topk_reduce_ratio_min_max
 from verl.errors import CheckpointError, ConfigError
 from verl.testing.models import tiny_model, tiny_tokenizer
-from verl.toolkit import fsdp
-from verl.toolkit.checkpoints import FSDPCheckpointManager
-from verl.toolkit.memory import enable_activation_offloading
-from verl.toolkit.timing import gather_timing, reduce_timing, topk_reduce_ratio_min_max
 
 
 def worker(rank: int, world_size: int, folder: Path) -> None:

@@ -18,6 +18,18 @@ from verl import DataProto
 from verl.agents.parsers import ToolParser
 from verl.algorithms import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY, agg_loss, kl_penalty, register_adv_est
 from verl.base.registry import scoped_registrations
+from verl.compat.toolkit import models
+from verl.compat.toolkit.agents import AgentData, AgentState, get_trajectory_info
+from verl.compat.toolkit.chat import extract_system_prompt_and_generation, get_processor_token_id, set_pad_token_id
+from verl.compat.toolkit.checkpoints import BaseCheckpointManager
+from verl.compat.toolkit.config import is_distillation_enabled, need_teacher_policy, update_dict_with_config
+from verl.compat.toolkit.files import get_local_temp_path, is_non_local, md5_encode, verify_copy
+from verl.compat.toolkit.imports import load_class_from_fqn, load_extern_object, load_extern_type
+from verl.compat.toolkit.limits import AsyncTokenBucket
+from verl.compat.toolkit.processes import temp_env_var
+from verl.compat.toolkit.rollouts import RolloutSkip
+from verl.compat.toolkit.scoring import get_default_compute_score
+from verl.compat.toolkit.traces import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 from verl.errors import ConfigError, DataError, SchemaError, VerlError
 from verl.single_controller.base.decorator import (
     DISPATCH_MODE_FN_REGISTRY,
@@ -28,18 +40,6 @@ from verl.single_controller.base.decorator import (
     register_dispatch_mode,
     update_dispatch_mode,
 )
-from verl.toolkit import models
-from verl.toolkit.agents import AgentData, AgentState, get_trajectory_info
-from verl.toolkit.chat import extract_system_prompt_and_generation, get_processor_token_id, set_pad_token_id
-from verl.toolkit.checkpoints import BaseCheckpointManager
-from verl.toolkit.config import is_distillation_enabled, need_teacher_policy, update_dict_with_config
-from verl.toolkit.files import get_local_temp_path, is_non_local, md5_encode, verify_copy
-from verl.toolkit.imports import load_class_from_fqn, load_extern_object, load_extern_type
-from verl.toolkit.limits import AsyncTokenBucket
-from verl.toolkit.processes import temp_env_var
-from verl.toolkit.rollouts import RolloutSkip
-from verl.toolkit.scoring import get_default_compute_score
-from verl.toolkit.traces import RolloutTraceConfig, rollout_trace_attr, rollout_trace_op
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_reward_model
 from verl.utils.flops_counter import FlopsCounter
@@ -57,8 +57,8 @@ def test_tokens_are_waited_for_in_turn(monkeypatch: pytest.MonkeyPatch):
     async def sleep(seconds: float) -> None:
         waits.append(round(seconds, 6))
 
-    monkeypatch.setattr("verl.toolkit.limits.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr("verl.toolkit.limits.asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr("verl.compat.toolkit.limits.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("verl.compat.toolkit.limits.asyncio", SimpleNamespace(sleep=sleep))
     bucket = AsyncTokenBucket(rate_limit=2.0, max_tokens=4)
 
     async def take(*counts: float) -> list[float]:

@@ -8,14 +8,14 @@ import json
 import pytest
 import torch
 
+from verl.compat.toolkit.memory import GPUMemoryLogger, aggressive_empty_cache, log_gpu_memory_usage
+from verl.compat.toolkit.profiler import DistProfiler, DistProfilerExtension, ProfilerConfig
+from verl.compat.toolkit.timing import marked_timer
 from verl.config import TorchProfilerToolConfig
 from verl.errors import ConfigError
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.local import LocalWorkerGroup
-from verl.toolkit.memory import GPUMemoryLogger, aggressive_empty_cache, log_gpu_memory_usage
-from verl.toolkit.profiler import DistProfiler, DistProfilerExtension, ProfilerConfig
-from verl.toolkit.timing import marked_timer
 
 
 class Trained(Worker, DistProfilerExtension):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from verl.compat.toolkit import tensordicts as tu
 from verl.errors import SchemaError
-from verl.toolkit import tensordicts as tu
 
 
 def batch():

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 from torch import tensor
 
-from verl.toolkit import tensors
+from verl.compat.toolkit import tensors
 from verl.utils import torch_functional
 
 

@@ -13,14 +13,18 @@ import torch
 from omegaconf import OmegaConf
 
 from verl.algorithms.groups import as_torch_index, group_mean_std
-from verl.errors import CheckpointError, ConfigError, DataError, SchemaError
-from verl.protocol import DataProto
-from verl.toolkit import files
-from verl.toolkit.attention import index_first_axis, pad_input, unpad_input
-from verl.toolkit.calls import auto_await, deprecated, get_event_loop, timeout_limit
-from verl.toolkit.checkpoints import find_latest_ckpt_path, should_save_ckpt_esi
-from verl.toolkit.dicts import NestedNamespace, append_to_dict, convert_to_regular_types, rename_dict, union_two_dict
-from verl.toolkit.imports import (
+from verl.compat.toolkit import files
+from verl.compat.toolkit.attention import index_first_axis, pad_input, unpad_input
+from verl.compat.toolkit.calls import auto_await, deprecated, get_event_loop, timeout_limit
+from verl.compat.toolkit.checkpoints import find_latest_ckpt_path, should_save_ckpt_esi
+from verl.compat.toolkit.dicts import (
+    NestedNamespace,
+    append_to_dict,
+    convert_to_regular_types,
+    rename_dict,
+    union_two_dict,
+)
+from verl.compat.toolkit.imports import (
     import_external_libs,
     is_installed,
     is_version_ge,
@@ -28,11 +32,13 @@ from verl.toolkit.imports import (
     load_extern_object,
     load_extern_type,
 )
-from verl.toolkit.metrics import LocalLogger, calculate_debug_metrics, log_with_rank
-from verl.toolkit.names import DatasetPadMode, PrecisionType
-from verl.toolkit.processes import get_free_port, is_ipv6, parse_cores
-from verl.toolkit.scoring import parallel_compute_score_async
-from verl.toolkit.traces import rollout_trace_op
+from verl.compat.toolkit.metrics import LocalLogger, calculate_debug_metrics, log_with_rank
+from verl.compat.toolkit.names import DatasetPadMode, PrecisionType
+from verl.compat.toolkit.processes import get_free_port, is_ipv6, parse_cores
+from verl.compat.toolkit.scoring import parallel_compute_score_async
+from verl.compat.toolkit.traces import rollout_trace_op
+from verl.errors import CheckpointError, ConfigError, DataError, SchemaError
+from verl.protocol import DataProto
 from verl.utils.reward_score import default_compute_score
 
 # ---- files ----------------------------------------------------------------------------------------

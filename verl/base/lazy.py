@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from verl.base.doors import old_name
+from verl.compat.import_hooks import old_name
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def importing_meanwhile(modules: Sequence[str]) -> Iterator[None]:
 def on_first_use(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """Make the ``__getattr__`` of a module that offers names of slow modules without importing them (PEP 562).
 
-    Names of other versions of verl are found as by :func:`verl.base.doors.old_names`.
+    Names of other versions of verl are found as by :func:`verl.compat.import_hooks.old_names`.
 
     Args:
         module: ``__name__`` of the module.

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 from verl.protocol.columns import list_of_dict_to_dict_of_list, union_numpy_dict, union_tensor_dict
 from verl.protocol.data_proto import DataProto, DataProtoConfig, DataProtoItem
 from verl.protocol.future import DataProtoFuture, private_copy

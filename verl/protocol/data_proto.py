@@ -36,7 +36,7 @@ from verl.protocol.columns import (
     unite,
     whole_tensordict,
 )
-from verl.protocol.compat import MethodsForScripts
+from verl.protocol.in_place import MethodsForScripts
 from verl.protocol.stored import StoredColumn
 from verl.protocol.tensor_columns import BatchAttribute, TensorColumns, concat_columns
 from verl.protocol.transport import UnreadColumn, owned

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 

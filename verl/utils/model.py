@@ -30,7 +30,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError
 from verl.utils.config_fields import random_fields, rope_rules, rope_type
 from verl.utils.console import parameters_in_words, show

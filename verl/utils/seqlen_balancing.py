@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError, SchemaError
 
 Partitions = list[list[int]]  # for each part the indices of its sequences, in ascending order

@@ -15,7 +15,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError, DataError
 from verl.utils.model import require_on_hub, resolve_model_path
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable

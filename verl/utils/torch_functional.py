@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 
 Axis = int | tuple[int, ...] | None
 

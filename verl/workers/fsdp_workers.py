@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from omegaconf import DictConfig
 
-from verl.base.doors import AbsentAttributes, old_names
+from verl.compat.import_hooks import AbsentAttributes, old_names
 from verl.config import (
     ActorRolloutRefConfig,
     CheckpointConfig,

@@ -14,12 +14,12 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from verl.base.doors import AbsentAttributes
 from verl.base.import_utils import prepare_process
 from verl.checkpoint.files import FileEntry
 from verl.checkpoint.ranks import SaveReport, Writing, on_all_ranks
 from verl.checkpoint.states import from_arrays, to_arrays
 from verl.checkpoint.steps import wrong_contents
+from verl.compat.import_hooks import AbsentAttributes
 from verl.config import (
     CheckpointConfig,
     FSDPEngineConfig,

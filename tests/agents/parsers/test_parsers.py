@@ -17,9 +17,9 @@ from tests.support.chat_templates import chat_tokenizer
 from verl.agents.parsers import FunctionCall, ToolParser, get_tool_parser
 from verl.agents.parsers.base import _parsers
 from verl.agents.parsers.tagged import typed
+from verl.compat.toolkit.harmony import add_generation_prompt_for_gpt_oss, format_gpt_oss_tool_response_manually
 from verl.errors import ConfigError
 from verl.testing.models import tiny_tokenizer
-from verl.toolkit.harmony import add_generation_prompt_for_gpt_oss, format_gpt_oss_tool_response_manually
 
 SPECIALS = (
     "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>", "<|eot_id|>", "<|python_tag|>", "</s>",

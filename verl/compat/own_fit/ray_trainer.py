@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from omegaconf import DictConfig
 
-from verl.base.absent import why_absent
 from verl.base.redact import secrets_in
+from verl.compat.absent_names import why_absent
 from verl.compat.own_fit.ordered_group import OrderedGroup
 from verl.config import ActorConfig, CriticConfig
 from verl.errors import ConfigError

@@ -37,8 +37,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
 
 import torch
 
-from verl.base.doors import old_names
 from verl.base.registry import suggest
+from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError
 from verl.single_controller.base import dispatch as modes
 from verl.single_controller.base.call_times import timed_call

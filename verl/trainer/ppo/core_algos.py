@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from verl.algorithms import *  # noqa: F403
 from verl.algorithms import __all__ as __all__
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 
 if not TYPE_CHECKING:  # type checkers would accept any name
     __getattr__ = old_names(__name__)

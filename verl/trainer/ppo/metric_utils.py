@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 from verl.errors import SchemaError
 from verl.experience.sequences import Trajectories, trajectory_scores
 from verl.protocol import DataProto, compute_response_mask, prompt_lengths, response_lengths

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from verl.base.doors import old_names
 from verl.base.import_utils import load_object
+from verl.compat.import_hooks import old_names
 from verl.config import PPOConfig
 from verl.errors import ConfigError
 from verl.experience.scoring import compute_reward

@@ -30,7 +30,7 @@ from verl.algorithms.rollout_correction import (
     parse_is_threshold,
     rejection_statistic,
 )
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
 from verl.schema import require

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 from verl.config import SFTDataConfig
 from verl.errors import DataError
 from verl.protocol.shared import SharedTensors

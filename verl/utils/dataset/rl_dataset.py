@@ -26,7 +26,7 @@ import torch
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
-from verl.base.doors import AbsentAttributes, old_names
+from verl.compat.import_hooks import AbsentAttributes, old_names
 from verl.config import DataConfig
 from verl.errors import DataError
 from verl.protocol.shared import SharedTensors

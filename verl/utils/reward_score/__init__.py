@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 from verl.utils.reward_score import (
     countdown,
     geo3k,

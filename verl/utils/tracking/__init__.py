@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 
-from verl.base.doors import old_names
 from verl.base.redact import redacted, secrets_in, without_secrets
+from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError, VerlError
 from verl.utils.file_log import THIS_RUN
 from verl.utils.run_log import STAGE_NOTE

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.base.doors import old_names
 from verl.base.registry import Registry
 from verl.base.requirements import install_command
 from verl.checkpoint.ranks import RankState, save_together
+from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.utils.flops_counter import Arithmetic

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from verl.base.doors import AbsentAttributes, old_names
 from verl.base.registry import Registry
+from verl.compat.import_hooks import AbsentAttributes, old_names
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.protocol import DataProto

@@ -1,6 +1,6 @@
-"""Activations in CPU memory, from :mod:`verl.toolkit.memory`."""
+"""Activations in CPU memory, from :mod:`verl.compat.toolkit.memory`."""
 
-from verl.base.doors import old_names
-from verl.toolkit.memory import enable_activation_offloading as enable_activation_offloading
+from verl.compat.import_hooks import old_names
+from verl.compat.toolkit.memory import enable_activation_offloading as enable_activation_offloading
 
 __getattr__ = old_names(__name__)

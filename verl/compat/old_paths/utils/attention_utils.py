@@ -1,7 +1,7 @@
-"""Remove padding before attention and put it back, from :mod:`verl.toolkit.attention`."""
+"""Remove padding before attention and put it back, from :mod:`verl.compat.toolkit.attention`."""
 
 from functorch.einops import rearrange as rearrange
 
-from verl.toolkit.attention import index_first_axis as index_first_axis
-from verl.toolkit.attention import pad_input as pad_input
-from verl.toolkit.attention import unpad_input as unpad_input
+from verl.compat.toolkit.attention import index_first_axis as index_first_axis
+from verl.compat.toolkit.attention import pad_input as pad_input
+from verl.compat.toolkit.attention import unpad_input as unpad_input

@@ -1,5 +1,5 @@
-"""Folders and copies of files on any file system, from :mod:`verl.toolkit.files`."""
+"""Folders and copies of files on any file system, from :mod:`verl.compat.toolkit.files`."""
 
-from verl.toolkit.files import copy as copy
-from verl.toolkit.files import exists as exists
-from verl.toolkit.files import makedirs as makedirs
+from verl.compat.toolkit.files import copy as copy
+from verl.compat.toolkit.files import exists as exists
+from verl.compat.toolkit.files import makedirs as makedirs

@@ -1,6 +1,6 @@
-"""Free GPU memory, from :mod:`verl.toolkit.memory`."""
+"""Free GPU memory, from :mod:`verl.compat.toolkit.memory`."""
 
-from verl.base.doors import old_names
-from verl.toolkit.memory import aggressive_empty_cache as aggressive_empty_cache
+from verl.compat.import_hooks import old_names
+from verl.compat.toolkit.memory import aggressive_empty_cache as aggressive_empty_cache
 
 __getattr__ = old_names(__name__)

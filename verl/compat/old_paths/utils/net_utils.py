@@ -1,6 +1,6 @@
-"""Addresses and free ports, from :mod:`verl.toolkit.processes`."""
+"""Addresses and free ports, from :mod:`verl.compat.toolkit.processes`."""
 
-from verl.toolkit.processes import get_free_port as get_free_port
-from verl.toolkit.processes import is_ipv4 as is_ipv4
-from verl.toolkit.processes import is_ipv6 as is_ipv6
-from verl.toolkit.processes import is_ipv6 as is_valid_ipv6_address
+from verl.compat.toolkit.processes import get_free_port as get_free_port
+from verl.compat.toolkit.processes import is_ipv4 as is_ipv4
+from verl.compat.toolkit.processes import is_ipv6 as is_ipv6
+from verl.compat.toolkit.processes import is_ipv6 as is_valid_ipv6_address

@@ -1,7 +1,7 @@
-"""Responses from files, from :mod:`verl.toolkit.rollouts`."""
+"""Responses from files, from :mod:`verl.compat.toolkit.rollouts`."""
 
-from verl.base.doors import old_names
-from verl.toolkit.rollouts import RolloutSkip as RolloutSkip
-from verl.toolkit.rollouts import wrap_generate_sequences as wrap_generate_sequences
+from verl.compat.import_hooks import old_names
+from verl.compat.toolkit.rollouts import RolloutSkip as RolloutSkip
+from verl.compat.toolkit.rollouts import wrap_generate_sequences as wrap_generate_sequences
 
 __getattr__ = old_names(__name__)

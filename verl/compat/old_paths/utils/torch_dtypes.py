@@ -1,3 +1,3 @@
-"""Number formats by name, from :mod:`verl.toolkit.names`."""
+"""Number formats by name, from :mod:`verl.compat.toolkit.names`."""
 
-from verl.toolkit.names import PrecisionType as PrecisionType
+from verl.compat.toolkit.names import PrecisionType as PrecisionType

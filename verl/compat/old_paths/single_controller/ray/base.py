@@ -1,6 +1,6 @@
 """Public path of the Ray controller, :mod:`verl.single_controller.ray`."""
 
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 from verl.single_controller.ray import RayClassWithInitArgs as RayClassWithInitArgs
 from verl.single_controller.ray import RayResourcePool as RayResourcePool
 from verl.single_controller.ray import RayWorkerGroup as RayWorkerGroup

@@ -1,7 +1,7 @@
 """Public path of the trainer, the column functions of its step, and what chooses its roles."""
 
 from verl.algorithms import AdvantageEstimator as AdvantageEstimator
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 from verl.compat.own_fit.ray_trainer import RayPPOTrainer as RayPPOTrainer
 from verl.protocol import compute_response_mask as compute_response_mask
 from verl.trainer.ppo.stages import apply_kl_penalty as apply_kl_penalty

@@ -1,3 +1,3 @@
-"""Checkpoints of an FSDP2 model, from :mod:`verl.toolkit.checkpoints`."""
+"""Checkpoints of an FSDP2 model, from :mod:`verl.compat.toolkit.checkpoints`."""
 
-from verl.toolkit.checkpoints import FSDPCheckpointManager as FSDPCheckpointManager
+from verl.compat.toolkit.checkpoints import FSDPCheckpointManager as FSDPCheckpointManager

@@ -1,12 +1,12 @@
 """Profiling of workers, and timers of stages."""
 
-from verl.base.doors import old_names
-from verl.toolkit.memory import GPUMemoryLogger as GPUMemoryLogger
-from verl.toolkit.memory import log_gpu_memory_usage as log_gpu_memory_usage
-from verl.toolkit.profiler import DistProfiler as DistProfiler
-from verl.toolkit.profiler import DistProfilerExtension as DistProfilerExtension
-from verl.toolkit.profiler import ProfilerConfig as ProfilerConfig
-from verl.toolkit.timing import marked_timer as marked_timer
+from verl.compat.import_hooks import old_names
+from verl.compat.toolkit.memory import GPUMemoryLogger as GPUMemoryLogger
+from verl.compat.toolkit.memory import log_gpu_memory_usage as log_gpu_memory_usage
+from verl.compat.toolkit.profiler import DistProfiler as DistProfiler
+from verl.compat.toolkit.profiler import DistProfilerExtension as DistProfilerExtension
+from verl.compat.toolkit.profiler import ProfilerConfig as ProfilerConfig
+from verl.compat.toolkit.timing import marked_timer as marked_timer
 from verl.utils.metric import simple_timer as simple_timer
 
 __getattr__ = old_names(__name__)

@@ -1,9 +1,9 @@
-"""Settings of a profiler, from :mod:`verl.toolkit.profiler`."""
+"""Settings of a profiler, from :mod:`verl.compat.toolkit.profiler`."""
 
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
+from verl.compat.toolkit.profiler import NsightToolConfig as NsightToolConfig
+from verl.compat.toolkit.profiler import ProfilerConfig as ProfilerConfig
+from verl.compat.toolkit.profiler import TorchMemoryToolConfig as TorchMemoryToolConfig
 from verl.config.profiler import TorchProfilerToolConfig as TorchProfilerToolConfig
-from verl.toolkit.profiler import NsightToolConfig as NsightToolConfig
-from verl.toolkit.profiler import ProfilerConfig as ProfilerConfig
-from verl.toolkit.profiler import TorchMemoryToolConfig as TorchMemoryToolConfig
 
 __getattr__ = old_names(__name__)

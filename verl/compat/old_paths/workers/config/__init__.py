@@ -1,6 +1,6 @@
 """Public address of the sections of the configuration that workers read (``verl.config``)."""
 
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 from verl.config import ActorConfig as ActorConfig
 from verl.config import ActorRolloutRefConfig as ActorRolloutRefConfig
 from verl.config import AgentLoopConfig as AgentLoopConfig

@@ -1,6 +1,6 @@
 """Public address of :mod:`verl.config.actor`."""
 
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 from verl.config.actor import ActorConfig as ActorConfig
 from verl.config.actor import FSDPActorConfig as FSDPActorConfig
 from verl.config.actor import McoreActorConfig as McoreActorConfig

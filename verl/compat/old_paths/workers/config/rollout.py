@@ -1,6 +1,6 @@
 """Public address of :mod:`verl.config.rollout`."""
 
-from verl.base.doors import old_names
+from verl.compat.import_hooks import old_names
 from verl.config.agent import AgentLoopConfig as AgentLoopConfig
 from verl.config.agent import MultiTurnConfig as MultiTurnConfig
 from verl.config.observation import PrometheusConfig as PrometheusConfig

@@ -1,3 +1,3 @@
-"""Public path of sequence parallelism around workers of one's own, from :mod:`verl.toolkit.ulysses`."""
+"""Public path of sequence parallelism around workers of one's own, from :mod:`verl.compat.toolkit.ulysses`."""
 
-from verl.toolkit.ulysses import FSDPUlyssesShardingManager as FSDPUlyssesShardingManager
+from verl.compat.toolkit.ulysses import FSDPUlyssesShardingManager as FSDPUlyssesShardingManager

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from verl.compat.toolkit.names import DatasetPadMode
 from verl.errors import ConfigError
-from verl.toolkit.names import DatasetPadMode
 
 
 class SFTTensorCollator:

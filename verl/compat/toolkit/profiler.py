@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 
 from verl.base.fs import below
+from verl.compat.toolkit.timing import marked_range
 from verl.config.base import BaseConfig, section, setting
 from verl.errors import ConfigError
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.toolkit.timing import marked_range
 from verl.workers.profiling import MemoryTool, ProfilerTool, TorchTool
 
 F = TypeVar("F", bound=Callable[..., Any])

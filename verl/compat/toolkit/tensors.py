@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl.compat.toolkit.attention import index_first_axis, pad_input
 from verl.errors import DataError, SchemaError
-from verl.toolkit.attention import index_first_axis, pad_input
 from verl.utils.device import get_device_name
 from verl.utils.torch_functional import (
     cosine_factor,

@@ -1,6 +1,6 @@
 """Names that modules of other versions of verl show besides their own, because they import them, and where they live.
 
-A module of this table ends with ``__getattr__ = old_names(__name__)`` (:mod:`verl.base.doors`), so that nothing is
+A module of this table ends with ``__getattr__ = old_names(__name__)`` (:mod:`verl.compat.import_hooks`), so that nothing is
 imported before it is asked for, and a module low in the house may show names from above.
 """
 
@@ -10,18 +10,18 @@ import functools
 from collections.abc import Mapping
 
 _AGENT_LOOP = "verl.agents.loop"
-_CALLS = "verl.toolkit.calls"
+_CALLS = "verl.compat.toolkit.calls"
 _DISPATCH = "verl.single_controller.base.dispatch"
 _RAY = "verl.single_controller.ray"
 _SECTIONS = "verl.config"
-_TENSORS = "verl.toolkit.tensors"
-_TRACES = "verl.toolkit.traces"
+_TENSORS = "verl.compat.toolkit.tensors"
+_TRACES = "verl.compat.toolkit.traces"
 
 REEXPORTS: Mapping[str, Mapping[str, str]] = {
     "verl.experimental.agent_loop": {
         _AGENT_LOOP: "AgentLoopOutput",
         "verl.agents.tool_agent": "ToolAgentLoop",
-        "verl.toolkit.agents": "get_trajectory_info",
+        "verl.compat.toolkit.agents": "get_trajectory_info",
     },
     "verl.experimental.agent_loop.agent_loop": {
         "verl.protocol": "DataProto",
@@ -29,8 +29,8 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.agents.servers": "LLMServerClient",
         "verl.utils.dataset": "RLHFDataset",
         _CALLS: "auto_await get_event_loop",
-        "verl.toolkit.chat": "apply_chat_template get_processor_token_id initialize_system_prompt",
-        "verl.toolkit.config": "is_distillation_enabled omega_conf_to_dataclass",
+        "verl.compat.toolkit.chat": "apply_chat_template get_processor_token_id initialize_system_prompt",
+        "verl.compat.toolkit.config": "is_distillation_enabled omega_conf_to_dataclass",
         _TRACES: "RolloutTraceConfig rollout_trace_attr",
         "verl.utils.dataset.build": "get_dataset_class",
         "verl.utils.metric": "simple_timer",
@@ -44,7 +44,7 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.tools.function_tool": "FunctionTool",
         "verl.tools.schemas": "OpenAIFunctionCallSchema OpenAIFunctionParsedSchema ToolResponse",
         _TRACES: "rollout_trace_op",
-        "verl.toolkit.agents": "ToolListWrap",
+        "verl.compat.toolkit.agents": "ToolListWrap",
         "verl.utils.metric": "simple_timer",
     },
     "verl.experimental.agent_loop.tool_parser": {
@@ -62,7 +62,7 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
     },
     "verl.experimental.reward_loop.reward_manager.base": {"verl.protocol": "DataProto", _CALLS: "get_event_loop"},
     "verl.protocol": {
-        "verl.toolkit.dicts": "union_two_dict",
+        "verl.compat.toolkit.dicts": "union_two_dict",
         "verl.utils.device": "get_device_id get_torch_device",
         "verl.utils.torch_functional": "allgather_dict_tensors",
     },
@@ -82,14 +82,14 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.single_controller.base": "ClassWithInitArgs ResourcePool Worker WorkerGroup",
         "verl.single_controller.base.decorator": "Dispatch MAGIC_ATTR",
         "verl.utils.device": "get_device_name",
-        "verl.toolkit.imports": "is_torch_npu_available",
-        "verl.toolkit.processes": "temp_env_var",
+        "verl.compat.toolkit.imports": "is_torch_npu_available",
+        "verl.compat.toolkit.processes": "temp_env_var",
     },
     "verl.tools.base_tool": {_TRACES: "rollout_trace_op"},
     "verl.trainer.main_ppo": {
         "verl.trainer.ppo.ray_trainer": "RayPPOTrainer",
-        "verl.toolkit.config": "is_distillation_enabled validate_config",
-        "verl.toolkit.imports": "load_class_from_fqn",
+        "verl.compat.toolkit.config": "is_distillation_enabled validate_config",
+        "verl.compat.toolkit.imports": "load_class_from_fqn",
         "verl.utils.device": "auto_set_device is_cuda_available",
         _CALLS: "deprecated",
     },
@@ -117,53 +117,53 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.utils.seqlen_balancing": "calculate_workload get_seqlen_balanced_partitions log_seqlen_unbalance",
         "verl.utils.torch_functional": "masked_mean",
         "verl.utils": "tu=tensordict_utils",
-        "verl.toolkit.checkpoints": "find_latest_ckpt_path should_save_ckpt_esi",
-        "verl.toolkit.config": "is_distillation_enabled need_teacher_policy omega_conf_to_dataclass",
-        "verl.toolkit.dicts": "rename_dict",
-        "verl.toolkit.rollouts": "RolloutSkip",
-        "verl.toolkit.imports": "load_class_from_fqn",
-        "verl.toolkit.padding": "left_right_2_no_padding no_padding_2_padding",
-        "verl.toolkit.timing": "marked_timer",
+        "verl.compat.toolkit.checkpoints": "find_latest_ckpt_path should_save_ckpt_esi",
+        "verl.compat.toolkit.config": "is_distillation_enabled need_teacher_policy omega_conf_to_dataclass",
+        "verl.compat.toolkit.dicts": "rename_dict",
+        "verl.compat.toolkit.rollouts": "RolloutSkip",
+        "verl.compat.toolkit.imports": "load_class_from_fqn",
+        "verl.compat.toolkit.padding": "left_right_2_no_padding no_padding_2_padding",
+        "verl.compat.toolkit.timing": "marked_timer",
         _CALLS: "deprecated",
     },
-    "verl.trainer.ppo.reward": {"verl.toolkit.scoring": "get_default_compute_score"},
+    "verl.trainer.ppo.reward": {"verl.compat.toolkit.scoring": "get_default_compute_score"},
     "verl.trainer.ppo.rollout_corr_helper": {_SECTIONS: "PolicyLossConfig RolloutCorrectionConfig"},
     "verl.trainer.ppo.utils": {
         "verl.algorithms": "AdvantageEstimator",
         "verl.single_controller.base.worker": "Worker",
-        "verl.toolkit.config": "is_distillation_enabled need_teacher_policy",
+        "verl.compat.toolkit.config": "is_distillation_enabled need_teacher_policy",
     },
-    "verl.utils": {"verl.toolkit.config": "omega_conf_to_dataclass validate_config"},
+    "verl.utils": {"verl.compat.toolkit.config": "omega_conf_to_dataclass validate_config"},
     "verl.utils.dataset.multiturn_sft_dataset": {
-        "verl.toolkit.chat": "apply_chat_template extract_system_prompt_and_generation",
-        "verl.toolkit.files": "copy_local_path_from_hdfs",
-        "verl.toolkit.names": "DatasetPadMode",
+        "verl.compat.toolkit.chat": "apply_chat_template extract_system_prompt_and_generation",
+        "verl.compat.toolkit.files": "copy_local_path_from_hdfs",
+        "verl.compat.toolkit.names": "DatasetPadMode",
         "verl.utils.tokenizer": "hf_tokenizer",
         "verl.vision.images": "process_image",
     },
     "verl.utils.chat_template": {"verl.utils.tokenizer": "normalize_token_ids"},
     "verl.utils.dataset.rl_dataset": {
         "verl.utils.dataset.build": "get_dataset_class",
-        "verl.toolkit.imports": "load_extern_object",
+        "verl.compat.toolkit.imports": "load_extern_object",
         "verl.utils.tokenizer": "normalize_token_ids",
     },
     "verl.utils.model": {
-        "verl.toolkit.imports": "is_trl_available",
-        "verl.toolkit.models": (
+        "verl.compat.toolkit.imports": "is_trl_available",
+        "verl.compat.toolkit.models": (
             "LambdaLayer check_exclude_modules check_target_modules create_huggingface_actor create_random_mask "
             "get_auto_model_for_vision2seq get_hf_auto_model_class get_huggingface_actor_config "
             "get_lora_rank_from_adapter get_model_size pad_packed_inputs squeeze"
         ),
     },
     "verl.utils.profiler": {
-        "verl.toolkit.imports": "is_nvtx_available",
+        "verl.compat.toolkit.imports": "is_nvtx_available",
         "verl.utils.device": "is_npu_available",
     },
     "verl.utils.ray_utils": {"verl.single_controller.ray.store": "parallel_put"},
-    "verl.utils.reward_score": {_CALLS: "deprecated", "verl.toolkit.scoring": "get_default_compute_score"},
+    "verl.utils.reward_score": {_CALLS: "deprecated", "verl.compat.toolkit.scoring": "get_default_compute_score"},
     "verl.utils.rollout_skip": {"verl.protocol": "DataProto", _SECTIONS: "RolloutConfig"},
     "verl.utils.rollout_trace": {_CALLS: "get_event_loop"},
-    "verl.utils.tokenizer": {"verl.toolkit.chat": "get_processor_token_id set_pad_token_id"},
+    "verl.utils.tokenizer": {"verl.compat.toolkit.chat": "get_processor_token_id set_pad_token_id"},
     "verl.utils.torch_functional": {
         "verl.utils.device": "get_device_name get_torch_device",
         "verl.utils.torch_functional": (
@@ -184,31 +184,31 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
             "BaseConfig CheckpointConfig FSDPEngineConfig HFModelConfig McoreEngineConfig OptimizerConfig "
             "RolloutCorrectionConfig"
         ),
-        "verl.toolkit.profiler": "ProfilerConfig",
+        "verl.compat.toolkit.profiler": "ProfilerConfig",
     },
     "verl.workers.config.rollout": {
         _SECTIONS: "BaseConfig",
-        "verl.toolkit.profiler": "ProfilerConfig",
+        "verl.compat.toolkit.profiler": "ProfilerConfig",
     },
     "verl.workers.engine.base": {"verl.utils.device": "get_device_name"},
     "verl.workers.engine_workers": {
         _SECTIONS: "ActorConfig HFModelConfig RolloutConfig",
         "verl.single_controller.base": "Worker",
         "verl.single_controller.base.decorator": "Dispatch make_nd_compute_dataproto_dispatch_fn register",
-        "verl.toolkit.dicts": "append_to_dict",
-        "verl.toolkit.imports": "import_external_libs",
-        "verl.toolkit.memory": "aggressive_empty_cache log_gpu_memory_usage",
-        "verl.toolkit.processes": "initialize_global_process_group_ray set_numa_affinity",
-        "verl.toolkit.profiler": "DistProfiler DistProfilerExtension ProfilerConfig",
+        "verl.compat.toolkit.dicts": "append_to_dict",
+        "verl.compat.toolkit.imports": "import_external_libs",
+        "verl.compat.toolkit.memory": "aggressive_empty_cache log_gpu_memory_usage",
+        "verl.compat.toolkit.processes": "initialize_global_process_group_ray set_numa_affinity",
+        "verl.compat.toolkit.profiler": "DistProfiler DistProfilerExtension ProfilerConfig",
         _TENSORS: "allgather_dict_into_dict",
-        "verl.toolkit.config": "is_distillation_enabled omega_conf_to_dataclass",
+        "verl.compat.toolkit.config": "is_distillation_enabled omega_conf_to_dataclass",
         "verl.utils": "tu=tensordict_utils",
         "verl.utils.device": "get_device_name get_torch_device set_expandable_segments",
         "verl.utils.flops_counter": "FlopsCounter",
         "verl.utils.metric": "Metric",
         "verl.workers.rollout": "BaseRollout get_rollout_class",
     },
-    "verl.workers.rollout.base": {"verl.toolkit.config": "omega_conf_to_dataclass"},
+    "verl.workers.rollout.base": {"verl.compat.toolkit.config": "omega_conf_to_dataclass"},
 }
 """Module → home → names, separated by spaces; ``tu=tensordict_utils`` is a name that the home calls otherwise."""
 

@@ -2,7 +2,7 @@
 
 There is no ``verl/workers/roles.py``: ``import verl.workers.roles`` runs ``verl/compat/old_paths/workers/roles.py``, a
 file of re-exports, as the module ``verl.workers.roles``. A path that this version lacks on purpose raises the sentence
-of :mod:`verl.base.absent`.
+of :mod:`verl.compat.absent_names`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def install() -> None:
 def old_names(module: str) -> Callable[[str], Any]:
     """Make the ``__getattr__`` of a module that other versions of verl give more names.
 
-    A name of :data:`verl.base.reexports.REEXPORTS` is imported from its home when it is asked for; one of the table
+    A name of :data:`verl.compat.reexports.REEXPORTS` is imported from its home when it is asked for; one of the table
     of absent names raises its sentence. That error is an ImportError, for ``from module import name`` replaces an
     AttributeError by a text of its own.
     """
@@ -73,7 +73,7 @@ def old_name(module: str, name: str) -> Any:
         AttributeError: no version has it.
     """
     if not name.startswith("__"):
-        from verl.base.reexports import home_of  # the tables are read only where they are needed
+        from verl.compat.reexports import home_of  # the tables are read only where they are needed
 
         if home := home_of(module, name):
             return load(*home)
@@ -94,7 +94,7 @@ class AbsentAttributes:
     """Base class of classes some of whose public attributes are absent: reading one raises its sentence."""
 
     absent_at: ClassVar[str]
-    """Address of the class in the table, :mod:`verl.base.absent`."""
+    """Address of the class in the table, :mod:`verl.compat.absent_names`."""
 
     if not TYPE_CHECKING:  # otherwise type checkers would accept misspelled names
 
@@ -105,6 +105,6 @@ class AbsentAttributes:
 
 
 def _why_absent(address: str) -> str | None:
-    from verl.base.absent import why_absent  # the table is read only where it is needed
+    from verl.compat.absent_names import why_absent  # the table is read only where it is needed
 
     return why_absent(address)

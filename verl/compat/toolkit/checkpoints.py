@@ -18,8 +18,8 @@ from verl.checkpoint.ranks import RankState, on_all_ranks, save_together
 from verl.checkpoint.shards import TrainingState, write_world_size
 from verl.checkpoint.states import rng_state, set_rng_state
 from verl.checkpoint.steps import LATEST, read_latest
+from verl.compat.toolkit.fsdp import fsdp_version, get_fsdp_full_state_dict
 from verl.errors import ConfigError
-from verl.toolkit.fsdp import fsdp_version, get_fsdp_full_state_dict
 from verl.workers.engine.fsdp.model import own_state
 
 
@@ -183,7 +183,9 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         **kwargs: Any,
     ) -> None:
         if fsdp_version(model) == 1:
-            raise ConfigError("the model is wrapped by FSDP1; shard it by FSDP2 (verl.toolkit.fsdp.apply_fsdp2).")
+            raise ConfigError(
+                "the model is wrapped by FSDP1; shard it by FSDP2 (verl.compat.toolkit.fsdp.apply_fsdp2)."
+            )
         if lr_scheduler is not None and not isinstance(lr_scheduler, LambdaLR):
             raise ConfigError(
                 f"lr_scheduler is a {type(lr_scheduler).__name__}: a schedule is restored as a function of the step, "
@@ -202,7 +204,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
 
         Args:
             local_path: the folder.
-            hdfs_path: must be None; copy the folder by :func:`verl.toolkit.files.copy`.
+            hdfs_path: must be None; copy the folder by :func:`verl.compat.toolkit.files.copy`.
             global_step: stored with the checkpoint.
             max_ckpt_to_keep: of the folders that this manager saved, keep the newest ones only; None keeps all.
         """
@@ -259,5 +261,5 @@ def _refuse_remote(hdfs_path: str | None) -> None:
     if hdfs_path is not None:
         raise ConfigError(
             f"hdfs_path='{hdfs_path}': checkpoints are written to and read from local_path only. Copy the folder by "
-            "verl.toolkit.files.copy."
+            "verl.compat.toolkit.files.copy."
         )

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from omegaconf import DictConfig
 
-from verl.base.doors import AbsentAttributes
+from verl.compat.import_hooks import AbsentAttributes
 from verl.config import PPOConfig
 from verl.experience.stored_rollouts import StoredRollouts
 from verl.protocol import DataProto
