@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.public_imports import Count, resolves
+from verl.compat.import_hooks import CLASSES
 
 VERSIONS = ("dev", "v0.8.0", "v0.9.0", "head")
 
@@ -51,7 +52,7 @@ def address_of(module: str, name: str) -> str:
         return module
     if attribute and resolves(module, owner):
         cls = getattr(importlib.import_module(module), owner)
-        return f"{getattr(cls, 'absent_at', f'{module}.{owner}')}.{attribute}"
+        return f"{CLASSES.get(cls.__module__, {}).get(cls.__name__, f'{module}.{owner}')}.{attribute}"
     return f"{module}.{name}"
 
 

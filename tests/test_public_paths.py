@@ -261,7 +261,7 @@ def test_an_old_path_gives_the_objects_of_their_home(address: str):
     assert (module.__name__, module.__file__) == (address, str(file))
     assert inspect.getsource(module) == file.read_text()
     for node in ast.parse(file.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.module != "verl.compat.import_hooks":
+        if isinstance(node, ast.ImportFrom):
             home = importlib.import_module(node.module or "")
             names = [(alias.name, alias.asname) for alias in node.names]
             for name, here in [(name, name) for name in home.__all__] if names == [("*", None)] else names:
@@ -274,8 +274,6 @@ def test_an_old_path_gives_the_objects_of_their_home(address: str):
 REST_OF_A_DOOR = (
     "'",
     '"',
-    "from verl.compat.import_hooks import old_names",
-    "__getattr__ = old_names(__name__)",
     "if __name__ == '__main__':",
 )
 

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["DataProto", "TrainingResult", "__version__", "evaluate", "generate", "sft", "train"]
 
-import_hooks.install()
-
-
 # `import verl.errors` or `verl.utils` does not load torch.
 __getattr__ = on_first_use(
     __name__,
@@ -44,3 +41,5 @@ __getattr__ = on_first_use(
         "train": "verl.api.training",
     },
 )
+
+import_hooks.install()

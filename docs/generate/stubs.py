@@ -27,7 +27,7 @@ def stubs() -> dict[str, str]:
         module = door.relative_to(DOORS).with_suffix("")
         folder = module.parent if module.name == "__init__" else module
         tree = ast.parse(door.read_text())
-        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and not private(node)]
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
         lines = [ast.unparse(node) for node in imports]
         names = [(alias.name, alias.asname) for node in imports for alias in node.names]
         if any(here not in (name, None) for name, here in names):
@@ -35,11 +35,6 @@ def stubs() -> dict[str, str]:
             lines.append(f"__all__ = {[here for _, here in names if here is not None]}")
         files[str(folder / "__init__.pyi")] = "".join(f"{line}\n" for line in lines)
     return files
-
-
-def private(node: ast.ImportFrom) -> bool:
-    """Whether an import serves the file itself and is no re-export."""
-    return node.module == "verl.compat.import_hooks"
 
 
 def main() -> None:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from verl.compat.import_hooks import old_name
-
 
 @contextmanager
 def importing() -> Iterator[None]:
@@ -53,8 +51,6 @@ def importing_meanwhile(modules: Sequence[str]) -> Iterator[None]:
 def on_first_use(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     """Make the ``__getattr__`` of a module that offers names of slow modules without importing them (PEP 562).
 
-    Names of other versions of verl are found as by :func:`verl.compat.import_hooks.old_names`.
-
     Args:
         module: ``__name__`` of the module.
         names: name → module that defines it. Import them under ``TYPE_CHECKING`` too, for type checkers and editors.
@@ -62,7 +58,7 @@ def on_first_use(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
     def imported(name: str) -> Any:
         if name not in names:
-            return old_name(module, name)
+            raise AttributeError(f"module '{module}' has no attribute '{name}'")
         return getattr(importlib.import_module(names[name]), name)
 
     return imported

@@ -1,4 +1,9 @@
 """What public programs expect of verl and runs of verl do not need; no module outside of this package imports it.
 
-``old_paths`` mirrors import paths, ``own_fit`` is ``RayPPOTrainer`` with the parts of a ``fit`` that a user writes.
+- ``import_hooks``: what gives a process these paths and names; ``verl/__init__.py`` installs it.
+- ``old_paths``: import paths of other versions, files of re-exports.
+- ``reexports``: names that modules of other versions show besides their own.
+- ``absent_names``: names that are not here on purpose, and what to use instead.
+- ``own_fit``: ``RayPPOTrainer``, with the parts of which a subclass writes its own ``fit``.
+- ``toolkit``: tools for trainers, workers and scripts that users write around verl.
 """

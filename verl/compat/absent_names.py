@@ -452,6 +452,5 @@ ABSENT: dict[str, Absence] = {
 }
 """Old address to the reason: of a module with all below it, of one name, or of an attribute of a class.
 
-A module whose other names are here needs ``__getattr__ = old_names(__name__)`` (:mod:`verl.compat.import_hooks`), and so does
-a package with a row of its own above other rows: it stands in ``verl/compat/old_paths``, for Python imports it before
-what is below."""
+A package with a row of its own above other rows stands in ``verl/compat/old_paths`` too, because Python imports it
+before what is below."""

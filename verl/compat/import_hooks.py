@@ -1,8 +1,10 @@
-"""Old import paths, which ``verl/compat/old_paths`` mirrors.
+"""Import hooks by which this version of verl has the import paths and names of other versions.
 
-There is no ``verl/workers/roles.py``: ``import verl.workers.roles`` runs ``verl/compat/old_paths/workers/roles.py``, a
-file of re-exports, as the module ``verl.workers.roles``. A path that this version lacks on purpose raises the sentence
-of :mod:`verl.compat.absent_names`.
+- **Paths.** There is no ``verl/workers/roles.py``: ``import verl.workers.roles`` runs
+  ``verl/compat/old_paths/workers/roles.py``, a file of re-exports, as the module ``verl.workers.roles``.
+- **Names.** A module that lacks a name looks it up in :mod:`verl.compat.reexports`. So nothing is imported before it
+  is asked for, and modules of verl know nothing of names that other versions show in them.
+- **Absent paths, names and attributes** raise the sentence of :mod:`verl.compat.absent_names`.
 """
 
 from __future__ import annotations
@@ -13,25 +15,52 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
+
+CLASSES = {
+    "verl.compat.own_fit.ray_trainer": {"RayPPOTrainer": "verl.trainer.ppo.ray_trainer.RayPPOTrainer"},
+    "verl.compat.toolkit.rollouts": {"RolloutSkip": "verl.utils.rollout_skip.RolloutSkip"},
+    "verl.utils.dataset.rl_dataset": {"RLHFDataset": "verl.utils.dataset.rl_dataset.RLHFDataset"},
+    "verl.workers.fsdp_workers": {"ActorRolloutRefWorker": "verl.workers.fsdp_workers.ActorRolloutRefWorker"},
+    "verl.workers.rollout.base": {"BaseRollout": "verl.workers.rollout.base.BaseRollout"},
+    "verl.workers.training_workers": {"TrainingWorker": "verl.workers.engine_workers.TrainingWorker"},
+}
+"""Module → class → its address in the table of absent names, for classes that lack attributes of other versions."""
 
 
-class OldPaths:
-    """Meta path finder of the old import paths.
+class PublicPaths:
+    """Meta path finder of the modules of verl, which finds old import paths too and offers the names of both.
 
     It stands first: a folder that a former version left behind (``__pycache__`` alone is enough) is a package to the
-    finders after it. No module of ours has an old path, so it hides none (``tests/test_layers.py``).
+    finders after it. No module of verl has an old path, so that this hides none (``tests/test_layers.py``).
     """
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Find a module ``verl.a.b`` as ``verl/compat/old_paths/a/b.py``."""
+        """Find a module ``verl.a.b`` as ``verl/compat/old_paths/a/b.py`` or as ``verl/a/b.py``."""
         if not name.startswith("verl."):
             return None
         folders = name.split(".")[1:-1]
-        places = [os.path.join(place, "compat", "old_paths", *folders) for place in sys.modules["verl"].__path__]
-        spec = PathFinder.find_spec(name, places, target)
-        return spec if spec and spec.loader else None  # a folder without __init__.py only leads to the files in it
+        mirrors = [os.path.join(root, "compat", "old_paths", *folders) for root in sys.modules["verl"].__path__]
+        spec = PathFinder.find_spec(name, mirrors, target)
+        if spec is None or spec.loader is None:  # a folder without __init__.py only leads to the files in it
+            spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return None
+        run = spec.loader.exec_module
+        folder = name.rpartition(".")[2]
+        only_parent = spec.submodule_search_locations is None and any(
+            os.path.isdir(os.path.join(mirror, folder)) for mirror in mirrors
+        )
+
+        def run_and_offer(module: ModuleType) -> None:
+            if only_parent:
+                module.__path__ = []  # Python imports modules below a package alone, and finds them by this class
+            run(module)
+            _offer_names(module)
+
+        spec.loader.exec_module = run_and_offer
+        return spec
 
 
 class AbsentPaths:
@@ -45,31 +74,40 @@ class AbsentPaths:
 
 
 def install() -> None:
-    """Let this process import old paths; ``verl/__init__.py`` calls it."""
-    if OldPaths not in sys.meta_path:
-        sys.meta_path.insert(0, OldPaths)
-        sys.meta_path.append(AbsentPaths)
+    """Let this process import old paths and names; ``verl/__init__.py`` calls it at its end."""
+    if PublicPaths in sys.meta_path:
+        return
+    for name, module in list(sys.modules.items()):
+        if name == "verl" or name.startswith("verl."):
+            _offer_names(module)
+    sys.meta_path.insert(0, PublicPaths)
+    sys.meta_path.append(AbsentPaths)
 
 
-def old_names(module: str) -> Callable[[str], Any]:
-    """Make the ``__getattr__`` of a module that other versions of verl give more names.
+def _offer_names(module: ModuleType) -> None:
+    """Give a module a ``__getattr__`` that falls back to the names of other versions (PEP 562)."""
+    of_module: Callable[[str], Any] | None = vars(module).get("__getattr__")
+    address = module.__name__
 
-    A name of :data:`verl.compat.reexports.REEXPORTS` is imported from its home when it is asked for; one of the table
-    of absent names raises its sentence. That error is an ImportError, for ``from module import name`` replaces an
-    AttributeError by a text of its own.
-    """
+    def look_up(name: str) -> Any:
+        if of_module is None:
+            return _other_name(address, name)
+        try:
+            return of_module(name)
+        except AttributeError:
+            return _other_name(address, name)
 
-    def imported(name: str) -> Any:
-        return old_name(module, name)
+    vars(module)["__getattr__"] = look_up
+    for name, public in CLASSES.get(address, {}).items():
+        getattr(module, name).__getattr__ = _refusal_of_absent_attributes(public)
 
-    return imported
 
-
-def old_name(module: str, name: str) -> Any:
-    """Return what a module re-exported under ``name`` in another version of verl.
+def _other_name(module: str, name: str) -> Any:
+    """Return what a module shows under ``name`` in another version of verl.
 
     Raises:
-        ImportError: the name is absent on purpose; the message says what to use.
+        ImportError: the name is absent on purpose; the message says what to use. It is no AttributeError, because
+            ``from module import name`` replaces the text of one.
         AttributeError: no version has it.
     """
     if not name.startswith("__"):
@@ -90,18 +128,15 @@ def load(module: str, name: str) -> Any:
     return getattr(package, name)
 
 
-class AbsentAttributes:
-    """Base class of classes some of whose public attributes are absent: reading one raises its sentence."""
+def _refusal_of_absent_attributes(address: str) -> Callable[[Any, str], Any]:
+    """Make the ``__getattr__`` of a class by which reading an absent attribute raises its sentence."""
 
-    absent_at: ClassVar[str]
-    """Address of the class in the table, :mod:`verl.compat.absent_names`."""
+    def refuse(self: Any, name: str) -> Any:
+        if not name.startswith("__") and (sentence := _why_absent(f"{address}.{name}")):
+            raise AttributeError(sentence)
+        return object.__getattribute__(self, name)  # raises again, also what a property raised
 
-    if not TYPE_CHECKING:  # otherwise type checkers would accept misspelled names
-
-        def __getattr__(self, name: str) -> Any:
-            if not name.startswith("__") and (sentence := _why_absent(f"{type(self).absent_at}.{name}")):
-                raise AttributeError(sentence)
-            return object.__getattribute__(self, name)  # raises again, also what a property raised
+    return refuse
 
 
 def _why_absent(address: str) -> str | None:

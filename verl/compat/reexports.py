@@ -1,7 +1,7 @@
 """Names that modules of other versions of verl show besides their own, because they import them, and where they live.
 
-A module of this table ends with ``__getattr__ = old_names(__name__)`` (:mod:`verl.compat.import_hooks`), so that nothing is
-imported before it is asked for, and a module low in the house may show names from above.
+:mod:`verl.compat.import_hooks` looks here when a module is asked for a name that it has not. So nothing is imported
+before, and a module of a low layer may show names from above.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """``DataProto``, the batch that the stages and processes of a run exchange, and its tools."""
 
-from typing import TYPE_CHECKING
-
-from verl.compat.import_hooks import old_names
 from verl.protocol.columns import list_of_dict_to_dict_of_list, union_numpy_dict, union_tensor_dict
 from verl.protocol.data_proto import DataProto, DataProtoConfig, DataProtoItem
 from verl.protocol.future import DataProtoFuture, private_copy
@@ -51,7 +48,3 @@ __all__ = [
     "unpad_dataproto",
     "with_response_mask",
 ]
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 from uuid import uuid4
 
-from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
@@ -99,7 +98,3 @@ def schema(name: str, description: str, required: list[str], **properties: dict[
     parameters = {"type": "object", "properties": properties, "required": required}
     function = {"name": name, "description": description, "parameters": parameters}
     return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

@@ -48,7 +48,6 @@ __getattr__ = on_first_use(
         "get_ppo_ray_runtime_env": "verl.trainer.constants_ppo",
         "load_reward_manager": "verl.trainer.ppo.reward",
         "migrate_legacy_reward_impl": "verl.trainer.config.reward_section",
-        "validate_config": "verl.compat.toolkit.config",
     },
 )
 

@@ -15,8 +15,6 @@ import torch
 
 from verl.errors import ConfigError, SchemaError
 
-__path__: list[str] = []  # verl.utils.metric.utils is an old path, of verl/compat
-
 Metrics = dict[str, float]
 """Numbers by name."""
 

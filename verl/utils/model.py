@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import httpx2
 import torch
@@ -30,7 +30,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError
 from verl.utils.config_fields import random_fields, rope_rules, rope_type
 from verl.utils.console import parameters_in_words, show
@@ -447,7 +446,3 @@ def extract_multi_modal_inputs(
     rows = batch_data if indices is None else [batch_data[index] for index in indices]
     names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
     return {name: torch.cat([row[name] for row in rows if row.get(name) is not None]) for name in names}
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

@@ -9,14 +9,13 @@ import heapq
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
-from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError, SchemaError
 
 Partitions = list[list[int]]  # for each part the indices of its sequences, in ascending order
@@ -331,7 +330,3 @@ def restore_dynamic_batch(data: Tensor, batch_idx_list: Partitions) -> Tensor:
         rows = data.unbind()
         return torch.nested.as_nested_tensor([rows[i] for i in order], layout=data.layout)
     return data[order]
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import (
     AutoTokenizer,
@@ -15,7 +15,6 @@ from transformers import (
     ProcessorMixin,
 )
 
-from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError, DataError
 from verl.utils.model import require_on_hub, resolve_model_path
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
@@ -136,7 +135,3 @@ def normalize_token_ids(tokenized_output: Any) -> list[int]:
     if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in found):
         raise DataError(f"the ids of one text are a list of integers, got {found!r:.120}.")
     return [int(token) for token in found]
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,6 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-
-from verl.compat.import_hooks import old_names
 
 Axis = int | tuple[int, ...] | None
 
@@ -216,7 +213,3 @@ def get_cosine_schedule_with_warmup(
         return cosine_factor(step, num_warmup_steps, num_training_steps, ratio, num_cycles)
 
     return LambdaLR(optimizer, factor, last_epoch)
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

@@ -10,11 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TypeVar
 
 from omegaconf import DictConfig
 
-from verl.compat.import_hooks import AbsentAttributes, old_names
 from verl.config import (
     ActorRolloutRefConfig,
     CheckpointConfig,
@@ -53,7 +52,7 @@ _PARTS = {
 }
 
 
-class ActorRolloutRefWorker(AbsentAttributes, EngineWorker):
+class ActorRolloutRefWorker(EngineWorker):
     """Worker with the trained policy, a rollout engine and the frozen reference, or some of them.
 
     Args:
@@ -64,8 +63,6 @@ class ActorRolloutRefWorker(AbsentAttributes, EngineWorker):
     Raises:
         ConfigError: the role is unknown.
     """
-
-    absent_at: ClassVar[str] = "verl.workers.fsdp_workers.ActorRolloutRefWorker"
 
     def __init__(
         self,
@@ -413,7 +410,3 @@ def _present(part: T | None, name: str) -> T:
     if part is None:
         raise ConfigError(f"this worker holds no {name}: its role does not include it, or init_model was not called.")
     return part
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

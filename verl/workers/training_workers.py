@@ -19,7 +19,6 @@ from verl.checkpoint.files import FileEntry
 from verl.checkpoint.ranks import SaveReport, Writing, on_all_ranks
 from verl.checkpoint.states import from_arrays, to_arrays
 from verl.checkpoint.steps import wrong_contents
-from verl.compat.import_hooks import AbsentAttributes
 from verl.config import (
     CheckpointConfig,
     FSDPEngineConfig,
@@ -298,7 +297,7 @@ def _remove(path: str) -> None:
             shutil.rmtree(Path(path).expanduser())
 
 
-class TrainingWorker(AbsentAttributes, EngineWorker):
+class TrainingWorker(EngineWorker):
     """Worker that trains one model on given batches; by default a language model with the supervised loss.
 
     See :class:`EngineWorker` for ``device_name`` and ``total_steps``.
@@ -307,7 +306,6 @@ class TrainingWorker(AbsentAttributes, EngineWorker):
     model_type = "language_model"
     outputs: ClassVar[set[str]] = {"log_probs"}
     """What :meth:`infer_batch` computes."""
-    absent_at = "verl.workers.engine_workers.TrainingWorker"
 
     def __init__(self, config: SupervisedConfig, device_name: str | None = None, total_steps: int = 0) -> None:
         super().__init__(config.checkpoint, device_name, total_steps=total_steps)

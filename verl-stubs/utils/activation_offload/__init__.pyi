@@ -1,1 +1,1 @@
-from verl.toolkit.memory import enable_activation_offloading as enable_activation_offloading
+from verl.compat.toolkit.memory import enable_activation_offloading as enable_activation_offloading

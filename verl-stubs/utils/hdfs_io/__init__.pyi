@@ -1,3 +1,3 @@
-from verl.toolkit.files import copy as copy
-from verl.toolkit.files import exists as exists
-from verl.toolkit.files import makedirs as makedirs
+from verl.compat.toolkit.files import copy as copy
+from verl.compat.toolkit.files import exists as exists
+from verl.compat.toolkit.files import makedirs as makedirs

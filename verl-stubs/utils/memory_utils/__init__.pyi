@@ -1,1 +1,1 @@
-from verl.toolkit.memory import aggressive_empty_cache as aggressive_empty_cache
+from verl.compat.toolkit.memory import aggressive_empty_cache as aggressive_empty_cache

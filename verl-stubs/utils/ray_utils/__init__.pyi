@@ -1,2 +1,2 @@
-from verl.toolkit.calls import auto_await as auto_await
-from verl.toolkit.calls import get_event_loop as get_event_loop
+from verl.compat.toolkit.calls import auto_await as auto_await
+from verl.compat.toolkit.calls import get_event_loop as get_event_loop

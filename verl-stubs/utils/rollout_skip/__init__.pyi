@@ -1,2 +1,2 @@
-from verl.toolkit.rollouts import RolloutSkip as RolloutSkip
-from verl.toolkit.rollouts import wrap_generate_sequences as wrap_generate_sequences
+from verl.compat.toolkit.rollouts import RolloutSkip as RolloutSkip
+from verl.compat.toolkit.rollouts import wrap_generate_sequences as wrap_generate_sequences

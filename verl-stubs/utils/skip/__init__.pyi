@@ -1,1 +1,1 @@
-from verl.toolkit.rollouts import RolloutSkip as RolloutSkip
+from verl.compat.toolkit.rollouts import RolloutSkip as RolloutSkip

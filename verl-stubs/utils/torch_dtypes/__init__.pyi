@@ -1,1 +1,1 @@
-from verl.toolkit.names import PrecisionType as PrecisionType
+from verl.compat.toolkit.names import PrecisionType as PrecisionType

@@ -1,1 +1,1 @@
-from verl.toolkit.imports import is_version_ge as is_version_ge
+from verl.compat.toolkit.imports import is_version_ge as is_version_ge

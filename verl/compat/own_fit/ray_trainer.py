@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig
 
 from verl.base.redact import secrets_in
-from verl.compat.absent_names import why_absent
 from verl.compat.own_fit.ordered_group import OrderedGroup
 from verl.config import ActorConfig, CriticConfig
 from verl.errors import ConfigError
@@ -68,13 +67,6 @@ class RayPPOTrainer(PPOTrainer):
     """Seconds of the longest step, for a ``fit`` that keeps count of it."""
     _sampled: tuple[int, int] = (0, 0)
     """The last step in which :meth:`_generate_sequences` sampled, and how many prompts."""
-
-    if not TYPE_CHECKING:  # otherwise type checkers would accept misspelled names
-
-        def __getattr__(self, name: str) -> Any:
-            if sentence := why_absent(f"verl.trainer.ppo.ray_trainer.RayPPOTrainer.{name}"):
-                raise AttributeError(sentence)
-            return object.__getattribute__(self, name)  # raises again, also what a property raised
 
     # ---- what the run has -----------------------------------------------------------------------
 

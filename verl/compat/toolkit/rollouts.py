@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from omegaconf import DictConfig
 
-from verl.compat.import_hooks import AbsentAttributes
 from verl.config import PPOConfig
 from verl.experience.stored_rollouts import StoredRollouts
 from verl.protocol import DataProto
 from verl.trainer.config.load import load_config
 
 
-class RolloutSkip(AbsentAttributes):
+class RolloutSkip:
     """Let an object that generates responses take them from ``rollout.skip_dump_dir`` where they are there.
 
     :class:`verl.trainer.ppo.ray_trainer.RayPPOTrainer` does this by itself; a loop of one's own that calls
@@ -27,8 +26,6 @@ class RolloutSkip(AbsentAttributes):
     Raises:
         ConfigError: the configuration is wrong.
     """
-
-    absent_at: ClassVar[str] = "verl.utils.rollout_skip.RolloutSkip"
 
     def __init__(self, config: PPOConfig | DictConfig | Mapping[str, Any], rollout_wg: Any) -> None:
         self.config = config if isinstance(config, PPOConfig) else load_config(config, with_rules=False)

@@ -33,12 +33,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict, TypeVar
+from typing import Any, ClassVar, TypedDict, TypeVar
 
 import torch
 
 from verl.base.registry import suggest
-from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError
 from verl.single_controller.base import dispatch as modes
 from verl.single_controller.base.call_times import timed_call
@@ -324,7 +323,3 @@ def undecorated(method: Callable[..., Any]) -> Callable[..., Any]:
     if registration is None or registration.wrapper is not function:
         return method
     return MethodType(function.__wrapped__, bound.__self__)
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

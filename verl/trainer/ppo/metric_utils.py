@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from verl.compat.import_hooks import old_names
 from verl.errors import SchemaError
 from verl.experience.sequences import Trajectories, trajectory_scores
 from verl.protocol import DataProto, compute_response_mask, prompt_lengths, response_lengths
@@ -266,7 +265,3 @@ def compute_variance_proxy_metrics(batch: DataProto, gradient_norm: float | None
         if len(norms) > 1:
             found["proxy3_pure_noise"] = max(0.0, (found["proxy2_total_power"] - signal) / (len(norms) - 1))
     return {f"variance_proxy/{name}": value for name, value in found.items()}
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from verl.base.import_utils import load_object
-from verl.compat.import_hooks import old_names
 from verl.config import PPOConfig
 from verl.errors import ConfigError
 from verl.experience.scoring import compute_reward
@@ -225,7 +224,3 @@ def resolve_reward_manager_cls(config: PPOConfig | Mapping[str, Any]) -> Any:
     if not chosen.module.path:
         raise ConfigError("reward_manager.source=importlib needs reward_manager.module.path, the file of the class.")
     return load_object(chosen.module.path, chosen.name, "reward_manager.module")
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

@@ -30,7 +30,6 @@ from verl.algorithms.rollout_correction import (
     parse_is_threshold,
     rejection_statistic,
 )
-from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
 from verl.schema import require
@@ -396,7 +395,3 @@ def _masked_metrics(rejected: Tensor, response_mask: Tensor) -> Metrics:
         "masked_fraction": masked_mean(rejected.double(), mask).item(),
         "seq_masked_fraction": masked_mean((rejected & mask).any(-1).double(), rows).item(),
     }
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

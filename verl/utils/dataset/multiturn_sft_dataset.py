@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from verl.compat.import_hooks import old_names
 from verl.config import SFTDataConfig
 from verl.errors import DataError
 from verl.protocol.shared import SharedTensors
@@ -232,7 +231,3 @@ def pad_to_longest(items: list[Item], pad_token_id: int) -> dict[str, torch.Tens
         images = [item["multi_modal_inputs"] for item in items]
         columns["multi_modal_inputs"] = np.fromiter(images, dtype=object, count=len(images))
     return columns
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

@@ -19,14 +19,13 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
-from verl.compat.import_hooks import AbsentAttributes, old_names
 from verl.config import DataConfig
 from verl.errors import DataError
 from verl.protocol.shared import SharedTensors
@@ -67,7 +66,7 @@ MADE_HERE = {*COLUMNS, "raw_prompt_ids", "full_prompts", "reward_status"} - set(
 UNKNOWN_SOURCE = "unknown"
 
 
-class RLHFDataset(AbsentAttributes, Dataset):
+class RLHFDataset(Dataset):
     """Prompts, tokenized and left-padded to ``data.max_prompt_length``.
 
     Data errors are raised on opening, so that no run stops half-way: the messages of every row are checked, and every
@@ -99,8 +98,6 @@ class RLHFDataset(AbsentAttributes, Dataset):
         DataError: a file or a row cannot be used.
         ConfigError: the tokenizer has no chat template.
     """
-
-    absent_at = "verl.utils.dataset.rl_dataset.RLHFDataset"
 
     def __init__(
         self,
@@ -437,7 +434,3 @@ def check_item(item: Any, dataset: str) -> None:
     made = {*MADE_HERE} - {*names, "raw_prompt", "raw_prompt_ids", "full_prompts", "row_index", "dummy_tensor"}
     if taken := sorted(made & set(item)):
         raise DataError(f"{dataset}: an item has {', '.join(taken)}, which the run makes itself. Rename it.")
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

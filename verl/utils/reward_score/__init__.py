@@ -22,9 +22,6 @@ A scorer is a function ``(solution_str, ground_truth, **settings) -> float | dic
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from verl.compat.import_hooks import old_names
 from verl.utils.reward_score import (
     countdown,
     geo3k,
@@ -72,7 +69,3 @@ __all__ = [
     "search_r1_like_qa_em",
     "source_of",
 ]
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from verl.base.redact import redacted, secrets_in, without_secrets
-from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError, VerlError
 from verl.utils.file_log import THIS_RUN
 from verl.utils.run_log import STAGE_NOTE
@@ -410,7 +409,3 @@ def _start(name: str, project_name: str, experiment_name: str, config: Mapping[s
     except Exception as error:
         error.add_note(f"This happened when tracker '{name}' started. Take it out of the trackers to run without it.")
         raise
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

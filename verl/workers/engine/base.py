@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,6 @@ from torch import Tensor
 from verl.base.registry import Registry
 from verl.base.requirements import install_command
 from verl.checkpoint.ranks import RankState, save_together
-from verl.compat.import_hooks import old_names
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.utils.flops_counter import Arithmetic
@@ -307,7 +306,3 @@ def _load_backend(backend: str, module: str) -> None:
             f"strategy={backend} needs the package {error.name}, which is not installed. Install what it needs by "
             f"{install_command(backend)}, or use strategy=fsdp2."
         ) from error
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

@@ -17,14 +17,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from verl.base.registry import Registry
-from verl.compat.import_hooks import AbsentAttributes, old_names
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.protocol import DataProto
@@ -63,7 +62,7 @@ Weights = Callable[[], Iterable[tuple[str, Tensor]]] | AdaptedWeights
 """What gives the weights of a model: a function, or of a model with LoRA adapters base and adapters apart."""
 
 
-class BaseRollout(AbsentAttributes, ABC):
+class BaseRollout(ABC):
     """The rollout engine of one rank.
 
     Args:
@@ -77,7 +76,6 @@ class BaseRollout(AbsentAttributes, ABC):
             the model's or the engine's context.
     """
 
-    absent_at = "verl.workers.rollout.base.BaseRollout"
     takes_images = False
     """Whether requests may have images."""
     applies_adapters = False
@@ -115,7 +113,7 @@ class BaseRollout(AbsentAttributes, ABC):
         self._running: set[threading.Event] = set()
         self.set_up()
 
-    def set_up(self) -> None:
+    def set_up(self) -> None:  # noqa: B027  an engine may have nothing to do here
         """Finish the engine's construction; called at the end of ``__init__``."""
 
     @abstractmethod
@@ -372,7 +370,3 @@ def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollou
 def _engines_here() -> list[str]:
     package = importlib.import_module("verl.workers.rollout")
     return [m.name.removesuffix("_rollout") for m in pkgutil.iter_modules(package.__path__) if "_rollout" in m.name]
-
-
-if not TYPE_CHECKING:  # type checkers would accept any name
-    __getattr__ = old_names(__name__)

@@ -7,5 +7,5 @@ from verl.agents.manager import AgentLoopManager as AgentLoopManager
 from verl.agents.servers import AsyncLLMServerManager as AsyncLLMServerManager
 from verl.agents.servers import TokenOutput as TokenOutput
 from verl.agents.worker import AgentLoopWorker as AgentLoopWorker
-from verl.toolkit.agents import ToolListWrap as ToolListWrap
-from verl.toolkit.agents import get_trajectory_info as get_trajectory_info
+from verl.compat.toolkit.agents import ToolListWrap as ToolListWrap
+from verl.compat.toolkit.agents import get_trajectory_info as get_trajectory_info

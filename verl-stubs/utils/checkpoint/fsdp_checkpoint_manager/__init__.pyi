@@ -1,1 +1,1 @@
-from verl.toolkit.checkpoints import FSDPCheckpointManager as FSDPCheckpointManager
+from verl.compat.toolkit.checkpoints import FSDPCheckpointManager as FSDPCheckpointManager

@@ -1,2 +1,2 @@
-from verl.toolkit.names import DatasetPadMode as DatasetPadMode
-from verl.toolkit.tensor_collator import SFTTensorCollator as SFTTensorCollator
+from verl.compat.toolkit.names import DatasetPadMode as DatasetPadMode
+from verl.compat.toolkit.tensor_collator import SFTTensorCollator as SFTTensorCollator

@@ -1,1 +1,1 @@
-from verl.toolkit.metrics import calculate_debug_metrics as calculate_debug_metrics
+from verl.compat.toolkit.metrics import calculate_debug_metrics as calculate_debug_metrics

@@ -1,3 +1,3 @@
-from verl.toolkit.profiler import DistProfiler as DistProfiler
-from verl.toolkit.profiler import DistProfilerExtension as DistProfilerExtension
-from verl.toolkit.profiler import ProfilerConfig as ProfilerConfig
+from verl.compat.toolkit.profiler import DistProfiler as DistProfiler
+from verl.compat.toolkit.profiler import DistProfilerExtension as DistProfilerExtension
+from verl.compat.toolkit.profiler import ProfilerConfig as ProfilerConfig

@@ -1,1 +1,1 @@
-from verl.toolkit.ulysses import FSDPUlyssesShardingManager as FSDPUlyssesShardingManager
+from verl.compat.toolkit.ulysses import FSDPUlyssesShardingManager as FSDPUlyssesShardingManager

@@ -1,8 +1,5 @@
 """Typed sections from composed configurations, from :mod:`verl.compat.toolkit.config`."""
 
-from verl.compat.import_hooks import old_names
 from verl.compat.toolkit.config import omega_conf_to_dataclass as omega_conf_to_dataclass
 from verl.compat.toolkit.config import update_dict_with_config as update_dict_with_config
 from verl.compat.toolkit.config import validate_config as validate_config
-
-__getattr__ = old_names(__name__)

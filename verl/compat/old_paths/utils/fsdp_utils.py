@@ -5,7 +5,6 @@ from torch.distributed.fsdp import FSDPModule as FSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fully_shard
 
-from verl.compat.import_hooks import old_names
 from verl.compat.toolkit.fsdp import apply_fsdp2 as apply_fsdp2
 from verl.compat.toolkit.fsdp import fsdp2_clip_grad_norm_ as fsdp2_clip_grad_norm_
 from verl.compat.toolkit.fsdp import fsdp2_load_full_state_dict as fsdp2_load_full_state_dict
@@ -21,5 +20,3 @@ from verl.compat.toolkit.fsdp import load_fsdp_optimizer as load_fsdp_optimizer
 from verl.compat.toolkit.fsdp import offload_fsdp_model_to_cpu as offload_fsdp2_model_to_cpu
 from verl.compat.toolkit.fsdp import offload_fsdp_model_to_cpu as offload_fsdp_model_to_cpu
 from verl.compat.toolkit.fsdp import offload_fsdp_optimizer as offload_fsdp_optimizer
-
-__getattr__ = old_names(__name__)

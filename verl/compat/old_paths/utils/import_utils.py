@@ -1,6 +1,5 @@
 """Import by path or name, and find out what is installed."""
 
-from verl.compat.import_hooks import old_names
 from verl.compat.toolkit.calls import deprecated as deprecated
 from verl.compat.toolkit.imports import import_external_libs as import_external_libs
 from verl.compat.toolkit.imports import is_megatron_core_available as is_megatron_core_available
@@ -12,5 +11,3 @@ from verl.compat.toolkit.imports import load_class_from_fqn as load_class_from_f
 from verl.compat.toolkit.imports import load_extern_module as load_extern_module
 from verl.compat.toolkit.imports import load_extern_object as load_extern_object
 from verl.compat.toolkit.imports import load_extern_type as load_extern_type
-
-__getattr__ = old_names(__name__)

@@ -1,6 +1,3 @@
 """Responses from files, from :mod:`verl.compat.toolkit.rollouts`."""
 
-from verl.compat.import_hooks import old_names
 from verl.compat.toolkit.rollouts import RolloutSkip as RolloutSkip
-
-__getattr__ = old_names(__name__)

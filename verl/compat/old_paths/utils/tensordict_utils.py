@@ -1,6 +1,5 @@
 """TensorDicts with non-tensor values, from :mod:`verl.protocol.columns` and :mod:`verl.compat.toolkit.tensordicts`."""
 
-from verl.compat.import_hooks import old_names
 from verl.compat.toolkit.tensordicts import assert_tensordict_eq as assert_tensordict_eq
 from verl.compat.toolkit.tensordicts import assign_non_tensor as assign_non_tensor
 from verl.compat.toolkit.tensordicts import assign_non_tensor_data as assign_non_tensor_data
@@ -22,5 +21,3 @@ from verl.compat.toolkit.tensordicts import pop_keys as pop_keys
 from verl.compat.toolkit.tensordicts import unpad as unpad
 from verl.compat.toolkit.tensordicts import unwrap_non_tensor_data as unwrap_non_tensor_data
 from verl.protocol.columns import union_tensor_dict as union_tensor_dict
-
-__getattr__ = old_names(__name__)

@@ -1,6 +1,5 @@
 """Public path of the workers: :mod:`verl.workers.fsdp_workers` and :mod:`verl.workers.training_workers`."""
 
-from verl.compat.import_hooks import old_names
 from verl.workers.fsdp_workers import ActorRolloutRefWorker as ActorRolloutRefWorker
 from verl.workers.fsdp_workers import CriticWorker as CriticWorker
 from verl.workers.fsdp_workers import RewardModelWorker as RewardModelWorker
@@ -8,5 +7,3 @@ from verl.workers.training_workers import DirectPreferenceWorker as DirectPrefer
 from verl.workers.training_workers import EngineWorker as EngineWorker
 from verl.workers.training_workers import RewardModelTrainingWorker as RewardModelTrainingWorker
 from verl.workers.training_workers import TrainingWorker as TrainingWorker
-
-__getattr__ = old_names(__name__)

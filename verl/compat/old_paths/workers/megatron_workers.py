@@ -1,9 +1,6 @@
 """The workers of a run with ``strategy=megatron``: those of :mod:`verl.workers.fsdp_workers`, over another engine."""
 
-from verl.compat.import_hooks import old_names
 from verl.workers.fsdp_workers import ActorRolloutRefWorker as ActorRolloutRefWorker
 from verl.workers.fsdp_workers import AsyncActorRolloutRefWorker as AsyncActorRolloutRefWorker
 from verl.workers.fsdp_workers import CriticWorker as CriticWorker
 from verl.workers.fsdp_workers import RewardModelWorker as RewardModelWorker
-
-__getattr__ = old_names(__name__)

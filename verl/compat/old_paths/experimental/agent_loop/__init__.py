@@ -5,6 +5,3 @@ from verl.agents.manager import AgentLoopManager as AgentLoopManager
 from verl.agents.servers import AsyncLLMServerManager as AsyncLLMServerManager
 from verl.agents.single_turn import SingleTurnAgentLoop as SingleTurnAgentLoop
 from verl.agents.worker import AgentLoopWorker as AgentLoopWorker
-from verl.compat.import_hooks import old_names
-
-__getattr__ = old_names(__name__)

@@ -9,8 +9,5 @@ from verl.agents.manager import AgentLoopManager as AgentLoopManager
 from verl.agents.servers import AsyncLLMServerManager as AsyncLLMServerManager
 from verl.agents.servers import TokenOutput as TokenOutput
 from verl.agents.worker import AgentLoopWorker as AgentLoopWorker
-from verl.compat.import_hooks import old_names
 from verl.compat.toolkit.agents import ToolListWrap as ToolListWrap
 from verl.compat.toolkit.agents import get_trajectory_info as get_trajectory_info
-
-__getattr__ = old_names(__name__)

@@ -6,6 +6,3 @@ from verl.agents.parsers.harmony import GptOssToolParser as GptOssToolParser
 from verl.agents.parsers.json_calls import HermesToolParser as HermesToolParser
 from verl.agents.parsers.tagged import GlmToolParser as GLMToolParser
 from verl.agents.parsers.tagged import Qwen3CoderToolParser as Qwen3XMLToolParser
-from verl.compat.import_hooks import old_names
-
-__getattr__ = old_names(__name__)

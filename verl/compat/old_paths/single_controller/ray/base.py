@@ -1,6 +1,5 @@
 """Public path of the Ray controller, :mod:`verl.single_controller.ray`."""
 
-from verl.compat.import_hooks import old_names
 from verl.single_controller.ray import RayClassWithInitArgs as RayClassWithInitArgs
 from verl.single_controller.ray import RayResourcePool as RayResourcePool
 from verl.single_controller.ray import RayWorkerGroup as RayWorkerGroup
@@ -11,5 +10,3 @@ from verl.single_controller.ray import create_colocated_worker_cls_fused as crea
 from verl.single_controller.ray import create_colocated_worker_raw_cls as create_colocated_worker_raw_cls
 from verl.single_controller.ray import merge_resource_pool as merge_resource_pool
 from verl.single_controller.ray import split_resource_pool as split_resource_pool
-
-__getattr__ = old_names(__name__)

@@ -1,7 +1,6 @@
 """Public path of the trainer, the column functions of its step, and what chooses its roles."""
 
 from verl.algorithms import AdvantageEstimator as AdvantageEstimator
-from verl.compat.import_hooks import old_names
 from verl.compat.own_fit.ray_trainer import RayPPOTrainer as RayPPOTrainer
 from verl.protocol import compute_response_mask as compute_response_mask
 from verl.trainer.ppo.stages import apply_kl_penalty as apply_kl_penalty
@@ -10,5 +9,3 @@ from verl.trainer.ppo.utils import Role as Role
 from verl.trainer.ppo.utils import need_critic as need_critic
 from verl.trainer.ppo.utils import need_reference_policy as need_reference_policy
 from verl.trainer.ppo.utils import need_reward_model as need_reward_model
-
-__getattr__ = old_names(__name__)

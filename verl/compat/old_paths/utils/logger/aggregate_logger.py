@@ -1,7 +1,4 @@
 """Metrics on the console, and log messages of one rank, from :mod:`verl.compat.toolkit.metrics`."""
 
-from verl.compat.import_hooks import old_names
 from verl.compat.toolkit.metrics import LocalLogger as LocalLogger
 from verl.compat.toolkit.metrics import log_with_rank as log_with_rank
-
-__getattr__ = old_names(__name__)

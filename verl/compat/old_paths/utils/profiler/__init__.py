@@ -1,6 +1,5 @@
 """Profiling of workers, and timers of stages."""
 
-from verl.compat.import_hooks import old_names
 from verl.compat.toolkit.memory import GPUMemoryLogger as GPUMemoryLogger
 from verl.compat.toolkit.memory import log_gpu_memory_usage as log_gpu_memory_usage
 from verl.compat.toolkit.profiler import DistProfiler as DistProfiler
@@ -8,5 +7,3 @@ from verl.compat.toolkit.profiler import DistProfilerExtension as DistProfilerEx
 from verl.compat.toolkit.profiler import ProfilerConfig as ProfilerConfig
 from verl.compat.toolkit.timing import marked_timer as marked_timer
 from verl.utils.metric import simple_timer as simple_timer
-
-__getattr__ = old_names(__name__)

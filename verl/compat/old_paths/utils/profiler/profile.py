@@ -1,8 +1,5 @@
 """A profiler of one rank, from :mod:`verl.compat.toolkit.profiler`."""
 
-from verl.compat.import_hooks import old_names
 from verl.compat.toolkit.profiler import DistProfiler as DistProfiler
 from verl.compat.toolkit.profiler import DistProfilerExtension as DistProfilerExtension
 from verl.compat.toolkit.profiler import ProfilerConfig as ProfilerConfig
-
-__getattr__ = old_names(__name__)

@@ -1,6 +1,5 @@
 """Public address of the sections of the configuration that workers read (``verl.config``)."""
 
-from verl.compat.import_hooks import old_names
 from verl.config import ActorConfig as ActorConfig
 from verl.config import ActorRolloutRefConfig as ActorRolloutRefConfig
 from verl.config import AgentLoopConfig as AgentLoopConfig
@@ -29,5 +28,3 @@ from verl.config import SamplingConfig as SamplingConfig
 from verl.config import SandboxFusionConfig as SandboxFusionConfig
 from verl.config import TraceConfig as TraceConfig
 from verl.config import WrapPolicyConfig as WrapPolicyConfig
-
-__getattr__ = old_names(__name__)

@@ -1,6 +1,5 @@
 """Public address of :mod:`verl.config.rollout`."""
 
-from verl.compat.import_hooks import old_names
 from verl.config.agent import AgentLoopConfig as AgentLoopConfig
 from verl.config.agent import MultiTurnConfig as MultiTurnConfig
 from verl.config.observation import PrometheusConfig as PrometheusConfig
@@ -8,5 +7,3 @@ from verl.config.observation import TraceConfig as TraceConfig
 from verl.config.rollout import CheckpointEngineConfig as CheckpointEngineConfig
 from verl.config.rollout import RolloutConfig as RolloutConfig
 from verl.config.rollout import SamplingConfig as SamplingConfig
-
-__getattr__ = old_names(__name__)

@@ -1,7 +1,4 @@
 """Public path of vLLM as rollout engine, :mod:`verl.workers.rollout.vllm_rollout`."""
 
-from verl.compat.import_hooks import old_names
 from verl.workers.rollout.vllm_rollout import vLLMAsyncRollout as vLLMAsyncRollout
 from verl.workers.rollout.vllm_rollout import vLLMRollout as vLLMRollout
-
-__getattr__ = old_names(__name__)
