@@ -189,9 +189,10 @@ docs: $(DEV) ## the documentation, strictly, into site/
 docs-serve: $(DEV) ## the documentation on loopback, made again at every change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --quiet
 
-config: $(DEV) ## regenerate YAML groups and docs/configuration.md from the dataclasses
+config: $(DEV) ## regenerate YAML groups and docs/configuration.md from the dataclasses, verl-stubs from verl/compat/old_paths
 	$(BIN)/python -m verl.trainer.config.generate
 	$(BIN)/python -m docs.generate.configuration
+	$(BIN)/python -m docs.generate.stubs
 
 clean: ## remove environments and outputs
 	rm -rf $(VENV) $(KITS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) site outputs checkpoints .pytest_cache .ruff_cache .hypothesis

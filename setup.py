@@ -1,5 +1,10 @@
-"""What pyproject.toml cannot say: a wheel has the quickstart, so that `verl quickstart` needs no clone."""
+"""What pyproject.toml cannot say: a build has files that git has not.
 
+A wheel has the quickstart, so that ``verl quickstart`` needs no clone; an editable install runs that of the clone. Both
+have ``verl-stubs``, by which type checkers and editors find old import paths.
+"""
+
+import runpy
 import shutil
 from pathlib import Path
 
@@ -13,16 +18,18 @@ QUICKSTART = (
 )
 
 
-class BuildWithQuickstart(build_py):
-    """Copies the quickstart to ``verl/cli/bundled``; an editable install runs that of the clone."""
+class BuildWithMadeFiles(build_py):
+    """Copies the quickstart to ``verl/cli/bundled`` and writes ``verl-stubs``, of an editable install into the clone."""
 
     def run(self) -> None:
         """Build the package."""
         super().run()
+        root = Path() if self.editable_mode else Path(self.build_lib)
+        runpy.run_path("docs/generate/stubs.py")["write"](root / "verl-stubs")
         for name in () if self.editable_mode else QUICKSTART:
-            target = Path(self.build_lib) / "verl/cli/bundled" / name
+            target = root / "verl/cli/bundled" / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(name, target)
 
 
-setup(cmdclass={"build_py": BuildWithQuickstart})
+setup(cmdclass={"build_py": BuildWithMadeFiles})

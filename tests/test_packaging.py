@@ -10,15 +10,17 @@ import sys
 import tarfile
 import venv
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
 
 import verl
+from docs.generate.stubs import stubs
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("verl", "verl-stubs", "examples")
-FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+SOURCES = ("verl", "examples")
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "docs/generate/stubs.py")
 BUILD = "import sys, setuptools.build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
 SUFFIXES = (".py", ".pyi", ".c", ".h", ".yaml", ".typed", ".html", ".js", ".css", ".svg", ".LICENSE")
 RUN_BY_PATH = (
@@ -54,6 +56,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     clone = folder / "clone"
     for name in SOURCES:
         shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (clone / "docs/generate").mkdir(parents=True)
     for name in FILES:
         shutil.copy(ROOT / name, clone / name)
     sdist = build("sdist", clone, folder / "sdist")
@@ -68,12 +71,13 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_a_wheel_has_every_file_of_the_package(wheels: dict[str, Path]) -> None:
-    files = [*(ROOT / "verl").rglob("*"), *(ROOT / "verl-stubs").rglob("*")]
-    present = {str(path.relative_to(ROOT)) for path in files if path.suffix in SUFFIXES}
+    present = {str(path.relative_to(ROOT)) for path in (ROOT / "verl").rglob("*") if path.suffix in SUFFIXES}
     assert {f"verl/{path}" for path in RUN_BY_PATH} <= present
     packed = contents(wheels["clone"])
     assert present <= packed.keys(), f"not in the wheel: {sorted(present - packed.keys())}"
     assert "verl/cli/bundled/examples/quickstart/quickstart.py" in packed
+    made = {f"verl-stubs/{name}": zlib.crc32(text.encode()) for name, text in stubs().items()}
+    assert {name: checksum for name, checksum in packed.items() if name.startswith("verl-stubs/")} == made
 
 
 def test_an_sdist_makes_the_same_wheel(wheels: dict[str, Path]) -> None:

@@ -2,7 +2,7 @@
 
 python -m docs.generate.stubs
 
-Takes seconds; whatever else lies in verl-stubs is removed.
+An installation does so too (setup.py). Takes seconds; whatever else lies in verl-stubs is removed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DOORS, STUBS = ROOT / "verl" / "compat" / "old_paths", ROOT / "verl-stubs"
+OLD_PATHS = ROOT / "verl" / "compat" / "old_paths"
 
 
 def stubs() -> dict[str, str]:
@@ -23,10 +23,10 @@ def stubs() -> dict[str, str]:
     installed package the folder is there then, and it does not report a module without source.
     """
     files = {"py.typed": "partial\n"}
-    for door in sorted(DOORS.rglob("*.py")):
-        module = door.relative_to(DOORS).with_suffix("")
+    for file in sorted(OLD_PATHS.rglob("*.py")):
+        module = file.relative_to(OLD_PATHS).with_suffix("")
         folder = module.parent if module.name == "__init__" else module
-        tree = ast.parse(door.read_text())
+        tree = ast.parse(file.read_text())
         imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
         lines = [ast.unparse(node) for node in imports]
         names = [(alias.name, alias.asname) for node in imports for alias in node.names]
@@ -37,15 +37,15 @@ def stubs() -> dict[str, str]:
     return files
 
 
-def main() -> None:
-    """The command line."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    shutil.rmtree(STUBS, ignore_errors=True)
+def write(folder: Path) -> None:
+    """Replace a folder by the stubs."""
+    shutil.rmtree(folder, ignore_errors=True)
     for name, text in stubs().items():
-        path = STUBS / name
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
 
 if __name__ == "__main__":
-    main()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    write(ROOT / "verl-stubs")

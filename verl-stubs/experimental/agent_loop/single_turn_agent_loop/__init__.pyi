@@ -1,1 +1,0 @@
-from verl.agents.single_turn import SingleTurnAgentLoop as SingleTurnAgentLoop

@@ -1,3 +1,0 @@
-from verl.agents.tool_agent import ToolAgentLoop as ToolAgentLoop
-from verl.compat.toolkit.agents import AgentData as AgentData
-from verl.compat.toolkit.agents import AgentState as AgentState

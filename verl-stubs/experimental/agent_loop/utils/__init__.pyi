@@ -1,2 +1,0 @@
-from verl.compat.toolkit.harmony import add_generation_prompt_for_gpt_oss as add_generation_prompt_for_gpt_oss
-from verl.compat.toolkit.harmony import format_gpt_oss_tool_response_manually as format_gpt_oss_tool_response_manually

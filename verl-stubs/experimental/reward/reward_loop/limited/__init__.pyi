@@ -1,2 +1,0 @@
-from verl.compat.toolkit.limits import AsyncTokenBucket as AsyncTokenBucket
-from verl.workers.reward_manager import RateLimitedRewardManager as RateLimitedRewardManager

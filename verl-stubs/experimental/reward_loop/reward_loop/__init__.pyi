@@ -1,1 +1,0 @@
-from verl.trainer.config.reward_section import migrate_legacy_reward_impl as migrate_legacy_reward_impl

@@ -1,1 +1,0 @@
-from verl.workers.reward_manager import NaiveRewardManager as NaiveRewardManager

@@ -1,4 +1,0 @@
-from verl.config import CheckpointConfig as CheckpointConfig
-from verl.config import CustomRewardFunctionConfig as CustomRewardFunctionConfig
-from verl.config import ModuleConfig as ModuleConfig
-from verl.config import RewardManagerConfig as RewardManagerConfig

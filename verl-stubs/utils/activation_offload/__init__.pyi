@@ -1,1 +1,0 @@
-from verl.compat.toolkit.memory import enable_activation_offloading as enable_activation_offloading

@@ -1,1 +1,0 @@
-from verl.compat.toolkit.checkpoints import FSDPCheckpointManager as FSDPCheckpointManager

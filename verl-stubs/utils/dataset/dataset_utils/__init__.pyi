@@ -1,2 +1,0 @@
-from verl.compat.toolkit.names import DatasetPadMode as DatasetPadMode
-from verl.compat.toolkit.tensor_collator import SFTTensorCollator as SFTTensorCollator

@@ -1,1 +1,0 @@
-from verl.vision.images import process_image as process_image

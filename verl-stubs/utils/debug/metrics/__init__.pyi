@@ -1,1 +1,0 @@
-from verl.compat.toolkit.metrics import calculate_debug_metrics as calculate_debug_metrics

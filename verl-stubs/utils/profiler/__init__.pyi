@@ -1,7 +1,0 @@
-from verl.compat.toolkit.memory import GPUMemoryLogger as GPUMemoryLogger
-from verl.compat.toolkit.memory import log_gpu_memory_usage as log_gpu_memory_usage
-from verl.compat.toolkit.profiler import DistProfiler as DistProfiler
-from verl.compat.toolkit.profiler import DistProfilerExtension as DistProfilerExtension
-from verl.compat.toolkit.profiler import ProfilerConfig as ProfilerConfig
-from verl.compat.toolkit.timing import marked_timer as marked_timer
-from verl.utils.metric import simple_timer as simple_timer

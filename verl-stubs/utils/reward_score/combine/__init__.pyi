@@ -1,1 +1,0 @@
-from verl.utils.reward_score.parts import weighted_sum as weighted_sum

@@ -1,1 +1,0 @@
-from verl.utils.reward_score.prime_code import run_test as run_test

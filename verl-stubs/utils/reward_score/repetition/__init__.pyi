@@ -1,1 +1,0 @@
-from verl.utils.reward_score.parts import repetition_penalty as repetition_penalty

@@ -1,1 +1,0 @@
-from verl.compat.toolkit.rollouts import RolloutSkip as RolloutSkip

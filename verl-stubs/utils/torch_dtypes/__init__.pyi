@@ -1,1 +1,0 @@
-from verl.compat.toolkit.names import PrecisionType as PrecisionType

@@ -1,1 +1,0 @@
-from verl.compat.toolkit.imports import is_version_ge as is_version_ge

@@ -1,1 +1,0 @@
-from verl.config.model import HFModelConfig as HFModelConfig

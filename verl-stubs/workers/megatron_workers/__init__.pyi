@@ -1,4 +1,0 @@
-from verl.workers.fsdp_workers import ActorRolloutRefWorker as ActorRolloutRefWorker
-from verl.workers.fsdp_workers import AsyncActorRolloutRefWorker as AsyncActorRolloutRefWorker
-from verl.workers.fsdp_workers import CriticWorker as CriticWorker
-from verl.workers.fsdp_workers import RewardModelWorker as RewardModelWorker

@@ -1,2 +1,0 @@
-from verl.compat.toolkit.scoring import parallel_compute_score_async as parallel_compute_score_async
-from verl.workers.reward_manager import PrimeRewardManager as PrimeRewardManager

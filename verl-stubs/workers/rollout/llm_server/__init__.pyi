@@ -1,1 +1,0 @@
-from verl.agents.servers import LLMServerClient as LLMServerClient

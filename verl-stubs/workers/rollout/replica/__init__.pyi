@@ -1,1 +1,0 @@
-from verl.agents.servers import TokenOutput as TokenOutput

@@ -1,1 +1,0 @@
-from verl.workers.rollout.sglang_rollout import SGLangRollout as SGLangRollout

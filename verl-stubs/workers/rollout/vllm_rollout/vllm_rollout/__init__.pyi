@@ -1,2 +1,0 @@
-from verl.workers.rollout.vllm_rollout import vLLMAsyncRollout as vLLMAsyncRollout
-from verl.workers.rollout.vllm_rollout import vLLMRollout as vLLMRollout

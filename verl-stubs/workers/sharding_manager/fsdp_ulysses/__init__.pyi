@@ -1,1 +1,0 @@
-from verl.compat.toolkit.ulysses import FSDPUlyssesShardingManager as FSDPUlyssesShardingManager
