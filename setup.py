@@ -19,7 +19,7 @@ QUICKSTART = (
 
 
 class BuildWithMadeFiles(build_py):
-    """Copies the quickstart to ``verl/cli/bundled`` and writes ``verl-stubs``, of an editable install into the clone."""
+    """Copies the quickstart to ``verl/cli/bundled`` and writes ``verl-stubs``, for an editable install in the clone."""
 
     def run(self) -> None:
         """Build the package."""

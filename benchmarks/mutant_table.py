@@ -472,14 +472,14 @@ REWARDS = (
     ),
     Mutant(
         "rewards",
-        "trainer/ppo/ray_trainer.py",
+        "trainer/ppo/trainer.py",
         "context.number > self.typed_config.trainer.critic_warmup",
         "context.number >= self.typed_config.trainer.critic_warmup",
         "trainer/run trainer/own_fit",
     ),
     Mutant(
         "rewards",
-        "trainer/ppo/ray_trainer.py",
+        "trainer/ppo/trainer.py",
         "baselines.repeat(self.typed_config.actor_rollout_ref.rollout.n, interleave=True)",
         "baselines.repeat(self.typed_config.actor_rollout_ref.rollout.n, interleave=False)",
         "trainer/algorithms_end_to_end",

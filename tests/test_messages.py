@@ -27,8 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 # Packages that know the configuration, or are given its sections: messages of workers and agents name a key by the
 # section that they got, such as rollout.max_model_len.
-KNOW_THE_CONFIGURATION = ("trainer", "config", "cli", "testing", "compat", "agents", "judge", "workers")
-KNOW_THE_CONFIGURATION += ("toolkit/profiler.py", "api")  # whose callers write keys as settings
+KNOW_THE_CONFIGURATION = ("trainer", "config", "cli", "testing", "compat", "agents", "judge", "workers", "api")
 SECTIONS = {"data", "trainer", "algorithm", "actor_rollout_ref", "actor", "rollout", "ref", "model", "optim", "critic"}
 SECTIONS |= {"reward_model", "custom_reward_function", "checkpoint"}
 

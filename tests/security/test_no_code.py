@@ -84,9 +84,9 @@ ALLOWED = {
     ("workers/engine/megatron/library.py", "torch.serialization.add_safe_globals"): 1,  # without megatron-core's
     # Code that the user names in the configuration or the environment.
     ("base/import_utils.py", "importlib.import_module"): 2,
-    ("toolkit/imports.py", "importlib.import_module"): 2,  # import_external_libs, load_class_from_fqn
+    ("compat/toolkit/imports.py", "importlib.import_module"): 2,  # import_external_libs, load_class_from_fqn
     ("trainer/config/translate.py", "importlib.import_module"): 1,  # _target_, of a program's own configuration alone
-    ("toolkit/config.py", "importlib.import_module"): 1,  # _target_
+    ("compat/toolkit/config.py", "importlib.import_module"): 1,  # _target_
     ("base/import_utils.py", "importlib.util.spec_from_file_location"): 1,
     ("workers/engine/fsdp/model.py", "importlib.import_module"): 1,  # model.external_lib
     ("workers/engine/fsdp/optimizer.py", "importlib.import_module"): 1,  # optim.optimizer_impl

@@ -9,7 +9,7 @@ from pathlib import Path
 
 WORDS = ("cuda", "nccl", "flash_attn", "flash_attention_2", "cpu:gloo,cuda:nccl")
 LIBRARIES = ("flash_attn", "pynvml")
-ELSEWHERE = ("compat", "toolkit", "testing")
+ELSEWHERE = ("compat", "testing")
 """Packages that runs do not use."""
 
 

@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -47,20 +48,32 @@ class PublicPaths:
             spec = PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
             return None
-        run = spec.loader.exec_module
-        folder = name.rpartition(".")[2]
-        only_parent = spec.submodule_search_locations is None and any(
-            os.path.isdir(os.path.join(mirror, folder)) for mirror in mirrors
-        )
-
-        def run_and_offer(module: ModuleType) -> None:
-            if only_parent:
-                module.__path__ = []  # Python imports modules below a package alone, and finds them by this class
-            run(module)
-            _offer_names(module)
-
-        spec.loader.exec_module = run_and_offer
+        folders_of_mirror = (os.path.join(mirror, name.rpartition(".")[2]) for mirror in mirrors)
+        if spec.submodule_search_locations is None and any(map(os.path.isdir, folders_of_mirror)):
+            spec.submodule_search_locations = []  # a module with old paths below it must be a package to Python
+        spec.loader = LoaderOfPublicNames(spec.loader)
         return spec
+
+
+class LoaderOfPublicNames(Loader):
+    """Loads a module as another loader does, and offers the names of other versions in it."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:  # what else a loader of files or of an archive can: source, data
+        if name == "loader":  # copy looks before it is set
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """See :meth:`importlib.abc.Loader.create_module`."""
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """See :meth:`importlib.abc.Loader.exec_module`."""
+        self.loader.exec_module(module)
+        _offer_names(module)
 
 
 class AbsentPaths:
