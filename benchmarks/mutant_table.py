@@ -182,8 +182,8 @@ ENGINE = (
     Mutant(
         "engine",
         "workers/engine/fsdp/optimizer.py",
-        "torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)",
-        "pass",
+        "            part.mul_(factor)",
+        "            part.mul(factor)",
         "workers/engine/engine",
     ),
     Mutant(
@@ -482,7 +482,7 @@ REWARDS = (
         "trainer/ppo/trainer.py",
         "baselines.repeat(self.typed_config.actor_rollout_ref.rollout.n, interleave=True)",
         "baselines.repeat(self.typed_config.actor_rollout_ref.rollout.n, interleave=False)",
-        "trainer/algorithms_end_to_end",
+        "trainer/run",
     ),
 )
 

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import resource
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
+from tests import forks
 from verl.cli import doctor
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_findings_as_json():
-    command = [sys.executable, "-m", "verl", "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    done = forks.run(["-m", "verl", "doctor", "--json"], cwd=ROOT)
     findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
     assert findings["Python"]["verdict"] == "ok"
     assert findings["torch"]["found"].startswith("2.")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
 from verl.cli.commands import INSPECTIONS, MODULES
 from verl.cli.differences import read_settings
 from verl.cli.main import complete_keys
@@ -145,7 +146,7 @@ def test_merge_takes_the_arguments_of_the_merger_with_or_without_its_own_word():
         "    try: cli(words, prog_name='verl')\n"
         "    except SystemExit as end: print('status:', end.code)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    done = forks.run(["-c", code], cwd=ROOT)
     assert done.stdout.startswith("status: 1\nstatus: 1\nusage: verl merge")
     assert done.stderr.count("nowhere: there is no such folder") == 2
     assert "--target_dir" in done.stdout

@@ -1,18 +1,14 @@
 """Merging shards into a model folder, and comparing with one."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
-import verl
+from tests import forks
 from tests.workers.support import make_engine, weights_of
 from verl.checkpoint.locate import backend_of, shards_below
 from verl.model_merger.__main__ import main
@@ -59,9 +55,7 @@ def test_merge_makes_the_same_model(checkpoint, tmp_path):
 def test_a_log_has_no_progress_bars(checkpoint, tmp_path):
     folder, _ = checkpoint
     words = ["--backend", "fsdp", "--local_dir", str(folder / "actor"), "--target_dir", str(tmp_path / "out")]
-    command = [sys.executable, "-m", "verl", "merge", *words]
-    environment = os.environ | {"PYTHONPATH": str(Path(verl.__file__).parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
+    done = forks.run(["-m", "verl", "merge", *words], timeout=120)
     assert "read back and equal" in done.stderr
     assert "%|" not in done.stderr
 

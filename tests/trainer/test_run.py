@@ -233,7 +233,7 @@ def test_a_prompt_whose_greedy_response_has_no_score_is_left_out(train, tmp_path
         "    seen.touch()\n"
         "    if first:\n"
         "        raise KeyError('no such test case')\n"
-        "    return sum(c.isdigit() for c in solution_str) / 8\n"
+        "    return 100 * extra_info['index'] + sum(c.isdigit() for c in solution_str) / 8\n"
     )
     steps = train(
         algorithm__adv_estimator="remax",
@@ -245,6 +245,8 @@ def test_a_prompt_whose_greedy_response_has_no_score_is_left_out(train, tmp_path
     assert steps[1]["reward/baseline_error_rate"] == 0.25
     assert steps[1]["reward/error_rate"] == 0  # its samples were scored; there is nothing to compare them with
     assert steps[1]["actor/grad_norm"] > 0
+    # Each sample is compared with the greedy response to its own prompt: rewards of others differ by 100.
+    assert -16 < steps[1]["critic/advantages/min"] < steps[1]["critic/advantages/max"] < 16
 
 
 def test_ray_with_two_ranks_gives_the_numbers_of_one_local_rank(train, ray_cluster, monkeypatch, tmp_path):

@@ -55,6 +55,12 @@ def test_ranks_and_format_follow_the_gpus_unless_they_are_set(gpus, settings, ra
     assert resolve_device(config) == ("cuda" if gpus and "trainer.device=cpu" not in settings else "cpu")
 
 
+def test_each_node_has_as_many_ranks_as_the_smallest_node_in_use_has_gpus(monkeypatch):
+    monkeypatch.setattr("verl.config.machine.gpus_of_nodes", lambda *_: (4, 3, 1))
+    found = [loaded(f"trainer.nnodes={nodes}").trainer.n_gpus_per_node for nodes in (1, 2, 3)]
+    assert found == [4, 3, 1]
+
+
 def test_scripts_may_refer_to_the_default():
     settings = ["data.train_batch_size=${trainer.n_gpus_per_node}", "reward_model.enable_resource_pool=true"]
     with assumed_gpus(6):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.config.support import Run, only
+from verl.config import RMConfig
 from verl.errors import ConfigError
 from verl.trainer.config import EvalConfig, GenerationConfig, SFTConfig, load_config
 
@@ -482,6 +483,13 @@ def test_supervised_batches(run: Run):
     assert "it does not divide the 8 sequences of a batch on one rank" in message
     assert "nearest 2 and 4" in message
     assert run.load(fixed, SFTConfig)
+
+
+def test_both_sides_of_a_pair_fit_into_one_pass(run: Run):
+    by_tokens = {"data.use_dynamic_bsz": True, "data.max_length": 1000}
+    message = only(run.refusal(by_tokens | {"data.max_token_len_per_gpu": 1999}, RMConfig))
+    assert "data.max_token_len_per_gpu=1999: the longest sequence has 2000 tokens" in message
+    assert run.load(by_tokens | {"data.max_token_len_per_gpu": 2000}, RMConfig)
 
 
 def test_supervised_columns(run: Run):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from tests import forks
 from verl.backends.cpu.decoder import compiled_decoder
 from verl.errors import RolloutError
 from verl.testing.models import tiny_model, tiny_tokenizer
@@ -434,9 +432,8 @@ assert found == [oracle_greedy([10, 20, 30], 12), oracle_greedy([7], 12)], found
 
 
 def test_without_a_compiler_it_says_so_and_computes_the_same(tmp_path: Path) -> None:
-    environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "CC": ""}
-    command = [sys.executable, "-c", WITHOUT_COMPILER, str(tmp_path)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    environment = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "CC": ""}
+    ended = forks.run(["-c", WITHOUT_COMPILER, tmp_path], **environment)
     assert ended.returncode == 0, ended.stderr
     assert "no C compiler" in ended.stderr
 

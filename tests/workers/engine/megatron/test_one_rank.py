@@ -1,8 +1,6 @@
 """strategy=megatron on one rank: the numbers of plain PyTorch, and what is refused."""
 
 import math
-import subprocess
-import sys
 from contextlib import ExitStack
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from tests import forks
 from tests.support.tiny_run import same
 from tests.workers.engine.megatron.support import another_engine, batch_that_drew_padding, megatron_engine
 from tests.workers.support import (
@@ -152,7 +151,7 @@ def test_value_and_reward_models_are_those_of_fsdp(paths, tmp_path):
 
 def test_only_cpus_replace_parts_of_megatron():
     """In a fresh process, as one that has used a CPU keeps what was replaced."""
-    found = subprocess.run([sys.executable, "-c", JOIN], capture_output=True, text=True, check=False)
+    found = forks.run(["-c", JOIN])
     assert found.returncode == 0, found.stderr
     on_cuda, on_cpu = (line.split() for line in found.stdout.splitlines()[-2:])
     assert int(on_cuda[0]) > 10
