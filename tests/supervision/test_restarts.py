@@ -120,7 +120,7 @@ with Termination() as notice:
 """
 
 
-@pytest.mark.parametrize("round_number", range(5))
+@pytest.mark.parametrize("round_number", range(2))
 def test_sigterm_to_all_processes_of_a_group_is_one_notice(tmp_path: Path, round_number: int) -> None:
     """As ``timeout``, systemd and Slurm send it: to the driver, and to its parent, which passes it on."""
     program = ["-c", "import os; os.setpgid(0, 0)\n" + PROGRAM, tmp_path, SAVES, 2]
