@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.agents.test_tool_calls import shorten
+from tests.support.ports import reserved_port
 from tests.support.vision_models import tiny_vision_model_dir
 from verl.agents.parsers import FunctionCall
 from verl.agents.tool_calls import CallFailure, ToolCallResult, ToolLimits, ToolRunner
@@ -162,12 +163,6 @@ def test_a_call_that_does_no_harm_twice_is_made_again_when_its_server_dies(stdio
     assert (found.failure, found.response.text) == (None, "alive")
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
 def serve(port: int) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, SERVER, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -183,7 +178,7 @@ def serve(port: int) -> subprocess.Popen[bytes]:
 
 
 def test_a_server_over_http_and_its_restart(tmp_path: Path):
-    port = free_port()
+    port = reserved_port()
     process = serve(port)
     try:
         settings = {"url": f"http://127.0.0.1:{port}/mcp", "auth_token": "abc"}
@@ -215,7 +210,7 @@ def test_servers_that_cannot_be_used(tmp_path: Path):
     cases = [
         ({"a": exits}, "null", "the MCP server 'a' cannot be reached"),
         ({"a": {"command": "/no/such/program"}}, "null", "FileNotFoundError"),
-        ({"a": {"url": f"http://user:pass@127.0.0.1:{free_port()}/mcp"}}, "null", "ConnectError"),
+        ({"a": {"url": f"http://user:pass@127.0.0.1:{reserved_port()}/mcp"}}, "null", "ConnectError"),
         ({"a": {"args": []}}, "null", "needs either 'command' (stdio) or 'url'"),
         ({"a": {"comand": "x"}}, "null", "unknown key 'comand'. Did you mean 'command'?"),
         ({"a": STDIO}, "[add, subtract]", "no server has the tools subtract of mcp.tool_selected_list"),

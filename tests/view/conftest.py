@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ import httpx2
 import pytest
 import uvicorn
 
+from tests.support.ports import reserved_port
 from verl.view.guard import Guard
 from verl.view.index import Index, place_of_index
 from verl.view.runs import Library
@@ -53,19 +53,13 @@ class Server:
         raise AssertionError("the server did not come up in 60 s")
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
-
-
 @pytest.fixture(scope="module")
 def command() -> Iterator[Callable[..., Server]]:
     """Start `verl view` on folders, as a user does."""
     started: list[subprocess.Popen] = []
 
     def start(*folders: Path) -> Server:
-        port = free_port()
+        port = reserved_port()
         words = [sys.executable, "-m", "verl", "view", *map(str, folders), "--port", str(port)]
         environment = os.environ | {"VERL_VIEW_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
         process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
@@ -85,7 +79,7 @@ def serve() -> Iterator[Callable[..., Server]]:
     started: list[tuple[uvicorn.Server, threading.Thread]] = []
 
     def start(*folders: Path, has_runs: bool = True) -> Server:
-        port = free_port()
+        port = reserved_port()
         library = Library(list(folders), Index(place_of_index(list(folders))))
         library.find()
         app = Guard(make_app(library), TOKEN, port)

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 import psutil
 import pytest
 
+from tests.support.ports import reserved_port
 from tests.support.waiting import eventually
 from tests.workers.reward_manager.batches import TOKENIZER, batch_of
 from tests.workers.reward_manager.hostile import lengths, slow_length
@@ -129,15 +130,6 @@ def test_scorers_that_nobody_lets_live_are_an_error():
     manager.function.close()
 
 
-@pytest.fixture
-def port():
-    """One that the kernel gives to nobody else: a socket has it that never listens, and the service may share it."""
-    with socket.socket() as reserved:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        yield reserved.getsockname()[1]
-
-
 def listens(port):
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
@@ -149,7 +141,8 @@ def serve(port, drops):
     return service
 
 
-def test_a_service_that_resets_connections_is_asked_again(port):
+def test_a_service_that_resets_connections_is_asked_again():
+    port = reserved_port()
     service = serve(port, drops=2)
     manager = RemoteRewardManager(TOKENIZER, 0, url=f"http://127.0.0.1:{port}/", max_retries=3, timeout_s=60.0)
     scores, extra = compute_reward(batch_of(texts(8), [0.0] * 8), manager)
@@ -160,7 +153,8 @@ def test_a_service_that_resets_connections_is_asked_again(port):
     manager.function.close()
 
 
-def test_a_service_that_is_killed_and_comes_back(port):
+def test_a_service_that_is_killed_and_comes_back():
+    port = reserved_port()
     services = [serve(port, drops=0)]
 
     def replace():
