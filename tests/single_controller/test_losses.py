@@ -250,3 +250,15 @@ def test_a_call_from_another_thread_cannot_be_interrupted_but_is_written_down(al
     with ThreadPoolExecutor() as threads:
         threads.submit(alone.execute_func_rank_zero, time.sleep, 3).result()
     assert "Timeout (0:00:01.200000)!" in capfd.readouterr().err  # a second later than where it can be interrupted
+
+
+def test_a_collective_that_waited_too_long_names_the_setting_of_its_limit():
+    from ray.exceptions import RayTaskError
+
+    from verl.single_controller.ray.failures import GroupCall, _failure_message
+
+    said = "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 600000ms for recv operation to complete"
+    error = RayTaskError("all_reduce", "", RuntimeError(said))
+    message = _failure_message({1: error}, error, GroupCall("Mortal", "all_reduce", [None, None]))
+    assert message.startswith(f"Mortal.all_reduce on rank 1 of 2: RuntimeError: {said}\n")
+    assert "raise actor_rollout_ref.nccl_timeout (seconds, 600 by default)" in message

@@ -1,5 +1,7 @@
 """Packed attention against attention with a full mask, and the isolation of sequences."""
 
+import sys
+
 import pytest
 import torch
 from torch.nn import functional
@@ -9,6 +11,7 @@ from verl.errors import ConfigError
 from verl.workers.packed_attention import (
     AttentionRule,
     Packing,
+    _imports_flash_attn,
     _varlen_kernel_of,
     attend,
     attend_packed,
@@ -115,6 +118,18 @@ def test_grouped_heads_on_a_gpu_stay_where_flash_takes_them(monkeypatch, dtype, 
     real = torch.ones(3, 5, dtype=torch.bool, device="meta") if masked else None
     assert attend(q, k, k, AttentionRule(0.5), real).shape == q.shape
     assert taken == [(heads, heads, heads == 2)]
+
+
+@pytest.mark.parametrize(("module", "has_version_2"), [("cute/__init__.py", False), ("__init__.py", True)])
+def test_flash_attention_4_is_not_taken_for_version_2(module, has_version_2, tmp_path, monkeypatch):
+    """SGLang installs version 4: a package of the same name that has only the folder ``cute``."""
+    file = tmp_path / "flash_attn" / module
+    file.parent.mkdir(parents=True)
+    file.write_text("def flash_attn_varlen_func(): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    assert _imports_flash_attn.__wrapped__() is has_version_2
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
 
 
 def test_a_kernel_that_refuses_its_arguments_is_not_a_model_that_cannot_run_packed(monkeypatch):

@@ -176,7 +176,7 @@ def culprits(snapshots: Mapping[int, Snapshot], waiting: Sequence[int]) -> tuple
         return [], "the ranks wait in different collectives"
     if inside:
         return [], "all ranks wait in the same collective: look at the network and the devices"
-    return [], "no rank waits for another: if the work takes that long, raise hang_timeout_s"
+    return [], "no rank waits for another"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from omegaconf import OmegaConf
 
-from verl.trainer.ppo.utils import Role, WorkerType, need_reward_model
+from verl.trainer.config import PPOConfig, load_config
+from verl.trainer.config.command_line import compose
+from verl.trainer.ppo.utils import Needs, Role, WorkerType, need_reward_model, worker_arguments
 from verl.workers.roles import ActorRolloutRefWorker, RewardModelWorker
 
 
@@ -14,3 +18,11 @@ def test_a_reward_model_is_needed_by_configuration_or_by_role():
     assert need_reward_model({**workers, Role.RewardModel: RewardModelWorker})
     assert need_reward_model(OmegaConf.create({"reward_model": {"enable": True}}))
     assert not need_reward_model(OmegaConf.create({"reward_model": {"enable": False}}))
+
+
+def test_the_rollout_is_loaded_last():
+    """vLLM takes its share of the memory that others left, and refuses to start while they still load."""
+    config = load_config(compose(["reward_model.enable=true"]), PPOConfig, with_rules=False, with_algorithms=False)
+    everything = Needs(**{field.name: field.name != "judge" for field in dataclasses.fields(Needs)})
+    roles = list(worker_arguments(config, everything, total_steps=1))
+    assert roles == [Role.Critic, Role.RefPolicy, Role.RewardModel, Role.ActorRollout]

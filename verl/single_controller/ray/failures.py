@@ -61,6 +61,12 @@ BROKEN_CONNECTION = re.compile(
     re.IGNORECASE,
 )
 
+COLLECTIVE_TIMEOUT = re.compile(r"timed out waiting|wait timeout|collective operation timeout", re.IGNORECASE)
+SLOW_RANK = (
+    "a rank waited longer for the others than a collective may take. Where one of them reads a large model or writes a "
+    "checkpoint for that long, raise actor_rollout_ref.nccl_timeout (seconds, 600 by default)."
+)
+
 STORE_IS_FULL = (
     "what is passed between processes found no room: Ray's object store is full, and so is (to 95%) the disk that "
     "takes what does not fit. Free space where Ray keeps its files (/tmp/ray, see df), move them "
@@ -193,7 +199,8 @@ def _description(error: RayError) -> str:
     if isinstance(full, OutOfDiskError | ObjectStoreFullError):
         return f"{type(full).__name__}: {STORE_IS_FULL}"
     if isinstance(error, RayTaskError):
-        return f"{type(error.cause).__name__}: {error.cause}"
+        text = f"{type(error.cause).__name__}: {error.cause}"
+        return f"{text}\n{SLOW_RANK}" if COLLECTIVE_TIMEOUT.search(text) else text
     if isinstance(error, RayActorError) and error.actor_init_failed:
         return f"{str(error).strip().splitlines()[-1]}\n{error}"
     if isinstance(error, RayActorError):
@@ -227,7 +234,8 @@ def hang(outputs: Mapping[int, Any], call: GroupCall, timeout_s: float) -> Proce
         lines = [f"rank {first.rank} of {len(ranks)} hangs in {call.stage} ({first.place}): {why}."]
     else:
         lines = [f"{call.stage} hangs: {why}."]
-    lines += [f"No answer within hang_timeout_s={timeout_s:g} s from {len(waiting)} of {len(outputs)} ranks:"]
+    limit = f"trainer.recovery.hang_timeout_s={timeout_s:g} s (raise it if the work takes that long)"
+    lines += [f"No answer within {limit} from {len(waiting)} of {len(outputs)} ranks:"]
     lines += _places(ranks, snapshots, waiting)
     others = [rank for rank in snapshots if rank not in waiting]
     lines += ["The others have answered, or were not asked:", *_places(ranks, snapshots, others)] if others else []
