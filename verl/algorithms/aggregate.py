@@ -133,9 +133,9 @@ def prepare_aggregation(
     """
     made: dict[str, Tensor] = {}
     if trajectories is not None:
-        number = group_numbers(trajectories)
-        is_first = torch.ones_like(number)
-        is_first[1:] = (number[1:] > number.cummax(0).values[:-1]).long()
+        group_ids = group_numbers(trajectories)
+        is_first = torch.ones_like(group_ids)
+        is_first[1:] = (group_ids[1:] > group_ids.cummax(0).values[:-1]).long()
         made["trajectory_count"] = is_first.to(response_mask.device)
     if loss_agg_mode == "prompt-mean":
         if len(index) != len(response_mask):

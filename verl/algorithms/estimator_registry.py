@@ -64,18 +64,18 @@ def with_public_arguments(function: F) -> F:
     unused = set() if takes_kwargs(parameters) else usual - parameters.keys()
 
     @functools.wraps(function)
-    def call(*arguments: Any, **given: Any) -> tuple[Tensor, Tensor]:
-        config = given.get("config")
+    def call(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        config = named.get("config")
         by_place = list(parameters)[: len(arguments)]
-        for columns in (given.pop("batch", None), given.pop("non_tensor_batch", None)):
+        for columns in (named.pop("batch", None), named.pop("non_tensor_batch", None)):
             # Public code passes the components of the reward in these two.
             if columns is not None and takes_kwargs(parameters):
-                given = {name: columns[name] for name in columns.keys() - set(by_place)} | given
-        for name in (SETTINGS & parameters.keys()) - given.keys() - set(by_place):
+                named = {name: columns[name] for name in columns.keys() - set(by_place)} | named
+        for name in (SETTINGS & parameters.keys()) - named.keys() - set(by_place):
             value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
             if value is not None:
-                given[name] = value
-        return function(*arguments, **{name: value for name, value in given.items() if name not in unused})
+                named[name] = value
+        return function(*arguments, **{name: value for name, value in named.items() if name not in unused})
 
     return cast("F", call)
 

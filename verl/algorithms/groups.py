@@ -72,8 +72,8 @@ class Groups:
     def sums(self, x: Tensor) -> Tensor:
         """Sum over the members of each group: (groups, ...) from x, (n, ...)."""
         member = self.is_member.view(-1, *[1] * (x.dim() - 1))
-        found = torch.zeros(self.groups, *x.shape[1:], dtype=torch.float64, device=x.device)
-        return found.index_add_(0, self.number, zero_masked(x, member).double())
+        totals = torch.zeros(self.groups, *x.shape[1:], dtype=torch.float64, device=x.device)
+        return totals.index_add_(0, self.number, zero_masked(x, member).double())
 
     def total(self, x: Tensor) -> Tensor:
         """Sum over the members of the row's group; x is (n, ...)."""
@@ -83,8 +83,8 @@ class Groups:
         """Maximum over the members of the row's group, -inf in a group without members; x is (n, ...)."""
         per_row = (-1, *[1] * (x.dim() - 1))
         kept = x.double().masked_fill(~self.is_member.view(per_row), -torch.inf)
-        found = torch.full((self.groups, *x.shape[1:]), -torch.inf, dtype=torch.float64, device=x.device)
-        return found.scatter_reduce_(0, self.number.view(per_row).expand_as(x), kept, "amax")[self.number]
+        maxima = torch.full((self.groups, *x.shape[1:]), -torch.inf, dtype=torch.float64, device=x.device)
+        return maxima.scatter_reduce_(0, self.number.view(per_row).expand_as(x), kept, "amax")[self.number]
 
     def levelled(self, x: Tensor, rounding: Tensor) -> Tensor:
         """Make the values of a group equal if no two of its members differ by more than their roundings together.

@@ -410,11 +410,11 @@ def _public_form_of_terms(info: PolicyLossInfo) -> Callable[..., PolicyLossResul
             raise TypeError(f"policy loss '{info.name}' reads no column {', '.join(sorted(unknown))}.")
         usual = {"old_log_probs": old_log_prob, "advantages": advantages, "response_mask": response_mask}
         _check_shapes(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
-        given = usual | {name: column for name, column in columns.items() if column is not None}
-        if info.prepare is not None and not info.prepared_columns <= given.keys():
-            given |= info.prepare(usual, config, 0)  # as if these rows were the whole mini-batch
+        passed = usual | {name: column for name, column in columns.items() if column is not None}
+        if info.prepare is not None and not info.prepared_columns <= passed.keys():
+            passed |= info.prepare(usual, config, 0)  # as if these rows were the whole mini-batch
         totals: LossTotals = getattr(config, "global_batch_info", None) or {}
-        loss, metrics = evaluate_policy_loss(info, log_prob, given, rollout_is_weights, loss_agg_mode, config, totals)
+        loss, metrics = evaluate_policy_loss(info, log_prob, passed, rollout_is_weights, loss_agg_mode, config, totals)
         return loss, {name: value.item() for name, value in metrics.items()}
 
     compute.__name__ = compute.__qualname__ = f"compute_policy_loss_{info.name}"

@@ -111,14 +111,14 @@ def parse_criteria(rollout_rs: str, thresholds: float | str | None) -> tuple[Cri
             f"rollout_rs={rollout_rs} needs rollout_rs_threshold: a band of ratios for k1, such as 0.5_2.0 "
             "(0.999_1.001 for seq_mean_k1), an upper bound for k2 and k3, such as 0.01."
         )
-    given = str(thresholds).split(",")
-    if len(given) not in (1, len(names)):
+    texts = str(thresholds).split(",")
+    if len(texts) not in (1, len(names)):
         raise ConfigError(
-            f"rollout_rs_threshold={thresholds} has {len(given)} thresholds, and rollout_rs={rollout_rs} has "
+            f"rollout_rs_threshold={thresholds} has {len(texts)} thresholds, and rollout_rs={rollout_rs} has "
             f"{len(names)} criteria: give one for each in the same order, or one for all."
         )
-    given = given * len(names) if len(given) == 1 else given
-    return tuple(Criterion(name, _rs_band(name, text)) for name, text in zip(names, given, strict=True))
+    texts = texts * len(names) if len(texts) == 1 else texts
+    return tuple(Criterion(name, _rs_band(name, text)) for name, text in zip(names, texts, strict=True))
 
 
 def _rs_band(name: str, threshold: str) -> Band:
@@ -144,7 +144,7 @@ def _numbers(threshold: float | str) -> tuple[float | None, float]:
         numbers = [float(part) for part in parts]
     except ValueError:
         numbers = []
-    if len(numbers) not in (1, 2) or not all(number >= 0 for number in numbers):
+    if len(numbers) not in (1, 2) or not all(value >= 0 for value in numbers):
         raise ConfigError(
             f"threshold '{threshold}' is neither a number, such as 2.0, nor two with lo_hi, such as 0.5_2.0."
         )

@@ -118,9 +118,9 @@ def _whitened(sums: Tensor, mask: Tensor, rewards: Tensor) -> Tensor:
     return masked_whiten(sums, mask, rounding=rounding.max() if len(rounding) else 0.0)
 
 
-def _as_given(results: tuple[Tensor, Tensor], *given: Tensor) -> tuple[Tensor, Tensor]:
+def _as_given(results: tuple[Tensor, Tensor], *inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return both results, which are float64, in the dtype of the given columns, and at least float32."""
-    dtype = functools.reduce(torch.promote_types, (column.dtype for column in given), torch.float32)
+    dtype = functools.reduce(torch.promote_types, (column.dtype for column in inputs), torch.float32)
     first, second = results
     return first.to(dtype), second.to(dtype)
 
@@ -308,19 +308,19 @@ def compute_multi_turn_optimal_token_baseline_advantage(
     a tool's output does not change which tokens are compared. Both results are at the original positions of the tokens.
     """
     valid, width = response_mask.bool(), response_mask.shape[1]
-    place = valid.cumsum(-1) - 1
-    target = torch.where(valid, place, width)  # masked tokens go to a column that is cut off
+    index_in_response = valid.cumsum(-1) - 1
+    target = torch.where(valid, index_in_response, width)  # masked tokens go to a column that is cut off
 
     def squeezed(column: Tensor) -> Tensor:
         out = torch.zeros(len(column), width + 1, dtype=column.dtype, device=column.device)
         return out.scatter_(1, target, column)[:, :width]
 
     weights = None if rollout_is_weights is None else squeezed(rollout_is_weights)
-    found = compute_optimal_token_baseline_advantage(
+    results = compute_optimal_token_baseline_advantage(
         squeezed(token_level_rewards), squeezed(valid), index, squeezed(old_log_probs), squeezed(sum_pi_squared),
         weights, epsilon=epsilon,
     )  # fmt: skip
-    advantages, returns = (zero_masked(column.gather(1, place.clamp(min=0)), valid) for column in found)
+    advantages, returns = (zero_masked(column.gather(1, index_in_response.clamp(min=0)), valid) for column in results)
     return advantages, returns
 
 
@@ -358,8 +358,8 @@ def compute_grpo_per_turn_advantage(
     turn = starts.cumsum(-1) - 1  # (bsz, response_length), right on valid tokens
     # At least 1, because tokens of rows without a turn are scattered to turn 0.
     turns = max(int(starts.sum(-1).max()), 1) if starts.numel() else 1
-    number = torch.arange(turns, device=valid.device)
-    has_turn = number < starts.sum(-1, keepdim=True)  # (bsz, turns)
+    turn_index = torch.arange(turns, device=valid.device)
+    has_turn = turn_index < starts.sum(-1, keepdim=True)  # (bsz, turns)
     kept = zero_masked(token_level_rewards, valid).double()
     high = gamma if high_level_gamma is None else high_level_gamma
 
@@ -370,7 +370,7 @@ def compute_grpo_per_turn_advantage(
 
     rounding = returns_of(kept.abs()) * rounding_unit(token_level_rewards.dtype)
     rows = Groups.of(index, valid)
-    groups = Groups((rows.number.unsqueeze(-1) * turns + number).flatten(), has_turn.flatten(), rows.groups * turns)
+    groups = Groups((rows.number.unsqueeze(-1) * turns + turn_index).flatten(), has_turn.flatten(), rows.groups * turns)
     returns = groups.levelled(returns_of(kept), rounding)
     scores = group_relative(returns, groups, epsilon, norm_adv_by_std_in_grpo).view(has_turn.shape)
     advantages = zero_masked(scores.gather(1, turn.clamp(min=0)), valid)

@@ -39,11 +39,11 @@ def read_settings(name: str) -> dict[str, Any]:
         if not file.is_file():
             continue
         try:
-            found = _settings_of(file)
+            settings = _settings_of(file)
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{file} cannot be read as settings: {error}") from error
-        if found:  # checkpoints keep no empty sections
-            return {key: value for key, value in flat(found) if value != {}}
+        if settings:  # checkpoints keep no empty sections
+            return {key: value for key, value in flat(settings) if value != {}}
     raise ConfigError(f"there are no settings in {name}. {_TAKEN}")
 
 
@@ -65,9 +65,9 @@ def _settings_of(file: Path) -> Mapping[str, Any]:
     return _mapping(yaml.safe_load(file.read_text()))
 
 
-def _mapping(found: Any) -> Mapping[str, Any]:
+def _mapping(value: Any) -> Mapping[str, Any]:
     """Return a mapping of settings; anything else holds none."""
-    return found if isinstance(found, Mapping) else {}
+    return value if isinstance(value, Mapping) else {}
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -97,12 +97,12 @@ def kinds_told(one: list[str], other: list[str], name: str, other_name: str) -> 
     )
 
 
-def differences_table(found: Mapping[str, tuple[Any, Any]], one: str, other: str) -> Table | Text:
+def differences_table(differences: Mapping[str, tuple[Any, Any]], one: str, other: str) -> Table | Text:
     """Make a table of differences."""
-    if not found:
+    if not differences:
         return Text("The settings are the same.")
     columns = [Column(name, overflow="fold") for name in ("key", one, other)]  # a cut key could not be copied
     table = Table(*columns, box=None)
-    for key, (left, right) in found.items():
+    for key, (left, right) in differences.items():
         table.add_row(Text(key, style="bold"), Text(shown(left)), Text(shown(right)))
     return table

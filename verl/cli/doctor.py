@@ -104,10 +104,10 @@ def findings_table(findings: list[Finding]) -> Table:
 
 
 def _python() -> Finding:
-    found = ".".join(map(str, sys.version_info[:3]))
+    version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info < OLDEST_PYTHON:
-        return Finding("Python", "fail", found, "use Python 3.11 or newer")
-    return Finding("Python", "ok", f"{found} ({sys.executable})")
+        return Finding("Python", "fail", version, "use Python 3.11 or newer")
+    return Finding("Python", "ok", f"{version} ({sys.executable})")
 
 
 def _packages() -> Iterator[Finding]:
@@ -166,18 +166,18 @@ def _torch() -> dict[str, Any] | None:
 def _flash_attention(capability: list[int] | None) -> Finding:
     """Import flash-attn, whose binaries fit one build of PyTorch, and compare the GPU with what it supports."""
     name, use = "flash-attn", "for attn_implementation=flash_attention_2"
-    found = _optional(name, name, f"pip install flash-attn, {use}")
-    if found.verdict != "ok":
-        return found
+    finding = _optional(name, name, f"pip install flash-attn, {use}")
+    if finding.verdict != "ok":
+        return finding
     if capability is None:
-        return Finding(name, "absent", f"{found.found}; of no use without a GPU")
+        return Finding(name, "absent", f"{finding.found}; of no use without a GPU")
     if capability < [8, 0]:
         remedy = f"a GPU of compute capability 8.0 (Ampere) or newer, {use}"
-        return Finding(name, "warn", f"{found.found}; this GPU has {'.'.join(map(str, capability))}", remedy)
-    return _ran(name, "import flash_attn", found.found, "build it again for this PyTorch: pip install --no-cache-dir")
+        return Finding(name, "warn", f"{finding.found}; this GPU has {'.'.join(map(str, capability))}", remedy)
+    return _ran(name, "import flash_attn", finding.found, "build it again for this PyTorch: pip install --no-cache-dir")
 
 
-def _ran(name: str, program: str, found: str, remedy: str) -> Finding:
+def _ran(name: str, program: str, version: str, remedy: str) -> Finding:
     """Run a Python program in a process of its own; if it fails, its error or first line is the finding."""
     with tempfile.TemporaryDirectory() as cache:  # so that torch.compile does compile
         environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
@@ -189,7 +189,7 @@ def _ran(name: str, program: str, found: str, remedy: str) -> Finding:
         except subprocess.TimeoutExpired:
             return Finding(name, "warn", f"no end after {SECONDS} s", remedy)
     if done.returncode == 0:
-        return Finding(name, "ok", found)
+        return Finding(name, "ok", version)
     said = done.stderr.strip().splitlines()
     errors = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
     return Finding(name, "warn", [f"ended with code {done.returncode}", *said[:1], *errors][-1], remedy)
@@ -234,18 +234,18 @@ def _limit(name: str, kind: int, wanted: int, command: str) -> Finding:
     """Compare a limit of this process with what is wanted; it can raise it itself up to the hard limit."""
     soft, hard = (math.inf if one == resource.RLIM_INFINITY else one for one in resource.getrlimit(kind))
     least = math.inf if wanted == resource.RLIM_INFINITY else wanted
-    found = "no limit" if soft == math.inf else f"{soft:,}"
+    text = "no limit" if soft == math.inf else f"{soft:,}"
     if soft >= least:
-        return Finding(name, "ok", found)
+        return Finding(name, "ok", text)
     remedy = command if hard >= least else f"raise the hard limit of {hard:,} (limits.conf, docker --ulimit)"
-    return Finding(name, "warn", found, remedy)
+    return Finding(name, "warn", text, remedy)
 
 
 def _enough(name: str, there: int, wanted: int, remedy: str) -> Finding:
-    found = f"{there / 2**30:,.1f} GiB"
+    text = f"{there / 2**30:,.1f} GiB"
     if there >= wanted:
-        return Finding(name, "ok", found)
-    return Finding(name, "warn", f"{found}; runs of usual size want {wanted / 2**30:,.0f} GiB", remedy)
+        return Finding(name, "ok", text)
+    return Finding(name, "warn", f"{text}; runs of usual size want {wanted / 2**30:,.0f} GiB", remedy)
 
 
 def _output(command: list[str]) -> str:

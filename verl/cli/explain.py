@@ -46,14 +46,14 @@ class Setting:
 
 def all_settings() -> list[Setting]:
     """Return the settings of all commands; one that commands define alike comes once."""
-    found: dict[tuple[str, str, str, str], Setting] = {}
+    settings: dict[tuple[str, str, str, str], Setting] = {}
     for entry in ENTRIES:
         command = COMMAND_OF_CONFIGURATION[entry.name]
         for key in iter_keys(entry.root):
             setting = _setting(key, entry.root)
             same = (setting.path, setting.meaning, setting.allowed, setting.default)
-            found.setdefault(same, setting).commands.append(command)
-    return list(found.values())
+            settings.setdefault(same, setting).commands.append(command)
+    return list(settings.values())
 
 
 def _setting(key: Key, root: type[BaseConfig]) -> Setting:
@@ -74,8 +74,8 @@ def matching(word: str, settings: list[Setting]) -> list[Setting]:
     sections = [setting.path for setting in settings if setting.is_section and f".{setting.path}".endswith(f".{word}")]
     if sections and not any(setting.path == word and not setting.is_section for setting in settings):
         below = tuple(f"{section}." for section in sections)
-        found = [setting for setting in settings if f"{setting.path}.".startswith(below)]
-        return sorted(found, key=lambda setting: setting.path not in sections)
+        matches = [setting for setting in settings if f"{setting.path}.".startswith(below)]
+        return sorted(matches, key=lambda setting: setting.path not in sections)
     tests = (
         lambda setting: f".{setting.path}".endswith(f".{word}") and not setting.is_section,
         lambda setting: f".{word}." in f".{setting.path}.",
@@ -83,8 +83,8 @@ def matching(word: str, settings: list[Setting]) -> list[Setting]:
         lambda setting: re.search(rf"\b{re.escape(word)}", setting.meaning, re.IGNORECASE),
     )
     for test in tests:
-        if found := [setting for setting in settings if test(setting)]:
-            return found
+        if matches := [setting for setting in settings if test(setting)]:
+            return matches
     return []
 
 
@@ -95,16 +95,16 @@ def explanation(word: str) -> tuple[RenderableType, bool]:
         return Text("No key was given. Name one, the end of one, a part of one, or a word of its meaning."), False
     settings = all_settings()
     parts: list[RenderableType] = [Text(line) for line in other_keys(word)]
-    found = matching(word, settings)
-    if not found and (other := other_name(word)):
+    matches = matching(word, settings)
+    if not matches and (other := other_name(word)):
         ours = " ".join(other[1].keys).split()
-        found = [setting for setting in settings if setting.path in ours]
-    if not found and not parts:
+        matches = [setting for setting in settings if setting.path in ours]
+    if not matches and not parts:
         return Text(f"No setting is called '{word}'. {_guesses(word, settings)}"), False
-    if len({setting.path for setting in found}) == 1:
-        parts += [_page(setting, settings) for setting in found]
-    elif found:
-        parts.append(_list(found))
+    if len({setting.path for setting in matches}) == 1:
+        parts += [_page(setting, settings) for setting in matches]
+    elif matches:
+        parts.append(_list(matches))
     return Group(*parts), True
 
 
@@ -127,10 +127,10 @@ def other_keys(word: str) -> Iterator[str]:
 
 def follows_from(path: str, settings: list[Setting]) -> list[str]:
     """Return the settings whose default or value is taken from the one at ``path``."""
-    found = [setting.path for setting in settings if f"${{{path}}}" in setting.default or setting.source == path]
-    found += [derived for derived, source in FORWARD_PASSES if source == path]
-    found += [two if one == path else one for one, two in PAIRS if path in (one, two)]
-    return list(dict.fromkeys(found))
+    followers = [setting.path for setting in settings if f"${{{path}}}" in setting.default or setting.source == path]
+    followers += [derived for derived, source in FORWARD_PASSES if source == path]
+    followers += [two if one == path else one for one, two in PAIRS if path in (one, two)]
+    return list(dict.fromkeys(followers))
 
 
 def of_other_sections(setting: Setting, settings: list[Setting]) -> list[str]:
@@ -161,10 +161,10 @@ def read_at(path: str, alone: bool = True) -> list[str]:
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load)
     }
-    found = [place for place, owner in reads.items() if owner == section]
-    if not found and alone and [one.path.rpartition(".")[2] for one in _by_path(all_settings())].count(name) == 1:
-        found = [place for place, owner in reads.items() if owner != "self"]
-    return [f"{file.relative_to(root.parent)}:{line}" for file, line in sorted(found)]
+    places = [place for place, owner in reads.items() if owner == section]
+    if not places and alone and [one.path.rpartition(".")[2] for one in _by_path(all_settings())].count(name) == 1:
+        places = [place for place, owner in reads.items() if owner != "self"]
+    return [f"{file.relative_to(root.parent)}:{line}" for file, line in sorted(places)]
 
 
 def _owner_of(node: ast.Attribute) -> str:
@@ -209,11 +209,11 @@ def _page(setting: Setting, settings: list[Setting]) -> RenderableType:
     return Group(Text(setting.path, style="bold"), rows)
 
 
-def _list(found: list[Setting]) -> RenderableType:
+def _list(settings: list[Setting]) -> RenderableType:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(overflow="fold")  # a cut key could not be copied
     rows.add_column()
-    by_path = _by_path(found)
+    by_path = _by_path(settings)
     for setting in by_path[:MOST_KEYS]:
         default = "" if setting.is_section else f" [{setting.default}]"
         rows.add_row(Text(setting.path, style="bold"), Text(setting.meaning + default, style="dim"))

@@ -60,10 +60,10 @@ def _delegating(name: str, command: ModuleCommand) -> click.Command:
     def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
         return list(complete_keys(command.configuration, incomplete))
 
-    given = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED, shell_complete=complete)
+    argument = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED, shell_complete=complete)
     settings = {"ignore_unknown_options": True, "help_option_names": []}
     return click.Command(
-        name, callback=run, params=[given], help=command.summary, add_help_option=False, context_settings=settings
+        name, callback=run, params=[argument], help=command.summary, add_help_option=False, context_settings=settings
     )
 
 
@@ -98,12 +98,12 @@ def explain(words: tuple[str, ...]) -> None:
         from verl.cli.explain import explanation
         from verl.utils.console import console
 
-    found = True
+    has_setting = True
     for word in words:
         page, is_known = explanation(word)
         console().print(page)
-        found = found and is_known
-    sys.exit(0 if found else 1)
+        has_setting = has_setting and is_known
+    sys.exit(0 if has_setting else 1)
 
 
 @cli.command()
@@ -117,9 +117,9 @@ def quickstart(algorithm: str, seed: int, output_dir: Path, warm_up_steps: int |
     options = {
         "algorithm": algorithm, "seed": seed, "output_dir": output_dir, "warm_up_steps": warm_up_steps, "steps": steps
     }  # fmt: skip
-    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
     with interruptible():
-        sys.exit(subprocess.run([sys.executable, quickstart_file(), *given], check=False).returncode)
+        sys.exit(subprocess.run([sys.executable, quickstart_file(), *arguments], check=False).returncode)
 
 
 @cli.command("diff")
@@ -137,16 +137,16 @@ def diff_command(one: str, other: str, as_json: bool) -> None:
     from verl.utils.console import console
 
     left, right = read_settings(one), read_settings(other)
-    found = differences(left, right)
+    changes = differences(left, right)
     if as_json:
-        click.echo(json.dumps(found, indent=2, default=str))
-    elif told := kinds_told(kinds(left), kinds(right), one, other):
-        console().print(told)
-        common = {key: pair for key, pair in found.items() if ABSENT not in pair}
+        click.echo(json.dumps(changes, indent=2, default=str))
+    elif kinds_text := kinds_told(kinds(left), kinds(right), one, other):
+        console().print(kinds_text)
+        common = {key: pair for key, pair in changes.items() if ABSENT not in pair}
         console().print(differences_table(common, one, other))
     else:
-        console().print(differences_table(found, one, other))
-    sys.exit(1 if found else 0)
+        console().print(differences_table(changes, one, other))
+    sys.exit(1 if changes else 0)
 
 
 @cli.command()

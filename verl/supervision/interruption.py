@@ -59,7 +59,7 @@ def interruptible() -> Iterator[None]:
     """
     interrupts = Interrupts()
 
-    def on_sigint(number: int, frame: FrameType | None) -> None:
+    def on_sigint(signum: int, frame: FrameType | None) -> None:
         if interrupts.note():
             raise KeyboardInterrupt
 
@@ -88,7 +88,7 @@ def on_import(package: str) -> None:
     module = words[words.index("-m") + 1] if "-m" in words[:-1] else ""
     is_command = module == package or module.startswith(f"{package}.")
     if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, lambda number, frame: _end("Interrupted."))
+        signal.signal(signal.SIGINT, lambda signum, frame: _end("Interrupted."))
 
 
 def _end(text: str) -> NoReturn:

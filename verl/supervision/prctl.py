@@ -13,12 +13,12 @@ import sys
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 1, 36, 37  # linux/prctl.h
 
 
-def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
     """Let the kernel send this process the signal ``number`` when the thread that started it ends.
 
     If the parent has ended before this call, no signal comes: compare ``os.getppid()`` with its pid afterwards.
     """
-    _prctl(_SET_PDEATHSIG, number)
+    _prctl(_SET_PDEATHSIG, signum)
 
 
 def adopt_orphans(adopt: bool = True) -> None:

@@ -166,8 +166,8 @@ def new_mark() -> str:
 
     It begins with the mark of this process, if it has one: whoever ends that one ends what is below the new one too.
     """
-    outer, own = os.environ.get(MARK_VARIABLE), secrets.token_hex(16)
-    return f"{outer}/{own}" if outer else own
+    outer, mark = os.environ.get(MARK_VARIABLE), secrets.token_hex(16)
+    return f"{outer}/{mark}" if outer else mark
 
 
 def kill_marked(mark: str) -> None:

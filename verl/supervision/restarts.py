@@ -104,41 +104,41 @@ class _ForwardedSignals:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._before = {signum: signal.signal(signum, self._on_signal) for signum in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler or signal.SIG_DFL)
         self._last_word.cancel()
 
     def forward_to(self, process: int) -> None:
         """Forward signals to this process, including those that came before this call."""
         self._process = process
-        for number in self._early:
-            os.kill(process, number)
+        for signum in self._early:
+            os.kill(process, signum)
         self._early.clear()
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM:
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if signum == signal.SIGTERM:
             self.is_terminated = True
         elif not self._interrupts.note():
             return
-        self._pass_on(number)
+        self._pass_on(signum)
 
     def _end(self) -> None:
         """Let the child, which counts for itself, say that it ends; end all processes if it does not."""
         self._last_word.start()
         self._pass_on(signal.SIGINT)
 
-    def _pass_on(self, number: int) -> None:
+    def _pass_on(self, signum: int) -> None:
         if not self._process:
-            self._early.append(number)
+            self._early.append(signum)
             return
         with suppress(ProcessLookupError):  # it has just ended
-            if number == signal.SIGINT and _is_in_foreground(self._process):
+            if signum == signal.SIGINT and _is_in_foreground(self._process):
                 return  # Ctrl-C: the terminal sends it to the child, too
-            os.kill(self._process, number)
+            os.kill(self._process, signum)
 
 
 def _is_in_foreground(process: int) -> bool:

@@ -36,8 +36,8 @@ def _start_substitute(owner: int, folders: list[str]) -> None:
     if os.fork() != 0:
         os.close(owner_ends)
         return
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
     while os.getppid() == guard:
         time.sleep(POLL_S)
     os.setsid()

@@ -79,7 +79,7 @@ class Termination:
         finally:
             self._interrupts = False
 
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
         if self.requested:
             if time.monotonic() < self._noted_at + _SAME_NOTICE_S:
                 return

@@ -38,8 +38,8 @@ def view(folders: list[Path], port: int = 0, opens_browser: bool = False, token:
     for folder in folders:
         if not folder.exists():
             raise ConfigError(f"there is no {folder}. Name folders with runs, or files of the tracker `file`.")
-        if folder.is_file() and (wrong := metrics_problem(folder)):
-            raise ConfigError(wrong)
+        if folder.is_file() and (problem := metrics_problem(folder)):
+            raise ConfigError(problem)
     if not 0 <= port <= LAST_PORT:
         raise ConfigError(f"--port {port}: ports are 1 to {LAST_PORT}; 0, or no --port, takes a free one.")
     listener = socket.socket()
@@ -50,12 +50,13 @@ def view(folders: list[Path], port: int = 0, opens_browser: bool = False, token:
         raise ConfigError(f"port {port} cannot be used ({error.strerror}). Leave --port out for a free one.") from error
     port = listener.getsockname()[1]
     token = token or secrets.token_urlsafe(24)
-    place = place_of_index(folders)
+    index_file = place_of_index(folders)
     try:
-        index = Index(place)
+        index = Index(index_file)
     except (OSError, sqlite3.Error) as error:
         raise ConfigError(
-            f"the index {place} cannot be written: {error}. Make room or change permissions there; it may be deleted."
+            f"the index {index_file} cannot be written: {error}. Make room or change permissions there; "
+            "it may be deleted."
         ) from error
     library = Library(folders, index)
     library.find()

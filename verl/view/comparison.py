@@ -94,7 +94,7 @@ def best_of(curve: Curve) -> Best | None:
     if not len(steps):
         return None
     places = int(values.argmin()), int(values.argmax()), len(values) - 1
-    lowest, highest, last = ((float(steps[place]), float(values[place])) for place in places)
+    lowest, highest, last = ((float(steps[index]), float(values[index])) for index in places)
     return Best(lowest, highest, last, curve.runs)
 
 

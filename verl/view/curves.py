@@ -114,7 +114,7 @@ class MetricsFile:
             rows = [(step, time, data[name]) for step, time, data in tail if name in data]
             if rows:
                 parts[name].append(tuple(np.array(column, dtype=float) for column in zip(*rows, strict=True)))  # type: ignore
-        return {name: _joined(found) for name, found in parts.items()}
+        return {name: _joined(points) for name, points in parts.items()}
 
     def _take(self, line: bytes) -> None:
         self._offset += len(line)

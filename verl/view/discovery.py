@@ -110,8 +110,8 @@ def find_runs(folders: Iterable[Path]) -> FoundFiles:
 def metrics_problem(file: Path) -> str | None:
     """Say why a file that the user named is no file of metrics; None if it is one, or an empty one to be written."""
     if file.name.endswith((".run.jsonl", ".ranks.jsonl")):
-        own = file.with_name(file.name.removesuffix(".jsonl").rpartition(".")[0] + ".jsonl")
-        return f"{file} lies beside the metrics of a run and is read with them. Name {own}, or the folder."
+        metrics_file = file.with_name(file.name.removesuffix(".jsonl").rpartition(".")[0] + ".jsonl")
+        return f"{file} lies beside the metrics of a run and is read with them. Name {metrics_file}, or the folder."
     try:
         is_empty = file.stat().st_size == 0
         with file.open("rb"):
@@ -205,9 +205,9 @@ def _walk(folder: Path) -> Iterator[Path]:
         for name in sorted(lines):
             path = Path(parent) / name
             if name.endswith(".run.jsonl"):
-                own = path.with_name(name.removesuffix(".run.jsonl") + ".jsonl")
-                if not _has_lines(own) and read_starts(path):  # a run that has made no step yet, or never did
-                    yield own
+                metrics_file = path.with_name(name.removesuffix(".run.jsonl") + ".jsonl")
+                if not _has_lines(metrics_file) and read_starts(path):  # a run that has made no step yet, or never did
+                    yield metrics_file
             elif not name[:-6].isdecimal() and not name.endswith(".ranks.jsonl") and _is_metrics(path):
                 yield path
 

@@ -69,8 +69,8 @@ class Guard:
             return _refused(403, "Pages of other origins are not answered.")
         if request.method not in ("GET", "HEAD"):
             return _refused(405, "Nothing can be changed here.")
-        given = request.query_params.get("token")
-        if given is not None and self._is_token(given) and request.url.path == "/":
+        token = request.query_params.get("token")
+        if token is not None and self._is_token(token) and request.url.path == "/":
             answer = RedirectResponse("/", status_code=303, headers=HEADERS)
             answer.set_cookie(self.cookie, self.token, httponly=True, samesite="strict", path="/")
             return answer
@@ -87,8 +87,8 @@ class Guard:
         site, mode = headers.get("sec-fetch-site", "none"), headers.get("sec-fetch-mode", "navigate")
         return site in ("none", "same-origin") or mode == "navigate"
 
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self.token.encode())
+    def _is_token(self, token: str) -> bool:
+        return hmac.compare_digest(token.encode(), self.token.encode())
 
 
 _ENCODED = [(name.encode(), value.encode()) for name, value in HEADERS.items()]

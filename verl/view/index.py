@@ -173,7 +173,7 @@ def numbers_of_samples(samples: Path, writer: str) -> dict[tuple[str, int], dequ
 
     A broken file counts as none, as a broken line of samples does, and so does one of another run than ``writer``.
     """
-    found: dict[tuple[str, int], deque[tuple[float | None, ...]]] = defaultdict(deque)
+    rows_by_sample: dict[tuple[str, int], deque[tuple[float | None, ...]]] = defaultdict(deque)
     try:
         columns = json.loads(path_of_numbers(samples).read_text())
         if columns.get("run", writer) != writer:
@@ -181,11 +181,11 @@ def numbers_of_samples(samples: Path, writer: str) -> dict[tuple[str, int], dequ
         names, rows = columns["uid"], len(columns["uid"])
         siblings = columns.get("sample_index", range(rows))
         numbers = [map(_number, columns[name]) if name in columns else [None] * rows for name in SAMPLE_NUMBERS]
-        for uid, sibling, *own in zip(names, siblings, *numbers, strict=True):
-            found[_text(uid), _whole(sibling, -1)].append(tuple(own))
+        for uid, sibling, *values in zip(names, siblings, *numbers, strict=True):
+            rows_by_sample[_text(uid), _whole(sibling, -1)].append(tuple(values))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
-    return found
+    return rows_by_sample
 
 
 def _number(value: Any) -> float | None:
@@ -210,6 +210,6 @@ def sample_rows(path: Path, writer: str) -> Iterator[tuple[Any, ...]]:
             status, source, uid = map(_text, (status_of(record), record.get("data_source", ""), uid))
             sibling = _whole(record.get("sample_index"), position)
             same = numbers.get((uid, sibling))
-            own = same.popleft() if same else (None,) * len(SAMPLE_NUMBERS)
-            yield position, offset, len(line), score, length, status, source, prompt, uid, sibling, *own
+            values = same.popleft() if same else (None,) * len(SAMPLE_NUMBERS)
+            yield position, offset, len(line), score, length, status, source, prompt, uid, sibling, *values
             offset += len(line)

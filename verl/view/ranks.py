@@ -32,8 +32,8 @@ class RanksFile:
         """Return the numbers of the recorded steps from ``first`` to ``last``, in order."""
         with self._lock:
             self._look()
-            found = sorted(self._places)
-        return [step for step in found if (first is None or step >= first) and (last is None or step <= last)]
+            steps = sorted(self._places)
+        return [step for step in steps if (first is None or step >= first) and (last is None or step <= last)]
 
     def calls(self, step: int) -> list[dict[str, Any]]:
         """Return the calls of a step: {rank, name, begin, seconds, rss_mb, device_mb}, times in seconds since 1970.
@@ -41,13 +41,13 @@ class RanksFile:
         Empty for a step that is not there, or whose line is broken.
         """
         with self._lock:
-            place = self._places.get(step)
-        if place is None:
+            position = self._places.get(step)
+        if position is None:
             return []
         try:
             with self.path.open("rb") as file:
-                file.seek(place[0])
-                line = json.loads(file.read(place[1]))
+                file.seek(position[0])
+                line = json.loads(file.read(position[1]))
             return [
                 {
                     "rank": line["ranks"][rank], "name": line["calls"][name], "begin": line["began"] + begin / 1e3,
@@ -82,11 +82,11 @@ def lanes_of(calls: Iterable[Mapping[str, Any]], begin: float, end: float) -> li
     """
     lanes: dict[str, list[dict[str, Any]]] = {}
     for call in calls:  # rank by rank, as the file has them
-        own = lanes.setdefault(call["rank"], [])
+        lane = lanes.setdefault(call["rank"], [])
         first, last = max(call["begin"], begin), min(call["begin"] + call["seconds"], end)
         if last > first:
-            own.append({**call, "begin": first, "seconds": last - first})
-    return [{"rank": rank, "calls": sorted(own, key=lambda call: call["begin"])} for rank, own in lanes.items()]
+            lane.append({**call, "begin": first, "seconds": last - first})
+    return [{"rank": rank, "calls": sorted(lane, key=lambda call: call["begin"])} for rank, lane in lanes.items()]
 
 
 def waits_of(lane: Sequence[Mapping[str, Any]], stages: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -130,17 +130,17 @@ def summary_of(file: RanksFile, steps: Sequence[Mapping[str, Any]], recorded: Se
     for step in chosen:
         begin, end = bounds_of(step["spans"])
         for lane in lanes_of(file.calls(step["step"]), begin, end):
-            own = ranks.setdefault(
+            totals = ranks.setdefault(
                 lane["rank"], {"rank": lane["rank"], "busy": 0.0, "waits": {}, "rss_mb": 0, "device_mb": None}
             )
             waits = waits_of(lane["calls"], step["spans"])
-            own["busy"] += (end - begin - sum(waits.values())) / len(chosen)
+            totals["busy"] += (end - begin - sum(waits.values())) / len(chosen)
             for name, seconds in waits.items():
-                own["waits"][name] = own["waits"].get(name, 0.0) + seconds / len(chosen)
+                totals["waits"][name] = totals["waits"].get(name, 0.0) + seconds / len(chosen)
             for call in lane["calls"]:
-                own["rss_mb"] = max(own["rss_mb"], call["rss_mb"])
+                totals["rss_mb"] = max(totals["rss_mb"], call["rss_mb"])
                 if call["device_mb"] is not None:
-                    own["device_mb"] = max(own["device_mb"] or 0, call["device_mb"])
+                    totals["device_mb"] = max(totals["device_mb"] or 0, call["device_mb"])
     return {"steps": len(chosen), "ranks": list(ranks.values())}
 
 

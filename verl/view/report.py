@@ -47,8 +47,8 @@ def write_report(folder: Path, output: Path) -> None:
     """
     if not folder.exists():
         raise DataError(f"there is no {folder}. Name the folder of a run, or its file of metrics.")
-    if folder.is_file() and (wrong := metrics_problem(folder)):
-        raise DataError(wrong)
+    if folder.is_file() and (problem := metrics_problem(folder)):
+        raise DataError(problem)
     if output.is_file() and not _is_page(output):
         raise DataError(f"{output} is no report, and would be lost. Name another file by -o.")
     with tempfile.TemporaryDirectory() as scratch:
@@ -125,12 +125,12 @@ def ending(about: Mapping[str, Any]) -> str:
     return f"<h2>End</h2><article class=alert><strong>{escaped(state)}</strong><br>{escaped(why)}</article>"
 
 
-def alerts(found: Sequence[Mapping[str, Any]]) -> str:
+def alerts(alert_list: Sequence[Mapping[str, Any]]) -> str:
     """What looked wrong."""
     items = [
         f"<article class=alert><strong>{escaped(alert['title'])}, step {alert['step']}</strong><br>"
         f"{escaped(alert['reason'])}</article>"
-        for alert in found
+        for alert in alert_list
     ]
     return f"<h2>Health</h2>{''.join(items) or '<p>No rule is broken.</p>'}"
 
@@ -142,13 +142,13 @@ def curves(run: Run, index: Index, marks: Sequence[Mapping[str, Any]]) -> str:
         return "<h2>Curves</h2><p>No metrics were written.</p>"
     first = main_metrics(names)
     rest = [name for name in names if name not in first]
-    found = run.metrics.series(index, names)
+    series = run.metrics.series(index, names)
 
     def figures(chosen: Iterable[str]) -> str:
         drawn = [
             f"<figure><figcaption>{escaped(name)}</figcaption>{curve(one.steps, one.values, marks)}</figure>"
             for name in chosen
-            for one in [found[name]]
+            for one in [series[name]]
         ]
         return f"<div class=curves>{''.join(drawn)}</div>"
 
@@ -177,26 +177,26 @@ def samples(run: Run, index: Index, kind: Kind) -> str:
             limit=SAMPLES,
         )
         rows = find_samples(index, chosen)["rows"]
-        shown = [sample(index, row["id"], number < SAMPLES_WITH_TOKENS) for number, row in enumerate(rows)]
+        shown = [sample(index, row["id"], position < SAMPLES_WITH_TOKENS) for position, row in enumerate(rows)]
         parts.append(f"<h3>{title}</h3>{''.join(shown)}")
     return "".join(parts)
 
 
-def sample(index: Index, number: int, with_tokens: bool) -> str:
+def sample(index: Index, sample_id: int, with_tokens: bool) -> str:
     """One sample."""
-    found = one_sample(index, number)
-    record = found["record"]
+    details = one_sample(index, sample_id)
+    record = details["record"]
     trajectory = record.get("trajectory")
     said = f"<pre>{escaped(record.get('input', ''))}</pre><pre>{escaped(record.get('output', ''))}</pre>"
     if isinstance(trajectory, Mapping):
         why = f"<p>{escaped(trajectory['message'])}</p>" if trajectory.get("message") else ""
         messages = trajectory.get("conversation") or []
         said = why + (conversation(messages) if messages else said)
-    status = f", {escaped(found['status'])}" if found["status"] else ""
-    tokens = token_line(index, number) if with_tokens else ""
+    status = f", {escaped(details['status'])}" if details["status"] else ""
+    tokens = token_line(index, sample_id) if with_tokens else ""
     return (
-        f"<article><strong>Score {found['score']:g}</strong>, {found['length']} tokens{status}, truth "
-        f"{escaped(found['gts'])}{said}{tokens}</article>"
+        f"<article><strong>Score {details['score']:g}</strong>, {details['length']} tokens{status}, truth "
+        f"{escaped(details['gts'])}{said}{tokens}</article>"
     )
 
 
@@ -232,12 +232,12 @@ def call_of(call: Any) -> str:
     return json.dumps(call, ensure_ascii=False)
 
 
-def token_line(index: Index, number: int) -> str:
+def token_line(index: Index, sample_id: int) -> str:
     """The response as tokens, coloured by advantage, else by log-prob; empty if no tokens were written."""
-    found = tokens_of(place_of_sample(index, number))
-    if found is None:
+    tokens = tokens_of(place_of_sample(index, sample_id))
+    if tokens is None:
         return ""
-    spans, name = token_spans(found)
+    spans, name = token_spans(tokens)
     return f"<details><summary>Tokens by {name}</summary><pre class=tokens>{spans}</pre></details>"
 
 

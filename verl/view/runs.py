@@ -60,12 +60,12 @@ class Run:
         config = self.starts[-1].get("config") if self.starts else None
         return dict(flat(config)) if isinstance(config, Mapping) else {}
 
-    def summary(self, kinds: Sequence[str], place: int) -> dict[str, Any]:
+    def summary(self, kinds: Sequence[str], position: int) -> dict[str, Any]:
         """Return what the list of runs shows.
 
         Args:
             kinds: of samples that the run has.
-            place: number by which it has its colour.
+            position: number by which it has its colour.
         """
         main = main_metrics(self.metrics.latest)[:1]
         state = state_of(self.events, self._changed_at())
@@ -81,7 +81,7 @@ class Run:
             "latest": {name: self.metrics.latest[name] for name in main},
             "kinds": list(kinds),
             "no_samples": "" if kinds else why_no_samples(self.files),
-            "place": place,
+            "place": position,
         }
 
     def details(self) -> dict[str, Any]:
@@ -102,8 +102,8 @@ class Run:
     def alerts(self, index: Index) -> list[dict[str, Any]]:
         """Return the alerts of all steps, newest first."""
         names = [name for name in {*FINITE, *(rule.metric for rule in RULES)} if name in self.metrics.names]
-        found = alerts_of(self.metrics.series(index, names))
-        return [asdict(alert) | {"title": ALERT_TITLES[alert.rule]} for alert in found][::-1]
+        alerts = alerts_of(self.metrics.series(index, names))
+        return [asdict(alert) | {"title": ALERT_TITLES[alert.rule]} for alert in alerts][::-1]
 
     def _changed_at(self) -> float:
         for file in (self.files.metrics, self.files.events):  # before its first step a run may have the second only
@@ -216,15 +216,15 @@ class Library:
     def find(self) -> None:
         """Look for new runs."""
         self._files = find_runs(self.folders)
-        found = {files.id: files for files in self._files.runs}
+        files_by_id = {files.id: files for files in self._files.runs}
         with self._lock:
-            for key, files in found.items():
+            for key, files in files_by_id.items():
                 known = self.runs.get(key)
                 if known is None:
                     self.runs[key] = Run(files)
                 else:
                     known.files = files
-            for key in self.runs.keys() - found.keys():
+            for key in self.runs.keys() - files_by_id.keys():
                 del self.runs[key]
         self._searched = time.monotonic()
 

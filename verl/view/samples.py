@@ -209,8 +209,8 @@ def find_samples(index: Index, wanted: SampleFilter) -> dict[str, Any]:
             return _search(database, f"{query} LIMIT -1 OFFSET ?", [*values, wanted.skip], wanted, paths)
         counted = f"SELECT COUNT(*) FROM (SELECT 1 FROM sample WHERE {where} LIMIT {COUNTED})"
         (total,) = database.execute(counted, values).fetchone()
-        found = database.execute(f"{query} LIMIT ? OFFSET ?", [*values, wanted.limit, wanted.skip]).fetchall()
-    rows = [_row(row, _read(paths[row["dump"]], row)) for row in found]
+        samples = database.execute(f"{query} LIMIT ? OFFSET ?", [*values, wanted.limit, wanted.skip]).fetchall()
+    rows = [_row(row, _read(paths[row["dump"]], row)) for row in samples]
     end = wanted.skip + len(rows)
     return {"rows": rows, "total": total, "next": end if len(rows) == wanted.limit else None}
 
@@ -243,7 +243,7 @@ def sample_values(index: Index, run: str, kind: str) -> dict[str, Any]:
     return {"steps": steps, "statuses": values["status"], "sources": values["source"]}
 
 
-def one_sample(index: Index, number: int) -> dict[str, Any]:
+def one_sample(index: Index, sample_id: int) -> dict[str, Any]:
     """Return a sample with its whole record, its siblings, and the answers to its prompt in other steps.
 
     Raises:
@@ -251,10 +251,13 @@ def one_sample(index: Index, number: int) -> dict[str, Any]:
     """
     with index.reading() as database:
         row = database.execute(
-            "SELECT sample.*, dump.path FROM sample JOIN dump ON dump.id = sample.dump WHERE sample.id = ?", (number,)
+            "SELECT sample.*, dump.path FROM sample JOIN dump ON dump.id = sample.dump WHERE sample.id = ?",
+            (sample_id,),
         ).fetchone()
         if row is None:
-            raise DataError(f"there is no sample {number}; its file may have been written anew. Load the page again.")
+            raise DataError(
+                f"there is no sample {sample_id}; its file may have been written anew. Load the page again."
+            )
         same = "SELECT * FROM sample WHERE dump = ? AND uid = ? ORDER BY sibling, position LIMIT 64"
         siblings = database.execute(same, (row["dump"], row["uid"])).fetchall()
         history = database.execute(
@@ -287,7 +290,7 @@ class SamplePlace:
     """Its number among the samples with the same ``uid`` and ``sample_index``, from 0."""
 
 
-def place_of_sample(index: Index, number: int) -> SamplePlace:
+def place_of_sample(index: Index, sample_id: int) -> SamplePlace:
     """Return where a sample is.
 
     Raises:
@@ -297,10 +300,10 @@ def place_of_sample(index: Index, number: int) -> SamplePlace:
         row = database.execute(
             "SELECT sample.*, dump.path, dump.writer FROM sample JOIN dump ON dump.id = sample.dump "
             "WHERE sample.id = ?",
-            (number,),
+            (sample_id,),
         ).fetchone()
         if row is None:
-            raise DataError(f"there is no sample {number}. Load the page again.")
+            raise DataError(f"there is no sample {sample_id}. Load the page again.")
         query = "SELECT COUNT(*) FROM sample WHERE dump = ? AND uid = ? AND sibling = ? AND position < ?"
         (before,) = database.execute(query, (row["dump"], row["uid"], row["sibling"], row["position"])).fetchone()
     return SamplePlace(Path(row["path"]), row["writer"], row["uid"], row["sibling"], before)

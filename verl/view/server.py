@@ -119,8 +119,8 @@ class Answers:
 
     def runs(self, request: Request) -> Any:
         """All runs, those that changed last first."""
-        found = self.library.summaries().values()
-        return {"runs": sorted(found, key=lambda run: -run["changed"]), "indexing": self.library.is_indexing}
+        summaries = self.library.summaries().values()
+        return {"runs": sorted(summaries, key=lambda run: -run["changed"]), "indexing": self.library.is_indexing}
 
     def details(self, request: Request) -> Any:
         """Metrics' names, settings and marks of runs, by run, and which of them differ in seeds alone."""
@@ -129,9 +129,9 @@ class Answers:
     def series(self, request: Request) -> Any:
         """Curves by run (or, as means, by experiment) and name."""
         names = request.query_params.getlist("name")
-        found = self._curves(request)
-        points = min(POINTS, POINTS_OF_ANSWER // max(1, len(found) * len(names)))
-        return {key: {name: thinned(curve, points) for name, curve in curves.items()} for key, curves in found.items()}
+        series = self._curves(request)
+        points = min(POINTS, POINTS_OF_ANSWER // max(1, len(series) * len(names)))
+        return {key: {name: thinned(curve, points) for name, curve in curves.items()} for key, curves in series.items()}
 
     def best(self, request: Request) -> Any:
         """Lowest, highest and last values of curves, each with its step, by run (or experiment) and name."""
@@ -184,9 +184,9 @@ class Answers:
     def lanes(self, request: Request) -> Any:
         """What driver and ranks did in one step."""
         run, step = self._run(request), int(request.query_params.get("step", ""))
-        (found,) = spans_of(run.events, step, step) or [{"step": step, "spans": []}]
+        (spans,) = spans_of(run.events, step, step) or [{"step": step, "spans": []}]
         calls = run.ranks.calls(step) if run.ranks.steps(step, step) else []
-        return found | {"lanes": lanes_of(calls, *bounds_of(found["spans"])) if found["spans"] else []}
+        return spans | {"lanes": lanes_of(calls, *bounds_of(spans["spans"])) if spans["spans"] else []}
 
     def trace(self, request: Request) -> Any:
         """Stages and calls as a trace for Perfetto."""
@@ -222,15 +222,15 @@ def make_app(library: Library) -> Starlette:
 
 def _keep_fresh(look: Callable[[], list[str]], news: News, ended: threading.Event) -> None:
     """Look at the files again and again; a look that fails is told once and tried again."""
-    told = ""
+    last_message = ""
     while not ended.is_set():
         began = time.monotonic()
         try:
             if changed := look():
                 news.tell({"changed": changed})
         except (OSError, ValueError, sqlite3.Error) as error:
-            if str(error) != told:
-                told = str(error)
+            if str(error) != last_message:
+                last_message = str(error)
                 logger.warning("files of runs cannot be read (%s); trying again.", error)
         ended.wait(max(REFRESH_S, REST * (time.monotonic() - began)))
 
@@ -238,8 +238,8 @@ def _keep_fresh(look: Callable[[], list[str]], news: News, ended: threading.Even
 def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
     async def respond(request: Request) -> Response:
         try:
-            found = await run_in_threadpool(answer, request)
-            return found if isinstance(found, Response) else JSONResponse(sendable(found))
+            result = await run_in_threadpool(answer, request)
+            return result if isinstance(result, Response) else JSONResponse(sendable(result))
         except DataError as error:
             return JSONResponse({"error": str(error)}, status_code=404)
         except ValueError as error:  # a number of the address that is none

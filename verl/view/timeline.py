@@ -25,14 +25,14 @@ def spans_of(events: Iterable[Mapping[str, Any]], first: int | None, last: int |
 
 
 def _nested(spans: Iterable[tuple[str, float, float]]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    nested: list[dict[str, Any]] = []
     open_until: list[float] = []
     for name, begin, end in sorted(spans, key=lambda span: (span[1], -span[2])):
         while open_until and open_until[-1] <= begin:
             open_until.pop()
-        found.append({"name": name, "begin": begin, "seconds": end - begin, "depth": len(open_until)})
+        nested.append({"name": name, "begin": begin, "seconds": end - begin, "depth": len(open_until)})
         open_until.append(end)
-    return found
+    return nested
 
 
 def chrome_trace(

@@ -13,7 +13,7 @@ from verl.utils.token_page import described
 from verl.view.samples import SamplePlace
 
 
-def tokens_of(place: SamplePlace) -> dict[str, Any] | None:
+def tokens_of(location: SamplePlace) -> dict[str, Any] | None:
     """Return the tokens of a sample, or None without a file of tokens that its run wrote for its step.
 
     Returns:
@@ -22,33 +22,33 @@ def tokens_of(place: SamplePlace) -> dict[str, Any] | None:
     Raises:
         DataError: the file of tokens cannot be read.
     """
-    path = place.file.with_suffix(".arrow")
+    path = location.file.with_suffix(".arrow")
     if not path.is_file():
         return None
     try:
-        found = _row_of(path, place)
+        row_and_names = _row_of(path, location)
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(f"{path} cannot be read ({error}).") from error
-    if found is None:
+    if row_and_names is None:
         return None
-    row, texts = found
+    row, texts = row_and_names
     return described(row, texts)
 
 
-def _row_of(path: Path, place: SamplePlace) -> tuple[dict[str, Any], dict[str, str]] | None:
+def _row_of(path: Path, location: SamplePlace) -> tuple[dict[str, Any], dict[str, str]] | None:
     """Read the ids of all rows, then the one block that has the row."""
-    occurrence = place.occurrence
+    occurrence = location.occurrence
     with pa.memory_map(str(path)) as file:
         whole = pa.ipc.open_file(file)
         metadata = whole.schema.metadata or {}
-        if metadata.get(b"run", place.writer.encode()) != place.writer.encode():
+        if metadata.get(b"run", location.writer.encode()) != location.writer.encode():
             return None  # another run left the file, and this one wrote no tokens
         names = whole.schema.names
         keys = [names.index(name) for name in ("uid", "sample_index") if name in names]
         ids = pa.ipc.open_file(file, options=pa.ipc.IpcReadOptions(included_fields=keys))
         for block in range(whole.num_record_batches):
             for position, key in enumerate(ids.get_batch(block).to_pylist()):
-                if (str(key.get("uid")), key.get("sample_index", place.sibling)) != (place.uid, place.sibling):
+                if (str(key.get("uid")), key.get("sample_index", location.sibling)) != (location.uid, location.sibling):
                     continue
                 if occurrence == 0:
                     texts = json.loads(metadata.get(b"tokens", b"{}"))

@@ -88,8 +88,8 @@ def compute_policy_loss(
     mask = torch.ones_like(log_prob) if response_mask is None else response_mask
     columns = {"old_log_probs": old_log_prob, "advantages": advantages, "response_mask": mask}
     info = policy_loss_info("vanilla")
-    loss, found = evaluate_policy_loss(info, log_prob, columns, None, loss_agg_mode, config, totals={})
-    return loss, found["actor/pg_clipfrac"], found["actor/ppo_kl"], found["actor/pg_clipfrac_lower"]
+    loss, metrics = evaluate_policy_loss(info, log_prob, columns, None, loss_agg_mode, config, totals={})
+    return loss, metrics["actor/pg_clipfrac"], metrics["actor/ppo_kl"], metrics["actor/pg_clipfrac_lower"]
 
 
 def compute_policy_loss_reinforce(

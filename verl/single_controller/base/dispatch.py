@@ -205,10 +205,10 @@ def remove_padding(output: Any, part: BatchPart | None) -> Any:
     rows = len(part.rows)
     if is_batch(output) and len(output) == rows:
         return output[: rows - part.padding]
-    found = f"a {type(output).__name__}" + (f" of {len(output)} rows" if hasattr(output, "__len__") else "")
+    returned = f"a {type(output).__name__}" + (f" of {len(output)} rows" if hasattr(output, "__len__") else "")
     raise SchemaError(
         f"the batch did not divide over the ranks and was padded ({part.padding} of the {rows} rows of this rank are "
-        f"repeated samples), but the method returned {found}, from which they cannot be removed. Pass a number of "
+        f"repeated samples), but the method returned {returned}, from which they cannot be removed. Pass a number of "
         "rows that is a multiple of the data-parallel size, or return one row per row."
     )
 
@@ -262,9 +262,9 @@ def dispatch_refused(worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Ar
 
 def _deal(dp_ranks: list[int], pad: Padding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     parts = max(dp_ranks) + 1
-    given = [*enumerate(args), *kwargs.items()]
-    has_batch = any(isinstance(value, DataProtoFuture) or is_batch(value) for _, value in given)
-    for name, value in given:
+    passed = [*enumerate(args), *kwargs.items()]
+    has_batch = any(isinstance(value, DataProtoFuture) or is_batch(value) for _, value in passed)
+    for name, value in passed:
         _check_argument(name, value, has_batch)
 
     def deal(value: Any) -> list[Any]:

@@ -90,11 +90,11 @@ class Worker:
             dp_rank: index of the batch part that this rank computes.
             is_collect: use the output of this rank, among the ranks with the same ``dp_rank``.
         """
-        place = (dp_rank, is_collect)
+        mesh_position = (dp_rank, is_collect)
         known = (self._dispatch_info.get(mesh_name, dp_rank), self._collect_info.get(mesh_name, is_collect))
-        if known != place:
+        if known != mesh_position:
             raise WorkerError(
-                f"mesh '{mesh_name}' is registered with (dp_rank, is_collect)={known}, and now with {place}. "
+                f"mesh '{mesh_name}' is registered with (dp_rank, is_collect)={known}, and now with {mesh_position}. "
                 "Give the second mesh another name, or replace the first with set_dispatch_collect."
             )
         self.set_dispatch_collect(mesh_name, dp_rank, is_collect)

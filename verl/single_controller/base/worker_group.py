@@ -219,22 +219,24 @@ class WorkerGroup(ABC):
         collect = get_dispatch_pair(rpc.registration.dispatch_mode)["collect_fn"]
         return collect(self, outputs[0] if rpc.registration.execute_mode is Execute.RANK_ZERO else outputs)
 
-    def _deal(self, rpc: RegisteredCall, given: Sequence[Any], named: Mapping[str, Any]) -> list[Call]:
+    def _deal(self, rpc: RegisteredCall, positional: Sequence[Any], named: Mapping[str, Any]) -> list[Call]:
         """Split the arguments of a call into one call per rank."""
         dispatch = get_dispatch_pair(rpc.registration.dispatch_mode)["dispatch_fn"]
         try:
-            args, kwargs = dispatch(self, *given, **named)
+            args, kwargs = dispatch(self, *positional, **named)
         except SchemaError as error:
             raise SchemaError(f"{rpc.method}: {error}") from error
         if rpc.registration.execute_mode is Execute.RANK_ZERO:
             return [Call(0, args, kwargs)]
         for name, value in [*enumerate(args), *kwargs.items()]:
             if not isinstance(value, list | tuple) or len(value) != self.world_size:
-                found = f"{len(value)} elements" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+                description = (
+                    f"{len(value)} elements" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+                )
                 raise WorkerError(
-                    f"{rpc.method}: argument {name!r} has {found}; this mode of dispatch deals element r to rank r, "
-                    f"so it must be a list of {self.world_size} elements, one per rank. To give every rank the same, "
-                    "register the method with Dispatch.ONE_TO_ALL."
+                    f"{rpc.method}: argument {name!r} has {description}; this mode of dispatch deals element r to "
+                    f"rank r, so it must be a list of {self.world_size} elements, one per rank. To give every rank the "
+                    "same, register the method with Dispatch.ONE_TO_ALL."
                 )
         return [
             Call(rank, [value[rank] for value in args], {name: value[rank] for name, value in kwargs.items()})
@@ -284,10 +286,10 @@ def _checked_mesh(name: str, dp_ranks: list[int], collects: list[bool]) -> Mesh:
     for rank, (dp_rank, is_collect) in enumerate(zip(dp_ranks, collects, strict=True)):
         if is_collect:
             collecting.setdefault(dp_rank, []).append(rank)
-    wrong = {dp_rank: ranks for dp_rank, ranks in collecting.items() if len(ranks) != 1}
-    if wrong:
+    ambiguous = {dp_rank: ranks for dp_rank, ranks in collecting.items() if len(ranks) != 1}
+    if ambiguous:
         raise WorkerError(
             f"mesh '{name}': every data-parallel rank needs exactly one rank that is collected, but (data-parallel "
-            f"rank: collected ranks) is {wrong}; the ranks registered dp_rank={dp_ranks}, is_collect={collects}."
+            f"rank: collected ranks) is {ambiguous}; the ranks registered dp_rank={dp_ranks}, is_collect={collects}."
         )
     return Mesh(dp_ranks, [collecting[dp_rank][0] for dp_rank in sorted(collecting)])

@@ -91,7 +91,7 @@ def _interrupted(timeout_s: float, silent_s: Callable[[], float], stage: str) ->
                 signal.pthread_kill(caller, INTERRUPT)
                 return
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
+    def on_signal(signum: int, frame: FrameType | None) -> None:
         if not over.is_set():
             raise ProcessLostError(
                 f"{stage} has not answered within hang_timeout_s={timeout_s:g} s, and was interrupted in "

@@ -111,10 +111,10 @@ class LocalWorkerGroup(WorkerGroup):
         # Does the work of the @register wrapper itself, which keeps stack traces between driver and worker short.
         worker, outputs, materialize = self._worker(), [], rpc.registration.materialize_futures
         for call in self._deal(rpc, args, kwargs):
-            own = tuple(map(private_copy, call.args)), {k: private_copy(v) for k, v in call.kwargs.items()}
+            copies = tuple(map(private_copy, call.args)), {k: private_copy(v) for k, v in call.kwargs.items()}
             with self._limit.applied_to(f"{type(worker).__name__}.{rpc.method}"), noting_rank(worker, rpc.method):
-                (given, named), padded = receive(*own, materialize)
-                output = undecorated(getattr(worker, rpc.method))(*given, **named)
+                (positional, named), padded = receive(*copies, materialize)
+                output = undecorated(getattr(worker, rpc.method))(*positional, **named)
             outputs.append(private_copy(remove_padding(output, padded)))
         return self._collect(rpc, PendingOutputs(outputs, rpc.method, range(len(outputs))))
 

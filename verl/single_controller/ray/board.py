@@ -52,14 +52,14 @@ class RayBoard(Board):
     def values(self) -> dict[Any, Any]:
         """See :meth:`Board.values`."""
         try:
-            found: dict[Any, Any] = ray.get(self._actor.values.remote(), timeout=READ_S)
+            values: dict[Any, Any] = ray.get(self._actor.values.remote(), timeout=READ_S)
         except RayError as error:
             if not self._is_silent:
                 logger.warning("the states of the rollout engines cannot be read: %s", brief(str(error)))
             self._is_silent = True
             return {}
         self._is_silent = False
-        return found
+        return values
 
     def close(self) -> None:
         """End the actor."""

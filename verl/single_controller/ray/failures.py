@@ -271,9 +271,9 @@ def _snapshots(ranks: Sequence[RankProcess]) -> dict[int, Snapshot]:
     for process in ranks:
         if process.pid and not process.is_dead:
             by_node.setdefault(process.node_id, []).append(process.pid)
-    found = on_nodes(read_stacks, {node: (str(stacks_folder()), pids) for node, pids in by_node.items()})
+    stacks = on_nodes(read_stacks, {node: (str(stacks_folder()), pids) for node, pids in by_node.items()})
     unreachable = Snapshot("", "")  # the process is dead, or its node does not answer
-    return {process.rank: found.get(process.node_id, {}).get(process.pid, unreachable) for process in ranks}
+    return {process.rank: stacks.get(process.node_id, {}).get(process.pid, unreachable) for process in ranks}
 
 
 def _places(ranks: Sequence[RankProcess], snapshots: Mapping[int, Snapshot], some: Sequence[int]) -> list[str]:

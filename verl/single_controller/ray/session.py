@@ -79,8 +79,8 @@ def ray_session(ray_kwargs: Any, nodes: int = 1) -> Iterator[None]:
             _stop_watching()
 
 
-def _require_nodes(wanted: int, found: int, why: str) -> None:
-    if wanted > found:
+def _require_nodes(wanted: int, joined: int, why: str) -> None:
+    if wanted > joined:
         raise ResourceError(
             f"{wanted} machines are asked for (nnodes={wanted}); {why}. Start Ray on each (ray start --head on the "
             "first, ray start --address=FIRST:6379 on the others) and run this on the first with RAY_ADDRESS=auto; or "
@@ -133,8 +133,8 @@ def _start(arguments: dict[str, Any]) -> None:
     _watch()
 
 
-def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
 
 
 def _no_start(error: Exception, arguments: Mapping[str, Any]) -> str:
@@ -168,7 +168,7 @@ def _stop_watching() -> None:
 # ---- address and arguments ------------------------------------------------------------------------------------
 
 
-def init_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+def init_arguments(configured: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the arguments of ``ray.init`` so that Ray connects to a live cluster or starts a new one.
 
     Values of None count as not given. Without an address, ``num_cpus``, ``num_gpus`` or ``resources`` start a new Ray.
@@ -177,7 +177,7 @@ def init_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         ResourceError: no Ray answers at the given address or at ``RAY_ADDRESS``.
     """
     # Without these checks Ray tries for minutes to reach a cluster that is gone, and then ends the process.
-    arguments = {str(name): value for name, value in given.items() if value is not None}
+    arguments = {str(name): value for name, value in configured.items() if value is not None}
     address = arguments.get("address", "auto")
     named = (os.environ.get("RAY_ADDRESS") or "auto") if address == "auto" else address
     if named not in ("auto", "local") and not answers(named, CONNECT_TIMEOUT_S):

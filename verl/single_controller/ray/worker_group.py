@@ -207,7 +207,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def _options(self, rank: int, bundles: list[Bundle], pool: RayResourcePool) -> dict[str, Any]:
         bundle = bundles[rank]
-        on_node = [other for other, place in enumerate(bundles) if place.node_id == bundle.node_id]
+        on_node = [other for other, location in enumerate(bundles) if location.node_id == bundle.node_id]
         # Ray rounds shares to the nearest 1e-4. Rounded down here, as otherwise the last group may not fit.
         share = math.floor(1e4 / pool.max_colocate_count) / 1e4
         environment = {

@@ -92,11 +92,11 @@ class CallBatch:
         if not size:
             self.future.set_result([])
 
-    def done(self, place: int, result: CallResult) -> None:
+    def done(self, index: int, result: CallResult) -> None:
         """Store the result of one call; ignored if it has one or the batch has failed."""
-        if self._results[place] is not None or self.future.done():
+        if self._results[index] is not None or self.future.done():
             return
-        self._results[place] = result
+        self._results[index] = result
         self._missing -= 1
         if not self._missing:
             self.future.set_result([item for item in self._results if item is not None])

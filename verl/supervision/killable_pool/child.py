@@ -86,7 +86,7 @@ class _LeaveError(Exception):
     """The parent has ended, or ends the worker."""
 
 
-def _leave(number: int, frame: Any) -> None:
+def _leave(signum: int, frame: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise _LeaveError
 
@@ -125,10 +125,10 @@ def _end_descendants() -> None:
 def _end_as(status: int) -> None:
     """End this process with the worker's exit status, which the parent then reads."""
     if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        if number not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
+        signum = os.WTERMSIG(status)
+        if signum not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
     os._exit(os.WEXITSTATUS(status))
 
 
@@ -151,8 +151,8 @@ class _Attempt:
         if error is None or isinstance(error, GeneratorExit):
             return False
         if isinstance(error, self.fatal):
-            number = next(n for n, wanted in enumerate(self.fatal) if isinstance(error, wanted))
-            self.reply = {"status": "error", "fatal": number, "message": str(error)[:MAX_TEXT]}
+            error_index = next(n for n, wanted in enumerate(self.fatal) if isinstance(error, wanted))
+            self.reply = {"status": "error", "fatal": error_index, "message": str(error)[:MAX_TEXT]}
             return True
         while trace is not None and trace.tb_frame.f_globals.get("__tracebackhide__"):
             trace = trace.tb_next  # leave out the frames of modules that only pass the call on, as pytest does
@@ -194,13 +194,13 @@ class _Worker:
             asyncio.run(self._serve_side_by_side())
             return
         while True:
-            number, body = self._read(stream.read)
-            if not number:
+            call_id, body = self._read(stream.read)
+            if not call_id:
                 return
             reply = self._call(body)
             if os.getpid() != self.pid:
                 os._exit(0)  # a fork of the function's that returned from it
-            self._send(number, reply)
+            self._send(call_id, reply)
 
     def _load(self, start: Mapping[str, Any]) -> None:
         sys.path[:] = start["path"]
@@ -231,11 +231,11 @@ class _Worker:
         header = read(HEADER.size)
         if len(header) < HEADER.size:
             return 0, b""
-        number, length, _ = HEADER.unpack(header)
-        return number, read(length)
+        call_id, length, _ = HEADER.unpack(header)
+        return call_id, read(length)
 
-    def _send(self, number: int, reply: Mapping[str, Any]) -> None:
-        self.socket.sendall(_message(number, reply))
+    def _send(self, call_id: int, reply: Mapping[str, Any]) -> None:
+        self.socket.sendall(_message(call_id, reply))
 
     # ---- async functions -------------------------------------------------------------------------
 
@@ -246,11 +246,11 @@ class _Worker:
         tasks: set[asyncio.Task[None]] = set()
         while True:
             try:
-                number, length, timeout_s = HEADER.unpack(await reader.readexactly(HEADER.size))
+                call_id, length, timeout_s = HEADER.unpack(await reader.readexactly(HEADER.size))
                 body = await reader.readexactly(length)
             except (asyncio.IncompleteReadError, ConnectionError):
                 os._exit(0)  # the parent has ended; a task that ignores its cancellation would delay a normal exit
-            if number == CHECK_PAGE:
+            if call_id == CHECK_PAGE:
                 for task in list(tasks):
                     if (
                         (watched := task.get_coro())
@@ -259,13 +259,13 @@ class _Worker:
                     ):
                         task.cancel()
                 continue
-            CALL.set(number)
-            task = loop.create_task(self._call_async(number, body, timeout_s, writer))
+            CALL.set(call_id)
+            task = loop.create_task(self._call_async(call_id, body, timeout_s, writer))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
             CALL.set(0)
 
-    async def _call_async(self, number: int, body: bytes, timeout_s: float, writer: asyncio.StreamWriter) -> None:
+    async def _call_async(self, call_id: int, body: bytes, timeout_s: float, writer: asyncio.StreamWriter) -> None:
         with _Attempt(self.fatal) as attempt:
             arguments = pickle.loads(body)
             async with asyncio.timeout(timeout_s):
@@ -273,13 +273,13 @@ class _Worker:
                 if inspect.isawaitable(value):
                     value = await value
             attempt.reply = {"status": "ok", "value": plain(value)}
-        writer.write(_message(number, attempt.reply))
+        writer.write(_message(call_id, attempt.reply))
 
     def _task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **kwargs: Any) -> asyncio.Task[Any]:
-        number = CALL.get()
+        call_id = CALL.get()
         assert self.page is not None
         return asyncio.Task(
-            _TrackedCoroutine(coroutine, number, self.page) if number else coroutine,
+            _TrackedCoroutine(coroutine, call_id, self.page) if call_id else coroutine,
             loop=loop,
             **kwargs,
         )
@@ -292,8 +292,8 @@ class _TrackedCoroutine(Coroutine[Any, Any, Any]):
     process; when the loop is free again, they do not continue here.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], number: int, page: mmap.mmap) -> None:
-        self.coroutine, self.number, self.page = coroutine, number, page
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], call_id: int, page: mmap.mmap) -> None:
+        self.coroutine, self.number, self.page = coroutine, call_id, page
         self.was_cancelled = False
 
     def is_taken_back(self) -> bool:
@@ -331,9 +331,9 @@ class _TrackedCoroutine(Coroutine[Any, Any, Any]):
         return self.coroutine.__await__()
 
 
-def _message(number: int, reply: Mapping[str, Any]) -> bytes:
+def _message(call_id: int, reply: Mapping[str, Any]) -> bytes:
     body = json.dumps(reply).encode()
-    return HEADER.pack(number, len(body), 0.0) + body
+    return HEADER.pack(call_id, len(body), 0.0) + body
 
 
 async def _finished(value: Any) -> Any:

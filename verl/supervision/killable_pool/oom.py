@@ -32,7 +32,7 @@ def oom_kills(root: Path = ROOT) -> int:
 @functools.cache
 def _counters(root: Path) -> tuple[Path, ...]:
     """Files that may have the counter, the most exact one first; see cgroups(7)."""
-    found = []
+    kills = []
     groups = root / "sys/fs/cgroup"
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
@@ -47,5 +47,5 @@ def _counters(root: Path) -> tuple[Path, ...]:
         else:
             continue
         # In a container, the mount often begins at the group itself, whatever its path is outside.
-        found += [mount / path.strip("/") / name, mount / name]
-    return (*found, root / "proc/vmstat")
+        kills += [mount / path.strip("/") / name, mount / name]
+    return (*kills, root / "proc/vmstat")

@@ -58,8 +58,8 @@ class PrintedOutput:
         self._kept += len(data)
         try:
             if self._path is None:
-                number, name = tempfile.mkstemp(prefix="verl_printed_", suffix=".txt")
-                os.close(number)
+                descriptor, name = tempfile.mkstemp(prefix="verl_printed_", suffix=".txt")
+                os.close(descriptor)
                 self._path = Path(name)
             with self._path.open("ab") as file:
                 file.write(data[:room] + (_CUT if len(data) > room else b""))

@@ -128,14 +128,14 @@ class KillablePool:
         """
         batch = CallBatch(len(calls))
         sendable = []
-        for place, arguments in enumerate(calls):
-            cost = 1.0 if tokens is None else tokens[place]
+        for index, arguments in enumerate(calls):
+            cost = 1.0 if tokens is None else tokens[index]
             try:
                 body = pickle.dumps(dict(arguments), protocol=5)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
-                batch.done(place, CallResult("error", message=f"the arguments cannot be sent to a worker: {error}"))
+                batch.done(index, CallResult("error", message=f"the arguments cannot be sent to a worker: {error}"))
                 continue
-            sendable.append(PoolCall(body, cost, timeout_s or self.budget.timeout_s, batch, place))
+            sendable.append(PoolCall(body, cost, timeout_s or self.budget.timeout_s, batch, index))
         self._engine.submit(sendable)
         return batch.future
 

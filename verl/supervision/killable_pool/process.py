@@ -105,7 +105,7 @@ class WorkerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=self.output,
                     stderr=self.output,
-                    pass_fds=[number for number in descriptors if number >= 0],
+                    pass_fds=[descriptor for descriptor in descriptors if descriptor >= 0],
                     env=os.environ | {MARK_VARIABLE: self.mark},
                     start_new_session=True,
                 )
@@ -264,8 +264,8 @@ class WorkerProcess:
     def _running(self) -> tuple[PoolCall | None, float]:
         """The call whose code an async worker runs now (None if it is no longer assigned), and since when."""
         assert self.page is not None
-        number, since = RUNNING.unpack_from(self.page, 0)
-        return self.calls.get(number), since
+        call_id, since = RUNNING.unpack_from(self.page, 0)
+        return self.calls.get(call_id), since
 
     def _make_page(self) -> int:
         if sys.platform == "linux":
@@ -281,19 +281,19 @@ class WorkerProcess:
             raise
         return page
 
-    def _write(self, number: int, body: bytes, timeout_s: float) -> None:
-        self.writer.write(HEADER.pack(number, len(body), timeout_s) + body)
+    def _write(self, call_id: int, body: bytes, timeout_s: float) -> None:
+        self.writer.write(HEADER.pack(call_id, len(body), timeout_s) + body)
 
     async def _listen(self, first: asyncio.Future[Reply]) -> None:
         try:
             while True:
-                number, length, _ = HEADER.unpack(await self.reader.readexactly(HEADER.size))
+                call_id, length, _ = HEADER.unpack(await self.reader.readexactly(HEADER.size))
                 if length > MAX_REPLY:
                     break
                 reply = Reply.read(await self.reader.readexactly(length))
-                if not number:
+                if not call_id:
                     first.set_result(reply)
-                elif call := self.calls.pop(number, None):
+                elif call := self.calls.pop(call_id, None):
                     self.answered += 1
                     self.stuck = False
                     self.on_reply(self, call, reply)
