@@ -52,7 +52,7 @@ def as_rows(data: Rows, what: str) -> list[dict[str, Any]]:
                 "datasets.load_dataset(NAME, split='train')."
             )
         files = open_files(paths, what)
-        return [file.row(number) for file in files for number in range(len(file))]
+        return [file.row(row_index) for file in files for row_index in range(len(file))]
     if hasattr(data, "to_dict") and hasattr(data, "iloc"):
         if not data.columns.is_unique:
             twice = ", ".join(sorted({str(name) for name in data.columns[data.columns.duplicated()]}))
@@ -69,9 +69,9 @@ def as_rows(data: Rows, what: str) -> list[dict[str, Any]]:
         raise DataError(f"{what} is {type(data).__name__}. Give {KINDS}.")
     if not rows:
         raise DataError(f"{what} has no rows.")
-    for number, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise DataError(f"{what}, row {number} is {type(row).__name__} {row!r:.80}, not a dict. Give {KINDS}.")
+            raise DataError(f"{what}, row {row_index} is {type(row).__name__} {row!r:.80}, not a dict. Give {KINDS}.")
     return [{str(name): value for name, value in row.items()} for row in rows]
 
 
@@ -91,10 +91,11 @@ def write_prompts(rows: Sequence[dict[str, Any]], path: Path, prompt_key: str, w
             f"{what} has no column '{prompt_key}'; its columns are {', '.join(columns)}. The prompt is a text or a "
             "list of messages; prompt_key='NAME' names another column."
         )
-    for number, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         if not (isinstance(row.get(prompt_key), str) or hasattr(row.get(prompt_key), "__len__")):
             raise DataError(
-                f"{what}, row {number}: {prompt_key} is {row.get(prompt_key)!r:.80}. Give a text or a list of messages."
+                f"{what}, row {row_index}: {prompt_key} is {row.get(prompt_key)!r:.80}. Give a text or a list of "
+                "messages."
             )
     write_jsonl(rows, path, what)
     texts = all(isinstance(row.get(prompt_key), str) for row in rows)
@@ -104,7 +105,7 @@ def write_prompts(rows: Sequence[dict[str, Any]], path: Path, prompt_key: str, w
 
 
 def supervised_rows(
-    rows: list[dict[str, Any]], what: str, given: Collection[str] = ()
+    rows: list[dict[str, Any]], what: str, known_columns: Collection[str] = ()
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return rows in the form of ``verl sft``, and the settings that name their columns.
 
@@ -113,13 +114,13 @@ def supervised_rows(
     Args:
         rows: the rows.
         what: the argument that holds them, for messages.
-        given: keys of the settings that the call gives, which may name other columns.
+        known_columns: keys of the settings that the call gives, which may name other columns.
 
     Raises:
         DataError: a completion is neither a text nor such a message, or neither column is there.
     """
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    if not {"messages", "completion"} & set(columns) and not any(key.endswith("_key") for key in given):
+    if not {"messages", "completion"} & set(columns) and not any(key.endswith("_key") for key in known_columns):
         raise DataError(
             f"{what} has neither a column messages nor prompt and completion. Its columns: {', '.join(columns)}. "
             "Rename them, or name yours: messages_key='NAME', or prompt_key='NAME' and response_key='NAME'."
@@ -127,13 +128,13 @@ def supervised_rows(
     if not rows or "completion" not in rows[0] or "messages" in rows[0]:
         return rows, {}
     made = []
-    for number, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         completion: Any = row.get("completion")
         if _is_list(completion) and len(completion) == 1 and isinstance(completion[0], Mapping):
             completion = completion[0].get("content") if completion[0].get("role") == "assistant" else completion
         if not isinstance(completion, str):
             raise DataError(
-                f"{what}, row {number}: completion is {completion!r:.80}, neither a text nor one message of the "
+                f"{what}, row {row_index}: completion is {completion!r:.80}, neither a text nor one message of the "
                 "assistant. Give longer conversations as messages, all turns of the assistant are trained on."
             )
         made.append({**row, "completion": completion})
@@ -147,12 +148,12 @@ def write_jsonl(rows: Iterable[Mapping[str, Any]], path: Path, what: str) -> Non
         DataError: names the first row and column that JSON cannot hold.
     """
     lines = []
-    for number, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         try:
             lines.append(json.dumps(row, ensure_ascii=False, default=_plain))
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"{what}, row {number} cannot be written as JSON: {error}. Leave the column out."
+                f"{what}, row {row_index} cannot be written as JSON: {error}. Leave the column out."
             ) from error
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -71,8 +71,8 @@ class TrainingResult:
             CheckpointError: the run saved none, or not in this form.
         """
         checkpoint = self.checkpoint
-        found = sorted(checkpoint.glob("**/huggingface/*.safetensors*"))
-        actor = [path.parent for path in found if path.relative_to(checkpoint).parts[0] != "critic"]
+        weight_files = sorted(checkpoint.glob("**/huggingface/*.safetensors*"))
+        actor = [path.parent for path in weight_files if path.relative_to(checkpoint).parts[0] != "critic"]
         if not actor:
             raise CheckpointError(
                 f"{checkpoint} holds no Hugging Face folder with weights, as save_contents of the checkpoint has no "

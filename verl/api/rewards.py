@@ -77,10 +77,10 @@ def named_rewards(functions: Sequence[Function], weights: Sequence[float] | None
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
             raise ConfigError(f"reward_weights: {weight!r} is no finite number.")
     names: list[str] = []
-    for number, function in enumerate(functions, 1):
+    for position, function in enumerate(functions, 1):
         name = name_of(function)
-        name = f"reward_{number}" if name in ("<lambda>", *_TAKEN) else name
-        names.append(name if name not in names else f"{name}_{number}")
+        name = f"reward_{position}" if name in ("<lambda>", *_TAKEN) else name
+        names.append(name if name not in names else f"{name}_{position}")
     parts = zip(names, functions, weights, strict=True)
     rewards = [Reward(name, function, float(weight), form_of(function)) for name, function, weight in parts]
     if len(rewards) > 1 and any(reward.form == "batch" for reward in rewards):
@@ -136,7 +136,11 @@ def check_columns(
     Raises:
         ConfigError: names the function, the parameter and the columns.
     """
-    given: Mapping[Form, Sequence[str]] = {"sample": OF_SAMPLE, "texts": OF_TEXTS, "completions": OF_COMPLETIONS}
+    passed: Mapping[Form, Sequence[str]] = {
+        "sample": OF_SAMPLE,
+        "texts": OF_TEXTS,
+        "completions": OF_COMPLETIONS,
+    }
     for reward in rewards:
         parameters = inspect.signature(reward.function).parameters.values()
         required = [
@@ -150,11 +154,11 @@ def check_columns(
                 f"reward_model or in a column ground_truth. Columns: {', '.join(sorted(columns))}. Name the column "
                 "that has it as the parameter, or give the parameter a default."
             )
-        if missing := [name for name in required if name not in columns and name not in given[reward.form]]:
+        if missing := [name for name in required if name not in columns and name not in passed[reward.form]]:
             raise ConfigError(
                 f"the reward function {reward.name}{inspect.signature(reward.function)} needs {', '.join(missing)}, "
                 f"and {what} has no such column. Its columns: {', '.join(sorted(columns))}. Beside them a function "
-                f"of this form gets {', '.join(given[reward.form])}. Rename the parameter or the column, or give the "
+                f"of this form gets {', '.join(passed[reward.form])}. Rename the parameter or the column, or give the "
                 "parameter a default."
             )
 
@@ -287,8 +291,8 @@ class BatchRewards(_Rewards):
     def __call__(self, **lists: Any) -> list[Any]:
         """Score all responses, with what the rows have in lists."""
         texts = lists["solution_strs"]
-        given = [{name: values[place] for name, values in lists.items()} for place in range(len(texts))]
-        prompts = [self.prompt_of(row) for row in given]
+        samples = [{name: values[row_index] for name, values in lists.items()} for row_index in range(len(texts))]
+        prompts = [self.prompt_of(row) for row in samples]
         columns = lists | {name: [prompt[name] for prompt in prompts] for name in (self.prompt_key, "prompt")}
         columns["prompts"] = columns["prompt"]
         answers = texts if self.text_prompts else [[{"role": "assistant", "content": text}] for text in texts]
@@ -299,7 +303,8 @@ class BatchRewards(_Rewards):
         }
         one_of: dict[str, str] = dict(zip(OF_TEXTS, OF_SAMPLE, strict=True))
         rows = [
-            {one_of.get(name, name): values[place] for name, values in columns.items()} for place in range(len(texts))
+            {one_of.get(name, name): values[row_index] for name, values in columns.items()}
+            for row_index in range(len(texts))
         ]
         by_function: list[list[Any]] = []
         for reward in self.rewards:
@@ -311,9 +316,9 @@ class BatchRewards(_Rewards):
             result = asyncio.run(_awaited([result]))[0] if inspect.isawaitable(result) else result
             result = result.tolist() if hasattr(result, "tolist") else result
             if not isinstance(result, (list, tuple)) or len(result) != len(texts):
-                found = f"{len(result)} scores" if isinstance(result, (list, tuple)) else type(result).__name__
+                returned = f"{len(result)} scores" if isinstance(result, (list, tuple)) else type(result).__name__
                 raise RewardError(
-                    f"{reward.name} returned {found} for {len(texts)} responses; expected a list of {len(texts)}."
+                    f"{reward.name} returned {returned} for {len(texts)} responses; expected a list of {len(texts)}."
                 )
             by_function.append(list(result))
         return [self.total_or_unusable(scores) for scores in zip(*by_function, strict=True)]

@@ -52,9 +52,9 @@ def generate(
         ConfigError: lists all problems of the settings, before the model loads.
         DataError: the prompts cannot be used.
     """
-    given = keys_of_call(settings_of(settings, more_settings), GenerationConfig)
+    values = keys_of_call(settings_of(settings, more_settings), GenerationConfig)
     with tempfile.TemporaryDirectory(prefix="verl-generate-") as folder:
-        return _generate(model, rows_of_prompts(prompts), n, ray, given, Path(folder))
+        return _generate(model, rows_of_prompts(prompts), n, ray, values, Path(folder))
 
 
 def rows_of_prompts(prompts: Rows) -> list[dict[str, Any]]:
@@ -74,10 +74,10 @@ def _generate(
     rows: list[dict[str, Any]],
     n: int,
     ray: bool,
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     folder: Path,
 ) -> list[dict[str, Any]]:
-    files = write_prompts(rows, folder / "prompts.jsonl", given.get("data.prompt_key", "prompt"), "prompts")
+    files = write_prompts(rows, folder / "prompts.jsonl", values.get("data.prompt_key", "prompt"), "prompts")
     output = folder / "responses.jsonl"
     defaults = placement(ray) | {
         "model.path": path_of(model),
@@ -88,7 +88,7 @@ def _generate(
         "rollout.top_p": 1.0,
         "rollout.top_k": -1,
     }
-    config = checked_config(defaults, given, GenerationConfig)
+    config = checked_config(defaults, values, GenerationConfig)
 
     from verl.trainer.main_generation import run_generation
 
@@ -163,14 +163,14 @@ def evaluate(
     Raises:
         RewardError: no response could be scored; with the first reason.
     """
-    given = keys_of_call(settings_of(settings, more_settings), GenerationConfig)
+    values = keys_of_call(settings_of(settings, more_settings), GenerationConfig)
     rows = as_rows(data, "data")
-    prompt_key = given.get("data.prompt_key", "prompt")
+    prompt_key = values.get("data.prompt_key", "prompt")
     with tempfile.TemporaryDirectory(prefix="verl-evaluate-") as name:
         folder = Path(name)
         files = write_prompts(rows, folder / "rows.jsonl", prompt_key, "data")
         chosen = write_rewards(reward, reward_weights, files, folder)
-        answered = _generate(model, rows, n, ray, given, folder)
+        answered = _generate(model, rows, n, ray, values, folder)
         lines = [
             {"data_source": "unknown", "reward_model": None, **line, RESPONSES: row[RESPONSES]}
             for line, row in zip(read_jsonl(Path(files.paths[0])), answered, strict=True)

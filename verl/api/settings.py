@@ -47,22 +47,23 @@ def keys_of_call(settings: Mapping[str, Any], root: type[BaseConfig]) -> dict[st
             one key and have different values.
     """
     known = leaves(root)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     written: dict[str, str] = {}
-    for name, given in settings.items():
-        value = given.item() if hasattr(given, "item") else str(given) if isinstance(given, Path) else given
+    for name, setting in settings.items():
+        value = setting.item() if hasattr(setting, "item") else str(setting) if isinstance(setting, Path) else setting
         if (unusable := _no_setting(value)) is not None:
             raise ConfigError(
-                f"{name}={given!r:.100} holds {type(unusable).__name__}. A setting is a text, a number, true or false, "
-                "None, or a list or dict of these."
+                f"{name}={setting!r:.100} holds {type(unusable).__name__}. A setting is a text, a number, true or "
+                "false, None, or a list or dict of these."
             )
         for key, ours in _keys(name, value, known, root).items():
-            if key in found and found[key] != ours:
+            if key in values and values[key] != ours:
                 raise ConfigError(
-                    f"{written[key]} and {name} both mean {key}, with the values {found[key]!r} and {ours!r}. Keep one."
+                    f"{written[key]} and {name} both mean {key}, with the values {values[key]!r} and {ours!r}. "
+                    "Keep one."
                 )
-            found[key], written[key] = ours, name
-    return found
+            values[key], written[key] = ours, name
+    return values
 
 
 def _no_setting(value: Any) -> Any:
@@ -70,7 +71,7 @@ def _no_setting(value: Any) -> Any:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return next((found for one in value if (found := _no_setting(one)) is not None), None)
+        return next((problem for one in value if (problem := _no_setting(one)) is not None), None)
     return None if value is None or isinstance(value, (str, int, float)) else value
 
 
@@ -158,9 +159,9 @@ def tree_of(keys: Mapping[str, Any], root: type[BaseConfig]) -> Tree:
     tree: Tree = {}
     items: dict[str, list[Any]] = {}
     for path, value in keys.items():
-        key, _, place = path.removesuffix("]").partition("[")
-        if place:
-            items.setdefault(key, list(keys_of(root)[key].default))[int(place)] = value
+        key, _, index = path.removesuffix("]").partition("[")
+        if index:
+            items.setdefault(key, list(keys_of(root)[key].default))[int(index)] = value
             value = items[key]
         put(tree, key, value)
     return tree
@@ -195,12 +196,12 @@ def ranks_of(keys: Mapping[str, Any]) -> int:
     return int(keys["trainer.nnodes"]) * int(per_node)
 
 
-def checked_config(defaults: Mapping[str, Any], given: Mapping[str, Any], root: type[ConfigT]) -> ConfigT:
+def checked_config(defaults: Mapping[str, Any], values: Mapping[str, Any], root: type[ConfigT]) -> ConfigT:
     """Compose and check a configuration, as the command line does.
 
     Args:
         defaults: values by key that the call has in place of the command's.
-        given: values by key that the user gave.
+        values: values by key that the user gave.
         root: root section of the command.
 
     Raises:
@@ -210,4 +211,4 @@ def checked_config(defaults: Mapping[str, Any], given: Mapping[str, Any], root: 
         from verl.trainer.config.load import load_config  # needs torch and transformers
 
         prepare_process()
-        return load_config(tree_of({**defaults, **given}, root), root, set(given))
+        return load_config(tree_of({**defaults, **values}, root), root, set(values))

@@ -82,16 +82,16 @@ def train(
         DataError: the rows cannot be used.
         RewardError: too many responses could not be scored.
     """
-    given, counted = _given(settings, more_settings, PPOConfig)
-    estimator = given.setdefault("algorithm.adv_estimator", _ALGORITHMS.get(algorithm, algorithm))
+    values, counted = _given(settings, more_settings, PPOConfig)
+    estimator = values.setdefault("algorithm.adv_estimator", _ALGORITHMS.get(algorithm, algorithm))
     if algorithm not in (estimator, "grpo", "ppo"):
         raise ConfigError(f"algorithm={algorithm!r} and algorithm.adv_estimator={estimator!r} differ. Keep one.")
-    if reward is not None and "custom_reward_function.path" in given:
+    if reward is not None and "custom_reward_function.path" in values:
         raise ConfigError("custom_reward_function.path and reward both choose the reward. Keep one.")
     with _folder(output_dir, estimator) as (folder, checked):
         check_environments(environments)
-        files, val = _prompts(data, eval_data, folder, given.get("data.prompt_key", "prompt"), environments)
-        per_prompt = given.get(f"{_ROLLOUT}.n", 1 if estimator == "gae" else GROUP)
+        files, val = _prompts(data, eval_data, folder, values.get("data.prompt_key", "prompt"), environments)
+        per_prompt = values.get(f"{_ROLLOUT}.n", 1 if estimator == "gae" else GROUP)
         defaults = _run_defaults(folder, ray) | {
             "actor_rollout_ref.model.path": path_of(model),
             "data.train_files": files.paths,
@@ -106,11 +106,11 @@ def train(
         }
         if estimator == "gae":
             defaults["critic.model.path"] = path_of(model)
-        defaults |= _sizes(files.count, per_prompt, counted, given, defaults)
+        defaults |= _sizes(files.count, per_prompt, counted, values, defaults)
         if val is not None:
-            defaults["trainer.test_freq"] = _steps_of_pass(files.count, defaults, given)
+            defaults["trainer.test_freq"] = _steps_of_pass(files.count, defaults, values)
         has_reward = reward is not None or environments or "data_source" in files.columns
-        if not has_reward and not given.keys() & {"reward_model.enable", "custom_reward_function.path"}:
+        if not has_reward and not values.keys() & {"reward_model.enable", "custom_reward_function.path"}:
             raise ConfigError(NO_REWARD)
         defaults |= write_objects(reward, reward_weights, tools, environments, files, folder)
         if val is not None and not environments:
@@ -121,7 +121,7 @@ def train(
                 "algorithm.gdpo_reward_weights": [one.weight for one in rewards],
                 "reward_model.reward_manager": "gdpo",
             }
-        config = checked_config(defaults, given, PPOConfig)
+        config = checked_config(defaults, values, PPOConfig)
         checked()
 
         from verl.trainer.main_ppo import run_ppo
@@ -158,9 +158,9 @@ def sft(
         ConfigError: lists all problems of the settings, before a model loads.
         DataError: the rows cannot be used.
     """
-    given, counted = _given(settings, more_settings, SFTConfig)
+    values, counted = _given(settings, more_settings, SFTConfig)
     with _folder(output_dir, "sft") as (folder, checked):
-        rows, keys = supervised_rows(as_rows(data, "data"), "data", given)
+        rows, keys = supervised_rows(as_rows(data, "data"), "data", values)
         write_jsonl(rows, folder / "data" / "train.jsonl", "data")
         defaults = (
             _run_defaults(folder, ray)
@@ -174,16 +174,16 @@ def sft(
             }
         )
         if counted:
-            defaults |= rows_of_batch(counted, ranks_of({**defaults, **given})) | {"data.use_dynamic_bsz": False}
+            defaults |= rows_of_batch(counted, ranks_of({**defaults, **values})) | {"data.use_dynamic_bsz": False}
         if eval_data is not None:
             write_jsonl(
-                supervised_rows(as_rows(eval_data, "eval_data"), "eval_data", given)[0],
+                supervised_rows(as_rows(eval_data, "eval_data"), "eval_data", values)[0],
                 folder / "data" / "eval.jsonl",
                 "eval_data",
             )
             defaults["data.val_files"] = [str(folder / "data" / "eval.jsonl")]
-            defaults["trainer.test_freq"] = _steps_of_pass(len(rows), defaults, given)
-        config = checked_config(defaults, given, SFTConfig)
+            defaults["trainer.test_freq"] = _steps_of_pass(len(rows), defaults, values)
+        config = checked_config(defaults, values, SFTConfig)
         checked()
 
         from verl.trainer.sft_trainer import run_sft
@@ -220,14 +220,17 @@ def _given(
     if theirs := next((name for name in every if name in OF_TRL), None):
         raise ConfigError(f"{theirs} of TRL is the argument {OF_TRL[theirs]} here: {OF_TRL[theirs]}=...")
     counted = {name: every.pop(name) for name in COUNTED if name in every}
-    given = keys_of_call(every, root)
-    if owned := next((key for key in given if key in ARGUMENTS), None):
-        raise ConfigError(f"{owned}={given[owned]!r:.100}: the argument {ARGUMENTS[owned]} decides it. Give it there.")
-    if "trainer.logger" in given:
-        loggers = given["trainer.logger"]
+    values = keys_of_call(every, root)
+    if owned := next((key for key in values if key in ARGUMENTS), None):
+        raise ConfigError(f"{owned}={values[owned]!r:.100}: the argument {ARGUMENTS[owned]} decides it. Give it there.")
+    if "trainer.logger" in values:
+        loggers = values["trainer.logger"]
         loggers = [loggers] if isinstance(loggers, str) else list(loggers)
-        given["trainer.logger"] = [*loggers, *(["file"] if "file" not in loggers else [])]  # which the result reads
-    return given, counted
+        values["trainer.logger"] = [
+            *loggers,
+            *(["file"] if "file" not in loggers else []),
+        ]  # which the result reads
+    return values, counted
 
 
 @contextmanager
@@ -242,7 +245,7 @@ def _folder(output_dir: str | Path | None, kind: str) -> Iterator[tuple[Path, Ca
         CheckpointError: another run writes into it.
     """
     name = f"{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folders = (Path("outputs").absolute() / (f"{name}-{number}" if number else name) for number in itertools.count())
+    folders = (Path("outputs").absolute() / (f"{name}-{suffix}" if suffix else name) for suffix in itertools.count())
     folder = next(folders) if output_dir is None else Path(output_dir).expanduser().absolute()
     while output_dir is None and folder.exists():
         folder = next(folders)
@@ -281,26 +284,30 @@ def _run_defaults(folder: Path, ray: bool) -> dict[str, Any]:
     }
 
 
-def _steps_of_pass(rows: int, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> int:
-    batch = {**defaults, **given}["data.train_batch_size"]
+def _steps_of_pass(rows: int, defaults: Mapping[str, Any], values: Mapping[str, Any]) -> int:
+    batch = {**defaults, **values}["data.train_batch_size"]
     return max(1, rows // batch) if isinstance(batch, int) and batch > 0 else 1  # else it is reported later
 
 
 def _sizes(
-    rows: int, per_prompt: int, counted: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
+    rows: int,
+    per_prompt: int,
+    counted: Mapping[str, Any],
+    values: Mapping[str, Any],
+    defaults: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the sizes of a step: TRL's, if any was given; else as many equal steps as the rows allow."""
     if counted:
-        sizes: dict[str, Any] = dict(batch_sizes(counted, ranks_of({**defaults, **given}), per_prompt))
+        sizes: dict[str, Any] = dict(batch_sizes(counted, ranks_of({**defaults, **values}), per_prompt))
     else:
         # An incomplete last batch is dropped, so steps are of equal size: 40 rows are 2 steps of 20, not 32 and a rest.
         steps = math.ceil(rows / MOST_PROMPTS)
-        prompts = given.get("data.train_batch_size", rows // steps)
+        prompts = values.get("data.train_batch_size", rows // steps)
         sizes = {"data.train_batch_size": prompts}
         if isinstance(prompts, str) or prompts:  # else it alone is reported
             sizes[f"{_ACTOR}.ppo_mini_batch_size"] = prompts
     micro_batch = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
-    on_device = given.get(micro_batch, sizes.get(micro_batch))
+    on_device = values.get(micro_batch, sizes.get(micro_batch))
     if on_device is None:
         return sizes | {f"{_ACTOR}.use_dynamic_bsz": True}
     others = [f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"]
@@ -313,16 +320,16 @@ def _prompts(
     data: Rows, eval_data: Rows, folder: Path, prompt_key: str, environments: Sequence[type]
 ) -> tuple[DataFiles, DataFiles | None]:
     """Write the rows of training and validation into the run's folder."""
-    found: list[DataFiles | None] = []
+    files: list[DataFiles | None] = []
     for what, name, rows in (("data", "train", data), ("eval_data", "eval", eval_data)):
         if rows is None and what == "eval_data":
-            found.append(None)
+            files.append(None)
             continue
         listed = as_rows(rows, what)
         if len(environments) == 1:
             (only,) = environments
             for row in listed:
                 row["environment_kwargs"] = {"name": only.__name__, **(row.get("environment_kwargs") or {})}
-        found.append(write_prompts(listed, folder / "data" / f"{name}.jsonl", prompt_key, what))
-    assert found[0] is not None
-    return found[0], found[1]
+        files.append(write_prompts(listed, folder / "data" / f"{name}.jsonl", prompt_key, what))
+    assert files[0] is not None
+    return files[0], files[1]

@@ -110,10 +110,10 @@ def in_shared_memory(path: str, filelock: str = ".file.lock", shared: Path = Pat
     files = [source] if source.is_file() else [file for file in source.rglob("*") if file.is_file()]
     stats = [file.stat() for file in files]
     # Other contents under the same path are another copy.
-    told = repr(
+    description = repr(
         [str(source.resolve()), *((str(f), s.st_size, s.st_mtime_ns) for f, s in zip(files, stats, strict=True))]
     )
-    folder = shared / f"verl-{os.getuid()}" / hashlib.sha256(told.encode()).hexdigest()[:16]
+    folder = shared / f"verl-{os.getuid()}" / hashlib.sha256(description.encode()).hexdigest()[:16]
     target = folder / source.name
     needed, free = sum(stat.st_size for stat in stats), shutil.disk_usage(shared).free
     if not target.exists() and needed > free:

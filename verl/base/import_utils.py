@@ -50,8 +50,8 @@ def load_module(path: str, setting: str, digest: str | None = None) -> ModuleTyp
     name = _module_name(file)
     if name in sys.modules:
         return sys.modules[name]
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    if digest not in (None, found):
+    checksum = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest not in (None, checksum):
         raise ConfigError(
             f"{setting}.path='{path}' was changed while the run goes on: a process that starts now would use other "
             "code than those before it. Start the run again, or put the file back as it was."
@@ -60,7 +60,7 @@ def load_module(path: str, setting: str, digest: str | None = None) -> ModuleTyp
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    setattr(module, _DIGEST, found)
+    setattr(module, _DIGEST, checksum)
     sys.modules[name] = module  # before its execution: dataclasses and pickle look up their module there
     complete = False
     try:
@@ -113,8 +113,8 @@ def _user_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(("<frozen ", *_LIBRARIES))]
-    frame = (own or frames)[-1]
+    user_frames = [frame for frame in frames if not frame.filename.startswith(("<frozen ", *_LIBRARIES))]
+    frame = (user_frames or frames)[-1]
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 

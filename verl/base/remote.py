@@ -86,10 +86,10 @@ def expand(url: str) -> list[str]:
         return [url]
     files, path = file_system(url)
     with reaching(url):
-        found = sorted(files.unstrip_protocol(name) for name in files.glob(path))
-    if not found:
+        paths = sorted(files.unstrip_protocol(name) for name in files.glob(path))
+    if not paths:
         raise DataError(f"nothing matches {url}.")
-    return found
+    return paths
 
 
 def version(url: str) -> str:
@@ -103,9 +103,9 @@ def version(url: str) -> str:
         files.invalidate_cache()
         if not files.exists(path):
             raise DataError(f"there is nothing at {url}.")
-        found = files.find(path, detail=True) if files.isdir(path) else {path: files.info(path)}
-        told = [(name, files.ukey(name)) for name in sorted(found)]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+        details = files.find(path, detail=True) if files.isdir(path) else {path: files.info(path)}
+        keys = [(name, files.ukey(name)) for name in sorted(details)]
+    return hashlib.sha256(repr(keys).encode()).hexdigest()[:16]
 
 
 def fetch(url: str, target: Path) -> None:

@@ -23,14 +23,14 @@ def requirements(extra: str = "") -> list[Requirement]:
     if (project := Path(__file__).parents[2] / "pyproject.toml").is_file():
         stated = tomllib.loads(project.read_text())["project"]
         texts = stated["optional-dependencies"].get(extra, []) if extra else stated["dependencies"]
-        found = [Requirement(text) for text in texts]
+        parsed = [Requirement(text) for text in texts]
     else:
         stated = [Requirement(text) for text in importlib.metadata.requires("verl") or []]
-        found = [one for one in stated if ("extra" in str(one.marker)) == bool(extra)]
-    found = [one for one in found if one.marker is None or one.marker.evaluate({"extra": extra})]
-    for one in found:
+        parsed = [one for one in stated if ("extra" in str(one.marker)) == bool(extra)]
+    parsed = [one for one in parsed if one.marker is None or one.marker.evaluate({"extra": extra})]
+    for one in parsed:
         one.marker = None
-    return found
+    return parsed
 
 
 def install_command(extra: str) -> str:

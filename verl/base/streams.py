@@ -11,13 +11,13 @@ def open_closed_streams() -> None:
 
     Otherwise the next file or socket would get one of their descriptors and be read or written in their place.
     """
-    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
             null = os.open(os.devnull, os.O_RDWR)
-            if null != number:
-                os.dup2(null, number)
+            if null != descriptor:
+                os.dup2(null, descriptor)
                 os.close(null)
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)  # noqa: SIM115  (stays open; the descriptor may be another file's by now)

@@ -109,5 +109,5 @@ def last_word(text: str, words: Iterable[str]) -> str | None:
     # The longest at a place: "turn left" is not "left".
     longest_first = sorted(by_lower, key=len, reverse=True)
     pattern = rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)"
-    found = re.findall(pattern, text.lower())
-    return by_lower[found[-1]] if found else None
+    matches = re.findall(pattern, text.lower())
+    return by_lower[matches[-1]] if matches else None

@@ -24,8 +24,8 @@ class GuessNumberEnvironment(Environment):
     def check(cls, config: dict[str, Any]) -> None:
         """See :meth:`verl.environments.base.Environment.check`."""
         values = {"low": 0, "high": 9, "max_guesses": 4} | config
-        if wrong := [name for name, value in values.items() if type(value) is not int]:
-            raise ConfigError(f"{wrong[0]}={values[wrong[0]]!r}: low, high and max_guesses are whole numbers.")
+        if invalid := [name for name, value in values.items() if type(value) is not int]:
+            raise ConfigError(f"{invalid[0]}={values[invalid[0]]!r}: low, high and max_guesses are whole numbers.")
         if not values["low"] < values["high"] or values["max_guesses"] < 1:
             raise ConfigError(f"{config}: low must be less than high, and max_guesses at least 1.")
 

@@ -46,34 +46,34 @@ def read_environments(environment_config_file: Entries) -> dict[str, Environment
     Raises:
         ConfigError: the file, an entry or a class is wrong, or two have one name.
     """
-    found: dict[str, EnvironmentEntry] = {}
-    for where, given in read_entries(environment_config_file, SETTING, "environment", KEYS):
-        entry = _entry(given, where)
-        if entry.name in found:
+    entries: dict[str, EnvironmentEntry] = {}
+    for where, settings in read_entries(environment_config_file, SETTING, "environment", KEYS):
+        entry = _entry(settings, where)
+        if entry.name in entries:
             raise ConfigError(f"{where}: another environment is called '{entry.name}' too. Give each its own name.")
-        found[entry.name] = entry
+        entries[entry.name] = entry
         try:
             with user_code(f"{entry.cls.__name__} refuses its config"):
                 entry.cls.check(entry.config)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
-    return found
+    return entries
 
 
-def _entry(given: Mapping[str, Any], where: str) -> EnvironmentEntry:
-    cls = load_class(given.get("class_name"), Environment, where)
+def _entry(entry: Mapping[str, Any], where: str) -> EnvironmentEntry:
+    cls = load_class(entry.get("class_name"), Environment, where)
     if missing := sorted(cls.__abstractmethods__):
         raise ConfigError(f"{where}: {cls.__name__} has no {' and '.join(missing)}, which an environment must define.")
-    config = given.get("config") or {}
+    config = entry.get("config") or {}
     if not isinstance(config, dict):
         raise ConfigError(f"{where}: config={config!r:.80} must be a mapping.")
-    rest = {name: given[name] for name in KEYS[3:] if given.get(name) is not None}
+    rest = {name: entry[name] for name in KEYS[3:] if entry.get(name) is not None}
     if (seed_per := rest.get("seed_per", "prompt")) not in get_args(SeedPer):
         raise ConfigError(f"{where}: seed_per={seed_per!r} is unknown; there are {' and '.join(get_args(SeedPer))}.")
     for name in ("max_action_tokens", "max_observation_tokens"):
         if name in rest and (type(rest[name]) is not int or rest[name] < 1):
             raise ConfigError(f"{where}: {name}={rest[name]!r} must be a whole number of at least 1.")
-    name = given.get("name") or cls.__name__.removesuffix("Environment").lower()
+    name = entry.get("name") or cls.__name__.removesuffix("Environment").lower()
     return EnvironmentEntry(name=str(name), cls=cls, config=cast(dict[str, Any], config), **rest)
 
 
@@ -85,10 +85,10 @@ def environment_of_row(entries: Mapping[str, EnvironmentEntry], kwargs: object) 
     """
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise ConfigError(f"environment_kwargs is {kwargs!r:.100}; it is an object with a name, and arguments.")
-    given = dict(cast(Any, kwargs) or {})
-    name = str(given.pop("name", None) or "")
+    arguments = dict(cast(Any, kwargs) or {})
+    name = str(arguments.pop("name", None) or "")
     if not name and len(entries) == 1:
-        return next(iter(entries.values())), given
+        return next(iter(entries.values())), arguments
     if name not in entries:
         known = ", ".join(sorted(entries))
         there = f"There are: {known}." if known else "There are none."
@@ -96,4 +96,4 @@ def environment_of_row(entries: Mapping[str, EnvironmentEntry], kwargs: object) 
         raise ConfigError(
             f"environment_kwargs.name: {asked}{suggest(name, list(entries))} {there} The file of {SETTING} lists them."
         )
-    return entries[name], given
+    return entries[name], arguments

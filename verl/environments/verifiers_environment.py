@@ -66,13 +66,13 @@ class VerifiersEnvironment(Environment):
         Raises:
             ValueError: there is no such example, or the environment asks for nothing.
         """
-        given = {"prompt": messages, "example_id": 0, "answer": answer, "info": dict(info or {})}
+        task = {"prompt": messages, "example_id": 0, "answer": answer, "info": dict(info or {})}
         if example is not None:
             data = self._env.get_dataset()
             if not 0 <= example < len(data):
                 raise ValueError(f"example={example}: the environment has the examples 0 to {len(data) - 1}.")
-            given = dict(data[example])
-        self._run = asyncio.create_task(self._env.run_rollout(given, _client(self), "policy", {}))
+            task = dict(data[example])
+        self._run = asyncio.create_task(self._env.run_rollout(task, _client(self), "policy", {}))
         first = await self._next()
         if first is None:
             raise ValueError(f"the environment ended before it asked for anything: {self._outcome()}.")
@@ -89,17 +89,17 @@ class VerifiersEnvironment(Environment):
         """
         assert self._turn is not None
         self._turn.set_result(_response(action, tool_calls or []))
-        found = await self._next()
-        if found is None:
+        request = await self._next()
+        if request is None:
             outcome = self._outcome()
             return [], float(outcome["reward"] or 0.0), True, False, dict(outcome["metrics"] or {})
-        new = found[len(self._known) + 1 :]
-        if found[: len(self._known)] != self._known or not new or any(m["role"] == "assistant" for m in new):
+        new = request[len(self._known) + 1 :]
+        if request[: len(self._known)] != self._known or not new or any(m["role"] == "assistant" for m in new):
             raise ValueError(
                 "the environment rewrote the conversation, or asked without an answer of its own; an agent program "
                 "behind an endpoint can do that, this adapter cannot"
             )
-        self._known = found
+        self._known = request
         return new, None, False, False, {}
 
     async def score(self) -> float | None:

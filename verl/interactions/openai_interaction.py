@@ -79,15 +79,15 @@ class OpenAIInteraction(BaseInteraction):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
-        given = {key: value for key, value in config.items() if key != "name"}
+        settings = {key: value for key, value in config.items() if key != "name"}
         known = [field.name for field in fields(Endpoint)]
-        self.asks_judge = f"{{{JUDGE}}}" in str(given.get("base_url"))
-        for key in given:
+        self.asks_judge = f"{{{JUDGE}}}" in str(settings.get("base_url"))
+        for key in settings:
             if key not in known:
                 raise ConfigError(f"unknown key '{key}'.{suggest(key, known)} Known: {', '.join(known)}.")
-        if missing := [key for key in ("base_url", "model", "system_prompt") if key not in given]:
+        if missing := [key for key in ("base_url", "model", "system_prompt") if key not in settings]:
             raise ConfigError(f"config lacks {', '.join(missing)}.")
-        self.endpoint = Endpoint(**given)
+        self.endpoint = Endpoint(**settings)
         name = self.endpoint.api_key_env
         self._key = env.secret(name, "api_key_env") if name else None
         self._client  # noqa: B018 - here, so that a missing package is told before the run
@@ -114,10 +114,10 @@ class OpenAIInteraction(BaseInteraction):
         """
         end = self.endpoint
         wanted = {"max_tokens": end.max_tokens, "temperature": end.temperature, "extra_body": end.extra_body}
-        place = FIELD.sub(lambda found: str(kwargs[found[1]]), end.base_url) if self.asks_judge else end.base_url
+        base_url = FIELD.sub(lambda match: str(kwargs[match[1]]), end.base_url) if self.asks_judge else end.base_url
         reply = await in_thread(
             self._asked,
-            place,
+            base_url,
             model=end.model,
             messages=[{"role": "system", "content": self._instructions(kwargs)}, *_exchanged(messages)],
             **{name: value for name, value in wanted.items() if value is not None},
@@ -125,32 +125,32 @@ class OpenAIInteraction(BaseInteraction):
         text, marker, _ = reply.partition(end.end_marker)
         return bool(marker), text.strip(), None, {}
 
-    def _asked(self, place: str, **request: Any) -> str:
+    def _asked(self, base_url: str, **request: Any) -> str:
         import openai
 
-        client = self._client.with_options(base_url=place) if self.asks_judge else self._client
+        client = self._client.with_options(base_url=base_url) if self.asks_judge else self._client
         try:
             reply = client.chat.completions.create(**request)
         except openai.OpenAIError as error:
             what = f"{type(error).__name__}: {error}"
             what = what.replace(self._key, "***") if self._key else what
-            where = f"{place} did not answer for model '{self.endpoint.model}'"
+            where = f"{base_url} did not answer for model '{self.endpoint.model}'"
             raise RolloutError(f"{where}. {what:.{SHOWN}}") from None  # the cause may hold the key
         choices = getattr(reply, "choices", None)  # the library does not check what it receives
         text = choices[0].message.content if choices else None
         if not isinstance(text, str):
-            raise RolloutError(f"{place} sent no text: {reply!r:.{SHOWN}}")
+            raise RolloutError(f"{base_url} sent no text: {reply!r:.{SHOWN}}")
         return text
 
     def _instructions(self, values: Mapping[str, Any]) -> str:
-        def value(found: re.Match[str]) -> str:
-            if found[1] not in values:
+        def value(match: re.Match[str]) -> str:
+            if match[1] not in values:
                 known = ", ".join(values) or "nothing"
                 raise ConfigError(
-                    f"system_prompt has {{{found[1]}}}, but interaction_kwargs of the row has no '{found[1]}'; it has "
+                    f"system_prompt has {{{match[1]}}}, but interaction_kwargs of the row has no '{match[1]}'; it has "
                     f"{known}."
                 )
-            return str(values[found[1]])
+            return str(values[match[1]])
 
         return FIELD.sub(value, self.endpoint.system_prompt)
 

@@ -220,7 +220,7 @@ def _with_joined_experts(
     try:
         dtype = next(iter(weights.values())).dtype
         loader: Any = model
-        joined, found = loader.from_pretrained(
+        joined, report = loader.from_pretrained(
             None,
             config=config,
             state_dict=dict(weights),
@@ -230,7 +230,7 @@ def _with_joined_experts(
         )
     except LOADING_ERRORS as error:
         raise CheckpointError(f"{source}: the experts cannot be joined: {error}") from error
-    problems = {kind: sorted(map(str, names)) for kind, names in found.items() if names and kind.endswith("_keys")}
+    problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names and kind.endswith("_keys")}
     if problems:
         raise CheckpointError(f"{source}: the experts in the shards are not those of its config: {problems}.")
     return dict(own_state(joined))
@@ -256,10 +256,10 @@ def _compare(weights: Mapping[str, Tensor], folder: Path, trust_remote_code: boo
         )
     except LOADING_ERRORS as error:
         raise CheckpointError(f"{folder} cannot be read: {why_unreadable(error, str(folder))}") from error
-    found = own_state(model)
-    _check_names(weights, set(found), folder)
+    loaded = own_state(model)
+    _check_names(weights, set(loaded), folder)
     for name, weight in weights.items():
-        other = found[name]
+        other = loaded[name]
         if weight.shape != other.shape:
             raise CheckpointError(f"'{name}' has shape {list(weight.shape)}, and {list(other.shape)} in {folder}.")
         gap = float((weight.float() - other.float()).abs().max()) if weight.numel() else 0.0
@@ -284,21 +284,21 @@ def _compare_logits(
     if isinstance(adapted, Adapted):
         adapted.check_logits(model, folder)
         return
-    own = empty_model(config, trust_remote_code)
+    rebuilt = empty_model(config, trust_remote_code)
     dtype, cause = torch.float32, "its config.json is another one"
-    own.load_state_dict(dict(weights), strict=False, assign=True)  # names were compared before
-    own.tie_weights()
-    own.float()
+    rebuilt.load_state_dict(dict(weights), strict=False, assign=True)  # names were compared before
+    rebuilt.tie_weights()
+    rebuilt.float()
     if adapted is not None:
         dtype = model.dtype  # to which merged weights are rounded
         cause += ", or its weights are not those of the model with its adapters"
-        adapted.take_apart(own)
+        adapted.take_apart(rebuilt)
     for probe in probes(config):
-        expected, found = (part.float().eval()(**probe).logits for part in (own, model))
-        if not is_rounding(found, expected, dtype):
+        expected, actual = (part.float().eval()(**probe).logits for part in (rebuilt, model))
+        if not is_rounding(actual, expected, dtype):
             raise CheckpointError(
                 f"{folder} has the weights of the checkpoint, but its logits differ by "
-                f"{largest_difference(found, expected):.3g}: {cause}."
+                f"{largest_difference(actual, expected):.3g}: {cause}."
             )
 
 

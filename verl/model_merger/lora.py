@@ -111,10 +111,10 @@ class Adapted:
         """
         both = self._model, HeadedModel(model, self._model.head_name)
         for probe in probes(model.config):
-            expected, found = (_outputs(part.float().eval(), probe) for part in both)
-            if not is_rounding(found, expected, self.dtype):
+            expected, actual = (_outputs(part.float().eval(), probe) for part in both)
+            if not is_rounding(actual, expected, self.dtype):
                 raise CheckpointError(
-                    f"{folder} gives logits that differ by {largest_difference(found, expected):.3g} from those of "
+                    f"{folder} gives logits that differ by {largest_difference(actual, expected):.3g} from those of "
                     "the model with its adapters."
                 )
 

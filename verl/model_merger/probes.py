@@ -14,9 +14,9 @@ _BEFORE, _AFTER = 3, 4
 
 def probes(config: PretrainedConfig) -> list[dict[str, Tensor]]:
     """Return arguments of the forward pass of models with this config, one sequence in each."""
-    found = [{"input_ids": ids[None]} for ids in probe_sequences(config, (7, 4), torch.device("cpu"))]
+    inputs = [{"input_ids": ids[None]} for ids in probe_sequences(config, (7, 4), torch.device("cpu"))]
     vision = VisionConfig.of(config)
-    return found if vision is None else [*found, _picture(config, vision)]
+    return inputs if vision is None else [*inputs, _picture(config, vision)]
 
 
 def _picture(config: PretrainedConfig, vision: VisionConfig) -> dict[str, Tensor]:

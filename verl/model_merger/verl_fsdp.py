@@ -130,7 +130,7 @@ def _optimizer(
     if schedule:
         group |= {"lr": schedule["_last_lr"][0], "initial_lr": schedule["base_lrs"][0]}
     group["params"] = list(range(len(trained)))
-    state = {number: dict(_in_order(entries[name])) for number, name in enumerate(trained)}
+    state = {index: dict(_in_order(entries[name])) for index, name in enumerate(trained)}
     return {"state": state, "param_groups": [group]}
 
 

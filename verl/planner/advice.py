@@ -33,7 +33,7 @@ def changes(plan: Plan) -> list[Change]:
 
     The last one says by ``fits`` whether they suffice.
     """
-    found: list[Change] = []
+    changes_to_try: list[Change] = []
     for settings in _candidates(plan):
         if plan.excess <= 0:
             break
@@ -45,8 +45,8 @@ def changes(plan: Plan) -> list[Change]:
         if excess < plan.excess:
             plan = tried
             worst = max(stage.bytes for stage in plan.stages)
-            found.append(Change(settings, worst, excess <= 0))
-    return found
+            changes_to_try.append(Change(settings, worst, excess <= 0))
+    return changes_to_try
 
 
 def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:

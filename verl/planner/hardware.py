@@ -60,14 +60,14 @@ def gpu_named(name: str) -> Gpu:
     Raises:
         ConfigError: it is not in the table.
     """
-    found = GPUS.get(name.lower())
-    if found is None:
+    gpu = GPUS.get(name.lower())
+    if gpu is None:
         hint = suggest(name.lower(), list(GPUS))
         raise ConfigError(
             f"--gpu {name}: no figures of it are known.{hint} Known are {', '.join(GPUS)}. Take one that is alike, and "
             "its --memory_gb."
         )
-    return found
+    return gpu
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -127,8 +127,8 @@ class ModelMemory:
         """
         lay, all_of_them = self.layout, self.shape.parameters(self.outputs)
         experts = parameters * self.shape.expert_parameters / all_of_them
-        others, own = (lay.replicas, lay.expert_replicas) if is_divided_further else (1, 1)
-        return ((parameters - experts) / lay.tensor / others + experts / lay.expert_ranks / own) / lay.pipeline
+        others, own_replicas = (lay.replicas, lay.expert_replicas) if is_divided_further else (1, 1)
+        return ((parameters - experts) / lay.tensor / others + experts / lay.expert_ranks / own_replicas) / lay.pipeline
 
     @property
     def weights(self) -> float:
@@ -252,12 +252,12 @@ class ModelMemory:
         ``tokens`` are those of all ranks that share the micro-batch.
         """
         s, lay, b = self.shape, self.layout, self.layout.compute_bytes
-        own, copies = tokens.computed / lay.sequence, (tokens.keys - tokens.computed) / lay.sequence
+        own_tokens, copies = tokens.computed / lay.sequence, (tokens.keys - tokens.computed) / lay.sequence
         root, head_gradient = self._root()
         responses = tokens.responses / lay.sequence
-        head, hidden = self.logits(responses, with_gradient=True), own * b * s.hidden
-        layer = own * self.layer_activations + copies * self.copied_keys if self.checkpoints else 0.0
-        layer += own * 2 * b * (s.feed_forward / lay.tensor + s.hidden)  # gradients
+        head, hidden = self.logits(responses, with_gradient=True), own_tokens * b * s.hidden
+        layer = own_tokens * self.layer_activations + copies * self.copied_keys if self.checkpoints else 0.0
+        layer += own_tokens * 2 * b * (s.feed_forward / lay.tensor + s.hidden)  # gradients
         everything = s.embedding_parameters + s.head_parameters(self.outputs)
         of_root = {  # its gradients, once more in the format of the reduction
             "activations": 0.0,
@@ -272,12 +272,12 @@ class ModelMemory:
             of_root["activations"] = s.embedding_parameters * b / lay.tensor
         moments = (
             {
-                "activations": self._kept_by_last_stage(own, copies) + hidden,
+                "activations": self._kept_by_last_stage(own_tokens, copies) + hidden,
                 "gathered": root + head_gradient,
                 "logits": head,
             },
             {
-                "activations": self.kept_activations(own, copies) + layer,
+                "activations": self.kept_activations(own_tokens, copies) + layer,
                 "gathered": root + head_gradient + self._gathered_layers(with_gradient=True),
                 "logits": 0.0,
             },
@@ -288,11 +288,13 @@ class ModelMemory:
     def inference_pass(self, tokens: PassTokens) -> Mapping[str, float]:
         """As :meth:`training_pass`, without gradients."""
         s, lay = self.shape, self.layout
-        own, b = tokens.computed / lay.sequence, lay.compute_bytes
+        own_tokens, b = tokens.computed / lay.sequence, lay.compute_bytes
         copies = (tokens.keys - tokens.computed) / lay.sequence
         root, _ = self._root()
-        at_once = own * ((4 + 3 * b) * s.hidden + 3 * b * s.feed_forward / lay.tensor) + copies * self.copied_keys
+        at_once = (
+            own_tokens * ((4 + 3 * b) * s.hidden + 3 * b * s.feed_forward / lay.tensor) + copies * self.copied_keys
+        )
         head = self.logits(tokens.responses / lay.sequence, with_gradient=False)
         layers = {"activations": at_once, "gathered": root + self._gathered_layers(with_gradient=False), "logits": 0.0}
-        last = {"activations": own * 2 * b * s.hidden, "gathered": root, "logits": head}
+        last = {"activations": own_tokens * 2 * b * s.hidden, "gathered": root, "logits": head}
         return max((layers, last), key=lambda parts: sum(parts.values()))

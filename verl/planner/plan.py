@@ -201,10 +201,10 @@ class Plan:
         roles = self.config.actor_rollout_ref
         actor, rollout = roles.actor, roles.rollout
         section = "actor_rollout_ref"
-        found = [self._rollout()]
+        stages = [self._rollout()]
         size = rollout.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
         if self._recomputes:
-            found.append(
+            stages.append(
                 self._pass(
                     "old log-probs",
                     "actor",
@@ -216,7 +216,7 @@ class Plan:
             )
         if self.needs.reference:
             ref = roles.ref
-            found.append(
+            stages.append(
                 self._pass(
                     "reference log-probs",
                     "reference" if "reference" in self.models else "actor",  # with its adapters off
@@ -230,14 +230,16 @@ class Plan:
             critic = self.config.critic
             dynamic = critic.forward_max_token_len_per_gpu if critic.use_dynamic_bsz else None
             forward = critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu
-            found.append(self._pass("values", "critic", False, "critic.forward", dynamic, forward))
+            stages.append(self._pass("values", "critic", False, "critic.forward", dynamic, forward))
             dynamic = critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else None
             size = critic.ppo_micro_batch_size_per_gpu
-            found.append(self._pass("critic update", "critic", True, "critic.ppo", dynamic, size, critic.ppo_epochs))
+            stages.append(self._pass("critic update", "critic", True, "critic.ppo", dynamic, size, critic.ppo_epochs))
         dynamic = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
         size = actor.ppo_micro_batch_size_per_gpu
-        found.append(self._pass("actor update", "actor", True, f"{section}.actor.ppo", dynamic, size, actor.ppo_epochs))
-        return found
+        stages.append(
+            self._pass("actor update", "actor", True, f"{section}.actor.ppo", dynamic, size, actor.ppo_epochs)
+        )
+        return stages
 
     @property
     def _recomputes(self) -> bool:
@@ -419,9 +421,9 @@ def layout_of(placement: FSDPEngineConfig | McoreEngineConfig, ranks: int, has_a
     )
 
 
-def _divisors(number: int, most: int) -> list[int]:
+def _divisors(value: int, most: int) -> list[int]:
     """Return the divisors of a number up to ``most``, in their order."""
-    return [size for size in range(1, min(number, most) + 1) if number % size == 0]
+    return [size for size in range(1, min(value, most) + 1) if value % size == 0]
 
 
 def _adapter_parameters(shape: ModelShape, model: TrainedModelConfig) -> int:

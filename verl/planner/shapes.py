@@ -141,7 +141,7 @@ class ModelShape:
         """Linear layers of all decoder layers: name → (inputs, outputs, how many there are)."""
         h, a, kv = self.hidden, self.attention_width, self.kv_width
         sparse = (self.layers - self.dense_layers) * self.experts
-        found = {
+        sizes = {
             "q_proj": (h, a, self.layers),
             "k_proj": (h, kv, self.layers),
             "v_proj": (h, kv, self.layers),
@@ -152,9 +152,9 @@ class ModelShape:
             ("experts.", self.expert_width, sparse),
         ):
             if count:
-                found |= {f"{name}gate_proj": (h, width, count), f"{name}up_proj": (h, width, count)}
-                found[f"{name}down_proj"] = (width, h, count)
-        return found
+                sizes |= {f"{name}gate_proj": (h, width, count), f"{name}up_proj": (h, width, count)}
+                sizes[f"{name}down_proj"] = (width, h, count)
+        return sizes
 
     @property
     def expert_parameters(self) -> int:

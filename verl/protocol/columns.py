@@ -147,8 +147,8 @@ def row_indices(index: RowIndex, length: int) -> Tensor:
 
     Negative numbers count from the end; a mask must be as long as the batch.
     """
-    given: Any = index
-    rows = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
+    selection: Any = index
+    rows = np.asarray(selection.detach().cpu() if isinstance(selection, Tensor) else selection)
     if rows.ndim != 1 or (rows.dtype.kind not in "iub" and rows.size):
         raise SchemaError(
             f"rows are chosen by a one-dimensional list of whole numbers or booleans, got {describe(rows)}."
@@ -174,9 +174,9 @@ def take(column: Any, rows: Tensor) -> Any:
 def columns_to_join(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, list[Any]]:
     """Collect each column's values over all parts; columns, dtypes and trailing dimensions must agree."""
     first = parts[0]
-    for number, part in enumerate(parts):
+    for part_index, part in enumerate(parts):
         for key in first.keys() ^ part.keys():
-            lacking = number if key in first else 0
+            lacking = part_index if key in first else 0
             raise SchemaError(
                 f"{kind} '{key}' is missing in batch {lacking} of {len(parts)} (it has: {listing(parts[lacking])}); "
                 "batches to be joined need the same columns."
@@ -186,7 +186,7 @@ def columns_to_join(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, 
             same_dtype = value.dtype == first[key].dtype or isinstance(value, np.ndarray)
             if value.shape[1:] != first[key].shape[1:] or not same_dtype:
                 raise SchemaError(
-                    f"{kind} '{key}' is {describe(first[key])} in batch 0 and {describe(value)} in batch {number}; "
+                    f"{kind} '{key}' is {describe(first[key])} in batch 0 and {describe(value)} in batch {part_index}; "
                     "only the number of rows may differ. Pad to one length, or convert to one dtype, first."
                 )
     return {key: [part[key] for part in parts] for key in first}
@@ -210,9 +210,11 @@ def list_of_dict_to_dict_of_list(list_of_dict: list[dict[str, Any]]) -> dict[str
     if not list_of_dict:
         return {}
     keys = list_of_dict[0].keys()
-    for number, row in enumerate(list_of_dict):
+    for row_index, row in enumerate(list_of_dict):
         if row.keys() != keys:
-            raise SchemaError(f"row {number} has the keys {listing(row)}, row 0 has {listing(keys)}; they must agree.")
+            raise SchemaError(
+                f"row {row_index} has the keys {listing(row)}, row 0 has {listing(keys)}; they must agree."
+            )
     return {key: [row[key] for row in list_of_dict] for key in keys}
 
 

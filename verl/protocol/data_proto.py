@@ -146,8 +146,8 @@ class DataProto(MethodsForScripts):
         num_batch_dims: int = 1,
     ) -> DataProto:
         """Create from a TensorDict: non-tensors with one value per row become columns, others ``meta_info``."""
-        tensors, non_tensors, found = parts_of(tensor_dict)
-        return cls.from_dict(tensors, non_tensors, unite(found, meta_info or {}, META), num_batch_dims)
+        tensors, non_tensors, meta = parts_of(tensor_dict)
+        return cls.from_dict(tensors, non_tensors, unite(meta, meta_info or {}, META), num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
         """Convert to one TensorDict; ``from_tensordict`` inverts it, giving object arrays for non-tensors."""

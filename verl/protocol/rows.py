@@ -44,8 +44,8 @@ def fill_column(parts: Sequence[DataProto], name: str, value: Callable[[torch.dt
         name: of the column; where no part has it, nothing changes.
         value: the value everywhere, by dtype.
     """
-    found = [part._tensor_columns.peek().get(name) for part in parts]
-    known = next((column for column in found if column is not None), None)
+    columns = [part._tensor_columns.peek().get(name) for part in parts]
+    known = next((column for column in columns if column is not None), None)
     if known is None:
         return list(parts)
     shape, dtype = known.shape[1:], known.dtype
@@ -53,7 +53,7 @@ def fill_column(parts: Sequence[DataProto], name: str, value: Callable[[torch.dt
         part
         if column is not None
         else part | DataProto.from_dict({name: torch.full((len(part), *shape), value(dtype), dtype=dtype)})
-        for part, column in zip(parts, found, strict=True)
+        for part, column in zip(parts, columns, strict=True)
     ]
 
 

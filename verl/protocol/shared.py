@@ -107,9 +107,9 @@ def joined(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor | None:
         SchemaError: a row of a column holds no mapping.
     """
     parts = []
-    for number, row in enumerate(rows):
+    for row_index, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise SchemaError(f"row {number} has {type(row).__name__} where the inputs of its images are expected.")
+            raise SchemaError(f"row {row_index} has {type(row).__name__} where the inputs of its images are expected.")
         if name in row:
             parts.append(row.arrays()[name] if isinstance(row, SharedTensors) else np.asarray(row[name]))
     return torch.from_numpy(np.concatenate(parts)) if parts else None

@@ -178,8 +178,8 @@ class StoredColumn:
         if self.origin.is_whole(lengths):
             return UnreadColumn.concat(parts)
         whole = np.empty((self.shape[0], self._row_bytes), np.uint8)
-        for number, part in enumerate(parts):
-            mine = np.flatnonzero(self.origin.result == number)
+        for part_index, part in enumerate(parts):
+            mine = np.flatnonzero(self.origin.result == part_index)
             whole[mine] = part.bytes().reshape(part.shape[0], self._row_bytes)[self.origin.row[mine]]
         return torch.from_numpy(whole.reshape(-1)).view(self.dtype).view(self.shape)
 
@@ -225,10 +225,10 @@ def fetch_together(columns: Iterable[StoredColumn]) -> None:
     waiting = [column for column in columns if not column._is_here]
     results = list({result: None for column in waiting for result in column.origin.results})
     if results:
-        found = dict(zip(results, _values_of(results), strict=True))
+        values = dict(zip(results, _values_of(results), strict=True))
         for column in waiting:
             names = zip(column.origin.results, column.origin.names, strict=True)
-            column._parts = [found[result]._tensor_columns.peek()[name] for result, name in names]
+            column._parts = [values[result]._tensor_columns.peek()[name] for result, name in names]
 
 
 def _values_of(results: list[Any]) -> list[Any]:

@@ -96,8 +96,8 @@ class TensorColumns:
         """Return the named columns (None: all) as tensors; each call returns the same tensor objects."""
         with self._reading:
             if self._tensordict is not None:
-                found = tensors_of(self._tensordict)
-                return found if keys is None else {key: found[key] for key in keys}
+                tensors = tensors_of(self._tensordict)
+                return tensors if keys is None else {key: tensors[key] for key in keys}
             chosen = {key: self._columns[key] for key in (self._columns if keys is None else keys)}
             fetch_together(column for column in chosen.values() if isinstance(column, StoredColumn))
             read: dict[str, Tensor] = {}

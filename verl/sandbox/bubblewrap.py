@@ -124,12 +124,12 @@ class BubblewrapSetup:
 
     def _limited(self, limits: Limits, uid: int) -> list[str]:
         # In a user namespace the kernel counts bubblewrap's own process 1 with the program's.
-        own = 0 if self.way == "own_uid" else 1
+        own_processes = 0 if self.way == "own_uid" else 1
         memory, files = limits.memory_mb * MIB, limits.max_files_mb * MIB
         command = [self.prlimit, "--core=0"]
         command += [f"--as={_at_most(resource.RLIMIT_AS, memory)}"]
         command += [f"--data={_at_most(resource.RLIMIT_DATA, memory)}"]
-        command += [f"--nproc={_at_most(resource.RLIMIT_NPROC, limits.max_processes + own)}"]
+        command += [f"--nproc={_at_most(resource.RLIMIT_NPROC, limits.max_processes + own_processes)}"]
         command += [f"--fsize={_at_most(resource.RLIMIT_FSIZE, files)}"]
         command += [f"--nofile={_at_most(resource.RLIMIT_NOFILE, limits.max_open_files)}"]
         command += [f"--msgqueue={_at_most(resource.RLIMIT_MSGQUEUE, 0)}"]
@@ -263,13 +263,13 @@ def interpreter_mounts() -> list[str]:
     places = [*libraries, "/etc/ld.so.cache", f"{sys.base_prefix}/lib", sysconfig.get_path("stdlib"), _interpreter()]
     places += [tool for name in ("prlimit", "setpriv") if (tool := shutil.which(name, path=_path()))]
     visible: list[Path] = []
-    for place in sorted({Path(place).resolve() for place in places if os.path.exists(place)}):
-        if not any(place.is_relative_to(other) for other in visible):
-            visible.append(place)
-    parents = {parent for place in visible for parent in place.parents} - {Path("/")}
+    for path in sorted({Path(path).resolve() for path in places if os.path.exists(path)}):
+        if not any(path.is_relative_to(other) for other in visible):
+            visible.append(path)
+    parents = {parent for path in visible for parent in path.parents} - {Path("/")}
     # bubblewrap would make them for its own account alone.
     mounts += _flatten(("--perms", "0755", "--dir", str(parent)) for parent in sorted(parents))
-    mounts += _flatten(("--ro-bind", str(place), str(place)) for place in visible)
+    mounts += _flatten(("--ro-bind", str(path), str(path)) for path in visible)
     for packages in _package_folders():
         mounts += ["--tmpfs", packages, "--remount-ro", packages]
     return mounts
@@ -277,15 +277,15 @@ def interpreter_mounts() -> list[str]:
 
 def _package_folders() -> list[str]:
     variables = {"base": sys.base_prefix, "platbase": sys.base_prefix, "installed_base": sys.base_prefix}
-    found = [sysconfig.get_path(name, vars=variables) for name in ("purelib", "platlib")]
+    folders = [sysconfig.get_path(name, vars=variables) for name in ("purelib", "platlib")]
     major, minor = sys.version_info[:2]
     for prefix in (sys.base_prefix, "/usr", "/usr/local"):
-        found += [f"{prefix}/lib/python3/dist-packages", f"{prefix}/lib/python{major}.{minor}/dist-packages"]
-        found += [f"{prefix}/lib/python{major}.{minor}/site-packages"]
+        folders += [f"{prefix}/lib/python3/dist-packages", f"{prefix}/lib/python{major}.{minor}/dist-packages"]
+        folders += [f"{prefix}/lib/python{major}.{minor}/site-packages"]
     visible = (f"{os.path.realpath(sys.base_prefix)}/lib/", "/usr/lib/")
     return [
         folder
-        for folder in dict.fromkeys(os.path.realpath(path) for path in found)
+        for folder in dict.fromkeys(os.path.realpath(path) for path in folders)
         if os.path.isdir(folder) and folder.startswith(visible)
     ]
 
@@ -334,19 +334,19 @@ def complaint(result: ProgramResult) -> str | None:
     """Describe the isolation that failed, according to the result of ``PROBE``; None if all of it works."""
     if not result.ok:
         return f"the probe did not finish: {result.reason}"
-    found = json.loads(result.stdout)
+    report = json.loads(result.stdout)
     checks = {
         "a process limit does not hold (Linux 5.14 or newer counts processes per user namespace)": (
-            found["children"] != PROBE_LIMITS.max_processes - 1
+            report["children"] != PROBE_LIMITS.max_processes - 1
         ),
-        "the program runs as root": found["uid"] == 0,
-        "the program has capabilities": any(int(mask, 16) for mask in found["capabilities"][:3]),
-        "the program could gain privileges": found["privileges"] != ["1"],
-        "the program sees a network besides its own loopback": found["links"] not in ([], ["lo"]),
-        f"the program could write to {found['writable']}": bool(found["writable"]),
-        "a memory limit does not hold": found["memory"] != "limited",
-        "the program could make a namespace": found["unshare"] == 0,
-        "the program shares the pid namespace": found["pid"] > 100,
+        "the program runs as root": report["uid"] == 0,
+        "the program has capabilities": any(int(mask, 16) for mask in report["capabilities"][:3]),
+        "the program could gain privileges": report["privileges"] != ["1"],
+        "the program sees a network besides its own loopback": report["links"] not in ([], ["lo"]),
+        f"the program could write to {report['writable']}": bool(report["writable"]),
+        "a memory limit does not hold": report["memory"] != "limited",
+        "the program could make a namespace": report["unshare"] == 0,
+        "the program shares the pid namespace": report["pid"] > 100,
     }
     broken = [what for what, is_broken in checks.items() if is_broken]
     return f"{'; '.join(broken)} (probe: {result.stdout.strip()})" if broken else None

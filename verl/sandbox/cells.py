@@ -25,16 +25,16 @@ def main(answers: int) -> None:
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.argv = [""]
-    own, number = os.getpid(), 0
+    own_pid, cell_count = os.getpid(), 0
     os.write(answers, b".")
     while size := requests.read(4):
         code = requests.read(int.from_bytes(size, "big")).decode()
-        number += 1
-        ended_well = run(code, f"<cell {number}>", module.__dict__)
+        cell_count += 1
+        ended_well = run(code, f"<cell {cell_count}>", module.__dict__)
         # A cell may have put something else there.
         sys.stdout, sys.stderr = streams
         sys.stdout.flush()
-        if os.getpid() != own:
+        if os.getpid() != own_pid:
             os._exit(0)  # a fork that a cell has made and that came to the end of the cell
         os.write(answers, b"+" if ended_well else b"-")
 

@@ -181,10 +181,10 @@ class _InterpreterProcess(StartedSandbox):
         The answer is written after the output, so that what the pipe then holds is all of it.
         """
         deadline, next_look = time.monotonic() + wall_s, 0.0
-        with selectors.DefaultSelector() as selector, pidfd(self.process.pid) as own:
+        with selectors.DefaultSelector() as selector, pidfd(self.process.pid) as process_fd:
             for name, descriptor in self.streams.items():
                 selector.register(descriptor, selectors.EVENT_READ, name)
-            selector.register(own, selectors.EVENT_READ, "end")
+            selector.register(process_fd, selectors.EVENT_READ, "end")
             if request:
                 selector.register(self._requests, selectors.EVENT_WRITE, "requests")
             while (now := time.monotonic()) < deadline:

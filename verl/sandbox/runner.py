@@ -84,12 +84,12 @@ def _probe_setups() -> BubblewrapSetup:
     complaints = []
     for setup in ways:
         try:
-            found = complaint(run_with_setup(setup, PROBE, "", PROBE_LIMITS))
+            problem = complaint(run_with_setup(setup, PROBE, "", PROBE_LIMITS))
         except SandboxError as error:
-            found = str(error)
-        if found is None:
+            problem = str(error)
+        if problem is None:
             return setup
-        complaints.append(f"{setup.way}: {found}")
+        complaints.append(f"{setup.way}: {problem}")
     raise SandboxUnavailableError(missing or why_unavailable(complaints))
 
 
@@ -256,10 +256,10 @@ class _Run(StartedSandbox):
     def finish(self) -> ProgramResult:
         """Wait until the run ends, or end it at a limit."""
         try:
-            with selectors.DefaultSelector() as selector, pidfd(self.process.pid) as own:
+            with selectors.DefaultSelector() as selector, pidfd(self.process.pid) as process_fd:
                 for name, descriptor in self.streams.items():
                     selector.register(descriptor, selectors.EVENT_READ, name)
-                selector.register(own, selectors.EVENT_READ, "end")
+                selector.register(process_fd, selectors.EVENT_READ, "end")
                 self._follow(selector)
         finally:
             self.end_processes()

@@ -55,12 +55,12 @@ class RunUsage:
 
 def descendants(pid: int) -> list[int]:
     """Pids of all descendants of a process."""
-    found, waiting = [], [pid]
-    while waiting and len(found) < MOST:
+    pids, waiting = [], [pid]
+    while waiting and len(pids) < MOST:
         children = _children(waiting.pop())
-        found += children
+        pids += children
         waiting += children
-    return found
+    return pids
 
 
 def _children(pid: int) -> list[int]:
@@ -89,9 +89,9 @@ def _usage(pid: int) -> _Usage | None:
 def _names(pid: int) -> int:
     """Number of files, folders and links in a run's /tmp and /dev/shm; 0 if this account may not read it."""
     count = 0
-    for place in ("tmp", "dev/shm"):
+    for folder in ("tmp", "dev/shm"):
         try:
-            system = os.statvfs(f"/proc/{pid}/root/{place}")
+            system = os.statvfs(f"/proc/{pid}/root/{folder}")
         except OSError:  # it has ended, or belongs to another account
             continue
         count += system.f_files - system.f_ffree

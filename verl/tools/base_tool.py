@@ -89,8 +89,8 @@ class BaseTool:
 
 def created_with(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the row's values from the keyword arguments of ``create``: given as such, or under ``create_kwargs``."""
-    given = {key: value for key, value in kwargs.items() if key != "create_kwargs"}
-    return {**given, **(kwargs.get("create_kwargs") or {})}
+    arguments = {key: value for key, value in kwargs.items() if key != "create_kwargs"}
+    return {**arguments, **(kwargs.get("create_kwargs") or {})}
 
 
 def schema(name: str, description: str, required: list[str], **properties: dict[str, Any]) -> OpenAIFunctionToolSchema:

@@ -163,13 +163,13 @@ def schema_of_function(function: Callable[..., Any], name: str | None = None) ->
     if variable:
         raise ConfigError(f"{where}: a model cannot give {', '.join(variable)}. Name every parameter of the function.")
     try:
-        found = get_json_schema(function)
+        schema = get_json_schema(function)
     except (*UNDESCRIBED, TypeError, NameError) as error:
         raise ConfigError(
             f"{where} has no complete description: {error}. Annotate every parameter, and describe each under 'Args:' "
             "of the docstring."
         ) from error
-    described = found["function"]
+    described = schema["function"]
     for parameter in described["parameters"]["properties"].values():
         _standard(parameter)
     # A model that invents a parameter is told so.

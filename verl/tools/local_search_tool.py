@@ -90,8 +90,8 @@ def _state_of(index: Path) -> str | None:
     if not index.is_file():
         return None
     try:
-        with closing(sqlite3.connect(f"file:{quote(str(index))}?mode=ro", uri=True)) as found:
-            row = found.execute("SELECT state FROM built_from").fetchone()
+        with closing(sqlite3.connect(f"file:{quote(str(index))}?mode=ro", uri=True)) as database:
+            row = database.execute("SELECT state FROM built_from").fetchone()
     except sqlite3.DatabaseError as error:
         raise ConfigError(
             f"{index} is no index of documents ({error}): remove it, or set config.index_path."
@@ -100,7 +100,7 @@ def _state_of(index: Path) -> str | None:
 
 
 def _documents(corpus: Path) -> Iterator[tuple[str, str]]:
-    for number, row in enumerate(_rows(corpus)):
+    for row_index, row in enumerate(_rows(corpus)):
         if row.get("contents") is not None:
             title, _, text = str(row["contents"]).partition("\n")
             yield title.strip().strip('"'), text or title
@@ -108,7 +108,7 @@ def _documents(corpus: Path) -> Iterator[tuple[str, str]]:
             yield str(row.get("title") or ""), str(row["text"])
         else:
             raise ConfigError(
-                f"{corpus}, row {number}: expected 'text' (and 'title'), or 'contents'; found {', '.join(row)}."
+                f"{corpus}, row {row_index}: expected 'text' (and 'title'), or 'contents'; found {', '.join(row)}."
             )
 
 
@@ -121,12 +121,12 @@ def _rows(corpus: Path) -> Iterator[Mapping[str, Any]]:
             raise ConfigError(f"{corpus} is no parquet file: {error}") from error
         return
     with corpus.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
+        for line_index, line in enumerate(lines):
             if line.strip():
                 try:
                     row = json.loads(line)
                 except ValueError as error:
-                    raise ConfigError(f"{corpus}, line {number + 1} is no JSON: {error}") from error
+                    raise ConfigError(f"{corpus}, line {line_index + 1} is no JSON: {error}") from error
                 if not isinstance(row, dict):
-                    raise ConfigError(f"{corpus}, line {number + 1} must be a JSON object.")
+                    raise ConfigError(f"{corpus}, line {line_index + 1} must be a JSON object.")
                 yield row

@@ -43,8 +43,8 @@ class MCPBaseTool(BaseTool):
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        own = {"timeout_s": config.get("timeout"), "max_concurrent": config.get("rate_limit")}
-        super().__init__({**{key: value for key, value in own.items() if value}, **config}, tool_schema)
+        limits = {"timeout_s": config.get("timeout"), "max_concurrent": config.get("rate_limit")}
+        super().__init__({**{key: value for key, value in limits.items() if value}, **config}, tool_schema)
         self.connection: McpConnection | None = None
         """The server; set after the tool was made."""
 
@@ -120,10 +120,10 @@ def tools_of_servers(
     for name, settings in _servers(mcp.get("mcp_servers_config_path"), where).items():
         connection = McpConnection(name, settings)
         try:
-            found = connection.list_tools()
+            listed = connection.list_tools()
         except McpServerError as error:
             raise ConfigError(f"{where}: {error} Check 'command' and 'args', or 'url'.") from error
-        for one in found:
+        for one in listed:
             if selected is not None and one.name not in selected:
                 continue
             function = {"name": one.name, "description": one.description or "", "parameters": one.input_schema}

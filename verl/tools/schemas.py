@@ -47,8 +47,8 @@ class OpenAIFunctionToolSchema(BaseModel):
 
     def to_template(self) -> dict[str, Any]:
         """Return the dict that a chat template renders: only what was set."""
-        found = self.model_dump(exclude_unset=True, exclude_none=True)
-        return {"type": self.type, **found}
+        schema = self.model_dump(exclude_unset=True, exclude_none=True)
+        return {"type": self.type, **schema}
 
 
 class OpenAIFunctionParsedSchema(BaseModel):

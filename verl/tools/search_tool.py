@@ -50,9 +50,9 @@ class CorpusSearchTool(BaseTool):
         queries = [str(query) for query in parameters["query_list"]]
         if not queries:
             return ToolResponse(text="Error: query_list is empty."), 0.0, {"query_count": 0, "total_results": 0}
-        found = await in_thread(self.search, queries)
-        total = sum(map(len, found))
-        return ToolResponse(text=written(queries, found)), 0.0, {"query_count": len(queries), "total_results": total}
+        results = await in_thread(self.search, queries)
+        total = sum(map(len, results))
+        return ToolResponse(text=written(queries, results)), 0.0, {"query_count": len(queries), "total_results": total}
 
     @abstractmethod
     def search(self, queries: Sequence[str]) -> list[list[str]]:
@@ -92,8 +92,8 @@ class SearchTool(CorpusSearchTool):
         body = {"queries": list(queries), "topk": self.topk, "return_scores": True}
         try:
             answer = Retrying(**retry_rule(RETRIES))(self._post, body)
-            found = answer["result"]
-            contents = [[_contents(one) for one in documents][: self.topk] for documents in found]
+            results = answer["result"]
+            contents = [[_contents(one) for one in documents][: self.topk] for documents in results]
         except httpx2.HTTPError as error:
             raise RetrievalError(f"the retrieval server fails: {error or type(error).__name__}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -106,19 +106,19 @@ class SearchTool(CorpusSearchTool):
         return self._client.post(self.retrieval_service_url, json=body).raise_for_status().json()
 
 
-def _contents(found: Mapping[str, Any]) -> str:
-    document = found.get("document", found)
+def _contents(result: Mapping[str, Any]) -> str:
+    document = result.get("document", result)
     return str(document["contents"])
 
 
-def written(queries: Sequence[str], found: Sequence[Sequence[str]]) -> str:
+def written(queries: Sequence[str], results: Sequence[Sequence[str]]) -> str:
     """Documents as a model reads them, under their query where there are several."""
     parts = []
-    for query, documents in zip(queries, found, strict=True):
+    for query, documents in zip(queries, results, strict=True):
         heading = f"Results for {query!r}:\n" if len(queries) > 1 else ""
         shown = []
-        for number, contents in enumerate(documents, 1):
+        for rank, contents in enumerate(documents, 1):
             title, _, text = contents.partition("\n")
-            shown.append(f"Doc {number} (Title: {title.strip().strip(chr(34))})\n{text.strip()}")
+            shown.append(f"Doc {rank} (Title: {title.strip().strip(chr(34))})\n{text.strip()}")
         parts.append(heading + ("\n\n".join(shown) or "No document was found."))
     return "\n\n".join(parts)

@@ -19,21 +19,21 @@ _BEGIN = re.compile(r"data:image/(?:png|jpe?g|gif|webp);base64,", re.IGNORECASE)
 _EXPECTED = "Expected image/png, image/jpeg, image/gif or image/webp"
 
 
-def data_url(media_type: Any, data: Any, place: str) -> str:
+def data_url(media_type: Any, data: Any, where: str) -> str:
     """Return the ``data:`` URL of a picture.
 
     Args:
         media_type: ``image/png``, ``image/jpeg``, ``image/gif`` or ``image/webp``.
         data: base64 of a file.
-        place: for errors.
+        where: for errors.
 
     Raises:
         DataError: the type is another, or the data are no text; the message names ``place``.
     """
     if not isinstance(media_type, str) or not _BEGIN.fullmatch(f"data:{media_type};base64,"):
-        raise DataError(f"{place}: the media type of an image is {media_type!r:.100}. {_EXPECTED}.")
+        raise DataError(f"{where}: the media type of an image is {media_type!r:.100}. {_EXPECTED}.")
     if not isinstance(data, str):
-        raise DataError(f"{place}: the data of an image are {data!r:.100}. Expected a text in base64.")
+        raise DataError(f"{where}: the data of an image are {data!r:.100}. Expected a text in base64.")
     return f"data:{media_type};base64,{data}"
 
 
@@ -44,7 +44,7 @@ def url_of(image: Image.Image) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def base64_of(url: str, place: str) -> str:
+def base64_of(url: str, where: str) -> str:
     """Return the base64 text of a ``data:`` URL.
 
     Raises:
@@ -54,8 +54,8 @@ def base64_of(url: str, place: str) -> str:
     if begin is not None:
         return url[begin.end() :]
     if url.startswith("data:"):
-        raise DataError(f"{place}: an image has the URL {url!r:.60}. {_EXPECTED}, as data:image/png;base64,...")
+        raise DataError(f"{where}: an image has the URL {url!r:.60}. {_EXPECTED}, as data:image/png;base64,...")
     raise DataError(
-        f"{place}: an image has the URL {url!r:.100}. Expected data:image/png;base64,...: no address and no file is "
+        f"{where}: an image has the URL {url!r:.100}. Expected data:image/png;base64,...: no address and no file is "
         "opened for it."
     )

@@ -28,19 +28,19 @@ _LIMITS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 
 
-def read_image(value: Any, place: str) -> Image.Image:
+def read_image(value: Any, where: str) -> Image.Image:
     """Decode an image to RGB: upright as its EXIF data say, transparent parts white, of an animation the first picture.
 
     Args:
         value: a PIL image, the bytes of a file, a path, a ``data:`` URL with base64 of a PNG, JPEG, GIF or WebP of at
             most ``MOST_PIXELS``, whichever of them its media type says, or a mapping with one of these as ``image``,
             ``bytes`` or ``path`` (``bytes`` first, as data sets of Hugging Face have both).
-        place: file and row, for errors.
+        where: file and row, for errors.
 
     Raises:
         DataError: it is none of these, or cannot be decoded; the message names ``place``.
     """
-    source = _source(value, place)
+    source = _source(value, where)
     try:
         image = source if isinstance(source, Image.Image) else _opened(source)
         image.load()
@@ -50,7 +50,7 @@ def read_image(value: Any, place: str) -> Image.Image:
         is_other = isinstance(error, UnidentifiedImageError)  # whose text is the address of an object
         reason = "it is no image file that Pillow knows" if is_other else error or type(error).__name__
         raise DataError(
-            f"{place}: the image {_shown(value)} cannot be read: {reason}. Replace the file, or take the row out."
+            f"{where}: the image {_shown(value)} cannot be read: {reason}. Replace the file, or take the row out."
         ) from error
 
 
@@ -85,18 +85,18 @@ def _opened(source: io.BytesIO | str) -> Image.Image:
     return image
 
 
-def _source(value: Any, place: str) -> Image.Image | io.BytesIO | str:
+def _source(value: Any, where: str) -> Image.Image | io.BytesIO | str:
     """The PIL image, the bytes or the path that a value stands for."""
     while isinstance(value, Mapping):
-        found = next(
+        source_key = next(
             (value[key] for key in ("bytes", "image", "path", "image_url", "url") if value.get(key) is not None), None
         )
-        if found is None:
+        if source_key is None:
             raise DataError(
-                f"{place}: an image is a mapping with {', '.join(map(str, value)) or 'nothing'}. It needs one of "
+                f"{where}: an image is a mapping with {', '.join(map(str, value)) or 'nothing'}. It needs one of "
                 "bytes, path and image."
             )
-        value = found
+        value = source_key
     if isinstance(value, Image.Image):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
@@ -105,16 +105,16 @@ def _source(value: Any, place: str) -> Image.Image | io.BytesIO | str:
         return str(value)
     if not isinstance(value, str):
         raise DataError(
-            f"{place}: an image is {_shown(value)}. Give the bytes of an image file, its path, or a PIL image."
+            f"{where}: an image is {_shown(value)}. Give the bytes of an image file, its path, or a PIL image."
         )
     if value.startswith("data:"):
         try:
-            return _Sent(base64.b64decode(base64_of(value, place), validate=True))
+            return _Sent(base64.b64decode(base64_of(value, where), validate=True))
         except ValueError as error:
-            raise DataError(f"{place}: the base64 text of an image is damaged: {error}.") from error
+            raise DataError(f"{where}: the base64 text of an image is damaged: {error}.") from error
     if "://" in value and not value.startswith("file://"):
         raise DataError(
-            f"{place}: the image '{value:.120}' is a remote address, and a run reads local files only. Download it "
+            f"{where}: the image '{value:.120}' is a remote address, and a run reads local files only. Download it "
             "first, or put its bytes into the data file."
         )
     return value.removeprefix("file://")
@@ -134,22 +134,22 @@ def process_image(image: Any, image_patch_size: int = 14, place: str = "process_
     Raises:
         DataError: it cannot be decoded, or its edges differ too much.
     """
-    found = read_image(image, place)
+    picture = read_image(image, place)
     limits = {key: image[key] for key in _LIMITS if image.get(key) is not None} if isinstance(image, Mapping) else {}
     if not limits:
-        return found
-    wrong = {key: value for key, value in limits.items() if not _is_size(value)}
-    if wrong:
-        raise DataError(f"{place}: an image has {wrong}; limits of pixels are numbers of at least 1.")
+        return picture
+    invalid = {key: value for key, value in limits.items() if not _is_size(value)}
+    if invalid:
+        raise DataError(f"{place}: an image has {invalid}; limits of pixels are numbers of at least 1.")
     factor = MERGE * image_patch_size
     least, most = limits.get("min_pixels", MIN_PIXELS), limits.get("max_pixels", MAX_PIXELS)
-    height = limits.get("resized_height", found.height)
-    width = limits.get("resized_width", found.width)
+    height = limits.get("resized_height", picture.height)
+    width = limits.get("resized_width", picture.width)
     try:
         height, width = smart_resize(int(height), int(width), factor, int(least), int(most))
     except ValueError as error:
         raise DataError(f"{place}: {error}") from error
-    return found.resize((width, height))
+    return picture.resize((width, height))
 
 
 def _is_size(value: Any) -> bool:

@@ -15,39 +15,39 @@ _TIME = re.compile(r"<\d+\.\d seconds>")
 Message = dict[str, Any]
 
 
-def with_placeholders(prompt: Any, media: Mapping[str, Any], place: str) -> tuple[Any, dict[str, list[Any]]]:
+def with_placeholders(prompt: Any, media: Mapping[str, Any], where: str) -> tuple[Any, dict[str, list[Any]]]:
     """Replace image and video parts of messages by ``<image>`` and ``<video>``; return the messages and what they held.
 
     Args:
         prompt: of a row, a string or messages; anything else is returned as it is, for others to refuse.
         media: under ``image`` the row's column of images, under ``video`` that of videos, or None. Parts that bring
             nothing take these in turn. Parts of a kind that is not named stay.
-        place: file and row, for errors.
+        where: file and row, for errors.
 
     Raises:
         DataError: parts bring images and the column has some too, or the column holds no list.
     """
-    columns = {kind: _listed(values, kind, place) for kind, values in media.items()}
+    columns = {kind: _listed(values, kind, where) for kind, values in media.items()}
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         return prompt, columns
     inline: dict[str, list[Any]] = {kind: [] for kind in media}
     messages = [_message(message, inline) for message in prompt]
-    for kind, found in inline.items():
-        own = [value for value in found if value is not None]
-        if own and (columns[kind] or len(own) != len(found)):
+    for kind, given_values in inline.items():
+        inline_values = [value for value in given_values if value is not None]
+        if inline_values and (columns[kind] or len(inline_values) != len(given_values)):
             raise DataError(
-                f"{place}: some {kind} parts of the messages bring their {kind} and others do not. Keep all {kind}s in "
+                f"{where}: some {kind} parts of the messages bring their {kind} and others do not. Keep all {kind}s in "
                 f"the column of {kind}s, or all in the messages."
             )
-        columns[kind] = own or columns[kind]
+        columns[kind] = inline_values or columns[kind]
     return messages, columns
 
 
-def _listed(values: Any, kind: str, place: str) -> list[Any]:
+def _listed(values: Any, kind: str, where: str) -> list[Any]:
     if values is None:
         return []
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
-        raise DataError(f"{place}: the {kind}s of a row are a list, and this is {type(values).__name__}.")
+        raise DataError(f"{where}: the {kind}s of a row are a list, and this is {type(values).__name__}.")
     return list(values)
 
 
@@ -134,8 +134,8 @@ def texts_of(content: Any) -> list[tuple[int, str]]:
     parts = list(content or ())
     after = [kind_of(part) for part in parts[1:]] + [None]
     return [
-        (number, part["text"])
-        for number, (part, following) in enumerate(zip(parts, after, strict=True))
+        (index, part["text"])
+        for index, (part, following) in enumerate(zip(parts, after, strict=True))
         if not (is_image_part(part) or (following == "video" and _TIME.fullmatch(part["text"])))
     ]
 
@@ -145,13 +145,13 @@ def bare_part(part: Mapping[str, Any]) -> dict[str, str]:
     return {"type": _KIND_OF_PART[part["type"]]}
 
 
-def with_image_parts(messages: Sequence[Message], counts: Mapping[str, int], place: str) -> list[Message]:
+def with_image_parts(messages: Sequence[Message], counts: Mapping[str, int], where: str) -> list[Message]:
     """Split texts at ``<image>`` and ``<video>`` into the parts that chat templates of these models know.
 
     Args:
         messages: checked ones, with texts as content.
         counts: images and videos of the row, by kind. Without any of a kind its placeholder is text.
-        place: file and row, for errors.
+        where: file and row, for errors.
 
     Raises:
         DataError: the texts have another number of placeholders than the row has images or videos.
@@ -160,10 +160,10 @@ def with_image_parts(messages: Sequence[Message], counts: Mapping[str, int], pla
     if not kinds:
         return list(messages)
     for mark, kind in kinds.items():
-        found = sum((message["content"] or "").count(mark) for message in messages)
-        if found != counts[kind]:
+        marks = sum((message["content"] or "").count(mark) for message in messages)
+        if marks != counts[kind]:
             raise DataError(
-                f"{place}: the messages have {found} {mark} placeholder(s), and the row has {counts[kind]} {kind}(s). "
+                f"{where}: the messages have {marks} {mark} placeholder(s), and the row has {counts[kind]} {kind}(s). "
                 f"Write {mark} once for each {kind}, where it belongs."
             )
     at = re.compile(f"({'|'.join(kinds)})")
@@ -177,15 +177,15 @@ def with_image_parts(messages: Sequence[Message], counts: Mapping[str, int], pla
 
 def _parts(pieces: Sequence[str], kinds: Mapping[str, str]) -> list[dict[str, str]]:
     return [
-        {"type": kinds[piece]} if number % 2 else {"type": "text", "text": piece}
-        for number, piece in enumerate(pieces)
+        {"type": kinds[piece]} if index % 2 else {"type": "text", "text": piece}
+        for index, piece in enumerate(pieces)
         if piece
     ]
 
 
 def in_order(messages: Sequence[Message], media: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any]]:
     """Yield kind and value of the images and videos of a row in the order of the parts that stand for them."""
-    values = {kind: iter(found) for kind, found in media.items()}
+    values = {kind: iter(items) for kind, items in media.items()}
     for message in messages:
         for part in message["content"] if isinstance(message["content"], list) else ():
             if part["type"] in values:
@@ -208,7 +208,7 @@ def with_times(messages: Sequence[Message], times: Sequence[Sequence[float]]) ->
         return timed([dict(part) for _ in times], times)
 
     return [
-        {**message, "content": [found for part in message["content"] for found in spread(part)]}
+        {**message, "content": [new_part for part in message["content"] for new_part in spread(part)]}
         if isinstance(message["content"], list)
         else message
         for message in messages
@@ -218,4 +218,4 @@ def with_times(messages: Sequence[Message], times: Sequence[Sequence[float]]) ->
 def timed(parts: Sequence[Message], times: Sequence[float]) -> list[Message]:
     """Put before the part of each step of a video its second, as a text."""
     texts = ({"type": "text", "text": f"<{second:.1f} seconds>"} for second in times)
-    return [found for pair in zip(texts, parts, strict=True) for found in pair]
+    return [item for pair in zip(texts, parts, strict=True) for item in pair]

@@ -58,9 +58,9 @@ def hidden_states(backbone: Any, arguments: Mapping[str, Any], images: ImageInpu
     """
     rest = dict(arguments)
     embeddings = backbone.get_input_embeddings()(rest.pop("input_ids"))
-    found = backbone.get_image_features(images.pixel_values, images.image_grid_thw, return_dict=True)
-    features = _joined(found.pooler_output)
-    layers = [_joined(layer) for layer in getattr(found, "deepstack_features", None) or ()]
+    vision_output = backbone.get_image_features(images.pixel_values, images.image_grid_thw, return_dict=True)
+    features = _joined(vision_output.pooler_output)
+    layers = [_joined(layer) for layer in getattr(vision_output, "deepstack_features", None) or ()]
     if images.in_pass is not None:
         features, *layers = (part[images.in_pass] for part in (features, *layers))
     if images.is_filler:

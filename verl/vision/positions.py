@@ -50,17 +50,17 @@ def mrope_positions(
     steps = torch.ones(len(input_ids) + 1, dtype=torch.int64)
     offsets = torch.zeros(AXES - 1, len(input_ids), dtype=torch.int64)  # from the position before the image
     places = is_image.nonzero().flatten()
-    for number, (frames, height, width) in enumerate(grids):
+    for image_index, (frames, height, width) in enumerate(grids):
         rows, columns = height // config.merge_size, width // config.merge_size
-        own, places = places[: frames * rows * columns], places[frames * rows * columns :]
+        of_image, places = places[: frames * rows * columns], places[frames * rows * columns :]
         times = torch.arange(frames)
         if config.positions_per_second is not None:
-            interval = 1.0 if seconds is None else seconds[number]
+            interval = 1.0 if seconds is None else seconds[image_index]
             times = (times * (config.positions_per_second * interval)).long()
         time, row, column = torch.meshgrid(times, torch.arange(rows), torch.arange(columns), indexing="ij")
-        offsets[:, own] = torch.stack([time.flatten(), row.flatten(), column.flatten()])
-        steps[own + 1] = 0  # the tokens of an image start at one position
-        steps[own[-1] + 1] = max(rows, columns, int(times[-1]) + 1)
+        offsets[:, of_image] = torch.stack([time.flatten(), row.flatten(), column.flatten()])
+        steps[of_image + 1] = 0  # the tokens of an image start at one position
+        steps[of_image[-1] + 1] = max(rows, columns, int(times[-1]) + 1)
     starts = steps[:-1].cumsum(0) - 1
     return torch.cat([torch.arange(len(input_ids)).unsqueeze(0), starts + offsets])
 
@@ -86,17 +86,17 @@ def image_tokens(
         config: of the model.
     """
     there = attention_mask.bool()
-    found = config.marked(input_ids) & there
+    is_image = config.marked(input_ids) & there
     first = input_ids.shape[1] - response_mask.shape[1]
-    found[:, first:] &= response_mask == 0
+    is_image[:, first:] &= response_mask == 0
     for row, inputs in enumerate(rows):
         if TEXT_PLACES in inputs:
-            found[row, there[row].nonzero().flatten()[inputs[TEXT_PLACES]]] = False
-    in_prompt = found[:, :first].sum(-1).tolist()
+            is_image[row, there[row].nonzero().flatten()[inputs[TEXT_PLACES]]] = False
+    in_prompt = is_image[:, :first].sum(-1).tolist()
     for row, inputs in enumerate(rows):
         if in_prompt[row] == tokens_of_row(inputs, config):
-            found[row, first:] = False
-    return found
+            is_image[row, first:] = False
+    return is_image
 
 
 def tokens_of_row(inputs: Mapping[str, Tensor], config: VisionConfig) -> int:

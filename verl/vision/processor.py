@@ -67,17 +67,17 @@ def _video_settings(path: str, images: Any, trust_remote_code: bool) -> dict[str
 
     ``unlike_images`` are settings of frames that its images have otherwise.
     """
-    found: dict[str, Any] = {}
+    sizes: dict[str, Any] = {}
     for name in ("processor_config.json", "video_preprocessor_config.json"):
         file = _file_of(path, name)
         if file is not None:
             read = json.loads(file.read_text())
-            found |= (read.get("video_processor") or {}) if name == "processor_config.json" else read
-    size = found.get("size") or {}
+            sizes |= (read.get("video_processor") or {}) if name == "processor_config.json" else read
+    size = sizes.get("size") or {}
     settings = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
-    settings |= {key: found[key] for key in settings if found.get(key) is not None}
+    settings |= {key: sizes[key] for key in settings if sizes.get(key) is not None}
     vision = VisionConfig.of(transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
-    unlike = [key for key in _SHARED if key in found and _listed(found[key]) != _listed(getattr(images, key))]
+    unlike = [key for key in _SHARED if key in sizes and _listed(sizes[key]) != _listed(getattr(images, key))]
     seconds = None if vision is None else vision.positions_per_second
     return settings | {"positions_per_second": seconds, "unlike_images": unlike}
 

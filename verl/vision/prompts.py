@@ -58,15 +58,15 @@ class ImagePrompts:
             raise ConfigError(f"the tokenizer of this {name} has no image token. Take the model's own tokenizer.")
         return cls(processor)
 
-    def read(self, image: Any, place: str) -> Image.Image:
+    def read(self, image: Any, where: str) -> Image.Image:
         """Decode an image and bring it to the size that it asks for; see :func:`verl.vision.images.process_image`."""
-        return process_image(image, self._images.patch_size, place)
+        return process_image(image, self._images.patch_size, where)
 
-    def open(self, video: Video, place: str) -> Clip:
+    def open(self, video: Video, where: str) -> Clip:
         """Choose the frames of a video and their size; see :func:`verl.vision.videos.open_video`."""
-        return open_video(video.value, video_limits(self._processor), place)
+        return open_video(video.value, video_limits(self._processor), where)
 
-    def count_tokens(self, image: Picture, place: str) -> list[int]:
+    def count_tokens(self, image: Picture, where: str) -> list[int]:
         """Return the number of tokens at each place that the prompt has for an image or a video.
 
         Raises:
@@ -77,7 +77,7 @@ class ImagePrompts:
         try:
             patches = self._images.get_number_of_image_patches(image.height, image.width, {})
         except ValueError as error:
-            raise DataError(f"{place}: an image of {image.width} x {image.height} pixels: {error}.") from error
+            raise DataError(f"{where}: an image of {image.width} x {image.height} pixels: {error}.") from error
         return [int(patches) // self.config.merge_size**2]
 
     def _grid(self, clip: Clip) -> Tensor:
@@ -87,7 +87,7 @@ class ImagePrompts:
             return torch.tensor([[1, rows, columns]] * clip.steps())
         return torch.tensor([[clip.steps(), rows, columns]])
 
-    def inputs(self, images: Sequence[Picture], place: str) -> dict[str, Tensor]:
+    def inputs(self, images: Sequence[Picture], where: str) -> dict[str, Tensor]:
         """Return ``pixel_values`` and ``image_grid_thw`` of the images and videos of a row; nothing without any.
 
         With videos of a model that counts in seconds also ``second_per_grid_ts``.
@@ -102,11 +102,11 @@ class ImagePrompts:
                 seconds.append(image.seconds_per_step())
                 continue
             try:
-                found = self._images(images=[image], return_tensors="pt")
+                features = self._images(images=[image], return_tensors="pt")
             except ValueError as error:
-                raise DataError(f"{place}: the image processor refuses an image: {error}.") from error
-            pixels.append(found[IMAGE_INPUTS[0]])
-            grids.append(found[IMAGE_INPUTS[1]])
+                raise DataError(f"{where}: the image processor refuses an image: {error}.") from error
+            pixels.append(features[IMAGE_INPUTS[0]])
+            grids.append(features[IMAGE_INPUTS[1]])
             seconds.append(0.0)
         made: dict[str, Tensor] = dict(zip(IMAGE_INPUTS, (torch.cat(pixels), torch.cat(grids)), strict=True))
         if self.config.positions_per_second is not None and any(seconds):
@@ -122,9 +122,9 @@ class ImagePrompts:
         grids = self._grid(clip)
         made = torch.empty(int(grids.prod(-1).sum()), self.config.patch_values)
         of_step = made.view(clip.steps(), -1, 3, FRAMES, self._images.patch_size**2)
-        for number, frame in enumerate(clip.frames()):
+        for frame_index, frame in enumerate(clip.frames()):
             patches = self._images(images=[frame], do_resize=False, return_tensors="pt")[IMAGE_INPUTS[0]]
-            step, part = divmod(number, FRAMES)
+            step, part = divmod(frame_index, FRAMES)
             of_step[step, :, :, part] = patches.view(-1, 3, FRAMES, self._images.patch_size**2)[:, :, part]
         return made
 
@@ -135,35 +135,37 @@ class ImagePrompts:
         """
         if not inputs:
             return []
-        own = self._images
-        size, merge, frames = own.patch_size, self.config.merge_size, own.temporal_patch_size
+        processor = self._images
+        size, merge, frames = processor.patch_size, self.config.merge_size, processor.temporal_patch_size
         pixels, grids = (inputs[name] for name in IMAGE_INPUTS)
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in self._normalization())
-        found = []
+        pictures = []
         parts = pixels.split([int(count) for count in grids.prod(-1)])
         for part, (_, rows, columns) in zip(parts, grids.tolist(), strict=True):
             blocks = part.view(rows // merge, columns // merge, merge, merge, 3, frames, size, size)[:, :, :, :, :, 0]
             image = blocks.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * size, columns * size)
-            bytes_of = ((image * std + mean) / (own.rescale_factor if own.do_rescale else 1)).round().clamp(0, 255)
-            found.append(Image.fromarray(bytes_of.to(torch.uint8).permute(1, 2, 0).contiguous().numpy()))
-        return found
+            bytes_of = (
+                ((image * std + mean) / (processor.rescale_factor if processor.do_rescale else 1)).round().clamp(0, 255)
+            )
+            pictures.append(Image.fromarray(bytes_of.to(torch.uint8).permute(1, 2, 0).contiguous().numpy()))
+        return pictures
 
     def _normalization(self) -> tuple[Sequence[float], Sequence[float]]:
         """Mean and standard deviation of each colour, which the image processor takes out."""
-        own = self._images
-        return (own.image_mean, own.image_std) if own.do_normalize else ([0.0] * 3, [1.0] * 3)
+        processor = self._images
+        return (processor.image_mean, processor.image_std) if processor.do_normalize else ([0.0] * 3, [1.0] * 3)
 
-    def repeats(self, ids: Sequence[int], counts: Sequence[int], place: str) -> list[int]:
+    def repeats(self, ids: Sequence[int], counts: Sequence[int], where: str) -> list[int]:
         """Return how often each token of a rendered text stands in the model's input: ``counts[n]`` times, or once.
 
         Raises:
             DataError: there is another number of image tokens than of images; the message names ``place``.
         """
         tokens = self.config.token_ids
-        found = sum(token in tokens for token in ids)
-        if found != len(counts):
+        placeholders = sum(token in tokens for token in ids)
+        if placeholders != len(counts):
             raise DataError(
-                f"{place}: the text has {found} token(s) of images and videos after the chat template, and "
+                f"{where}: the text has {placeholders} token(s) of images and videos after the chat template, and "
                 f"{len(counts)} belong there. Take the text of such a token out of the messages, or use a template "
                 "that writes images and videos."
             )
@@ -173,7 +175,9 @@ class ImagePrompts:
     def expanded(self, ids: Sequence[int], counts: Sequence[int]) -> list[int]:
         """Repeat the n-th token of ``ids`` that stands for images or videos ``counts[n]`` times."""
         remaining, tokens = iter(counts), self.config.token_ids
-        return [token for number in ids for token in ([number] * next(remaining) if number in tokens else [number])]
+        return [
+            token for token_id in ids for token in ([token_id] * next(remaining) if token_id in tokens else [token_id])
+        ]
 
     def positions(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor:
         """Return the position ids of a prompt with these :meth:`inputs`, (4, tokens); see :func:`mrope_positions`."""

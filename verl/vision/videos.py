@@ -75,7 +75,7 @@ class Clip:
     height: int
     width: int
     """Size of each frame as the model sees it."""
-    place: str = field(repr=False)
+    where: str = field(repr=False)
     """File and row, for errors."""
 
     def steps(self) -> int:
@@ -97,16 +97,16 @@ class Clip:
         Raises:
             DataError: a frame cannot be read, or has another size than the first; the message names the row.
         """
-        found = _of_file(self) if isinstance(self.source, bytes | str) else _of_list(self, self.source)
+        frames = _of_file(self) if isinstance(self.source, bytes | str) else _of_list(self, self.source)
         last, size = None, (self.width, self.height)
-        for last in found:
+        for last in frames:
             last = last if last.size == size else last.resize(size)
             yield last
         if last is not None and len(set(self.chosen)) < len(self.chosen):
             yield last
 
 
-def open_video(value: Any, limits: VideoLimits, place: str) -> Clip:
+def open_video(value: Any, limits: VideoLimits, where: str) -> Clip:
     """Choose frames and size of a video; a list of pictures is not decoded but for the first, a file only begun.
 
     Args:
@@ -115,80 +115,80 @@ def open_video(value: Any, limits: VideoLimits, place: str) -> Clip:
             ``nframes``, ``min_frames``, ``max_frames``, ``min_pixels``, ``max_pixels``, ``total_pixels``,
             ``resized_height``, ``resized_width``. Of a list ``fps`` says how many frames a second of it has.
         limits: of the model.
-        place: file and row, for errors.
+        where: file and row, for errors.
 
     Raises:
         DataError: it is none of these, has no frames, or cannot be read; the message names ``place``.
         ConfigError: it is a file, and the package ``av`` is not installed.
     """
-    source, given = _source(value, place)
-    wrong = {key: n for key, n in given.items() if not _is_number(n, _NUMBERS[key]) or (key == "fps" and n <= 0)}
-    if wrong:
-        raise DataError(f"{place}: a video has {wrong}; settings of videos are numbers of at least 1, fps above 0.")
-    if "fps" in given and "nframes" in given:
-        raise DataError(f"{place}: a video has fps and nframes; each alone says how many frames are taken. Keep one.")
+    source, settings = _source(value, where)
+    invalid = {key: n for key, n in settings.items() if not _is_number(n, _NUMBERS[key]) or (key == "fps" and n <= 0)}
+    if invalid:
+        raise DataError(f"{where}: a video has {invalid}; settings of videos are numbers of at least 1, fps above 0.")
+    if "fps" in settings and "nframes" in settings:
+        raise DataError(f"{where}: a video has fps and nframes; each alone says how many frames are taken. Keep one.")
     if isinstance(source, bytes | str):
-        total, rate, size = _looked_at(source, place)
-        chosen = _of_rate(total, rate, given)
+        total, rate, size = _looked_at(source, where)
+        chosen = _of_rate(total, rate, settings)
     else:
-        total, rate = len(source), float(given.get("fps", RATE))
-        size = process_image(source[0], limits.patch_size, f"{place}, frame 0").size
-        most = given.get("max_frames", given.get("nframes", MAX_FRAMES))
-        chosen = _spread(total, _whole(min(given.get("nframes", total), most, total)))
+        total, rate = len(source), float(settings.get("fps", RATE))
+        size = process_image(source[0], limits.patch_size, f"{where}, frame 0").size
+        most = settings.get("max_frames", settings.get("nframes", MAX_FRAMES))
+        chosen = _spread(total, _whole(min(settings.get("nframes", total), most, total)))
     chosen += chosen[-1:] * (len(chosen) % FRAMES)
     try:
-        height, width = _size(size[1], size[0], len(chosen), given, limits)
+        height, width = _size(size[1], size[0], len(chosen), settings, limits)
     except ValueError as error:
-        raise DataError(f"{place}: {str(error).replace('an image', 'a video')}") from error
-    return Clip(source, chosen, rate, total, height, width, place)
+        raise DataError(f"{where}: {str(error).replace('an image', 'a video')}") from error
+    return Clip(source, chosen, rate, total, height, width, where)
 
 
 def _is_number(value: Any, least: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= least
 
 
-def _source(value: Any, place: str) -> tuple[Sequence[Any] | bytes | str, dict[str, Any]]:
+def _source(value: Any, where: str) -> tuple[Sequence[Any] | bytes | str, dict[str, Any]]:
     """Pictures, bytes or path of a video, and its settings."""
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     while isinstance(value, Mapping):
         inner = {key: v for key, v in value.items() if v is not None and key != "type"}
         unknown = [key for key in inner if key not in (*_SOURCES, *_NUMBERS)]
         if unknown:
             raise DataError(
-                f"{place}: a video has {', '.join(map(str, unknown))}, which is not read here. Known are "
+                f"{where}: a video has {', '.join(map(str, unknown))}, which is not read here. Known are "
                 f"{', '.join((*_SOURCES, *_NUMBERS))}."
             )
-        given |= {key: inner[key] for key in _NUMBERS if key in inner}
+        settings |= {key: inner[key] for key in _NUMBERS if key in inner}
         value = next((inner[key] for key in _SOURCES if key in inner), None)
         if value is None:
-            raise DataError(f"{place}: a video is a mapping without {', '.join(_SOURCES)}. It needs one of them.")
+            raise DataError(f"{where}: a video is a mapping without {', '.join(_SOURCES)}. It needs one of them.")
     if isinstance(value, bytes | bytearray | memoryview):
         if not len(value):
-            raise DataError(f"{place}: a video has 0 bytes.")
-        return bytes(value), given
+            raise DataError(f"{where}: a video has 0 bytes.")
+        return bytes(value), settings
     if isinstance(value, Path):
-        return str(value), given
+        return str(value), settings
     if isinstance(value, str):
-        return _path(value, place), given
+        return _path(value, where), settings
     if not isinstance(value, Sequence | np.ndarray):
         raise DataError(
-            f"{place}: a video is {type(value).__name__} {value!r:.120}. Give a list of pictures, or the path or bytes "
+            f"{where}: a video is {type(value).__name__} {value!r:.120}. Give a list of pictures, or the path or bytes "
             "of a video file."
         )
     if not len(value):
-        raise DataError(f"{place}: a video has no frames.")
-    return list(value), given
+        raise DataError(f"{where}: a video has no frames.")
+    return list(value), settings
 
 
-def _path(value: str, place: str) -> str:
+def _path(value: str, where: str) -> str:
     if ("://" in value and not value.startswith("file://")) or value.startswith("data:"):
         raise DataError(
-            f"{place}: the video '{value:.120}' is an address, and a run reads local files only. Download it first, or "
+            f"{where}: the video '{value:.120}' is an address, and a run reads local files only. Download it first, or "
             "put its bytes into the data file."
         )
     path = Path(value.removeprefix("file://")).expanduser()
     if not path.is_file():
-        raise DataError(f"{place}: the video '{value:.120}' is no file. Give its path, or take the row out.")
+        raise DataError(f"{where}: the video '{value:.120}' is no file. Give its path, or take the row out.")
     return str(path)
 
 
@@ -201,27 +201,27 @@ def _spread(total: int, count: int) -> tuple[int, ...]:
     return tuple(int(n) for n in np.linspace(0, total - 1, count).round())
 
 
-def _of_rate(total: int, rate: float, given: Mapping[str, Any]) -> tuple[int, ...]:
+def _of_rate(total: int, rate: float, settings: Mapping[str, Any]) -> tuple[int, ...]:
     """Frames of a file: ``nframes``, or ``fps`` of each second within ``min_frames`` and ``max_frames``; all even."""
-    if "nframes" in given:
-        count = round(given["nframes"] / FRAMES) * FRAMES
-        most = given.get("max_frames", count)
+    if "nframes" in settings:
+        count = round(settings["nframes"] / FRAMES) * FRAMES
+        most = settings.get("max_frames", count)
     else:
-        count = max(total / rate * given.get("fps", RATE), given.get("min_frames", MIN_FRAMES))
-        most = given.get("max_frames", MAX_FRAMES)
+        count = max(total / rate * settings.get("fps", RATE), settings.get("min_frames", MIN_FRAMES))
+        most = settings.get("max_frames", MAX_FRAMES)
     count = min(count, most, total)
     return _spread(total, _whole(count if count < FRAMES else count // FRAMES * FRAMES))
 
 
-def _size(height: int, width: int, count: int, given: Mapping[str, Any], limits: VideoLimits) -> tuple[int, int]:
+def _size(height: int, width: int, count: int, settings: Mapping[str, Any], limits: VideoLimits) -> tuple[int, int]:
     share = count if limits.of_whole else 1
-    least = given.get("min_pixels", limits.min_pixels / share)
-    total = given.get("total_pixels", MOST_TOKENS * limits.factor**2)
-    own = given.get("max_pixels", limits.max_pixels / share)
-    most = min(own, total * FRAMES / count)
-    if "min_pixels" not in given:  # a long video may go below the model's lower limit, not much above its share
+    least = settings.get("min_pixels", limits.min_pixels / share)
+    total = settings.get("total_pixels", MOST_TOKENS * limits.factor**2)
+    max_pixels = settings.get("max_pixels", limits.max_pixels / share)
+    most = min(max_pixels, total * FRAMES / count)
+    if "min_pixels" not in settings:  # a long video may go below the model's lower limit, not much above its share
         least = min(least, most)
-    height, width = int(given.get("resized_height", height)), int(given.get("resized_width", width))
+    height, width = int(settings.get("resized_height", height)), int(settings.get("resized_width", width))
     return smart_resize(height, width, limits.factor, int(least), max(int(most), limits.factor**2))
 
 
@@ -230,13 +230,13 @@ def _size(height: int, width: int, count: int, given: Mapping[str, Any], limits:
 
 def _of_list(clip: Clip, pictures: Sequence[Any]) -> Iterator[Image.Image]:
     size = None
-    for number in sorted(set(clip.chosen)):
-        image = process_image(pictures[number], place=f"{clip.place}, frame {number}")
+    for frame_index in sorted(set(clip.chosen)):
+        image = process_image(pictures[frame_index], place=f"{clip.where}, frame {frame_index}")
         size = size or image.size
         if image.size != size:
             raise DataError(
-                f"{clip.place}: frame {number} of a video has {image.width} x {image.height} pixels, and the first has "
-                f"{size[0]} x {size[1]}. Bring the frames of a video to one size."
+                f"{clip.where}: frame {frame_index} of a video has {image.width} x {image.height} pixels, and the "
+                f"first has {size[0]} x {size[1]}. Bring the frames of a video to one size."
             )
         yield image
 
@@ -244,25 +244,25 @@ def _of_list(clip: Clip, pictures: Sequence[Any]) -> Iterator[Image.Image]:
 # ---- pictures of a file
 
 
-def _library(place: str) -> Any:
+def _library(where: str) -> Any:
     try:
         import av
     except ImportError as error:
         raise ConfigError(
-            f"{place}: reading video files needs the package av, which is not installed ({error}). Install "
+            f"{where}: reading video files needs the package av, which is not installed ({error}). Install "
             f"it ({install_command('video')}), or give each video as a list of pictures."
         ) from error
     return av
 
 
 @contextmanager
-def _opened(source: bytes | str, place: str) -> Iterator[tuple[Any, Any]]:
+def _opened(source: bytes | str, where: str) -> Iterator[tuple[Any, Any]]:
     """Open a file; give its container and its stream of pictures.
 
     Raises:
         DataError: what goes wrong in the context with the file.
     """
-    av = _library(place)
+    av = _library(where)
     # A file object keeps FFmpeg from taking a path for an address.
     with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
         try:
@@ -278,13 +278,13 @@ def _opened(source: bytes | str, place: str) -> Iterator[tuple[Any, Any]]:
             shown = f"of {len(source)} bytes" if isinstance(source, bytes) else f"'{source}'"
             reason = getattr(error, "strerror", None) or error
             raise DataError(
-                f"{place}: the video {shown} cannot be read: {reason}. Replace the file, or take the row out."
+                f"{where}: the video {shown} cannot be read: {reason}. Replace the file, or take the row out."
             ) from error
 
 
-def _looked_at(source: bytes | str, place: str) -> tuple[int, float, tuple[int, int]]:
+def _looked_at(source: bytes | str, where: str) -> tuple[int, float, tuple[int, int]]:
     """Number of frames, frames per second, and width and height of the first frame."""
-    with _opened(source, place) as (container, stream):
+    with _opened(source, where) as (container, stream):
         first = next(container.decode(stream), None)
         if first is None:
             raise ValueError("it has no frames")
@@ -292,23 +292,23 @@ def _looked_at(source: bytes | str, place: str) -> tuple[int, float, tuple[int, 
         rate: Fraction | None = stream.average_rate or stream.guessed_rate
         size = _upright(first).size
     if not total:  # some containers do not say
-        with _opened(source, place) as (container, stream):
+        with _opened(source, where) as (container, stream):
             total = sum(1 for packet in container.demux(stream) if packet.size)
     if not rate:
-        raise DataError(f"{place}: a video file does not say how many frames a second it has. Give pictures instead.")
+        raise DataError(f"{where}: a video file does not say how many frames a second it has. Give pictures instead.")
     return total, float(rate), size
 
 
 def _of_file(clip: Clip) -> Iterator[Image.Image]:
     assert isinstance(clip.source, bytes | str)
-    wanted, number = set(clip.chosen), -1
-    with _opened(clip.source, clip.place) as (container, stream):
-        for number, frame in enumerate(container.decode(stream)):
-            if number in wanted:
+    wanted, frame_index = set(clip.chosen), -1
+    with _opened(clip.source, clip.where) as (container, stream):
+        for frame_index, frame in enumerate(container.decode(stream)):
+            if frame_index in wanted:
                 yield _upright(frame)
-            if number >= clip.chosen[-1]:
+            if frame_index >= clip.chosen[-1]:
                 return
-        raise ValueError(f"it ends after {number + 1} of its {clip.total} frames")
+        raise ValueError(f"it ends after {frame_index + 1} of its {clip.total} frames")
 
 
 def _upright(frame: Any) -> Image.Image:

@@ -46,13 +46,13 @@ class CPUBackend(Backend):
         if dtype is not torch.float32 or cpu_kernels() is None:
             return  # in other formats Transformers' own layers are as fast
         undo = use_fast_layers(model, for_training=True)
-        if (found := difference()) is not None:
+        if (gap := difference()) is not None:
             undo()
             logger.warning(
                 "%s keeps the layers of Transformers, which are slower on a CPU: with fast ones its log-probs "
                 "differ by %.2g from its own.",
                 name,
-                found,
+                gap,
             )
 
     def frozen_weights(self) -> AbstractContextManager[None]:

@@ -53,8 +53,8 @@ class Exchange:
         self._turn = 1 - self._turn
         count, n = len(parts), len(parts[0])
         published = slots[:, : count * n].unflatten(1, (count, n))
-        for place, part in zip(published[self.rank], parts, strict=True):
-            place.copy_(part)
+        for target, part in zip(published[self.rank], parts, strict=True):
+            target.copy_(part)
         dist.barrier(group=self.group)
         return list(published)
 
@@ -109,23 +109,23 @@ class SharedAllGather:
         """Copy the (n,) ``input_tensor`` of each rank r to ``output_tensor[r * n : (r + 1) * n]``."""
         exchange = self._exchange
         output = output_tensor.view(exchange.ranks, -1)
-        own = output[exchange.rank]
-        if own.data_ptr() != input_tensor.data_ptr():
-            own.copy_(input_tensor)
+        local_part = output[exchange.rank]
+        if local_part.data_ptr() != input_tensor.data_ptr():
+            local_part.copy_(input_tensor)
         others = [rank for rank in range(exchange.ranks) if rank != exchange.rank]
         period = self._frozen.period
         if period is not None and (kept := self._memory_for(output)) is not None:
             if self._kept_in != period:
-                kept[exchange.rank].copy_(own)
+                kept[exchange.rank].copy_(local_part)
                 dist.barrier(group=exchange.group)
                 self._kept_in = period
             for rank in others:
                 output[rank].copy_(kept[rank])
             return
-        for place in output.split(exchange.capacity(output.dtype), dim=1):
-            parts = exchange.publish([place[exchange.rank]])
+        for target in output.split(exchange.capacity(output.dtype), dim=1):
+            parts = exchange.publish([target[exchange.rank]])
             for rank in others:
-                place[rank].copy_(parts[rank][0])
+                target[rank].copy_(parts[rank][0])
 
     def _memory_for(self, output: Tensor) -> Tensor | None:
         """Return the shared copy of this unit. Collective at its first call, which allocates it."""
@@ -168,10 +168,10 @@ class SharedReduceScatter:
         for part, output in zip(parts, output_tensor.split(room), strict=True):
             published = exchange.publish([part[rank] for rank in others])
             # A rank publishes no part for itself, so the parts after its own have moved up by one.
-            found = [published[rank][exchange.rank - (exchange.rank > rank)] for rank in others]
-            found.insert(exchange.rank, part[exchange.rank])
-            torch.add(found[0], found[1], out=output)
-            for more in found[2:]:
+            parts_of_others = [published[rank][exchange.rank - (exchange.rank > rank)] for rank in others]
+            parts_of_others.insert(exchange.rank, part[exchange.rank])
+            torch.add(parts_of_others[0], parts_of_others[1], out=output)
+            for more in parts_of_others[2:]:
                 output.add_(more)
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(exchange.ranks)

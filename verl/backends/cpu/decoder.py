@@ -45,15 +45,15 @@ class CompiledDecoder:
         """Drop everything derived from the model; call it when weights or attention windows are replaced or dropped."""
         self._pass = None
 
-    def __call__(self, tokens: Tensor, own: KeysAndValues, shared: KeysAndValues, rows: RowsOfMemory) -> Tensor:
+    def __call__(self, tokens: Tensor, responses: KeysAndValues, shared: KeysAndValues, rows: RowsOfMemory) -> Tensor:
         """Append ``tokens``, (rows,), and return (rows, vocab) logits of the next; see :class:`DecoderPass`."""
-        positions = own[0].shape[3] + shared[0].shape[3] + 1
+        positions = responses[0].shape[3] + shared[0].shape[3] + 1
         if self._pass is None or positions > self._positions:
             self._positions = max(positions, self._positions)
             kernels = cpu_kernels()
             assert kernels is not None
             self._pass = kernels.decoder_pass(self._description())
-        return self._pass(self._module.model.embed_tokens(tokens), own, shared, rows)
+        return self._pass(self._module.model.embed_tokens(tokens), responses, shared, rows)
 
     def _description(self) -> Decoder:
         model = self._module.model

@@ -24,9 +24,9 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available()  # not in every build, such a
 
 
 def _kernels() -> CPUKernels:
-    found = cpu_kernels()
-    assert found is not None
-    return found
+    kernels = cpu_kernels()
+    assert kernels is not None
+    return kernels
 
 
 # ---- matrix products ---------------------------------------------------------------------------------------------
@@ -61,8 +61,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         *wants, wants_other = ctx.needs_input_grad
-        found = _kernels().training.project_backward(grads[0].contiguous(), x, Linear(weight, bias), wants)
-        return *found, grads[0] if wants_other else None
+        gradients = _kernels().training.project_backward(grads[0].contiguous(), x, Linear(weight, bias), wants)
+        return *gradients, grads[0] if wants_other else None
 
 
 def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -113,8 +113,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        found = _kernels().training.rms_norm_backward(grads[0].contiguous(), x, Norm(weight, *ctx.settings))
-        return *found, None, None
+        gradients = _kernels().training.rms_norm_backward(grads[0].contiguous(), x, Norm(weight, *ctx.settings))
+        return *gradients, None, None
 
 
 # ---- feed-forward ------------------------------------------------------------------------------------------------
@@ -151,8 +151,8 @@ class _FeedForward(torch.autograd.Function):
         rule, activation, adds = ctx.settings
         part = FeedForward(gate, up, down, rule and Norm(norm_weight, *rule), activation, adds)
         wants = ctx.needs_input_grad[2:5]
-        found = _kernels().training.feed_forward_backward(grads[0].contiguous(), x, kept, part, wants)
-        return *found, None, None
+        gradients = _kernels().training.feed_forward_backward(grads[0].contiguous(), x, kept, part, wants)
+        return *gradients, None, None
 
 
 # ---- attention ---------------------------------------------------------------------------------------------------
@@ -203,8 +203,8 @@ class _Heads(torch.autograd.Function):
         ]
         other = None if grads[3] is None else grads[3].contiguous()
         wants = any(ctx.needs_input_grad[1:4])
-        found = _kernels().training.project_heads_backward(of_heads, other, x, kept, part, wants)
-        of_x, of_weights, of_biases, of_norms = found
+        gradients = _kernels().training.project_heads_backward(of_heads, other, x, kept, part, wants)
+        of_x, of_weights, of_biases, of_norms = gradients
         return of_x, *of_weights, *of_biases, *of_norms, None, None
 
 
@@ -249,5 +249,7 @@ class _PackedAttention(torch.autograd.Function):
         query, key, value, starts, key_starts, out, log_sums = ctx.saved_tensors
         grad = grads[0].contiguous()
         scale, window = ctx.settings
-        found = _kernels().attention_backward(grad, out, log_sums, query, key, value, starts, scale, window, key_starts)
-        return *found, None, None, None, None
+        gradients = _kernels().attention_backward(
+            grad, out, log_sums, query, key, value, starts, scale, window, key_starts
+        )
+        return *gradients, None, None, None, None

@@ -38,12 +38,12 @@ _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm
 
 def use_fast_layers(model: nn.Module, for_training: bool) -> Callable[[], None]:
     """Replace ``forward`` of every supported layer of ``model``; the returned function undoes it."""
-    found = [(m, type(m), fast) for m in model.modules() if (fast := _fast_class(m, for_training)) is not None]
-    for module, kind, fast in found:
+    replacements = [(m, type(m), fast) for m in model.modules() if (fast := _fast_class(m, for_training)) is not None]
+    for module, kind, fast in replacements:
         module.__class__ = _with_forward_of(kind, fast)
 
     def undo() -> None:
-        for module, kind, _ in found:
+        for module, kind, _ in replacements:
             module.__class__ = kind
 
     return undo
@@ -98,11 +98,11 @@ class _FastGeluMLP(_FastMLP):
 
 class _InferenceMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        own: Any = self
+        module: Any = self
         kernels = cpu_kernels()
         if kernels is None or not _is_taken(x):
             return super().forward(x)
-        return own.down_proj(kernels.silu_mul(own.gate_proj(x), own.up_proj(x)))
+        return module.down_proj(kernels.silu_mul(module.gate_proj(x), module.up_proj(x)))
 
 
 class _FastAttention(nn.Module):
@@ -114,17 +114,17 @@ class _FastAttention(nn.Module):
         past_key_values: Any = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        own: Any = self
+        module: Any = self
         if past_key_values is not None or not _is_taken(hidden_states):  # a cache may store and return other keys
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        attended, weights, _ = _attend(own, hidden_states, position_embeddings, attention_mask, None, **kwargs)
-        return own.o_proj(attended), weights
+        attended, weights, _ = _attend(module, hidden_states, position_embeddings, attention_mask, None, **kwargs)
+        return module.o_proj(attended), weights
 
 
 class _FastDecoderLayer(nn.Module):
     def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
-        own: Any = self
-        parts = own.self_attn, own.mlp, own.input_layernorm, own.post_attention_layernorm
+        module: Any = self
+        parts = module.self_attn, module.mlp, module.input_layernorm, module.post_attention_layernorm
         is_alone = past_key_values is None and not any(_is_watched(part) for part in parts)
         if not is_alone or not _is_taken(hidden_states):
             return super().forward(hidden_states, past_key_values=past_key_values, **kwargs)
@@ -149,8 +149,8 @@ def _attend(
     head_norms = (_norm_of(layer.q_norm), _norm_of(layer.k_norm)) if hasattr(layer, "q_norm") else None
     cos, sin = _rotation(*position_embeddings, shape)
     part = Heads(projections, layer.head_dim, cos, sin, norm, head_norms)
-    *found, same = attention_inputs(hidden_states.reshape(-1, hidden_states.shape[-1]), part)
-    heads = [x.view(*shape, -1, layer.head_dim).transpose(1, 2) for x in found]
+    *states, same = attention_inputs(hidden_states.reshape(-1, hidden_states.shape[-1]), part)
+    heads = [x.view(*shape, -1, layer.head_dim).transpose(1, 2) for x in states]
     eager = sys.modules[type(layer).__module__].eager_attention_forward
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(attention_of(layer.config) or "eager", eager)
     output, weights = attend(
@@ -266,10 +266,10 @@ def norm_rule(layer: Any) -> tuple[float, float] | None:
         return None
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.rand(size, generator=generator) + 0.5 for size in ((3, len(weight)), (len(weight),)))
-    found = torch.func.functional_call(layer, {"weight": w}, (x,))
+    output = torch.func.functional_call(layer, {"weight": w}, (x,))
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
     for offset in (0.0, 1.0):
-        if torch.allclose(found, (offset + w) * normed, rtol=1e-5, atol=1e-6):
+        if torch.allclose(output, (offset + w) * normed, rtol=1e-5, atol=1e-6):
             return eps, offset
     return None
 
@@ -281,8 +281,8 @@ def _epsilon(layer: Any) -> Any:
 def activation_of(function: nn.Module) -> str | None:
     """Return the name of an activation that the kernels implement, by comparing values; None for another."""
     x = torch.linspace(-4, 4, 65)
-    found = function(x)
-    return next((name for name, known in _ACTIVATIONS.items() if torch.allclose(known(x), found, atol=1e-6)), None)
+    output = function(x)
+    return next((name for name, known in _ACTIVATIONS.items() if torch.allclose(known(x), output, atol=1e-6)), None)
 
 
 def attention_window(layer: Any) -> int | None:

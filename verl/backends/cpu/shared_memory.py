@@ -33,10 +33,10 @@ def shared_memory(nbytes: int, group: dist.ProcessGroup) -> Tensor | None:
         os.ftruncate(descriptor, nbytes)
         offer = os.getpid(), descriptor, token
     try:
-        given = torch.tensor(offer, dtype=torch.int64)
-        dist.broadcast(given, group=group, group_src=0)
-        process, number, token = given.tolist()
-        memory = _opened(f"/proc/{process}/fd/{number}", _name(token), nbytes)
+        offers = torch.tensor(offer, dtype=torch.int64)
+        dist.broadcast(offers, group=group, group_src=0)
+        process, fd, token = offers.tolist()
+        memory = _opened(f"/proc/{process}/fd/{fd}", _name(token), nbytes)
         everywhere = torch.tensor(int(memory is not None))
         dist.all_reduce(everywhere, op=dist.ReduceOp.MIN, group=group)  # after this rank 0 may close it
     finally:

@@ -133,17 +133,17 @@ class WholeWeights:
         """Gather into memory that is kept, what is frozen only once, then yield in the order of the model."""
         dist.barrier(group=group)  # no rank still reads what is overwritten
         self.copied_bytes = 0
-        found: dict[str, Tensor] = {}
+        kept: dict[str, Tensor] = {}
         for bucket in self._buckets:
             is_new = bucket.memory is None
             bucket.memory = _new_memory(bucket, group) if bucket.memory is None else bucket.memory
             views = bucket.views(bucket.memory)
             if is_new or not bucket.is_frozen:
                 self._write(bucket, views)
-            found |= {weight.name: whole for weight, whole in zip(bucket.weights, views, strict=True)}
+            kept |= {weight.name: whole for weight, whole in zip(bucket.weights, views, strict=True)}
         dist.barrier(group=group)
         for weight in self._weights:
-            yield weight.name, found[weight.name]
+            yield weight.name, kept[weight.name]
 
     def _write(self, bucket: _Bucket, views: list[Tensor]) -> None:
         """Write this rank's rows of the bucket's weights."""
@@ -155,13 +155,13 @@ class WholeWeights:
 
 def _weights_of(model: nn.Module) -> list[_Weight]:
     """List each parameter once, as ``model.named_parameters()`` does, with its place in its module."""
-    found, seen = [], set()
+    weights, seen = [], set()
     for prefix, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter not in seen:
                 seen.add(parameter)
-                found.append(_Weight(f"{prefix}.{key}" if prefix else key, module._parameters, key))
-    return found
+                weights.append(_Weight(f"{prefix}.{key}" if prefix else key, module._parameters, key))
+    return weights
 
 
 def _new_memory(bucket: _Bucket, group: dist.ProcessGroup) -> Tensor:

@@ -67,8 +67,8 @@ def _tools_of_entry(entry: Mapping[str, Any], where: str) -> list[BaseTool]:
 
         return tools_of_servers(tool_class, config, entry.get("mcp") or {}, where)
     try:
-        given = entry.get("tool_schema")
-        described = OpenAIFunctionToolSchema.model_validate(given) if given else None
+        schema = entry.get("tool_schema")
+        described = OpenAIFunctionToolSchema.model_validate(schema) if schema else None
     except ValidationError as error:
         raise ConfigError(f"{where}: the tool_schema is wrong: {error}") from error
     try:
@@ -80,7 +80,7 @@ def _tools_of_entry(entry: Mapping[str, Any], where: str) -> list[BaseTool]:
 
 def _check(tools: list[BaseTool], where: str) -> None:
     """Refuse two tools of one name, and descriptions that are no JSON schema."""
-    if twice := [name for name, number in Counter(tool.name for tool in tools).items() if number > 1]:
+    if twice := [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]:
         raise ConfigError(f"{where}: several tools are called {', '.join(twice)}. Give each a name of its own.")
     for tool in tools:
         assert tool.tool_schema is not None

@@ -187,7 +187,7 @@ class CPUKernels:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        own: tuple[Tensor, Tensor],
+        responses: tuple[Tensor, Tensor],
         shared: tuple[Tensor, Tensor],
         rows: RowsOfMemory,
         scale: float,
@@ -199,9 +199,9 @@ class CPUKernels:
             query: (rows, heads, head_dim) of the new tokens, as the result.
             key: (rows, kv_heads, head_dim).
             value: (rows, kv_heads, head_dim).
-            own: keys and values of responses, (slots, kv_heads, room, head_dim); the new ones are written here.
+            responses: keys and values of responses, (slots, kv_heads, room, head_dim); the new ones are written here.
             shared: keys and values of prompts, (prompts, kv_heads, room, head_dim).
-            rows: places of each row in ``own`` and ``shared``.
+            rows: places of each row in ``responses`` and ``shared``.
             scale: factor of the scores.
             window: number of tokens that a token attends to, itself included; None is all.
 
@@ -212,7 +212,7 @@ class CPUKernels:
         count, heads, head_dim = query.shape
         attention = AttentionStruct(heads, key.shape[1], head_dim, window or 0, scale)
         tensors = (out, query, key, value)
-        memory = memory_struct(own, shared, rows)
+        memory = memory_struct(responses, shared, rows)
         if self._decode_attention(attention, memory, *map(address, tensors), torch.get_num_threads()):
             raise RolloutError(
                 f"no memory for the attention scores of {count} rows; generate fewer at once (max_num_seqs)."
@@ -247,19 +247,23 @@ class DecoderPass:
             self._space = torch.empty(self._space_of(self._struct, *wanted), dtype=torch.float32)
 
     def __call__(
-        self, embeddings: Tensor, own: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor], rows: RowsOfMemory
+        self,
+        embeddings: Tensor,
+        responses: tuple[Tensor, Tensor],
+        shared: tuple[Tensor, Tensor],
+        rows: RowsOfMemory,
     ) -> Tensor:
         """Append one token to each row and return the (rows, vocab) logits of the next.
 
         Args:
             embeddings: (rows, hidden) of the newest tokens.
-            own: keys and values of responses, (layers, slots, kv_heads, room, head_dim); the new ones are written here.
+            responses: keys and values of responses, (layers, slots, kv_heads, room, head_dim); gets the new ones.
             shared: keys and values of prompts, (layers, prompts, kv_heads, room, head_dim).
-            rows: places of each row in ``own`` and ``shared``.
+            rows: places of each row in ``responses`` and ``shared``.
         """
-        self.reserve(len(embeddings), own[0].shape[3] + shared[0].shape[3])
+        self.reserve(len(embeddings), responses[0].shape[3] + shared[0].shape[3])
         logits = embeddings.new_empty(len(embeddings), len(self.decoder.head.weight))
-        memory = memory_struct(own, shared, rows)
+        memory = memory_struct(responses, shared, rows)
         tensors = (logits, embeddings, self._space)
         self._function(self._struct, memory, *map(address, tensors), torch.get_num_threads())
         return logits
@@ -303,8 +307,8 @@ def _requested_compiler() -> str | None:
 def _compiler() -> list[str] | None:
     """Return the command in ``CC`` with its arguments, or the first compiler found; None if there is none."""
     for words in map(shlex.split, [asked] if (asked := _requested_compiler()) else ["cc", "gcc", "clang"]):
-        if words and (found := shutil.which(words[0])):
-            return [found, *words[1:]]
+        if words and (path := shutil.which(words[0])):
+            return [path, *words[1:]]
     return None
 
 
@@ -340,10 +344,10 @@ def _named(library: Path, beginning: Path) -> Path:
 
 def _check_private(path: Path) -> None:
     """Refuse a path that others may write: code is loaded from it."""
-    found = path.stat()
-    if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = path.stat()
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            f"{path} belongs to user {found.st_uid} with mode {stat.filemode(found.st_mode)}; only you (user "
+            f"{path} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}; only you (user "
             f"{os.getuid()}) or root may be able to write there. Try chmod go-w, or set XDG_CACHE_HOME to a folder of "
             "your own"
         )
@@ -361,5 +365,5 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()} {platform.version()}"
-    told = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(told)}))
+    fields = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(fields)}))

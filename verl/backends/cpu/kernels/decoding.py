@@ -151,13 +151,20 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def memory_struct(own: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor], rows: RowsOfMemory) -> MemoryStruct:
+def memory_struct(responses: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor], rows: RowsOfMemory) -> MemoryStruct:
     """Describe keys and values, ([layers,] places, kv_heads, room, head_dim), of one layer or of all layers."""
     slots, lengths, prompts, prompt_lengths = map(address, rows)
-    apart = [states[0].stride(0) if states[0].dim() == 5 else 0 for states in (own, shared)]
-    rooms = own[0].shape[-2], shared[0].shape[-2]
+    apart = [states[0].stride(0) if states[0].dim() == 5 else 0 for states in (responses, shared)]
+    rooms = responses[0].shape[-2], shared[0].shape[-2]
     return MemoryStruct(
-        slots, lengths, prompts, prompt_lengths, *map(address, (*own, *shared)), *apart, len(rows.slots), *rooms
+        slots,
+        lengths,
+        prompts,
+        prompt_lengths,
+        *map(address, (*responses, *shared)),
+        *apart,
+        len(rows.slots),
+        *rooms,
     )
 
 

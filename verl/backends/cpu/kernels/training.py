@@ -153,9 +153,9 @@ class TrainingKernels:
         of_x, of_norm = torch.empty_like(x), _like(part.norm)
         of_gate, of_up = (torch.empty_like(part.gate) if wants[0] or wants[1] else None for _ in range(2))
         of_down = torch.empty_like(part.down) if wants[2] else None
-        found = of_x, of_norm, of_gate, of_up, of_down
-        self._feed_forward_backward(_feed_forward_struct(part, x), *found, grad, x, kept)
-        return found
+        gradients = of_x, of_norm, of_gate, of_up, of_down
+        self._feed_forward_backward(_feed_forward_struct(part, x), *gradients, grad, x, kept)
+        return gradients
 
     def project_heads(self, x: Tensor, part: Heads, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return q (N, heads, D), k and v (N, kv_heads, D) for x (N, H) and, if ``keep``, what the backward needs."""
