@@ -29,7 +29,8 @@ from verl.config import BaseConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError
 from verl.testing.models import hollow_model_dir
 from verl.trainer.config import load_config
-from verl.trainer.config.command_line import compose, keys_set
+from verl.trainer.config.command_line import compose
+from verl.trainer.config.overrides import keys_set
 
 VERSIONS = ("0.8.0.dev", "v0.8.0", "0.10")
 LIST = Path(__file__).parents[1] / "tests" / "public_keys.txt"

@@ -28,9 +28,10 @@ from verl.base.requirements import install_command
 from verl.cli.commands import MODULES
 from verl.cli.main import cli
 from verl.errors import ConfigError
-from verl.trainer.config.command_line import compose, keys_set, override_problems
+from verl.trainer.config.command_line import compose
 from verl.trainer.config.generate import ENTRIES
 from verl.trainer.config.load import load_config
+from verl.trainer.config.overrides import keys_set, override_problems
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -17,7 +17,8 @@ from verl.algorithms import (
 )
 from verl.testing.models import hollow_model_dir
 from verl.trainer.config import PPOConfig, load_config
-from verl.trainer.config.command_line import compose, keys_set
+from verl.trainer.config.command_line import compose
+from verl.trainer.config.overrides import keys_set
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = [

@@ -19,7 +19,8 @@ from verl.cli.main import complete_keys
 from verl.errors import ConfigError
 from verl.testing.models import tiny_model_dir
 from verl.trainer.config import load_config
-from verl.trainer.config.command_line import compose, keys_set
+from verl.trainer.config.command_line import compose
+from verl.trainer.config.overrides import keys_set
 from verl.trainer.main_ppo import FIRST_WORDS
 
 ROOT = Path(__file__).parents[2]

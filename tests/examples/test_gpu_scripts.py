@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from verl.trainer.config import PPOConfig, SFTConfig
-from verl.trainer.config.command_line import compose, keys_set
+from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
+from verl.trainer.config.overrides import keys_set
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(path.relative_to(EXAMPLES).as_posix() for path in EXAMPLES.glob("*/run_*.sh"))

@@ -29,7 +29,7 @@ from verl.protocol import DataProto
 from verl.sandbox.fusion import outcome_of, run_code_url
 from verl.sandbox.types import Limits, SandboxError
 from verl.supervision.killable_pool.calls import Reply
-from verl.trainer.config.command_line import force_overrides, keys_set
+from verl.trainer.config.overrides import force_overrides, keys_set
 from verl.utils.dataset.chat import as_messages
 from verl.utils.dataset.files import open_files
 from verl.utils.reward_score import llm_judge, math_reward

@@ -347,17 +347,13 @@ def main() -> None:
     is_plain = NO_COLOR in sys.argv or not console().is_terminal
     if not any(argument.lstrip("+").startswith("data.val_files=") for argument in arguments):
         arguments.append("data.val_files=[]")  # inspect only files that the user named
-    sys.argv[1:] = arguments
     kind, stops = KINDS[name], 0
 
     def run(config: Any) -> None:
         nonlocal stops
         stops = inspect(config, kind, is_plain)
 
-    try:
-        command(run, config_name=kind.config_name, root=kind.root, data_only=True)()
-    except SystemExit as end:  # Hydra exits with 1 for a bad command line, but 1 means unusable rows here
-        raise SystemExit(2 if end.code else 0) from None
+    command(run, config_name=kind.config_name, root=kind.root, data_only=True)(arguments)
     if stops:
         raise SystemExit(1)
 

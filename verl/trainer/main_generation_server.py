@@ -7,13 +7,11 @@ engines are servers with ``rollout.name=vllm`` or ``sglang``.
 from __future__ import annotations
 
 from verl.config import GenerationConfig
-from verl.trainer.config.command_line import command
-from verl.trainer.main_generation import run_generation
+from verl.trainer.entry import entry
 
-
-def main() -> None:
-    """Run the command line."""
-    command(run_generation, config_name="generation_server", root=GenerationConfig)()
+_, main, __getattr__ = entry(
+    globals(), GenerationConfig, "verl.trainer.generation:GenerationRunner", config_name="generation_server"
+)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,10 @@ from verl.planner.hardware import GPUS, Cluster, gpu_named
 from verl.planner.plan import OtherModels, Plan, Stage
 from verl.planner.shapes import config_file
 from verl.trainer.config import rules_engines, rules_megatron, rules_sizes
-from verl.trainer.config.command_line import CONFIG_DIR, compose, keys_set, word_problems
+from verl.trainer.config.command_line import compose
+from verl.trainer.config.flags import read_words
 from verl.trainer.config.load import load_config
+from verl.trainer.config.overrides import CONFIG_DIR, keys_set
 from verl.trainer.config.rules_shared_prompts import without_sharing
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.console import console, parameters_in_words, show
@@ -100,7 +102,7 @@ def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace]:
     """
     options, settings = arguments(words)
     gpu = gpu_named(options.gpu)
-    if problems := word_problems(settings, PPOConfig):
+    if problems := read_words(settings, PPOConfig).problems:
         raise ConfigError(report(problems))
     if options.gpus:
         settings = [*settings, *_placement(options.gpus, settings)]

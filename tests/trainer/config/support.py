@@ -13,8 +13,9 @@ from verl.config.base import BaseConfig
 from verl.errors import ConfigError
 from verl.testing.models import hollow_model_dir
 from verl.trainer.config import EvalConfig, GenerationConfig, PPOConfig, load_config
-from verl.trainer.config.command_line import compose, keys_set
+from verl.trainer.config.command_line import compose
 from verl.trainer.config.keys import put
+from verl.trainer.config.overrides import keys_set
 
 ROW = {"data_source": "countdown", "prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": 1}}
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+from hydra.core.hydra_config import HydraConfig
 
 from tests.trainer.config.support import Run
 from verl.errors import NonFiniteError
 from verl.trainer.config import PPOConfig
-from verl.trainer.config.command_line import CONFIG_DIR, command, compose, force_overrides, keys_set, remarks
+from verl.trainer.config.command_line import command, compose, remarks
+from verl.trainer.config.flags import read_words
 from verl.trainer.config.help import FIRST
 from verl.trainer.config.keys import iter_keys
+from verl.trainer.config.overrides import CONFIG_DIR, force_overrides, keys_set
 
 ROOT = CONFIG_DIR.parents[2]
 
@@ -34,36 +37,45 @@ ROOT = CONFIG_DIR.parents[2]
         (["use_remove_padding=true"], ["++use_remove_padding=true"]),  # no group: a key at the root
         (["model.path=org/name@main"], ["++model.path=org/name@main"]),  # marks in the value mean nothing
         (["trainer.logger=[a,b]"], ["++trainer.logger=[a,b]"]),
-        (["a.b=1", "--cfg", "job", "c.d=2"], ["--cfg", "job", "++a.b=1", "++c.d=2"]),
-        (["a.b=1", "-m"], ["-m", "++a.b=1"]),
-        (["--config-name", "mine", "a.b=1"], ["--config-name", "mine", "++a.b=1"]),
-        (["--config-name=mine"], ["--config-name", "mine"]),
-        (["--info", "a.b=1"], ["--info", "++a.b=1"]),
-        (["--help"], ["--help"]),
     ],
 )
 def test_overrides_are_forced_so_that_unknown_keys_reach_the_loader(given: list[str], hydra_gets: list[str]):
     assert force_overrides(given) == hydra_gets
 
 
+@pytest.mark.parametrize(
+    "given, flags",
+    [
+        (["a.b=1", "--cfg", "job", "c.d=2"], {"--cfg": "job"}),
+        (
+            ["a.b=1", "-c=job", "-p", "data", "c.d=2", "--resolve"],
+            {"--cfg": "job", "--package": "data", "--resolve": ""},
+        ),
+        (["-cn=mine", "a.b=1", "-cd", "conf", "c.d=2"], {"--config-name": "mine", "--config-dir": "conf"}),
+    ],
+)
+def test_flags_may_stand_anywhere(given: list[str], flags: dict[str, str]):
+    words = read_words(given, PPOConfig)
+    assert (words.flags, words.overrides, words.problems) == (flags, ["a.b=1", "c.d=2"], [])
+
+
 def test_folders_are_relative_to_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "conf" / "experiment").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert force_overrides(["--config-path", "conf"]) == ["--config-path", str(tmp_path / "conf")]
-    assert force_overrides(["--config-path=conf", "experiment=x"]) == [
-        "--config-path",
-        f"{tmp_path}/conf",
-        "experiment=x",
-    ]
-    assert force_overrides(["--config-path", "nowhere"]) == ["--config-path", "nowhere"]
+    words = read_words(["--config-path=conf", "-cd", "conf/experiment"], PPOConfig)
+    assert (words.config_folder, words.more_configs) == (tmp_path / "conf", tmp_path / "conf/experiment")
+    assert read_words([], PPOConfig).config_folder == CONFIG_DIR
+    # A folder of the user's is a group of configurations, and no key at the root.
+    assert force_overrides(["experiment=x"], [tmp_path / "conf"]) == ["experiment=x"]
+    assert force_overrides(["experiment=x"]) == ["++experiment=x"]
 
 
 @pytest.mark.parametrize("flag", ["--config-path=config", "--config-path=./config", "--config-path=config/"])
 def test_the_folder_config_is_the_users_or_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: str):
     monkeypatch.chdir(tmp_path)
-    assert force_overrides([flag, "-cn=ppo_trainer"]) == ["--config-path", str(CONFIG_DIR), "-cn", "ppo_trainer"]
+    assert read_words([flag], PPOConfig).config_folder == CONFIG_DIR
     (tmp_path / "config").mkdir()
-    assert force_overrides([flag]) == ["--config-path", str(tmp_path / "config")]
+    assert read_words([flag], PPOConfig).config_folder == tmp_path / "config"
 
 
 def test_keys_that_were_set():
@@ -87,8 +99,7 @@ class CommandLine:
         quiet = ("hydra/job_logging=none", "hydra/hydra_logging=none", f"hydra.run.dir={self.run.folder}/outputs")
         settings = [f"{key}={value}" for key, value in self.run.ppo.items()]
         self.monkeypatch.chdir(self.run.folder)
-        self.monkeypatch.setattr(sys, "argv", ["main.py", *settings, *quiet, *arguments])
-        command(self.main, config_name="ppo_trainer", root=PPOConfig)()
+        command(self.main, config_name="ppo_trainer", root=PPOConfig)([*settings, *quiet, *arguments])
         return self.got
 
     def main(self, config: PPOConfig) -> None:
@@ -127,12 +138,12 @@ def test_cfg_job_says_what_is_refused_and_what_has_no_effect(run: Run):
         "actor_rollout_ref": {"hybrid_engine": False, "model": {"use_liger": True}},
         "distillation": {"enabled": True},
     }
-    said = remarks(OmegaConf.to_yaml(OmegaConf.create(keys)), PPOConfig)
+    said = remarks(keys, PPOConfig)
     key = "actor_rollout_ref.hybrid_engine=false"
     assert f"# refused: {key}: a rollout engine on ranks of its own" in said
     assert "# refused: distillation.enabled=true: distillation is not in this version.\n" in said
     assert "# no effect: actor_rollout_ref.model.use_liger (" in said
-    assert remarks("# @package trainer\nsave_freq: 3\n", PPOConfig) == ""
+    assert remarks({"trainer": {"save_freq": 3}}, PPOConfig) == ""
 
 
 def test_cfg_job_with_a_variable_that_cannot_be_used():
@@ -231,9 +242,24 @@ def test_a_folder_named_config_with_other_files_hides_none_of_ours(command_line:
     assert config.data.seed == 5
 
 
-def test_a_sweep_runs_every_point(command_line: CommandLine):
-    configs = command_line("-m", "data.train_batch_size=8,16", f"hydra.sweep.dir={command_line.run.folder}/sweep")
-    assert [config.data.train_batch_size for config in configs] == [8, 16]
+def test_a_run_has_the_settings_of_hydra(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch):
+    seen: dict[str, object] = {}
+
+    def look(config: PPOConfig) -> None:
+        runtime = HydraConfig.get().runtime
+        seen.update(cwd=Path.cwd(), output_dir=runtime.output_dir, ours=os.environ["OURS"], argv=sys.argv)
+
+    monkeypatch.setattr(command_line, "main", look)
+    argv = sys.argv.copy()
+    command_line("hydra.job.chdir=true", "+hydra.job.env_set.OURS=7", "hydra.run.dir=${hydra.job.name}_${now:%Y}")
+    folder = command_line.run.folder / f"test_command_line_{datetime.now().year}"
+    assert seen == {"cwd": folder, "output_dir": str(folder), "ours": "7", "argv": argv}
+    assert sorted(file.name for file in (folder / ".hydra").iterdir()) == [
+        "config.yaml",
+        "hydra.yaml",
+        "overrides.yaml",
+    ]
+    assert (Path.cwd(), "OURS" in os.environ, HydraConfig.initialized()) == (command_line.run.folder, False, False)
 
 
 def test_modules_of_ones_own_register_before_the_check(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch):
@@ -272,6 +298,13 @@ def test_interpolations_on_the_command_line_refer_to_the_configuration(command_l
         (["trainer.total_epochs", "=3"], "remedy: write trainer.total_epochs=3\n"),
         (["--config", "conf/mine.yaml"], "write --config-dir conf --config-name mine, and in the file: defaults: [ppo"),
         (["mine.yaml"], "remedy: write --config-dir . --config-name mine"),
+        (
+            ["-m", "data.seed=1,2"],
+            "this flag of Hydra.\n     remedy: write a loop in the shell",
+        ),
+        (["--info"], "1. --info: verl does not have this flag of Hydra.\n     remedy: --cfg all shows"),
+        (["hydra.mode=MULTIRUN"], "hydra.mode=MULTIRUN: a command is one run"),
+        (["--cfg", "job", "-p", "dta"], "--package dta: there is no such section"),
         (["--nonsense_xyz"], "1. --nonsense_xyz: there is no such flag"),
         (["--algorithm.adv_estimator", "grpo"], "without dashes.\n     remedy: algorithm.adv_estimator=grpo"),
         (["--num-generations=8"], "num_generations of TRL: set actor_rollout_ref.rollout.n=8"),
@@ -298,20 +331,14 @@ def test_an_output_folder_that_cannot_be_made_is_told(
     said = capsys.readouterr().err
     assert said.startswith("ConfigError: the folder for this run's settings cannot be made: ")
     assert said.endswith("set hydra.run.dir=FOLDER.\n")
-    with pytest.raises(SystemExit):
-        command_line("-m", "data.train_batch_size=8,16", f"hydra.sweep.dir={tmp_path}/outputs")
-    said = capsys.readouterr().err
-    assert said.startswith("ConfigError: the folder for this sweep's settings cannot be made: ")
-    assert said.endswith("set hydra.sweep.dir=FOLDER.\n")
 
 
 def test_a_yaml_that_cannot_be_read_is_told(command_line: CommandLine, capsys: pytest.CaptureFixture[str]):
     (command_line.run.folder / "mine.yaml").symlink_to("/proc/self/mem")  # an error for root as well
-    for more in ([], ["-m"]):
-        with pytest.raises(SystemExit) as stopped:
-            command_line("--config-path=.", "--config-name=mine", *more)
-        assert stopped.value.code == 2
-        assert capsys.readouterr().err.startswith("ConfigError: the configuration cannot be composed: [Errno 5]")
+    with pytest.raises(SystemExit) as stopped:
+        command_line("--config-path=.", "--config-name=mine")
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("ConfigError: the configuration cannot be composed: [Errno 5]")
 
 
 PUBLIC = "hydra: {searchpath: [pkg://verl.trainer.config]}\n"
@@ -345,4 +372,3 @@ def test_a_yaml_that_cannot_be_composed_is_told_without_a_traceback(
     assert said in told
     assert "Traceback" not in told
     assert not [warning for warning in recwarn if "is not available" in str(warning.message)]
-    assert "HYDRA_FULL_ERROR" not in os.environ

@@ -16,10 +16,11 @@ from verl.config import ActorRolloutRefConfig, DPOConfig, RMConfig
 from verl.config.base import BaseConfig
 from verl.config.machine import STORED_DTYPE
 from verl.trainer.config import EvalConfig, GenerationConfig, PPOConfig, SFTConfig, load_config
-from verl.trainer.config.command_line import CONFIG_DIR, compose
+from verl.trainer.config.command_line import compose
 from verl.trainer.config.generate import files
 from verl.trainer.config.keys import all_inactive, allowed_values, default_tree, get, iter_keys
 from verl.trainer.config.load import as_composed
+from verl.trainer.config.overrides import CONFIG_DIR
 
 HERE = Path(__file__).parent
 ROOTS = {

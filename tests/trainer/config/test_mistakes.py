@@ -13,9 +13,10 @@ from verl.config import PPOConfig
 from verl.config.problems import report
 from verl.errors import ConfigError
 from verl.trainer.config import load_config
-from verl.trainer.config.command_line import keys_set, word_problems
+from verl.trainer.config.flags import read_words
 from verl.trainer.config.keys import put
 from verl.trainer.config.omegaconf_private import yaml_loader
+from verl.trainer.config.overrides import keys_set
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 MODEL, LR = "actor_rollout_ref.model.path", f"{ACTOR}.optim.lr"
@@ -32,7 +33,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("--lr 1e-5", "--lr 1e-5: settings are written KEY=VALUE", f"{LR}=1e-5"),
     ("--learning_rate 1e-5", "--learning_rate 1e-5: settings are", f"learning_rate of TRL: set {LR}=1e-05"),
     ("--num-generations 8", "--num-generations 8: settings are", f"num_generations of TRL: set {ROLLOUT}.n=8"),
-    ("--verbosity", "--verbosity: there is no such flag", "--help lists the settings"),
+    ("--verbosity", "--verbosity: there is no such flag", "--help lists flags and settings"),
     ("trainer.seed = 3", "trainer.seed = 3: a setting is written without spaces", "write trainer.seed=3"),
     ("trainer.seed =3", "trainer.seed =3: a setting is written without", "write trainer.seed=3"),
     ("trainer.seed= 3", "trainer.seed= 3: a setting is written without", "write trainer.seed=3"),
@@ -92,7 +93,7 @@ MISTAKES: list[tuple[str, str, str]] = [
 
 def told(run: Run, words: list[str]) -> str:
     """What the command line says of these words, added to a run that is right."""
-    if problems := word_problems(words, PPOConfig):
+    if problems := read_words(words, PPOConfig).problems:
         return report(problems)
     tree: dict[str, Any] = {}
     given = dict(word.split("=", 1) for word in words)

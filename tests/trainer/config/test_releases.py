@@ -11,9 +11,10 @@ import pytest
 
 from tests.trainer.config.support import Run, only
 from verl.config import GenerationConfig, PPOConfig, Problem, SFTConfig
-from verl.trainer.config.command_line import compose, keys_set
+from verl.trainer.config.command_line import compose
 from verl.trainer.config.keys import get, put
 from verl.trainer.config.load import load_config
+from verl.trainer.config.overrides import keys_set
 from verl.trainer.config.translate import Translator
 
 ROOTS = {"ppo_trainer": PPOConfig, "ppo_megatron_trainer": PPOConfig, "sft_trainer_engine": SFTConfig}

@@ -23,8 +23,8 @@ from verl.config import (
     RMConfig,
     SFTConfig,
 )
-from verl.trainer.config.command_line import CONFIG_DIR
 from verl.trainer.config.keys import InactiveKey, Key, inactive_keys, iter_keys, plain, put
+from verl.trainer.config.overrides import CONFIG_DIR
 
 logger = logging.getLogger(__name__)
 

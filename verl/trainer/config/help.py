@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import FunctionType
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -59,11 +58,11 @@ FIRST: dict[type[BaseConfig], tuple[str, ...]] = {
 """The keys on the first screen of each command."""
 
 
-def help_page(run: FunctionType, root: type[BaseConfig], words: Sequence[str] = ()) -> RenderableType:
+def help_page(says: str, root: type[BaseConfig], words: Sequence[str] = ()) -> RenderableType:
     """Describe a command.
 
     Args:
-        run: the command's function; its module's docstring begins with what the command does.
+        says: docstring of the command's module; it begins with what the command does.
         root: root section of its configuration.
         words: sections or keys to describe; without any, the command itself on one screen.
 
@@ -73,7 +72,6 @@ def help_page(run: FunctionType, root: type[BaseConfig], words: Sequence[str] = 
     keys = keys_of(root)
     if words:
         return Group(*(_about(word, keys, root) for word in words))
-    says: str = run.__globals__["__doc__"]
     command, _, purpose = says.splitlines()[0].replace("``", "").partition(": ")
     sections = Table.grid(padding=(0, 2))
     for key in keys.values():
@@ -94,9 +92,7 @@ def help_page(run: FunctionType, root: type[BaseConfig], words: Sequence[str] = 
         Text(
             "  --help SECTION or KEY    meaning, type and default of each key, e.g. --help data\n"
             "  --cfg job                the composed configuration, and stop\n"
-            "  --config-dir FOLDER --config-name NAME    a YAML file of your own with `defaults: [ppo_trainer]`\n"
-            "  --multirun               one run for each combination of comma-separated values\n"
-            "  --hydra-help             Hydra's own flags"
+            "  --config-dir FOLDER --config-name NAME    a YAML file of your own with `defaults: [ppo_trainer]`"
         ),
     )
 

@@ -1,0 +1,72 @@
+"""Overrides of a command line, ``KEY=VALUE``: the form in which Hydra reads them, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from verl.base.fs import name_problem
+from verl.config import BaseConfig, Problem
+from verl.trainer.config.keys import iter_keys
+
+CONFIG_DIR = Path(__file__).parent
+"""Folder of verl's own YAML files."""
+
+
+def force_overrides(overrides: Iterable[str], folders: Iterable[Path] = ()) -> list[str]:
+    """Turn ``key=value`` and ``+key=value`` into ``++key=value``.
+
+    Hydra then accepts any key, and ``load_config`` handles other spellings and suggests the nearest name.
+    Choices of config groups, ``hydra.*`` and deletions (``~key``) are unchanged.
+
+    Args:
+        overrides: as typed.
+        folders: folders of the user's YAML files, whose subfolders are config groups too.
+    """
+    all_folders = [CONFIG_DIR, *folders]
+    return [_forced(override, all_folders) for override in overrides]
+
+
+def _forced(override: str, folders: Sequence[Path]) -> str:
+    key = override.partition("=")[0].lstrip("+")
+    is_name = "." not in key and name_problem(key) is None
+    is_group = "@" in key or "/" in key or (is_name and any((folder / key).is_dir() for folder in folders))
+    if "=" not in override or override.startswith("~") or is_group or key.split(".")[0] == "hydra":
+        return override
+    return "++" + override.lstrip("+")
+
+
+def override_problems(overrides: Sequence[str], root: type[BaseConfig]) -> list[Problem]:
+    """Return the problems of overrides that Hydra cannot read, or that would delete a section below ``root``."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser, problems = OverridesParser.create(), []
+    sections = {key.path for key in iter_keys(root) if key.section is not None}
+    for override in overrides:
+        key, is_assigned, value = override.partition("=")
+        if key.startswith("~") and key[1:].partition("@")[0] in sections:
+            wrong = "a section cannot be deleted; it would come back with its defaults"
+            remedy = "leave this out: what a run has no use for, such as the critic with grpo, is not started"
+            problems.append(Problem("", override, wrong, remedy=remedy))
+            continue
+        try:
+            parser.parse_override(override)
+            can_be_read = bool(key.lstrip("+~"))
+        except HydraException:
+            can_be_read = False
+        if can_be_read:
+            continue
+        if is_assigned and key.lstrip("+~") and key == key.strip():
+            wrong = "brackets and quotes do not match, or a special character is not quoted"
+            remedy = "quote it twice, once for the shell: KEY=\"'VALUE'\", and lists as KEY=\"['a','b']\""
+            problems.append(Problem(key.lstrip("+"), value, wrong, remedy=remedy))
+        else:
+            wrong, remedy = "a setting is written KEY=VALUE, without spaces", "join key, equals sign and value"
+            problems.append(Problem("", override, wrong, remedy=remedy))
+    return problems
+
+
+def keys_set(overrides: Iterable[str]) -> set[str]:
+    """Return the dotted keys that overrides set or delete."""
+    return {override.partition("=")[0].lstrip("+~") for override in overrides}
