@@ -303,6 +303,7 @@ def test_interpolations_on_the_command_line_refer_to_the_configuration(command_l
             "this flag of Hydra.\n     remedy: write a loop in the shell",
         ),
         (["--info"], "1. --info: verl does not have this flag of Hydra.\n     remedy: --cfg all shows"),
+        (["data.seed=1,2"], "data.seed=1,2: several values are several runs, and a command starts one"),
         (["hydra.mode=MULTIRUN"], "hydra.mode=MULTIRUN: a command is one run"),
         (["--cfg", "job", "-p", "dta"], "--package dta: there is no such section"),
         (["--nonsense_xyz"], "1. --nonsense_xyz: there is no such flag"),

@@ -51,8 +51,11 @@ def override_problems(overrides: Sequence[str], root: type[BaseConfig]) -> list[
             problems.append(Problem("", override, wrong, remedy=remedy))
             continue
         try:
-            parser.parse_override(override)
+            parsed = parser.parse_override(override)
             can_be_read = bool(key.lstrip("+~"))
+            if parsed.is_sweep_override():
+                wrong = "several values are several runs, and a command starts one"
+                problems.append(Problem(key.lstrip("+"), value, wrong, remedy=f"a list is {key.lstrip('+')}=[{value}]"))
         except HydraException:
             can_be_read = False
         if can_be_read:
