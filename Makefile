@@ -9,6 +9,10 @@ PIP := $(BIN)/python $(PIP_INSTALL)
 OUT ?= outputs/quickstart
 SEED ?= 1
 ROUNDS ?= 8
+ALGORITHM ?= grpo
+STRATEGY ?= fsdp
+OF ?= quickstart
+PAGE ?= performance
 
 RUN := $(VENV)/.run-ready
 DEV := $(VENV)/.dev-ready
@@ -30,7 +34,8 @@ PARALLEL := --numprocesses 2 --dist loadfile
 # What Python itself would say of an old version is an error of syntax, or of a package that it does not find.
 CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "verl needs Python 3.11 or newer, and $(PYTHON) is Python " + sys.version.split()[0] + ". Name another one: make PYTHON=python3.11 ...")'
 
-.PHONY: help algorithm-study bench bench-agents bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-megatron quickstart-ppo quickstart-study test test-failed test-search test-slow test-agent-kits test-vllm test-vllm-slow test-sglang test-sglang-slow test-verifiers test-wheel proofs lint docs docs-serve config clean
+DOCUMENTED := $(shell sed -n 's/^\([a-z-]*\):.*## .*/\1/p' $(firstword $(MAKEFILE_LIST)))
+.PHONY: $(DOCUMENTED)
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -71,50 +76,43 @@ $(KITS): $(DEV) requirements/agent_kits.txt
 	$(KITS_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --requirement requirements/agent_kits.txt
 	@touch $@
 
-quickstart: $(RUN) ## data, model, supervised warm-up, GRPO, curves: the whole of it on a laptop
-	$(BIN)/python examples/quickstart/quickstart.py --algorithm grpo --seed $(SEED) --output_dir $(OUT)
-
-quickstart-ppo: $(RUN) ## the same with PPO and a critic
-	$(BIN)/python examples/quickstart/quickstart.py --algorithm ppo --seed $(SEED) --output_dir $(OUT)-ppo
-
-quickstart-megatron: $(DEV) ## the same with two ranks that share each weight matrix by megatron-core
-	$(BIN)/python examples/quickstart/quickstart.py --strategy megatron --ranks 2 --seed $(SEED) --output_dir $(OUT)-megatron
+# megatron-core is one of the packages for development.
+WITH_RANKS := $(if $(filter megatron,$(STRATEGY)),--strategy megatron --ranks 2)
+quickstart: $(if $(WITH_RANKS),$(DEV),$(RUN)) ## data, model, supervised warm-up, GRPO, curves: the whole of it on a laptop; ALGORITHM=ppo, STRATEGY=megatron
+	$(BIN)/python examples/quickstart/quickstart.py --algorithm $(ALGORITHM) $(WITH_RANKS) --seed $(SEED) --output_dir $(OUT)$(filter-out -grpo,-$(ALGORITHM))$(filter-out -fsdp,-$(STRATEGY))
 
 quickstart-agent: $(RUN) ## a model learns to use a tool that it needs: warm-up, GRPO over conversations, curves
 	$(BIN)/python examples/quickstart_agent/quickstart_agent.py --seed $(SEED) --output_dir $(OUT)-agent
 
-quickstart-agent-study: $(RUN) ## three seeds, the table of docs/quickstart_agent.md
-	$(BIN)/python examples/quickstart_agent/study.py --output_dir $(OUT)-agent-study
+study: $(RUN) ## several seeds, for the tables of docs: OF=quickstart, quickstart_agent or algorithms
+	$(BIN)/python examples/$(OF)/study.py
 
-quickstart-study: $(RUN) ## three seeds, the table of docs/quickstart.md
-	$(BIN)/python examples/quickstart/study.py --output_dir $(OUT)-study
+# SEARCH=1: property tests with examples that no run has tried yet; VERL_TEST_SEED=N repeats a search.
+# FAILED=1: those that failed in the last run, one after the other.
+ifdef SEARCH
+export VERL_TEST_SEED := $(or $(VERL_TEST_SEED),$(shell date +%s))
+PYTEST_OPTIONS := $(PARALLEL) -m 'hypothesis and not slow' --hypothesis-seed=$(VERL_TEST_SEED)
+else ifdef FAILED
+PYTEST_OPTIONS := --last-failed --last-failed-no-failures none --verbosity 1
+else ifdef SLOW
+PYTEST_OPTIONS := -m slow
+else
+PYTEST_OPTIONS := $(PARALLEL)
+endif
 
-algorithm-study: $(RUN) ## nine algorithms, three seeds: the table and picture of docs/algorithm_study.md
-	$(BIN)/python examples/algorithms/study.py --output_dir $(OUT)-algorithms
-
-test: $(DEV) ## the tests
-	$(BIN)/python -m pytest $(PARALLEL)
-
-test-failed: $(DEV) ## those that failed in the last run, one after the other
-	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --verbosity 1
-
-test-search: $(DEV) ## property tests with examples that no run has tried yet; VERL_TEST_SEED=N repeats a search
-	seed=$${VERL_TEST_SEED:-$$(date +%s)}; echo "VERL_TEST_SEED=$$seed"; VERL_TEST_SEED=$$seed $(BIN)/python -m pytest $(PARALLEL) -m 'hypothesis and not slow' --hypothesis-seed=$$seed
-
-test-slow: $(DEV) ## the long proofs
-	$(BIN)/python -m pytest -m slow
+test: $(DEV) ## the tests; SLOW=1 the long proofs, SEARCH=1 property tests with new examples, FAILED=1 what failed last
+	$(if $(SEARCH),@echo VERL_TEST_SEED=$(VERL_TEST_SEED))
+	$(BIN)/python -m pytest $(PYTEST_OPTIONS)
 
 test-wheel: $(DEV) ## the wheel and the sdist, built, and installed into an environment that has nothing else of ours
 	$(BIN)/python -m pytest -m slow tests/test_packaging.py
 
 SGLANG_FILES := $(addprefix tests/workers/rollout/test_sglang,.py _adapters.py)
 
-test-sglang: $(SGLANG) ## the SGLang engine against the rollout contract, on a CPU, in an environment of its own
+# SLOW=1: deaths and hangs of its processes, adapters and images over its server.
+test-sglang: $(SGLANG) ## the SGLang engine against the rollout contract, on a CPU, in an environment of its own; SLOW=1
 	$(SGLANG_VENV)/bin/python -c 'import sglang.srt.entrypoints.engine'
-	$(SGLANG_VENV)/bin/python -m pytest $(SGLANG_FILES) tests/workers/rollout/test_sglang_settings.py
-
-test-sglang-slow: $(SGLANG) ## what test-sglang leaves out: deaths and hangs of its processes, adapters and images over its server
-	$(SGLANG_VENV)/bin/python -m pytest -m slow $(SGLANG_FILES)
+	$(SGLANG_VENV)/bin/python -m pytest $(if $(SLOW),-m slow $(SGLANG_FILES),$(SGLANG_FILES) tests/workers/rollout/test_sglang_settings.py)
 
 $(VERIFIERS): requirements/verifiers.txt
 	$(CHECK_PYTHON)
@@ -149,11 +147,9 @@ VLLM_SLOW := $(VLLM_FILES) tests/workers/rollout/test_vllm_exports.py
 VLLM_JOBS ?= 2
 BY_FILE = +$(MAKE) --no-print-directory --jobs $(VLLM_JOBS) --output-sync=target --keep-going
 
-test-vllm: $(VLLM) ## the vLLM engine, in an environment of its own with vLLM for a CPU
-	$(BY_FILE) $(VLLM_FILES:%=vllm/%)
-
-test-vllm-slow: $(VLLM) ## the checks of its server that test-vllm leaves out, runs on several ranks, merged folders
-	$(BY_FILE) $(VLLM_SLOW:%=vllm-slow/%)
+# SLOW=1: the other checks of its server, runs on several ranks, merged folders.
+test-vllm: $(VLLM) ## the vLLM engine, in an environment of its own with vLLM for a CPU; SLOW=1
+	$(BY_FILE) $(if $(SLOW),$(VLLM_SLOW:%=vllm-slow/%),$(VLLM_FILES:%=vllm/%))
 
 .PHONY: $(VLLM_FILES:%=vllm/%) $(VLLM_SLOW:%=vllm-slow/%)
 $(VLLM_FILES:%=vllm/%): vllm/%:
@@ -165,11 +161,8 @@ $(VLLM_SLOW:%=vllm-slow/%): vllm-slow/%:
 proofs: $(PEERS) ## every algorithm against its proofs, the comparison with TRL too; writes their pages
 	$(BIN)/python -m docs.generate.algorithms --write
 
-bench: $(PEERS) ## speed and memory against generate, vLLM (if .venv-vllm is built), TRL; writes docs/performance.md
-	$(BIN)/python -m benchmarks.performance --write --vllm_python $(VLLM_PYTHON)
-
-bench-agents: $(PEERS) ## speed of conversations with tools, against lock-step and TRL; writes docs/agents_performance.md
-	$(BIN)/python -m benchmarks.performance --page agents_performance --write
+bench: $(PEERS) ## speed and memory against generate, vLLM (if .venv-vllm is built), TRL; writes docs/performance.md, or PAGE=agents_performance
+	$(BIN)/python -m benchmarks.performance --page $(PAGE) --write --vllm_python $(VLLM_PYTHON)
 
 chaos: $(RUN) ## break a run on purpose, and compare with the undisturbed one; ROUNDS=16 for longer, WRITE=--write for docs/reliability.md
 	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS) --seed $(SEED) $(WRITE)
@@ -183,11 +176,8 @@ lint: $(DEV) ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 
-docs: $(DEV) ## the documentation, strictly, into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-
-docs-serve: $(DEV) ## the documentation on loopback, made again at every change
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --quiet
+docs: $(DEV) ## the documentation, strictly, into site/; SERVE=1 shows it on loopback, made again at every change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs $(if $(SERVE),serve,build --strict) --quiet
 
 config: $(DEV) ## regenerate YAML groups and docs/configuration.md from the dataclasses, verl-stubs from verl/compat/old_paths
 	$(BIN)/python -m verl.trainer.config.generate

@@ -215,7 +215,7 @@ PAGES = {
         ),
         Page(
             "agents_performance",
-            "# Performance of agents\n\nMade by `make bench-agents` "
+            "# Performance of agents\n\nMade by `make bench PAGE=agents_performance` "
             f"(`python -m benchmarks.performance --page agents_performance --write`). {RATIOS}",
             AGENT_PARTS,
         ),

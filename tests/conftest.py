@@ -33,7 +33,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SEARCHES = "VERL_TEST_SEED" in os.environ
-"""``make test-search``: random tests draw from the seed of this variable; else they draw the same in every run."""
+"""``make test SEARCH=1``: random tests draw from the seed of this variable; else they draw the same in every run."""
 SEED = int(os.environ.get("VERL_TEST_SEED", "0"))
 
 with suppress(ModuleNotFoundError):  # the environments of engines lack it

@@ -1,6 +1,6 @@
 """Parsers survive whatever a model, a file or a service may write: no crash, no hang, and nothing is evaluated.
 
-A bounded run by default, the same texts every time (``make test-search`` takes others). A long one, with other texts
+A bounded run by default, the same texts every time (``make test SEARCH=1`` takes others). A long one, with other texts
 each time::
 
     pytest tests/security/test_fuzz.py -m slow

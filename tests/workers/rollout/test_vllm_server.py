@@ -1,6 +1,6 @@
 """vLLM's server, the real one, against the contract: by ``make test-vllm``.
 
-Of the contract only the checks in which the way over HTTP matters are run; ``make test-vllm-slow`` runs the others,
+Of the contract only the checks in which the way over HTTP matters are run; ``make test-vllm SLOW=1`` runs the others,
 all of which ``test_vllm.py`` runs with vLLM inside of the process.
 """
 
