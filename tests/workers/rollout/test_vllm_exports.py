@@ -1,4 +1,4 @@
-"""Folders that ``python -m verl.model_merger`` wrote, in a vLLM that knows nothing of verl; ``make test-vllm SLOW=1``."""
+"""Folders that ``python -m verl.model_merger`` wrote, in a vLLM without verl; ``make test-vllm SLOW=1``."""
 
 from __future__ import annotations
 
