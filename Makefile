@@ -139,7 +139,7 @@ $(VLLM): requirements/vllm.txt $(wildcard requirements/sglang_cpu/torchvision_sh
 
 # A process of its own for each file: an engine of vLLM that ends in a process takes the groups of a later one with it.
 # Two at a time, unless other tests run beside them: an engine starts on one core, in a minute or less.
-# These and those of agent kits and verifiers keep no list of failed tests: `make test-failed` reads that of other tests beside them.
+# These and those of agent kits and verifiers keep no list of failed tests: `make test FAILED=1` reads that of other tests beside them.
 VLLM_TESTS = OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest --durations 5 -p no:cacheprovider
 VLLM_SERVED := $(addprefix tests/workers/rollout/test_vllm_,server.py run.py lora.py)
 VLLM_FILES := $(VLLM_SERVED) $(addprefix tests/workers/rollout/test_vllm,.py _images.py)
