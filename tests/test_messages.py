@@ -27,13 +27,24 @@ ROOT = Path(__file__).parents[1]
 
 # Packages that know the configuration, or are given its sections: messages of workers and agents name a key by the
 # section that they got, such as rollout.max_model_len.
-KNOW_THE_CONFIGURATION = ("trainer", "config", "cli", "testing", "compat", "agents", "judge", "workers", "api")
+KNOW_THE_CONFIGURATION = (
+    "trainer",
+    "config",
+    "cli",
+    "testing",
+    "compat",
+    "agents",
+    "judge",
+    "workers",
+    "api",
+    "experience",
+    "serving",
+)
 SECTIONS = {"data", "trainer", "algorithm", "actor_rollout_ref", "actor", "rollout", "ref", "model", "optim", "critic"}
 SECTIONS |= {"reward_model", "custom_reward_function", "checkpoint"}
 
 # File to the reason why its messages name keys.
 EXCEPTIONS = {
-    "compat/absent_names.py": "tells what to set in a run instead of calling the absent name",
     "schema.py": "tells by which setting a run makes a column",
     "utils/device.py": "auto_set_device is given the whole configuration",
     "view/report.py": "tells by which setting a run writes the file that a report is made of",

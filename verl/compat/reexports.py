@@ -104,16 +104,20 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         _CALLS: "deprecated",
     },
     "verl.trainer.ppo.ray_trainer": {
-        "verl.protocol": "pad_dataproto_to_divisor unpad_dataproto",
+        "verl.protocol": "DataProto pad_dataproto_to_divisor unpad_dataproto",
         _RAY: "RayClassWithInitArgs RayWorkerGroup ResourcePoolManager create_colocated_worker_cls",
         "verl.single_controller.base.worker": "WorkerType",
         "verl.trainer.ppo": "core_algos",
         "verl.algorithms": "agg_loss",
         _SECTIONS: "AlgoConfig",
-        "verl.trainer.ppo.metric_utils": "compute_variance_proxy_metrics process_validation_metrics",
+        "verl.trainer.ppo.metric_utils": (
+            "compute_data_metrics compute_throughout_metrics compute_timing_metrics compute_variance_proxy_metrics "
+            "process_validation_metrics"
+        ),
         "verl.trainer.ppo.reward": "extract_reward",
         "verl.utils.dataset": "create_rl_dataset create_rl_sampler",
         "verl.utils.metric": "reduce_metrics",
+        "verl.utils.tracking": "ValidationGenerationsLogger",
         "verl.utils.seqlen_balancing": "calculate_workload get_seqlen_balanced_partitions log_seqlen_unbalance",
         "verl.utils.torch_functional": "masked_mean",
         "verl.utils": "tu=tensordict_utils",
