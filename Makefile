@@ -109,7 +109,7 @@ test-wheel: $(DEV) ## the wheel and the sdist, built, and installed into an envi
 
 SGLANG_FILES := $(addprefix tests/workers/rollout/test_sglang,.py _adapters.py)
 
-# SLOW=1: deaths and hangs of its processes, adapters and images over its server.
+# SLOW=1: deaths and hangs of its processes, more adapters and images.
 test-sglang: $(SGLANG) ## the SGLang engine against the rollout contract, on a CPU, in an environment of its own; SLOW=1
 	$(SGLANG_VENV)/bin/python -c 'import sglang.srt.entrypoints.engine'
 	$(SGLANG_VENV)/bin/python -m pytest $(if $(SLOW),-m slow $(SGLANG_FILES),$(SGLANG_FILES) tests/workers/rollout/test_sglang_settings.py)
@@ -141,13 +141,12 @@ $(VLLM): requirements/vllm.txt $(wildcard requirements/sglang_cpu/torchvision_sh
 # Two at a time, unless other tests run beside them: an engine starts on one core, in a minute or less.
 # These and those of agent kits and verifiers keep no list of failed tests: `make test FAILED=1` reads that of other tests beside them.
 VLLM_TESTS = OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest --durations 5 -p no:cacheprovider
-VLLM_SERVED := $(addprefix tests/workers/rollout/test_vllm_,server.py run.py lora.py)
-VLLM_FILES := $(VLLM_SERVED) $(addprefix tests/workers/rollout/test_vllm,.py _images.py)
+VLLM_FILES := $(addprefix tests/workers/rollout/test_vllm,.py _run.py _lora.py _images.py)
 VLLM_SLOW := $(VLLM_FILES) tests/workers/rollout/test_vllm_exports.py
 VLLM_JOBS ?= 2
 BY_FILE = +$(MAKE) --no-print-directory --jobs $(VLLM_JOBS) --output-sync=target --keep-going
 
-# SLOW=1: the other checks of its server, runs on several ranks, merged folders.
+# SLOW=1: long checks, deaths and hangs of its processes, runs on several ranks, merged folders.
 test-vllm: $(VLLM) ## the vLLM engine, in an environment of its own with vLLM for a CPU; SLOW=1
 	$(BY_FILE) $(if $(SLOW),$(VLLM_SLOW:%=vllm-slow/%),$(VLLM_FILES:%=vllm/%))
 

@@ -7,7 +7,7 @@
 Tiny models with random weights, in fp32 on one rank and on two: their responses are drawn by a rollout engine in each
 rank, and one plain forward and backward pass of Transformers over each response alone, with the model's own attention
 and positions, says what log-probs and gradients should be. Prints the table of docs/internals/agreement.md. vllm and
-sglang run inside the process and apply adapters, unless they get merged weights. With vllm all models have heads of 32
+sglang apply adapters, unless they get merged weights. With vllm all models have heads of 32
 numbers, the fewest that it computes on a CPU; with sglang patches of pictures have 14 pixels a side, as it knows them.
 """
 
@@ -174,7 +174,7 @@ def compared(
     applies = engine in OTHER_PROGRAMS and trainer.has_adapters and not merged
     if engine in OTHER_PROGRAMS:
         # The seed is one that draws no token of images, which the plain model would take for an image.
-        config |= {"mode": "sync", "enforce_eager": True, "merge_adapters": not applies, "seed": 5}
+        config |= {"enforce_eager": True, "merge_adapters": not applies, "seed": 5}
     model = replace(trainer.model_config, path=path) if applies else HFModelConfig(path=path)
     rollout = get_rollout_class(engine)(RolloutConfig(dtype="float32", **config), model, hf_tokenizer(path), "cpu")
     with rollout.awake(trainer.adapted_weights() if applies else weights.items, version=0):

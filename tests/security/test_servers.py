@@ -29,8 +29,8 @@ from verl.workers.rollout.client import ENGINE_SIDE
 from verl.workers.rollout.engine_kwargs import Launch, extra_arguments
 from verl.workers.rollout.engine_side.verl_engine import TOKEN_VARIABLE
 from verl.workers.rollout.server import EngineServer, new_token
-from verl.workers.rollout.sglang_rollout.client import SGLangServer
-from verl.workers.rollout.vllm_rollout.client import VLLMServer
+from verl.workers.rollout.sglang_rollout.client import SGLangClient
+from verl.workers.rollout.vllm_rollout.client import VLLMClient
 
 ENGINE = """
 import os, sys
@@ -124,7 +124,7 @@ class Recorder:
 def test_vllm_is_told_to_listen_on_loopback_and_has_its_token_in_the_environment(tmp_path: Path):
     recorder = Recorder(tmp_path)
     with pytest.raises(RolloutError, match="ended while it started") as caught:
-        VLLMServer({"model": "m"}, torch.device("cpu"), Launch(str(recorder.python)))
+        VLLMClient({"model": "m"}, torch.device("cpu"), Launch(str(recorder.python)))
     arguments, environment = recorder.called()
     token = environment[TOKEN_VARIABLE]
     assert "--host 127.0.0.1" in arguments
@@ -137,7 +137,7 @@ def test_vllm_is_told_to_listen_on_loopback_and_has_its_token_in_the_environment
 def test_sglang_has_its_token_in_the_environment(tmp_path: Path):
     recorder = Recorder(tmp_path)
     with pytest.raises(RolloutError, match="ended while it started"):
-        SGLangServer({"tp_size": 1, "model_path": "m"}, {}, Launch(str(recorder.python), 30.0))
+        SGLangClient({"tp_size": 1, "model_path": "m"}, {}, Launch(str(recorder.python), 30.0))
     arguments, environment = recorder.called()
     assert len(environment["VERL_ENGINE_TOKEN"]) >= 32
     assert environment["VERL_ENGINE_TOKEN"] not in arguments

@@ -12,6 +12,7 @@ from transformers import AutoModelForImageTextToText
 
 from tests.support.tiny_run import make_tiny_run, overrides
 from tests.support.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
+from verl.base import engine_python
 from verl.errors import ConfigError
 from verl.model_merger import merge
 from verl.trainer.config.command_line import compose
@@ -80,15 +81,9 @@ def test_ppo_with_a_critic_and_a_kl_term(paths, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"actor_rollout_ref__rollout__name": "sglang"}, "does not take a model with images"),
-        (
-            {"actor_rollout_ref__rollout__name": "native", **SPLIT, "actor_rollout_ref__rollout__mode": "async"},
-            "native does not split a model with images",
-        ),
-        (
-            {"actor_rollout_ref__rollout__name": "vllm", **SPLIT},
-            "vllm splits the 2 attention heads of the vision tower",
-        ),
+        ({"actor_rollout_ref__rollout__name": "native", **SPLIT}, "native does not split a model with images"),
+        ({"actor_rollout_ref__rollout__name": "vllm", **SPLIT}, "vllm splits the 2 attention heads of the vision"),
+        ({"actor_rollout_ref__rollout__name": "sglang", **SPLIT}, "sglang splits the 2 attention heads of the vision"),
     ],
 )
 def test_what_is_refused_before_a_model_loads(paths, tmp_path, changes, said):
@@ -96,11 +91,17 @@ def test_what_is_refused_before_a_model_loads(paths, tmp_path, changes, said):
         load_config(settings(paths, tmp_path, **changes))
 
 
-def test_vllm_needs_torchvision_where_it_runs(paths, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_engines_need_torchvision_where_they_run(name, paths, tmp_path, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else found(name))
-    changes = {"actor_rollout_ref__rollout__name": "vllm"}
-    with pytest.raises(ConfigError, match="vllm needs the package torchvision for a qwen2_5_vl"):
+    monkeypatch.setattr(engine_python, "ENVIRONMENTS", tmp_path)
+    changes = {"actor_rollout_ref__rollout__name": name}
+    with pytest.raises(ConfigError, match=f"{name} needs the package torchvision for a qwen2_5_vl"):
         load_config(settings(paths, tmp_path, **changes))
-    changes["actor_rollout_ref__rollout__engine_kwargs__vllm__python"] = sys.executable
-    assert load_config(settings(paths, tmp_path, **changes)).actor_rollout_ref.rollout.mode == "async"
+    named = {f"actor_rollout_ref__rollout__engine_kwargs__{name}__python": sys.executable}
+    assert load_config(settings(paths, tmp_path, **changes, **named)).actor_rollout_ref.rollout.name == name
+    python = tmp_path / name / "bin" / "python"  # of an environment of its own, where one is looked for
+    python.parent.mkdir(parents=True)
+    python.touch()
+    assert load_config(settings(paths, tmp_path, **changes)).actor_rollout_ref.rollout.name == name

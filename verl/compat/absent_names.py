@@ -72,8 +72,7 @@ _RESHARDING = Absence(
 )
 _OTHER_ENGINE_CLASSES = Absence(
     "other design",
-    "vLLM as rollout engine is one class, verl.workers.rollout.vllm_rollout.VLLMRollout, in this process or with a "
-    "server (rollout.mode).",
+    "vLLM as rollout engine is one class, verl.workers.rollout.vllm_rollout.VLLMRollout, of a server.",
 )
 
 _QUEUE = Absence("not yet", "The transfer queue is missing: batches travel as verl.DataProto; leave the decorator out.")

@@ -84,8 +84,7 @@ class RolloutConfig(BaseConfig):
     """Engine: `native` is our own, in the trainer's process on its weights; `hf` a plain loop around Transformers. A
     command line that names none takes `vllm` on a GPU where it is installed."""
     mode: Literal["sync", "async"] = setting("async")
-    """`sync` runs the engine inside the worker's process, `async` as a server of its own (`vllm`, `sglang`; `native`
-    and `hf` are inside of it in both modes)."""
+    """Whatever this says, `vllm` and `sglang` are servers, and `native` and `hf` run inside the worker's process."""
     temperature: float = setting(1.0, ge=0)
     """Divisor of the logits; log-probs are of the divided logits."""
     top_k: int = setting(-1, ge=-1)

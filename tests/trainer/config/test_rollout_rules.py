@@ -91,6 +91,17 @@ def test_the_usual_size_fits_the_machine_unless_it_was_set(run: Run, caplog: pyt
     assert "rollout.tensor_model_parallel_size=2" in message
 
 
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_programs_are_servers_in_both_modes(run: Run, name: str, caplog: pytest.LogCaptureFixture):
+    engine = {f"{ROLLOUT}.name": name, f"{ROLLOUT}.engine_kwargs": {name: {"python": sys.executable}}}
+    config = run.load(engine | {f"{ROLLOUT}.mode": "sync"})
+    assert config.actor_rollout_ref.rollout.mode == "async"
+    assert f"{ROLLOUT}.mode: async and not sync, because {name} runs as a server only" in caplog.text
+    caplog.clear()
+    run.load(engine)
+    assert f"{ROLLOUT}.mode" not in caplog.text
+
+
 def test_engines_of_this_process_say_what_they_do_not_read(run: Run, caplog: pytest.LogCaptureFixture):
     run.load({f"{ROLLOUT}.mode": "sync", f"{ROLLOUT}.enforce_eager": True}, explicit={f"{ROLLOUT}.mode"})
     assert f"no effect: {ROLLOUT}.enforce_eager (only vllm and sglang read it" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
-from tests.support.vision_models import film_rows, heads_of_32, picture_rows, png, tiny_vision_model_dir
+from tests.support.tiny_run import make_tiny_run, overrides
+from tests.support.vision_models import film_rows, heads_of_32, picture_rows, png, tiny_vision_model_dir, write_parquet
 from tests.vision.batches import P, film_prompts, prompts, prompts_of
 from tests.workers.rollout.test_vllm_lora import RANK, change, trainer_of
 from tests.workers.rollout.vllm_engines import KWARGS
@@ -23,6 +25,8 @@ from tests.workers.support import make_engine
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors
+from verl.trainer.config.command_line import compose
+from verl.trainer.main_ppo import run_ppo
 from verl.utils import hf_processor, hf_tokenizer
 from verl.vision.families import IMAGE_INPUTS
 from verl.workers.config import HFModelConfig, RolloutConfig
@@ -39,12 +43,9 @@ TOLERANCES = {"vllm": 3e-5, "sglang": 5e-5}
 """Of log-probs; the patches that SGLang takes have twelve times the pixels."""
 
 
-def rollout_of(
-    name: str, path: str, length: int, mode: str = "sync", lora_rank: int = 0, **settings: Any
-) -> BaseRollout:
+def rollout_of(name: str, path: str, length: int, lora_rank: int = 0, **settings: Any) -> BaseRollout:
     config = RolloutConfig(
         name=name,
-        mode=mode,
         prompt_length=length,
         response_length=R,
         dtype="float32",
@@ -56,7 +57,7 @@ def rollout_of(
     return get_rollout_class(name)(config, HFModelConfig(path=path, lora_rank=lora_rank), hf_tokenizer(path), "cpu")
 
 
-def check_log_probs(name: str, family: str, mode: str, rows: str, folder: Path, **of_model: Any) -> None:
+def check_log_probs(name: str, family: str, rows: str, folder: Path, **of_model: Any) -> None:
     """Of rows of text, images and videos; after an update the same images have features of the new weights.
 
     Log-probs are the trainer's, and greedy tokens those of the engine ``native``.
@@ -67,7 +68,7 @@ def check_log_probs(name: str, family: str, mode: str, rows: str, folder: Path, 
     batch = made(paths[0], folder, count=4).repeat(3, interleave=True)
     batch.non_tensor_batch |= {"uid": np.repeat(np.arange(4), 3), "sample_index": np.tile(np.arange(3), 4)}
     width = batch.batch["input_ids"].shape[1]
-    engine, native = rollout_of(name, paths[0], width, mode), rollout_of("native", paths[0], width)
+    engine, native = rollout_of(name, paths[0], width), rollout_of("native", paths[0], width)
     try:
         for version, path in enumerate(paths):
             weights = AutoModelForImageTextToText.from_pretrained(path).state_dict()
@@ -84,21 +85,21 @@ def check_log_probs(name: str, family: str, mode: str, rows: str, folder: Path, 
                 assert greedy.batch["responses"].equal(native.generate_sequences(batch).batch["responses"])
         with engine.awake(weights.items, 2):
             check_equal_pixels(engine, equal_pixels(path, folder, rows, width), path)
-        if rows == "pictures" and (name, mode) != ("vllm", "sync"):
+        if rows == "pictures":
             with engine.awake(weights.items, 2):
                 check_requests_that_come_one_by_one(engine, batch, greedy.batch["responses"], READERS[name])
     finally:
         engine._end_engine()
 
 
-def check_adapters(name: str, family: str, mode: str, folder: Path, **of_model: Any) -> None:
+def check_adapters(name: str, family: str, folder: Path, **of_model: Any) -> None:
     """Rows of text and of images, with other adapters in each of three updates; log-probs are the trainer's."""
     path = tiny_vision_model_dir(folder / "model", family, **heads_of_32(family), **of_model)
     trainer = trainer_of(path)
     batch = prompts(path, folder, count=4)
     batch.non_tensor_batch |= {"uid": np.arange(4), "sample_index": np.zeros(4, dtype=int)}
     batch.meta_info = {"do_sample": True}
-    engine = rollout_of(name, path, P, mode, RANK, merge_adapters=False)
+    engine = rollout_of(name, path, P, RANK, merge_adapters=False)
     sent, before = [], None
     try:
         for step in range(3):
@@ -206,3 +207,32 @@ def served(rollout: BaseRollout, requests: list[RolloutRequest]) -> dict[int, An
         queue.put(number, request)
     rollout.serve(queue)
     return answers
+
+
+def check_a_run_split_over_two_ranks(name: str, family: str, folder: Path, **of_model: Any) -> None:
+    """What the engine says of its tokens is what the trainer computes, before and after an update of tower and text."""
+    (folder / "reward.py").write_text(
+        "def compute_score(solution_str, **_):\n    return float(len(solution_str) % 3)\n"
+    )
+    rows = picture_rows(8, text_every=4)
+    paths = make_tiny_run(folder) | {
+        "model": tiny_vision_model_dir(folder / "vision", family, **heads_of_32(family), **of_model),
+        "train": write_parquet(folder / "train.parquet", rows),
+        "val": write_parquet(folder / "val.parquet", rows[:4]),
+    }
+    changes = {
+        "custom_reward_function__path": folder / "reward.py",
+        "data__max_prompt_length": 40,
+        "actor_rollout_ref__rollout__name": name,
+        "actor_rollout_ref__rollout__tensor_model_parallel_size": 2,
+        "actor_rollout_ref__rollout__enforce_eager": "true",
+        "actor_rollout_ref__rollout__engine_kwargs__vllm__kv_cache_memory_bytes": KWARGS["kv_cache_memory_bytes"],
+        "trainer__controller": "ray",
+        "trainer__n_gpus_per_node": 2,
+    }
+    run_ppo(compose(overrides(paths, folder, **changes)))
+    steps = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["training/rollout_probs_diff_max"] < 1e-5
+        assert step["actor/grad_norm"] > 0

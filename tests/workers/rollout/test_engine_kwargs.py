@@ -10,7 +10,10 @@ import torch
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError
 from verl.testing.models import tiny_model_dir
+from verl.utils import hf_tokenizer
+from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.engine_kwargs import extra_arguments, launch_settings
+from verl.workers.rollout.vllm_rollout import VLLMRollout
 from verl.workers.rollout.vllm_rollout.settings import engine_arguments, process_environment
 
 
@@ -58,3 +61,19 @@ def test_on_a_cpu_vllm_does_not_take_half_of_the_memory(tmp_path: Path, monkeypa
     assert size("cuda") is None
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     assert size("cpu") is None
+
+
+def test_mixtures_of_experts_are_refused_on_a_cpu(tmp_path: Path) -> None:
+    """vLLM 0.32 computes wrong log-probs of them there, once they get weights a second time."""
+    path = tiny_model_dir(tmp_path / "model", "qwen3_moe", head_dim=32)
+    config = RolloutConfig(name="vllm", tensor_model_parallel_size=1)
+    with pytest.raises(ConfigError, match="wrong log-probs of Qwen3MoeConfig, a mixture of experts"):
+        VLLMRollout(config, HFModelConfig(path=path), hf_tokenizer(path), "cpu")
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_one_rank_cannot_share_an_engine(name: str, tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path / "model")
+    config = RolloutConfig(name=name, mode="sync", tensor_model_parallel_size=2)
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size=2 does not divide the 1 rank"):
+        get_rollout_class(name, "sync")(config, HFModelConfig(path=path), hf_tokenizer(path), "cpu")

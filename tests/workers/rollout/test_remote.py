@@ -36,7 +36,7 @@ from verl.workers.rollout.base import NO_WEIGHTS, RolloutOutput, RolloutRequest,
 from verl.workers.rollout.client import PartialResponse
 from verl.workers.rollout.state import EngineState
 from verl.workers.rollout.vllm_rollout import VLLMRollout
-from verl.workers.rollout.vllm_rollout.client import VLLMServer
+from verl.workers.rollout.vllm_rollout.client import VLLMClient
 
 LAST = PROMPTS[1]
 """The prompt whose request is under way when the engine is killed; the others are answered by then."""
@@ -56,7 +56,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("SMALL_ENGINE_FOLDER", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(VLLMServer, "take", says_what_is_taken(tmp_path))
+    monkeypatch.setattr(VLLMClient, "take", says_what_is_taken(tmp_path))
     before = others()
     yield
     eventually(lambda: not family(before), "the end of all processes")
@@ -80,11 +80,11 @@ def family(but_for: set[int]) -> list[psutil.Process]:
     return found
 
 
-def says_what_is_taken(folder: Path) -> Callable[[VLLMServer, PartialResponse, Any], bool]:
-    """``VLLMServer.take``, which leaves a file for the engine once all answers but the last are taken."""
-    take, lock, ended = VLLMServer.take, threading.Lock(), []
+def says_what_is_taken(folder: Path) -> Callable[[VLLMClient, PartialResponse, Any], bool]:
+    """``VLLMClient.take``, which leaves a file for the engine once all answers but the last are taken."""
+    take, lock, ended = VLLMClient.take, threading.Lock(), []
 
-    def wrapped(client: VLLMServer, response: PartialResponse, answer: Any) -> bool:
+    def wrapped(client: VLLMClient, response: PartialResponse, answer: Any) -> bool:
         done = take(client, response, answer)
         with lock:
             if answer["choices"][0]["finish_reason"]:
@@ -147,7 +147,7 @@ def undisturbed(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[li
     folder = tmp_path_factory.mktemp("undisturbed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SMALL_ENGINE_FOLDER", str(folder))
-        patch.setattr(VLLMServer, "take", says_what_is_taken(folder))
+        patch.setattr(VLLMClient, "take", says_what_is_taken(folder))
         engine = rollout(model, folder, {})
         steps = generated(engine)
     assert engine.restarts == 0
@@ -477,7 +477,7 @@ def serve_on_each_rank(rank: int, world_size: int, folder: Path, model: str) -> 
     own.mkdir()
     os.environ["SMALL_ENGINE_FOLDER"] = str(own)
     tempfile.tempdir = str(own)
-    VLLMServer.take = says_what_is_taken(own)
+    VLLMClient.take = says_what_is_taken(own)
     calls = []
 
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
@@ -524,7 +524,7 @@ def on_each_rank(rank: int, world_size: int, folder: Path, model: str) -> None:
     own.mkdir()
     os.environ["SMALL_ENGINE_FOLDER"] = str(own)
     tempfile.tempdir = str(own)
-    VLLMServer.take = says_what_is_taken(own)
+    VLLMClient.take = says_what_is_taken(own)
     calls = []
 
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:

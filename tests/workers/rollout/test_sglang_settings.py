@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 import sys
-import tempfile
 from typing import Any
 
 import pytest
@@ -18,8 +17,7 @@ from verl.utils import hf_tokenizer
 from verl.workers.config import HFModelConfig, RolloutConfig, SamplingConfig
 from verl.workers.rollout.base import RolloutOutput, RolloutRequest, SamplingParams
 from verl.workers.rollout.client import PartialResponse
-from verl.workers.rollout.server import HangLimits
-from verl.workers.rollout.sglang_rollout import SGLangRollout, inprocess
+from verl.workers.rollout.sglang_rollout import SGLangRollout
 from verl.workers.rollout.sglang_rollout.adapters import ATTENTION, LAYERS, completed
 from verl.workers.rollout.sglang_rollout.client import _Bytes, check_report, check_reports, request_of, take
 
@@ -289,23 +287,6 @@ def test_the_reports_of_all_ranks_are_read(tmp_path):
     (tmp_path / "r-1.json").unlink()
     with pytest.raises(RolloutError, match=r"SGLang \(rank 1\) did not report what it loaded.*not supported"):
         check_reports({"a": "1"}, str(tmp_path / "r"), 2)
-
-
-def test_an_engine_that_does_not_start_leaves_no_folders(tmp_path, monkeypatch):
-    def fails(**arguments: Any) -> None:
-        assert [len([*folder.iterdir()]) for folder in places] == [1, 1]
-        raise RuntimeError("no memory")
-
-    places = [tmp_path / "memory", tmp_path / "disk"]
-    for folder in places:
-        folder.mkdir()
-    monkeypatch.setattr(sys, "path", [*sys.path])  # gets the folder of what runs in SGLang
-    monkeypatch.setattr(inprocess, "_IN_MEMORY", places[0])
-    monkeypatch.setattr(tempfile, "tempdir", str(places[1]))
-    monkeypatch.setattr(inprocess.private, "engine_classes", lambda: (fails, dict))
-    with pytest.raises(RuntimeError, match="no memory"):
-        inprocess.SGLangInProcess({"tp_size": 1}, {}, HangLimits())
-    assert not [*places[0].iterdir(), *places[1].iterdir()]
 
 
 def test_bytes_travel_as_a_tensor():

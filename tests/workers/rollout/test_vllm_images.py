@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
 import pytest
 from torch.testing import assert_close
 
-from tests.support.tiny_run import make_tiny_run, overrides
-from tests.support.vision_models import heads_of_32, picture_rows, tiny_vision_model_dir, write_parquet
+from tests.support.vision_models import heads_of_32
 from tests.vision.agent_batches import VisionAgents
 from tests.vision.test_agents_with_images import LOOPS
-from tests.workers.rollout.images_of_engines import check_adapters, check_log_probs
+from tests.workers.rollout.images_of_engines import check_a_run_split_over_two_ranks, check_adapters, check_log_probs
 from tests.workers.rollout.vllm_engines import KWARGS, needs_vllm
-from verl.trainer.config.command_line import compose
-from verl.trainer.main_ppo import run_ppo
 from verl.vision.families import FAMILIES
 
 pytestmark = [
     needs_vllm,
     pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="vLLM needs torchvision for images"),
 ]
-SERVED = [
-    pytest.param("qwen2_5_vl", "async", "pictures", marks=pytest.mark.slow),
-    pytest.param("qwen2_5_vl", "async", "films", marks=pytest.mark.slow),
-    pytest.param("qwen2_vl", "async", "pictures", marks=pytest.mark.slow),
-    pytest.param("qwen3_vl", "async", "pictures", marks=pytest.mark.slow),
-]
-WHICH = [*((family, "sync", "films") for family in FAMILIES), *SERVED]
 
 
-@pytest.mark.parametrize(("family", "mode", "rows"), WHICH)
-def test_log_probs_are_the_trainers_and_greedy_tokens_those_of_native(
-    family: str, mode: str, rows: str, tmp_path: Path
-) -> None:
-    check_log_probs("vllm", family, mode, rows, tmp_path)
+@pytest.mark.parametrize(
+    ("family", "rows"),
+    [*((family, "films") for family in FAMILIES), pytest.param("qwen2_5_vl", "pictures", marks=pytest.mark.slow)],
+)
+def test_log_probs_are_the_trainers_and_greedy_tokens_those_of_native(family: str, rows: str, tmp_path: Path) -> None:
+    check_log_probs("vllm", family, rows, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "mode"), [*((family, "sync") for family in FAMILIES), ("qwen2_5_vl", "async")])
-def test_adapters_of_the_language_model_are_applied_by_vllm(family: str, mode: str, tmp_path: Path) -> None:
-    check_adapters("vllm", family, mode, tmp_path)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_of_the_language_model_are_applied_by_vllm(family: str, tmp_path: Path) -> None:
+    check_adapters("vllm", family, tmp_path)
 
 
 @pytest.mark.slow
@@ -50,34 +40,8 @@ def test_adapters_of_the_language_model_are_applied_by_vllm(family: str, mode: s
 def test_a_run_with_one_engine_split_over_two_ranks(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
 ) -> None:
-    """What vLLM says of its tokens is what the trainer computes, before and after an update of tower and text."""
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
-    (tmp_path / "reward.py").write_text(
-        "def compute_score(solution_str, **_):\n    return float(len(solution_str) % 3)\n"
-    )
-    rows = picture_rows(8, text_every=4)
-    paths = make_tiny_run(tmp_path) | {
-        "model": tiny_vision_model_dir(tmp_path / "vision", family, **heads_of_32(family)),
-        "train": write_parquet(tmp_path / "train.parquet", rows),
-        "val": write_parquet(tmp_path / "val.parquet", rows[:4]),
-    }
-    changes = {
-        "custom_reward_function__path": tmp_path / "reward.py",
-        "data__max_prompt_length": 40,
-        "actor_rollout_ref__rollout__name": "vllm",
-        "actor_rollout_ref__rollout__mode": "async",
-        "actor_rollout_ref__rollout__tensor_model_parallel_size": 2,
-        "actor_rollout_ref__rollout__enforce_eager": "true",
-        "actor_rollout_ref__rollout__engine_kwargs__vllm__kv_cache_memory_bytes": KWARGS["kv_cache_memory_bytes"],
-        "trainer__controller": "ray",
-        "trainer__n_gpus_per_node": 2,
-    }
-    run_ppo(compose(overrides(paths, tmp_path, **changes)))
-    steps = [json.loads(line)["data"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert len(steps) == 2
-    for step in steps:
-        assert step["training/rollout_probs_diff_max"] < 1e-5
-        assert step["actor/grad_norm"] > 0
+    check_a_run_split_over_two_ranks("vllm", family, tmp_path)
 
 
 @pytest.mark.slow
@@ -87,7 +51,6 @@ def test_agent_loops_show_the_server_pictures_in_later_turns(tmp_path: Path) -> 
     (tmp_path / "loops.yaml").write_text(f"- {{name: shows, _target_: Shows, path: {tmp_path}/loops.py}}\n")
     rollout = "actor_rollout_ref__rollout__"
     settings = {
-        f"{rollout}mode": "async",
         f"{rollout}enforce_eager": "true",
         f"{rollout}engine_kwargs__vllm__kv_cache_memory_bytes": KWARGS["kv_cache_memory_bytes"],
         f"{rollout}agent__agent_loop_config_path": tmp_path / "loops.yaml",

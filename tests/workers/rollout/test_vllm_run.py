@@ -50,35 +50,34 @@ def gaps_of_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: obje
     return [step["training/rollout_probs_diff_max"] for step in steps.values()]
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_grpo_with_vllm(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grpo_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What vLLM says of its tokens is what the trainer computes, before and after an update."""
-    gaps = gaps_of_a_run(tmp_path, monkeypatch, actor_rollout_ref__rollout__mode=mode)
+    gaps = gaps_of_a_run(tmp_path, monkeypatch, actor_rollout_ref__rollout__mode="sync")
     assert len(gaps) == 2
     assert max(gaps) < 1e-5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "ranks_per_engine"), [("sync", 1), ("async", 1), ("async", 2)])
+@pytest.mark.parametrize("ranks_per_engine", [1, 2])
 def test_grpo_on_two_ranks(
-    mode: str, ranks_per_engine: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+    ranks_per_engine: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
 ) -> None:
-    """Two ranks with an engine each, inside or as a server, or with one that is split over both and fed by both."""
-    changes = {"trainer__controller": "ray", "trainer__n_gpus_per_node": 2}
-    engine = {
-        "actor_rollout_ref__rollout__mode": mode,
+    """Two ranks with an engine each, or with one that is split over both and fed by both."""
+    changes = {
+        "trainer__controller": "ray",
+        "trainer__n_gpus_per_node": 2,
         "actor_rollout_ref__rollout__tensor_model_parallel_size": ranks_per_engine,
     }
-    gaps = gaps_of_a_run(tmp_path, monkeypatch, **changes, **engine)
+    gaps = gaps_of_a_run(tmp_path, monkeypatch, **changes)
     assert len(gaps) == 2
     assert max(gaps) < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("mode", "ranks_per_engine"), [("sync", 1), ("async", 2)])
+@pytest.mark.parametrize("ranks_per_engine", [1, 2])
 def test_megatron_trains_what_vllm_generates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None, mode: str, ranks_per_engine: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None, ranks_per_engine: int
 ) -> None:
     """Two tensor-parallel ranks, which stream their weights to an engine each, or to one of both.
 
@@ -97,7 +96,6 @@ def test_megatron_trains_what_vllm_generates(
         "actor_rollout_ref__actor__optim__lr": 1e-3,
         # AdamW's step is lr · m / (√v + ε): with the usual tiny ε the rounding of a gradient near 0 becomes one of lr.
         "actor_rollout_ref__actor__optim__override_optimizer_config": "{eps:1e-4}",
-        "actor_rollout_ref__rollout__mode": mode,
         "actor_rollout_ref__rollout__tensor_model_parallel_size": ranks_per_engine,
     }
     megatron = {
@@ -159,7 +157,6 @@ def test_a_server_that_dies_in_a_turn_of_agent_loops_leaves_no_trace(
         if is_struck:
             (folder / "order").touch()
         changes = {
-            "actor_rollout_ref__rollout__mode": "async",
             "actor_rollout_ref__rollout__ignore_eos": "true",
             "data__max_response_length": 204,
             "actor_rollout_ref__rollout__agent__agent_loop_config_path": folder / "loops.yaml",

@@ -24,7 +24,6 @@ from verl.workers.rollout.weights import (
     ExpectedWeights,
     SharedBuffer,
     SharedPart,
-    buckets,
     check_arrival,
     save_tensors,
 )
@@ -213,14 +212,6 @@ def test_files_of_adapters_and_images_pass_over_a_folder_without_room(
         RolloutError, match=r"fit into none of .*memory \(1 MiB free\), .*disk \(1 MiB free\)\. Make room"
     ):
         save_tensors(dict(numbered(15)), [memory, disk], "w", "images")
-
-
-def test_buckets_are_copies_of_bounded_size():
-    weights = {name: torch.full((4,), float(i)) for i, name in enumerate("abcd")}  # 16 bytes each
-    parts = list(buckets(weights.items(), 32, torch.clone))
-    assert [list(part) for part in parts] == [["a", "b"], ["c", "d"]]
-    weights["a"].fill_(9.0)
-    assert parts[0]["a"].tolist() == [0.0] * 4
 
 
 # ---- what arrived

@@ -100,7 +100,7 @@ class RayPPOTrainer(PPOTrainer):
 
     @property
     def async_rollout_mode(self) -> bool:
-        """``rollout.mode=async``; both modes generate by the same call."""
+        """Whether ``rollout.mode`` is ``async``; both modes generate by the same call."""
         return self.typed_config.actor_rollout_ref.rollout.mode == "async"
 
     # ---- worker groups --------------------------------------------------------------------------

@@ -252,30 +252,30 @@ def _engine(
     tree: Tree, raw: Tree, keys: Mapping[str, Key], rollout: str, explicit: Collection[str], ranks_per_node: str
 ) -> list[str]:
     """Fit the tensor-parallel size to engine and machine unless it was set; tell which settings the engine ignores."""
-    key = f"{rollout}.tensor_model_parallel_size"
+    key, mode = f"{rollout}.tensor_model_parallel_size", f"{rollout}.mode"
     size, stages, ranks = (
         get(tree, path, 1) for path in (key, f"{rollout}.pipeline_model_parallel_size", ranks_per_node)
     )
     name, was_set = get(tree, f"{rollout}.name"), key in explicit or not same(size, keys[key].default)
     name_was_refused = get(raw, f"{rollout}.name") in keys[f"{rollout}.name"].meta.refuse_values
+    told = []
     if name in OTHER_PROGRAMS:
-        if (
-            was_set
-            or not all(isinstance(n, int) and n > 0 for n in (size, stages, ranks))
-            or ranks % (size * stages) == 0
-        ):
-            return []
-        put(tree, key, 1)
-        return [f"{key}: 1 and not {size}, the usual value, because {ranks_per_node}={ranks}"]
+        if get(tree, mode) == "sync":
+            put(tree, mode, "async")
+            told.append(f"{mode}: async and not sync, because {name} runs as a server only")
+        is_valid = all(isinstance(n, int) and n > 0 for n in (size, stages, ranks))
+        if not was_set and is_valid and ranks % (size * stages):
+            put(tree, key, 1)
+            told.append(f"{key}: 1 and not {size}, the usual value, because {ranks_per_node}={ranks}")
+        return told
     ignored = [f"{rollout}.{setting}" for setting in _PROGRAMS_ONLY]
     ignored = [path for path in ignored if path in keys and not same(get(tree, path), keys[path].default)]
     if name == "native" and f"{rollout}.cudagraph_capture_sizes" in ignored and get(tree, "trainer.device") != "cpu":
         ignored = [path for path in ignored if not path.endswith(("enforce_eager", "cudagraph_capture_sizes"))]
     if not was_set or name_was_refused:  # an engine that is not built is refused for that alone
         put(tree, key, 1)
-    told = []
-    if f"{rollout}.mode" in explicit and get(tree, f"{rollout}.mode") == "async":
-        told.append(f"{rollout}.mode: {name} answers inside the worker's process, as sync does; vllm and sglang serve")
+    if mode in explicit and get(tree, mode) == "async":
+        told.append(f"{mode}: {name} answers inside the worker's process, as sync does; vllm and sglang serve")
     if ignored:
         told.append(f"no effect: {', '.join(ignored)} (only vllm and sglang read it, and {rollout}.name={name})")
     caching = f"{rollout}.enable_prefix_caching"

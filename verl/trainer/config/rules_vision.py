@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from verl.base.engine_python import engine_python
 from verl.config import PPOConfig, Problem, RolloutConfig
+from verl.config.rollout import OTHER_PROGRAMS
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.utils import model_files
 from verl.vision.families import FAMILIES
 
 Problems = Iterator[Problem]
-
-ENGINES = ("native", "hf", "vllm")
-"""Rollout engines that take images."""
+_HERE = (None, sys.executable)
+"""Interpreters of engines that run in this environment; None where no other one is found."""
 
 
 def models_with_images(config: PPOConfig) -> Problems:
@@ -26,20 +28,15 @@ def models_with_images(config: PPOConfig) -> Problems:
             wrong = f"the policy is a {kind}, which has no vision tower"
             yield Problem("actor_rollout_ref.actor.freeze_vision_tower", True, wrong, "false")
         return
-    rollout = roles.rollout
-    if rollout.name not in ENGINES:
-        wrong = f"this engine does not take a model with images ({kind}) in this version"
-        yield Problem("actor_rollout_ref.rollout.name", rollout.name, wrong, ", ".join(ENGINES))
-    elif rollout.name == "vllm":
-        yield from _of_vllm(rollout, kind)
+    rollout, key = roles.rollout, "actor_rollout_ref.rollout.tensor_model_parallel_size"
+    if rollout.name in OTHER_PROGRAMS:
+        yield from _has_torchvision(rollout, kind)
         heads = model_files.vision_heads(Path(roles.model.path).expanduser())
         if heads is not None and heads % rollout.tensor_model_parallel_size:
-            key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-            wrong = f"vllm splits the {heads} attention heads of the vision tower over these ranks"
+            wrong = f"{rollout.name} splits the {heads} attention heads of the vision tower over these ranks"
             yield Problem(key, rollout.tensor_model_parallel_size, wrong, f"a divisor of {heads}")
-    if rollout.name in ENGINES and rollout.name != "vllm" and rollout.tensor_model_parallel_size > 1:
-        key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-        wrong = f"{rollout.name} does not split a model with images ({kind}) over ranks; vllm does"
+    elif rollout.tensor_model_parallel_size > 1:
+        wrong = f"{rollout.name} does not split a model with images ({kind}) over ranks; vllm and sglang do"
         yield Problem(key, rollout.tensor_model_parallel_size, wrong, "1")
     if roles.actor.strategy == "megatron":
         wrong = f"it has no models with images ({kind})"
@@ -69,10 +66,11 @@ def _of_reward_model(config: PPOConfig, kind: str | None) -> Problems:
         yield Problem("reward_model.max_length", section.max_length, wrong, f"null, or >= {longest}")
 
 
-def _of_vllm(rollout: RolloutConfig, kind: str | None) -> Problems:
-    """The engine's environment, unless it is another one, has what its models with images import."""
-    elsewhere = rollout.mode == "async" and rollout.engine_kwargs.get("vllm", {}).get("python")
-    if not elsewhere and importlib.util.find_spec("torchvision") is None:
-        wrong = f"vllm needs the package torchvision for a {kind}, and it is not installed here"
+def _has_torchvision(rollout: RolloutConfig, kind: str | None) -> Problems:
+    """The environment of vLLM or SGLang, unless it is another one, has what their models with images import."""
+    if rollout.engine_kwargs.get(rollout.name, {}).get("python") or engine_python(rollout.name) not in _HERE:
+        return
+    if importlib.util.find_spec("torchvision") is None:
+        wrong = f"{rollout.name} needs the package torchvision for a {kind}, and it is not installed here"
         remedy = "install it (on a CPU as requirements/vllm.txt says), or set rollout.name=native"
-        yield Problem("actor_rollout_ref.rollout.name", "vllm", wrong, remedy=remedy)
+        yield Problem("actor_rollout_ref.rollout.name", rollout.name, wrong, remedy=remedy)

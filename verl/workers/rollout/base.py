@@ -349,7 +349,7 @@ def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollou
 
     Args:
         rollout_name: ``rollout.name``.
-        mode: ``rollout.mode``. One class serves both; an instance reads it from its configuration.
+        mode: ``rollout.mode``. One class is returned for both.
 
     Raises:
         ConfigError: there is no such engine or mode.

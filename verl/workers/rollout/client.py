@@ -1,7 +1,4 @@
-"""The interface through which a rollout drives vLLM or SGLang, and its base class for engines that run as HTTP servers.
-
-Each of the two libraries runs either inside this process or as a server.
-"""
+"""The client through which a rollout drives vLLM or SGLang, each of which runs as an HTTP server."""
 
 from __future__ import annotations
 
@@ -221,69 +218,10 @@ async def serve_each(
 
 
 class EngineClient(ABC):
-    """Connection to a running engine. All calls except :meth:`kill` may raise :class:`~verl.errors.EngineLostError`."""
-
-    @abstractmethod
-    def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
-        """Draw tokens until all responses are done; return soon after ``aborted`` is set."""
-
-    @abstractmethod
-    def serve(self, requests: ServedRequests, aborted: Event) -> None:
-        """Answer requests, and those that come meanwhile, until there is none.
-
-        After ``aborted`` is set, answer those that were taken with what there is, and return soon.
-        """
-
-    @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
-        """Replace all weights, discard everything computed from the previous ones, and return the number of bytes.
-
-        Args:
-            weights: all weights of the model, in its dtype.
-            bucket_bytes: size of the parts in which they are sent.
-
-        Raises:
-            RolloutError: they did not arrive as they were sent. The engine then holds no usable weights.
-        """
-
-    def load_adapters(self, adapters: Mapping[str, Tensor]) -> int:
-        """Replace the LoRA adapters, discard everything computed from the previous ones, and return their bytes.
-
-        Args:
-            adapters: as in :class:`~verl.workers.adapted_weights.AdaptedWeights`, in the model's dtype.
-
-        Raises:
-            RolloutError: they did not arrive as they were sent, or the engine applies no adapters.
-        """
-        raise RolloutError(f"{type(self).__name__} applies no adapters. Set rollout.merge_adapters=true.")
-
-    @abstractmethod
-    def sleep(self, parts: Sequence[str]) -> None:
-        """Release these parts of :data:`MEMORY`."""
-
-    @abstractmethod
-    def wake(self, parts: Sequence[str]) -> None:
-        """Allocate these parts of :data:`MEMORY` again."""
-
-    @abstractmethod
-    def statistics(self) -> Mapping[str, float]:
-        """Return what the engine tells of itself, fields of :class:`~verl.workers.rollout.state.EngineState`.
-
-        May be called by another thread while the engine works. The engine counts with ``rollout.prometheus.enable``.
-
-        Raises:
-            RolloutError: the engine was started without counting.
-        """
-
-    @abstractmethod
-    def kill(self) -> Path | None:
-        """End all processes of the engine, also after a crash; return a copy of its log, if any. Idempotent."""
-
-
-class ServerClient(EngineClient):
     """An engine that runs as an HTTP server in a separate process and ends with this object at the latest.
 
-    Subclasses implement the calls in the format of one engine's server.
+    Subclasses implement the calls in the format of one engine's server. All calls except :meth:`kill` may raise
+    :class:`~verl.errors.EngineLostError`.
 
     Args:
         name: name of the engine, for messages.
@@ -331,12 +269,57 @@ class ServerClient(EngineClient):
         )
         self.server.start()
 
+    @abstractmethod
+    def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
+        """Draw tokens until all responses are done; return soon after ``aborted`` is set."""
+
+    @abstractmethod
+    def serve(self, requests: ServedRequests, aborted: Event) -> None:
+        """Answer requests, and those that come meanwhile, until there is none.
+
+        After ``aborted`` is set, answer those that were taken with what there is, and return soon.
+        """
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
+        """Replace all weights, discard everything computed from the previous ones, and return the number of bytes.
+
+        Args:
+            weights: all weights of the model, in its dtype.
+            bucket_bytes: size of the parts in which they are sent.
+
+        Raises:
+            RolloutError: they did not arrive as they were sent. The engine then holds no usable weights.
+        """
+
+    @abstractmethod
+    def load_adapters(self, adapters: Mapping[str, Tensor]) -> int:
+        """Replace the LoRA adapters, discard everything computed from the previous ones, and return their bytes.
+
+        Args:
+            adapters: as in :class:`~verl.workers.adapted_weights.AdaptedWeights`, in the model's dtype.
+
+        Raises:
+            RolloutError: they did not arrive as they were sent.
+        """
+
+    @abstractmethod
+    def sleep(self, parts: Sequence[str]) -> None:
+        """Release these parts of :data:`MEMORY`."""
+
+    @abstractmethod
+    def wake(self, parts: Sequence[str]) -> None:
+        """Allocate these parts of :data:`MEMORY` again."""
+
     def statistics(self) -> Mapping[str, float]:
-        """See :meth:`EngineClient.statistics`."""
+        """Return what the engine tells of itself, fields of :class:`~verl.workers.rollout.state.EngineState`.
+
+        May be called by another thread while the engine works. The engine counts with ``rollout.prometheus.enable``.
+        """
         return fields_of(samples_of(self.server.text(self.metrics_path), self.metrics.values()), self.metrics)
 
     def kill(self) -> Path | None:
-        """See :meth:`EngineClient.kill`."""
+        """End all processes of the engine, also after a crash; return a copy of its log, if any. Idempotent."""
         return self.server.kill()
 
     def close(self) -> None:

@@ -59,18 +59,15 @@ def extra_arguments(config: RolloutConfig, decided: Iterable[str]) -> dict[str, 
     return extra
 
 
-def launch_settings(config: RolloutConfig, start_timeout_s: float, in_process: bool = False) -> Launch:
-    """Read the launch settings of ``rollout.name``.
-
-    ``start_timeout_s`` is the default of the start's time limit. With ``in_process`` the configured interpreter is
-    ignored, because the engine runs in this process.
+def launch_settings(config: RolloutConfig, start_timeout_s: float) -> Launch:
+    """Read the launch settings of ``rollout.name``; ``start_timeout_s`` is the default of the start's time limit.
 
     Raises:
         ConfigError: ``python`` is not a file, or a time is not a positive number.
     """
     default = HangLimits()
     return Launch(
-        sys.executable if in_process else _python(config),
+        _python(config),
         _seconds(config, START_TIMEOUT_S, start_timeout_s),
         HangLimits(
             _seconds(config, HANG_TIMEOUT_S, default.hang_s), _seconds(config, ANSWER_TIMEOUT_S, default.answer_s)

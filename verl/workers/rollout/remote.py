@@ -68,9 +68,9 @@ class RemoteRollout(BaseRollout):
     """Generate with vLLM or SGLang; arguments as for :class:`BaseRollout`.
 
     Each group of ``tensor_model_parallel_size`` times ``pipeline_model_parallel_size`` consecutive ranks shares one
-    engine: the first rank starts it and generates, the others only take part in gathering the weights. An engine of a
-    single rank runs in this process with ``rollout.mode=sync``; all others are servers, which may run in another Python
-    environment (``rollout.engine_kwargs.<engine>.python``).
+    engine: the first rank starts it and generates, the others only take part in gathering the weights. An engine is a
+    server, in either ``rollout.mode``; it may run in another Python environment
+    (``rollout.engine_kwargs.<engine>.python``).
 
     Subclasses translate settings and requests into the engine's own format.
 
@@ -113,8 +113,7 @@ class RemoteRollout(BaseRollout):
             setting += f" times pipeline_model_parallel_size={config.pipeline_model_parallel_size}"
         rank, self.leads = engine_group(self.ranks_per_engine, setting)
         self._devices = devices_of_the_engine(rank, self.ranks_per_engine, self.device)
-        self._in_process = config.mode == "sync" and self.ranks_per_engine == 1
-        self._launch = launch_settings(config, self.default_start_timeout_s, self._in_process)
+        self._launch = launch_settings(config, self.default_start_timeout_s)
         dtype = torch_dtype(config.dtype)
         trust = self.model_config.trust_remote_code
         self._empty_model = empty_causal_lm(self.hf_config, dtype, torch.device("meta"), trust)

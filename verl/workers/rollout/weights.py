@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -125,25 +125,6 @@ def check_arrival(sent: Mapping[str, str], arrived: Mapping[str, str], where: st
             f"{len(wrong)} of {len(sent)} weights did not arrive in {where} as they were sent: {shown}. Their "
             "checksums differ; the engine's weights cannot be trusted."
         )
-
-
-def buckets(
-    weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, copy: Callable[[Tensor], Tensor]
-) -> Iterator[dict[str, Tensor]]:
-    """Group weights into parts of at most ``bucket_bytes``; a larger tensor is a part by itself.
-
-    ``copy`` is applied to each tensor as it arrives; a part holds the results.
-    """
-    part: dict[str, Tensor] = {}
-    held = 0
-    for name, tensor in weights:
-        if part and held + tensor.nbytes > bucket_bytes:
-            yield part
-            part, held = {}, 0
-        part[name] = copy(tensor)
-        held += tensor.nbytes
-    if part:
-        yield part
 
 
 @dataclass(frozen=True)

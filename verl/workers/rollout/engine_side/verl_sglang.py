@@ -175,18 +175,17 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
     Args:
         model: the model of this rank.
-        named_tensors: first ``verl.order``, a JSON object as bytes: ``report``, the path of the report without
-            ``-<rank>.json``, and ``part``, the description of a part in shared memory; then tensors by name, if there
-            is no part.
+        named_tensors: ``verl.order``, a JSON object as bytes: ``report``, the path of the report without
+            ``-<rank>.json``, and ``part``, the description of a part in shared memory.
     """
-    (_, order_bytes), *tensors = named_tensors
+    ((_, order_bytes),) = named_tensors
     order = json.loads(bytes(order_bytes.tolist()))
     arrived: dict[str, str] = {}
     report: dict[str, Any] = {"problem": "", "sampler": ContractSampler.made, "arrived": arrived}
     shapes: dict[str, torch.Size] = {}
 
     def weights() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in with_checksums(tensors or weights_in_part(order["part"]), arrived):
+        for name, tensor in with_checksums(weights_in_part(order["part"]), arrived):
             shapes[name] = tensor.shape
             yield name, tensor
 
@@ -199,7 +198,7 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
         }
         if mm_schedule.embedding_cache is not None:  # features of images by the previous weights
             mm_schedule.embedding_cache.clear()
-    except _LOADING_ERRORS as error:  # raised, it would end SGLang and the process that started it
+    except _LOADING_ERRORS as error:  # raised, it would end SGLang's server
         report["problem"] = f"{type(error).__name__}: {error}"
     _tell(order["report"], report)
 
@@ -231,8 +230,6 @@ def read_images_from_files() -> None:
     from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
     process = QwenVLImageProcessor.process_mm_data_async
-    if hasattr(process, "__wrapped__"):
-        return
 
     @functools.wraps(process)
     async def with_pixels(self: Any, image_data: Any, *args: Any, **kwargs: Any) -> Any:

@@ -89,7 +89,10 @@ class ReadImages:
         from vllm.entrypoints.scale_out.token_in_token_out import mm_features
 
         if not hasattr(mm_features, "decode_mm_kwargs_item"):
-            raise ImportError("this vLLM reads images of requests otherwise than 0.32. Set rollout.mode=sync.")
+            raise ImportError(
+                "this vLLM does not read images of requests as 0.32 does. Install 0.32 (requirements/vllm.txt), or "
+                "set rollout.name=native or sglang."
+            )
         mm_features.decode_mm_kwargs_item = read_image
         self.app = app
 

@@ -1,4 +1,4 @@
-"""SGLang as rollout engine: in this process (``rollout.mode=sync``) or as a server (``async``, the default).
+"""SGLang as rollout engine, a server in both values of ``rollout.mode``.
 
 SGLang schedules, prefills and decodes; verl's own sampler, which runs inside SGLang (``engine_side/verl_sglang.py``),
 draws the tokens and computes the log-probs, as for every other engine. See ``docs/rollout_engines.md``.
@@ -19,8 +19,7 @@ from verl.workers.rollout.engine_kwargs import extra_arguments
 from verl.workers.rollout.remote import RemoteRollout
 from verl.workers.rollout.sampling import completes_stop_text
 from verl.workers.rollout.sglang_rollout.adapters import completed
-from verl.workers.rollout.sglang_rollout.client import SGLangServer
-from verl.workers.rollout.sglang_rollout.inprocess import SGLangInProcess
+from verl.workers.rollout.sglang_rollout.client import SGLangClient
 from verl.workers.rollout.sglang_rollout.settings import check_names, engine_arguments, process_environment
 
 _ROW_FIELDS = ("max_tokens", "seed", "temperature", "top_p", "top_k", "min_p", "is_greedy", "truncates")
@@ -52,9 +51,7 @@ class SGLangRollout(RemoteRollout):
         return process_environment(self.config, self.device)
 
     def _start(self) -> EngineClient:
-        if self._in_process:
-            return SGLangInProcess(self._arguments, self._environment(), self._launch.hang_limits, self._vision)
-        return SGLangServer(self._arguments, self._environment(), self._launch, self._devices, self._vision)
+        return SGLangClient(self._arguments, self._environment(), self._launch, self._devices, self._vision)
 
     def _weights_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return ((self._names.get(name, name), tensor) for name, tensor in weights)

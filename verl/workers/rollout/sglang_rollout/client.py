@@ -1,4 +1,4 @@
-"""Client of SGLang's server (``rollout.mode=async``), and the base class that it shares with the in-process engine."""
+"""Client of SGLang's HTTP server."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import math
 import pickle
 import shutil
 import uuid
-from abc import abstractmethod
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from threading import Event
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,7 +24,6 @@ from verl.workers.rollout.client import (
     EngineClient,
     PartialResponse,
     ServedRequests,
-    ServerClient,
     serve_each,
 )
 from verl.workers.rollout.engine_kwargs import Launch
@@ -34,53 +31,105 @@ from verl.workers.rollout.engine_side.verl_engine import ADAPTER_REPORT, checksu
 from verl.workers.rollout.http_client import HttpClient, refusals
 from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
-from verl.workers.rollout.weights import ADAPTER, SharedBuffer, SharedPart, check_arrival, write_adapters
+from verl.workers.rollout.weights import ADAPTER, SharedBuffer, check_arrival, write_adapters
 
 LOADER = "verl_sglang.load_weights"
 ORDER = "verl.order"
 _PASS_PARAMS = json.dumps({"callable": b"cverl_sglang\nPassParams\n.".hex()})
 """The logit processor of every request, in SGLang's format: a pickle, as hex, that names a class."""
 _ABORT_ALL = ("/abort_request", {"abort_all": True})
-LOADS = {
-    "requests_running": "num_running_reqs",
-    "requests_waiting": "num_waiting_reqs",
-    "memory_use": "token_usage",
-    "memory_tokens": "num_used_tokens",
-}
-"""Field of :class:`~verl.workers.rollout.state.EngineState` → name in SGLang's reports of its load, made for balancing.
-
-Unlike its metrics they are also made where ``enable_metrics`` is not set, and cost a scheduler no collector.
-"""
 _MEMORY_TAGS = {"kv_cache": ("kv_cache",), "weights": ("weights", "cuda_graph")}
 
 
 class SGLangClient(EngineClient):
-    """Weights, memory and requests of SGLang, in this process or behind HTTP.
+    """SGLang's HTTP server in a separate process, which reads new weights and images from shared memory.
 
     Args:
         arguments: fields of SGLang's ``ServerArgs``.
+        environment: variables that SGLang needs.
+        launch: interpreter and time limits of the server.
+        devices: ids of the GPUs that the server may use; None leaves CUDA_VISIBLE_DEVICES as it is.
         vision: of a model with images.
     """
 
-    folders: Sequence[Path]
-    """Each file for SGLang is written to the first of these with enough free space."""
+    metrics: ClassVar[Mapping[str, str]] = {
+        "requests_running": "sglang_num_running_reqs",
+        "requests_waiting": "sglang_num_waiting_reqs",
+        "memory_use": "sglang_token_usage",
+        "memory_tokens": "sglang_num_used_tokens",
+    }
+    # Reports of its load, which SGLang makes for balancing. Unlike its metrics they are also made where
+    # ``enable_metrics`` is not set, and cost a scheduler no collector.
+    metrics_path = "/v1/loads?format=prometheus&include=core"
 
-    def __init__(self, arguments: Mapping[str, Any], vision: VisionConfig | None) -> None:
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        launch: Launch,
+        devices: str | None = None,
+        vision: VisionConfig | None = None,
+    ) -> None:
         self.ranks = int(arguments["tp_size"])
         self._vision = vision
         self._has_adapters = False
+        script = [launch.python, str(ENGINE_SIDE / "verl_sglang_server.py")]
+        encoded = json.dumps(dict(arguments))
+        super().__init__("sglang", lambda port: [*script, str(port), encoded], environment, launch, devices)
+        self._folders = (self.server.memory_folder, self.server.folder)
+        self._images, self._buffer = ImageFiles(self._folders), SharedBuffer(self._folders)
 
-    @cached_property
-    def _images(self) -> ImageFiles:
-        return ImageFiles(self.folders)
+    def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
+        """See :meth:`EngineClient.generate`."""
+        if responses:
+            # All in one HTTP request: if they arrive one by one, SGLang's batches, and with them the rounding of
+            # log-probs, differ from run to run.
+            bodies = [self._asked(responses)]
+            (answers,) = self.server.post_many("/generate", bodies, cancelled=aborted, cancel=_ABORT_ALL)
+            take(responses, answers or [])
+
+    def serve(self, requests: ServedRequests, aborted: Event) -> None:
+        """See :meth:`EngineClient.serve`."""
+
+        def work(http: HttpClient) -> Coroutine[Any, Any, None]:
+            names: dict[int, str] = {}
+
+            async def ask(number: int, response: PartialResponse) -> None:
+                names[number] = uuid.uuid4().hex
+                try:
+                    with refusals(), self._asked([response], names[number]) as body:
+                        take([response], await http.request("POST", "/generate", body))
+                finally:
+                    del names[number]
+
+            async def cancel(number: int) -> None:
+                if number in names:  # else it was not sent yet
+                    # Without this SGLang finds out after seconds that the connection was closed.
+                    await http.request("POST", "/abort_request", {"rid": names[number]}, is_work=False)
+
+            def abort_all() -> Coroutine[Any, Any, Any]:
+                return http.request("POST", *_ABORT_ALL, is_work=False)
+
+            return serve_each(requests, ask, aborted, cancel=cancel, abort_all=abort_all)
+
+        self.server.run(work)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
         """See :meth:`EngineClient.load_weights`. Each part is checked before the next is sent."""
         size = 0
         self._call("begin_weight_update")
         try:
-            for part in self._send(weights, bucket_bytes):
-                check_reports(part.checksums, part.report, self.ranks)
+            for index, part in enumerate(self._buffer.parts(weights, bucket_bytes)):
+                report = str(self.server.folder / f"part-{index}")
+                order = json.dumps({"report": report, "part": part.description()}).encode()
+                payload = base64.b64encode(pickle.dumps([(ORDER, _Bytes(order))])).decode()
+                self._call(
+                    "update_weights_from_tensor",
+                    serialized_named_tensors=[payload] * self.ranks,
+                    load_format=LOADER,
+                    flush_cache=True,
+                )
+                check_reports(part.checksums, report, self.ranks)
                 size += part.nbytes
         finally:
             self._call("end_weight_update")
@@ -88,7 +137,7 @@ class SGLangClient(EngineClient):
 
     def load_adapters(self, adapters: Mapping[str, Tensor]) -> int:
         """See :meth:`EngineClient.load_adapters`. They get a new id in SGLang, so nothing cached for the old fits."""
-        folder, tensors = write_adapters(adapters, self.folders)
+        folder, tensors = write_adapters(adapters, self._folders)
         sent = {name: str(checksum(tensor)) for name, tensor in tensors.items()}
         try:
             if self._has_adapters:
@@ -125,18 +174,6 @@ class SGLangClient(EngineClient):
         }
         return json.dumps(images)
 
-    @abstractmethod
-    def _call(self, action: str, **arguments: Any) -> None:
-        """Call an action of SGLang: a method of its engine, or the server's path of the same name.
-
-        Raises:
-            RolloutError: SGLang reports that it failed.
-        """
-
-    @abstractmethod
-    def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[SentPart]:
-        """Send weights in parts, and yield each when SGLang has loaded it."""
-
     def sleep(self, parts: Sequence[str]) -> None:
         """See :meth:`EngineClient.sleep`."""
         self._call("release_memory_occupation", tags=[tag for part in parts for tag in _MEMORY_TAGS[part]])
@@ -144,6 +181,16 @@ class SGLangClient(EngineClient):
     def wake(self, parts: Sequence[str]) -> None:
         """See :meth:`EngineClient.wake`."""
         self._call("resume_memory_occupation", tags=[tag for part in parts for tag in _MEMORY_TAGS[part]])
+
+    def _call(self, action: str, **arguments: Any) -> None:
+        """Call an action of SGLang, the server's path of the same name.
+
+        Raises:
+            RolloutError: SGLang reports that it failed.
+        """
+        answer = self.server.post(f"/{action}", arguments)
+        if answer and not answer.get("success", True):
+            raise RolloutError(f"SGLang refused {action}: {answer.get('message') or answer.get('error_message', '')}")
 
 
 def request_of(responses: Sequence[PartialResponse], name: str | None = None) -> dict[str, Any]:
@@ -206,101 +253,6 @@ def check_report(sent: Mapping[str, str], report: Mapping[str, Any], rank: int) 
     check_arrival(sent, report["arrived"], f"SGLang (rank {rank})")
     held = {name: found for name, found in report["held"].items() if name in sent}
     check_arrival({name: sent[name] for name in held}, held, f"the model of SGLang (rank {rank})")
-
-
-def check_success(action: str, done: bool, message: str) -> None:
-    """Raise RolloutError if SGLang reports that an action failed."""
-    if not done:
-        raise RolloutError(f"SGLang refused {action}: {message}")
-
-
-class SentPart(NamedTuple):
-    """A part of the weights that SGLang has loaded."""
-
-    report: str
-    """Path of what each rank reports of it, without ``-<rank>.json``."""
-    checksums: Mapping[str, str]
-    """Of the tensors that were sent."""
-    nbytes: int
-
-
-def order_of(report: str, part: SharedPart | None = None) -> bytes:
-    """Encode the order that precedes the weights in a call of ``verl_sglang.load_weights``."""
-    return json.dumps({"report": report, "part": part and part.description()}).encode()
-
-
-class SGLangServer(SGLangClient, ServerClient):
-    """SGLang's HTTP server in a separate process, which reads new weights from shared memory."""
-
-    metrics: ClassVar[Mapping[str, str]] = {field: f"sglang_{name}" for field, name in LOADS.items()}
-    metrics_path = "/v1/loads?format=prometheus&include=core"
-
-    def __init__(
-        self,
-        arguments: Mapping[str, Any],
-        environment: Mapping[str, str],
-        launch: Launch,
-        devices: str | None = None,
-        vision: VisionConfig | None = None,
-    ) -> None:
-        SGLangClient.__init__(self, arguments, vision)
-        script = [launch.python, str(ENGINE_SIDE / "verl_sglang_server.py")]
-        given = json.dumps(dict(arguments))
-        ServerClient.__init__(self, "sglang", lambda port: [*script, str(port), given], environment, launch, devices)
-        self.folders = (self.server.memory_folder, self.server.folder)
-        self._buffer = SharedBuffer(self.folders)
-
-    def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
-        """See :meth:`EngineClient.generate`."""
-        if responses:
-            # All in one HTTP request: if they arrive one by one, SGLang's batches, and with them the rounding of
-            # log-probs, differ from run to run.
-            bodies = [self._asked(responses)]
-            (answers,) = self.server.post_many("/generate", bodies, cancelled=aborted, cancel=_ABORT_ALL)
-            take(responses, answers or [])
-
-    def serve(self, requests: ServedRequests, aborted: Event) -> None:
-        """See :meth:`EngineClient.serve`."""
-
-        def work(http: HttpClient) -> Coroutine[Any, Any, None]:
-            names: dict[int, str] = {}
-
-            async def ask(number: int, response: PartialResponse) -> None:
-                names[number] = uuid.uuid4().hex
-                try:
-                    with refusals(), self._asked([response], names[number]) as body:
-                        take([response], await http.request("POST", "/generate", body))
-                finally:
-                    del names[number]
-
-            async def cancel(number: int) -> None:
-                if number in names:  # else it was not sent yet
-                    # Without this SGLang finds out after seconds that the connection was closed.
-                    await http.request("POST", "/abort_request", {"rid": names[number]}, is_work=False)
-
-            def abort_all() -> Coroutine[Any, Any, Any]:
-                return http.request("POST", *_ABORT_ALL, is_work=False)
-
-            return serve_each(requests, ask, aborted, cancel=cancel, abort_all=abort_all)
-
-        self.server.run(work)
-
-    def _call(self, action: str, **arguments: Any) -> None:
-        answer = self.server.post(f"/{action}", arguments)
-        if answer and "success" in answer:
-            check_success(action, answer["success"], answer.get("message") or answer.get("error_message", ""))
-
-    def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[SentPart]:
-        for number, part in enumerate(self._buffer.parts(weights, bucket_bytes)):
-            report = str(self.server.folder / f"part-{number}")
-            payload = base64.b64encode(pickle.dumps([(ORDER, _Bytes(order_of(report, part)))])).decode()
-            self._call(
-                "update_weights_from_tensor",
-                serialized_named_tensors=[payload] * self.ranks,
-                load_format=LOADER,
-                flush_cache=True,
-            )
-            yield SentPart(report, part.checksums, part.nbytes)
 
 
 class _Bytes:

@@ -1,8 +1,7 @@
-"""vLLM as rollout engine: in this process (``rollout.mode=sync``) or as a server (``async``, the default).
+"""vLLM as rollout engine, a server in both values of ``rollout.mode``.
 
-vLLM gets and returns token ids only; stop texts are detected here. A server gets new weights as files in shared memory.
-Both get the pixels of images as
-the trainer has them, a server in files too. See ``docs/rollout_engines.md``.
+vLLM gets and returns token ids only; stop texts are detected here. New weights, and the pixels of images as the trainer
+has them, reach it as files in shared memory. See ``docs/rollout_engines.md``.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
 from verl.workers.rollout.client import EngineClient, PartialResponse
 from verl.workers.rollout.remote import RemoteRollout
 from verl.workers.rollout.sampling import completes_stop_text
-from verl.workers.rollout.vllm_rollout.client import VLLMServer
-from verl.workers.rollout.vllm_rollout.inprocess import VLLMInProcess
+from verl.workers.rollout.vllm_rollout.client import VLLMClient
 from verl.workers.rollout.vllm_rollout.settings import engine_arguments
 
 
@@ -38,9 +36,7 @@ class VLLMRollout(RemoteRollout):
         return engine_arguments(self.config, self.model_config, self.max_model_len, self.device, has_images)
 
     def _start(self) -> EngineClient:
-        if self._in_process:
-            return VLLMInProcess(self._arguments, self.device, self._vision)
-        return VLLMServer(self._arguments, self.device, self._launch, self._devices, self._vision)
+        return VLLMClient(self._arguments, self.device, self._launch, self._devices, self._vision)
 
     def _partial(self, request: RolloutRequest) -> PartialResponse:
         sampling = request.sampling
@@ -62,4 +58,4 @@ class VLLMRollout(RemoteRollout):
         return PartialResponse(request, params, is_end, has_adapters=self._holds_base)
 
 
-vLLMRollout = vLLMAsyncRollout = VLLMRollout  # noqa: N816 - names of other versions; the one class serves both modes
+vLLMRollout = vLLMAsyncRollout = VLLMRollout  # noqa: N816 - names of other versions, one for each mode

@@ -1,4 +1,4 @@
-"""Client of vLLM's API server (``rollout.mode=async``)."""
+"""Client of vLLM's API server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl.errors import ConfigError, EngineLostError, RolloutError
 from verl.vision.families import VisionConfig
-from verl.workers.rollout.client import MEMORY, PartialResponse, ServedRequests, ServerClient, serve_each
+from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, ServedRequests, serve_each
 from verl.workers.rollout.engine_kwargs import Launch
 from verl.workers.rollout.engine_side.verl_engine import checksum
 from verl.workers.rollout.http_client import HttpClient, refusals
@@ -37,7 +37,7 @@ _NOT_FINITE = -9000.0
 _RESET_WITHIN_S = 10.0
 
 
-class VLLMServer(ServerClient):
+class VLLMClient(EngineClient):
     """vLLM's API server in a separate process.
 
     Raises:
