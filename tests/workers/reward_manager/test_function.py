@@ -343,36 +343,45 @@ def test_texts_form_of_another_length(result, says):
     assert all(says in s.error and s.status == "error" for s in scores)
 
 
-def test_batch_form_sees_texts_truths_and_columns_and_may_score_tokens():
-    def compute_reward(data, **kwargs):
-        if data.meta_info["tokens"]:
-            return torch.ones(2, 6) / 4
-        assert len(data.batch) == len(data) == 2
-        assert data.non_tensor_batch["uid"].tolist() == ["u0", "u1"]
-        assert data.batch["responses"].shape == (2, 6)
-        assert data.extra_infos == [{"last_turn_str": "ab"}, {}]
-        return torch.tensor([float(r == t) for r, t in zip(data.responses, data.ground_truth_answers, strict=True)])
+@pytest.fixture(scope="module")
+def per_batch():
+    """A function of the per-batch form in one process, which loads PyTorch for all tests of the form."""
 
-    function = RewardFunction(compute_reward, {})
-    data = batch_of(["ab", "c"], ["ab", "x"]) | DataProto(meta_info={"tokens": False})
+    def compute_reward(data, **kwargs):
+        case = data.meta_info["case"]
+        if case == "raises":
+            raise RuntimeError("no")
+        if case == "texts":
+            assert len(data.batch) == len(data) == 2
+            assert data.non_tensor_batch["uid"].tolist() == ["u0", "u1"]
+            assert data.batch["responses"].shape == (2, 6)
+            assert data.extra_infos == [{"last_turn_str": "ab"}, {}]
+            return torch.tensor([float(r == t) for r, t in zip(data.responses, data.ground_truth_answers, strict=True)])
+        if case == "tokens":
+            return torch.ones(2, 6) / 4
+        return [torch.ones(3), torch.ones(2, 5), torch.ones(2, 1), 1.0, torch.tensor([1.0, float("nan")])][case]
+
+    return RewardFunction(compute_reward, {})
+
+
+def case_of(case, *texts):
+    return batch_of(*texts) | DataProto(meta_info={"case": case})
+
+
+def test_batch_form_sees_texts_truths_and_columns_and_may_score_tokens(per_batch):
+    data = case_of("texts", ["ab", "c"], ["ab", "x"])
     samples = [RewardSample("s", "ab", "ab", {"last_turn_str": "ab"}), RewardSample("s", "c", "x", {})]
-    scores = function.submit_batch(data, samples).result()
+    scores = per_batch.submit_batch(data, samples).result()
     assert [s.value for s in scores.samples] == [1.0, 0.0]
     assert scores.tokens is None
     assert isinstance(data.responses, torch.Tensor)  # the batch itself is as it was
-    data = batch_of(["ab", ""], ["", ""]) | DataProto(meta_info={"tokens": True})  # the first has a, b, <eos>
-    scores = function.submit_batch(data, SAMPLES).result()
+    data = case_of("tokens", ["ab", ""], ["", ""])  # the first has a, b, <eos>
+    scores = per_batch.submit_batch(data, SAMPLES).result()
     assert scores.tokens.tolist() == [[0.25, 0.25, 0.25, 0, 0, 0], [0.0] * 6]
     assert [s.value for s in scores.samples] == [0.75, 0.0]
 
 
-def test_batch_form_that_raises_or_gives_another_shape_fails_every_sample():
-    def compute_reward(data):
-        results = [torch.ones(3), torch.ones(2, 5), torch.ones(2, 1), 1.0, torch.tensor([1.0, float("nan")])]
-        if data.meta_info["case"] == "raises":
-            raise RuntimeError("no")
-        return results[data.meta_info["case"]]
-
+def test_batch_form_that_raises_or_gives_another_shape_fails_every_sample(per_batch):
     says = {
         "raises": "RuntimeError: no",
         0: "shape (3,); expected (2,), one score per sample, or (2, 6), one per token",
@@ -380,13 +389,11 @@ def test_batch_form_that_raises_or_gives_another_shape_fails_every_sample():
         2: "shape (2, 1)",
         3: "returned float, not a torch.Tensor",
     }
-    function = RewardFunction(compute_reward, {})
     for case, message in says.items():
-        data = batch_of(["a", "b"], ["", ""]) | DataProto(meta_info={"case": case})
-        scores = function.submit_batch(data, SAMPLES).result().samples
+        scores = per_batch.submit_batch(case_of(case, ["a", "b"], ["", ""]), SAMPLES).result().samples
         assert all(message in s.error and s.status == "error" for s in scores)
-    data = batch_of(["a", "b"], ["", ""]) | DataProto(meta_info={"case": 4})
-    scores = function.submit_batch(data, SAMPLES).result().samples  # NaN concerns its sample alone
+    data = case_of(4, ["a", "b"], ["", ""])
+    scores = per_batch.submit_batch(data, SAMPLES).result().samples  # NaN concerns its sample alone
     assert (scores[0].value, scores[0].error) == (1.0, None)
     assert (scores[1].value, "not a finite number" in scores[1].error) == (0.0, True)
 
