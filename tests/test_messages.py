@@ -15,8 +15,7 @@ from verl import DataProto
 from verl.config import ActorConfig, DataConfig, DPOConfig, GenerationConfig, PPOConfig, RMConfig, SFTConfig
 from verl.errors import VerlError
 from verl.tools.function_tool import load_function_tools
-from verl.trainer.config.keys import iter_keys
-from verl.trainer.config.named_keys import keys_named
+from verl.trainer.config.keys import iter_keys, keys_named
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.ray_trainer import compute_advantage
 from verl.utils.reward_score import default_compute_score

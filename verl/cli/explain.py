@@ -20,8 +20,7 @@ from verl.cli.commands import COMMAND_OF_CONFIGURATION
 from verl.config.base import BaseConfig
 from verl.config.problems import shown
 from verl.trainer.config.generate import ENTRIES, status
-from verl.trainer.config.keys import Key, all_inactive, allowed_values, iter_keys, leaves
-from verl.trainer.config.linked_keys import FORWARD_PASSES, PAIRS
+from verl.trainer.config.keys import FORWARD_PASSES, PAIRS, Key, all_inactive, allowed_values, iter_keys, leaves
 from verl.trainer.config.other_libraries import lines_about, other_name
 from verl.trainer.config.translate import ALIASES, RETIRED
 

@@ -25,7 +25,7 @@ from verl.config.problems import report
 from verl.errors import CheckpointError, ConfigError, DataError, NonFiniteError, ResourceError, RewardError
 from verl.supervision.interruption import interruptible
 from verl.trainer.config.flags import Words, read_words
-from verl.trainer.config.named_keys import keys_named
+from verl.trainer.config.keys import keys_named
 from verl.trainer.config.omegaconf_private import use_faster_parsers
 from verl.trainer.config.output_folder import output_folder
 from verl.trainer.config.overrides import force_overrides, keys_set

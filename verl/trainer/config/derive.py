@@ -18,8 +18,7 @@ from verl.config.megatron import SHARING
 from verl.config.megatron import SIZES as MEGATRON_SIZES
 from verl.config.rollout import OTHER_PROGRAMS
 from verl.errors import ConfigError, SectionError
-from verl.trainer.config.keys import InactiveKey, Key, Tree, drop, get, put, same
-from verl.trainer.config.linked_keys import FORWARD_PASSES, PAIRS
+from verl.trainer.config.keys import FORWARD_PASSES, PAIRS, InactiveKey, Key, Tree, drop, get, put, same
 from verl.utils import model_files
 from verl.vision.families import FAMILIES
 

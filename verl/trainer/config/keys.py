@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -287,3 +288,57 @@ def nearest(path: str, known: list[str]) -> str | None:
         or closest([key for key in known if key.rpartition(".")[2] == name], 0.0)
         or closest(known, 0.75)
     )
+
+
+# ---- keys that are linked ------------------------------------------------------------------------------
+
+_ACTOR = "actor_rollout_ref.actor"
+_REF = "actor_rollout_ref.ref"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_SHARED = "ulysses_sequence_parallel_size"
+
+PAIRS: tuple[tuple[str, str], ...] = (
+    (f"{_ACTOR}.grad_clip", f"{_ACTOR}.optim.clip_grad"),
+    ("critic.grad_clip", "critic.optim.clip_grad"),
+    (f"{_ACTOR}.strategy", f"{_ACTOR}.fsdp_config.strategy"),
+    (f"{_REF}.strategy", f"{_REF}.fsdp_config.strategy"),
+    ("critic.strategy", "critic.model.fsdp_config.strategy"),
+    ("reward_model.strategy", "reward_model.model.fsdp_config.strategy"),
+    (f"{_ACTOR}.{_SHARED}", f"{_ACTOR}.fsdp_config.{_SHARED}"),
+    (f"{_REF}.{_SHARED}", f"{_REF}.fsdp_config.{_SHARED}"),
+    (f"critic.{_SHARED}", f"critic.model.fsdp_config.{_SHARED}"),
+    (f"reward_model.{_SHARED}", f"reward_model.model.fsdp_config.{_SHARED}"),
+)
+"""Pairs of keys for one setting; after loading, both hold the same value. ``${...}`` in defaults is the other way."""
+
+FORWARD_PASSES: tuple[tuple[str, str], ...] = (
+    (f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"),
+    (f"{_REF}.log_prob_micro_batch_size_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+    ("reward_model.micro_batch_size_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+)
+"""Sizes of passes without gradients, each with the one that it takes if it is null: what an update holds, fits."""
+
+
+# ---- keys that an error means --------------------------------------------------------------------------
+
+# `name=value`, or a name that no English word could be; with the sections that the message gives before it.
+_SETTING = re.compile(r"(?<![\w./'-])(?:[a-z]\w*\.)*(?:[a-z]\w*(?==[^=])|[a-z]\w*_\w+)(?![\w/(])")
+_MOST = 4
+"""Number of keys behind one name; of a name that more keys share, such as ``name``, none is told."""
+
+
+def keys_named(text: str, root: type[BaseConfig]) -> list[str]:
+    """Return the keys of a configuration that a message names without their sections, in the order of the message.
+
+    The library names what its caller wrote: the argument of a function, or a key of the section that it was given. On
+    the command line the same thing has a longer name, ``data.max_prompt_length`` for ``max_prompt_length``.
+    """
+    if text.partition("\n")[0].endswith("in the configuration:"):  # a report, which has the whole keys
+        return []
+    known = keys_of(root).keys()
+    found: dict[str, None] = {}
+    for name in dict.fromkeys(_SETTING.findall(text)):
+        longer = [path for path in known if path.endswith(f".{name}")]
+        if name not in known and len(longer) <= _MOST and not any(path in text for path in longer):
+            found |= dict.fromkeys(sorted(longer))
+    return list(found)

@@ -39,9 +39,8 @@ from verl.trainer.config import rules_megatron as megatron
 from verl.trainer.config import rules_sizes as sizes
 from verl.trainer.config import rules_vision as vision
 from verl.trainer.config.derive import BYPASS, takes_weights, truncating
-from verl.trainer.config.rules_profiler import profilers
 from verl.trainer.config.rules_resume import own_checkpoints
-from verl.trainer.config.rules_sizes import needs_critic
+from verl.trainer.config.rules_sizes import needs_critic, profilers
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils import model_files
 from verl.utils.dataset.build import SAMPLERS

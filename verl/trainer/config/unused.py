@@ -13,8 +13,7 @@ from verl.algorithms.loss_registry import policy_loss_info
 from verl.config import ActorConfig, DPOConfig, PPOConfig, SFTConfig, SupervisedConfig
 from verl.trainer.config.derive import expanded
 from verl.trainer.config.interpolations import Interpolations
-from verl.trainer.config.keys import Key, Tree, get, same
-from verl.trainer.config.linked_keys import FORWARD_PASSES
+from verl.trainer.config.keys import FORWARD_PASSES, Key, Tree, get, same
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
 

@@ -17,14 +17,14 @@ from verl.errors import ConfigError, RewardError
 from verl.sandbox import Sandbox, SandboxError, SandboxUnavailableError
 from verl.sandbox.types import SMALLEST_MEMORY_MB
 from verl.utils.reward_score.prime_code.cases import extract_code, read_cases
-from verl.utils.reward_score.prime_code.judge import (
+from verl.utils.reward_score.prime_code.program_tests import (
     PASSED,
     WRONG_ANSWER,
-    Judgement,
+    CaseResults,
     ProgramRunner,
     TimeBudget,
-    judge,
-    judge_program,
+    check_program,
+    check_response,
 )
 from verl.utils.reward_score.registry import register_scorer
 
@@ -145,15 +145,15 @@ def score_code(
         total_time_limit_s=total_time_limit_s,
         memory_limit_mb=memory_limit_mb or MEMORY_LIMIT_MB,
     )
-    judgement = run_tests(
+    results = run_tests(
         solution_str, ground_truth, budget, most, sandbox_fusion_url, concurrent_semaphore, stop_early=not continuous
     )
     return {
-        "score": judgement.score(continuous),
-        "acc": judgement.score(continuous=False) == 1.0,
-        "tests_passed": judgement.passed,
-        "tests_total": judgement.total,
-        "code_status": judgement.status,
+        "score": results.score(continuous),
+        "acc": results.score(continuous=False) == 1.0,
+        "tests_passed": results.passed,
+        "tests_total": results.total,
+        "code_status": results.status,
     }
 
 
@@ -201,7 +201,7 @@ def run_test(
     if not test:
         raise ValueError("run_test needs the program to run: test='print(input())'.")
     budget = TimeBudget(time_limit_s=timeout, total_time_limit_s=math.inf, memory_limit_mb=MEMORY_LIMIT_MB)
-    found = judge_program(test, read_cases(in_outs), _sandbox(), budget, stop_early=False).metadata()
+    found = check_program(test, read_cases(in_outs), _sandbox(), budget, stop_early=False).metadata()
     if debug:
         logging.getLogger(__name__).warning("run_test: %s", found)
     outcomes: dict[str, bool | int] = {PASSED: True, WRONG_ANSWER: False}
@@ -228,10 +228,10 @@ def score_and_metadata(
     """Implement :func:`compute_score`, here and in :mod:`verl.utils.reward_score.sandbox_fusion`."""
     budget = TimeBudget(time_limit_s=timeout, total_time_limit_s=10 * timeout, memory_limit_mb=memory_limit_mb)
     most = CONTINUOUS_TESTS if continuous else None
-    judgement = run_tests(
+    results = run_tests(
         completion, test_cases, budget, most, sandbox_fusion_url, concurrent_semaphore, stop_early=not continuous
     )
-    return judgement.score(continuous), judgement.metadata()
+    return results.score(continuous), results.metadata()
 
 
 def run_tests(
@@ -243,18 +243,20 @@ def run_tests(
     semaphore: Any,
     *,
     stop_early: bool,
-) -> Judgement:
-    """Run the tests on this machine, or on the service at ``url``; see :func:`.judge.judge`."""
+) -> CaseResults:
+    """Run the tests on this machine, or on the service at ``url``; see :func:`.program_tests.check_response`."""
     cases = read_cases(ground_truth)[:max_tests]
     if not url:
-        return judge(response, cases, _sandbox(), budget, stop_early=stop_early)
+        return check_response(response, cases, _sandbox(), budget, stop_early=stop_early)
     if isinstance(semaphore, int):
         runner, at_once = _service(url, None), semaphore
     elif semaphore is not None and not hasattr(semaphore, "__enter__"):
         raise RewardError(f"concurrent_semaphore is {type(semaphore).__name__}; expected a semaphore or a number.")
     else:
         runner, at_once = _service(url, semaphore), 1 if semaphore is None else len(cases)
-    return judge(response, cases, runner, budget, stop_early=stop_early, at_once=max(1, min(at_once, len(cases))))
+    return check_response(
+        response, cases, runner, budget, stop_early=stop_early, at_once=max(1, min(at_once, len(cases)))
+    )
 
 
 @functools.cache

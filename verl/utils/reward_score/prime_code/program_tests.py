@@ -45,7 +45,7 @@ class TimeBudget:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class CaseResult:
     """Result of one test."""
 
     status: str
@@ -61,23 +61,23 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class CaseResults:
     """Results of all tests that were run; ``total`` also counts the others."""
 
-    verdicts: Sequence[Verdict] = field(default_factory=tuple)
+    results: Sequence[CaseResult] = field(default_factory=tuple)
     total: int = 0
 
     @property
     def passed(self) -> int:
         """Number of tests that passed."""
-        return sum(verdict.passed for verdict in self.verdicts)
+        return sum(result.passed for result in self.results)
 
     @property
     def status(self) -> str:
         """``passed``, ``no_code``, or the status of the first test that did not pass."""
-        if not self.verdicts:
+        if not self.results:
             return NO_CODE
-        return next((verdict.status for verdict in self.verdicts if not verdict.passed), PASSED)
+        return next((result.status for result in self.results if not result.passed), PASSED)
 
     def score(self, continuous: bool) -> float:
         """Fraction of the tests that passed; if not ``continuous``, 1 if all passed and 0 otherwise."""
@@ -87,10 +87,10 @@ class Judgement:
 
     def metadata(self) -> list[dict[str, Any]]:
         """One dict per test."""
-        return [vars(verdict) for verdict in self.verdicts]
+        return [vars(result) for result in self.results]
 
 
-def judge(
+def check_response(
     response: str,
     cases: Sequence[Case],
     runner: ProgramRunner,
@@ -98,7 +98,7 @@ def judge(
     *,
     stop_early: bool,
     at_once: int = 1,
-) -> Judgement:
+) -> CaseResults:
     """Run the program of a response against tests, each in a separate run.
 
     Args:
@@ -114,11 +114,11 @@ def judge(
     """
     program = extract_code(response)
     if program is None:
-        return Judgement(total=len(cases))
-    return judge_program(program, cases, runner, budget, stop_early=stop_early, at_once=at_once)
+        return CaseResults(total=len(cases))
+    return check_program(program, cases, runner, budget, stop_early=stop_early, at_once=at_once)
 
 
-def judge_program(
+def check_program(
     program: str,
     cases: Sequence[Case],
     runner: ProgramRunner,
@@ -126,27 +126,27 @@ def judge_program(
     *,
     stop_early: bool,
     at_once: int = 1,
-) -> Judgement:
-    """Run a program against tests; see :func:`judge`."""
+) -> CaseResults:
+    """Run a program against tests; see :func:`check_response`."""
     deadline = time.monotonic() + budget.total_time_limit_s
-    verdicts: list[Verdict] = []
+    results: list[CaseResult] = []
     with ThreadPoolExecutor(at_once) as pool:
         for start in range(0, len(cases), at_once):
             group = cases[start : start + at_once]
-            verdicts += pool.map(lambda case: _verdict(program, case, runner, budget, deadline), group)
-            if stop_early and not verdicts[-1].passed:
+            results += pool.map(lambda case: _run_case(program, case, runner, budget, deadline), group)
+            if stop_early and not results[-1].passed:
                 break
-    return Judgement(verdicts, len(cases))
+    return CaseResults(results, len(cases))
 
 
-def _verdict(program: str, case: Case, runner: ProgramRunner, budget: TimeBudget, deadline: float) -> Verdict:
+def _run_case(program: str, case: Case, runner: ProgramRunner, budget: TimeBudget, deadline: float) -> CaseResult:
     left = deadline - time.monotonic()
     if left <= 0:
-        return Verdict(NOT_RUN, f"no time was left of total_time_limit_s={budget.total_time_limit_s}")
+        return CaseResult(NOT_RUN, f"no time was left of total_time_limit_s={budget.total_time_limit_s}")
     source = with_harness(program) if isinstance(case, ValueCase) else program
     result = runner.run(source, case.stdin, budget.limits(left))
     if not result.ok:
-        return Verdict(str(result.status), result.reason, result.seconds)
+        return CaseResult(str(result.status), result.reason, result.seconds)
     if case.is_answered_by(result.stdout):
-        return Verdict(PASSED, PASSED, result.seconds)
-    return Verdict(WRONG_ANSWER, f"answered {result.stdout.strip()!r:.200}", result.seconds)
+        return CaseResult(PASSED, PASSED, result.seconds)
+    return CaseResult(WRONG_ANSWER, f"answered {result.stdout.strip()!r:.200}", result.seconds)
