@@ -139,7 +139,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.reply({"results": [{"checksums": load(*body["args"])}]})
         elif path == "/reset_prefix_cache":
             moment("reset")
-            self.reply({"success": True})
+            PLAN["busy_resets"] = PLAN.get("busy_resets", 0) - 1  # blocks of requests that are not yet given back
+            self.reply({"success": PLAN["busy_resets"] < 0})
         elif path == "/abort_requests":
             moment("abort")
             aborted.set()

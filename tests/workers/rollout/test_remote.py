@@ -217,7 +217,7 @@ def test_an_engine_wakes_after_the_trainer_has_released_its_memory_and_finds_pro
     before = others()
     released: list[bool] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(not family(before)))
-    engine = rollout(model, tmp_path, {}, device="cuda")
+    engine = rollout(model, tmp_path, {"busy_resets": 2}, device="cuda")  # which are asked for again
     assert released == [True]  # before the engine starts
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asleep.append(set(engine._asleep)))
     for version in (0, 1):

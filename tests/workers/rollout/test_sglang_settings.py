@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -14,12 +16,14 @@ from tests.support.vision_models import tiny_vision_model_dir
 from verl.errors import ConfigError, RolloutError
 from verl.testing.models import tiny_model_dir
 from verl.utils import hf_tokenizer
+from verl.utils.model import hf_config_of
 from verl.workers.config import HFModelConfig, RolloutConfig, SamplingConfig
 from verl.workers.rollout.base import RolloutOutput, RolloutRequest, SamplingParams
 from verl.workers.rollout.client import PartialResponse
 from verl.workers.rollout.sglang_rollout import SGLangRollout
 from verl.workers.rollout.sglang_rollout.adapters import ATTENTION, LAYERS, completed
 from verl.workers.rollout.sglang_rollout.client import _Bytes, check_report, check_reports, request_of, take
+from verl.workers.rollout.sglang_rollout.settings import engine_arguments, process_environment
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,19 @@ def test_settings_become_arguments(folder, python):
     assert given["context_length"] == 28
     assert json.loads(given["json_model_override_args"]) == {"max_position_embeddings": 28}
     assert given["max_total_tokens"] == 16 * 28
+
+
+def test_settings_for_a_gpu_have_sglangs_names_and_health_checks_generate_nothing(folder, monkeypatch):
+    monkeypatch.delenv("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", raising=False)
+    gpu, model = torch.device("cuda"), HFModelConfig(path=folder, lora_rank=4)
+    config = RolloutConfig(name="sglang", cudagraph_capture_sizes=(1, 2), merge_adapters=False)
+    given = engine_arguments(config, model, hf_config_of(model), 20, gpu)
+    assert given["cuda_graph_bs_decode"] == [1, 2]
+    assert process_environment(config, gpu)["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false"
+    if find_spec("sglang"):
+        from sglang.srt.server_args import ServerArgs
+
+        assert given.keys() <= inspect.signature(ServerArgs).parameters.keys()
 
 
 def test_a_name_that_sglang_lacks_is_refused_before_anything_starts(folder, python):
