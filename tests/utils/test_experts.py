@@ -11,8 +11,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from verl.utils.experts import ExpertSizes
 from verl.utils.flops_counter import FlopsCounter
+from verl.utils.model_facts.experts import ExpertSizes
 from verl.workers.routers import routers_of
 
 COMMON = {

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from verl.errors import ConfigError
 from verl.utils.model import check_finite_weights, load_hf_config, require_on_hub
-from verl.utils.model_files import file_problem, quantization_problem, tokenizer_problem, weights_problem
+from verl.utils.model_facts.model_files import file_problem, quantization_problem, tokenizer_problem, weights_problem
 from verl.utils.tokenizer import hf_tokenizer
 
 WEIGHTS = {"a": torch.zeros(64, 8), "b": torch.ones(3)}

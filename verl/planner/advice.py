@@ -9,7 +9,7 @@ from typing import Any
 from verl.config.rollout import OTHER_PROGRAMS
 from verl.errors import ConfigError
 from verl.planner.plan import Plan
-from verl.utils.model_files import head_split_problem
+from verl.utils.model_facts.model_files import head_split_problem
 
 _ROLES = "actor_rollout_ref"
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.utils.experts import ExpertSizes
 from verl.utils.flops_counter import FlopsCounter
+from verl.utils.model_facts.experts import ExpertSizes
 
 FAMILIES = ("gemma", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of models whose parameters and activations are counted; each is compared with Transformers."""

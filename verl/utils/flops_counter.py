@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from verl.utils.experts import ExpertSizes
+from verl.utils.model_facts.experts import ExpertSizes
 
 if TYPE_CHECKING:  # counting needs neither; measuring a peak imports PyTorch where it does
     import torch

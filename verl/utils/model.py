@@ -31,11 +31,11 @@ from transformers import (
 )
 
 from verl.errors import ConfigError
-from verl.utils.config_fields import random_fields, rope_rules, rope_type
 from verl.utils.console import parameters_in_words, show
-from verl.utils.experts import ExpertSizes
 from verl.utils.model_code import LOADING_ERRORS, refuse_foreign_kernels, warn_if_code_runs, why_unreadable
-from verl.utils.model_files import DEQUANTIZE, quantized_by
+from verl.utils.model_facts.config_fields import random_fields, rope_rules, rope_type
+from verl.utils.model_facts.experts import ExpertSizes
+from verl.utils.model_facts.model_files import DEQUANTIZE, quantized_by
 from verl.utils.transformers_private import names_on_disk, no_init_weights, set_attention, without_load_report
 from verl.vision.families import FAMILIES
 

@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from transformers import PretrainedConfig
 
 from verl.errors import ConfigError
-from verl.utils.model_files import file_problem
+from verl.utils.model_facts.model_files import file_problem
 from verl.utils.transformers_private import attention_of, is_from_model_folder
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from transformers import (
 from verl.errors import ConfigError, DataError
 from verl.utils.model import require_on_hub, resolve_model_path
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
-from verl.utils.model_files import tokenizer_problem
+from verl.utils.model_facts.model_files import tokenizer_problem
 from verl.utils.transformers_private import get_tokenizer_config
 from verl.vision.processor import load_processor
 

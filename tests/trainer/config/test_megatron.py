@@ -13,7 +13,7 @@ from verl.config import DPOConfig, McoreEngineConfig, RMConfig, SFTConfig
 from verl.testing.models import tiny_model_dir
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
-from verl.utils.megatron_fit import misfits
+from verl.utils.model_facts.megatron_fit import misfits
 
 ACTOR = "actor_rollout_ref.actor"
 TWO = {

@@ -33,7 +33,7 @@ from verl.testing.rollout_conformance import (
     weights_of,
 )
 from verl.utils import hf_tokenizer
-from verl.utils.model_files import head_split_problem
+from verl.utils.model_facts.model_files import head_split_problem
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout, RolloutOutput, RolloutRequest
 from verl.workers.rollout.native.model import NativeModel

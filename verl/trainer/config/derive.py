@@ -19,7 +19,7 @@ from verl.config.megatron import SIZES as MEGATRON_SIZES
 from verl.config.rollout import OTHER_PROGRAMS
 from verl.errors import ConfigError, SectionError
 from verl.trainer.config.keys import FORWARD_PASSES, PAIRS, InactiveKey, Key, Tree, drop, get, put, same
-from verl.utils import model_files
+from verl.utils.model_facts import model_files
 from verl.vision.families import FAMILIES
 
 _ACTOR = "actor_rollout_ref.actor"

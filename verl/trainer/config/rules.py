@@ -42,8 +42,8 @@ from verl.trainer.config.derive import BYPASS, takes_weights, truncating
 from verl.trainer.config.rules_resume import own_checkpoints
 from verl.trainer.config.rules_sizes import needs_critic, profilers
 from verl.trainer.ppo.utils import need_reference_policy
-from verl.utils import model_files
 from verl.utils.dataset.build import SAMPLERS
+from verl.utils.model_facts import model_files
 from verl.utils.reward_score import FORMATS, SCORERS
 from verl.workers.reward_manager import get_reward_manager_cls
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from verl.config import GenerationConfig, PPOConfig, Problem, RolloutConfig
 from verl.config.rollout import OTHER_PROGRAMS, OWN_ENGINES
 from verl.trainer.config.sizes import resolve_device
-from verl.utils import model_files
+from verl.utils.model_facts import model_files
 
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",

@@ -17,8 +17,8 @@ from verl.checkpoint.locate import shards_below
 from verl.config import DPOConfig, EvalConfig, GenerationConfig, PPOConfig, Problem, SupervisedConfig
 from verl.errors import DataError
 from verl.trainer.config.rules_sizes import needs_critic
-from verl.utils import model_files
 from verl.utils.dataset.files import SUFFIXES
+from verl.utils.model_facts import model_files
 
 Problems = Iterator[Problem]
 

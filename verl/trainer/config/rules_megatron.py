@@ -14,8 +14,8 @@ from verl.config.megatron import MIXTURES, SIZES, ranks_per_copy
 from verl.config.problems import shown
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
-from verl.utils import model_files
-from verl.utils.megatron_fit import misfits
+from verl.utils.model_facts import model_files
+from verl.utils.model_facts.megatron_fit import misfits
 
 Problems = Iterator[Problem]
 

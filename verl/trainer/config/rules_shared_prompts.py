@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.config import PPOConfig
 from verl.trainer.config.rules_sizes import needs_critic
-from verl.utils import model_files
+from verl.utils.model_facts import model_files
 from verl.vision.families import FAMILIES
 
 ACTOR = "actor_rollout_ref.actor"

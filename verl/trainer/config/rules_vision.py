@@ -11,7 +11,7 @@ from verl.base.engine_python import engine_python
 from verl.config import PPOConfig, Problem, RolloutConfig
 from verl.config.rollout import OTHER_PROGRAMS
 from verl.trainer.config.rules_sizes import needs_critic
-from verl.utils import model_files
+from verl.utils.model_facts import model_files
 from verl.vision.families import FAMILIES
 
 Problems = Iterator[Problem]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PretrainedConfig
 
-from verl.utils.experts import ExpertSizes
+from verl.utils.model_facts.experts import ExpertSizes
 from verl.workers.engine.megatron.groups import Layout
 from verl.workers.engine.megatron.library import (
     MLPSubmodules,

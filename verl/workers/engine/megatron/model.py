@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 
 from verl.config import HFModelConfig, McoreEngineConfig
 from verl.errors import ConfigError
-from verl.utils.megatron_fit import misfits
 from verl.utils.model import torch_dtype
+from verl.utils.model_facts.megatron_fit import misfits
 from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state
 from verl.workers.engine.megatron.experts import Experts, expert_layer
 from verl.workers.engine.megatron.files import ModelFiles

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from verl.utils.model_files import head_split_problem
+from verl.utils.model_facts.model_files import head_split_problem
 from verl.workers.rollout.ranks import EXCHANGE_S, engine_group
 
 T = TypeVar("T")

@@ -11,8 +11,8 @@ from typing import Any
 
 from verl.config import McoreEngineConfig, Problem
 from verl.config.megatron import MEGATRON_FAMILIES
-from verl.utils.config_fields import random_fields, rope_rules, rope_type
-from verl.utils.experts import ExpertSizes
+from verl.utils.model_facts.config_fields import random_fields, rope_rules, rope_type
+from verl.utils.model_facts.experts import ExpertSizes
 
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """Entries that megatron-core's layers, as we build them, cannot follow; a config without one means the same."""
