@@ -86,3 +86,8 @@ def test_settings_of_trl_exist():
     named = {name for cell in cells for name in re.findall(r"`([a-z]\w*)", cell)} - {"messages"}
     assert len(named) > 40
     assert named <= known
+
+
+def test_the_page_of_the_architecture_has_all_packages():
+    packages = {folder.parent.name for folder in (ROOT / "verl").glob("*/__init__.py")}
+    assert packages == set(re.findall(r"`verl/([a-z_]+)`", (ROOT / "docs/internals/architecture.md").read_text()))
