@@ -173,7 +173,7 @@ python -m benchmarks.gpu --json gpu.json
 ```
 
 It needs neither Ray nor vLLM. Where a GPU machine has PyTorch and Transformers but no package index, see
-`CONTRIBUTING.md` for what to carry there.
+`docs/internals/measuring.md` for what to carry there.
 """
 
 AGENT_PARTS = (
