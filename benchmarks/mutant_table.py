@@ -123,8 +123,8 @@ ALGORITHMS = (
     Mutant(
         "algorithms",
         "algorithms/aggregate.py",
-        "number[1:] > number.cummax(0).values[:-1]",
-        "number[1:] >= number.cummax(0).values[:-1]",
+        "group_ids[1:] > group_ids.cummax(0).values[:-1]",
+        "group_ids[1:] >= group_ids.cummax(0).values[:-1]",
         "trainer/ppo/sequences",
     ),
     Mutant(
@@ -269,8 +269,8 @@ ROLLOUT = (
     Mutant(
         "rollout",
         "workers/rollout/weights.py",
-        "if part and held + tensor.nbytes > bucket_bytes:",
-        "if part and held > bucket_bytes:",
+        "if tensors and not (start + tensor.nbytes <= part_bytes and self._has_room(start + tensor.nbytes)):",
+        "if tensors and not self._has_room(start + tensor.nbytes):",
         "workers/rollout/weights",
     ),
 )
@@ -279,7 +279,7 @@ SERVING = (
     Mutant(
         "serving",
         "serving/router.py",
-        "            if asked.answer.cancelled():\n                engine.link.cancel(number)\n",
+        "            if pending.answer.cancelled():\n                engine.link.cancel(number)\n",
         "",
         "serving/router",
     ),
@@ -390,8 +390,8 @@ DATA = (
     Mutant(
         "vision",
         "vision/positions.py",
-        "steps[own[-1] + 1] = max(rows, columns, int(times[-1]) + 1)",
-        "steps[own[-1] + 1] = max(rows, columns)",
+        "steps[of_image[-1] + 1] = max(rows, columns, int(times[-1]) + 1)",
+        "steps[of_image[-1] + 1] = max(rows, columns)",
         "vision/videos vision/prompts",
     ),
     Mutant(

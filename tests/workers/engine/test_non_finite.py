@@ -63,6 +63,12 @@ def infinite_slope(outputs: dict, data: DataProto, totals: Any) -> tuple[torch.T
     return (outputs["log_probs"].sum() * 0.0).sqrt(), {}
 
 
+@FunctionLoss
+def steep(outputs: dict, data: DataProto, totals: Any) -> tuple[torch.Tensor, dict]:
+    """Finite gradients, the squares of which are not: 1e30² is above the largest float32, 3.4e38."""
+    return sft_loss(outputs, data, totals)[0] * 1e30, {}
+
+
 @pytest.mark.parametrize("layout", ["whole", "one by one"])
 @pytest.mark.parametrize(("column", "value"), [("advantages", math.nan), ("old_log_probs", math.nan)])
 def test_a_bad_column_is_named_with_its_sample_and_token(path, layout, column, value):
@@ -95,6 +101,16 @@ def test_a_loss_that_is_not_finite_is_not_followed_even_where_its_gradient_is(pa
     assert [str(one) for one in engine.non_finite] == ["the term 'b' of the loss is nan"]
     assert all(map(torch.equal, before, state_of(engine)))
     assert all(parameter.grad is None for parameter in engine.model.parameters())
+
+
+def test_a_norm_that_overflows_is_not_followed(path):
+    engine = make_engine(path)
+    with engine.train_mode():
+        engine.train_batch(ragged_batch(), sft_loss, WHOLE)
+        before = state_of(engine)
+        metrics = engine.train_batch(ragged_batch(), steep, WHOLE)
+    assert (metrics["skipped_steps"], metrics["grad_norm"]) == (1.0, math.inf)
+    assert all(map(torch.equal, before, state_of(engine)))
 
 
 def test_a_gradient_is_named_by_its_parameters(path):
