@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,7 +12,7 @@ import ray
 
 from verl.errors import EngineLostError
 from verl.serving.local import LocalSession
-from verl.serving.ray import RayConnection, RaySession, RouterActor, longest_silence
+from verl.serving.ray import RaySession, RouterActor, longest_silence
 from verl.serving.router import RolloutEndedError
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -98,14 +97,12 @@ def on_ray() -> Iterator[tuple[RaySession, Any]]:
 
 @pytest.mark.parametrize("kind", [local, on_ray])
 def test_a_session_stays_over_rounds_of_its_engines(kind: Any, ray_cluster: None) -> None:
-    with kind() as (session, group):
+    with ThreadPoolExecutor(1) as threads, kind() as (session, group):
         assert session.weight_version == -1
         held: list[Any] = []
 
         def first() -> Future[Any]:
-            work: Future[Any] = Future()
-
-            def ask() -> None:
+            def ask() -> list[RolloutOutput]:
                 answers = [session.send("a", request(token)).future() for token in (5, 6)]
                 drawn = [future.result(60) for future in answers]
                 endless = session.send("a", request(NEVER_ENDS)).future()
@@ -114,10 +111,9 @@ def test_a_session_stays_over_rounds_of_its_engines(kind: Any, ray_cluster: None
                 drawn.append(endless.result(60))
                 session.pause()
                 held.append(session.send("a", request(9)).future())
-                work.set_result(drawn)
+                return drawn
 
-            threading.Thread(target=ask, daemon=True).start()
-            return work
+            return threads.submit(ask)
 
         drawn = session.serve_while(group, first).result()
         assert [(one.token_ids, one.finish_reason, one.weight_version) for one in drawn] == [
@@ -147,24 +143,26 @@ class Asks(RouterActor):
 
 def test_the_ranks_fetch_from_processes_that_come_later_and_forget_those_that_die(ray_cluster: None) -> None:
     with on_ray() as (session, group):
-        routers = [WatchedActor("another", Asks, "silences", 60.0, 8, "", session.new_index()) for _ in range(3)]
-        session.add(1, routers[0])
+        first, later = (WatchedActor("another", Asks, "silences", 60.0, 8, "", session.new_index()) for _ in range(2))
+        session.add(1, first)
         with session.awake(group):
             index = session.round_index
-            assert ray.get(routers[0].actor.ask.remote(index, 5)) == [5]
-            session.add(2, routers[1])
-            assert ray.get(routers[1].actor.ask.remote(index, 6)) == [6]
-            left = routers[1].actor.ask.remote(index, NEVER_ENDS)
-            assert longest_silence([ray.get(routers[0].actor.silences.remote())]) == 0
-            routers[1].end()
+            assert ray.get(first.actor.ask.remote(index, 5)) == [5]
+            session.add(2, later)
+            assert ray.get(later.actor.ask.remote(index, 6)) == [6]
+            left = later.actor.ask.remote(index, NEVER_ENDS)
+            later.end()
             session.remove(2)
             with pytest.raises(ray.exceptions.RayActorError):
                 ray.get(left)
-            session.add(3, routers[2])
-            assert ray.get(routers[2].actor.ask.remote(index, 7)) == [7]
+            assert ray.get(first.actor.ask.remote(index, 7)) == [7]
             session.check()
-        for router in (routers[0], routers[2]):
-            router.end()
+        first.end()
+        session.pause()  # so that the request waits
+        call = session.send("a", request(5)).future()
+        ray.kill(session.router.actor)
+        with pytest.raises(EngineLostError):
+            call.result(60)
 
 
 def test_an_engine_is_as_silent_as_the_router_that_heard_it_last() -> None:
@@ -172,13 +170,3 @@ def test_an_engine_is_as_silent_as_the_router_that_heard_it_last() -> None:
     assert longest_silence([[9.0, None, None], [2.0, 4.0, None], []]) == 4.0
     assert longest_silence([[9.0, None], [2.0, None]]) == 2.0
     assert longest_silence([[None]]) == longest_silence([]) == 0.0
-
-
-def test_the_loss_of_the_router_is_the_loss_of_the_engines_to_who_asks(ray_cluster: None) -> None:
-    with on_ray() as (session, _):
-        actor = session.router.actor
-        session.pause()  # so that the request waits
-        call = RayConnection(actor).send("a", request(5)).future()
-        ray.kill(actor)
-        with pytest.raises(EngineLostError):
-            call.result(60)

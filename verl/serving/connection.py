@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
-from verl.serving.router import Router
+from verl.serving.router import ENDED, RolloutEndedError, Router
 from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest
 
 
@@ -77,7 +77,8 @@ class LocalConnection:
         self, conversation: str, request: RolloutRequest, on_part: Callable[[DrawnPart], object] | None = None
     ) -> LocalCall:
         """Send a request of a conversation."""
-        self.router.check_open()
+        if self.loop.is_closed():
+            raise RolloutEndedError(ENDED)
         generating = self.router.generate(conversation, request, on_part)
         try:
             is_in_loop = asyncio.get_running_loop() is self.loop

@@ -123,7 +123,8 @@ class Router:
         Raises:
             RolloutError: the request cannot be served, the rollout has ended, or all engines are lost.
         """
-        self.check_open()
+        if self._refusal is not None and not self._is_paused:
+            raise self._refusal
         number = next(self._numbers)
         answer = asyncio.get_running_loop().create_future()
         self._pending[number] = _PendingRequest(conversation, request, answer, on_part)
@@ -132,11 +133,6 @@ class Router:
             return await answer
         finally:
             self._forget(number)
-
-    def check_open(self) -> None:
-        """Raise RolloutEndedError if requests are refused now, or EngineLostError if all engines are lost."""
-        if self._refusal is not None and not self._is_paused:
-            raise self._refusal
 
     def take_answer(self, number: int, answer: Answer | DrawnPart) -> None:
         """Pass an engine's answer, or a part of it, on; one that nobody waits for is ignored."""
