@@ -31,17 +31,17 @@ def _available_by_group(root: Path) -> list[int]:
     except OSError:  # a system without control groups
         return []
     groups = root / "sys/fs/cgroup"
-    found = []
+    limits = []
     for membership in memberships:
         _, controllers, path = membership.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         version, mount = (1, groups / "memory") if controllers else (2, groups)
         # In a container the mount point is often the group itself, although the path is the one outside.
-        own = mount / path.strip("/")
-        folders = [own, *(folder for folder in own.parents if folder.is_relative_to(mount))]
-        found += [free for folder in folders if (free := _available_in(folder, *_FILES[version])) is not None]
-    return found
+        group_folder = mount / path.strip("/")
+        folders = [group_folder, *(folder for folder in group_folder.parents if folder.is_relative_to(mount))]
+        limits += [free for folder in folders if (free := _available_in(folder, *_FILES[version])) is not None]
+    return limits
 
 
 def _available_in(folder: Path, limit: str, used: str, cache: str) -> int | None:

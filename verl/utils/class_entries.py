@@ -69,7 +69,7 @@ def load_class(name: object, base: type[T], where: str) -> type[T]:
     module, separator, cls = str(name or "").rpartition(":" if ".py:" in str(name) else ".")
     if not separator:
         raise ConfigError(f"{where}: class_name={name!r} must be package.module.Class or file.py:Class.")
-    found = load_object(module, cls, f"{where}: class_name")
-    if not (isinstance(found, type) and issubclass(found, base)):
+    loaded = load_object(module, cls, f"{where}: class_name")
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
         raise ConfigError(f"{where}: class_name='{name}' is no subclass of {base.__module__}.{base.__qualname__}.")
-    return found
+    return loaded

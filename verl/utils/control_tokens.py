@@ -69,7 +69,7 @@ class ControlTokens:
         self._special = _any_of(self.special)
         self._control = _any_of(structural | self.special.keys())
         self._added = _any_of([token.content for token in added.values()])
-        self._private = {token.content: f"{_OPEN}{number}{_CLOSE}" for number, token in added.items()}
+        self._private = {token.content: f"{_OPEN}{token_id}{_CLOSE}" for token_id, token in added.items()}
         self._core = _without_added_tokens(tokenizer, self._private, structural | self.special.keys())
         renamed = [
             AddedToken(
@@ -82,7 +82,9 @@ class ControlTokens:
             for token in added.values()
         ]
         self._core.add_tokens([*renamed, AddedToken(_OPEN + _CLOSE, special=True, normalized=False)])
-        self._real = {self._core.token_to_id(self._private[token.content]): number for number, token in added.items()}
+        self._real = {
+            self._core.token_to_id(self._private[token.content]): token_id for token_id, token in added.items()
+        }
         self._longest = max(map(len, self._core.get_vocab()))
         # Roles, names of keys and of tools come again in every message.
         self._guarded_short = lru_cache(_KEPT_SHORT)(self._guarded)
@@ -111,7 +113,7 @@ class ControlTokens:
         if author == "policy":
             return text
         pattern = self._control if author == "program" else self._special
-        return pattern.sub(lambda found: "".join(c + _BROKEN for c in found[0]), text)
+        return pattern.sub(lambda match: "".join(c + _BROKEN for c in match[0]), text)
 
     def guard_prompt(self, message: Any, assistant: Author = "policy") -> Any:
         """Mark control tokens in a message of a prompt: in results of tools as a program's, in turns of the assistant
@@ -130,9 +132,9 @@ class ControlTokens:
         With ``after_token`` as it would be after a control token: no character of it can merge with what stands before
         it, and it gets no space in front from tokenizers that put one at the beginning of a text.
         """
-        text = self._added.sub(lambda found: self._private[found[0]], rendered).replace(_BROKEN, "")
+        text = self._added.sub(lambda match: self._private[match[0]], rendered).replace(_BROKEN, "")
         ids = self._core.encode((_OPEN + _CLOSE if after_token else "") + text, add_special_tokens=False).ids
-        return [self._real.get(number, number) for number in (ids[1:] if after_token else ids)]
+        return [self._real.get(token_id, token_id) for token_id in (ids[1:] if after_token else ids)]
 
     def last_special(self, text: str) -> str:
         """The special token with which a text ends, or an empty string."""
@@ -140,11 +142,11 @@ class ControlTokens:
 
     def next_special(self, text: str, start: int) -> re.Match[str] | None:
         """The first special token of a text that ends after position ``start``."""
-        return next((found for found in self._special.finditer(text) if found.end() > start), None)
+        return next((match for match in self._special.finditer(text) if match.end() > start), None)
 
     def split(self, text: str) -> list[str]:
         """The special tokens of a text and what stands between them, in order."""
-        edges = [edge for found in self._special.finditer(text) for edge in found.span()]
+        edges = [edge for match in self._special.finditer(text) for edge in match.span()]
         return [text[start:stop] for start, stop in itertools.pairwise([0, *edges, len(text)])]
 
     def count(self, text: str) -> int:
@@ -262,7 +264,7 @@ def _without_added_tokens(tokenizer: Any, private: Mapping[str, str], control: C
     model = data["model"]
     rename = {text: private[text] for text in spelled}
     if isinstance(model["vocab"], dict):
-        model["vocab"] = {rename.get(piece, piece): number for piece, number in model["vocab"].items()}
+        model["vocab"] = {rename.get(piece, piece): token_id for piece, token_id in model["vocab"].items()}
     else:
         model["vocab"] = [[rename.get(piece, piece), score] for piece, score in model["vocab"]]
     if "merges" in model:

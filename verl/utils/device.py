@@ -151,11 +151,11 @@ def auto_set_device(config: Any) -> None:
 
     if not isinstance(config, DictConfig) or config.get("trainer") is None:
         return
-    wanted, found = config.trainer.get("device"), get_device_name()
-    if wanted not in (None, "cpu", found):
-        logger.warning("trainer.device=%s, and this machine has no such device: the run uses %s.", wanted, found)
+    wanted, detected = config.trainer.get("device"), get_device_name()
+    if wanted not in (None, "cpu", detected):
+        logger.warning("trainer.device=%s, and this machine has no such device: the run uses %s.", wanted, detected)
         with open_dict(config):
-            config.trainer.device = found
+            config.trainer.device = detected
 
 
 auto_set_ascend_device_name = auto_set_device  # its name before verl 0.6

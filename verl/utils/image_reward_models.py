@@ -45,7 +45,7 @@ def _made(model_type: str, generic: type, auto: Any) -> type[PreTrainedModel]:
     family = FAMILIES[model_type].removesuffix("Processor")
     base = getattr(transformers, f"{family}PreTrainedModel")
     name = f"{family}{generic.__name__.removeprefix('Generic')}"
-    found = type(name, (generic, base), {"__module__": __name__})
+    made = type(name, (generic, base), {"__module__": __name__})
     # Without exist_ok a class for a config of Transformers' own is not registered.
-    auto.register(base.config_class, found, exist_ok=True)
-    return found
+    auto.register(base.config_class, made, exist_ok=True)
+    return made

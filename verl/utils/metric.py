@@ -103,14 +103,14 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     Raises:
         SchemaError: a value is no number.
     """
-    found: dict[str, float] = {}
+    reduced: dict[str, float] = {}
     for name, values in metrics.items():
         if isinstance(values, Metric):
             if values.values:
-                found[name] = values.aggregate()
+                reduced[name] = values.aggregate()
         elif (numbers := _numbers(name, values)).size:
-            found[name] = float(_reducer(name)(numbers))
-    return found
+            reduced[name] = float(_reducer(name)(numbers))
+    return reduced
 
 
 def _numbers(name: str, values: Any) -> np.ndarray:
@@ -151,10 +151,10 @@ def number_or_nan(value: Any) -> float:
     (1.0, nan, nan)
     """
     try:
-        number = math.nan if value is None else float(value)
+        as_float = math.nan if value is None else float(value)
     except OverflowError:
         return math.nan
-    return number if math.isfinite(number) else math.nan
+    return as_float if math.isfinite(as_float) else math.nan
 
 
 def extreme(name: str, values: Sequence[float]) -> float:

@@ -137,8 +137,8 @@ def load_hf_config(
             f"model config of '{path}' cannot be read: {why_unreadable(error, path)} A model folder holds config.json; "
             "a hub name needs network access, or the model in the local Hugging Face cache."
         ) from error
-    if wrong := quantized_by(getattr(config, "quantization_config", None)):  # of the hub, for example
-        raise ConfigError(f"model '{path}': {wrong}. {DEQUANTIZE[0].upper()}{DEQUANTIZE[1:]}.")
+    if method := quantized_by(getattr(config, "quantization_config", None)):  # of the hub, for example
+        raise ConfigError(f"model '{path}': {method}. {DEQUANTIZE[0].upper()}{DEQUANTIZE[1:]}.")
     warn_if_code_runs(config, path)
     if ATTN_IMPLEMENTATION in options:
         set_attention(config, options[ATTN_IMPLEMENTATION])  # a private field in config.json would take precedence
@@ -202,14 +202,14 @@ def stored_dtype(name_or_path: str) -> torch.dtype | None:
     Raises:
         ConfigError: a file cannot be read.
     """
-    found: set[str] = set()
+    dtypes: set[str] = set()
     for path in sorted(weights_folder(name_or_path).glob("model*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                found |= {file.get_slice(name).get_dtype() for name in file.keys()}
+                dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path} cannot be read: {error}. Copy the model again.") from error
-    return _STORED.get(found.pop()) if len(found) == 1 else None
+    return _STORED.get(dtypes.pop()) if len(dtypes) == 1 else None
 
 
 def _auto_of(hf_config: PretrainedConfig) -> Any:
@@ -245,10 +245,10 @@ def load_pretrained(
     warn_if_code_runs(module, path)
     kind = type(module).__name__
     if other := sorted(info["mismatched_keys"]):
-        name, found, wanted = other[0]
+        name, shape, wanted = other[0]
         raise ConfigError(
             f"the files of '{path}' hold {len(other)} weights of other shapes than {kind} of this configuration has: "
-            f"{name} has {list(found)}, and {list(wanted)} is needed. Take config.json and weights of the same model."
+            f"{name} has {list(shape)}, and {list(wanted)} is needed. Take config.json and weights of the same model."
         )
     if absent := set(info["missing_keys"]) - new:
         raise ConfigError(
@@ -270,11 +270,11 @@ def check_finite_weights(module: nn.Module, path: str) -> None:
     # A sum is NaN or infinite if a term is, and takes no memory; finite terms may overflow, so these are looked at.
     suspects = {n: p for n, p in module.named_parameters() if not bool(p.detach().sum(dtype=torch.float32).isfinite())}
     bad = {name: int((~weight.isfinite()).sum()) for name, weight in suspects.items()}
-    found = [f"{name} ({count} of {suspects[name].numel()} values)" for name, count in bad.items() if count]
-    if found:
+    examples = [f"{name} ({count} of {suspects[name].numel()} values)" for name, count in bad.items() if count]
+    if examples:
         raise ConfigError(
-            f"the weights in '{path}' are not finite (nan or infinite): {_some(found)}. The training that wrote them "
-            "diverged, or a conversion overflowed: take an earlier checkpoint, or download or convert the model again."
+            f"the weights in '{path}' are not finite (nan or infinite): {_some(examples)}. The training that "
+            "wrote them diverged, or a conversion overflowed: take an earlier checkpoint, or download or convert the model again."
         )
 
 
@@ -334,8 +334,12 @@ def eos_token_ids(name_or_path: str, tokenizer: PreTrainedTokenizerBase) -> tupl
     """
     path = resolve_model_path(name_or_path)
     config = get_generation_config(path)
-    found = None if config is None else config.eos_token_id
-    ids = {i for i in (*(found if isinstance(found, list) else [found]), tokenizer.eos_token_id) if isinstance(i, int)}
+    configured = None if config is None else config.eos_token_id
+    ids = {
+        i
+        for i in (*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id)
+        if isinstance(i, int)
+    }
     if not ids:
         raise ConfigError(
             f"neither the tokenizer nor the generation config of '{path}' names an end token, so no response would "
@@ -371,7 +375,7 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Pretrain
             not below ``hf_config.vocab_size``.
     """
     rows = hf_config.get_text_config().vocab_size
-    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= rows}
+    beyond = {token: token_id for token, token_id in tokenizer.get_vocab().items() if token_id >= rows}
     if not beyond:
         return
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
@@ -400,7 +404,7 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Pretrain
 def unknown_ids(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> list[int]:
     """Return ids that the model can sample but the tokenizer lacks: padding of the embedding, and gaps."""
     known = set(tokenizer.get_vocab().values())
-    return [number for number in range(hf_config.get_text_config().vocab_size) if number not in known]
+    return [token_id for token_id in range(hf_config.get_text_config().vocab_size) if token_id not in known]
 
 
 def _some(names: list[str] | set[str], shown: int = 5) -> str:

@@ -68,16 +68,16 @@ def rank_columns(calls: Mapping[str, Sequence[tuple[str, float, float, float, fl
         rank and name in these lists, its begin after ``began`` and its duration in ms, and both kinds of memory in MiB.
     """
     ranks = list(calls)
-    names = sorted({call[0] for own in calls.values() for call in own})
-    number = {name: place for place, name in enumerate(names)}
-    began = min((call[1] for own in calls.values() for call in own), default=0.0)
+    names = sorted({call[0] for calls_of_rank in calls.values() for call in calls_of_rank})
+    index_of_name = {name: index for index, name in enumerate(names)}
+    began = min((call[1] for calls_of_rank in calls.values() for call in calls_of_rank), default=0.0)
     rows = [
         [
-            rank, number[name], round(1e3 * (begin - began), 1), round(1e3 * (end - begin), 1), round(rss_mb),
+            rank, index_of_name[name], round(1e3 * (begin - began), 1), round(1e3 * (end - begin), 1), round(rss_mb),
             None if device_mb is None else round(device_mb),
         ]
-        for rank, own in enumerate(calls.values())
-        for name, begin, end, rss_mb, device_mb in own
+        for rank, calls_of_rank in enumerate(calls.values())
+        for name, begin, end, rss_mb, device_mb in calls_of_rank
     ]  # fmt: skip
     return {"began": round(began, 4), "ranks": ranks, "calls": names, "rows": rows}
 

@@ -65,25 +65,25 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
     order = sorted(range(len(seqlen_list)), key=lambda i: (seqlen_list[i], i))
     step = k_partitions if equal_size else 1
     heap: list[tuple[int, int, list[_Part]]] = []
-    for number, start in enumerate(range(0, len(order), step)):
+    for entry_index, start in enumerate(range(0, len(order), step)):
         parts = [_Part(seqlen_list[i], [i]) for i in order[start : start + step]]
         parts += [_Part(0, []) for _ in range(k_partitions - len(parts))]
-        heap.append(_entry(parts, number))
+        heap.append(_entry(parts, entry_index))
     heapq.heapify(heap)
-    number = len(heap)
+    entry_index = len(heap)
     while len(heap) > 1:
         _, _, heavy_first = heapq.heappop(heap)
         _, _, other = heapq.heappop(heap)
         joined = [a.join(b) for a, b in zip(heavy_first, reversed(other), strict=True)]
-        heapq.heappush(heap, _entry(joined, number))
-        number += 1
+        heapq.heappush(heap, _entry(joined, entry_index))
+        entry_index += 1
     return [sorted(part.members) for part in heap[0][2]]
 
 
-def _entry(parts: list[_Part], number: int) -> tuple[int, int, list[_Part]]:
+def _entry(parts: list[_Part], entry_index: int) -> tuple[int, int, list[_Part]]:
     """Create a heap entry that sorts by largest difference, then age; its parts go from heavy to light."""
     parts = sorted(parts, key=_Part.weight, reverse=True)
-    return parts[-1].tokens - parts[0].tokens, number, parts
+    return parts[-1].tokens - parts[0].tokens, entry_index, parts
 
 
 def micro_batches_by_tokens(lengths: Sequence[int], max_tokens: int, min_count: int = 1) -> Partitions:
@@ -210,7 +210,7 @@ def get_group_balanced_partitions(
     costs = calculate_workload(torch.as_tensor(list(seqlen_list))).tolist()
     members = list(groups.values())
     parts = get_seqlen_balanced_partitions([sum(costs[i] for i in group) for group in members], k_partitions, False)
-    return [sorted(i for number in part for i in members[number]) for part in parts]
+    return [sorted(i for group_index in part for i in members[group_index]) for part in parts]
 
 
 def rearrange_micro_batches(
@@ -282,9 +282,9 @@ def _largest(count: int, group: dist.ProcessGroup | None) -> int:
     """Return the largest count of the ranks of a group."""
     if group is None:
         return count
-    found = torch.tensor(count, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
-    return int(found)
+    largest = torch.tensor(count, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return int(largest)
 
 
 class _Rows(Protocol):

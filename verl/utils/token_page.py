@@ -51,7 +51,9 @@ def described(row: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any
         numbers["ratio"] = _finite([_exp(new - old) for old, new in pairs])
     response = _tokens(row["response_ids"][:count], texts)
     mask = row["response_mask"][:count]
-    of_images = [token["text"] == IMAGE_TOKEN and not own for token, own in zip(response, mask, strict=True)]
+    of_images = [
+        token["text"] == IMAGE_TOKEN and not is_policy for token, is_policy in zip(response, mask, strict=True)
+    ]
     return {
         "prompt": _tokens(row["prompt_ids"][-MOST_TOKENS:], texts),
         "response": response,
@@ -63,18 +65,18 @@ def described(row: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any
     }
 
 
-def token_spans(found: Mapping[str, Any], most: int = MOST_TOKENS) -> tuple[str, str]:
+def token_spans(sequence: Mapping[str, Any], most: int = MOST_TOKENS) -> tuple[str, str]:
     """Return the response of a described sequence as HTML, and the name of the numbers that colour its tokens.
 
     These are its advantages, else its log-probs under the rollout engine; without either the name is ``mask``.
     """
-    name = next((one for one in ("advantages", "rollout_log_probs") if one in found["numbers"]), "")
-    values = found["numbers"][name] if name else [None] * len(found["response"])
-    colours = heat([value if own else None for value, own in zip(values, found["mask"], strict=True)])
+    name = next((one for one in ("advantages", "rollout_log_probs") if one in sequence["numbers"]), "")
+    values = sequence["numbers"][name] if name else [None] * len(sequence["response"])
+    colours = heat([value if is_policy else None for value, is_policy in zip(values, sequence["mask"], strict=True)])
     spans = [
-        f'<span style="background:{colours[place]}"{"" if found["mask"][place] else " class=other"} '
-        f'title="{name} {values[place]}">{escaped(text)}</span>'
-        for place, text in _words(found, most)
+        f'<span style="background:{colours[index]}"{"" if sequence["mask"][index] else " class=other"} '
+        f'title="{name} {values[index]}">{escaped(text)}</span>'
+        for index, text in _words(sequence, most)
     ]
     rest = len(values) - most
     return "".join(spans) + (f" … and {rest} more tokens" if rest > 0 else ""), name or "mask"
@@ -92,9 +94,9 @@ class TokenPage:
     def html(self) -> str:
         """An HTML page that needs nothing else: tokens coloured by one of their numbers."""
         parts = [f"<h1>{escaped(self.title)}</h1>"]
-        for found in self.sequences:
-            spans, name = token_spans(found, self.most)
-            parts.append(f"<pre>{_prompt(found)}</pre><p>Tokens by {name}</p><pre class=tokens>{spans}</pre>")
+        for sequence in self.sequences:
+            spans, name = token_spans(sequence, self.most)
+            parts.append(f"<pre>{_prompt(sequence)}</pre><p>Tokens by {name}</p><pre class=tokens>{spans}</pre>")
         return whole_page(self.title, STYLE, "".join(parts))
 
     @cached_property
@@ -104,45 +106,45 @@ class TokenPage:
             f"## {escaped(self.title)}",
             f"Bold: tokens of a probability below {UNLIKELY:g} in the rollout. Italics: not the policy's.",
         ]
-        for found in self.sequences:
-            marked, unlikely = marked_tokens(found, self.most)
-            parts += [f"<pre>{_prompt(found)}</pre>", f"<pre>{marked}</pre>"]
-            rows = [f"| {place} | <code>{text}</code> | {value:.2f} |" for value, place, text in unlikely]
+        for sequence in self.sequences:
+            marked, unlikely = marked_tokens(sequence, self.most)
+            parts += [f"<pre>{_prompt(sequence)}</pre>", f"<pre>{marked}</pre>"]
+            rows = [f"| {index} | <code>{text}</code> | {value:.2f} |" for value, index, text in unlikely]
             parts += ["\n".join(["| token | text | log-prob |", "|---|---|---|", *rows])] if rows else []
         return "\n\n".join(parts)
 
 
-def marked_tokens(found: Mapping[str, Any], most: int) -> tuple[str, list[tuple[float, int, str]]]:
+def marked_tokens(sequence: Mapping[str, Any], most: int) -> tuple[str, list[tuple[float, int, str]]]:
     """Return the response of a described sequence with bold and italics, and its least likely tokens.
 
     Returns:
         HTML of ``<strong>`` and ``<em>`` alone; and log-prob, place from 1 and text of at most :data:`LISTED` tokens.
     """
-    log_probs = found["numbers"].get("rollout_log_probs") or [None] * len(found["response"])
+    log_probs = sequence["numbers"].get("rollout_log_probs") or [None] * len(sequence["response"])
     parts: list[str] = []
     unlikely: list[tuple[float, int, str]] = []
-    for place, word in _words(found, most):
-        text, value = escaped(word), log_probs[place]
-        if not found["mask"][place]:
+    for index, word in _words(sequence, most):
+        text, value = escaped(word), log_probs[index]
+        if not sequence["mask"][index]:
             parts.append(f"<em>{text}</em>")
         elif value is None or value >= math.log(UNLIKELY):
             parts.append(text)
         else:
             parts.append(f"<strong>{text}</strong>")
-            unlikely.append((value, place + 1, text.replace("|", "&#124;").replace("\n", "\\n")))
+            unlikely.append((value, index + 1, text.replace("|", "&#124;").replace("\n", "\\n")))
     return "".join(parts), sorted(unlikely)[:LISTED]
 
 
-def _words(found: Mapping[str, Any], most: int) -> list[tuple[int, str]]:
+def _words(sequence: Mapping[str, Any], most: int) -> list[tuple[int, str]]:
     """Return place and text of the first tokens of a response; an image is one word, at its first token."""
-    words = {start: word for start, _, word in found["images"]}
-    within = {place for start, end, _ in found["images"] for place in range(start + 1, end + 1)}
-    texts = enumerate(token["text"] for token in found["response"][:most])
-    return [(place, words.get(place, text)) for place, text in texts if place not in within]
+    words = {start: word for start, _, word in sequence["images"]}
+    within = {index for start, end, _ in sequence["images"] for index in range(start + 1, end + 1)}
+    texts = enumerate(token["text"] for token in sequence["response"][:most])
+    return [(index, words.get(index, text)) for index, text in texts if index not in within]
 
 
-def _prompt(found: Mapping[str, Any]) -> str:
-    return escaped("".join(token["text"] for token in found["prompt"]))
+def _prompt(sequence: Mapping[str, Any]) -> str:
+    return escaped("".join(token["text"] for token in sequence["prompt"]))
 
 
 PAGE_BEGINS = (

@@ -126,12 +126,12 @@ def normalize_token_ids(tokenized_output: Any) -> list[int]:
     Raises:
         DataError: it holds several texts, or something other than ids.
     """
-    found = tokenized_output
-    if isinstance(found, Mapping) or hasattr(found, "input_ids"):
-        found = found["input_ids"] if isinstance(found, Mapping) else found.input_ids
-    found = found.tolist() if hasattr(found, "tolist") else list(found)
-    if len(found) == 1 and isinstance(found[0], list | tuple):
-        found = list(found[0])
-    if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in found):
-        raise DataError(f"the ids of one text are a list of integers, got {found!r:.120}.")
-    return [int(token) for token in found]
+    ids = tokenized_output
+    if isinstance(ids, Mapping) or hasattr(ids, "input_ids"):
+        ids = ids["input_ids"] if isinstance(ids, Mapping) else ids.input_ids
+    ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if len(ids) == 1 and isinstance(ids[0], list | tuple):
+        ids = list(ids[0])
+    if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in ids):
+        raise DataError(f"the ids of one text are a list of integers, got {ids!r:.120}.")
+    return [int(token) for token in ids]

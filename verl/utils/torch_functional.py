@@ -127,8 +127,8 @@ def pad_2d_list_to_length(
     """
     width = max([len(row) for row in response] + [max_length or 0])
     padded = torch.full((len(response), width), pad_token_id, dtype=torch.int64)
-    for number, row in enumerate(response):
-        padded[number, : len(row)] = torch.as_tensor(row, dtype=torch.int64)
+    for row_index, row in enumerate(response):
+        padded[row_index, : len(row)] = torch.as_tensor(row, dtype=torch.int64)
     return padded
 
 

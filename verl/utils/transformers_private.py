@@ -85,8 +85,8 @@ def attention_of(config: PretrainedConfig) -> str | None:
 def use_attention(module: PreTrainedModel, name: str | None) -> None:
     """Switch the language model to another attention; a vision tower keeps its own."""
     text = module.config.get_text_config()
-    own = next((part for part in module.config.sub_configs if getattr(module.config, part) is text), None)
-    module.set_attn_implementation(name if own is None else {own: name})  # pyright: ignore[reportArgumentType]
+    section = next((part for part in module.config.sub_configs if getattr(module.config, part) is text), None)
+    module.set_attn_implementation(name if section is None else {section: name})  # pyright: ignore[reportArgumentType]
 
 
 def experts_of(config: PretrainedConfig) -> str | None:

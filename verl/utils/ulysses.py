@@ -68,9 +68,9 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        found = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(found, x.contiguous(), group=group)
-        return found
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=group)
+        return received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -103,8 +103,8 @@ def all_to_all_tensor(
             f"all_to_all_tensor: dimension {scatter_dim} of {tuple(local_input.shape)} does not divide over {ranks} "
             "ranks. Pad it, or use a sequence-parallel size that divides it."
         )
-    found = all_to_all_parts(torch.stack(local_input.chunk(ranks, dim=scatter_dim)), group)
-    return torch.cat(found.unbind(0), dim=gather_dim)
+    received = all_to_all_parts(torch.stack(local_input.chunk(ranks, dim=scatter_dim)), group)
+    return torch.cat(received.unbind(0), dim=gather_dim)
 
 
 def gather_seq_scatter_heads(
@@ -159,11 +159,11 @@ def heads_for_sequence(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> l
         # (ranks, bsz, part, heads / ranks · dim)
         sent.append(x.unflatten(1, (ranks, -1)).permute(1, 0, 3, 2, 4).flatten(3))
     widths = [x.shape[-1] for x in sent]
-    found = all_to_all_parts(torch.cat(sent, dim=-1), group)  # the first dimension is now the place in the sequence
-    whole = found.transpose(0, 1).reshape(bsz, ranks * part, -1)
+    received = all_to_all_parts(torch.cat(sent, dim=-1), group)  # the first dimension is now the place in the sequence
+    whole = received.transpose(0, 1).reshape(bsz, ranks * part, -1)
     return [
-        x.unflatten(-1, (-1, given.shape[-1])).transpose(1, 2)
-        for x, given in zip(whole.split(widths, dim=-1), tensors, strict=True)
+        x.unflatten(-1, (-1, original.shape[-1])).transpose(1, 2)
+        for x, original in zip(whole.split(widths, dim=-1), tensors, strict=True)
     ]
 
 
@@ -252,8 +252,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         dim, length, scale, group = ctx.settings
-        own = grads[0].narrow(dim, dist.get_rank(group) * length, length)
-        return own * dist.get_world_size(group) if scale else own, None, None, None
+        local_grad = grads[0].narrow(dim, dist.get_rank(group) * length, length)
+        return local_grad * dist.get_world_size(group) if scale else local_grad, None, None, None
 
 
 def gather_outputs_and_unpad(
@@ -281,10 +281,10 @@ def gather_outputs_and_unpad(
     group = group or _group
     if group is None:
         return x
-    found: Tensor = _Gather.apply(x, gather_dim, grad_scaler, group)  # pyright: ignore[reportAssignmentType]
+    gathered: Tensor = _Gather.apply(x, gather_dim, grad_scaler, group)  # pyright: ignore[reportAssignmentType]
     if unpad_dim is None or not padding_size:
-        return found
-    return found.narrow(unpad_dim, 0, found.shape[unpad_dim] - padding_size)
+        return gathered
+    return gathered.narrow(unpad_dim, 0, gathered.shape[unpad_dim] - padding_size)
 
 
 class _PlacedOutputs(torch.autograd.Function):
@@ -292,9 +292,9 @@ class _PlacedOutputs(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, places: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(places)
         ctx.ranks = dist.get_world_size(group)
-        found = values.new_zeros(count, *values.shape[1:]).index_copy_(0, places, values)
-        dist.all_reduce(found, group=group)
-        return found
+        placed = values.new_zeros(count, *values.shape[1:]).index_copy_(0, places, values)
+        dist.all_reduce(placed, group=group)
+        return placed
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

@@ -43,7 +43,7 @@ def require_usable(tokenizer: Any) -> None:
         )
 
 
-def as_messages(prompt: Any, place: str, with_images: bool = False) -> list[Message]:
+def as_messages(prompt: Any, where: str, with_images: bool = False) -> list[Message]:
     """Validate a prompt, a string or a list of messages, and return it as a list of messages.
 
     A string becomes one user message. Keys with value None are dropped, except ``content``: parquet gives every message
@@ -52,24 +52,24 @@ def as_messages(prompt: Any, place: str, with_images: bool = False) -> list[Mess
     ``{"type": "image"}`` and text parts. ``place`` (file and row) is named in errors.
     """
     if isinstance(prompt, str):
-        _refuse_json(prompt, place)
-        return [{"role": "user", "content": _content({"content": prompt}, f"{place}: the text")}]
+        _refuse_json(prompt, where)
+        return [{"role": "user", "content": _content({"content": prompt}, f"{where}: the text")}]
     expected = "Expected a list of {'role': ..., 'content': ...}, or a string."
     if not isinstance(prompt, Sequence) or len(prompt) == 0:
-        raise DataError(f"{place}: the prompt is {shown(prompt)}. {expected}")
+        raise DataError(f"{where}: the prompt is {shown(prompt)}. {expected}")
     messages = []
-    for number, message in enumerate(prompt):
+    for index, message in enumerate(prompt):
         if not isinstance(message, Mapping):
-            raise DataError(f"{place}: message {number} is {shown(message)}. {expected}")
+            raise DataError(f"{where}: message {index} is {shown(message)}. {expected}")
         kept = {key: value for key, value in message.items() if value is not None or key == "content"}
         if not isinstance(kept.get("role"), str):
-            raise DataError(f"{place}: message {number} has no role: {shown(message)}. {expected}")
-        here = f"{place}: message {number}"
+            raise DataError(f"{where}: message {index} has no role: {shown(message)}. {expected}")
+        here = f"{where}: message {index}"
         messages.append(kept | {"content": _content(kept, here, with_images)})
     return messages
 
 
-def _refuse_json(text: str, place: str) -> None:
+def _refuse_json(text: str, where: str) -> None:
     """Refuse messages stored as JSON text, which would be trained on with their brackets and quotes."""
     if not text.lstrip().startswith("[") or '"role"' not in text:
         return
@@ -79,46 +79,46 @@ def _refuse_json(text: str, place: str) -> None:
         return
     if value and all(isinstance(message, Mapping) and "role" in message for message in value):
         raise DataError(
-            f"{place}: messages are given as JSON text {text!r:.80}. Write them as a list: json.loads(text) before "
+            f"{where}: messages are given as JSON text {text!r:.80}. Write them as a list: json.loads(text) before "
             "the file is made."
         )
 
 
-def _content(message: Message, place: str, with_images: bool = False) -> str | list[Message] | None:
+def _content(message: Message, where: str, with_images: bool = False) -> str | list[Message] | None:
     content = message.get("content")
     if with_images and has_image_parts(content):
-        parts = [bare_part(part) if is_image_part(part) else _text_part(part, place) for part in content or ()]
+        parts = [bare_part(part) if is_image_part(part) else _text_part(part, where) for part in content or ()]
         return [part for part in parts if part.get("text") != ""]
     if content is None and message.get("tool_calls"):
         return None
     if not isinstance(content, str):
-        content = "".join(_parts(content, place))
+        content = "".join(_parts(content, where))
     try:
         content.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{place} holds half a character, {error.object[error.start]!r}, which no tokenizer reads."
+            f"{where} holds half a character, {error.object[error.start]!r}, which no tokenizer reads."
         ) from error
     return content
 
 
-def _text_part(part: Any, place: str) -> Message:
-    return {"type": "text", "text": _content({"content": [part]}, place)}
+def _text_part(part: Any, where: str) -> Message:
+    return {"type": "text", "text": _content({"content": [part]}, where)}
 
 
-def _parts(content: Any, place: str) -> Iterator[str]:
+def _parts(content: Any, where: str) -> Iterator[str]:
     """The texts of content parts, each ``{"type": "text", "text": ...}``."""
     if not isinstance(content, list) or not content:
-        raise DataError(f"{place} has content {shown(content)}. Expected a string or a list of parts.")
+        raise DataError(f"{where} has content {shown(content)}. Expected a string or a list of parts.")
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in MEDIA:
             raise DataError(
-                f"{place} contains {kind}, which is not read here: rows of main_ppo and sft_trainer may have images "
+                f"{where} contains {kind}, which is not read here: rows of main_ppo and sft_trainer may have images "
                 "and videos, for a model with an image processor. Take such rows out."
             )
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise DataError(f"{place} has the part {shown(part)}. Expected {{'type': 'text', 'text': ...}}.")
+            raise DataError(f"{where} has the part {shown(part)}. Expected {{'type': 'text', 'text': ...}}.")
         yield part["text"]
 
 
@@ -127,7 +127,7 @@ def shown(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.120}"
 
 
-def render(messages: list[Message], tokenizer: Any, place: str, **template_kwargs: Any) -> str:
+def render(messages: list[Message], tokenizer: Any, where: str, **template_kwargs: Any) -> str:
     """Render checked messages with the tokenizer's chat template.
 
     ``template_kwargs`` are variables of the template: add_generation_prompt, tools, enable_thinking, ... A template may
@@ -135,21 +135,21 @@ def render(messages: list[Message], tokenizer: Any, place: str, **template_kwarg
     """
     if any(message.get("tool_calls") for message in messages):
         messages = TemplateForms.of(tokenizer).adapted(messages)
-    with refusals(messages, place):
+    with refusals(messages, where):
         return tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
 
 
 @contextmanager
-def refusals(messages: list[Message], place: str) -> Iterator[None]:
+def refusals(messages: list[Message], where: str) -> Iterator[None]:
     """Turn errors by which a template refuses messages into a :class:`DataError` that names ``place``."""
     try:
         yield
     except (TemplateError, TypeError) as error:
         roles = [message["role"] for message in messages]
-        raise DataError(f"{place}: the chat template refuses the messages (roles {roles}): {error}.") from error
+        raise DataError(f"{where}: the chat template refuses the messages (roles {roles}): {error}.") from error
 
 
-def render_prompt(messages: list[Message], tokenizer: Any, place: str, **template_kwargs: Any) -> str:
+def render_prompt(messages: list[Message], tokenizer: Any, where: str, **template_kwargs: Any) -> str:
     """Render checked messages of a prompt, and the header of the turn that answers it.
 
     The text of a special token inside a message, or a description of a tool, stays text: it is marked for
@@ -164,14 +164,14 @@ def render_prompt(messages: list[Message], tokenizer: Any, place: str, **templat
     is_fast, needs_marks = getattr(tokenizer, "is_fast", False), has_special([messages, tools], tokenizer)
     if needs_marks and not is_fast:
         raise DataError(
-            f"{place} has the text of a special token, which this tokenizer ({type(tokenizer).__name__}) cannot keep "
+            f"{where} has the text of a special token, which this tokenizer ({type(tokenizer).__name__}) cannot keep "
             "apart from the token. Take it out of the message, or use a model that ships tokenizer.json."
         )
     if needs_marks or (is_fast and any(message["role"] == "tool" for message in messages)):
         control = control_tokens_of(tokenizer)
         messages = [control.guard_prompt(message) for message in messages]
         template_kwargs |= {"tools": control.guard(tools, "prompt")} if tools else {}
-    return render(messages, tokenizer, place, add_generation_prompt=True, **template_kwargs)
+    return render(messages, tokenizer, where, add_generation_prompt=True, **template_kwargs)
 
 
 def encode(text: str, tokenizer: Any) -> list[int]:
@@ -199,11 +199,11 @@ def token_lengths(texts: Sequence[str], tokenizer: Any, workers: int = 1) -> lis
 def _lengths(texts: Sequence[str], tokenizer: Any) -> list[int]:
     if not texts:
         return []
-    found = [len(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
-    return [len(encode(text, tokenizer)) if is_marked(text) else n for text, n in zip(texts, found, strict=True)]
+    lengths = [len(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+    return [len(encode(text, tokenizer)) if is_marked(text) else n for text, n in zip(texts, lengths, strict=True)]
 
 
-def truncate(items: list[T], max_length: int, truncation: Truncation, place: str, setting: str) -> list[T]:
+def truncate(items: list[T], max_length: int, truncation: Truncation, where: str, setting: str) -> list[T]:
     """Cut a list of values per token to ``max_length``.
 
     ``left`` drops the beginning, ``right`` the end, ``middle`` the middle (``max_length // 2`` items are kept at the
@@ -220,7 +220,7 @@ def truncate(items: list[T], max_length: int, truncation: Truncation, place: str
         head = max_length // 2
         return items[:head] + items[len(items) - (max_length - head) :]
     raise DataError(
-        f"{place} has {len(items)} tokens, more than {setting}={max_length}. Raise {setting}, "
+        f"{where} has {len(items)} tokens, more than {setting}={max_length}. Raise {setting}, "
         "or set truncation to left, right or middle"
         + (", or filter_overlong_prompts=true." if setting == "max_prompt_length" else ".")
     )

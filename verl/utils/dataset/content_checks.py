@@ -65,50 +65,50 @@ class ContentChecks:
         self._found: dict[str, list[tuple[str, str]]] = {}
         self._told: set[str] = set()
 
-    def prompt(self, messages: Sequence[Message], place: str) -> None:
+    def prompt(self, messages: Sequence[Message], where: str) -> None:
         """Look at the messages that a model is to answer; ``place`` is file and row."""
         self._count += 1
         roles = [message["role"] for message in messages]
         if roles[-1] == "assistant":
-            self.add("answered", place)
-        self._messages(messages, place, "special text")
+            self.add("answered", where)
+        self._messages(messages, where, "special text")
 
-    def conversation(self, messages: Sequence[Message], place: str) -> None:
+    def conversation(self, messages: Sequence[Message], where: str) -> None:
         """Look at a conversation with its answers."""
         self._count += 1
         if any(_is_empty(message) for message in messages if message["role"] == "assistant"):
-            self.add("empty answer", place)
-        self._messages(messages, place, "special token")
+            self.add("empty answer", where)
+        self._messages(messages, where, "special token")
 
-    def add(self, kind: str, place: str, example: str = "") -> None:
+    def add(self, kind: str, where: str, example: str = "") -> None:
         """Note a row of one of ``KINDS``."""
-        self._found.setdefault(kind, []).append((place, example))
+        self._found.setdefault(kind, []).append((where, example))
 
     def report(self) -> None:
         """Warn of each kind that was found and not reported before."""
-        for kind, found in self._found.items():
+        for kind, finds in self._found.items():
             if kind in self._told:
                 continue
             self._told.add(kind)
             what, remedy = KINDS[kind]
-            shown = [place + (f" ({example})" if example else "") for place, example in found[:EXAMPLES]]
-            more = ", ..." if len(found) > EXAMPLES else ""
+            shown = [where + (f" ({example})" if example else "") for where, example in finds[:EXAMPLES]]
+            more = ", ..." if len(finds) > EXAMPLES else ""
             logger.warning(
-                "%d of %d %s %s: %s%s. %s", len(found), self._count, self.rows, what, "; ".join(shown), more, remedy
+                "%d of %d %s %s: %s%s. %s", len(finds), self._count, self.rows, what, "; ".join(shown), more, remedy
             )
 
-    def _messages(self, messages: Sequence[Message], place: str, special: str) -> None:
+    def _messages(self, messages: Sequence[Message], where: str, special: str) -> None:
         roles = {message["role"]: None for message in messages}
         if "user" not in roles:
-            self.add("unasked", place)
+            self.add("unasked", where)
         unknown = next((role for role in roles if role not in ROLES and role not in self._template), None)
         if unknown is not None:
-            self.add("role", place, unknown)
+            self.add("role", where, unknown)
         if any(_is_empty(message) for message in messages if message["role"] == "user"):
-            self.add("empty question", place)
+            self.add("empty question", where)
         for message in messages:
             if message["content"] and (match := self._special.search(message["content"])):
-                self.add("special token" if message["role"] == "assistant" else special, place, match[0])
+                self.add("special token" if message["role"] == "assistant" else special, where, match[0])
                 break
 
 

@@ -55,8 +55,8 @@ class DifficultyCurriculum(BatchSampler, AbstractCurriculumSampler):
     def _log_weights(self) -> np.ndarray:
         rates, target = self.success_rates, self.config.target_success
         right = target * np.log(rates / target)
-        wrong = (1 - target) * np.log((1 - rates) / (1 - target))
-        return self.config.sharpness * (right + wrong)
+        log_odds_of_failure = (1 - target) * np.log((1 - rates) / (1 - target))
+        return self.config.sharpness * (right + log_odds_of_failure)
 
     def draw(self) -> list[int]:
         """Rows that have waited too long, then others by weight, without replacement."""

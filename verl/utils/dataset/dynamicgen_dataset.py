@@ -76,7 +76,7 @@ class DynamicGenDataset(RLHFDataset):
         """Append rows, all or none; errors give a row's number among all generated rows."""
         before = len(self.generated)
         self.generated.extend(rows, required=set(self.columns) - {"extra_info"})
-        numbers = [(len(self.files) - 1, number) for number in range(before, len(self.generated))]
+        numbers = [(len(self.files) - 1, row_index) for row_index in range(before, len(self.generated))]
         if not numbers:
             return
         complete = False
@@ -95,7 +95,7 @@ class DynamicGenDataset(RLHFDataset):
         state = {
             "num_from_files": self.num_from_files,
             "generated": json.dumps(self.generated.all_rows()),
-            "kept": [number for _, number in self.rows[self.num_from_files :]],
+            "kept": [row_index for _, row_index in self.rows[self.num_from_files :]],
         }
         if hasattr(self.generator, "state_dict"):
             state["generator"] = self.generator.state_dict()  # type: ignore[attr-defined]
@@ -111,7 +111,7 @@ class DynamicGenDataset(RLHFDataset):
         self.generated.shorten(0)
         self.generated.extend(json.loads(state["generated"]), required=set())
         file = len(self.files) - 1
-        self.rows = self.rows[: self.num_from_files] + [(file, number) for number in state["kept"]]
+        self.rows = self.rows[: self.num_from_files] + [(file, row_index) for row_index in state["kept"]]
         if "generator" in state:
             self.generator.load_state_dict(state["generator"])  # type: ignore[attr-defined]
 
@@ -133,21 +133,21 @@ class GeneratedRows(DataFile):
         """
         added: list[Row] = []
         for row in rows:
-            place = f"{self.path}, row {len(self) + len(added)}"
+            where = f"{self.path}, row {len(self) + len(added)}"
             if not isinstance(row, Mapping):
-                raise DataError(f"{place}: expected a mapping of columns, got {type(row).__name__} {row!r:.80}.")
+                raise DataError(f"{where}: expected a mapping of columns, got {type(row).__name__} {row!r:.80}.")
             missing, unknown = sorted(required - set(row)), sorted(set(row) - set(self.columns))
             if missing or unknown:
-                wrong = f"lacks {', '.join(missing)}" if missing else f"has the unknown column {', '.join(unknown)}"
+                problem = f"lacks {', '.join(missing)}" if missing else f"has the unknown column {', '.join(unknown)}"
                 raise DataError(
-                    f"{place}: it {wrong}. A generated row needs the columns of the training files: "
+                    f"{where}: it {problem}. A generated row needs the columns of the training files: "
                     f"{', '.join(self.columns)}."
                 )
             try:
                 added.append(json.loads(json.dumps(dict(row), allow_nan=False)))
             except (TypeError, ValueError) as error:
                 raise DataError(
-                    f"{place}: it cannot be kept in a checkpoint, because it holds more than plain values: {error}. "
+                    f"{where}: it cannot be kept in a checkpoint, because it holds more than plain values: {error}. "
                     "Use dicts, lists, strings, finite numbers, booleans and None."
                 ) from error
         self._rows += added

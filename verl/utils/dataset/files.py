@@ -80,11 +80,11 @@ class DataFile:
             try:
                 yield from chunk.to_pylist()
             except UnicodeDecodeError:  # somewhere in the chunk
-                for place, value in enumerate(chunk):
+                for where, value in enumerate(chunk):
                     try:
                         value.as_py()
                     except UnicodeDecodeError as error:
-                        raise _not_text(self.path, first + place, error, name) from error
+                        raise _not_text(self.path, first + where, error, name) from error
                 raise
             first += len(chunk)
 
@@ -107,10 +107,10 @@ class RowsInMemory(DataFile):
         is_table = hasattr(rows, "features") or hasattr(rows, "iloc")
         listed = rows.to_dict("records") if hasattr(rows, "iloc") else list(rows)
         if not listed or not all(isinstance(row, dict) for row in listed):
-            found = f"{type(listed[0]).__name__} {listed[0]!r:.80}" if listed else "nothing"
+            description = f"{type(listed[0]).__name__} {listed[0]!r:.80}" if listed else "nothing"
             raise DataError(
-                f"{name}: the rows are {type(rows).__name__} of {found}. Give a list of dicts, a datasets.Dataset or a "
-                "pandas.DataFrame with at least one row."
+                f"{name}: the rows are {type(rows).__name__} of {description}. Give a list of dicts, a "
+                "datasets.Dataset or a pandas.DataFrame with at least one row."
             )
         self._rows = [dict(row) for row in listed]
         if is_table:
@@ -162,10 +162,10 @@ def refuse_media(files: Iterable[DataFile], columns: Iterable[str], why_not: str
     """
     for file in files:
         for name in set(columns).intersection(file.columns):
-            for number, value in enumerate(file.column(name)):
+            for row_index, value in enumerate(file.column(name)):
                 if value:
                     raise DataError(
-                        f"{file.path}, row {number}: column '{name}' holds {len(value)} item(s). {why_not} "
+                        f"{file.path}, row {row_index}: column '{name}' holds {len(value)} item(s). {why_not} "
                         "Remove these rows, or the column if the text stands alone."
                     )
 
@@ -200,7 +200,7 @@ def choose_rows(files: Sequence[DataFile], max_samples: int, shuffle: bool, seed
     if not shuffle:
         return rows[:max_samples]
     chosen = np.random.default_rng(1 if seed is None else seed).choice(len(rows), size=max_samples, replace=False)
-    return [rows[number] for number in chosen]
+    return [rows[row_index] for row_index in chosen]
 
 
 def _expand(name: str, setting: str) -> list[Path]:
@@ -212,18 +212,18 @@ def _expand(name: str, setting: str) -> list[Path]:
     expanded = os.path.expanduser(os.path.expandvars(name))
     if "$" in expanded and not os.path.exists(expanded):
         raise DataError(f"{setting}: '{name}' names an environment variable that is not set.")
-    found = [expanded] if os.path.exists(expanded) else sorted(glob.glob(expanded, recursive=True))
-    if not found:
+    paths = [expanded] if os.path.exists(expanded) else sorted(glob.glob(expanded, recursive=True))
+    if not paths:
         raise DataError(
             f"{setting}: there is no file '{name}' (looked for {os.path.abspath(expanded)}). "
             "Check the path; `examples/data_preprocess` has scripts that make the data."
         )
-    for path in found:
+    for path in paths:
         if os.path.isdir(path):
             raise DataError(f"{setting}: '{path}' is a folder. Name its files, or use a glob: '{path}/*.parquet'.")
         if Path(path).suffix not in SUFFIXES:
             raise DataError(f"{setting}: '{path}' must end in one of {', '.join(SUFFIXES)}.")
-    return [Path(path) for path in found]
+    return [Path(path) for path in paths]
 
 
 def _read_parquet(path: Path) -> Any:
@@ -271,8 +271,8 @@ def _damaged_rows(file: Any) -> str:
 
 
 def _not_text(path: Path, row: int, error: UnicodeDecodeError, column: str | None = None) -> DataError:
-    place = f"{path}, row {row}" + ("" if column is None else f", column '{column}'")
-    return DataError(f"{place}: a text is not UTF-8 ({error}). Write the row again, or take it out.")
+    where = f"{path}, row {row}" + ("" if column is None else f", column '{column}'")
+    return DataError(f"{where}: a text is not UTF-8 ({error}). Write the row again, or take it out.")
 
 
 def _read_json(path: Path) -> list[Row]:
@@ -285,23 +285,23 @@ def _read_json(path: Path) -> list[Row]:
             rows = json.loads(text)
         except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
             raise DataError(f"{path} is not valid JSON: {error}.") from error
-        places = [f"element {number}" for number in range(len(rows))]
+        places = [f"element {index}" for index in range(len(rows))]
     else:
         # Not str.splitlines: it also breaks at characters that JSON allows inside a string (U+2028).
-        numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-        places = [f"line {number}" for number, _ in numbered]
-        rows = [_parse_line(line, path, place) for (_, line), place in zip(numbered, places, strict=True)]
-    for row, place in zip(rows, places, strict=True):
+        numbered = [(index, line) for index, line in enumerate(text.split("\n"), start=1) if line.strip()]
+        places = [f"line {index}" for index, _ in numbered]
+        rows = [_parse_line(line, path, where) for (_, line), where in zip(numbered, places, strict=True)]
+    for row, where in zip(rows, places, strict=True):
         if not isinstance(row, dict):
-            raise DataError(f"{path}, {place}: expected an object {{...}}, found {type(row).__name__}: {row!r:.80}.")
+            raise DataError(f"{path}, {where}: expected an object {{...}}, found {type(row).__name__}: {row!r:.80}.")
     return rows
 
 
-def _parse_line(line: str, path: Path, place: str) -> Any:
+def _parse_line(line: str, path: Path, where: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise DataError(
-            f"{path}, {place}: not valid JSON ({error}): {line!r:.80}. "
+            f"{path}, {where}: not valid JSON ({error}): {line!r:.80}. "
             "Expected one object per line, or one list of objects."
         ) from error

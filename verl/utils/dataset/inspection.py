@@ -108,7 +108,7 @@ def inspect_dataset(dataset: Inspectable, name: str, limit: int, filters: bool) 
     numbers = iter(flat)
     images = [dataset.row_images(item) for item in rows]
     # Each image has one token in the text of every side.
-    added = [sum(found.tokens) - len(found.tokens) for found in images]
+    added = [sum(row_images.tokens) - len(row_images.tokens) for row_images in images]
     lengths = [max(next(numbers) for _ in sides) + more for sides, more in zip(texts, added, strict=True)]
     too_long = sorted((item for item in rows if lengths[item] > limit), key=lambda item: -lengths[item])
     unusable, untrained, trained, tokens = [], [], 0, 0
@@ -127,7 +127,7 @@ def inspect_dataset(dataset: Inspectable, name: str, limit: int, filters: bool) 
             if not count:
                 untrained.append(item)
     first: dict[str, int] = {}
-    written = ["\0".join([*sides, found.digest]) for sides, found in zip(texts, images, strict=True)]
+    written = ["\0".join([*sides, row_images.digest]) for sides, row_images in zip(texts, images, strict=True)]
     duplicates = [(item, first[text]) for item, text in enumerate(written) if first.setdefault(text, item) != item]
     bad = {item for item, _ in unusable}
     kept = [item for item in rows if lengths[item] <= limit and item not in bad]
@@ -149,7 +149,7 @@ def inspect_dataset(dataset: Inspectable, name: str, limit: int, filters: bool) 
         duplicates=duplicates,
         unusable=unusable,
         untrained=untrained,
-        images=[found.tokens for found in images],
+        images=[row_images.tokens for row_images in images],
         broken=list(dataset.images.broken),
         samples=[sample for item in _chosen(kept, lengths) for sample in _samples(dataset, item)],
         places={item: dataset.place(item) for item in named},
@@ -197,7 +197,7 @@ def _shown_images(text: str) -> str:
     """Write the tokens of an image or a video as one of them and their number."""
     for token in (IMAGE_TOKEN, VIDEO_TOKEN):
         many = re.compile(f"(?:{re.escape(token)}){{2,}}")
-        text = many.sub(lambda found, token=token: f"{token} x {len(found[0]) // len(token)}", text)
+        text = many.sub(lambda match, token=token: f"{token} x {len(match[0]) // len(token)}", text)
     return text
 
 
@@ -212,8 +212,8 @@ def _sources(dataset: Any) -> dict[str, int]:
 def _gaps(dataset: Inspectable) -> dict[str, int]:
     columns = dict.fromkeys(column for file in dataset.files for column in file.columns)
     gaps: collections.Counter[str] = collections.Counter()
-    for number, file in enumerate(dataset.files):
-        used = {row for which, row in dataset.rows if which == number}
+    for file_index, file in enumerate(dataset.files):
+        used = {row for which, row in dataset.rows if which == file_index}
         for column in columns:
             if column not in file.columns:
                 gaps[column] += len(used)

@@ -58,8 +58,8 @@ def _printed_to(driver: int) -> Connection:
 def _bind(driver: int, output: Connection, _: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    for number in (1, 2):
-        os.dup2(output.fileno(), number)
+    for descriptor in (1, 2):
+        os.dup2(output.fileno(), descriptor)
     sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
     if hasattr(os, "pidfd_open"):
         threading.Thread(target=_end_with, args=(driver,), name="end with driver", daemon=True).start()

@@ -30,32 +30,32 @@ OTHER_SPELLINGS = {
 
 
 def mask_assistant(
-    messages: list[Message], tokenizer: Any, place: str, strict: bool = True, first: int = 0, **template_kwargs: Any
+    messages: list[Message], tokenizer: Any, row_name: str, strict: bool = True, first: int = 0, **template_kwargs: Any
 ) -> tuple[list[int], list[int]]:
     """Tokenize a conversation; return its ids and a mask of equal length, 1 for the assistant's tokens.
 
     Args:
         messages: checked messages.
         tokenizer: has a chat template.
-        place: file and row, for error messages.
+        row_name: file and row, for error messages.
         strict: refuse a conversation in which the prompt of a turn is not a prefix of the whole, as text or as tokens.
             Otherwise turns are found by their header, and a boundary inside a token is moved to the token's end.
         first: number of the first message whose turn may be trained on; earlier ones are context.
         template_kwargs: template variables: tools, enable_thinking, ...
     """
-    whole = render(messages, tokenizer, place, **template_kwargs)
+    whole = render(messages, tokenizer, row_name, **template_kwargs)
     ids = encode(whole, tokenizer)
     mask = [0] * len(ids)
     cursor = 0
-    for number, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        where = f"{place}: message {number}"
-        counts = number >= first and is_trained(message, where)
+        where = f"{row_name}: message {index}"
+        counts = index >= first and is_trained(message, where)
         if strict and not counts:
             continue  # later turns are found by their prompts alone, and templates may write this one otherwise
-        start = _turn_start(messages[:number], whole, cursor, tokenizer, where, strict, template_kwargs)
-        cursor = _turn_end(messages[: number + 1], whole, start, tokenizer, where, template_kwargs)
+        start = _turn_start(messages[:index], whole, cursor, tokenizer, where, strict, template_kwargs)
+        cursor = _turn_end(messages[: index + 1], whole, start, tokenizer, where, template_kwargs)
         if counts:
             begin = _tokens_of_prefix(whole[:start], ids, tokenizer, where, strict)
             end = _tokens_of_prefix(whole[:cursor], ids, tokenizer, where, strict)
@@ -63,73 +63,73 @@ def mask_assistant(
     return ids, mask
 
 
-def is_trained(message: Message, place: str) -> bool:
+def is_trained(message: Message, where: str) -> bool:
     """Whether a message of the assistant is trained on: what its :data:`SWITCHES` say, and by default yes.
 
     Raises:
         DataError: a switch has another value or spelling, or two of them differ.
     """
-    given = {key: value for key, value in message.items() if key in SWITCHES and value is not None}
-    for key, value in given.items():
+    switches = {key: value for key, value in message.items() if key in SWITCHES and value is not None}
+    for key, value in switches.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise DataError(
-                f"{place}: {key} is {value!r:.80}. Expected 1 or true (trained on), or 0 or false (context); nothing "
+                f"{where}: {key} is {value!r:.80}. Expected 1 or true (trained on), or 0 or false (context); nothing "
                 "between them is honoured."
             )
     for key in message:
         if key not in SWITCHES and key.lower().replace("_", "").replace("-", "") in OTHER_SPELLINGS:
             raise DataError(
-                f"{place} has '{key}', which is not read. What is trained on is said by {', '.join(SWITCHES)}: 1 or 0. "
+                f"{where} has '{key}', which is not read. What is trained on is said by {', '.join(SWITCHES)}: 1 or 0. "
                 "Rename it, or take it out."
             )
-    if len(set(map(bool, given.values()))) > 1:
-        both = " and ".join(f"{key}={value}" for key, value in given.items())
-        raise DataError(f"{place}: {both} contradict each other. Keep one of them.")
-    return all(given.values())
+    if len(set(map(bool, switches.values()))) > 1:
+        both = " and ".join(f"{key}={value}" for key, value in switches.items())
+        raise DataError(f"{where}: {both} contradict each other. Keep one of them.")
+    return all(switches.values())
 
 
-def require_learnable(messages: list[Message], place: str) -> None:
+def require_learnable(messages: list[Message], where: str) -> None:
     """Check that an assistant's turn is trained on, and that the first message, its prompt, is not the assistant's."""
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
-        raise DataError(f"{place}: no message has the role 'assistant', so there is nothing to learn (roles {roles}).")
+        raise DataError(f"{where}: no message has the role 'assistant', so there is nothing to learn (roles {roles}).")
     if roles[0] == "assistant":
         raise DataError(
-            f"{place}: the conversation begins with the assistant, and a model cannot be given an empty prompt. Put a "
+            f"{where}: the conversation begins with the assistant, and a model cannot be given an empty prompt. Put a "
             "message of the user or the system before it, or take the row out."
         )
-    trained = [is_trained(message, f"{place}: message {number}") for number, message in enumerate(messages)]
-    for number, message in enumerate(messages):
+    trained = [is_trained(message, f"{where}: message {index}") for index, message in enumerate(messages)]
+    for index, message in enumerate(messages):
         if message["role"] != "assistant" and any(message.get(key) for key in SWITCHES):
             raise DataError(
-                f"{place}: message {number} has {', '.join(key for key in SWITCHES if message.get(key))}, and the role "
+                f"{where}: message {index} has {', '.join(key for key in SWITCHES if message.get(key))}, and the role "
                 f"{message['role']}. The loss is on what the assistant says: leave the key out, or set it to 0."
             )
     if not any(now for now, role in zip(trained, roles, strict=True) if role == "assistant"):
         raise DataError(
-            f"{place}: no message of the assistant is trained on ({', '.join(SWITCHES)} are 0), so there is nothing to "
+            f"{where}: no message of the assistant is trained on ({', '.join(SWITCHES)} are 0), so there is nothing to "
             "learn. Take the row out."
         )
 
 
 def _turn_start(
-    before: list[Message], whole: str, cursor: int, tokenizer: Any, place: str, strict: bool, kwargs: dict[str, Any]
+    before: list[Message], whole: str, cursor: int, tokenizer: Any, where: str, strict: bool, kwargs: dict[str, Any]
 ) -> int:
-    prompt = render(before, tokenizer, place, add_generation_prompt=True, **kwargs)
+    prompt = render(before, tokenizer, where, add_generation_prompt=True, **kwargs)
     if whole.startswith(prompt) and len(prompt) >= cursor:
         return len(prompt)
     if strict:
         common = common_prefix_length(whole, prompt)
         raise DataError(
-            f"{place}: the chat template writes the prompt of this turn otherwise than the whole conversation. "
+            f"{where}: the chat template writes the prompt of this turn otherwise than the whole conversation. "
             f"They part at {prompt[common : common + 40]!r} and {whole[common : common + 40]!r}. The model would be "
             "trained on a context that it never sees. Split the conversation, or set "
             "ignore_input_ids_mismatch=true to train on it as the template writes the whole."
         )
-    header = prompt[len(render(before, tokenizer, place, **kwargs)) :]
+    header = prompt[len(render(before, tokenizer, where, **kwargs)) :]
     # A template may put an empty thought into the header that it omits from finished turns: try the first line alone.
-    found = {text: whole.find(text, cursor) for text in (header, header.split("\n")[0] + "\n") if text.strip()}
-    places = [(at, -len(text)) for text, at in found.items() if at >= 0]
+    positions = {text: whole.find(text, cursor) for text in (header, header.split("\n")[0] + "\n") if text.strip()}
+    places = [(at, -len(text)) for text, at in positions.items() if at >= 0]
     # The thought may start on the first line, right after the token that opens the turn.
     opening = max((token for token in _special_tokens(tokenizer) if header.startswith(token)), key=len, default="")
     if not places and opening and (at := whole.find(opening, cursor)) >= 0:
@@ -138,14 +138,14 @@ def _turn_start(
         at, length = min(places)  # the earliest match; of two at one place the longer
         return at - length
     raise DataError(
-        f"{place}: the header {header!r} of this turn is not in the conversation as the template writes it."
+        f"{where}: the header {header!r} of this turn is not in the conversation as the template writes it."
     )
 
 
 def _turn_end(
-    through: list[Message], whole: str, start: int, tokenizer: Any, place: str, kwargs: dict[str, Any]
+    through: list[Message], whole: str, start: int, tokenizer: Any, where: str, kwargs: dict[str, Any]
 ) -> int:
-    closed = render(through, tokenizer, place, **kwargs)
+    closed = render(through, tokenizer, where, **kwargs)
     stripped = closed.rstrip()
     mark = max((token for token in _special_tokens(tokenizer) if stripped.endswith(token)), key=len, default="")
     if whole.startswith(closed):
@@ -155,27 +155,29 @@ def _turn_end(
         # The mark ends the conversation only: behind the turn's own mark (<|endoftext|>), or in its place (<|return|>).
         if turn.rstrip().endswith(tuple(_special_tokens(tokenizer))):
             return len(turn.rstrip())
-        own = max((token for token in _special_tokens(tokenizer) if whole.startswith(token, len(turn))), default="")
-        if own:
-            return len(turn) + len(own)
+        end_token = max(
+            (token for token in _special_tokens(tokenizer) if whole.startswith(token, len(turn))), default=""
+        )
+        if end_token:
+            return len(turn) + len(end_token)
     # Templates may render earlier turns differently once later ones follow (without thoughts), but keep the end mark.
-    found = whole.find(mark, start) if mark else -1
-    if found < 0:
-        raise DataError(f"{place}: the end of this turn is not in the conversation as the template writes it.")
-    return found + len(mark)
+    position = whole.find(mark, start) if mark else -1
+    if position < 0:
+        raise DataError(f"{where}: the end of this turn is not in the conversation as the template writes it.")
+    return position + len(mark)
 
 
 def _special_tokens(tokenizer: Any) -> list[str]:
     return [token.content for token in tokenizer.added_tokens_decoder.values()]
 
 
-def _tokens_of_prefix(text: str, ids: list[int], tokenizer: Any, place: str, strict: bool) -> int:
+def _tokens_of_prefix(text: str, ids: list[int], tokenizer: Any, where: str, strict: bool) -> int:
     """How many of ``ids`` belong to ``text``, a prefix of the conversation."""
     beginning = encode(text, tokenizer)
     if strict and ids[: len(beginning)] != beginning:
         first = common_prefix_length(ids, beginning)
         raise DataError(
-            f"{place}: the text up to a border of this turn tokenizes otherwise alone than within the whole, from "
+            f"{where}: the text up to a border of this turn tokenizes otherwise alone than within the whole, from "
             f"token {first} on: {tokenizer.convert_ids_to_tokens(beginning[first : first + 4])} and "
             f"{tokenizer.convert_ids_to_tokens(ids[first : first + 4])}. A turn that begins with a space or a newline "
             "is the usual cause; strip it, or set ignore_input_ids_mismatch=true to let a token straddle the "

@@ -90,8 +90,8 @@ class WeightedSources(BatchSampler):
         if not self.shuffle:
             return rows[:length]
         # A seed per source (distinct for up to 1009 of them), so that sources of one size get different orders.
-        number = sorted(self.shares).index(name)
-        return [rows[place] for place in seeded_permutation(length, self.seed * 1009 + number, epoch)]
+        source_index = sorted(self.shares).index(name)
+        return [rows[where] for where in seeded_permutation(length, self.seed * 1009 + source_index, epoch)]
 
     def _read_sources(self) -> None:
         self.rows: dict[str, list[int]] = {}

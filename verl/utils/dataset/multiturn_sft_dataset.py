@@ -77,34 +77,34 @@ class MultiTurnSFTDataset(Dataset):
         """Required columns, each with the setting that names it."""
         return {self.config.messages_key: "messages_key"}
 
-    def conversation(self, row: Row, place: str) -> ImagePrompt:
+    def conversation(self, row: Row, where: str) -> ImagePrompt:
         """The messages of a row, checked, and its images."""
-        found = self.images.prompt(row[self.config.messages_key], row, place)
-        for number, message in enumerate(found.messages):
+        prompt = self.images.prompt(row[self.config.messages_key], row, where)
+        for index, message in enumerate(prompt.messages):
             if message["role"] == "assistant" and isinstance(message["content"], list):
                 raise DataError(
-                    f"{place}: message {number}, of the assistant, has an image or a video. A model answers with text; "
+                    f"{where}: message {index}, of the assistant, has an image or a video. A model answers with text; "
                     "put it into a message before it."
                 )
-        return found
+        return prompt
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, item: int) -> Item:
-        place = self.place(item)
+        where = self.place(item)
         ids, mask, images = self._sequence(item)
         # Cut as pairs, so that ids and mask lose the same places.
         truncation = "error" if images else self.config.truncation
-        pairs = truncate(list(zip(ids, mask, strict=True)), self.config.max_length, truncation, place, "max_length")
+        pairs = truncate(list(zip(ids, mask, strict=True)), self.config.max_length, truncation, where, "max_length")
         columns = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
         length = len(pairs) if self.config.pad_mode == "no_padding" else self.config.max_length
-        found = right_pad(columns[:, 0], columns[:, 1], length, self.tokenizer.pad_token_id)
+        padded = right_pad(columns[:, 0], columns[:, 1], length, self.tokenizer.pad_token_id)
         if self.images.maker is not None:
-            made = dict(self.images.columns(images, [int(token) for token in columns[:, 0]], place))
-            found["position_ids"] = right_padded(made.pop("positions"), length)
-            found["multi_modal_inputs"] = SharedTensors(made)
-        return found
+            made = dict(self.images.columns(images, [int(token) for token in columns[:, 0]], where))
+            padded["position_ids"] = right_padded(made.pop("positions"), length)
+            padded["multi_modal_inputs"] = SharedTensors(made)
+        return padded
 
     def place(self, item: int) -> str:
         """File and row of an item, for error messages."""
@@ -112,10 +112,10 @@ class MultiTurnSFTDataset(Dataset):
 
     def texts(self, item: int) -> list[str]:
         """The rendered conversation, in a list of one."""
-        place, row = self._locate(item)
-        kwargs = self._template_kwargs(row, place)
-        conversation = self.images.opened(self.conversation(row, place), place)
-        return [render(conversation.messages, self.tokenizer, place, **kwargs)]
+        where, row = self._locate(item)
+        kwargs = self._template_kwargs(row, where)
+        conversation = self.images.opened(self.conversation(row, where), where)
+        return [render(conversation.messages, self.tokenizer, where, **kwargs)]
 
     def sequences(self, item: int) -> list[tuple[list[int], list[int]]]:
         """Token ids and loss mask before truncation, in a list of one."""
@@ -123,33 +123,33 @@ class MultiTurnSFTDataset(Dataset):
 
     def row_images(self, item: int) -> RowImages:
         """The images of an item, as they were measured when the files were opened."""
-        place, row = self._locate(item)
-        return self.images.of_row(self.rows[item], self.conversation(row, place))
+        where, row = self._locate(item)
+        return self.images.of_row(self.rows[item], self.conversation(row, where))
 
     def _sequence(self, item: int) -> tuple[list[int], list[int], list[Any]]:
         """Token ids and loss mask before truncation, and the decoded images."""
-        place, row = self._locate(item)
-        conversation = self.images.opened(self.conversation(row, place), place)
+        where, row = self._locate(item)
+        conversation = self.images.opened(self.conversation(row, where), where)
         ids, mask = mask_assistant(
             conversation.messages,
             self.tokenizer,
-            place,
+            where,
             strict=not self.config.ignore_input_ids_mismatch,
-            **self._template_kwargs(row, place),
+            **self._template_kwargs(row, where),
         )
-        images, counts = self.images.read(conversation, place)
-        return *self.images.expanded(ids, mask, counts, place), images
+        images, counts = self.images.read(conversation, where)
+        return *self.images.expanded(ids, mask, counts, where), images
 
     def _locate(self, item: int) -> tuple[str, Row]:
         return self._at(self.rows[item])
 
-    def _at(self, found: tuple[int, int]) -> tuple[str, Row]:
-        file, number = found
-        return f"{self.files[file].path}, row {number}", self.files[file].row(number)
+    def _at(self, row: tuple[int, int]) -> tuple[str, Row]:
+        file, row_index = row
+        return f"{self.files[file].path}, row {row_index}", self.files[file].row(row_index)
 
-    def _template_kwargs(self, row: Row, place: str) -> dict[str, Any]:
+    def _template_kwargs(self, row: Row, where: str) -> dict[str, Any]:
         config = self.config
-        of_row = row_template_kwargs(row, config.tools_key, config.enable_thinking_key, self.tokenizer, place)
+        of_row = row_template_kwargs(row, config.tools_key, config.enable_thinking_key, self.tokenizer, where)
         return config.apply_chat_template_kwargs | of_row
 
     def _check_conversations(self) -> None:
@@ -161,38 +161,38 @@ class MultiTurnSFTDataset(Dataset):
         texts: list[str] = []
         added: list[int] = []
         measured = self.images.measured(self._conversations(checks), DECODERS, self.config.max_length)
-        for found, conversation, image_tokens in measured:
-            kept.append(found)
+        for row_id, conversation, image_tokens in measured:
+            kept.append(row_id)
             if not cuts or conversation.images:
-                place, row = self._at(found)
-                must_fit.append(place)
-                texts.append(render(conversation.messages, self.tokenizer, place, **self._template_kwargs(row, place)))
+                where, row = self._at(row_id)
+                must_fit.append(where)
+                texts.append(render(conversation.messages, self.tokenizer, where, **self._template_kwargs(row, where)))
                 added.append(image_tokens)
         checks.report()
         self.rows = kept
         limit = self.config.max_length
         lengths = [sum(n) for n in zip(token_lengths(texts, self.tokenizer), added, strict=True)]
-        too_long = [(n, place) for n, place in zip(lengths, must_fit, strict=True) if n > limit]
+        too_long = [(n, where) for n, where in zip(lengths, must_fit, strict=True) if n > limit]
         if too_long:
-            length, place = too_long[0]
+            length, where = too_long[0]
             why = "conversations with images are never cut" if cuts else "truncation is 'error'"
             cut = "take these rows out" if cuts else "set truncation to left, right or middle"
             raise DataError(
                 f"{len(too_long)} of {len(self)} conversations are longer than max_length={limit} and {why}: the first "
-                f"is {place} with {length} tokens, the longest has {max(n for n, _ in too_long)}. Raise max_length, or "
+                f"is {where} with {length} tokens, the longest has {max(n for n, _ in too_long)}. Raise max_length, or "
                 f"{cut}."
             )
 
     def _conversations(self, checks: ContentChecks) -> Iterator[tuple[tuple[int, int], str, ImagePrompt]]:
         """Yield file and row number, place, and conversation of each row, checked."""
-        for found in self.rows:
-            place, row = self._at(found)
-            conversation = self.conversation(row, place)
-            require_learnable(conversation.plain, place)
-            require_written_calls(conversation.plain, self.tokenizer, place)
-            self._template_kwargs(row, place)
-            checks.conversation(conversation.plain, place)
-            yield found, place, conversation
+        for row_id in self.rows:
+            where, row = self._at(row_id)
+            conversation = self.conversation(row, where)
+            require_learnable(conversation.plain, where)
+            require_written_calls(conversation.plain, self.tokenizer, where)
+            self._template_kwargs(row, where)
+            checks.conversation(conversation.plain, where)
+            yield row_id, where, conversation
 
 
 def right_pad(ids: torch.Tensor, loss_mask: torch.Tensor, length: int, pad_token_id: int) -> Item:

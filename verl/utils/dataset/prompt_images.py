@@ -91,29 +91,29 @@ class PromptImages:
         reads = "Images and videos are for models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL"
         return f"{reads}; this one's processor is {self._reader}."
 
-    def prompt(self, prompt: Any, row: Mapping[str, Any], place: str) -> ImagePrompt:
+    def prompt(self, prompt: Any, row: Mapping[str, Any], where: str) -> ImagePrompt:
         """Check the messages of a row and place its images and videos in them.
 
         Raises:
             DataError: see :mod:`verl.vision.messages`.
         """
         if self.maker is None:
-            plain = row_messages(prompt, place)
+            plain = row_messages(prompt, where)
             return ImagePrompt(plain, plain, [])
-        prompt, media = self.with_placeholders(prompt, row, place)
-        return self.placed(row_messages(prompt, place), media, place)
+        prompt, media = self.with_placeholders(prompt, row, where)
+        return self.placed(row_messages(prompt, where), media, where)
 
-    def with_placeholders(self, prompt: Any, row: Mapping[str, Any], place: str) -> tuple[Any, Media]:
+    def with_placeholders(self, prompt: Any, row: Mapping[str, Any], where: str) -> tuple[Any, Media]:
         """Replace parts of messages by ``<image>`` and ``<video>``; return them and the row's images and videos."""
-        return with_placeholders(prompt, {kind: row.get(key) for key, kind in self._kinds.items()}, place)
+        return with_placeholders(prompt, {kind: row.get(key) for key, kind in self._kinds.items()}, where)
 
-    def placed(self, plain: list[Message], media: Media, place: str) -> ImagePrompt:
+    def placed(self, plain: list[Message], media: Media, where: str) -> ImagePrompt:
         """Place images and videos in checked messages in which ``<image>`` and ``<video>`` stand for them."""
-        messages = with_image_parts(plain, {kind: len(found) for kind, found in media.items()}, place)
-        found = [Video(value) if kind == "video" else value for kind, value in in_order(messages, media)]
-        return ImagePrompt(plain, messages, found)
+        messages = with_image_parts(plain, {kind: len(items) for kind, items in media.items()}, where)
+        items = [Video(value) if kind == "video" else value for kind, value in in_order(messages, media)]
+        return ImagePrompt(plain, messages, items)
 
-    def opened(self, prompt: ImagePrompt, place: str) -> ImagePrompt:
+    def opened(self, prompt: ImagePrompt, where: str) -> ImagePrompt:
         """Choose the frames of the videos of a prompt, whose times Qwen3-VL reads in its messages.
 
         Raises:
@@ -121,13 +121,13 @@ class PromptImages:
         """
         if self.maker is None or not any(isinstance(image, Video) for image in prompt.images):
             return prompt
-        images = [self.maker.open(image, place) if isinstance(image, Video) else image for image in prompt.images]
+        images = [self.maker.open(image, where) if isinstance(image, Video) else image for image in prompt.images]
         messages = prompt.messages
         if self.maker.has_times:
             messages = with_times(messages, [clip.times() for clip in images if isinstance(clip, Clip)])
         return replace(prompt, images=images, messages=messages)
 
-    def read(self, prompt: ImagePrompt, place: str) -> tuple[list[Picture], list[int]]:
+    def read(self, prompt: ImagePrompt, where: str) -> tuple[list[Picture], list[int]]:
         """Decode the images of an opened prompt; return them and its clips, and the tokens at each of their places.
 
         Raises:
@@ -135,13 +135,13 @@ class PromptImages:
         """
         if self.maker is None or not prompt.images:
             return [], []
-        images = [image if isinstance(image, Clip) else self.maker.read(image, place) for image in prompt.images]
-        return images, [count for image in images for count in self.maker.count_tokens(image, place)]
+        images = [image if isinstance(image, Clip) else self.maker.read(image, where) for image in prompt.images]
+        return images, [count for image in images for count in self.maker.count_tokens(image, where)]
 
-    def _checked(self, prompt: ImagePrompt, place: str, most: int) -> tuple[ImagePrompt, list[int]]:
+    def _checked(self, prompt: ImagePrompt, where: str, most: int) -> tuple[ImagePrompt, list[int]]:
         """Open a prompt and count its tokens; its videos are decoded unless they alone are more than ``most``."""
-        prompt = self.opened(prompt, place)
-        images, counts = self.read(prompt, place)
+        prompt = self.opened(prompt, where)
+        images, counts = self.read(prompt, where)
         if sum(counts) <= most:
             for clip in (image for image in images if isinstance(image, Clip)):
                 for _ in clip.frames():
@@ -174,24 +174,24 @@ class PromptImages:
         with ThreadPoolExecutor(workers) as pool:
             for part in _parts(prompts):
                 total += len(part)
-                for (number, place, given), found in zip(part, pool.map(counted, part), strict=True):
-                    if self.maker is not None and not given.images and _has_placeholder(given.plain):
-                        bare.append(place)
-                    if isinstance(found, DataError):
-                        broken.append(str(found))
+                for (row_id, where, row_prompt), result in zip(part, pool.map(counted, part), strict=True):
+                    if self.maker is not None and not row_prompt.images and _has_placeholder(row_prompt.plain):
+                        bare.append(where)
+                    if isinstance(result, DataError):
+                        broken.append(str(result))
                     else:
-                        prompt, counts = found
+                        prompt, counts = result
                         if counts:
-                            self._tokens[number] = counts
-                        yield number, prompt, sum(counts) - len(counts)
+                            self._tokens[row_id] = counts
+                        yield row_id, prompt, sum(counts) - len(counts)
         self.broken += broken
         if broken:
             more = f" ... and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
             shown = " | ".join(broken[:SHOWN])
-            told = f"{len(broken)} of {total} rows have images or videos that cannot be used: {shown}{more}"
+            message = f"{len(broken)} of {total} rows have images or videos that cannot be used: {shown}{more}"
             if len(broken) == total:
-                raise DataError(told)
-            logger.warning("left out: %s", told)
+                raise DataError(message)
+            logger.warning("left out: %s", message)
         if bare:
             logger.warning(
                 "%d of %d rows have %s in a text and no image or video for it, which the model reads as text: %s "
@@ -199,12 +199,12 @@ class PromptImages:
                 *(len(bare), total, " or ".join(PLACEHOLDERS.values()), bare[0], self.image_key, self.video_key),
             )
 
-    def of_row(self, number: Any, prompt: ImagePrompt) -> RowImages:
+    def of_row(self, row_id: Any, prompt: ImagePrompt) -> RowImages:
         """Return what :meth:`measured` found of a row."""
         digest = hashlib.blake2b(repr(prompt.images).encode(), digest_size=16).hexdigest() if prompt.images else ""
-        return RowImages(self._tokens.get(number, []), digest)
+        return RowImages(self._tokens.get(row_id, []), digest)
 
-    def expanded(self, ids: list[int], mask: list[int], counts: list[int], place: str) -> tuple[list[int], list[int]]:
+    def expanded(self, ids: list[int], mask: list[int], counts: list[int], where: str) -> tuple[list[int], list[int]]:
         """Repeat the n-th token of images or videos, and its place in the loss mask, ``counts[n]`` times.
 
         Raises:
@@ -212,14 +212,14 @@ class PromptImages:
         """
         if self.maker is None or not counts:
             return ids, mask
-        pairs = zip(ids, mask, self.maker.repeats(ids, counts, place), strict=True)
+        pairs = zip(ids, mask, self.maker.repeats(ids, counts, where), strict=True)
         long = [(token, trained) for token, trained, count in pairs for _ in range(count)]
         return [token for token, _ in long], [trained for _, trained in long]
 
-    def columns(self, images: list[Picture], ids: list[int], place: str) -> Mapping[str, Any]:
+    def columns(self, images: list[Picture], ids: list[int], where: str) -> Mapping[str, Any]:
         """Return the inputs of the images by name, and under ``positions`` the position ids, (4, tokens)."""
         assert self.maker is not None
-        inputs = self.maker.inputs(images, place)
+        inputs = self.maker.inputs(images, where)
         return inputs | {"positions": self.maker.positions(ids, inputs)}
 
 

@@ -127,13 +127,13 @@ class RLHFDataset(Dataset):
         if type(self)._read_files_and_tokenize is RLHFDataset._read_files_and_tokenize:
             return open_files(self.data_files, "data_files")
         self._read_files_and_tokenize()
-        name, given = type(self).__name__, vars(self).get("dataframe")
-        if given is None:
+        name, dataframe = type(self).__name__, vars(self).get("dataframe")
+        if dataframe is None:
             raise DataError(
                 f"{name}._read_files_and_tokenize reads the files in the place of verl and must set self.dataframe: a "
                 "list of dicts, a datasets.Dataset or a pandas.DataFrame of the rows."
             )
-        return [RowsInMemory(given, f"{name}.dataframe")]
+        return [RowsInMemory(dataframe, f"{name}.dataframe")]
 
     def _read_files_and_tokenize(self) -> None:
         """Read ``self.data_files``, which may be folders or names, in a subclass; it sets ``self.dataframe``."""
@@ -146,21 +146,21 @@ class RLHFDataset(Dataset):
         return len(self.rows)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        place = self.place(item)
+        where = self.place(item)
         source = self.source_row(item)
-        prompt = self._prompt(source, place)
+        prompt = self._prompt(source, where)
         text = self._render(prompt, self.rows[item])
         longest = self.config.max_prompt_length
         ids = encode(text, self.tokenizer)
         row = self._side_columns(item, source)
-        images, counts = self.images.read(prompt, place)
+        images, counts = self.images.read(prompt, where)
         if images:
             ids = self._expanded(ids, counts)
         truncation = "error" if images else self.config.truncation
-        ids = truncate(ids, longest, truncation, f"{place}: the prompt", "max_prompt_length")
+        ids = truncate(ids, longest, truncation, f"{where}: the prompt", "max_prompt_length")
         row.update(left_pad(ids, longest, self.tokenizer.pad_token_id))
         if self.images.maker is not None:
-            made = dict(self.images.columns(images, ids, place))
+            made = dict(self.images.columns(images, ids, where))
             row["position_ids"] = left_padded(made.pop("positions"), longest)
             row["multi_modal_inputs"] = SharedTensors(made)
         if self.config.return_raw_chat:
@@ -171,22 +171,22 @@ class RLHFDataset(Dataset):
             row["full_prompts"] = plain(text)
         return row
 
-    def _prompt(self, source: Row, place: str) -> ImagePrompt:
-        return self.images.opened(self.images.prompt(source[self.config.prompt_key], source, place), place)
+    def _prompt(self, source: Row, where: str) -> ImagePrompt:
+        return self.images.opened(self.images.prompt(source[self.config.prompt_key], source, where), where)
 
     def _render(self, prompt: ImagePrompt, row: tuple[int, int]) -> str:
         return render_prompt(prompt.messages, self.tokenizer, self._place(row), **self._template_kwargs(row))
 
     def _template_kwargs(self, row: tuple[int, int]) -> dict[str, Any]:
         """The variables of the chat template of the run, and those of the row."""
-        (file, number), config = row, self.config
+        (file, row_index), config = row, self.config
         if not {config.tools_key, config.enable_thinking_key}.intersection(self.files[file].columns):
             return self.template_kwargs
-        place, source = self._place(row), self.files[file].row(number)
-        of_row = row_template_kwargs(source, config.tools_key, config.enable_thinking_key, self.tokenizer, place)
+        where, source = self._place(row), self.files[file].row(row_index)
+        of_row = row_template_kwargs(source, config.tools_key, config.enable_thinking_key, self.tokenizer, where)
         if "tools" in of_row and "tools" in self.template_kwargs:
             raise DataError(
-                f"{place} has {config.tools_key}, and the run has tools of its own, which the prompts show "
+                f"{where} has {config.tools_key}, and the run has tools of its own, which the prompts show "
                 "(tool_config_path, function_tool_path, or apply_chat_template_kwargs.tools). "
                 "Leave one of the two out; tools_key=null leaves the column unread."
             )
@@ -203,8 +203,8 @@ class RLHFDataset(Dataset):
     def sequences(self, item: int) -> list[tuple[list[int], list[int]]]:
         """Token ids before truncation and an all-zero loss mask, in a list of one."""
         ids = encode(self.texts(item)[0], self.tokenizer)
-        place = self.place(item)
-        if counts := self.images.read(self._prompt(self.source_row(item), place), place)[1]:
+        where = self.place(item)
+        if counts := self.images.read(self._prompt(self.source_row(item), where), where)[1]:
             ids = self._expanded(ids, counts)
         return [(ids, [0] * len(ids))]
 
@@ -218,8 +218,8 @@ class RLHFDataset(Dataset):
 
     def source_row(self, item: int) -> Row:
         """The unchanged row of the file."""
-        file, number = self.rows[item]
-        return self.files[file].row(number)
+        file, row_index = self.rows[item]
+        return self.files[file].row(row_index)
 
     def source_column(self, name: str) -> Iterator[Any]:
         """One column of the files, for every item in order; None where a file lacks it."""
@@ -274,42 +274,42 @@ class RLHFDataset(Dataset):
             self.images.refuse_media(file)
 
     def _place(self, row: tuple[int, int]) -> str:
-        file, number = row
-        return f"{self.files[file].path}, row {number}"
+        file, row_index = row
+        return f"{self.files[file].path}, row {row_index}"
 
     def _column(self, name: str, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[str, Any]]:
         """Places and values of one column; None where a file lacks it."""
         files = {file: self.files[file] for file in {file for file, _ in rows}}
         columns = {n: list(file.column(name)) if name in file.columns else None for n, file in files.items()}
-        for file, number in rows:
+        for file, row_index in rows:
             column = columns[file]
-            yield self._place((file, number)), None if column is None else column[number]
+            yield self._place((file, row_index)), None if column is None else column[row_index]
 
     def _prompts(self, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], str, ImagePrompt]]:
         config = self.config
         names = (config.prompt_key, config.image_key, config.video_key)
         for row, *values in zip(rows, *(self._column(name, rows) for name in names), strict=True):
-            place = values[0][0]
+            where = values[0][0]
             source = dict(zip(names, (value for _, value in values), strict=True))
-            prompt = self.images.prompt(source[config.prompt_key], source, place)
-            require_written_calls(prompt.plain, self.tokenizer, place)
-            self.checks.prompt(prompt.plain, place)
-            yield row, place, prompt
+            prompt = self.images.prompt(source[config.prompt_key], source, where)
+            require_written_calls(prompt.plain, self.tokenizer, where)
+            self.checks.prompt(prompt.plain, where)
+            yield row, where, prompt
 
     def _check_side_columns(self, rows: Sequence[tuple[int, int]]) -> None:
         key = self.config.reward_fn_key
-        for place, source in self._column(key, rows):
+        for where, source in self._column(key, rows):
             if source is not None and not isinstance(source, str):
                 raise DataError(
-                    f"{place}: {key} is {type(source).__name__} {source!r:.80}, not text. It names the data source, "
+                    f"{where}: {key} is {type(source).__name__} {source!r:.80}, not text. It names the data source, "
                     "by which a scorer is chosen."
                 )
-        for place, extra in self._column("extra_info", rows):
+        for where, extra in self._column("extra_info", rows):
             if extra and not isinstance(extra, dict):
-                raise DataError(f"{place}: extra_info is {type(extra).__name__} {extra!r:.80}, not a dict.")
+                raise DataError(f"{where}: extra_info is {type(extra).__name__} {extra!r:.80}, not a dict.")
             if extra and extra.get("need_tools_kwargs") and not extra.get("tools_kwargs"):
                 raise DataError(
-                    f"{place}: extra_info.need_tools_kwargs is true, but extra_info.tools_kwargs is empty. "
+                    f"{where}: extra_info.need_tools_kwargs is true, but extra_info.tools_kwargs is empty. "
                     "Give the tools' arguments or set need_tools_kwargs to false."
                 )
 

@@ -124,39 +124,39 @@ class RMDataset(Dataset):
 
     def pair(self, item: int) -> Pair:
         """The two conversations of an item, checked, as the chat template takes them."""
-        place, row = self._locate(self.rows[item])
-        return self._placed(*self._plain_pair(row, place), place)
+        where, row = self._locate(self.rows[item])
+        return self._placed(*self._plain_pair(row, where), where)
 
     def _locate(self, row: tuple[int, int]) -> tuple[str, Row]:
-        file, number = row
-        return f"{self.files[file].path}, row {number}", self.files[file].row(number)
+        file, row_index = row
+        return f"{self.files[file].path}, row {row_index}", self.files[file].row(row_index)
 
-    def _placed(self, pair: Pair, media: Media, place: str) -> Pair:
+    def _placed(self, pair: Pair, media: Media, where: str) -> Pair:
         """Replace ``<image>`` and ``<video>`` in the prompt by parts."""
-        prompt = self.images.placed(pair.chosen[: pair.shared], media, f"{place}, the prompt")
+        prompt = self.images.placed(pair.chosen[: pair.shared], media, f"{where}, the prompt")
         if any(message["role"] == "assistant" and isinstance(message["content"], list) for message in prompt.messages):
             raise DataError(
-                f"{place}, the prompt: a message of the assistant has an image or a video. A model answers with text; "
+                f"{where}, the prompt: a message of the assistant has an image or a video. A model answers with text; "
                 "put it into a message before it."
             )
         return _with_prompt(pair, prompt)
 
-    def _plain_pair(self, row: Row, place: str) -> tuple[Pair, Media]:
+    def _plain_pair(self, row: Row, where: str) -> tuple[Pair, Media]:
         """The conversations with texts alone, and the images and videos for which ``<image>`` and ``<video>`` stand."""
         if self.images.maker is None:
-            return make_pair(row, self.config, place), {}
+            return make_pair(row, self.config, where), {}
         config = self.config
         of_prompt: Media | None = None
         # The first of them has the prompt.
         for key in filter(None, (config.prompt_key, config.chosen_key, config.rejected_key)):
-            row[key], media = self.images.with_placeholders(row.get(key), row, f"{place}, {key}")
+            row[key], media = self.images.with_placeholders(row.get(key), row, f"{where}, {key}")
             of_prompt = media if of_prompt is None else of_prompt
-            if any(found and found != of_prompt[kind] for kind, found in media.items()):
+            if any(items and items != of_prompt[kind] for kind, items in media.items()):
                 raise DataError(
-                    f"{place}, {key}: it has an image or a video that the prompt has not. They stand in the prompt, "
+                    f"{where}, {key}: it has an image or a video that the prompt has not. They stand in the prompt, "
                     "which both sides share; a response is text."
                 )
-        return make_pair(row, config, place), of_prompt or {}
+        return make_pair(row, config, where), of_prompt or {}
 
     def _opened(self, item: int) -> Pair:
         """The pair with the frames of its videos chosen."""
@@ -165,16 +165,16 @@ class RMDataset(Dataset):
 
     def texts(self, item: int) -> list[str]:
         """The chosen and the rejected side, rendered by the chat template."""
-        place, row = self._locate(self.rows[item])
-        return self._rendered(self._opened(item), place, self._template_kwargs(row, place))
+        where, row = self._locate(self.rows[item])
+        return self._rendered(self._opened(item), where, self._template_kwargs(row, where))
 
-    def _rendered(self, pair: Pair, place: str, template_kwargs: Mapping[str, Any]) -> list[str]:
+    def _rendered(self, pair: Pair, where: str, template_kwargs: Mapping[str, Any]) -> list[str]:
         sides = (pair.chosen, pair.rejected)
-        return [render(messages, self.tokenizer, place, **template_kwargs) for messages in sides]
+        return [render(messages, self.tokenizer, where, **template_kwargs) for messages in sides]
 
-    def _template_kwargs(self, row: Row, place: str) -> dict[str, Any]:
+    def _template_kwargs(self, row: Row, where: str) -> dict[str, Any]:
         config = self.config
-        of_row = row_template_kwargs(row, config.tools_key, config.enable_thinking_key, self.tokenizer, place)
+        of_row = row_template_kwargs(row, config.tools_key, config.enable_thinking_key, self.tokenizer, where)
         return self.template_kwargs | of_row
 
     def sequences(self, item: int) -> tuple[Side, Side]:
@@ -187,21 +187,21 @@ class RMDataset(Dataset):
 
     def _sequences(self, item: int) -> tuple[Side, Side, list[Any]]:
         """Both sides before truncation, and the decoded images."""
-        pair, (place, row) = self._opened(item), self._locate(self.rows[item])
-        template_kwargs = self._template_kwargs(row, place)
-        images, counts = self.images.read(_prompt_of(pair), place)
+        pair, (where, row) = self._opened(item), self._locate(self.rows[item])
+        template_kwargs = self._template_kwargs(row, where)
+        images, counts = self.images.read(_prompt_of(pair), where)
         chosen, rejected = (
             self.images.expanded(
                 *mask_assistant(
                     messages,
                     self.tokenizer,
-                    f"{place}, {name}",
+                    f"{where}, {name}",
                     strict=not self.config.ignore_input_ids_mismatch,
                     first=pair.shared,
                     **template_kwargs,
                 ),
                 counts,
-                f"{place}, {name}",
+                f"{where}, {name}",
             )
             for name, messages in (("chosen", pair.chosen), ("rejected", pair.rejected))
         )
@@ -264,11 +264,11 @@ class RMDataset(Dataset):
         checks = ContentChecks(self.tokenizer, "pairs")
         measured = self.images.measured(self._prompts(checks, pairs), DECODERS, self.config.max_length)
         for row, prompt, image_tokens in measured:
-            place, values = self._locate(row)
-            kwargs = self._template_kwargs(values, place)
-            sides = self._rendered(_with_prompt(pairs.pop(row), prompt), place, kwargs)
+            where, values = self._locate(row)
+            kwargs = self._template_kwargs(values, where)
+            sides = self._rendered(_with_prompt(pairs.pop(row), prompt), where, kwargs)
             if sides[0] == sides[1]:
-                raise DataError(f"{place}: the chat template writes both sides alike. Take the row out.")
+                raise DataError(f"{where}: the chat template writes both sides alike. Take the row out.")
             texts += sides
             added.append(image_tokens)
             with_images.append(bool(prompt.images))
@@ -296,12 +296,12 @@ class RMDataset(Dataset):
     ) -> Iterator[tuple[tuple[int, int], str, ImagePrompt]]:
         """Yield file and row number, place, and prompt of each row, whose pair is checked and put into ``pairs``."""
         for row in self.rows:
-            place, values = self._locate(row)
-            plain, media = self._plain_pair(values, place)
-            require_written_calls(plain.chosen + plain.rejected, self.tokenizer, place)
-            checks.conversation(plain.chosen + plain.rejected[plain.shared :], place)
-            pairs[row] = pair = self._placed(plain, media, place)
-            yield row, place, _prompt_of(pair)
+            where, values = self._locate(row)
+            plain, media = self._plain_pair(values, where)
+            require_written_calls(plain.chosen + plain.rejected, self.tokenizer, where)
+            checks.conversation(plain.chosen + plain.rejected[plain.shared :], where)
+            pairs[row] = pair = self._placed(plain, media, where)
+            yield row, where, _prompt_of(pair)
 
 
 def _prompt_of(pair: Pair) -> ImagePrompt:
@@ -315,21 +315,21 @@ def _with_prompt(pair: Pair, prompt: ImagePrompt) -> Pair:
     return pair._replace(chosen=chosen, rejected=rejected, images=prompt.images)
 
 
-def make_pair(row: Row, config: PreferenceDataConfig, place: str) -> Pair:
+def make_pair(row: Row, config: PreferenceDataConfig, where: str) -> Pair:
     """Extract the two conversations of a row; ``place`` (file and row) is named in errors.
 
     Raises:
         DataError: a side is empty or does not end with the assistant, the sides share no prompt, or they are equal.
     """
-    sides = {key: _messages(row.get(key), f"{place}, {key}") for key in (config.chosen_key, config.rejected_key)}
+    sides = {key: _messages(row.get(key), f"{where}, {key}") for key in (config.chosen_key, config.rejected_key)}
     chosen, rejected = sides.values()
     if config.prompt_key is not None:
-        prompt = row_messages(row.get(config.prompt_key), f"{place}, {config.prompt_key}")
+        prompt = row_messages(row.get(config.prompt_key), f"{where}, {config.prompt_key}")
         shared = len(prompt)
         for key, side in sides.items():
             if side[:shared] != prompt and side[0]["role"] != "assistant":
                 raise DataError(
-                    f"{place}, {key}: it begins with a message of the role '{side[0]['role']}', but not with the "
+                    f"{where}, {key}: it begins with a message of the role '{side[0]['role']}', but not with the "
                     f"messages of {config.prompt_key}. Give the response alone, a conversation that begins with the "
                     "prompt, or set prompt_key=null if both sides are whole conversations."
                 )
@@ -339,33 +339,33 @@ def make_pair(row: Row, config: PreferenceDataConfig, place: str) -> Pair:
         shared = next((n for n, (a, b) in enumerate(both) if a != b), min(len(chosen), len(rejected)))
     if chosen == rejected:
         raise DataError(
-            f"{place}: {' and '.join(sides)} are the same, so there is nothing to prefer. Take the row out."
+            f"{where}: {' and '.join(sides)} are the same, so there is nothing to prefer. Take the row out."
         )
     for key, side in zip(sides, (chosen, rejected), strict=True):
         if shared == 0:
             raise DataError(
-                f"{place}: the two conversations begin with different messages, so they share no prompt. "
+                f"{where}: the two conversations begin with different messages, so they share no prompt. "
                 "Set prompt_key to the column of the prompt."
             )
         if len(side) == shared or side[-1]["role"] != "assistant":
-            raise DataError(f"{place}, {key}: the last message must be the assistant's response to the prompt.")
-        if not all(is_trained(message, f"{place}, {key}") for message in side[shared:]):
+            raise DataError(f"{where}, {key}: the last message must be the assistant's response to the prompt.")
+        if not all(is_trained(message, f"{where}, {key}") for message in side[shared:]):
             raise DataError(
-                f"{place}, {key}: a message of the response is not to be trained on ({', '.join(SWITCHES)}), but pairs "
+                f"{where}, {key}: a message of the response is not to be trained on ({', '.join(SWITCHES)}), but pairs "
                 "compare whole responses. Leave the key out, or put the message into the prompt."
             )
-        require_learnable(side, f"{place}, {key}")
+        require_learnable(side, f"{where}, {key}")
     return Pair(chosen, rejected, shared)
 
 
-def _messages(value: Any, place: str) -> list[Message]:
+def _messages(value: Any, where: str) -> list[Message]:
     """The messages of one side; plain text is an assistant message."""
-    messages = [{"role": "assistant", "content": value}] if isinstance(value, str) else row_messages(value, place)
+    messages = [{"role": "assistant", "content": value}] if isinstance(value, str) else row_messages(value, where)
     for message in messages:
         content = message.get("content")
         empty = not content.strip() if isinstance(content, str) else not content
         if message["role"] == "assistant" and empty and not message.get("tool_calls"):
-            raise DataError(f"{place}: the response is empty. Take the row out, or give it a text.")
+            raise DataError(f"{where}: the response is empty. Take the row out, or give it a text.")
     return messages
 
 

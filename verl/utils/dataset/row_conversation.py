@@ -11,39 +11,39 @@ from verl.utils.dataset.chat import Message, as_messages, shown
 from verl.utils.dataset.template_probes import TemplateForms
 
 
-def row_messages(prompt: Any, place: str) -> list[Message]:
+def row_messages(prompt: Any, where: str) -> list[Message]:
     """Validate the messages of a row as :func:`as_messages` does, and decode the arguments of their tool calls.
 
     OpenAI's form of arguments is JSON text; here they are mappings, and :func:`render` writes what the template takes.
     A call without arguments has none to give.
     """
     return [
-        _with_decoded_calls(message, f"{place}: message {n}") for n, message in enumerate(as_messages(prompt, place))
+        _with_decoded_calls(message, f"{where}: message {n}") for n, message in enumerate(as_messages(prompt, where))
     ]
 
 
-def _with_decoded_calls(message: Message, place: str) -> Message:
+def _with_decoded_calls(message: Message, where: str) -> Message:
     if message.get("function_call"):
         raise DataError(
-            f"{place} has function_call, which chat templates do not write. Give the call as tool_calls: "
+            f"{where} has function_call, which chat templates do not write. Give the call as tool_calls: "
             "[{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}]."
         )
-    calls = decoded_json(message.get("tool_calls"), f"{place}: tool_calls")
+    calls = decoded_json(message.get("tool_calls"), f"{where}: tool_calls")
     if not calls:
         return {key: value for key, value in message.items() if key != "tool_calls"}
     if not isinstance(calls, list):
-        raise DataError(f"{place}: tool_calls is {shown(calls)}. Expected a list of calls.")
-    return message | {"tool_calls": [_decoded_call(call, f"{place}: call {n}") for n, call in enumerate(calls)]}
+        raise DataError(f"{where}: tool_calls is {shown(calls)}. Expected a list of calls.")
+    return message | {"tool_calls": [_decoded_call(call, f"{where}: call {n}") for n, call in enumerate(calls)]}
 
 
-def _decoded_call(call: Any, place: str) -> Message:
+def _decoded_call(call: Any, call_name: str) -> Message:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(
-            f"{place} is {shown(call)}. Expected {{'type': 'function', 'function': {{'name': ..., 'arguments': "
+            f"{call_name} is {shown(call)}. Expected {{'type': 'function', 'function': {{'name': ..., 'arguments': "
             "{...}}}."
         )
-    where = f"{place}: the arguments of {function['name']}"
+    where = f"{call_name}: the arguments of {function['name']}"
     arguments = decoded_json(function.get("arguments"), where)
     if arguments is None:
         arguments = {}
@@ -53,7 +53,7 @@ def _decoded_call(call: Any, place: str) -> Message:
     return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
 
 
-def require_written_calls(messages: Sequence[Message], tokenizer: Any, place: str) -> None:
+def require_written_calls(messages: Sequence[Message], tokenizer: Any, where: str) -> None:
     """Check that the chat template writes the tool calls of messages, if there are any.
 
     Raises:
@@ -61,7 +61,7 @@ def require_written_calls(messages: Sequence[Message], tokenizer: Any, place: st
     """
     if any(message.get("tool_calls") for message in messages) and not TemplateForms.of(tokenizer).writes_calls:
         raise DataError(
-            f"{place} has tool calls, and the chat template of '{tokenizer.name_or_path}' does not write them: the "
+            f"{where} has tool calls, and the chat template of '{tokenizer.name_or_path}' does not write them: the "
             "turn would be empty. Take a template that does (custom_chat_template), or write the calls into the "
             "content."
         )
@@ -86,7 +86,7 @@ def decoded_json(value: Any, what: str) -> Any:
 
 
 def row_template_kwargs(
-    row: Mapping[str, Any], tools_key: str | None, thinking_key: str | None, tokenizer: Any, place: str
+    row: Mapping[str, Any], tools_key: str | None, thinking_key: str | None, tokenizer: Any, where: str
 ) -> dict[str, Any]:
     """Return the variables of the chat template that a row gives: its ``tools`` and ``enable_thinking``.
 
@@ -95,40 +95,40 @@ def row_template_kwargs(
         tools_key: column of descriptions of tools (a list, or its JSON text); None reads none.
         thinking_key: column of the switch for thinking; None reads none.
         tokenizer: its template must write tools, if the row has some.
-        place: file and row, for errors.
+        where: file and row, for errors.
 
     Raises:
         DataError: a value cannot be used, or the template does not write tools.
     """
     kwargs: dict[str, Any] = {}
-    tools = decoded_json(row.get(tools_key or ""), f"{place}: the {tools_key}")
+    tools = decoded_json(row.get(tools_key or ""), f"{where}: the {tools_key}")
     if not isinstance(tools, list | None):
-        raise DataError(f"{place}: the {tools_key} are {type(tools).__name__}, not a list: {tools!r:.80}.")
+        raise DataError(f"{where}: the {tools_key} are {type(tools).__name__}, not a list: {tools!r:.80}.")
     if tools:
-        kwargs["tools"] = [_described_tool(tool, f"{place}: {tools_key}[{n}]") for n, tool in enumerate(tools)]
+        kwargs["tools"] = [_described_tool(tool, f"{where}: {tools_key}[{n}]") for n, tool in enumerate(tools)]
         if not TemplateForms.of(tokenizer).writes_tools:
             raise DataError(
-                f"{place} has {tools_key}, and the chat template of '{tokenizer.name_or_path}' does not write tools: "
+                f"{where} has {tools_key}, and the chat template of '{tokenizer.name_or_path}' does not write tools: "
                 "the model would never see them. Take a template that does (custom_chat_template), or set "
                 "tools_key=null, which leaves the column unread."
             )
     thinking = row.get(thinking_key or "")
     if thinking is not None:
         if thinking not in (True, False):
-            raise DataError(f"{place}: {thinking_key} is {shown(thinking)}. Expected true or false.")
+            raise DataError(f"{where}: {thinking_key} is {shown(thinking)}. Expected true or false.")
         kwargs["enable_thinking"] = bool(thinking)
     return kwargs
 
 
-def _described_tool(value: Any, place: str) -> Message:
-    tool = decoded_json(value, place)
+def _described_tool(value: Any, where: str) -> Message:
+    tool = decoded_json(value, where)
     if not isinstance(tool, Mapping):
         raise DataError(
-            f"{place} is {shown(tool)}. Expected the description of a tool, {{'type': 'function', 'function': "
+            f"{where} is {shown(tool)}. Expected the description of a tool, {{'type': 'function', 'function': "
             "{'name': ..., 'parameters': {...}}}; for a column of other things set tools_key=null."
         )
     function = tool.get("function", tool)
     if not isinstance(function, Mapping) or not isinstance(function.get("parameters"), str):
         return dict(tool)
-    changed = {**function, "parameters": decoded_json(function["parameters"], f"{place}: the parameters")}
+    changed = {**function, "parameters": decoded_json(function["parameters"], f"{where}: the parameters")}
     return {**tool, "function": changed} if "function" in tool else changed

@@ -26,14 +26,14 @@ class SFTDataset(MultiTurnSFTDataset):
         """The two columns; see :meth:`MultiTurnSFTDataset.needed_columns`."""
         return {self.config.prompt_key or "": "prompt_key", self.config.response_key or "": "response_key"}
 
-    def conversation(self, row: Row, place: str) -> ImagePrompt:
+    def conversation(self, row: Row, where: str) -> ImagePrompt:
         """Prompt and response as messages, with the images of the prompt."""
         config = self.config
-        prompt = _descend(row[config.prompt_key or ""], config.prompt_dict_keys, place, "prompt_dict_keys")
-        response = _descend(row[config.response_key or ""], config.response_dict_keys, place, "response_dict_keys")
+        prompt = _descend(row[config.prompt_key or ""], config.prompt_dict_keys, where, "prompt_dict_keys")
+        response = _descend(row[config.response_key or ""], config.response_dict_keys, where, "response_dict_keys")
         if not isinstance(response, str):
-            raise DataError(f"{place}: the response is {type(response).__name__} {response!r:.80}, not text.")
-        asked = self.images.prompt(prompt, row, place)
+            raise DataError(f"{where}: the response is {type(response).__name__} {response!r:.80}, not text.")
+        asked = self.images.prompt(prompt, row, where)
         answer: Message = {"role": "assistant", "content": response}
         return ImagePrompt([*_context(asked.plain), answer], [*_context(asked.messages), answer], asked.images)
 
@@ -48,9 +48,9 @@ def _context(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _descend(value: Any, keys: Sequence[str], place: str, setting: str) -> Any:
+def _descend(value: Any, keys: Sequence[str], where: str, setting: str) -> Any:
     for key in keys:
         if not isinstance(value, dict) or key not in value:
-            raise DataError(f"{place}: {setting} asks for '{key}' in {value!r:.120}, which has no such key.")
+            raise DataError(f"{where}: {setting} asks for '{key}' in {value!r:.120}, which has no such key.")
         value = value[key]
     return value

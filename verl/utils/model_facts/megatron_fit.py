@@ -31,12 +31,12 @@ def misfits(fields: Mapping[str, Any], engine: McoreEngineConfig, sizes: str, st
         remedy = f"or a model of {', '.join(MEGATRON_FAMILIES)}"
         yield Problem(strategy, "megatron", f"it has no {kind} models", "fsdp2", remedy)
         return
-    for wrong in _unbuildable(fields):
-        yield Problem(strategy, "megatron", f"it cannot build this {kind}, whose config has {wrong}", "fsdp2")
+    for reason in _unbuildable(fields):
+        yield Problem(strategy, "megatron", f"it cannot build this {kind}, whose config has {reason}", "fsdp2")
     if noise := {} if engine.forward_only else random_fields(fields):
-        wrong = f"it trains without noise, and the config has {', '.join(f'{k}={v}' for k, v in noise.items())}"
+        reason = f"it trains without noise, and the config has {', '.join(f'{k}={v}' for k, v in noise.items())}"
         remedy = f"or set it to 0 in override_config: {{{', '.join(f'{name}: 0' for name in noise)}}}"
-        yield Problem(strategy, "megatron", wrong, "fsdp2", remedy)
+        yield Problem(strategy, "megatron", reason, "fsdp2", remedy)
     yield from _divisions(fields, engine, sizes)
 
 
@@ -83,25 +83,25 @@ def _divisions(fields: Mapping[str, Any], engine: McoreEngineConfig, sizes: str)
     for key, by, ranks, count, what in parts:
         if count is not None and count % ranks:
             product = f"{key}{by}={ranks}" if by else "it"
-            wrong = f"{product} does not divide the model's {count} {what}"
-            yield Problem(f"{sizes}.{key}", engine[key], wrong, f"divisors of {count}{by and ' in all'}")
+            reason = f"{product} does not divide the model's {count} {what}"
+            yield Problem(f"{sizes}.{key}", engine[key], reason, f"divisors of {count}{by and ' in all'}")
 
 
 def _experts(engine: McoreEngineConfig, sizes: str) -> Iterator[Problem]:
     """Tokens reach each expert once, and its gradients are added up over all ranks that hold it."""
     tensor, expert_tensor = engine.tensor_model_parallel_size, engine.expert_tensor_parallel_size
     if tensor > 1 and not engine.sequence_parallel:
-        wrong = "every one of the ranks that share a layer would send each token to the experts"
-        yield Problem(f"{sizes}.sequence_parallel", False, wrong, "true for a mixture of experts")
+        reason = "every one of the ranks that share a layer would send each token to the experts"
+        yield Problem(f"{sizes}.sequence_parallel", False, reason, "true for a mixture of experts")
     if expert_tensor in (None, tensor):
         return
     key, allowed = f"{sizes}.expert_tensor_parallel_size", f"null, {tensor}"
     if expert_tensor != 1:
-        wrong = f"each expert is whole, or divided as the rest of a layer is (tensor_model_parallel_size={tensor})"
-        yield Problem(key, expert_tensor, wrong, f"{allowed}, 1")
+        reason = f"each expert is whole, or divided as the rest of a layer is (tensor_model_parallel_size={tensor})"
+        yield Problem(key, expert_tensor, reason, f"{allowed}, 1")
     elif engine.expert_model_parallel_size == 1:
-        wrong = (
+        reason = (
             "without expert_model_parallel_size above 1, ranks that share a layer would hold copies of its experts and "
             "not add up their gradients"
         )
-        yield Problem(key, 1, wrong, allowed, f"or set {sizes}.expert_model_parallel_size={tensor}")
+        yield Problem(key, 1, reason, allowed, f"or set {sizes}.expert_model_parallel_size={tensor}")

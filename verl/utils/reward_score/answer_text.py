@@ -174,11 +174,11 @@ def _group_end(text: str, start: int) -> int | None:
     if closing is None:
         return None
     depth = 0
-    for place in range(start, len(text)):
-        if text[place] in (opening, closing) and text[place - 1 : place] != "\\":
-            depth += 1 if text[place] == opening else -1
+    for index in range(start, len(text)):
+        if text[index] in (opening, closing) and text[index - 1 : index] != "\\":
+            depth += 1 if text[index] == opening else -1
             if depth == 0:
-                return place + 1
+                return index + 1
     return None
 
 
@@ -221,7 +221,7 @@ def _without_one_wrapper(text: str) -> str:
 
 def with_one_spelling(text: str) -> str:
     r"""Replace LaTeX that has the same meaning by one spelling: ``\dfrac`` by ``\frac``, ``{,}`` by a comma."""
-    return _SPELLING.sub(lambda found: _SPELLED[found[0].rstrip()], _PERIOD.sub(r"\1\\overline{\2}", text))
+    return _SPELLING.sub(lambda match: _SPELLED[match[0].rstrip()], _PERIOD.sub(r"\1\\overline{\2}", text))
 
 
 def plain_answer(text: str) -> str:
@@ -281,10 +281,10 @@ def read_decimal(text: str) -> WrittenNumber | None:
     >>> [read_decimal(text) for text in ("3/4", "1e3", "5:30", "1,2", "5.5.5", "five", "")]
     [None, None, None, None, None, None, None]
     """
-    found = _DECIMAL.fullmatch(text.strip())
-    if found is None or (found[1] and found[2]):
+    match = _DECIMAL.fullmatch(text.strip())
+    if match is None or (match[1] and match[2]):
         return None
-    return _decimal(found[1] or found[2], found[3])
+    return _decimal(match[1] or match[2], match[3])
 
 
 def _decimal(sign: str, written: str) -> WrittenNumber | None:
@@ -308,24 +308,24 @@ def read_number(text: str) -> WrittenNumber | None:
         return None
     if (decimal := read_decimal(text)) is not None:
         return decimal
-    if found := _E_NOTATION.fullmatch(text):
-        return _scaled(_decimal(found[1], found[2]), found[3])
-    if found := _SCIENTIFIC.fullmatch(text):
-        return _scaled(_decimal(found[1], found[2] or "1"), found[3] or found[4] or found[5])
-    if found := _FRACTION.fullmatch(text):
-        sign, whole = found[1], found[2]
-        above = _decimal(found[3] or "", found[4] or found[5])
-        below = _decimal(found[6] or "", found[7] or found[8])
-    elif found := _REPEATING.fullmatch(text):
-        sign, whole = found[1], None
-        first, period = found[3], found[4]
+    if match := _E_NOTATION.fullmatch(text):
+        return _scaled(_decimal(match[1], match[2]), match[3])
+    if match := _SCIENTIFIC.fullmatch(text):
+        return _scaled(_decimal(match[1], match[2] or "1"), match[3] or match[4] or match[5])
+    if match := _FRACTION.fullmatch(text):
+        sign, whole = match[1], match[2]
+        above = _decimal(match[3] or "", match[4] or match[5])
+        below = _decimal(match[6] or "", match[7] or match[8])
+    elif match := _REPEATING.fullmatch(text):
+        sign, whole = match[1], None
+        first, period = match[3], match[4]
         # 0.1666… = (16 - 1) / 90
-        above = WrittenNumber(Fraction(int(f"{found[2]}{first}{period}") - int(f"0{found[2]}{first}")))
+        above = WrittenNumber(Fraction(int(f"{match[2]}{first}{period}") - int(f"0{match[2]}{first}")))
         below = WrittenNumber(Fraction((10 ** len(period) - 1) * 10 ** len(first)))
-    elif found := _QUOTIENT.fullmatch(text):
-        sign, whole = found[1] or "", found[2]
-        above = _decimal(found[4] or "", found[3] or found[5])
-        below = _decimal(found[6], found[7])
+    elif match := _QUOTIENT.fullmatch(text):
+        sign, whole = match[1] or "", match[2]
+        above = _decimal(match[4] or "", match[3] or match[5])
+        below = _decimal(match[6], match[7])
     else:
         return None
     if above is None or below is None or not below.value:
@@ -338,9 +338,9 @@ def read_number(text: str) -> WrittenNumber | None:
     return WrittenNumber(-value if sign == "-" else value, above.unit / abs(below.value))
 
 
-def _scaled(number: WrittenNumber | None, exponent: str) -> WrittenNumber | None:
+def _scaled(mantissa: WrittenNumber | None, exponent: str) -> WrittenNumber | None:
     power = int(exponent.replace(" ", ""))
-    if number is None or abs(power) > MAX_EXPONENT:
+    if mantissa is None or abs(power) > MAX_EXPONENT:
         return None
     scale = Fraction(10) ** power
-    return WrittenNumber(number.value * scale, number.unit * scale)
+    return WrittenNumber(mantissa.value * scale, mantissa.unit * scale)

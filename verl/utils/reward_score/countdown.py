@@ -79,10 +79,10 @@ def _puzzle(truth: Mapping[str, Any]) -> tuple[int, Counter[int]]:
         ) from error
 
 
-def _whole(number: str | float) -> int:
-    if not float(number).is_integer():
-        raise ValueError(f"{number} is no whole number")
-    return int(number) if "." not in str(number) else int(float(number))
+def _whole(value: str | float) -> int:
+    if not float(value).is_integer():
+        raise ValueError(f"{value} is no whole number")
+    return int(value) if "." not in str(value) else int(float(value))
 
 
 @register_scorer("countdown", truth=_puzzle)
@@ -97,10 +97,10 @@ def compute_score(
     Raises:
         RewardError: the ground truth has another form.
     """
-    target, given = _puzzle(ground_truth)
+    target, allowed = _puzzle(ground_truth)
     expression = extract_solution(solution_str)
     result = None if expression is None else evaluate(expression)
     if result is None:
         return 0.0
     value, numbers = result
-    return score if value == target and Counter(numbers) == given else format_score
+    return score if value == target and Counter(numbers) == allowed else format_score

@@ -23,12 +23,12 @@ acc_reward = accuracy_reward
 def format_reward(solution_str: str) -> float:
     r"""1 if the response begins with ``<think>``, closes it, and gives a ``\boxed{...}`` after that; else 0."""
     text = solution_str.lstrip()
-    place = 0
+    position = 0
     for part in ("<think>", "</think>", "\\boxed{", "}"):
-        found = text.find(part, place)
-        if found < 0 or (part == "<think>" and found > 0):
+        start = text.find(part, position)
+        if start < 0 or (part == "<think>" and start > 0):
             return 0.0
-        place = found + len(part)
+        position = start + len(part)
     return 1.0
 
 

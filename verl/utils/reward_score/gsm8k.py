@@ -60,23 +60,23 @@ def _marked(text: str) -> str | None:
     while (start := text.rfind(MARK, 0, end)) >= 0:
         after = text[start + len(MARK) : min(end, start + LINE_LENGTH)].lstrip("# \t\r\n")
         line = with_one_spelling(with_latex_signs(after.split("\n", 1)[0]))
-        number = line[OPENING.match(line).end() :]  # type: ignore[union-attr]  # it matches the empty text too
-        if STARTS.match(number):
-            return _at_start(number)
+        answer = line[OPENING.match(line).end() :]  # type: ignore[union-attr]  # it matches the empty text too
+        if STARTS.match(answer):
+            return _at_start(answer)
         end = start
     return None
 
 
 def _at_start(text: str) -> str | None:
-    found = NUMBER.match(text)
-    if found is None or (found[1] and found[2]) or CONTINUES.match(text, found.end()):
+    match = NUMBER.match(text)
+    if match is None or (match[1] and match[2]) or CONTINUES.match(text, match.end()):
         return None
-    sign = "-" if "-" in (found[1], found[2]) else ""
-    return sign + re.sub(r"[^0-9.]", "", found[3]).removesuffix(".")
+    sign = "-" if "-" in (match[1], match[2]) else ""
+    return sign + re.sub(r"[^0-9.]", "", match[3]).removesuffix(".")
 
 
 def _last(text: str) -> str | None:
-    last = next((place for place in range(len(text) - 1, -1, -1) if text[place].isdecimal()), None)
+    last = next((index for index in range(len(text) - 1, -1, -1) if text[index].isdecimal()), None)
     if last is None:
         return None
     end = with_one_spelling(with_latex_signs(text[max(0, last - LINE_LENGTH) : last + LINE_LENGTH]))
@@ -92,14 +92,14 @@ def read_truth(ground_truth: Any) -> WrittenNumber:
     """
     text = text_of_truth(ground_truth)
     answer = _marked(text) if MARK in text else _at_start(plain_answer(last_boxed(text) or text))
-    number = read_decimal(answer or "")
-    if number is None:
+    value = read_decimal(answer or "")
+    if value is None:
         raise RewardError(
             f"gsm8k: ground_truth is {ground_truth!r:.120}; expected a whole number or a decimal, such as 18, '1,000' "
             "or '2.5', alone, in \\boxed{...} or after '####'. Correct reward_model.ground_truth of this row, or its "
             "data source."
         )
-    return number
+    return value
 
 
 @register_scorer("openai/gsm8k", "gsm8k", truth=read_truth)

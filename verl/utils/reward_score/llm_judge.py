@@ -180,7 +180,7 @@ class Judge:
         system = SYSTEM_PROMPTS[self.read] if self.system_prompt is None else self.system_prompt
         parts = {"system": system, "user": template}
         return [
-            {"role": role, "content": PLACEHOLDER.sub(lambda found: self._value(found[1], values, extra_info), text)}
+            {"role": role, "content": PLACEHOLDER.sub(lambda match: self._value(match[1], values, extra_info), text)}
             for role, text in parts.items()
             if text
         ]
@@ -245,9 +245,9 @@ class Judge:
             score = _yes_probability(choice)
         else:
             text = choice.message.content or ""
-            found = self._by_regex(text) if self.read == "regex" else self._by_json(text)
+            value = self._by_regex(text) if self.read == "regex" else self._by_json(text)
             try:
-                score = None if found is None else float(found)
+                score = None if value is None else float(value)
             except (TypeError, ValueError):
                 score = None
         low, high = self.range
@@ -290,9 +290,9 @@ def check(settings: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a setting is missing or invalid, or the client library is not installed.
     """
-    given: dict[str, Any] = {"base_url": "", "model": ""}
-    given |= {name: value for name, value in settings.items() if name in Judge.__dataclass_fields__}
-    Judge(**given).api_key()
+    configured: dict[str, Any] = {"base_url": "", "model": ""}
+    configured |= {name: value for name, value in settings.items() if name in Judge.__dataclass_fields__}
+    Judge(**configured).api_key()
     _library()
 
 

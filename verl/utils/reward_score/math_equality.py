@@ -73,14 +73,14 @@ def last_boxed_only_string(string: str) -> str | None:
         words = string[opening:].split("$")[0].split()
         return string[start : opening + len(words[0])] if words else None
     depth = 0
-    for place in range(opening, len(string)):
-        escaped = string[place - 1] == "\\"
-        if string[place] == "{" and not escaped:
+    for index in range(opening, len(string)):
+        escaped = string[index - 1] == "\\"
+        if string[index] == "{" and not escaped:
             depth += 1
-        elif string[place] == "}" and not escaped:
+        elif string[index] == "}" and not escaped:
             depth -= 1
             if depth == 0:
-                return string[start : place + 1]
+                return string[start : index + 1]
     return None
 
 
@@ -93,8 +93,8 @@ def remove_boxed(s: str) -> str:
     >>> remove_boxed(r"\boxed{3}"), remove_boxed(r"\boxed 3")
     ('3', '3')
     """
-    if found := _BOX.fullmatch(s or ""):
-        return found[1] if found[1] is not None else found[2]
+    if match := _BOX.fullmatch(s or ""):
+        return match[1] if match[1] is not None else match[2]
     raise ValueError(rf"{s!r} is no \boxed{{...}}; last_boxed_only_string(text) finds the last one of a text.")
 
 
@@ -172,8 +172,8 @@ def _is_equal(answer: str, truth: str) -> bool:
     gold = parse(f"\\boxed{{{truth}}}")
     if not gold:
         raise _unreadable(truth)
-    found = parse(f"\\boxed{{{answer}}}")
-    return limited(lambda: verify(gold, found), otherwise=False)
+    parsed = parse(f"\\boxed{{{answer}}}")
+    return limited(lambda: verify(gold, parsed), otherwise=False)
 
 
 @functools.cache
@@ -250,5 +250,5 @@ def _without_percent(text: str) -> str:
 
 
 def _without_unit(text: str) -> str:
-    found = _WITH_WORDS.fullmatch(text)
-    return found[1] if found and not _NO_UNITS & set(found[2].lower().split()) else text
+    match = _WITH_WORDS.fullmatch(text)
+    return match[1] if match and not _NO_UNITS & set(match[2].lower().split()) else text

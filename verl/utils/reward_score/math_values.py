@@ -98,7 +98,7 @@ def _is_same(grader: ModuleType, gold: Value, answer: Value, *_: int) -> bool:
 
 def _exact(value: sympy.Expr) -> sympy.Basic:
     """Replace every decimal by the fraction that it is written as, and the letter i by the imaginary unit."""
-    fractions = {number: sympy.Rational(str(number)) for number in value.atoms(sympy.Float)}
+    fractions = {value_of_float: sympy.Rational(str(value_of_float)) for value_of_float in value.atoms(sympy.Float)}
     return value.xreplace(fractions | {name: sympy.I for name in value.free_symbols if str(name) == "i"})
 
 
@@ -139,7 +139,7 @@ def _differs_at_a_point(difference: sympy.Expr) -> bool:
     names = sorted(difference.free_symbols, key=str)
     for first in POINTS:
         point: dict[sympy.Basic, sympy.Basic | float] = {
-            name: first + sympy.Rational(2 * place, 13) for place, name in enumerate(names)
+            name: first + sympy.Rational(2 * index, 13) for index, name in enumerate(names)
         }
         parts = _parts(difference, point)
         if parts is not None:

@@ -69,17 +69,17 @@ def format_reward(text: str, tags: Sequence[str] = ("think", "answer"), nothing_
     """
     if isinstance(tags, str) or not tags or len(set(tags)) < len(tags):
         raise ConfigError(f"format_reward: tags={tags!r}; give a list of different names, such as ['think', 'answer'].")
-    place, outside = 0, ""
+    position, outside = 0, ""
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"
         if text.count(opening) != 1 or text.count(closing) != 1:
             return 0.0
         start, end = text.index(opening), text.index(closing)
-        if not place <= start < end:
+        if not position <= start < end:
             return 0.0
-        outside += text[place:start]
-        place = end + len(closing)
-    outside += text[place:]
+        outside += text[position:start]
+        position = end + len(closing)
+    outside += text[position:]
     return 0.0 if nothing_outside and outside.strip() else 1.0
 
 

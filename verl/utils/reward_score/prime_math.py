@@ -30,10 +30,10 @@ def final_answer(text: str) -> str | None:
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
-    place = max((marker.end() for marker in ANSWER.finditer(text)), default=None)
-    if place is None:
+    start = max((marker.end() for marker in ANSWER.finditer(text)), default=None)
+    if start is None:
         return None
-    line = text[place:].strip().split("\n", 1)[0]
+    line = text[start:].strip().split("\n", 1)[0]
     sentence = SENTENCE_END.split(line, maxsplit=1)[0]
     formulas = FORMULA.findall(sentence)
     return formulas[0] if len(formulas) == 1 else sentence.strip(" \t\r$*") or None

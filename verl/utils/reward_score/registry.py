@@ -107,8 +107,8 @@ def also_called(**names: str) -> Callable[[S], S]:
     def allow(scorer: S) -> S:
         @functools.wraps(scorer)
         def call(*arguments: Any, **named: Any) -> Any:
-            given = {name: named.pop(other) for name, other in names.items() if other in named}
-            return scorer(*arguments, **given, **named)
+            renamed = {name: named.pop(other) for name, other in names.items() if other in named}
+            return scorer(*arguments, **renamed, **named)
 
         return cast("S", call)
 
@@ -199,8 +199,8 @@ def default_compute_score(
     }
     if not wanted.keys() >= kwargs.keys():
         check_settings(kwargs)
-    given = {name: value for name, value in {**beside, **kwargs}.items() if name in wanted}
-    return scorer(solution_str=solution_str, ground_truth=ground_truth, **given)
+    arguments = {name: value for name, value in {**beside, **kwargs}.items() if name in wanted}
+    return scorer(solution_str=solution_str, ground_truth=ground_truth, **arguments)
 
 
 def check_settings(settings: Iterable[str] | Mapping[str, Any], data_source: str | None = None) -> None:

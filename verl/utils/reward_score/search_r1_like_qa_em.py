@@ -57,8 +57,8 @@ def extract_solution(solution_str: str) -> str | None:
 
 
 def _targets(truth: Any) -> list[str]:
-    found = truth.get("target") if isinstance(truth, Mapping) else truth
-    targets = [found] if isinstance(found, str) else list(found) if isinstance(found, Iterable) else []
+    values = truth.get("target") if isinstance(truth, Mapping) else truth
+    targets = [values] if isinstance(values, str) else list(values) if isinstance(values, Iterable) else []
     if not targets or not all(isinstance(target, str) and target.strip() for target in targets):
         raise RewardError(
             f"search_r1: ground_truth is {truth!r:.120}; expected {{'target': ['Paris', 'City of Paris']}}."

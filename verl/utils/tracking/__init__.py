@@ -134,9 +134,9 @@ class Tracking:
         """
         metrics = {}
         for name, value in data.items():
-            number = to_number(value)
-            if number is not None:
-                metrics[name] = number
+            as_number = to_number(value)
+            if as_number is not None:
+                metrics[name] = as_number
             elif name not in self._ignored:
                 self._ignored.add(name)
                 logger.warning("metric '%s' is a %s, not a number; it is not logged.", name, type(value).__name__)
@@ -333,13 +333,13 @@ class ValidationGenerationsLogger:
         if self.tracking is not None:
             return self.tracking
         run = (self.project_name, self.experiment_name)
-        found = [tracking for tracking in Tracking.opened if run in ((None, None), tracking.run)]
-        if not found:
+        trackers = [tracking for tracking in Tracking.opened if run in ((None, None), tracking.run)]
+        if not trackers:
             raise ConfigError(
                 f"there are no open trackers of project_name={run[0]}, experiment_name={run[1]} in this process. Make "
                 "a verl.utils.tracking.Tracking of these names first, or pass it as tracking=."
             )
-        return found[-1]
+        return trackers[-1]
 
 
 def _record(sample: Mapping[str, Any] | Sequence[Any]) -> Mapping[str, Any]:

@@ -108,7 +108,7 @@ class MlflowTracker(Tracker):
 
     def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
         """Log an artifact with one JSON file per step."""
-        data = {column: [str(row[number]) for row in rows] for number, column in enumerate(columns)}
+        data = {column: [str(row[column_index]) for row in rows] for column_index, column in enumerate(columns)}
         self._mlflow.log_table(data, artifact_file=f"{name}/step_{step}.json")
 
     def log_page(self, name: str, page: TokenPage, step: int) -> None:

@@ -201,12 +201,12 @@ def run_test(
     if not test:
         raise ValueError("run_test needs the program to run: test='print(input())'.")
     budget = TimeBudget(time_limit_s=timeout, total_time_limit_s=math.inf, memory_limit_mb=MEMORY_LIMIT_MB)
-    found = check_program(test, read_cases(in_outs), _sandbox(), budget, stop_early=False).metadata()
+    results = check_program(test, read_cases(in_outs), _sandbox(), budget, stop_early=False).metadata()
     if debug:
-        logging.getLogger(__name__).warning("run_test: %s", found)
+        logging.getLogger(__name__).warning("run_test: %s", results)
     outcomes: dict[str, bool | int] = {PASSED: True, WRONG_ANSWER: False}
-    shown = next((each for each in found if each["status"] != PASSED), found[-1])
-    return [outcomes.get(each["status"], -1) for each in found], shown
+    shown = next((each for each in results if each["status"] != PASSED), results[-1])
+    return [outcomes.get(each["status"], -1) for each in results], shown
 
 
 def apps_check_correctness(

@@ -93,22 +93,22 @@ def _is_program(text: str) -> bool:
 def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield the language of each fenced block, ``python`` for all names of it, and its text without margin."""
     lines = text.split("\n")
-    place = 0
-    while place < len(lines) - 1:
-        opening = OPENING.match(lines[place])
-        place += 1
+    position = 0
+    while position < len(lines) - 1:
+        opening = OPENING.match(lines[position])
+        position += 1
         if opening is None:
             continue
         fence, quotes = opening["fence"], opening["quote"].count(">")
         margin = re.compile(rf"(?:[ \t]*>){{0,{quotes}}}[ \t]{{0,{len(opening['margin'])}}}")
         closing = re.compile(rf"(?:[ \t]*>){{0,{quotes}}}[ \t]*{fence[0]}{{{len(fence)},}}")
-        start = place
-        while place < len(lines) and not closing.match(lines[place]):
-            place += 1
-        code = [margin.sub("", line, count=1) for line in lines[start:place]]
-        if place < len(lines):
+        start = position
+        while position < len(lines) and not closing.match(lines[position]):
+            position += 1
+        code = [margin.sub("", line, count=1) for line in lines[start:position]]
+        if position < len(lines):
             code.append("")  # the end of the line before the closing fence
-        place += 1
+        position += 1
         block = "\n".join(code)
         if block.lstrip("\r\n").startswith((" ", "\t")):
             block = textwrap.dedent(block)
@@ -172,12 +172,12 @@ def _as_dict(ground_truth: Any) -> Mapping[str, Any]:
 
 
 def _listed(truth: Mapping[str, Any], key: str) -> list[Any]:
-    found = truth.get(key, [])
-    if hasattr(found, "tolist"):
-        found = found.tolist()
-    if not isinstance(found, (list, tuple)):
-        raise RewardError(f"'{key}' of the ground truth of a programming task is {found!r:.100}; expected a list.")
-    return list(found)
+    values = truth.get(key, [])
+    if hasattr(values, "tolist"):
+        values = values.tolist()
+    if not isinstance(values, (list, tuple)):
+        raise RewardError(f"'{key}' of the ground truth of a programming task is {values!r:.100}; expected a list.")
+    return list(values)
 
 
 def _text(value: Any) -> str:
