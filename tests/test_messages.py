@@ -45,6 +45,7 @@ SECTIONS |= {"reward_model", "custom_reward_function", "checkpoint"}
 # File to the reason why its messages name keys.
 EXCEPTIONS = {
     "schema.py": "tells by which setting a run makes a column",
+    "single_controller/ray/failures.py": "time limits come from settings, and no caller passes them",
     "utils/device.py": "auto_set_device is given the whole configuration",
     "view/report.py": "tells by which setting a run writes the file that a report is made of",
     "view/samples.py": "tells by which settings a run writes samples",

@@ -274,7 +274,8 @@ def check_finite_weights(module: nn.Module, path: str) -> None:
     if examples:
         raise ConfigError(
             f"the weights in '{path}' are not finite (nan or infinite): {_some(examples)}. The training that "
-            "wrote them diverged, or a conversion overflowed: take an earlier checkpoint, or download or convert the model again."
+            "wrote them diverged, or a conversion overflowed: take an earlier checkpoint, or download or convert the "
+            "model again."
         )
 
 
