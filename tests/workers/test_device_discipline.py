@@ -69,8 +69,10 @@ def test_the_device_refuses_what_was_made_elsewhere():
         torch.ones(2, device=META) + torch.ones(2)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "gemma2", "mistral"])
-@pytest.mark.parametrize("checkpoints", [True, False])
+@pytest.mark.parametrize(
+    ("family", "checkpoints"),
+    [("qwen3", True), ("qwen2", False), ("llama", True), ("gemma2", False), ("mistral", True)],
+)
 def test_packed_passes_of_the_trainer(family, checkpoints):
     model = HeadedModel(tiny_model(family).to(META), "lm_head").train()
     if checkpoints:
