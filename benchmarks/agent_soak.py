@@ -87,9 +87,9 @@ class SoakTrainer(PPOTrainer):
     found: ClassVar[list[Measures]] = []
     trajectories: ClassVar[list[int]] = []
 
-    def step(self, prompts: DataProto, context: PPOStepContext) -> DataProto:
+    def step(self, context: PPOStepContext) -> DataProto:
         """See :meth:`PPOTrainer.step`."""
-        batch = super().step(prompts, context)
+        batch = super().step(context)
         self.found.append(self._measured())
         self.trajectories.append(len(batch))
         return batch

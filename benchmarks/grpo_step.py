@@ -125,7 +125,7 @@ def steps_of(overrides: list[str]) -> Iterator[dict[str, float]]:
         trainer.global_steps += 1
         context = trainer.context_class(trainer.global_steps)
         with context.stage("step"):
-            batch = trainer.step(trainer.to_batch(next(trainer.rows)), context)
+            batch = trainer.step(context)
         yield context.metrics | trainer.step_metrics(batch, context)
 
 

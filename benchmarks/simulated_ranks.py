@@ -165,10 +165,10 @@ class MeasuredTrainer(PPOTrainer):
 
     steps: ClassVar[list[dict[str, float]]] = []
 
-    def step(self, prompts: DataProto, context: Any) -> DataProto:
+    def step(self, context: Any) -> DataProto:
         before = time.perf_counter(), SimulatedGroup.ranks_s, SimulatedGroup.sent_bytes
         used = time.thread_time() - SimulatedGroup.ranks_cpu_s, page_faults() - SimulatedGroup.ranks_faults
-        batch = super().step(prompts, context)
+        batch = super().step(context)
         seconds = time.perf_counter() - before[0]
         ranks_s = SimulatedGroup.ranks_s - before[1]
         reward_s = context.seconds["reward"]

@@ -86,13 +86,13 @@ class OrderingTrainer(PPOTrainer):
     orders: dict[int, tuple[str, str, signal.Signals]]
     actors: list[Any]
 
-    def rollout(self, *args: Any, **kwargs: Any) -> Any:
+    def step(self, context: Any) -> Any:
         order = self.orders.pop(self.global_steps, None)
         if order is not None:
             who, where, number = order
             (self.folder / "new").write_text(f"{self._pid(who)} {int(number)}")
             (self.folder / "new").rename(self.folder / f"order_{where}")
-        batch = super().rollout(*args, **kwargs)
+        batch = super().step(context)
         self.actors += [watched.actor for watched in [self._agents()._session.router, *self._agents()._workers]]
         return batch
 

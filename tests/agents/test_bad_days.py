@@ -22,6 +22,7 @@ from tests.support.scripted_agent import BAD_CALLS, call, good_script
 from tests.support.scripted_programs import MAX_TOKENS, PROGRAM_ENDS
 from tests.support.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 from tests.support.waiting import eventually
+from verl.experience.lockstep import Lockstep
 from verl.protocol import DataProto
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
@@ -50,15 +51,19 @@ PROGRAM_EVERY = 10
 """One of so many rows is answered by an agent program."""
 
 
-class KeepingTrainer(PPOTrainer):
+class KeepingSource(Lockstep):
     """Keeps the trajectories of the step."""
 
     batch: DataProto
 
     def rollout(self, *args: Any, **kwargs: Any) -> DataProto:
         batch = super().rollout(*args, **kwargs)
-        KeepingTrainer.batch = batch
+        KeepingSource.batch = batch
         return batch
+
+
+class KeepingTrainer(PPOTrainer):
+    experience_class = KeepingSource
 
 
 class KeepingRunner(TaskRunner):
@@ -93,7 +98,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[
             row["script"] = json.dumps(script)
         train = write_jsonl(tmp_path / "train.jsonl", rows)
         run_ppo(compose(overrides(paths | {"train": train}, tmp_path, **(settings | changes))), KeepingRunner)
-        batch = KeepingTrainer.batch
+        batch = KeepingSource.batch
         columns, tensors = batch.non_tensor_batch, batch.batch
         return {
             int(number): {

@@ -19,7 +19,7 @@ from verl.config import AgentLoopConfig, FilterGroupsConfig
 from verl.experience.dynamic_sampling import Draw, fill_batch
 from verl.experience.scoring import leave_out_failed
 from verl.experience.sequences import Trajectories, mini_batch_sizes, resampled, trajectory_scores, with_prompts
-from verl.experience.trajectories import rows_to_score, with_own_scores
+from verl.experience.trajectories import complete_scores, rows_to_score
 from verl.protocol import DataProto
 from verl.trainer.balance import deal
 from verl.trainer.ppo import stages
@@ -95,7 +95,7 @@ def test_the_score_of_the_reward_function_is_shared_by_all_sequences():
     assert rows == [2, 3, 7]  # trajectory q/0 has a score of its own
     scored = torch.tensor([[0.0, 0, 0.5], [0.25, 0, 0.5], [0, 1, 0]])
     extra = {"acc": [0, 1, 1], "score": [0.5, 0.75, 1.0], "reward_status": ["ok"] * 3}
-    scores, columns = with_own_scores(batch, (scored, extra), rows, agent)
+    scores, columns = complete_scores(batch, (scored, extra), rows, agent)
     assert scores.tolist() == [
         [0, 0.5, 0], [0.5, 0, 0], [0, 0, 0.5],  # p/0
         [0.25, 0, 0.5], [0, 0.75, 0], [0, 0.75, 0],  # p/1: the scored row keeps the scores of its tokens
@@ -109,7 +109,7 @@ def test_the_score_of_the_reward_function_is_shared_by_all_sequences():
 def test_scores_of_turns_stay_on_their_turns_and_add_up():
     turns = [[0.25], None, [0.5, 1.0], None, None, None, None, [9.0, 9.0]]
     batch = rows_of(TWO_PROMPTS, turn_scores=turns, reward_score=[1.75, *[None] * 2, 3.0, *[None] * 2, 1.0, None])
-    scores, columns = with_own_scores(batch, (torch.zeros(0), {}), [], AgentLoopConfig())
+    scores, columns = complete_scores(batch, (torch.zeros(0), {}), [], AgentLoopConfig())
     assert scores[:3].tolist() == [
         [0, 0.25, 0],
         [1.75, 0, 0],  # the helper has none, and shares the sum 0.25 + 0.5 + 1.0
@@ -124,7 +124,7 @@ def test_scores_of_turns_stay_on_their_turns_and_add_up():
 def test_one_sequence_that_cannot_be_scored_fails_its_trajectory():
     turns = [[0.25], None, [0.5], [1.0], None, None, None, None]  # the third has two turns
     batch = rows_of(TWO_PROMPTS, turn_scores=turns, reward_score=[None] * 6 + [0.0, 0.0])
-    scores, columns = with_own_scores(batch, (torch.zeros(0), {}), [], AgentLoopConfig())
+    scores, columns = complete_scores(batch, (torch.zeros(0), {}), [], AgentLoopConfig())
     assert columns["reward_status"] == ["error"] * 3 + ["ok"] * 5
     assert scores[:3].tolist() == torch.zeros(3, 3).tolist()
     kept, rates = leave_out_failed(batch, columns["reward_status"], "mask")

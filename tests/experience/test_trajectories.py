@@ -13,7 +13,7 @@ import torch
 from tests.support.chat_templates import chat_tokenizer
 from verl.config import AgentLoopConfig, DataConfig, MultiTurnConfig, RolloutConfig
 from verl.errors import ConfigError, DataError
-from verl.experience.trajectories import check_tools, rows_to_score, with_own_scores
+from verl.experience.trajectories import check_tools, complete_scores, rows_to_score
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
 from verl.utils.dataset import RLHFDataset
@@ -47,7 +47,7 @@ def test_scores_of_loops_are_placed_on_the_turns_of_the_policy(caplog: pytest.Lo
     rows = rows_to_score(batch, agent)
     assert rows == [7]
     scored = torch.tensor([[0.0, 0, 9, 0, 0]]), {"score": [9.0], "reward_status": ["ok"]}
-    scores, extra = with_own_scores(batch, scored, rows, agent)
+    scores, extra = complete_scores(batch, scored, rows, agent)
     assert scores.tolist() == wanted
     assert extra["reward_status"] == reward_statuses
     assert extra["score"] == [0.75, 2.0, 1.5, 0.0, 0.0, 0.0, 0.0, 9.0]
@@ -70,7 +70,7 @@ def test_rewards_of_turns_are_added_to_the_score_whoever_gave_it():
     rows = rows_to_score(batch, agent)
     assert rows == [0, 3]
     scored = torch.tensor([[0.0, 0, 0, 3.0]] * 2), {"score": [3.0] * 2, "reward_status": ["ok"] * 2}
-    scores, extra = with_own_scores(batch, scored, rows, agent)
+    scores, extra = complete_scores(batch, scored, rows, agent)
     assert scores.tolist() == [
         [0, -0.25, 0, 2.5],
         [0, -0.25, 0, 2.0],
@@ -90,7 +90,7 @@ def test_a_trajectory_that_is_scored_0_has_0_for_all_numbers_of_the_reward_funct
     )
     agent = AgentLoopConfig(on_failure={"timeout": "zero"})
     values = {"score": [1.0], "reward_status": ["ok"], "acc": [True], "pred": ["7"]}
-    scores, extra = with_own_scores(batch, (torch.tensor([[0.0, 1.0]]), values), [0], agent)
+    scores, extra = complete_scores(batch, (torch.tensor([[0.0, 1.0]]), values), [0], agent)
     assert scores.tolist() == [[0, 1], [0, 0]]
     assert extra == {"score": [1, 0], "reward_status": ["ok", "ok"], "acc": [True, 0], "pred": ["7", None]}
 
@@ -104,7 +104,7 @@ def test_the_turn_that_was_better_is_rewarded():
             "trajectory_status": column(["done", "done"]), "turn_scores": column([[1.0, 0.5], [0.0, 0.5]]),
         },
     )  # fmt: skip
-    scores, _ = with_own_scores(batch, (torch.zeros(0), {}), [], AgentLoopConfig())
+    scores, _ = complete_scores(batch, (torch.zeros(0), {}), [], AgentLoopConfig())
     assert scores.tolist() == [[0, 1, 0, 0.5], [0, 0, 0, 0.5]]
     advantages, _ = get_adv_estimator_fn("grpo_per_turn")(
         token_level_rewards=scores, response_mask=mask, index=np.array(["a", "a"], dtype=object)

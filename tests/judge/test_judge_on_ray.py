@@ -42,7 +42,7 @@ class OrderingTrainer(PPOTrainer):
     folder: Path
     orders: dict[int, tuple[str, signal.Signals]]
 
-    def rollout(self, *args: Any, **kwargs: Any) -> Any:
+    def step(self, context: Any) -> Any:
         order = self.orders.pop(self.global_steps, None)
         if order is not None:
             assert self.judge is not None
@@ -51,7 +51,7 @@ class OrderingTrainer(PPOTrainer):
             pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
             (self.folder / "new").write_text(f"{pid} {int(order[1])}")
             (self.folder / "new").rename(self.folder / "order")
-        return super().rollout(*args, **kwargs)
+        return super().step(context)
 
 
 class OrderingRunner(TaskRunner):

@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 from tests.workers.reward_manager.batches import TOKENIZER, batch_of
 from verl.agents.worker import check_agent_loops
 from verl.errors import ConfigError
-from verl.experience.scoring import start_reward
+from verl.experience.scoring import submit_scores
 from verl.judge.service import ASLEEP, JudgeService
 from verl.single_controller.local import LocalWorkerGroup
 from verl.testing.models import tiny_model_dir
@@ -242,7 +242,7 @@ def test_the_function_of_the_page(served: Served):
 def test_a_plain_function_asks_and_what_fails_costs_only_itself(served: Served):
     manager = load_reward_manager(load_config(compose(served.overrides)), TOKENIZER, 0, **served.judge.arguments)
     batch = batch_of(["four", "bad", "6"], ["4"] * 3)
-    scores, extra = served.judge.serve_while(served.group, 1, lambda: start_reward(batch, manager)).result()
+    scores, extra = served.judge.serve_while(served.group, 1, lambda: submit_scores(batch, manager)).result()
     assert extra["reward_status"] == ["ok", "error", "ok"]
     assert scores.sum(-1).tolist() == [4.0, 0.0, 1.0]
     alone = texts(served.asked(user("four", temperature=0), user("6", temperature=0)))
@@ -257,7 +257,7 @@ def test_the_scorer_llm_judge_asks_the_judge_of_the_run(served: Served):
     manager = load_reward_manager(config, TOKENIZER, 0, **served.judge.arguments)
     question = [{"role": "user", "content": "2+2?"}]
     batch = batch_of(["4", "five"], ["4", "4"], raw_prompt=[question, question])
-    scores, extra = served.judge.serve_while(served.group, 1, lambda: start_reward(batch, manager)).result()
+    scores, extra = served.judge.serve_while(served.group, 1, lambda: submit_scores(batch, manager)).result()
     digits = [int(re.findall(r"\d", reply)[-1]) for reply in extra["judge_reply"]]
     assert extra["judge_reply"][0] != extra["judge_reply"][1]
     assert extra["judge_score"] == digits

@@ -37,9 +37,9 @@ class FragileTrainer(PPOTrainer):
     def _harm(self, rank: int) -> None:
         os.kill(pid_of(self.policy_workers, rank), signal.SIGKILL)
 
-    def rollout(self, *args: Any, **kwargs: Any) -> Any:
-        self._strike("gen")
-        return super().rollout(*args, **kwargs)
+    def step(self, context: Any) -> Any:
+        self._strike("gen")  # the first stage
+        return super().step(context)
 
     def update_actor(self, *args: Any, **kwargs: Any) -> Any:
         self._strike("update_actor")

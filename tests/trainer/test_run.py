@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.tiny_run import make_tiny_run, overrides
 from verl.errors import CheckpointError
+from verl.experience.lockstep import Lockstep
+from verl.experience.source import Experience
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
+from verl.trainer.ppo.trainer import PPOTrainer
+from verl.utils.step_context import StepContext
 from verl.view.discovery import find_runs
 from verl.view.ranks import RanksFile, lanes_of, waits_of
 from verl.view.timeline import spans_of
@@ -138,15 +144,39 @@ def test_every_estimator_runs_with_what_it_needs(train, estimator, changes):
     assert steps[2]["actor/grad_norm"] > 0
 
 
-def test_a_resumed_run_continues_where_it_stopped(train, tmp_path):
+class WatchedSource(Lockstep):
+    """Keeps each step with the version of the weights that it samples with; checkpoints hold both."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.load_state_dict({"version": 0, "steps": []})
+
+    def next(self, context: StepContext) -> Experience:
+        self.steps.append([context.number, self.version])
+        return super().next(context)
+
+    def updated(self, version: int) -> None:
+        self.version = version
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"version": self.version, "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.version, self.steps = state["version"], state["steps"]
+
+
+def test_a_resumed_run_continues_where_it_stopped(train, tmp_path, monkeypatch):
     # 16 prompts in batches of 4 make an epoch of 4 steps: the break after step 4 is at its end; test_killed_runs and
     # test_dynamic_sampling break off within one.
     common = {"algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": "true"}
     straight = train(trainer__total_training_steps=5, trainer__default_local_dir=tmp_path / "straight", **common)
     folder = tmp_path / "stopped"
+    monkeypatch.setattr(PPOTrainer, "experience_class", WatchedSource)
     train(trainer__total_training_steps=4, trainer__save_freq=4, trainer__default_local_dir=folder, **common)
-    rest = train(trainer__total_training_steps=5, trainer__default_local_dir=folder, **common)
+    rest = train(trainer__total_training_steps=5, trainer__save_freq=5, trainer__default_local_dir=folder, **common)
     assert_same_steps({5: straight[5]}, rest, rel=0)
+    state = json.loads((folder / "global_step_5" / "trainer_state.json").read_text())
+    assert state["experience"] == {"version": 5, "steps": [[1, 0], [2, 1], [3, 2], [4, 3], [5, 4]]}
 
 
 def test_a_changed_setting_holds_after_a_resume_and_is_shown(train, caplog):

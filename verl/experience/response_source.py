@@ -1,4 +1,4 @@
-"""Where responses come from: the engines of the ranks, or the agent loops that ask them."""
+"""Where responses come from: stored files, the engines of the ranks, or the agent loops that ask them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agents.manager import AgentLoopManager
 from verl.config import PPOConfig
+from verl.experience.stored_rollouts import StoredRollouts
 from verl.experience.trajectories import unused_arguments, wants_agents
+from verl.experience.workers import CurrentWorkers
 from verl.protocol import DataProto
 from verl.utils.deferred import Deferred
+from verl.utils.metric import Metrics
 
 if TYPE_CHECKING:
     from verl.judge.service import JudgeService
@@ -25,36 +28,47 @@ class ResponseSource:
         config: the whole configuration.
         tokenizer: of the policy.
         processor: of the policy, if it sees images.
+        workers: returns the worker groups of the run.
         judge: the generative reward model of the run, if it has one; agent loops may ask it too.
     """
 
-    def __init__(self, config: PPOConfig, tokenizer: Any, processor: Any, judge: JudgeService | None) -> None:
-        self._config, self._tokenizer, self._processor, self._judge = config, tokenizer, processor, judge
-        self._told_unused = False
+    def __init__(
+        self, config: PPOConfig, tokenizer: Any, processor: Any, workers: CurrentWorkers, judge: JudgeService | None
+    ) -> None:
+        self._config, self._tokenizer, self._processor = config, tokenizer, processor
+        self._workers, self._judge = workers, judge
+        self._stored = StoredRollouts(config, self._sample)
+        self._warned_of_unused = False
         self.agent_loops: AgentLoopManager | None = None
         """The manager of the agent loops; None before the first prompts for them."""
 
-    def answer(self, prompts: DataProto, workers: Any, reward_workers: Any, step: int) -> DataProto:
-        """Answer each row by the engines, or by agent loops if one is asked for.
+    def answer(self, prompts: DataProto) -> DataProto:
+        """Answer each row by stored responses, engines or agent loops, which may make several rows of it.
 
         Args:
-            prompts: rows as the data set gives them, repeated for each response.
-            workers: the worker group of the policy.
-            reward_workers: the worker group of the judge, which is awake meanwhile if agent loops may ask it.
-            step: number of the step.
+            prompts: rows as the data set gives them, repeated for each response, with ``uid`` and ``sample_index``;
+                ``meta_info`` has ``global_steps``, the training step.
         """
+        return self._stored.answer(prompts)
+
+    def metrics(self) -> Metrics:
+        """See :meth:`StoredRollouts.metrics`."""
+        return self._stored.metrics()
+
+    def _sample(self, prompts: DataProto) -> DataProto:
+        policy, reward = self._workers()
         if not wants_agents(prompts, self._config.actor_rollout_ref.rollout):
-            self._tell_unused(prompts)
-            return workers.generate_sequences(prompts)
+            self._warn_of_unused(prompts)
+            return policy.generate_sequences(prompts)
         judge = self._judge if self._judge is not None and self._config.judge_answers_agents else None
         if self.agent_loops is None:
             address = None if judge is None else judge.reward_router_address
-            self.agent_loops = AgentLoopManager(self._config, workers, self._tokenizer, self._processor, address)
-        self.agent_loops.worker_group = workers  # the workers may have been replaced
-        held = Deferred([], partial(self.agent_loops.generate_sequences, prompts))
+            self.agent_loops = AgentLoopManager(self._config, policy, self._tokenizer, self._processor, address)
+        self.agent_loops.worker_group = policy  # the workers may have been replaced
+        conversations = Deferred([], partial(self.agent_loops.generate_sequences, prompts))
         if judge is None:
-            return held.result()
-        return judge.serve_while(reward_workers, step, lambda: held).result()
+            return conversations.result()
+        return judge.serve_while(reward, int(prompts.meta_info["global_steps"]), lambda: conversations).result()
 
     def end_agent_loops(self) -> None:
         """End the processes and threads of agent loops; the next prompts for them start new ones."""
@@ -62,10 +76,10 @@ class ResponseSource:
             self.agent_loops.shutdown()
             self.agent_loops = None
 
-    def _tell_unused(self, prompts: DataProto) -> None:
+    def _warn_of_unused(self, prompts: DataProto) -> None:
         """Warn once of arguments for tools or users that a single turn does not use."""
-        if not self._told_unused and (unused := unused_arguments(prompts)):
-            self._told_unused = True
+        if not self._warned_of_unused and (unused := unused_arguments(prompts)):
+            self._warned_of_unused = True
             logger.warning(
                 "rows have %s, but the model answers them in one turn, without tools or users. Set "
                 "actor_rollout_ref.rollout.multi_turn.enable=true, or give rows an agent_name.",

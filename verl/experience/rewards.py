@@ -20,6 +20,8 @@ from verl.workers.reward_manager.texts import response_texts
 
 logger = logging.getLogger(__name__)
 
+Scored = tuple[torch.Tensor, dict[str, list[Any]]]
+"""Scores (bsz, response_length), and further values of the reward function by name, one per sample."""
 OF_TRAJECTORY = "trajectory: "
 """What the ``reward_status`` of a sample begins with whose trajectory failed, so that there was nothing to score."""
 
@@ -102,8 +104,8 @@ class EqualScores:
         self._row = 0
         self._is_told = False
 
-    def look(self, record: RewardRecord) -> None:
-        """Look at the scores of a step."""
+    def check(self, record: RewardRecord) -> None:
+        """Check the scores of a step."""
         scored = list(record.scored())
         self._row = self._row + 1 if len(scored) > 1 and _are_equal([score for *_, score in scored]) else 0
         if self._row < self.steps or self._is_told:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from verl.config import FailurePolicy
+from verl.config import FailurePolicy, PPOConfig
 from verl.errors import RewardError
-from verl.experience.rewards import OF_TRAJECTORY, status_metrics
-from verl.experience.sequences import Trajectories, compared_groups
+from verl.experience.rewards import OF_TRAJECTORY, Scored, status_metrics
+from verl.experience.sequences import Trajectories, compared_groups, with_earlier_turns
+from verl.experience.trajectories import NO_SCORES, complete_scores, rows_to_score
+from verl.experience.workers import CurrentWorkers
 from verl.protocol import DataProto
+from verl.protocol.future import wait_for
 from verl.schema import COLUMNS, require
 from verl.utils.deferred import Deferred
 from verl.utils.metric import Metrics
@@ -23,24 +26,73 @@ from verl.workers.reward_manager.abstract import call
 from verl.workers.reward_manager.function import tensors_of
 from verl.workers.reward_manager.scores import on_drawn_tokens, token_scores
 
+if TYPE_CHECKING:
+    from verl.judge.service import JudgeService
+
 logger = logging.getLogger(__name__)
 
-Scored = tuple[torch.Tensor, dict[str, list[Any]]]
-"""Scores (bsz, response_length), and further values of the reward function by name, one per sample."""
-RewardHandle = Deferred[Scored]
-"""Running scoring of a batch: ``result()`` waits, and returns or raises what :func:`compute_reward` does."""
+
+class Scorer:
+    """Scores responses by the reward model and the reward manager, with the judge awake if the run has one.
+
+    Args:
+        config: the whole configuration.
+        workers: returns the worker groups of the run.
+        judge: the generative reward model that reward functions ask, if the run has one.
+    """
+
+    def __init__(self, config: PPOConfig, workers: CurrentWorkers, judge: JudgeService | None) -> None:
+        self._workers, self._judge = workers, judge
+        self._agent = config.actor_rollout_ref.rollout.agent
+        self._max_error_rate = config.reward_model.max_error_rate
+        self._has_reward_model = config.reward_model.enable and config.judge is None
+
+    def submit(self, batch: DataProto, reward_fn: Any, step: int) -> Deferred[Scored]:
+        """Start scoring and return at once; ``result()`` waits, and raises what :func:`compute_reward` does.
+
+        Of trajectories only those are scored that are trained on and that the agent loop has given no score.
+
+        Args:
+            batch: responses with the columns of their prompts.
+            reward_fn: a reward manager, or any callable that takes the batch.
+            step: the training step, from which the judge's random numbers follow.
+        """
+        if self._judge is None:
+            return self._submit(batch, reward_fn)
+        return self._judge.serve_while(self._workers().reward, step, lambda: self._submit(batch, reward_fn))
+
+    def _submit(self, batch: DataProto, reward_fn: Any) -> Deferred[Scored]:
+        if "trajectory_status" not in batch.non_tensor_batch:
+            return submit_scores(self._with_model_scores(batch), reward_fn, self._max_error_rate)
+        rows = rows_to_score(batch, self._agent)
+        if not rows:
+            return Deferred.of(complete_scores(batch, NO_SCORES, rows, self._agent))
+        chosen = self._with_model_scores(with_earlier_turns(batch).select_idxs(rows))
+        scoring = submit_scores(chosen, reward_fn, self._max_error_rate)
+        return scoring.map(lambda scored: complete_scores(batch, scored, rows, self._agent))
+
+    def _with_model_scores(self, batch: DataProto) -> DataProto:
+        """Add ``rm_scores`` if the run has a reward model."""
+        if not self._has_reward_model:
+            return batch
+        workers = self._workers().reward
+        assert workers is not None
+        return batch | wait_for(workers.compute_rm_score(batch))
 
 
-def start_reward(data: DataProto, reward_fn: Any, max_error_rate: float = 0.5) -> RewardHandle:
+def submit_scores(data: DataProto, reward_fn: Any, max_error_rate: float = 0.5) -> Deferred[Scored]:
     """Start to score a batch in the reward manager's processes and return at once.
 
     Args:
         data: batch with responses.
         reward_fn: a reward manager, or any callable that takes the batch, which is called only in ``result()``.
         max_error_rate: largest fraction of samples without a score, unless the manager has a limit of its own.
+
+    Returns:
+        the running computation; ``result()`` waits, and returns or raises what :func:`compute_reward` does.
     """
 
-    def checked(result: Any) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+    def checked(result: Any) -> Scored:
         return _checked(result, data, reward_fn, getattr(reward_fn, "max_error_rate", max_error_rate))
 
     if isinstance(reward_fn, AbstractRewardManager):
@@ -48,9 +100,7 @@ def start_reward(data: DataProto, reward_fn: Any, max_error_rate: float = 0.5) -
     return Deferred([], lambda: checked(call(reward_fn, data)))
 
 
-def compute_reward(
-    data: DataProto, reward_fn: Any, max_error_rate: float = 0.5
-) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+def compute_reward(data: DataProto, reward_fn: Any, max_error_rate: float = 0.5) -> Scored:
     """Score a batch and wait.
 
     Args:
@@ -65,7 +115,7 @@ def compute_reward(
     Raises:
         RewardError: too many samples failed, or the manager returned something of another shape.
     """
-    return start_reward(data, reward_fn, max_error_rate).result()
+    return submit_scores(data, reward_fn, max_error_rate).result()
 
 
 def score_columns(scores: torch.Tensor, extra: Mapping[str, list[Any]]) -> DataProto:
@@ -132,9 +182,7 @@ def leave_out_failed(
     return columns, metrics | {"reward/left_out_rate": float(out[scored].mean())}
 
 
-def _checked(
-    result: Any, data: DataProto, reward_fn: Any, max_error_rate: float
-) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+def _checked(result: Any, data: DataProto, reward_fn: Any, max_error_rate: float) -> Scored:
     manager = type(reward_fn).__name__
     scores, extra = result, {}
     if not isinstance(result, torch.Tensor):

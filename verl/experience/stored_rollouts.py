@@ -1,6 +1,6 @@
 """Responses kept on disk, so that training can be repeated without sampling them again (``rollout.skip_rollout``).
 
-``{folder}/{uid of the first row}.safetensors`` holds what :meth:`PPOTrainer.draw_responses` returned for a batch of
+``{folder}/{uid of the first row}.safetensors`` holds what was sampled for a batch of
 prompts; the greedy responses of the same prompts have the suffix ``-greedy``. ``uid`` is the step and the row, so the
 second run of the same data finds the responses of the first. The file also says for which prompts and under which
 settings they were drawn: a run with others is refused, not trained on responses to something else.

@@ -16,8 +16,7 @@ from verl.agents.tool_calls import CallFailure
 from verl.config import AgentLoopConfig, RolloutConfig
 from verl.config.agent import SINGLE_TURN, TrajectoryStatus
 from verl.errors import ConfigError, DataError
-from verl.experience.rewards import OF_TRAJECTORY
-from verl.experience.scoring import Scored
+from verl.experience.rewards import OF_TRAJECTORY, Scored
 from verl.experience.sequences import Trajectories
 from verl.protocol import DataProto, prompt_lengths, response_lengths
 from verl.utils.dataset.rl_dataset import FOR_AGENTS, RLHFDataset
@@ -97,7 +96,7 @@ def rows_to_score(batch: DataProto, agent: AgentLoopConfig) -> list[int]:
     return [row for row, score in rows if score is None and agent.treatment_of(statuses[row]) == "train"]
 
 
-def with_own_scores(batch: DataProto, scored: Scored, rows: list[int], agent: AgentLoopConfig) -> Scored:
+def complete_scores(batch: DataProto, scored: Scored, rows: list[int], agent: AgentLoopConfig) -> Scored:
     """Complete the scores of some rows to those of the whole batch.
 
     Each sequence of a trajectory gets its score, on the last token; sequences with ``turn_scores`` get those instead.

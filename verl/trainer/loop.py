@@ -190,8 +190,8 @@ class TrainingLoop:
         """Convert collated rows of the data set to the batch of a step."""
         raise NotImplementedError(f"{type(self).__name__} must say what a batch looks like.")
 
-    def step(self, batch: DataProto, context: StepContext) -> DataProto:
-        """Train on one batch, add metrics and times to ``context``, and return the batch with the step's columns."""
+    def step(self, context: StepContext) -> DataProto:
+        """Train on the next batch, add metrics and times to ``context``, and return the batch with its new columns."""
         raise NotImplementedError(f"{type(self).__name__} must say what a step is.")
 
     def step_metrics(self, batch: DataProto, context: StepContext) -> Metrics:
@@ -254,13 +254,13 @@ class TrainingLoop:
                         self._show_saved(tracking)
                         self._show_end(first)
                         return
-                    batch, context = self._next_step()
+                    context = self._next_step()
                     with (
                         self.observed(context),
                         context.stage("step"),
                         self.termination.interrupting(self.recovery.can_save),
                     ):
-                        batch = self.step(batch, context)
+                        batch = self.step(context)
                         self._validate_and_save(context)
                     self._report(self._all_metrics(batch, context), context, tracking, progress)
                     self.checkpoint.poll()
@@ -351,16 +351,19 @@ class TrainingLoop:
     def _is_over(self) -> bool:
         return self.global_steps >= self.total_training_steps
 
-    def _next_step(self) -> tuple[DataProto, StepContext]:
-        """The batch and the context of the next step; after SIGTERM, save and exit instead."""
+    def _next_step(self) -> StepContext:
+        """The context of the next step; after SIGTERM, save and exit instead."""
         if self.termination.requested:
             with self.new_context().stage("save_checkpoint"):
                 self._save_checkpoint()
             self._log_saved(self.global_steps)
             raise SystemExit(EXIT_CODE)
-        rows = next(self.rows)
         self.global_steps += 1
-        return self.to_batch(rows), self.new_context()
+        return self.new_context()
+
+    def next_batch(self) -> DataProto:
+        """Take the next batch from the data."""
+        return self.to_batch(next(self.rows))
 
     def _log_saved(self, step: int) -> None:
         logger.warning("Saved step %d of %d.", step, self.total_training_steps)

@@ -96,8 +96,9 @@ class SupervisedTrainer(TrainingLoop):
         """See :meth:`TrainingLoop.validates`."""
         return self.val_dataloader is not None
 
-    def step(self, batch: DataProto, context: StepContext) -> DataProto:
-        """Take one optimizer step on the batch; ``rows_per_unit`` adjacent rows go to the same rank."""
+    def step(self, context: StepContext) -> DataProto:
+        """Take one optimizer step on the next batch; ``rows_per_unit`` adjacent rows go to the same rank."""
+        batch = self.next_batch()
         with context.stage("update"):
             balance = self.typed_config.data.balance_dp_token
             parts = self.workers.num_parts("train_batch")

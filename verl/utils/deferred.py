@@ -21,7 +21,7 @@ class Deferred(Generic[T]):
     """Computes the value from the results of the futures; waits for those that are not done."""
 
     @classmethod
-    def known(cls, value: T) -> Deferred[T]:
+    def of(cls, value: T) -> Deferred[T]:
         """Return a handle of a value that is there already."""
         return cls([], lambda: value)
 

@@ -18,7 +18,7 @@ from tests.workers.reward_manager.batches import TOKENIZER, batch_of
 from tests.workers.reward_manager.hostile import lengths, slow_length
 from verl.errors import ProcessLostError
 from verl.experience.rewards import status_metrics
-from verl.experience.scoring import start_reward
+from verl.experience.scoring import submit_scores
 from verl.trainer.ppo.reward import compute_reward
 from verl.workers.reward_manager import NaiveRewardManager, RemoteRewardManager
 
@@ -93,7 +93,7 @@ def test_the_scores_are_those_of_an_undisturbed_run(function):
     data = batch_of(texts(24), [0.0] * 24)
     expected, _ = compute_reward(data, manager)
     with massacres(rounds=4, every_s=0.3) as killed:
-        pending = start_reward(data, manager)  # as with reward_model.launch_reward_fn_async
+        pending = submit_scores(data, manager)  # as with reward_model.launch_reward_fn_async
         scores, extra = pending.result()
         while len(killed) < 4:
             again, _ = compute_reward(data, manager)

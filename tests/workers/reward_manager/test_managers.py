@@ -16,7 +16,7 @@ from tests.workers.reward_manager.batches import LENGTH, TOKENIZER, batch_of
 from tests.workers.reward_manager.hostile import acts, length_of, per_text, stamps
 from verl.errors import ConfigError, RewardError
 from verl.experience.rewards import EqualScores, RewardRecord, component_metrics, status_metrics
-from verl.experience.scoring import leave_out_failed, score_columns, start_reward
+from verl.experience.scoring import leave_out_failed, score_columns, submit_scores
 from verl.protocol import replace_columns
 from verl.supervision.killable_pool import RateLimit
 from verl.trainer.config import PPOConfig
@@ -195,10 +195,10 @@ def test_groups_whose_scores_are_all_equal_are_counted(scores, statuses, expecte
 def test_equal_scores_of_three_steps_are_one_warning_with_an_example(caplog):
     watch, flat = EqualScores(TOKENIZER), [0.0] * 4
     for scores in (flat, flat, [0.0, 0.0, 0.0, 1.0], flat, flat):
-        watch.look(recorded(scores))
+        watch.check(recorded(scores))
     assert not caplog.records
     for _ in range(5):
-        watch.look(recorded(flat))
+        watch.check(recorded(flat))
     [warning] = [record.getMessage() for record in caplog.records]
     assert "each of the last 3 steps have the same score, 4 with 0 in this step" in warning
     assert "4 of 4 ended at data.max_response_length" in warning
@@ -299,7 +299,7 @@ def test_scoring_goes_on_beside_other_work(tmp_path):
             time.sleep(0.02)
         return 1.0
 
-    pending = start_reward(batch_of(["a", "b"]), NaiveRewardManager(TOKENIZER, 0, score))
+    pending = submit_scores(batch_of(["a", "b"]), NaiveRewardManager(TOKENIZER, 0, score))
     (tmp_path / "go").touch()  # so it has come back before anything is scored
     scores, _ = pending.result()
     assert scores.sum(-1).tolist() == [1.0, 1.0]

@@ -238,7 +238,7 @@ class RayPPOTrainer(PPOTrainer):
                 self._sampled = self.global_steps, drawn + len(set(prompts.non_tensor_batch["uid"]))
         prompts = prompts.select()
         prompts.meta_info = {"validate": False, **prompts.meta_info, "global_steps": self.global_steps}
-        made = self.draw_responses(prompts)
+        made = self.response_source.answer(prompts)
         if len(made) == len(prompts) and self.scores_responses:
             manager = self.val_reward_fn if prompts.meta_info["validate"] else self.reward_fn
             made |= self._reward_columns(prompts.select(batch_keys=[]) | made, manager)

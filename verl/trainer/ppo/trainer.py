@@ -3,11 +3,11 @@
 ::
 
     dataloader ──► prompts          input_ids, attention_mask, position_ids, raw_prompt, uid
-       │ repeat(n)
+       │ repeat(n)                                                   these three: verl/experience/lockstep.py
        ▼
     rollout    ──► responses        prompts, responses, response_mask, rollout_log_probs
        ▼
-    reward     ──► scores           token_level_scores               (reward.py, reward_manager/)
+    reward     ──► scores           token_level_scores               (experience/scoring.py, reward_manager/)
        │ with dynamic sampling: back to the dataloader until the batch is full of informative prompts
        ▼
     actor      ──► old_log_probs    old_log_probs, entropys          or the rollout's, in bypass mode; or
@@ -31,13 +31,11 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.algorithms import (
@@ -50,22 +48,15 @@ from verl.checkpoint.resume import CheckpointPlan
 from verl.checkpoint.states import rng_state, set_rng_state
 from verl.config import PPOConfig
 from verl.errors import ConfigError, DataError
-from verl.experience.dynamic_sampling import Draw, fill_batch
-from verl.experience.prompts import name_groups, repeat_prompts
-from verl.experience.records import RecordFolder, generation_records
+from verl.experience.lockstep import Lockstep
+from verl.experience.records import RecordFolder
 from verl.experience.response_source import ResponseSource
-from verl.experience.rewards import EqualScores, RewardRecord
-from verl.experience.scoring import RewardHandle, leave_out_failed, score_columns, start_reward
-from verl.experience.sequences import (
-    Trajectories,
-    mini_batch_sizes,
-    resampled,
-    trajectory_scores,
-    with_earlier_turns,
-    with_prompts,
-)
-from verl.experience.stored_rollouts import StoredRollouts
-from verl.experience.trajectories import NO_SCORES, rows_to_score, trajectory_metrics, with_own_scores
+from verl.experience.rewards import EqualScores, RewardRecord, Scored
+from verl.experience.scoring import Scorer
+from verl.experience.sequences import Trajectories, mini_batch_sizes, resampled
+from verl.experience.source import ExperienceSource
+from verl.experience.trajectories import trajectory_metrics
+from verl.experience.workers import ExperienceWorkers
 from verl.protocol import DataProto, DataProtoFuture, replace_columns
 from verl.protocol.future import wait_for
 from verl.trainer.balance import DealtBatch, deal
@@ -100,7 +91,6 @@ from verl.utils.console import status
 from verl.utils.dataset import collate_fn as default_collate_fn
 from verl.utils.dataset.loading import bound_to_driver
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
-from verl.utils.deferred import Deferred
 from verl.utils.flops_counter import Arithmetic
 from verl.utils.metric import Metrics
 from verl.utils.step_context import StepContext
@@ -114,17 +104,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class PPOStepContext(StepContext):
-    """Metrics, times, FLOPs and rewards of one PPO step."""
+    """Metrics, times, FLOPs and tokens of one PPO step."""
 
-    rewards: RewardRecord = field(default_factory=RewardRecord)
-    """All responses scored in the step, including those that dynamic sampling dropped."""
+    generated_tokens: int = 0
+    """Tokens of all responses sampled in the step, those that dynamic sampling dropped too."""
 
 
 class PPOTrainer(TrainingLoop):
     """Train a policy by reinforcement learning.
 
-    A subclass may replace :meth:`step` or a stage of it. One that writes all of ``fit`` derives from
-    ``RayPPOTrainer`` instead (:mod:`verl.compat.own_fit`), which has the parts for that.
+    A subclass may replace :meth:`step`, a stage of it, or how responses are sampled and scored
+    (:attr:`experience_class`). One that writes all of ``fit`` derives from ``RayPPOTrainer`` instead
+    (:mod:`verl.compat.own_fit`), which has the parts for that.
 
     Args:
         config: the whole configuration, typed or as composed by Hydra.
@@ -146,10 +137,13 @@ class PPOTrainer(TrainingLoop):
     typed_config: PPOConfig
 
     context_class: ClassVar[type[PPOStepContext]] = PPOStepContext
+    experience_class: ClassVar[type[Lockstep]] = Lockstep
+    """Samples and scores; made anew whenever workers start."""
     default: ClassVar[type[PPOTrainer]]
     """The class of runs that name none. A public face above replaces it, because a program that imports the face may
     have replaced methods of it."""
 
+    experience: ExperienceSource
     policy_workers: Any = None
     """Workers of policy and rollout."""
     critic_workers: Any = None
@@ -211,14 +205,14 @@ class PPOTrainer(TrainingLoop):
         trainer = config.trainer
         self.token_dump = TokenDump(trainer.rollout_data_dir, tokenizer, trainer.rollout_token_dump_freq)
         self.equal_scores = EqualScores(tokenizer)
-        self.stored_rollouts = StoredRollouts(config, self._sample)
         self.judge = judge
         if self.needs.judge and judge is None:
             raise ConfigError(
                 f"reward_model.rollout.name={config.reward_model.rollout.name} serves a judge to the reward function, "
                 "so the trainer needs judge=verl.judge.service.JudgeService(config)."
             )
-        self.response_source = ResponseSource(config, tokenizer, processor, judge)
+        self.response_source = ResponseSource(config, tokenizer, processor, self._experience_workers, judge)
+        self.scorer = Scorer(config, self._experience_workers, judge)
         if train_dataset is None:
             train_dataset, val_dataset, train_sampler = rl_datasets(config, tokenizer, processor)
         self.train_sampler = train_sampler
@@ -294,12 +288,22 @@ class PPOTrainer(TrainingLoop):
         if self.critic_workers:
             self.arithmetic["update_critic"] = Arithmetic.of_ranks(self.critic_workers.arithmetic())
         self.checkpoint.workers_replaced(self.trained_groups)
+        self.experience = self.experience_class(
+            self.typed_config,
+            self.tokenizer,
+            self.next_batch,
+            self.response_source,
+            self.scorer,
+            self.reward_fn,
+            self.dump,
+        )
+        self.controllers["experience"] = self.experience
         self.validator = None
         if self.val_dataloader is not None and self.val_reward_fn is not None:
             self.validator = Validator(
                 self.typed_config,
                 self.tokenizer,
-                self.draw_responses,
+                self.response_source.answer,
                 self._score,
                 self.val_reward_fn,
                 self.val_dataloader,
@@ -328,14 +332,17 @@ class PPOTrainer(TrainingLoop):
         """See :meth:`TrainingLoop.observed`: profiles of the steps of ``global_profiler.steps``."""
         return self.profiles.of_step(context.number, self._groups_by_role)
 
+    def _experience_workers(self) -> ExperienceWorkers:
+        return ExperienceWorkers(self.policy_workers, self.reward_workers)
+
     # ---- the step -----------------------------------------------------------------------------
 
     def to_batch(self, rows: Mapping[str, Any]) -> DataProto:
         """Convert collated rows to a batch of prompts."""
         return DataProto.from_single_dict(dict(rows))
 
-    def step(self, prompts: DataProto, context: PPOStepContext) -> DataProto:
-        """Run one PPO iteration on ``prompts``: sample, score, compute advantages and update; see the module's picture.
+    def step(self, context: PPOStepContext) -> DataProto:
+        """Run one PPO iteration: sample, score, compute advantages and update; see the module's picture.
 
         Returns:
             the responses with all columns of the step, including those that the update left out.
@@ -344,12 +351,12 @@ class PPOTrainer(TrainingLoop):
         updates_actor = trains and context.number > self.typed_config.trainer.critic_warmup
         # If a batch is one optimizer step, the update's own forward pass gives old_log_probs.
         own_forward = updates_actor and self.old_log_probs_plan.source == "update"
-        batch, scores = self.collect(prompts, context)
+        experience = self.experience.next(context)
+        batch = experience.batch
         if not own_forward:
             batch = batch | self.old_log_probs(batch, context)
-        batch = replace_columns(batch, scores.result())
-        if not own_forward:
-            self.policy_metrics(batch, context)
+        batch = replace_columns(batch, experience.scores.result())
+        self.policy_metrics(batch, context)
         if self.needs.correction:
             batch = batch | self.correction(batch, context)
         if self.needs.reference:
@@ -364,121 +371,26 @@ class PPOTrainer(TrainingLoop):
         if updates_actor:
             with context.stage("update_actor"):
                 batch = batch | wait_for(self.update_actor(chosen, context, own_forward))
+            self.experience.updated(context.number)
         if own_forward:
             self.policy_metrics(batch, context)
-        self._notify_dataset(batch, context)
-        self.dump_numbers(batch, context)
-        self.observers.trace(context.rewards.batches, context)
+        self.report(batch, experience.rewards, context)
         return batch
 
-    def collect(self, prompts: DataProto, context: PPOStepContext) -> tuple[DataProto, Deferred[DataProto]]:
-        """Sample responses and start scoring them; dynamic sampling draws further prompts until the batch is full.
+    def report(self, batch: DataProto, rewards: RewardRecord, context: PPOStepContext) -> None:
+        """Pass what the step sampled to its metrics, the data set, files and traces.
 
-        Returns:
-            the responses, and their score columns as of :meth:`start_reward`; with dynamic sampling the scores are
-            part of the batch already.
+        Args:
+            batch: what :meth:`step` returns.
+            rewards: all responses scored for the step.
+            context: takes the metrics.
         """
-        config = self.typed_config
-        if not config.algorithm.filter_groups.enable:
-            batch = self.rollout(prompts, context)
-            return batch, self.start_reward(batch, context)
-        num_prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-        draws = self._draws(prompts, context)
-        batch, metrics = fill_batch(draws, config.algorithm.filter_groups, num_prompts, n)
-        context.metrics |= metrics
-        return batch, Deferred.known(DataProto())  # the draws are scored already
-
-    def _draws(self, prompts: DataProto, context: PPOStepContext) -> Iterator[Draw]:
-        """Yield scored responses to ``prompts``, then to the next prompts in the data."""
-        first_row = 0
-        while True:
-            responses = self.rollout(prompts, context, first_row)
-            batch = replace_columns(responses, self.start_reward(responses, context).result())
-            takes_part = batch.batch["response_mask"].any(-1).numpy()
-            yield Draw(batch, responses.non_tensor_batch["uid"], takes_part)
-            first_row += len(prompts)
-            prompts = self.to_batch(next(self.rows))
-
-    def rollout(self, prompts: DataProto, context: PPOStepContext, first_row: int = 0) -> DataProto:
-        """Sample n responses per prompt, and the reward of a greedy response if the estimator reads it.
-
-        ``first_row`` counts the prompts drawn earlier in the step, so that each ``uid`` is unique.
-        """
-        with context.stage("gen"):
-            prompts = name_groups(prompts, context.number, first_row)
-            prompts = prompts | DataProto(meta_info={"global_steps": context.number, "validate": False})
-            repeated = repeat_prompts(prompts, self.typed_config.actor_rollout_ref.rollout.n)
-            responses, columns = self.draw_responses(repeated), repeated.select(batch_keys=[])
-            if self.needs.greedy_baseline:
-                columns = columns | self._greedy_baseline(prompts)
-            return with_prompts(columns, responses)
-
-    def draw_responses(self, prompts: DataProto) -> DataProto:
-        """Answer each row by stored responses, engines or agent loops, which may make several rows of it."""
-        return self.stored_rollouts.answer(prompts)
-
-    def _sample(self, prompts: DataProto) -> DataProto:
-        return self.response_source.answer(prompts, self.policy_workers, self.reward_workers, self.global_steps)
-
-    def _greedy_baseline(self, prompts: DataProto) -> DataProto:
-        """Score a greedy response per prompt: ``reward_baselines`` and ``baseline_status``, repeated n times."""
-        greedy = repeat_prompts(prompts, 1) | DataProto(meta_info={"do_sample": False})
-        responses = with_prompts(greedy.select(batch_keys=[]), self.draw_responses(greedy))
-        scores, extra = self._score(responses, self.reward_fn)
-        columns = {"reward_baselines": trajectory_scores(responses, scores)}
-        scored = Trajectories.of(responses).scored_rows
-        statuses = {"baseline_status": np.array(extra["reward_status"], dtype=object)[scored]}
-        baselines = DataProto.from_dict(tensors=columns, non_tensors=statuses)
-        return baselines.repeat(self.typed_config.actor_rollout_ref.rollout.n, interleave=True)
-
-    def start_reward(self, batch: DataProto, context: PPOStepContext) -> Deferred[DataProto]:
-        """Start scoring the responses; wait for the scores unless ``reward_model.launch_reward_fn_async`` is set.
-
-        Returns:
-            a handle whose result has ``token_level_scores``, the other values of the reward function, and
-            ``response_mask`` and ``uid`` changed to exclude samples that could not be scored from training.
-        """
-        with context.stage("reward"):
-            handle = self._start_scores(batch, self.reward_fn)
-        if self.typed_config.reward_model.launch_reward_fn_async:
-            return Deferred([], lambda: self._scores(batch, handle, context))
-        return Deferred.known(self._scores(batch, handle, context))
-
-    def _start_scores(self, batch: DataProto, reward_fn: Any) -> RewardHandle:
-        """Start scoring, with the judge awake if there is one."""
-        if self.judge is None:
-            return self._start_reward_fn(batch, reward_fn)
-        return self.judge.serve_while(
-            self.reward_workers, self.global_steps, lambda: self._start_reward_fn(batch, reward_fn)
-        )
-
-    def _start_reward_fn(self, batch: DataProto, reward_fn: Any) -> RewardHandle:
-        """Start scoring; of trajectories only those that are trained on and have no score of their own."""
-        limit = self.typed_config.reward_model.max_error_rate
-        if "trajectory_status" not in batch.non_tensor_batch:
-            return start_reward(self._with_model_scores(batch), reward_fn, limit)
-        agent = self.typed_config.actor_rollout_ref.rollout.agent
-        rows = rows_to_score(batch, agent)
-        chosen = with_earlier_turns(batch).select_idxs(rows)
-        handle = start_reward(self._with_model_scores(chosen), reward_fn, limit) if rows else Deferred.known(NO_SCORES)
-        return handle.map(lambda scored: with_own_scores(batch, scored, rows, agent))
-
-    def _scores(self, batch: DataProto, handle: RewardHandle, context: PPOStepContext) -> DataProto:
-        with context.stage("reward"):
-            scores, extra = handle.result()
-            needs_siblings = self.needs.siblings and self.typed_config.actor_rollout_ref.rollout.n > 1
-            on_failure = self.typed_config.reward_model.on_failure
-            kept, rates = leave_out_failed(batch, extra["reward_status"], on_failure, needs_siblings)
-            with context.stage("dump_rollout_generations"):
-                if self.dump.folder is not None:
-                    records = generation_records(context.number, self.tokenizer, batch, scores, extra)
-                    self.dump.write(context.number, records, append=bool(context.rewards.batches))
-            columns = kept | score_columns(scores, extra)
-            context.rewards.add(replace_columns(batch, columns), list(extra), rates)
-            return columns
-
-    def _with_model_scores(self, batch: DataProto) -> DataProto:
-        return batch | wait_for(self.reward_workers.compute_rm_score(batch)) if self.needs.reward_model else batch
+        context.generated_tokens = rewards.generated_tokens()
+        context.metrics |= rewards.metrics() | trajectory_metrics(rewards.batches)
+        self.equal_scores.check(rewards)
+        self._notify_dataset(batch, rewards)
+        self.dump_numbers(batch, context)
+        self.observers.trace(rewards.batches, context)
 
     def old_log_probs(self, batch: DataProto, context: PPOStepContext) -> DataProto:
         """Compute old_log_probs and entropys of the policy before the update; in bypass mode take the rollout's."""
@@ -496,13 +408,14 @@ class PPOTrainer(TrainingLoop):
     def policy_metrics(self, batch: DataProto, context: PPOStepContext) -> None:
         """Measure the entropy of the policy before the update and its distance to the rollout; adapt the entropy bonus.
 
-        Runs after the scores, because they determine which tokens are trained on. Does nothing in bypass mode, which
-        computes neither, or if no token is left.
+        Runs after the scores, because they determine which tokens are trained on. Does nothing if the batch has no
+        ``old_log_probs`` yet, or no token is left; nor in bypass mode, which computes neither number.
 
         Raises:
             RolloutError: the probabilities differ by more than ``trainer.max_rollout_actor_probs_diff``.
         """
-        if self.typed_config.algorithm.rollout_correction.bypass_mode or not batch.batch["response_mask"].any():
+        columns, bypasses = batch.batch, self.typed_config.algorithm.rollout_correction.bypass_mode
+        if bypasses or "old_log_probs" not in columns.keys() or not columns["response_mask"].any():
             return
         with context.stage("policy_metrics"):
             actor = self.typed_config.actor_rollout_ref.actor
@@ -667,10 +580,10 @@ class PPOTrainer(TrainingLoop):
                 self.dump.write_numbers(context.number, batch)
                 self.token_dump.write(context.number, batch)
 
-    def _notify_dataset(self, batch: DataProto, context: PPOStepContext) -> None:
+    def _notify_dataset(self, batch: DataProto, rewards: RewardRecord) -> None:
         """Pass all scored responses to a curriculum sampler, and the batch to a data set's ``on_batch_end``."""
         if isinstance(self.train_sampler, AbstractCurriculumSampler):
-            for seen in context.rewards.batches if self.typed_config.algorithm.filter_groups.enable else [batch]:
+            for seen in rewards.batches if self.typed_config.algorithm.filter_groups.enable else [batch]:
                 self.train_sampler.update(batch=seen)
         if hasattr(self.train_dataset, "on_batch_end"):
             self.train_dataset.on_batch_end(batch=batch)
@@ -679,19 +592,16 @@ class PPOTrainer(TrainingLoop):
 
     def step_metrics(self, batch: DataProto, context: PPOStepContext) -> Metrics:
         """See :meth:`TrainingLoop.step_metrics`."""
-        seconds, rewards = context.seconds, context.rewards
-        self.equal_scores.look(rewards)
+        seconds = context.seconds
         metrics = {
             "training/global_step": context.number,
             "training/epoch": self.epochs.epoch,
             **compute_data_metrics(batch, use_critic=self.needs.critic),
-            **trajectory_metrics(rewards.batches),
-            **rewards.metrics(),
-            **compute_timing_metrics(batch, seconds, generated=rewards.generated_tokens()),
+            **compute_timing_metrics(batch, seconds, generated=context.generated_tokens),
             **compute_throughout_metrics(batch, seconds, n_gpus=self.resource_pool_manager.get_n_gpus()),
             **compute_mfu_metrics(context.flops, self.arithmetic, seconds),
             **self.bad_steps.metrics(),
-            **self.stored_rollouts.metrics(),
+            **self.response_source.metrics(),
             **(self.judge.metrics() if self.judge else {}),
         }
         failed_dumps = self.dump.failed + self.token_dump.failed
@@ -734,8 +644,9 @@ class PPOTrainer(TrainingLoop):
         if shown and self.validation_generations_logger is not None:
             self.validation_generations_logger.log(self.typed_config.trainer.logger, shown, self.global_steps)
 
-    def _score(self, batch: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list]]:
-        return self._start_scores(batch, reward_fn).result()
+    def _score(self, batch: DataProto, reward_fn: Any) -> Scored:
+        """As :func:`verl.trainer.ppo.reward.compute_reward`, with the judge of the run awake."""
+        return self.scorer.submit(batch, reward_fn, self.global_steps).result()
 
 
 PPOTrainer.default = PPOTrainer

@@ -64,26 +64,17 @@ class Needs:
     """Scores of a discriminative reward model."""
     judge: bool
     """Answers of a generative reward model to a reward function."""
-    siblings: bool
-    """Whether the estimator compares the responses to one prompt with each other."""
-    greedy_baseline: bool
-    """``reward_baselines``, the reward of one greedy response per prompt, for the estimator."""
     correction: bool
     """Correction for the difference between rollout and trainer on the driver, by weights or rejection."""
 
     @classmethod
     def of(cls, config: PPOConfig) -> Needs:
-        """Derive the needs from ``config``; those of an estimator follow from its parameter names."""
-        from verl.algorithms import adv_needs  # needs torch; the roles do not
-
-        columns = adv_needs(config.algorithm.adv_estimator).columns
+        """Derive the needs from ``config``; a critic may follow from the parameter names of the estimator."""
         return cls(
             critic=need_critic(config),
             reference=need_reference_policy(config),
             reward_model=need_reward_model(config) and config.judge is None,
             judge=config.judge is not None,
-            siblings="index" in columns,
-            greedy_baseline="reward_baselines" in columns,
             correction=config.algorithm.rollout_correction.is_decoupled,
         )
 

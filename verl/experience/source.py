@@ -1,0 +1,51 @@
+"""What a training step asks of the part that samples and scores: the contract between ``experience`` and trainers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.experience.rewards import RewardRecord
+from verl.protocol import DataProto
+from verl.utils.deferred import Deferred
+from verl.utils.step_context import StepContext
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Scored responses for one training step."""
+
+    batch: DataProto
+    """The responses to train on, with the columns of their prompts; :attr:`scores` are not part of it yet."""
+    scores: Deferred[DataProto]
+    """``token_level_scores``, the other values of the reward function, and ``response_mask`` and ``uid`` changed to
+    exclude samples that could not be scored. Columns that replace those of the batch; wait for them once."""
+    rewards: RewardRecord
+    """All responses scored for the step, those that dynamic sampling dropped too; complete once :attr:`scores` are."""
+
+
+class ExperienceSource(ABC):
+    """Samples responses to the prompts of the data and scores them.
+
+    A source takes prompts from the data by itself, as many as it needs and as early as it likes: it may have prompts in
+    flight across steps. The position in the data is saved by the training loop and counts prompts taken, so the state
+    of a source holds those that were taken and not trained on yet.
+    """
+
+    @abstractmethod
+    def next(self, context: StepContext) -> Experience:
+        """Return the responses to train on in step ``context.number``; stages and metrics go into ``context``."""
+
+    @abstractmethod
+    def updated(self, version: int) -> None:
+        """Called after the policy's update of step ``version``: from now on its new weights may sample."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """State between two steps for a checkpoint, as JSON."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state of a checkpoint; the data goes on behind the prompts that are part of it."""
