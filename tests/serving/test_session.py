@@ -158,6 +158,7 @@ def test_the_ranks_fetch_from_processes_that_come_later_and_forget_those_that_di
             assert ray.get(first.actor.ask.remote(index, 7)) == [7]
             session.check()
         first.end()
+        session.remove(1)
         session.pause()  # so that the request waits
         call = session.send("a", request(5)).future()
         ray.kill(session.router.actor)
