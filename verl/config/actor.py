@@ -55,12 +55,12 @@ class PolicyLossConfig(BaseConfig):
     def problems(self, path: str) -> Iterator[Problem]:
         """`dro` has a weight, and the covariance bounds of `clip_cov` are in order."""
         if self.loss_mode == "dro" and self.dro_beta is None:
-            wrong = "policy_loss.loss_mode=dro is a policy gradient without any leash unless it has this weight"
+            cause = "policy_loss.loss_mode=dro is a policy gradient without any leash unless it has this weight"
             remedy = "0.1 lets the log-prob of a token with advantage 1 move by 10 nats, 10 by 0.1"
-            yield Problem(f"{path}.dro_beta", None, wrong, "> 0", remedy)
+            yield Problem(f"{path}.dro_beta", None, cause, "> 0", remedy)
         if self.loss_mode == "clip_cov" and self.clip_cov_lb >= self.clip_cov_ub:
-            wrong = f"no covariance lies between it and policy_loss.clip_cov_ub={self.clip_cov_ub}"
-            yield Problem(f"{path}.clip_cov_lb", self.clip_cov_lb, wrong, f"< {self.clip_cov_ub}")
+            cause = f"no covariance lies between it and policy_loss.clip_cov_ub={self.clip_cov_ub}"
+            yield Problem(f"{path}.clip_cov_lb", self.clip_cov_lb, cause, f"< {self.clip_cov_ub}")
 
 
 @section
@@ -168,8 +168,8 @@ class ActorConfig(UpdateConfig):
         if low > high:
             yield Problem(f"{path}.entropy_coeff_min", low, f"it is above entropy_coeff_max={high}", f"<= {high}")
         elif not low <= self.entropy_coeff <= high:
-            wrong = f"with entropy_target it is kept between entropy_coeff_min={low} and entropy_coeff_max={high}"
-            yield Problem(f"{path}.entropy_coeff", self.entropy_coeff, wrong, f"{low} to {high}")
+            cause = f"with entropy_target it is kept between entropy_coeff_min={low} and entropy_coeff_max={high}"
+            yield Problem(f"{path}.entropy_coeff", self.entropy_coeff, cause, f"{low} to {high}")
 
     def validate(self, n_gpus: int, train_batch_size: int, model_config: Any = None) -> None:
         """Check this section by itself, as :func:`verl.utils.config.validate_config` does with the whole configuration.

@@ -105,8 +105,8 @@ class AgentLoopConfig(BaseConfig):
     def problems(self, path: str) -> Iterator[Problem]:
         """A trajectory that is done is trained on."""
         if self.on_failure.get("done", "train") != "train":
-            wrong = "a trajectory that is done did not fail"
-            yield Problem(f"{path}.on_failure.done", self.on_failure["done"], wrong, "train, or leave it out")
+            cause = "a trajectory that is done did not fail"
+            yield Problem(f"{path}.on_failure.done", self.on_failure["done"], cause, "train, or leave it out")
 
     def treatment_of(self, status: TrajectoryStatus) -> OnFailure:
         """Return what becomes of trajectories with this status."""

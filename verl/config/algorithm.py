@@ -91,12 +91,12 @@ class AlgoConfig(BaseConfig):
             return
         key, keys, weights = f"{path}.gdpo_reward_keys", self.gdpo_reward_keys or (), self.gdpo_reward_weights
         if not keys:
-            wrong = f"{path}.adv_estimator=gdpo compares components of the reward, and this names none"
+            cause = f"{path}.adv_estimator=gdpo compares components of the reward, and this names none"
             remedy = "name keys of the dict that the reward function returns, e.g. [accuracy,format]"
-            yield Problem(key, self.gdpo_reward_keys, wrong, remedy=remedy)
+            yield Problem(key, self.gdpo_reward_keys, cause, remedy=remedy)
         elif len(set(keys)) < len(keys):
-            wrong = "a component is named twice, and would be counted once"
-            yield Problem(key, list(keys), wrong, remedy="weigh it by gdpo_reward_weights")
+            cause = "a component is named twice, and would be counted once"
+            yield Problem(key, list(keys), cause, remedy="weigh it by gdpo_reward_weights")
         elif weights is not None and len(weights) != len(keys):
-            wrong = f"{key} names {len(keys)} components: {', '.join(keys)}"
-            yield Problem(f"{path}.gdpo_reward_weights", list(weights), wrong, "one number for each, or null")
+            cause = f"{key} names {len(keys)} components: {', '.join(keys)}"
+            yield Problem(f"{path}.gdpo_reward_weights", list(weights), cause, "one number for each, or null")

@@ -109,8 +109,8 @@ class _SectionType(ABCMeta):
         except ValidationError as error:
             details = error.errors()
             own = [one for one in details if one["type"] != "default_factory_not_called"]  # it fails with another field
-            wrong = (f"{'.'.join(map(str, one['loc']))}={one['input']!r:.80}: {one['msg']}" for one in own)
-            raise SectionError(f"{cls.__name__} cannot be made: {'; '.join(wrong)}.", details) from error
+            cause = (f"{'.'.join(map(str, one['loc']))}={one['input']!r:.80}: {one['msg']}" for one in own)
+            raise SectionError(f"{cls.__name__} cannot be made: {'; '.join(cause)}.", details) from error
 
 
 def _null_is_default(cls: type[BaseConfig], name: str) -> bool:

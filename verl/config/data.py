@@ -135,29 +135,29 @@ class DataConfig(BaseConfig):
         weights, sampler, datagen = self.source_weights, self.sampler, self.datagen
         if weights and (sampler.class_path or sampler.class_name):
             remedy = f"set one of the two; a sampler of your own can read {path}.source_weights itself"
-            wrong = f"{path}.sampler decides the order of the rows, so nothing would use the weights"
-            yield Problem(f"{path}.source_weights", dict(weights), wrong, remedy=remedy)
+            cause = f"{path}.sampler decides the order of the rows, so nothing would use the weights"
+            yield Problem(f"{path}.source_weights", dict(weights), cause, remedy=remedy)
         for source, weight in weights.items():
             if not 0 <= weight < float("inf"):
                 yield Problem(f"{path}.source_weights.{source}", weight, "a weight is no share", "a number >= 0")
         if weights and not sum(weights.values()) > 0:
-            wrong = "no source has a positive weight"
-            yield Problem(f"{path}.source_weights", dict(weights), wrong, remedy="give one at least")
+            cause = "no source has a positive weight"
+            yield Problem(f"{path}.source_weights", dict(weights), cause, remedy="give one at least")
         if datagen.path is None and datagen.name is not None:
             remedy = f"set {path}.datagen.path to the file that holds it"
             yield Problem(f"{path}.datagen.name", datagen.name, f"{path}.datagen.path is not set", remedy=remedy)
         if datagen.path is not None and self.custom_cls.path is not None:
-            wrong = f"{path}.custom_cls replaces the data set that would take the generated rows"
+            cause = f"{path}.custom_cls replaces the data set that would take the generated rows"
             remedy = (
                 "set one of the two; a class of your own can inherit from DynamicGenDataset and be its own generator"
             )
-            yield Problem(f"{path}.datagen.path", datagen.path, wrong, remedy=remedy)
+            yield Problem(f"{path}.datagen.path", datagen.path, cause, remedy=remedy)
         if datagen.path is not None:
             yield from self.reads_ahead(path, f"{path}.datagen")
 
     def reads_ahead(self, path: str, why: str) -> Iterator[Problem]:
         """Report loader processes, which read rows before ``why`` can choose or add them."""
         if self.dataloader_num_workers != 0:
-            wrong = f"these processes read rows ahead of the step that {why} has to see first"
+            cause = f"these processes read rows ahead of the step that {why} has to see first"
             key = f"{path}.dataloader_num_workers"
-            yield Problem(key, self.dataloader_num_workers, wrong, "0", f"set {key}=0")
+            yield Problem(key, self.dataloader_num_workers, cause, "0", f"set {key}=0")

@@ -57,14 +57,14 @@ class GenerationConfig(BaseConfig):
         if not self.rollout.do_sample and self.data.n_samples > 1:
             yield all_the_same("rollout", "data.n_samples", self.data.n_samples)
         if not self.rollout.merge_adapters:
-            wrong = "weights are loaded once, so nothing is saved by sending adapters alone"
-            yield Problem("rollout.merge_adapters", False, wrong, "true", "leave it out")
+            cause = "weights are loaded once, so nothing is saved by sending adapters alone"
+            yield Problem("rollout.merge_adapters", False, cause, "true", "leave it out")
         if self.rollout.prometheus.enable:
-            wrong = "only training runs serve metrics (main_ppo)"
-            yield Problem("rollout.prometheus.enable", True, wrong, "false")
+            cause = "only training runs serve metrics (main_ppo)"
+            yield Problem("rollout.prometheus.enable", True, cause, "false")
         if self.rollout.trace.backend is not None:
-            wrong = "only training runs are traced (main_ppo)"
-            yield Problem("rollout.trace.backend", self.rollout.trace.backend, wrong, "null")
+            cause = "only training runs are traced (main_ppo)"
+            yield Problem("rollout.trace.backend", self.rollout.trace.backend, cause, "null")
 
     @property
     def roles(self) -> ActorRolloutRefConfig:

@@ -115,9 +115,9 @@ class McoreEngineConfig(BaseConfig):
             if (value := getattr(self, name)) != default:
                 yield Problem(f"{path}.{name}", value, why, f"{default!r}")
         if unknown := sorted(self.override_transformer_config.keys() - set(RECOMPUTE)):
-            wrong = f"{', '.join(unknown)} cannot be set: the model is built as its Hugging Face config says"
+            cause = f"{', '.join(unknown)} cannot be set: the model is built as its Hugging Face config says"
             yield Problem(
-                f"{path}.override_transformer_config", self.override_transformer_config, wrong, ", ".join(RECOMPUTE)
+                f"{path}.override_transformer_config", self.override_transformer_config, cause, ", ".join(RECOMPUTE)
             )
         yield from self._recomputation(f"{path}.override_transformer_config")
         if self.dtype in ("fp16", "float16"):
@@ -142,11 +142,11 @@ class McoreEngineConfig(BaseConfig):
             return
         if granularity == "full":
             if method not in ("uniform", "block"):
-                wrong = "recompute_granularity=full says which layers"
-                yield Problem(f"{path}.recompute_method", method, wrong, "uniform, block")
+                cause = "recompute_granularity=full says which layers"
+                yield Problem(f"{path}.recompute_method", method, cause, "uniform, block")
             if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
-                wrong = "recompute_granularity=full says how many layers are recomputed together (uniform), or in all"
-                yield Problem(f"{path}.recompute_num_layers", layers, wrong, "a whole number from 1")
+                cause = "recompute_granularity=full says how many layers are recomputed together (uniform), or in all"
+                yield Problem(f"{path}.recompute_num_layers", layers, cause, "a whole number from 1")
         idle, why = {
             None: (RECOMPUTE[1:], "recompute_granularity, which says whether layers or parts are recomputed, is null"),
             "full": (RECOMPUTE[3:], "recompute_granularity=full recomputes whole layers"),
@@ -163,8 +163,8 @@ class McoreEngineConfig(BaseConfig):
             if not isinstance(modules, (list, tuple)):
                 yield Problem(f"{path}.recompute_modules", modules, "it is a list", allowed)
             elif unknown := [str(part) for part in modules if part not in PARTS_OF_LAYERS]:
-                wrong = f"layers without TransformerEngine have no {', '.join(unknown)} to recompute"
-                yield Problem(f"{path}.recompute_modules", modules, wrong, allowed)
+                cause = f"layers without TransformerEngine have no {', '.join(unknown)} to recompute"
+                yield Problem(f"{path}.recompute_modules", modules, cause, allowed)
 
 
 def ranks_per_copy(placement: FSDPEngineConfig | McoreEngineConfig) -> int:

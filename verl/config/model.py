@@ -209,12 +209,12 @@ class OptimizerConfig(BaseConfig):
     def problems(self, path: str) -> Iterator[Problem]:
         """Running means forget, and a step does not overwrite the weights."""
         if not all(0 <= beta < 1 for beta in self.betas):
-            wrong = "a running mean keeps this fraction of its past at every step"
-            yield Problem(f"{path}.betas", list(self.betas), wrong, "two numbers >= 0 and < 1")
+            cause = "a running mean keeps this fraction of its past at every step"
+            yield Problem(f"{path}.betas", list(self.betas), cause, "two numbers >= 0 and < 1")
         if self.lr >= 1:
-            wrong = "one step of AdamW moves every weight by about this much, which no model survives"
+            cause = "one step of AdamW moves every weight by about this much, which no model survives"
             remedy = "usual are 1e-7 to 1e-4"
-            yield Problem(f"{path}.lr", self.lr, wrong, remedy=remedy, advice=True)
+            yield Problem(f"{path}.lr", self.lr, cause, remedy=remedy, advice=True)
 
 
 @section

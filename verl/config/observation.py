@@ -58,10 +58,10 @@ class TraceConfig(BaseConfig):
 
     def problems(self, path: str) -> Iterator[Problem]:
         """The client is installed, and the other settings have a backend."""
-        modules, wrong = _CLIENTS.get(self.backend or "", ((), ""))
+        modules, cause = _CLIENTS.get(self.backend or "", ((), ""))
         if not all(map(_is_installed, modules)):
             remedy = f"{install_command(str(self.backend))}, or set {path}.backend=null"
-            yield Problem(f"{path}.backend", self.backend, wrong, remedy=remedy)
+            yield Problem(f"{path}.backend", self.backend, cause, remedy=remedy)
         for name in ("token2text", "max_samples_per_step_per_worker"):
             if self.backend is None and self[name]:
                 remedy = f"set {path}.backend=otel or mlflow, or leave {name} out"

@@ -44,18 +44,18 @@ class ActorRolloutRefConfig(BaseConfig):
         """Only adapters that there are, and that the engine knows, are sent by themselves."""
         if self.rollout.merge_adapters:
             return
-        key, wrong = f"{path}.rollout.merge_adapters".lstrip("."), ""
+        key, cause = f"{path}.rollout.merge_adapters".lstrip("."), ""
         if self.rollout.name not in OTHER_PROGRAMS:
             engines = " and ".join(OTHER_PROGRAMS)
-            wrong = f"rollout.name={self.rollout.name} gets merged weights; only {engines} apply adapters by themselves"
+            cause = f"rollout.name={self.rollout.name} gets merged weights; only {engines} apply adapters by themselves"
         elif not self.model.has_adapters:
-            wrong = "no adapters are trained (model.lora_rank=0)"
+            cause = "no adapters are trained (model.lora_rank=0)"
         elif self.model.lora.use_dora:
-            wrong = f"{self.rollout.name} has no DoRA (model.lora.use_dora=true)"
+            cause = f"{self.rollout.name} has no DoRA (model.lora.use_dora=true)"
         elif self.model.lora.target_parameters:
-            wrong = f"{self.rollout.name} gets adapters of linear layers alone (model.lora.target_parameters)"
-        if wrong:
-            yield Problem(key, False, wrong, "true", "leave it out")
+            cause = f"{self.rollout.name} gets adapters of linear layers alone (model.lora.target_parameters)"
+        if cause:
+            yield Problem(key, False, cause, "true", "leave it out")
 
 
 @section

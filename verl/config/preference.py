@@ -73,9 +73,9 @@ class DirectPreferenceLossConfig(BaseConfig):
     def problems(self, path: str) -> Iterator[Problem]:
         """Label smoothing needs `sigmoid`, and `ipo` needs summed log-probs."""
         if self.label_smoothing and self.loss_type != "sigmoid":
-            wrong = f"{path}.loss_type={self.loss_type} has no label smoothing"
+            cause = f"{path}.loss_type={self.loss_type} has no label smoothing"
             remedy = f"set {path}.loss_type=sigmoid, or this to 0"
-            yield Problem(f"{path}.label_smoothing", self.label_smoothing, wrong, "0", remedy)
+            yield Problem(f"{path}.label_smoothing", self.label_smoothing, cause, "0", remedy)
         if self.average_log_prob and self.loss_type == "ipo":
             remedy = f"set it to false, or {path}.loss_type=sigmoid"
             yield Problem(f"{path}.average_log_prob", True, "IPO is defined on whole responses", "false", remedy)
@@ -129,8 +129,8 @@ class DPOConfig(PreferenceConfig):
     def problems(self, path: str) -> Iterator[Problem]:
         """A reference is named only if the loss uses one."""
         if self.loss.reference_free and self.ref.path is not None:
-            wrong = "no reference is read with loss.reference_free=true"
-            yield Problem("ref.path", self.ref.path, wrong, "null", "leave it null, or set loss.reference_free=false")
+            cause = "no reference is read with loss.reference_free=true"
+            yield Problem("ref.path", self.ref.path, cause, "null", "leave it null, or set loss.reference_free=false")
 
     @property
     def reference_model(self) -> HFModelConfig:

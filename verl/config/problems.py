@@ -18,7 +18,7 @@ class Problem:
 
     Attributes:
         key: dotted key of the setting; empty if the value is a word of the command line that sets none.
-        wrong: what is wrong with its value.
+        cause: what is wrong with its value.
         allowed: values that would be accepted; empty if the remedy suffices.
         remedy: what to change.
         advice: the problem is only logged, and the run starts.
@@ -26,15 +26,15 @@ class Problem:
 
     key: str
     value: Any
-    wrong: str
+    cause: str
     allowed: str = ""
     remedy: str = ""
     advice: bool = False
 
     def __str__(self) -> str:
         value = MASK if is_secret(self.key, self.value) else shown(without_secrets(self.value))
-        end = "" if self.wrong.endswith((".", "?")) else "."
-        lines = [f"{self.key}={value}: {self.wrong}{end}" if self.key else f"{value}: {self.wrong}{end}"]
+        end = "" if self.cause.endswith((".", "?")) else "."
+        lines = [f"{self.key}={value}: {self.cause}{end}" if self.key else f"{value}: {self.cause}{end}"]
         if self.allowed:
             lines.append(f"allowed: {self.allowed}")
         if self.remedy:
@@ -64,8 +64,8 @@ def check_update(problems: Iterable[Problem], path: str, ppo_mini_batch_size: in
     """
     found = [problem for problem in problems if not problem.advice]
     if ppo_mini_batch_size > train_batch_size:
-        wrong = f"a training step has train_batch_size={train_batch_size} prompts"
-        found.append(Problem(f"{path}.ppo_mini_batch_size", ppo_mini_batch_size, wrong, f"<= {train_batch_size}"))
+        cause = f"a training step has train_batch_size={train_batch_size} prompts"
+        found.append(Problem(f"{path}.ppo_mini_batch_size", ppo_mini_batch_size, cause, f"<= {train_batch_size}"))
     if found:
         raise ConfigError(report(found))
 

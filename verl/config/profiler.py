@@ -73,8 +73,8 @@ class ModelProfilerConfig(RoleProfilerConfig):
         """A rank has one trace per step."""
         yield from super().problems(path)
         if self.tool_config.torch.discrete:
-            wrong = "a rank writes one trace per step, in which each call is marked"
-            yield Problem(f"{path}.tool_config.torch.discrete", True, wrong, "false", advice=True)
+            cause = "a rank writes one trace per step, in which each call is marked"
+            yield Problem(f"{path}.tool_config.torch.discrete", True, cause, "false", advice=True)
 
 
 @section

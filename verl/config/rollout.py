@@ -204,8 +204,8 @@ class RolloutConfig(BaseConfig):
         for name, arguments in self.engine_kwargs.items():
             key = f"{path}.engine_kwargs.{name}"
             if name not in _per_engine():
-                wrong = f"no engine of that name takes arguments.{suggest(name, OTHER_PROGRAMS)}"
-                yield Problem(key, arguments, wrong, ", ".join(OTHER_PROGRAMS))
+                cause = f"no engine of that name takes arguments.{suggest(name, OTHER_PROGRAMS)}"
+                yield Problem(key, arguments, cause, ", ".join(OTHER_PROGRAMS))
             elif arguments is not None and not isinstance(arguments, Mapping):
                 yield Problem(key, arguments, "an engine takes arguments by name", remedy=f"set {key}.NAME=VALUE")
                 return
@@ -218,14 +218,14 @@ class RolloutConfig(BaseConfig):
             yield Problem(key, python, "there is no such file", allowed)
         if python is None and engine_python(self.name) is None:
             remedy = f"install it (requirements/{self.name}.txt), or name the python of another environment that has "
-            wrong = f"the package {self.name} is not installed here, nor is there /opt/{self.name}/bin/python"
-            yield Problem(f"{path}.name", self.name, wrong, remedy=f"{remedy}it in {key}")
+            cause = f"the package {self.name} is not installed here, nor is there /opt/{self.name}/bin/python"
+            yield Problem(f"{path}.name", self.name, cause, remedy=f"{remedy}it in {key}")
         if self.data_parallel_size != 1:
-            wrong = "every rank, or group of tensor-parallel ranks, has an engine of its own already"
+            cause = "every rank, or group of tensor-parallel ranks, has an engine of its own already"
             # Experts that are shared beyond one group need engines that belong together.
             together = self.expert_parallel_size > self.tensor_model_parallel_size
             key = f"{path}.data_parallel_size"
-            yield Problem(key, self.data_parallel_size, wrong, "1", advice=not together)
+            yield Problem(key, self.data_parallel_size, cause, "1", advice=not together)
 
 
 def sampling_problems(path: str, settings: RolloutConfig | SamplingConfig) -> Iterator[Problem]:
@@ -235,15 +235,15 @@ def sampling_problems(path: str, settings: RolloutConfig | SamplingConfig) -> It
         yield Problem(f"{path}.temperature", 0, "temperature 0 is greedy, but do_sample=true", "> 0", remedy)
     if 0 < settings.temperature < LOWEST_TEMPERATURE:
         remedy = f"set {path}.do_sample=false (and {path}.temperature=0) for greedy responses"
-        wrong = "logits divided by so little overflow, and what is sampled is the most likely token anyway"
+        cause = "logits divided by so little overflow, and what is sampled is the most likely token anyway"
         allowed = f"0, or >= {LOWEST_TEMPERATURE}"
-        yield Problem(f"{path}.temperature", settings.temperature, wrong, allowed, remedy)
+        yield Problem(f"{path}.temperature", settings.temperature, cause, allowed, remedy)
     if not settings.do_sample and settings.n > 1:
         # Training on them would learn nothing; in validation they take time and change no number.
         yield replace(all_the_same(path, f"{path}.n", settings.n), advice=isinstance(settings, SamplingConfig))
     if "" in (settings.stop or ()):
-        wrong = "the empty text is in every response"
-        yield Problem(f"{path}.stop", [*(settings.stop or ())], wrong, "texts of some length")
+        cause = "the empty text is in every response"
+        yield Problem(f"{path}.stop", [*(settings.stop or ())], cause, "texts of some length")
     if any(token < 0 for token in settings.stop_token_ids or ()):
         key, allowed = f"{path}.stop_token_ids", "ids of the model's vocabulary"
         yield Problem(key, [*(settings.stop_token_ids or ())], "no token has such an id", allowed)
@@ -251,5 +251,5 @@ def sampling_problems(path: str, settings: RolloutConfig | SamplingConfig) -> It
 
 def all_the_same(path: str, key: str, n: int) -> Problem:
     """Make the problem of several greedy responses to one prompt, which would be equal."""
-    wrong = f"greedy responses of one prompt are all the same ({path}.do_sample=false)"
-    return Problem(key, n, wrong, "1", f"set {path}.do_sample=true and a temperature, or ask for one response")
+    cause = f"greedy responses of one prompt are all the same ({path}.do_sample=false)"
+    return Problem(key, n, cause, "1", f"set {path}.do_sample=true and a temperature, or ask for one response")

@@ -83,9 +83,9 @@ class PlacementConfig(BaseConfig):
     def problems(self, path: str) -> Iterator[Problem]:
         """The local controller has one rank, and the `ray` controller has Ray installed."""
         if self.controller == "local" and self.ranks > 1:
-            wrong = f"it runs one rank in this process, and {self.ranks} are asked for (nnodes × n_gpus_per_node)"
+            cause = f"it runs one rank in this process, and {self.ranks} are asked for (nnodes × n_gpus_per_node)"
             remedy = f"set {path}.nnodes=1 and {path}.n_gpus_per_node=1, or {path}.controller=ray"
-            yield Problem(f"{path}.controller", "local", wrong, remedy=remedy)
+            yield Problem(f"{path}.controller", "local", cause, remedy=remedy)
         if self.controller == "ray" and importlib.util.find_spec("ray") is None:
             remedy = f"pip install 'ray>=2.60,<2.62', or set {path}.controller=local with one rank"
             yield Problem(f"{path}.controller", "ray", "Ray is not installed", remedy=remedy)
@@ -143,24 +143,24 @@ class BaseTrainerConfig(PlacementConfig):
         """Names are safe as folders, trackers are known and installed, and the checkpoint to resume from exists."""
         yield from super().problems(path)
         for key in ("project_name", "experiment_name"):
-            if wrong := name_problem(self[key]):
+            if cause := name_problem(self[key]):
                 remedy = f"set folders by {path}.default_local_dir and by the variables of the trackers"
-                yield Problem(f"{path}.{key}", self[key], wrong, "a name, or names with / between them", remedy)
-        if self.default_hdfs_dir is not None and (wrong := driver_problem(self.default_hdfs_dir)):
+                yield Problem(f"{path}.{key}", self[key], cause, "a name, or names with / between them", remedy)
+        if self.default_hdfs_dir is not None and (cause := driver_problem(self.default_hdfs_dir)):
             remedy = "install the driver, or leave it null and copy the folder of checkpoints yourself"
-            yield Problem(f"{path}.default_hdfs_dir", self.default_hdfs_dir, wrong, remedy=remedy)
+            yield Problem(f"{path}.default_hdfs_dir", self.default_hdfs_dir, cause, remedy=remedy)
         yield from self._tracker_problems(f"{path}.logger")
         yield from self._resume_problems(f"{path}.resume_from_path")
 
     def _tracker_problems(self, key: str) -> Iterator[Problem]:
         if self.log_checkpoints and not {*self.logger} & KEEPS_FILES:
-            wrong = f"no tracker of {key}=[{', '.join(self.logger)}] keeps files"
+            cause = f"no tracker of {key}=[{', '.join(self.logger)}] keeps files"
             remedy = f"add {' or '.join(sorted(KEEPS_FILES))} to {key}, or leave it out"
-            yield Problem(key.replace("logger", "log_checkpoints"), True, wrong, "false", remedy)
+            yield Problem(key.replace("logger", "log_checkpoints"), True, cause, "false", remedy)
         for name in self.logger:
             if name not in TRACKERS:
-                wrong = f"there is no tracker '{name}'.{suggest(name, list(TRACKERS))}"
-                yield Problem(key, list(self.logger), wrong, ", ".join(TRACKERS))
+                cause = f"there is no tracker '{name}'.{suggest(name, list(TRACKERS))}"
+                yield Problem(key, list(self.logger), cause, ", ".join(TRACKERS))
             elif (module := TRACKERS[name]) is not None and importlib.util.find_spec(module) is None:
                 rest = [other for other in self.logger if other != name] or ["console"]
                 remedy = f"{install_command(name)}, or set {key}=[{','.join(rest)}]"
@@ -170,15 +170,15 @@ class BaseTrainerConfig(PlacementConfig):
         path, mode = self.resume_from_path, "trainer.resume_mode"
         if self.resume_mode != "resume_path":
             if path is not None:
-                wrong = f"it is not read with {mode}={self.resume_mode}"
-                yield Problem(key, path, wrong, remedy=f"set {mode}=resume_path to start from it", advice=True)
+                cause = f"it is not read with {mode}={self.resume_mode}"
+                yield Problem(key, path, cause, remedy=f"set {mode}=resume_path to start from it", advice=True)
         elif path is None:
             yield Problem(key, None, f"{mode}=resume_path needs it", remedy="name a .../global_step_N folder")
         elif not re.search(r"global_step_\d+/?$", path):
             yield Problem(key, path, "this is no checkpoint", "a folder that ends in global_step_N")
         elif is_remote(path):
-            if wrong := driver_problem(path):
-                yield Problem(key, path, wrong, remedy="install the driver, or name a local folder")
+            if cause := driver_problem(path):
+                yield Problem(key, path, cause, remedy="install the driver, or name a local folder")
         elif not Path(path).is_dir():
             beside = Path(path).parent.glob("global_step_[0-9]*")
             steps = sorted((int(p.name.rpartition("_")[2]), p.name) for p in beside)
@@ -229,20 +229,20 @@ class TrainerConfig(BaseTrainerConfig):
         """`val_only` has a validation to run and no steps, and files of tokens have a folder."""
         yield from super().problems(path)
         if self.rollout_token_dump_freq > 0 and self.rollout_data_dir is None:
-            wrong = f"the files have no folder: {path}.rollout_data_dir=null"
+            cause = f"the files have no folder: {path}.rollout_data_dir=null"
             remedy = f"set {path}.rollout_data_dir"
-            yield Problem(f"{path}.rollout_token_dump_freq", self.rollout_token_dump_freq, wrong, remedy=remedy)
+            yield Problem(f"{path}.rollout_token_dump_freq", self.rollout_token_dump_freq, cause, remedy=remedy)
         limits = {name: self[name] for name in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")}
         for name, limit in limits.items():
             if self.remove_previous_ckpt_in_save and (limit or 1) > 1:
-                wrong = f"{path}.remove_previous_ckpt_in_save=true keeps one"
-                yield Problem(f"{path}.{name}", limit, wrong, "null, 1", "set only one of both")
+                cause = f"{path}.remove_previous_ckpt_in_save=true keeps one"
+                yield Problem(f"{path}.{name}", limit, cause, "null, 1", "set only one of both")
         if self.rollout_only and self.val_only:
-            wrong = f"{path}.val_only=true stops before the first step"
-            yield Problem(f"{path}.rollout_only", True, wrong, "false", "set only one of both")
+            cause = f"{path}.val_only=true stops before the first step"
+            yield Problem(f"{path}.rollout_only", True, cause, "false", "set only one of both")
         if self.val_only and not self.val_before_train:
-            wrong = f"the run would do nothing: {path}.val_before_train=false"
-            yield Problem(f"{path}.val_only", True, wrong, remedy=f"set {path}.val_before_train=true")
+            cause = f"the run would do nothing: {path}.val_before_train=false"
+            yield Problem(f"{path}.val_only", True, cause, remedy=f"set {path}.val_before_train=true")
 
 
 @section

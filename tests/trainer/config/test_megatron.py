@@ -219,7 +219,7 @@ def test_what_changes_nothing_is_built(tmp_path):
     fields = json.loads((Path(tiny_model_dir(tmp_path / "model", "llama")) / "config.json").read_text())
 
     def told(**entries):
-        return [problem.wrong for problem in misfits(fields | entries, McoreEngineConfig(), "sizes", "strategy")]
+        return [problem.cause for problem in misfits(fields | entries, McoreEngineConfig(), "sizes", "strategy")]
 
     assert told(attention_bias=None, mlp_bias=None) == []
     # 0.1 · m · ln 4 + 1 over the same, of m = mscale and m = mscale_all_dim

@@ -56,8 +56,8 @@ def test_every_key_has_an_outcome(name: str):
     keys = {key: value for key, value in released(name).items() if not key.endswith("_target_")}
     changes = {key: other(value) for key, value in keys.items()}
     problems, told = translated(name, changes, explicit=changes)
-    assert [problem.key for problem in problems if problem.wrong == "there is no such key"] == []
-    assert all(problem.wrong for problem in problems)
+    assert [problem.key for problem in problems if problem.cause == "there is no such key"] == []
+    assert all(problem.cause for problem in problems)
     assert "no effect: " in told
 
 

@@ -241,9 +241,9 @@ def _errors_of_output_folder() -> Iterator[None]:
     except OmegaConfBaseException as error:
         _end_plainly(ConfigError(f"the configuration cannot be composed: {error}"), cause=error)
     except OSError as error:
-        wrong = f"the folder for this run's settings cannot be made: {error}"
+        cause = f"the folder for this run's settings cannot be made: {error}"
         remedy = "Start where you may write, or set hydra.run.dir=FOLDER."
-        _end_plainly(ConfigError(f"{wrong}. {remedy}"), cause=error)
+        _end_plainly(ConfigError(f"{cause}. {remedy}"), cause=error)
 
 
 def _print_help(says: str, root: type[BaseConfig], arguments: Sequence[str]) -> None:

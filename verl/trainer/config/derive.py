@@ -106,8 +106,8 @@ def _make_equal(
         return
     chosen = [p for p, v in zip(pair, values, strict=True) if p in explicit or not same(v, keys[p].default)]
     if len(chosen) == 2:
-        wrong = f"this is the same setting as {pair[1]}, which is set to {values[1]}"
-        problems.append(Problem(pair[0], values[0], wrong, remedy="give both the same value, or set only one"))
+        cause = f"this is the same setting as {pair[1]}, which is set to {values[1]}"
+        problems.append(Problem(pair[0], values[0], cause, remedy="give both the same value, or set only one"))
         return
     source = chosen[0] if chosen else pair[0]
     for path in pair:
@@ -120,24 +120,24 @@ def _per_rank(tree: Tree, raw: Tree, per_rank: Key, older: InactiveKey, problems
     if size is None:
         return
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        wrong = "this value cannot be used here"
-        problems.append(Problem(older.path, size, wrong, "an integer >= 1, or null", f"set {per_rank.path} instead"))
+        cause = "this value cannot be used here"
+        problems.append(Problem(older.path, size, cause, "an integer >= 1, or null", f"set {per_rank.path} instead"))
         return
     default = per_rank.meta.interpolation
     is_followed = default is not None and get(raw, per_rank.path) == default
     now = get(tree, per_rank.path)
     if not is_followed and not same(now, per_rank.default):
         if not same(get(raw, older.path), older.yaml_default):
-            wrong = f"this counts sequences over all ranks, and {per_rank.path}={now} counts them per rank"
-            problems.append(Problem(older.path, size, wrong, remedy=f"set only {per_rank.path}"))
+            cause = f"this counts sequences over all ranks, and {per_rank.path}={now} counts them per rank"
+            problems.append(Problem(older.path, size, cause, remedy=f"set only {per_rank.path}"))
         return
     shared_by = _shared_by(tree, per_rank.path)
     ranks = max(1, _ranks(tree) // shared_by)
     if size % ranks:
-        wrong = f"it counts sequences over all ranks, and {ranks} ranks do not divide it"
-        wrong += "" if shared_by == 1 else f" (groups of {shared_by} that share sequences)"
+        cause = f"it counts sequences over all ranks, and {ranks} ranks do not divide it"
+        cause += "" if shared_by == 1 else f" (groups of {shared_by} that share sequences)"
         remedy = f"set {per_rank.path} instead, which counts them per rank"
-        problems.append(Problem(older.path, size, wrong, f"multiples of {ranks}", remedy))
+        problems.append(Problem(older.path, size, cause, f"multiples of {ranks}", remedy))
         return
     put(tree, per_rank.path, size // ranks)
 
@@ -354,9 +354,9 @@ def _algorithm(tree: Tree, problems: list[Problem]) -> list[str]:
     mode = get(tree, mode_key)
     if mode not in ("vanilla", BYPASS):
         key = "algorithm.rollout_correction"
-        wrong = f"with {key}.bypass_mode=true the loss is {key}.loss_type"
+        cause = f"with {key}.bypass_mode=true the loss is {key}.loss_type"
         remedy = "leave it out, or set bypass_mode=false"
-        problems.append(Problem(mode_key, mode, wrong, f"vanilla, {BYPASS}", remedy))
+        problems.append(Problem(mode_key, mode, cause, f"vanilla, {BYPASS}", remedy))
     try:
         settings = RolloutCorrectionConfig(**correction)
     except SectionError:

@@ -140,5 +140,5 @@ def _unknown_flag(word: str, name: str, value: str, root: type[BaseConfig]) -> P
     ending = [path for path in known if f".{path}".endswith(f".{key}")] or list(filter(None, [nearest(key, [*known])]))
     remedy = remedy_for(name, yaml.load(value, Loader=yaml_loader()) if value else True, known)
     remedy = remedy or " or ".join(f"{path}={value or 'VALUE'}" for path in ending[:MOST_GUESSES])
-    wrong = "settings are written KEY=VALUE, without dashes" if remedy else "there is no such flag"
-    return Problem("", word, wrong, remedy=remedy or "--help lists flags and settings")
+    cause = "settings are written KEY=VALUE, without dashes" if remedy else "there is no such flag"
+    return Problem("", word, cause, remedy=remedy or "--help lists flags and settings")

@@ -80,8 +80,8 @@ def load_config(
     keys, inactive = translator.keys, translator.inactive
     bad = _no_numbers(tree, raw, keys, problems)
     if not of_program and "algorithm.adv_estimator" in keys and get(tree, "algorithm.adv_estimator") is None:
-        wrong = "only a program with advantages of its own may leave out the estimator"
-        problems.append(Problem("algorithm.adv_estimator", None, wrong, remedy="name one: grpo, gae, rloo, ..."))
+        cause = "only a program with advantages of its own may leave out the estimator"
+        problems.append(Problem("algorithm.adv_estimator", None, cause, remedy="name one: grpo, gae, rloo, ..."))
     told += derive(tree, raw, keys, inactive, explicit, problems, chooses_engine=with_algorithms)
     if issubclass(root, PPOConfig):
         tree["composed"] = raw
@@ -160,13 +160,13 @@ def _no_numbers(tree: Tree, raw: Tree, keys: Mapping[str, Key], problems: list[P
         if key.section is not None:
             continue
         if key.takes_numbers_only and any(isinstance(n, bool) for n in numbers):
-            wrong = "a number is wanted, and true and false are none"  # pydantic takes them for 1 and 0
+            cause = "a number is wanted, and true and false are none"  # pydantic takes them for 1 and 0
         elif not all(map(_fits, numbers)):
-            wrong = "the arithmetic of a run does not hold such a number"
+            cause = "the arithmetic of a run does not hold such a number"
         else:
             continue
         if not _is_derived(path, raw, key):  # else its source is reported
-            problems.append(Problem(path, value, wrong, allowed=_in_range(key)))
+            problems.append(Problem(path, value, cause, allowed=_in_range(key)))
         bad.add(path)
         drop(tree, path)
     return bad
@@ -201,8 +201,8 @@ def _build(
             own = [path for path in paths if path not in keys or not _is_derived(path, raw, keys[path])]
             # Two keys of one setting have the same value; only the one that was set is at fault.
             is_set = {path: path not in keys or not same(get(raw, path), keys[path].yaml_default) for path in own}
-            wrong = [get(tree, path) for path in own if is_set[path]]
-            own = [path for path in own if is_set[path] or get(tree, path) not in wrong]
+            cause = [get(tree, path) for path in own if is_set[path]]
+            own = [path for path in own if is_set[path] or get(tree, path) not in cause]
             for path in own or paths:
                 problems.append(_type_problem(path, get(tree, path), keys.get(path)))
             if paths.keys() <= bad:
@@ -245,7 +245,7 @@ def _key_of(location: tuple[int | str, ...], keys: Mapping[str, Key]) -> str:
 
 def _type_problem(path: str, value: Any, key: Key | None) -> Problem:
     if key is None or key.section is not None:
-        wrong = "this is a section, it cannot be replaced by a value"
-        return Problem(path, value, wrong, remedy="set the keys below it")
+        cause = "this is a section, it cannot be replaced by a value"
+        return Problem(path, value, cause, remedy="set the keys below it")
     default = "" if key.default is None else f", default {shown(key.yaml_default)}"
     return Problem(path, value, "this value cannot be used here", allowed=allowed_values(key.field) + default)

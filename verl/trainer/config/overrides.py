@@ -46,27 +46,27 @@ def override_problems(overrides: Sequence[str], root: type[BaseConfig]) -> list[
     for override in overrides:
         key, is_assigned, value = override.partition("=")
         if key.startswith("~") and key[1:].partition("@")[0] in sections:
-            wrong = "a section cannot be deleted; it would come back with its defaults"
+            cause = "a section cannot be deleted; it would come back with its defaults"
             remedy = "leave this out: what a run has no use for, such as the critic with grpo, is not started"
-            problems.append(Problem("", override, wrong, remedy=remedy))
+            problems.append(Problem("", override, cause, remedy=remedy))
             continue
         try:
             parsed = parser.parse_override(override)
             can_be_read = bool(key.lstrip("+~"))
             if parsed.is_sweep_override():
-                wrong = "several values are several runs, and a command starts one"
-                problems.append(Problem(key.lstrip("+"), value, wrong, remedy=f"a list is {key.lstrip('+')}=[{value}]"))
+                cause = "several values are several runs, and a command starts one"
+                problems.append(Problem(key.lstrip("+"), value, cause, remedy=f"a list is {key.lstrip('+')}=[{value}]"))
         except HydraException:
             can_be_read = False
         if can_be_read:
             continue
         if is_assigned and key.lstrip("+~") and key == key.strip():
-            wrong = "brackets and quotes do not match, or a special character is not quoted"
+            cause = "brackets and quotes do not match, or a special character is not quoted"
             remedy = "quote it twice, once for the shell: KEY=\"'VALUE'\", and lists as KEY=\"['a','b']\""
-            problems.append(Problem(key.lstrip("+"), value, wrong, remedy=remedy))
+            problems.append(Problem(key.lstrip("+"), value, cause, remedy=remedy))
         else:
-            wrong, remedy = "a setting is written KEY=VALUE, without spaces", "join key, equals sign and value"
-            problems.append(Problem("", override, wrong, remedy=remedy))
+            cause, remedy = "a setting is written KEY=VALUE, without spaces", "join key, equals sign and value"
+            problems.append(Problem("", override, cause, remedy=remedy))
     return problems
 
 

@@ -96,15 +96,15 @@ def router_replay(config: PPOConfig) -> Problems:
     if actor.strategy == "megatron":
         yield Problem(key, mode, "megatron does not replay the choice of experts", "disabled")
     if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
-        wrong = f"{CORRECTION}.bypass_mode skips the pass of the actor that would record the choice"
-        yield Problem(key, mode, wrong, "disabled, R3")
+        cause = f"{CORRECTION}.bypass_mode skips the pass of the actor that would record the choice"
+        yield Problem(key, mode, cause, "disabled, R3")
     if mode != "R3":
         return
     if not rollout.enable_rollout_routing_replay:
         yield Problem(records_key, False, f"{key}=R3 replays the choice of the rollout, which must record it", "true")
     if rollout.name not in OWN_ENGINES:
-        wrong = f"{ROLLOUT}.name={rollout.name} does not return the experts that it chose"
-        yield Problem(key, mode, wrong, "disabled, R2", f"or set {ROLLOUT}.name to one of {', '.join(OWN_ENGINES)}")
+        cause = f"{ROLLOUT}.name={rollout.name} does not return the experts that it chose"
+        yield Problem(key, mode, cause, "disabled, R2", f"or set {ROLLOUT}.name to one of {', '.join(OWN_ENGINES)}")
 
 
 # ---- algorithm and loss ----------------------------------------------------------------------------
@@ -122,12 +122,12 @@ def estimator(config: PPOConfig) -> Problems:
     needs = algorithms.adv_needs(name)
     columns = needs.columns
     if config.algorithm.use_kl_in_reward and needs.no_kl_in_reward:
-        wrong = f"{key}={name} cannot have KL in the reward: {needs.no_kl_in_reward}"
+        cause = f"{key}={name} cannot have KL in the reward: {needs.no_kl_in_reward}"
         remedy = "put the KL into the loss: actor_rollout_ref.actor.use_kl_loss=true"
-        yield Problem("algorithm.use_kl_in_reward", True, wrong, "false", remedy)
+        yield Problem("algorithm.use_kl_in_reward", True, cause, "false", remedy)
     if config.algorithm.rollout_correction.bypass_mode and "sum_pi_squared" in columns:
-        wrong = f"{key}={name} reads Σπ², which the skipped pass of the actor would compute"
-        yield Problem(f"{CORRECTION}.bypass_mode", True, wrong, "false")
+        cause = f"{key}={name} reads Σπ², which the skipped pass of the actor would compute"
+        yield Problem(f"{CORRECTION}.bypass_mode", True, cause, "false")
     if "index" in columns and n == 1 and function.__module__.startswith("verl."):
         yield Problem(
             "actor_rollout_ref.rollout.n",
@@ -148,23 +148,23 @@ def dynamic_sampling(config: PPOConfig) -> Problems:
     chosen, data, key = config.algorithm.filter_groups, config.data, "algorithm.filter_groups.metric"
     if not chosen.enable:
         if data.gen_batch_size not in (None, data.train_batch_size):
-            wrong = "more prompts than a step trains on are only sampled with dynamic sampling"
+            cause = "more prompts than a step trains on are only sampled with dynamic sampling"
             remedy = "leave it null, or set algorithm.filter_groups.enable=true"
-            yield Problem("data.gen_batch_size", data.gen_batch_size, wrong, remedy=remedy)
+            yield Problem("data.gen_batch_size", data.gen_batch_size, cause, remedy=remedy)
         return
     if chosen.metric is None:
         remedy = f"set {key}=seq_reward, or acc if the reward function returns it"
         yield Problem(key, None, "dynamic sampling must know what has to differ", remedy=remedy)
     if chosen.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
-        wrong = "with algorithm.use_kl_in_reward=true all final rewards differ, and nothing is filtered"
-        yield Problem(key, chosen.metric, wrong, "seq_reward, score, acc", f"set {key}=seq_reward")
+        cause = "with algorithm.use_kl_in_reward=true all final rewards differ, and nothing is filtered"
+        yield Problem(key, chosen.metric, cause, "seq_reward, score, acc", f"set {key}=seq_reward")
     if config.reward_model.launch_reward_fn_async:
-        wrong = "dynamic sampling needs the scores before it goes on"
-        yield Problem("reward_model.launch_reward_fn_async", True, wrong, "false")
+        cause = "dynamic sampling needs the scores before it goes on"
+        yield Problem("reward_model.launch_reward_fn_async", True, cause, "false")
     n = config.actor_rollout_ref.rollout.n
     if n == 1:
-        wrong = "dynamic sampling compares the responses of one prompt, and there is one"
-        yield Problem("actor_rollout_ref.rollout.n", n, wrong, "at least 2")
+        cause = "dynamic sampling compares the responses of one prompt, and there is one"
+        yield Problem("actor_rollout_ref.rollout.n", n, cause, "at least 2")
 
 
 def losses(config: PPOConfig) -> Problems:
@@ -192,11 +192,11 @@ def policy_loss(actor: ActorConfig) -> Problems:
     settings, mode = actor.policy_loss, actor.loss_agg_mode
     name, info = settings.loss_mode, algorithms.policy_loss_info(actor.policy_loss.loss_mode)
     if info.modes is not None and mode not in info.modes:
-        wrong = (
+        cause = (
             f"policy_loss.loss_mode={name} makes no sense with it: it would divide out the lengths that the loss has"
         )
         remedy = f"the paper's is {info.paper_mode}" if info.paper_mode else ""
-        yield Problem(f"{ACTOR}.loss_agg_mode", mode, wrong, ", ".join(info.modes), remedy)
+        yield Problem(f"{ACTOR}.loss_agg_mode", mode, cause, ", ".join(info.modes), remedy)
     elif info.paper_mode is not None and mode != info.paper_mode and info.modes is None:
         yield Problem(
             f"{ACTOR}.loss_agg_mode",
@@ -207,9 +207,9 @@ def policy_loss(actor: ActorConfig) -> Problems:
             advice=True,
         )
     if settings.top_entropy_quantile < 1 and not info.takes_weights:
-        wrong = f"policy_loss.loss_mode={name} has no parameter rollout_is_weights, by which tokens are taken out"
+        cause = f"policy_loss.loss_mode={name} has no parameter rollout_is_weights, by which tokens are taken out"
         remedy = "add the parameter to your loss, or keep all tokens"
-        yield Problem(f"{ACTOR}.policy_loss.top_entropy_quantile", settings.top_entropy_quantile, wrong, "1", remedy)
+        yield Problem(f"{ACTOR}.policy_loss.top_entropy_quantile", settings.top_entropy_quantile, cause, "1", remedy)
 
 
 # ---- rollout ---------------------------------------------------------------------------------------
@@ -229,8 +229,8 @@ def rollout_correction(config: PPOConfig) -> Problems:
             yield Problem(f"{CORRECTION}.rollout_rs", chosen.rollout_rs, str(error))
     elif chosen.rollout_rs_threshold is not None:
         remedy = f"name a criterion in {CORRECTION}.rollout_rs, or leave it null"
-        wrong = "nothing is rejected without a criterion"
-        yield Problem(f"{CORRECTION}.rollout_rs_threshold", chosen.rollout_rs_threshold, wrong, remedy=remedy)
+        cause = "nothing is rejected without a criterion"
+        yield Problem(f"{CORRECTION}.rollout_rs_threshold", chosen.rollout_rs_threshold, cause, remedy=remedy)
     if chosen.rollout_is_batch_normalize and chosen.rollout_is is None:
         remedy = f"set {CORRECTION}.rollout_is=token or sequence"
         yield Problem(
@@ -242,37 +242,37 @@ def rollout_correction(config: PPOConfig) -> Problems:
 def _decoupled(config: PPOConfig) -> Problems:
     chosen, loss_mode = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
     if chosen.loss_type != "ppo_clip":
-        wrong = f"it is the loss of the bypass mode; without it {LOSS_MODE} is the loss"
+        cause = f"it is the loss of the bypass mode; without it {LOSS_MODE} is the loss"
         remedy = f"set {CORRECTION}.bypass_mode=true, or leave it at ppo_clip"
-        yield Problem(f"{CORRECTION}.loss_type", chosen.loss_type, wrong, remedy=remedy)
+        yield Problem(f"{CORRECTION}.loss_type", chosen.loss_type, cause, remedy=remedy)
     if loss_mode == BYPASS:
-        wrong = "this loss takes the rollout's log-probs for the old ones, and the trainer computes its own"
+        cause = "this loss takes the rollout's log-probs for the old ones, and the trainer computes its own"
         remedy = f"set {CORRECTION}.bypass_mode=true, which chooses this loss by itself"
-        yield Problem(LOSS_MODE, loss_mode, wrong, remedy=remedy)
+        yield Problem(LOSS_MODE, loss_mode, cause, remedy=remedy)
     if chosen.rollout_is is not None and not takes_weights(loss_mode):
-        wrong = f"{LOSS_MODE}={loss_mode} has no parameter rollout_is_weights, so no weight would reach it"
+        cause = f"{LOSS_MODE}={loss_mode} has no parameter rollout_is_weights, so no weight would reach it"
         remedy = "add the parameter to your loss, or leave it null"
-        yield Problem(f"{CORRECTION}.rollout_is", chosen.rollout_is, wrong, remedy=remedy)
+        yield Problem(f"{CORRECTION}.rollout_is", chosen.rollout_is, cause, remedy=remedy)
 
 
 def _bypass(config: PPOConfig) -> Problems:
     chosen = config.algorithm.rollout_correction
     if chosen.rollout_is is not None and chosen.loss_type == "ppo_clip":
-        wrong = f"it has no effect with {CORRECTION}.loss_type=ppo_clip, whose clipped ratio is the importance weight"
+        cause = f"it has no effect with {CORRECTION}.loss_type=ppo_clip, whose clipped ratio is the importance weight"
         remedy = "leave it null, or set loss_type=reinforce"
-        yield Problem(f"{CORRECTION}.rollout_is", chosen.rollout_is, wrong, remedy=remedy, advice=True)
+        yield Problem(f"{CORRECTION}.rollout_is", chosen.rollout_is, cause, remedy=remedy, advice=True)
     actor = config.actor_rollout_ref.actor
-    wrong = "in the bypass mode the trainer computes no old log-probs, and so no entropy"
+    cause = "in the bypass mode the trainer computes no old log-probs, and so no entropy"
     if actor.policy_loss.top_entropy_quantile < 1:
         key = "actor_rollout_ref.actor.policy_loss.top_entropy_quantile"
-        yield Problem(key, actor.policy_loss.top_entropy_quantile, wrong, "1", f"or set {CORRECTION}.bypass_mode=false")
+        yield Problem(key, actor.policy_loss.top_entropy_quantile, cause, "1", f"or set {CORRECTION}.bypass_mode=false")
     if actor.entropy_target is not None:
         key = "actor_rollout_ref.actor.entropy_target"
-        yield Problem(key, actor.entropy_target, wrong, "null", f"or set {CORRECTION}.bypass_mode=false")
+        yield Problem(key, actor.entropy_target, cause, "null", f"or set {CORRECTION}.bypass_mode=false")
     if config.trainer.max_rollout_actor_probs_diff is not None:
-        wrong = "in the bypass mode the trainer computes no old log-probs, so there is nothing to compare"
+        cause = "in the bypass mode the trainer computes no old log-probs, so there is nothing to compare"
         remedy = f"leave it null, or set {CORRECTION}.bypass_mode=false"
-        yield Problem(GAP_LIMIT, config.trainer.max_rollout_actor_probs_diff, wrong, "null", remedy)
+        yield Problem(GAP_LIMIT, config.trainer.max_rollout_actor_probs_diff, cause, "null", remedy)
 
 
 def truncated_sampling(config: PPOConfig) -> Problems:
@@ -300,16 +300,16 @@ def truncated_sampling(config: PPOConfig) -> Problems:
         )
     limit = config.trainer.max_rollout_actor_probs_diff
     if limit is not None:
-        wrong = f"with {key}={value} the rollout's probabilities are larger than the trainer's by design"
-        yield Problem(GAP_LIMIT, limit, wrong, "null", f"leave it null, or set {key}={off}")
+        cause = f"with {key}={value} the rollout's probabilities are larger than the trainer's by design"
+        yield Problem(GAP_LIMIT, limit, cause, "null", f"leave it null, or set {key}={off}")
 
 
 def _raw(rollout: RolloutConfig, because: str) -> Problem:
-    wrong = f"these are not the log-probs of the distribution that was sampled from ({because})"
+    cause = f"these are not the log-probs of the distribution that was sampled from ({because})"
     return Problem(
         f"{ROLLOUT}.logprobs_mode",
         rollout.logprobs_mode,
-        wrong,
+        cause,
         "processed_logprobs",
         f"set {ROLLOUT}.logprobs_mode=processed_logprobs",
     )
@@ -329,11 +329,11 @@ def rewards(config: PPOConfig) -> Problems:
             yield Problem("reward_manager.name", manager.name, str(error), remedy=remedy)
     known = sorted({*FORMATS, *SCORERS.names()})
     if model.reward_format is not None and model.reward_format not in FORMATS and model.reward_format not in SCORERS:
-        wrong = f"there is no such scorer.{suggest(model.reward_format, known)}"
-        yield Problem("reward_model.reward_format", model.reward_format, wrong, ", ".join(known))
+        cause = f"there is no such scorer.{suggest(model.reward_format, known)}"
+        yield Problem("reward_model.reward_format", model.reward_format, cause, ", ".join(known))
     if model.reward_format is not None and config.custom_reward_function.path is not None:
-        wrong = f"custom_reward_function.path={config.custom_reward_function.path} scores all rows already"
-        yield Problem("reward_model.reward_format", model.reward_format, wrong, remedy="keep one of the two")
+        cause = f"custom_reward_function.path={config.custom_reward_function.path} scores all rows already"
+        yield Problem("reward_model.reward_format", model.reward_format, cause, remedy="keep one of the two")
 
 
 def judge(config: PPOConfig) -> Problems:
@@ -343,32 +343,32 @@ def judge(config: PPOConfig) -> Problems:
         return
     yield from served.rollout.problems("reward_model.rollout")
     if lacking := [name for name in ("openai", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
-        wrong = f"the endpoint of a judge needs {', '.join(lacking)}, which is not installed"
-        yield Problem("reward_model.rollout.name", served.rollout.name, wrong, remedy=install_command("judge"))
+        cause = f"the endpoint of a judge needs {', '.join(lacking)}, which is not installed"
+        yield Problem("reward_model.rollout.name", served.rollout.name, cause, remedy=install_command("judge"))
     if model.launch_reward_fn_async and not model.enable_resource_pool:
-        wrong = "the judge and the policy, which computes log-probs meanwhile, share their ranks"
+        cause = "the judge and the policy, which computes log-probs meanwhile, share their ranks"
         remedy = "set it to false, or reward_model.enable_resource_pool=true"
-        yield Problem("reward_model.launch_reward_fn_async", True, wrong, "false", remedy)
+        yield Problem("reward_model.launch_reward_fn_async", True, cause, "false", remedy)
     if model.reward_format == "llm_judge" and (asked := model.scorer_kwargs.get("base_url")):
-        wrong = f"reward_model.rollout.name={served.rollout.name} serves a judge in this run, and this one is asked"
+        cause = f"reward_model.rollout.name={served.rollout.name} serves a judge in this run, and this one is asked"
         remedy = "leave it out to ask the judge of the run, or set reward_model.enable=false"
-        yield Problem("reward_model.scorer_kwargs.base_url", asked, wrong, remedy=remedy)
+        yield Problem("reward_model.scorer_kwargs.base_url", asked, cause, remedy=remedy)
     if model.reward_format == "llm_judge" and model.scorer_kwargs.get("read") == "yes_probability":
-        wrong = "the judge of the run gives no probabilities of tokens that it did not draw"
-        yield Problem("reward_model.scorer_kwargs.read", "yes_probability", wrong, "regex, json")
+        cause = "the judge of the run gives no probabilities of tokens that it did not draw"
+        yield Problem("reward_model.scorer_kwargs.read", "yes_probability", cause, "regex, json")
     needed = served.rollout.prompt_length + served.rollout.response_length
     allowed = served.rollout.max_model_len
     if allowed is not None and allowed < needed:
-        wrong = f"reward_model.rollout.prompt_length + response_length is {needed}"
-        yield Problem("reward_model.rollout.max_model_len", allowed, wrong, f"null, or >= {needed}")
+        cause = f"reward_model.rollout.prompt_length + response_length is {needed}"
+        yield Problem("reward_model.rollout.max_model_len", allowed, cause, f"null, or >= {needed}")
 
 
 def critic_warmup(config: PPOConfig) -> Problems:
     """Only a critic can be warmed up."""
     steps = config.trainer.critic_warmup
     if steps > 0 and not needs_critic(config):
-        wrong = f"there is no critic to warm up (algorithm.adv_estimator={config.algorithm.adv_estimator})"
-        yield Problem("trainer.critic_warmup", steps, wrong, "0", "set it to 0, or critic.enable=true")
+        cause = f"there is no critic to warm up (algorithm.adv_estimator={config.algorithm.adv_estimator})"
+        yield Problem("trainer.critic_warmup", steps, cause, "0", "set it to 0, or critic.enable=true")
 
 
 def engines(config: PPOConfig | SupervisedConfig) -> Problems:
@@ -396,8 +396,8 @@ def engines(config: PPOConfig | SupervisedConfig) -> Problems:
         if not engine.forward_only and not name.startswith("reward_model"):
             for key in ("dtype", "model_dtype"):
                 if engine[key] in ("fp16", "float16"):
-                    wrong = "gradients underflow in fp16"
-                    yield Problem(f"{name}.{key}", engine[key], wrong, "bfloat16, fp32")
+                    cause = "gradients underflow in fp16"
+                    yield Problem(f"{name}.{key}", engine[key], cause, "bfloat16, fp32")
 
 
 def _groups_of_ranks(name: str, engine: FSDPEngineConfig, path: str, ranks: int) -> Problems:
@@ -407,11 +407,11 @@ def _groups_of_ranks(name: str, engine: FSDPEngineConfig, path: str, ranks: int)
         yield Problem(f"{name}.fsdp_size", size, f"it does not divide {ranks} ranks", f"divisors of {ranks}, or -1")
     key, heads = f"{name}.ulysses_sequence_parallel_size", model_files.attention_heads(Path(path).expanduser())
     if ranks % shared_by:
-        wrong = f"so many ranks share each sequence, and it does not divide {ranks} ranks"
-        yield Problem(key, shared_by, wrong, f"divisors of {ranks}")
+        cause = f"so many ranks share each sequence, and it does not divide {ranks} ranks"
+        yield Problem(key, shared_by, cause, f"divisors of {ranks}")
     elif heads is not None and heads % shared_by:
-        wrong = f"each rank computes equally many of the model's {heads} attention heads"
-        yield Problem(key, shared_by, wrong, f"divisors of {math.gcd(heads, ranks)}")
+        cause = f"each rank computes equally many of the model's {heads} attention heads"
+        yield Problem(key, shared_by, cause, f"divisors of {math.gcd(heads, ranks)}")
 
 
 def order_of_rows(config: PPOConfig) -> Problems:
@@ -420,9 +420,9 @@ def order_of_rows(config: PPOConfig) -> Problems:
     if sampler.class_path is not None or sampler.class_name is None:
         return
     if sampler.class_name not in SAMPLERS:
-        wrong = f"there is no such sampler.{suggest(sampler.class_name, list(SAMPLERS))}"
+        cause = f"there is no such sampler.{suggest(sampler.class_name, list(SAMPLERS))}"
         remedy = "set data.sampler.class_path too for a class of your own"
-        yield Problem("data.sampler.class_name", sampler.class_name, wrong, ", ".join(SAMPLERS), remedy)
+        yield Problem("data.sampler.class_name", sampler.class_name, cause, ", ".join(SAMPLERS), remedy)
     else:
         yield from data.reads_ahead("data", f"data.sampler.class_name={sampler.class_name}")
 
@@ -431,8 +431,8 @@ def agent_loops(config: PPOConfig) -> Problems:
     """Agent loops get the messages of the prompt."""
     loop = config.actor_rollout_ref.rollout.default_agent_loop
     if loop != SINGLE_TURN and not config.data.return_raw_chat:
-        wrong = f"the agent loop {loop} answers prompts by their messages"
-        yield Problem("data.return_raw_chat", False, wrong, "true")
+        cause = f"the agent loop {loop} answers prompts by their messages"
+        yield Problem("data.return_raw_chat", False, cause, "true")
 
 
 def one_response(config: GenerationConfig) -> Problems:
@@ -443,10 +443,10 @@ def one_response(config: GenerationConfig) -> Problems:
             "rollout.skip_rollout", True, "main_generation has no step whose responses it could keep", "false"
         )
     if rollout.default_agent_loop != SINGLE_TURN:
-        wrong = "main_generation answers each prompt by one response"
+        cause = "main_generation answers each prompt by one response"
         key = "rollout.multi_turn.enable" if rollout.multi_turn.enable else "rollout.agent.default_agent_loop"
         remedy = "leave it out; validation (trainer.val_only=true) answers by agent loops"
-        yield Problem(key, rollout.default_agent_loop, wrong, SINGLE_TURN, remedy)
+        yield Problem(key, rollout.default_agent_loop, cause, SINGLE_TURN, remedy)
 
 
 _SUPERVISED = (

@@ -42,10 +42,10 @@ def speed(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
 def without_graphs(path: str, name: str, device: str) -> Iterator[Problem]:
     """Advise against engine ``name`` of the section ``path`` on a GPU if it starts each operation from Python."""
     if device == "cuda" and name in OWN_ENGINES:
-        wrong = "it starts each operation of each token from Python, and the GPU waits for it"
+        cause = "it starts each operation of each token from Python, and the GPU waits for it"
         where = "which is installed here" if importlib.util.find_spec("vllm") else "in an environment of its own too"
         remedy = f"set {path}.name=vllm ({where}), unless this engine is what you want"
-        yield Problem(f"{path}.name", name, wrong, "vllm, sglang", remedy, advice=True)
+        yield Problem(f"{path}.name", name, cause, "vllm, sglang", remedy, advice=True)
 
 
 class _PlacedEngine(NamedTuple):
@@ -79,9 +79,9 @@ def _of_one_machine(engine: _PlacedEngine) -> Iterator[Problem]:
     if engine.ranks_per_node % size:
         key = f"{engine.path}.tensor_model_parallel_size"
         divided = f"{engine.ranks_key}={engine.ranks_per_node}"
-        wrong = f"so many ranks of one machine share an engine, and it does not divide {divided}"
+        cause = f"so many ranks of one machine share an engine, and it does not divide {divided}"
         remedy = f"set {key}=1, where the model fits on one device"
-        yield Problem(key, rollout.tensor_model_parallel_size, wrong, "a divisor of it", remedy)
+        yield Problem(key, rollout.tensor_model_parallel_size, cause, "a divisor of it", remedy)
 
 
 def _heads(engine: _PlacedEngine) -> Iterator[Problem]:
@@ -89,10 +89,10 @@ def _heads(engine: _PlacedEngine) -> Iterator[Problem]:
     heads, kv_heads = model_files.attention_heads(folder), model_files.key_value_heads(folder)
     if heads is None or kv_heads is None:
         return
-    if wrong := model_files.head_split_problem(heads, kv_heads, size):
+    if cause := model_files.head_split_problem(heads, kv_heads, size):
         allowed = [n for n in range(1, heads + 1) if model_files.head_split_problem(heads, kv_heads, n) is None]
         yield Problem(
-            f"{engine.path}.tensor_model_parallel_size", size, wrong, ", ".join(map(str, allowed)), "choose one of them"
+            f"{engine.path}.tensor_model_parallel_size", size, cause, ", ".join(map(str, allowed)), "choose one of them"
         )
 
 
@@ -102,9 +102,9 @@ def _of_one_rank(path: str, rollout: RolloutConfig) -> Iterator[Problem]:
         if rollout[name] == 1 or (rollout.name == "native" and name == PARALLEL_SIZES[0]):
             continue
         if rollout.name == "native":
-            wrong = f"{path}.name=native splits a model by {path}.tensor_model_parallel_size alone"
+            cause = f"{path}.name=native splits a model by {path}.tensor_model_parallel_size alone"
         else:
-            wrong = f"with {path}.name={rollout.name} each rank generates with a whole copy of the model"
+            cause = f"with {path}.name={rollout.name} each rank generates with a whole copy of the model"
         engines = "native, vllm or sglang" if name == PARALLEL_SIZES[0] else "vllm or sglang"
         remedy = f"leave it out; to split a model over ranks so, set {path}.name={engines}"
-        yield Problem(f"{path}.{name}", rollout[name], wrong, "1", remedy)
+        yield Problem(f"{path}.{name}", rollout[name], cause, "1", remedy)

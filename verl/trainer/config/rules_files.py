@@ -37,8 +37,8 @@ def data_files(config: PPOConfig | SupervisedConfig) -> Problems:
     )
     validates = config.trainer.test_freq > 0 or (isinstance(config, PPOConfig) and config.trainer.val_before_train)
     if both and validates:
-        wrong = "the run trains on this file too, so that validation shows what was learned by heart"
-        yield Problem("data.val_files", sorted(both)[0], wrong, remedy="hold rows out of training", advice=True)
+        cause = "the run trains on this file too, so that validation shows what was learned by heart"
+        yield Problem("data.val_files", sorted(both)[0], cause, remedy="hold rows out of training", advice=True)
 
 
 def validation_files(config: PPOConfig) -> Problems:
@@ -57,12 +57,12 @@ def generation_files(config: GenerationConfig) -> Problems:
         yield Problem("data.output_path", None, "it must be set", remedy="name the file to write")
     else:
         if not config.data.output_path.endswith((".parquet", ".jsonl")):
-            wrong = "a file of this kind cannot be written"
-            yield Problem("data.output_path", config.data.output_path, wrong, "a name that ends in .parquet or .jsonl")
+            cause = "a file of this kind cannot be written"
+            yield Problem("data.output_path", config.data.output_path, cause, "a name that ends in .parquet or .jsonl")
         yield from _folder("data.output_path", config.data.output_path.rpartition("/")[0] or ".")
         if config.data.path and os.path.realpath(config.data.path) == os.path.realpath(config.data.output_path):
-            wrong = "it is the file of prompts, which the responses would replace"
-            yield Problem("data.output_path", config.data.output_path, wrong, remedy="name another file")
+            cause = "it is the file of prompts, which the responses would replace"
+            yield Problem("data.output_path", config.data.output_path, cause, remedy="name another file")
 
 
 def evaluation_files(config: EvalConfig) -> Problems:
@@ -163,8 +163,8 @@ def _data_file(key: str, path: str) -> Problems:
         for name in found:
             yield from _data_file(key, name)
     elif not Path(path).is_file():
-        wrong = "there is no such file" if not Path(path).is_dir() else "this is a folder, not a file"
-        yield Problem(key, path, f"{wrong} (looked in {Path(path).absolute().parent})", remedy=_data_remedy(path))
+        cause = "there is no such file" if not Path(path).is_dir() else "this is a folder, not a file"
+        yield Problem(key, path, f"{cause} (looked in {Path(path).absolute().parent})", remedy=_data_remedy(path))
     elif not path.endswith(SUFFIXES):
         yield Problem(key, path, "the format is not known", ", ".join(SUFFIXES), "convert the file or rename it")
 
@@ -184,9 +184,9 @@ def _name_of_a_folder(key: str, path: str) -> Problems:
         return
     near = difflib.get_close_matches(Path(path).name, [child.name for child in parent.iterdir() if child.is_dir()], n=1)
     if near:
-        wrong = f"there is no such folder. Did you mean {parent / near[0]}?"
+        cause = f"there is no such folder. Did you mean {parent / near[0]}?"
         remedy = "name the folder; a name that resembles none here is taken from the Hugging Face hub"
-        yield Problem(key, path, wrong, remedy=remedy)
+        yield Problem(key, path, cause, remedy=remedy)
 
 
 def _is_local(path: str) -> bool:
@@ -227,12 +227,12 @@ def _model(key: str, path: str, must_have: str | None, has_weights: bool = False
         yield found
     elif must_have and not (folder / must_have).is_file():
         yield Problem(key, path, f"the folder has no {must_have}", remedy="name a folder in the Hugging Face format")
-    elif has_weights and (wrong := model_files.quantization_problem(folder)):
-        yield Problem(key, path, wrong, remedy=model_files.DEQUANTIZE)
-    elif has_weights and (wrong := model_files.weights_problem(folder)):
-        yield Problem(key, path, wrong, remedy="name the folder of a whole model")
-    elif wrong := model_files.file_problem(folder):
-        yield Problem(key, path, wrong, remedy="mend the file, or name another folder")
+    elif has_weights and (cause := model_files.quantization_problem(folder)):
+        yield Problem(key, path, cause, remedy=model_files.DEQUANTIZE)
+    elif has_weights and (cause := model_files.weights_problem(folder)):
+        yield Problem(key, path, cause, remedy="name the folder of a whole model")
+    elif cause := model_files.file_problem(folder):
+        yield Problem(key, path, cause, remedy="mend the file, or name another folder")
 
 
 def _shards(key: str, path: str, folder: Path) -> Problem | None:
@@ -254,9 +254,9 @@ def _tokenizer(prefix: str, model: Any) -> Problems:
     """The local folder of the tokenizer holds one; a damaged file of it is a problem of the folder."""
     key = "path" if model.tokenizer_path is None else "tokenizer_path"
     folder = Path(model[key]).expanduser()
-    if _is_local(model[key]) and folder.is_dir() and (wrong := model_files.tokenizer_problem(folder)):
+    if _is_local(model[key]) and folder.is_dir() and (cause := model_files.tokenizer_problem(folder)):
         remedy = f"set {prefix}.tokenizer_path to a folder that holds it, or copy its files there"
-        yield Problem(f"{prefix}.{key}", model[key], wrong, remedy=remedy)
+        yield Problem(f"{prefix}.{key}", model[key], cause, remedy=remedy)
 
 
 def _code(path_key: str, path: str, name_key: str, name: str | None) -> Problems:
@@ -272,8 +272,8 @@ def _code(path_key: str, path: str, name_key: str, name: str | None) -> Problems
     else:
         names, has_star = _names_in(Path(path))
         if name not in names and not has_star:
-            wrong = f"{path} does not define it.{suggest(name, sorted(names))}"
-            yield Problem(name_key, name, wrong, remedy=f"set {name_key} to a function or class of that file")
+            cause = f"{path} does not define it.{suggest(name, sorted(names))}"
+            yield Problem(name_key, name, cause, remedy=f"set {name_key} to a function or class of that file")
 
 
 def _names_in(path: Path) -> tuple[set[str], bool]:
@@ -295,8 +295,8 @@ def _names_in(path: Path) -> tuple[set[str], bool]:
 
 def _remote(key: str, url: str, must_have: str | None = None) -> Problems:
     """The driver of a remote file or folder is installed, it can be reached, and something is there."""
-    if wrong := driver_problem(url):
-        yield Problem(key, url, wrong, remedy="install the driver, or copy it to a local disk and name that")
+    if cause := driver_problem(url):
+        yield Problem(key, url, cause, remedy="install the driver, or copy it to a local disk and name that")
         return
     try:
         for found in expand(url):

@@ -47,9 +47,9 @@ def models(config: PPOConfig | SupervisedConfig) -> Problems:
     """megatron-core is installed and has the models; layouts divide ranks, and are one where models share processes."""
     found = _held(config)
     if found and importlib.util.find_spec("megatron") is None:
-        wrong = "megatron-core is not installed"
+        cause = "megatron-core is not installed"
         remedy = f"{install_command('megatron')} on every node, or use strategy=fsdp2"
-        yield Problem(f"{found[0].section}.strategy", "megatron", wrong, "fsdp2", remedy)
+        yield Problem(f"{found[0].section}.strategy", "megatron", cause, "fsdp2", remedy)
     yield from layouts(config)
 
 
@@ -62,7 +62,7 @@ def layouts(config: PPOConfig | SupervisedConfig) -> Problems:
     for held in found:
         layout = held.config_path, held.model.override_config, held.ranks, _sizes(held.placement)
         for problem in _layout(held):
-            same = layout, problem.key.removeprefix(held.section), problem.wrong
+            same = layout, problem.key.removeprefix(held.section), problem.cause
             if same not in told:
                 yield problem
                 told.append(same)
@@ -71,13 +71,13 @@ def layouts(config: PPOConfig | SupervisedConfig) -> Problems:
     for held in together:
         sizes, first = _sizes(held.placement), _sizes(together[0].placement)
         if sizes != first:
-            wrong = f"megatron-core has one layout in a process, and {together[0].sizes} has {shown(first)}"
-            yield Problem(held.sizes, sizes, wrong, "the same sizes")
+            cause = f"megatron-core has one layout in a process, and {together[0].sizes} has {shown(first)}"
+            yield Problem(held.sizes, sizes, cause, "the same sizes")
     if (size := found[0].placement.expert_model_parallel_size) > 1:
         kinds = [model_files.model_type(Path(held.model.path).expanduser()) for held in found]
         if not any(kind is None or kind in MIXTURES for kind in kinds):
-            wrong = f"no model of this run has experts ({', '.join(sorted({str(kind) for kind in kinds}))})"
-            yield Problem(f"{found[0].sizes}.expert_model_parallel_size", size, wrong, "1")
+            cause = f"no model of this run has experts ({', '.join(sorted({str(kind) for kind in kinds}))})"
+            yield Problem(f"{found[0].sizes}.expert_model_parallel_size", size, cause, "1")
     for held in found:
         if held.trained is not None:
             yield from _training(held)
@@ -96,8 +96,8 @@ def _training(held: _Held) -> Problems:
         remedy = "enable_gradient_checkpointing=true keeps each layer's input alone"
         yield Problem(key, True, "activations stay on the device under megatron", "false", remedy)
     if held.model.has_adapters:
-        wrong, remedy = "strategy=megatron has no LoRA", "set lora_rank=0 (and no lora_adapter_path), or use fsdp2"
-        yield Problem(f"{held.section}.strategy", "megatron", wrong, "fsdp2", remedy)
+        cause, remedy = "strategy=megatron has no LoRA", "set lora_rank=0 (and no lora_adapter_path), or use fsdp2"
+        yield Problem(f"{held.section}.strategy", "megatron", cause, "fsdp2", remedy)
     if (size := held.trained.ulysses_sequence_parallel_size) > 1:
         key = f"{held.section}.ulysses_sequence_parallel_size"
         yield Problem(key, size, "this is a setting of FSDP", f"1, and {held.sizes}.context_parallel_size")
@@ -135,14 +135,14 @@ def _layout(held: _Held) -> Problems:
     yield from engine.pipeline_problems(held.sizes)
     shared_by = ranks_per_copy(engine)
     if ranks % shared_by:
-        wrong = f"{shared_by} ranks share the model, which does not divide {ranks} ranks"
-        yield Problem(held.sizes, _sizes(engine), wrong, f"sizes whose product divides {ranks}")
+        cause = f"{shared_by} ranks share the model, which does not divide {ranks} ranks"
+        yield Problem(held.sizes, _sizes(engine), cause, f"sizes whose product divides {ranks}")
     expert_tensor = engine.expert_tensor_parallel_size or engine.tensor_model_parallel_size
     experts_by = expert_tensor * engine.expert_model_parallel_size * engine.pipeline_model_parallel_size
     if ranks % experts_by and not ranks % shared_by:
-        wrong = f"{experts_by} ranks share the experts, which does not divide {ranks} ranks"
+        cause = f"{experts_by} ranks share the experts, which does not divide {ranks} ranks"
         key = f"{held.sizes}.expert_model_parallel_size"
-        yield Problem(key, engine.expert_model_parallel_size, wrong, f"sizes whose product divides {ranks}")
+        yield Problem(key, engine.expert_model_parallel_size, cause, f"sizes whose product divides {ranks}")
     fields = model_files.config_entries(Path(held.config_path).expanduser())
     if fields:  # else a name on the hub, whose model is looked at when it loads
         yield from misfits(fields | held.model.override_config, engine, held.sizes, f"{held.section}.strategy")

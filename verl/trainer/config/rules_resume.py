@@ -48,7 +48,7 @@ def own_checkpoints(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
     if command := next((name for key, name in COMMANDS.items() if key in there and key not in here), None):
         differences = [f"it is one of {command}"]
     if differences:
-        wrong = (
+        cause = (
             f"another run saved {folder.name} there, and trainer.resume_mode=auto would go on from it: "
             + "; ".join(differences)
         )
@@ -57,7 +57,7 @@ def own_checkpoints(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
             "trainer.resume_mode=disable to start anew in this folder; or, to go on from that run, "
             f"trainer.resume_mode=resume_path trainer.resume_from_path={folder}"
         )
-        yield Problem("trainer.default_local_dir", trainer.default_local_dir, wrong, remedy=remedy)
+        yield Problem("trainer.default_local_dir", trainer.default_local_dir, cause, remedy=remedy)
 
 
 def _saved(root: Path) -> tuple[Path, Mapping[str, Any]] | None:

@@ -135,14 +135,14 @@ def token_budgets(config: PPOConfig) -> Problems:
         return
     key, other = sorted(lengths, key=lambda name: lengths[name][0], reverse=True)
     least = min(one.tokens * one.shared_by for one in small)
-    wrong = (
+    cause = (
         f"with {other}={lengths[other][0]} a sequence has up to {longest} tokens, and passes of "
         f"{', '.join(f'{one.key}={one.tokens}' for one in sources)} cannot hold it"
     )
     larger = " ".join(f"{one.key}={-(-longest // one.shared_by)}" for one in sources)
     fits = least - lengths[other][0]
     lower = f"lower it to {fits} or less, or " if fits > 0 else ""
-    yield Problem(key, lengths[key][0], wrong, remedy=f"{lower}set {larger}")
+    yield Problem(key, lengths[key][0], cause, remedy=f"{lower}set {larger}")
 
 
 class _Budget(NamedTuple):
@@ -197,16 +197,16 @@ def lengths(config: PPOConfig) -> Problems:
         ("response_length", rollout.response_length, data.max_response_length),
     ):
         if engine != limit:
-            wrong = f"it differs from data.max_{key}={limit}"
+            cause = f"it differs from data.max_{key}={limit}"
             remedy = f"set data.max_{key} and leave this one to follow it"
-            yield Problem(f"actor_rollout_ref.rollout.{key}", engine, wrong, remedy=remedy)
+            yield Problem(f"actor_rollout_ref.rollout.{key}", engine, cause, remedy=remedy)
     if rollout.max_model_len is not None and rollout.max_model_len < _longest(config):
         yield _too_few_tokens("actor_rollout_ref.rollout.max_model_len", rollout.max_model_len, _longest(config))
     asked = rollout.val_kwargs.max_tokens
     if asked is not None and asked > rollout.response_length:
-        wrong = f"it is longer than data.max_response_length={rollout.response_length}"
+        cause = f"it is longer than data.max_response_length={rollout.response_length}"
         yield Problem(
-            "actor_rollout_ref.rollout.val_kwargs.max_tokens", asked, wrong, f"1 to {rollout.response_length}"
+            "actor_rollout_ref.rollout.val_kwargs.max_tokens", asked, cause, f"1 to {rollout.response_length}"
         )
 
 
@@ -215,8 +215,8 @@ def sft_batches(config: SFTConfig) -> Problems:
     data, ranks, shared_by = config.data, config.trainer.ranks, config.shared_by
     parts = data_parallel_size(ranks, shared_by)
     if data.train_batch_size % parts:
-        wrong = f"{_sharers(ranks, shared_by, config.engine)} cannot share it equally"
-        yield Problem("data.train_batch_size", data.train_batch_size, wrong, f"multiples of {parts}")
+        cause = f"{_sharers(ranks, shared_by, config.engine)} cannot share it equally"
+        yield Problem("data.train_batch_size", data.train_batch_size, cause, f"multiples of {parts}")
         return
     keys = ("data.micro_batch_size_per_gpu", "data.use_dynamic_bsz", "data.max_token_len_per_gpu")
     values = [getattr(data, key.removeprefix("data.")) for key in keys]
@@ -237,8 +237,8 @@ def preference_batches(config: PreferenceConfig) -> Problems:
     data, ranks, shared_by = config.data, config.trainer.ranks, config.shared_by
     parts = data_parallel_size(ranks, shared_by)
     if data.train_batch_size % parts:
-        wrong = f"{_sharers(ranks, shared_by, config.engine)} cannot share these pairs equally"
-        yield Problem("data.train_batch_size", data.train_batch_size, wrong, f"multiples of {parts}")
+        cause = f"{_sharers(ranks, shared_by, config.engine)} cannot share these pairs equally"
+        yield Problem("data.train_batch_size", data.train_batch_size, cause, f"multiples of {parts}")
     names = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
     # Both sides of a pair are in one pass.
     values = [data[name] for name in names]
@@ -264,9 +264,9 @@ def _size_of_passes(keys: Any, values: Any) -> Problems:
 
 
 def _too_few_tokens(key: str, budget: int, longest: int, shared_by: int = 1) -> Problem:
-    wrong, least = f"the longest sequence has {longest} tokens and must fit", -(-longest // shared_by)
-    wrong += "" if shared_by == 1 else f" into the budgets of the {shared_by} ranks that share it"
-    return Problem(key, budget, wrong, f"at least {least}", f"set {key}={least} or more, or shorten the sequences")
+    cause, least = f"the longest sequence has {longest} tokens and must fit", -(-longest // shared_by)
+    cause += "" if shared_by == 1 else f" into the budgets of the {shared_by} ranks that share it"
+    return Problem(key, budget, cause, f"at least {least}", f"set {key}={least} or more, or shorten the sequences")
 
 
 def _longest(config: PPOConfig) -> int:
@@ -316,10 +316,10 @@ def profilers(config: PPOConfig) -> Problems:
         if not tool:
             yield Problem(f"{path}.enable", True, f"{_TOOL} is null", "", f"set {_TOOL}=torch and steps", advice=True)
         if not is_there:
-            wrong = "this run has no workers of this role"
+            cause = "this run has no workers of this role"
             yield Problem(
-                f"{path}.enable", True, wrong, "false", "profile another role, such as the actor", advice=True
+                f"{path}.enable", True, cause, "false", "profile another role, such as the actor", advice=True
             )
         elif beyond := [rank for rank in profiler.ranks if not 0 <= rank < ranks]:
-            wrong = f"the role has {ranks} rank(s), and none with the number {', '.join(map(str, beyond))}"
-            yield Problem(f"{path}.ranks", list(profiler.ranks), wrong, f"numbers from 0 to {ranks - 1}", advice=True)
+            cause = f"the role has {ranks} rank(s), and none with the number {', '.join(map(str, beyond))}"
+            yield Problem(f"{path}.ranks", list(profiler.ranks), cause, f"numbers from 0 to {ranks - 1}", advice=True)

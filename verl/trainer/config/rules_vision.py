@@ -25,29 +25,29 @@ def models_with_images(config: PPOConfig) -> Problems:
     kind = model_files.model_type(Path(roles.model.path).expanduser())
     if kind not in FAMILIES:
         if kind is not None and roles.actor.freeze_vision_tower:
-            wrong = f"the policy is a {kind}, which has no vision tower"
-            yield Problem("actor_rollout_ref.actor.freeze_vision_tower", True, wrong, "false")
+            cause = f"the policy is a {kind}, which has no vision tower"
+            yield Problem("actor_rollout_ref.actor.freeze_vision_tower", True, cause, "false")
         return
     rollout, key = roles.rollout, "actor_rollout_ref.rollout.tensor_model_parallel_size"
     if rollout.name in OTHER_PROGRAMS:
         yield from _has_torchvision(rollout, kind)
         heads = model_files.vision_heads(Path(roles.model.path).expanduser())
         if heads is not None and heads % rollout.tensor_model_parallel_size:
-            wrong = f"{rollout.name} splits the {heads} attention heads of the vision tower over these ranks"
-            yield Problem(key, rollout.tensor_model_parallel_size, wrong, f"a divisor of {heads}")
+            cause = f"{rollout.name} splits the {heads} attention heads of the vision tower over these ranks"
+            yield Problem(key, rollout.tensor_model_parallel_size, cause, f"a divisor of {heads}")
     elif rollout.tensor_model_parallel_size > 1:
-        wrong = f"{rollout.name} does not split a model with images ({kind}) over ranks; vllm and sglang do"
-        yield Problem(key, rollout.tensor_model_parallel_size, wrong, "1")
+        cause = f"{rollout.name} does not split a model with images ({kind}) over ranks; vllm and sglang do"
+        yield Problem(key, rollout.tensor_model_parallel_size, cause, "1")
     if roles.actor.strategy == "megatron":
-        wrong = f"it has no models with images ({kind})"
-        yield Problem("actor_rollout_ref.actor.strategy", "megatron", wrong, "fsdp2")
+        cause = f"it has no models with images ({kind})"
+        yield Problem("actor_rollout_ref.actor.strategy", "megatron", cause, "fsdp2")
     if config.reward_model.enable and config.judge is None:
         yield from _of_reward_model(config, kind)
     if needs_critic(config):
         critic = model_files.model_type(Path(config.critic.model.path).expanduser())
         if critic is not None and critic != kind:
-            wrong = f"it holds a {critic}, and the policy with images is a {kind}, whose tokens the critic reads"
-            yield Problem("critic.model.path", config.critic.model.path, wrong, "a model of the same kind")
+            cause = f"it holds a {critic}, and the policy with images is a {kind}, whose tokens the critic reads"
+            yield Problem("critic.model.path", config.critic.model.path, cause, "a model of the same kind")
 
 
 def _of_reward_model(config: PPOConfig, kind: str | None) -> Problems:
@@ -55,15 +55,15 @@ def _of_reward_model(config: PPOConfig, kind: str | None) -> Problems:
     section = config.reward_model
     own = model_files.model_type(Path(section.model.path).expanduser())
     if own is not None and own != kind:
-        wrong = f"it holds a {own}, and the policy with images is a {kind}, whose tokens and images it would be given"
+        cause = f"it holds a {own}, and the policy with images is a {kind}, whose tokens and images it would be given"
         remedy = "train one with python -m verl.trainer.rm_trainer, or score by custom_reward_function.path"
-        yield Problem("reward_model.model.path", section.model.path, wrong, "a reward model of the same kind", remedy)
+        yield Problem("reward_model.model.path", section.model.path, cause, "a reward model of the same kind", remedy)
     if section.strategy == "megatron":
         yield Problem("reward_model.strategy", "megatron", f"it has no models with images ({kind})", "fsdp2")
     longest = config.data.max_prompt_length + config.data.max_response_length
     if section.max_length is not None and section.max_length < longest:
-        wrong = f"sequences have up to {longest} tokens, and those with images are not cut"
-        yield Problem("reward_model.max_length", section.max_length, wrong, f"null, or >= {longest}")
+        cause = f"sequences have up to {longest} tokens, and those with images are not cut"
+        yield Problem("reward_model.max_length", section.max_length, cause, f"null, or >= {longest}")
 
 
 def _has_torchvision(rollout: RolloutConfig, kind: str | None) -> Problems:
@@ -71,6 +71,6 @@ def _has_torchvision(rollout: RolloutConfig, kind: str | None) -> Problems:
     if rollout.engine_kwargs.get(rollout.name, {}).get("python") or engine_python(rollout.name) not in _HERE:
         return
     if importlib.util.find_spec("torchvision") is None:
-        wrong = f"{rollout.name} needs the package torchvision for a {kind}, and it is not installed here"
+        cause = f"{rollout.name} needs the package torchvision for a {kind}, and it is not installed here"
         remedy = "install it (on a CPU as requirements/vllm.txt says), or set rollout.name=native"
-        yield Problem("actor_rollout_ref.rollout.name", rollout.name, wrong, remedy=remedy)
+        yield Problem("actor_rollout_ref.rollout.name", rollout.name, cause, remedy=remedy)

@@ -192,13 +192,13 @@ class Translator:
     def _resolved(self, raw: Tree, interpolations: Interpolations) -> Tree:
         """Resolve ``${...}``; report one that cannot be resolved, and give its key the default."""
 
-        def default(path: str, wrong: str) -> Any:
+        def default(path: str, cause: str) -> Any:
             stated = self.keys.get(path) or self.inactive.get(path)
             if stated is None and self.of_program:
                 return None  # the program resolves its own keys
             if stated is None or get(raw, path) != stated.yaml_default:  # else its source is reported
                 remedy = "name an existing key, or give a value"
-                self.problems.append(Problem(path, get(raw, path), wrong, remedy=remedy))
+                self.problems.append(Problem(path, get(raw, path), cause, remedy=remedy))
             return self.keys[path].default if path in self.keys else None
 
         tree = interpolations.resolved(default)
@@ -223,8 +223,8 @@ class Translator:
         elif name == "_target_" and (parent == "" or self._is_section(parent)):
             target = getattr(self.keys[parent].section, "hydra_target", None) if parent else None
             if target is not None and value != target and not self.of_program:
-                wrong = "another class cannot be put in place of a section"
-                self.problems.append(Problem(path, value, wrong, target, "leave _target_ out"))
+                cause = "another class cannot be put in place of a section"
+                self.problems.append(Problem(path, value, cause, target, "leave _target_ out"))
         elif self.of_program:
             misspelt |= self._resembled(path)
         else:
@@ -280,18 +280,18 @@ class Translator:
         try:
             cls = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
-            wrong = f"it names no class: {error}"
-            self.problems.append(Problem(path, target, wrong, remedy=f"leave _target_ out, or name {section.__name__}"))
+            cause = f"it names no class: {error}"
+            self.problems.append(Problem(path, target, cause, remedy=f"leave _target_ out, or name {section.__name__}"))
             return None
         if isinstance(cls, type) and issubclass(cls, section):
             return cls if cls is not section else None
-        wrong = f"{name} is no subclass of {section.__module__}.{section.__name__}, which this section is"
-        self.problems.append(Problem(path, target, wrong, remedy="derive it from that class, under @section"))
+        cause = f"{name} is no subclass of {section.__module__}.{section.__name__}, which this section is"
+        self.problems.append(Problem(path, target, cause, remedy="derive it from that class, under @section"))
         return None
 
     def _refuse(self, path: str, value: Any, reason: str) -> None:
-        wrong, _, remedy = reason.partition("; ")
-        self.problems.append(Problem(path, value, wrong, remedy=remedy))
+        cause, _, remedy = reason.partition("; ")
+        self.problems.append(Problem(path, value, cause, remedy=remedy))
 
     def _leaf_paths(self) -> list[str]:
         return [path for path, key in self.keys.items() if key.section is None] + list(self.inactive)
@@ -319,8 +319,8 @@ class Translator:
             is_section = isinstance(value, Mapping) or same(value, key.yaml_default) or str(value).startswith("${")
             if not is_section and not is_absent:
                 remedy = "set the keys below it"
-                wrong = "this is a section, it cannot be replaced by a value"
-                self.problems.append(Problem(path, value, wrong, remedy=remedy))
+                cause = "this is a section, it cannot be replaced by a value"
+                self.problems.append(Problem(path, value, cause, remedy=remedy))
                 put(tree, path, default_tree(key.section, key.default) if key.default is not None else None)
 
     def _take_out_dotted(self, tree: Tree) -> None:
@@ -357,8 +357,8 @@ class Translator:
                 if value == "megatron":
                     continue
                 if path in self.explicit or not same(value, self.keys[path].yaml_default):
-                    wrong = "model_engine=megatron is the back end of all models"
-                    self.problems.append(Problem(path, value, wrong, "megatron", "keep one of the two settings"))
+                    cause = "model_engine=megatron is the back end of all models"
+                    self.problems.append(Problem(path, value, cause, "megatron", "keep one of the two settings"))
                 put(tree, path, "megatron")
         if get(tree, "engine.strategy") == "megatron" and "megatron.strategy" in self.keys:
             for name in ("param_offload", "optimizer_offload", "dtype", "seed"):
@@ -428,8 +428,8 @@ class Translator:
         if get(tree, key) == f"${{{old}}}":  # it names the other spelling, and so says the same
             drop(tree, key)
         if above := self._value_above(tree, key):
-            wrong = f"it belongs below {above}, which is set to {shown(get(tree, above))}"
-            self.problems.append(Problem(old, value, wrong, remedy=f"write all keys of {above} below it, one by one"))
+            cause = f"it belongs below {above}, which is set to {shown(get(tree, above))}"
+            self.problems.append(Problem(old, value, cause, remedy=f"write all keys of {above} below it, one by one"))
             return
         items = get(tree, key)
         now = items[int(place)] if place else items
@@ -438,8 +438,8 @@ class Translator:
             not place and not may_differ and not any(same(now, default) for default in defaults)
         )
         if (new in self.spelt or is_set) and not same(now, value):
-            wrong = f"this is another spelling of {self.spelt.get(new, new)}, which is set to {shown(now)}"
-            self.problems.append(Problem(old, value, wrong, remedy=f"keep one of the two, best {new}"))
+            cause = f"this is another spelling of {self.spelt.get(new, new)}, which is set to {shown(now)}"
+            self.problems.append(Problem(old, value, cause, remedy=f"keep one of the two, best {new}"))
             return
         self.spelt[new] = old
         if place:
