@@ -466,8 +466,8 @@ REWARDS = (
     Mutant(
         "rewards",
         "utils/reward_score/countdown.py",
-        "value == target and Counter(numbers) == given",
-        "value == target and set(numbers) == set(given)",
+        "value == target and Counter(numbers) == allowed",
+        "value == target and set(numbers) == set(allowed)",
         "utils/reward_score/countdown",
     ),
     Mutant(
@@ -479,9 +479,9 @@ REWARDS = (
     ),
     Mutant(
         "rewards",
-        "trainer/ppo/trainer.py",
-        "baselines.repeat(self.typed_config.actor_rollout_ref.rollout.n, interleave=True)",
-        "baselines.repeat(self.typed_config.actor_rollout_ref.rollout.n, interleave=False)",
+        "experience/lockstep.py",
+        "baselines.repeat(self._n, interleave=True)",
+        "baselines.repeat(self._n, interleave=False)",
         "trainer/run",
     ),
 )
