@@ -116,6 +116,7 @@ def settings(task: Path, output: Path, changes: Settings, patience: float) -> Se
         "trainer.total_training_steps": STEPS,
         "trainer.resume_mode": "auto",
         "trainer.rollout_data_dir": output / "rollouts",
+        "trainer.recovery.snapshot_freq": 1,
         "trainer.recovery.hang_timeout_s": HANG_S * patience,
         "ray_kwargs.ray_init.num_cpus": 2,
         "hydra.run.dir": output / "hydra",

@@ -36,18 +36,19 @@ def test_stored_bytes_by_hand():
     held = model(shards=4)
     assert SHAPE.parameters() == ALL
     assert (held.weights, held.gradients, held.optimizer) == (ALL * 4 / 4, ALL * 4 / 4, ALL * 8 / 4)
+    assert held.state == ALL * 12 / 4  # in a checkpoint, or a copy in memory
     frozen = replace(held, trained=0)
     assert (frozen.weights, frozen.gradients, frozen.optimizer) == (ALL, 0, 0)
     # Adapters of 100 parameters are stored, and trained, in fp32.
     lora = replace(model(shards=2, stored_bytes=2), trained=100, adapters=100)
-    assert (lora.weights, lora.gradients, lora.optimizer) == ((ALL * 2 + 400) / 2, 200, 400)
+    assert (lora.weights, lora.gradients, lora.optimizer, lora.state) == ((ALL * 2 + 400) / 2, 200, 400, 600)
 
 
 def test_megatron_divides_weights_by_layout_and_state_by_copies():
     held = model(tensor=2, pipeline=2, replicas=4, stored_bytes=2, is_gathered=False, is_megatron=True)
     assert held.weights == ALL * 2 / 4
     assert held.gradients == ALL * 4 / 4
-    assert held.optimizer == ALL * 12 / 4 / 4
+    assert held.optimizer == held.state == ALL * 12 / 4 / 4
 
 
 @pytest.mark.parametrize(("gpus", "gigabytes"), [(1, 120), (64, 1.9)])

@@ -137,7 +137,7 @@ def test_vllm_is_told_to_listen_on_loopback_and_has_its_token_in_the_environment
 def test_sglang_has_its_token_in_the_environment(tmp_path: Path):
     recorder = Recorder(tmp_path)
     with pytest.raises(RolloutError, match="ended while it started"):
-        SGLangClient({"tp_size": 1, "model_path": "m"}, {}, Launch(str(recorder.python), 30.0))
+        SGLangClient({"tp_size": 1, "model_path": "m"}, {}, Launch(str(recorder.python), 30.0), torch.device("cpu"))
     arguments, environment = recorder.called()
     assert len(environment["VERL_ENGINE_TOKEN"]) >= 32
     assert environment["VERL_ENGINE_TOKEN"] not in arguments

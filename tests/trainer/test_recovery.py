@@ -89,6 +89,7 @@ def run(root: Path, ray_cluster: None) -> Run:
             "trainer__save_freq": 2,
             "trainer__test_freq": 2,
             "trainer__recovery__backoff_s": 0,
+            "trainer__recovery__snapshot_freq": 1,  # steps this short would not have one each
             "actor_rollout_ref__rollout__name": "native",
         } | changes
         with pytest.MonkeyPatch.context() as patch:

@@ -45,10 +45,13 @@ class Backend:
         """Context for several passes during which no weight changes, so weights may be exchanged once. Collective."""
         return nullcontext()
 
-    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def whole_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Iterate over names and unsharded weights. Collective: every rank must iterate to the end.
 
         The tensors are valid until the next iteration over the weights begins; copy them to keep them longer.
+
+        Args:
+            dtype: to which the caller converts them; those that are gathered may be converted before.
         """
         for name, weight in self._model.named_parameters():
-            yield name, full_tensor(weight, self.device)
+            yield name, full_tensor(weight, self.device, dtype)

@@ -40,8 +40,9 @@ class RecoveryConfig(BaseConfig):
     """Restarts of the workers in a row, without a finished step between them; 0 stops at the first lost worker."""
     backoff_s: float = setting(1.0, ge=0)
     """Pause before the first restart, in seconds; each further one waits twice as long, up to a minute."""
-    snapshot_freq: int = setting(1, ge=0)
-    """Steps between snapshots in memory that restarts continue from (on Ray); 0 uses the newest checkpoint on disk."""
+    snapshot_freq: int | None = setting(None, ge=0)
+    """Steps between snapshots in memory that restarts continue from (on Ray); null takes them as often as 2 % of the
+    time allows, if two of them fit into Ray's object store; 0 uses the newest checkpoint on disk."""
     hang_timeout_s: float | None = setting(1800.0, gt=0)
     """Time limit of one call of a worker, in seconds, after which it counts as hung; null is no limit."""
     driver_restarts: int = setting(3, ge=0)

@@ -154,6 +154,15 @@ class ModelMemory:
         size = 4 if self.adapters else lay.stored_bytes
         return self.trained * size * _ADAM_MOMENTS / lay.shards
 
+    @property
+    def state(self) -> float:
+        """Bytes that a checkpoint, or a copy in memory, has of this rank: trained weights and both moments of each."""
+        lay = self.layout
+        if lay.is_megatron:
+            return self._part(self.trained, lay.divides_optimizer) * 4 * (1 + _ADAM_MOMENTS)
+        size = 4 if self.adapters else lay.stored_bytes
+        return self.trained * size * (1 + _ADAM_MOMENTS) / lay.shards
+
     # ---- what a pass takes
 
     @property

@@ -22,6 +22,11 @@ from verl.planner.timing import Work, generation_seconds, pass_seconds
 _ENGINE_RESERVE = 2e9
 """Bytes that vLLM and SGLang need for activations and graphs beside weights and keys. An assumption."""
 
+_SNAPSHOT_BYTES_PER_S = 2e9
+"""Bytes that a rank copies per second from its device into Ray's object store. An assumption."""
+_SNAPSHOT_SHARE = 0.02
+"""As :data:`verl.trainer.recovery.SNAPSHOT_SHARE`."""
+
 
 @dataclass(frozen=True)
 class OtherModels:
@@ -353,6 +358,21 @@ class Plan:
     def seconds(self) -> float:
         """Seconds of a step."""
         return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def snapshot_bytes(self) -> float:
+        """Bytes of a copy of the training state in the host's memory: of trained weights and their optimizer state."""
+        held = [one.memory for one in self.models.values() if one.memory.trained]
+        return self.ranks * sum(memory.state for memory in held)
+
+    @property
+    def snapshot_steps(self) -> int:
+        """Steps between two copies: :class:`~verl.trainer.recovery.SnapshotSchedule` lets them take 2 % of the time."""
+        given = self.config.trainer.recovery.snapshot_freq
+        if given is not None:
+            return given
+        seconds = self.snapshot_bytes / self.ranks / _SNAPSHOT_BYTES_PER_S
+        return math.ceil(seconds / _SNAPSHOT_SHARE / self.seconds)
 
     @property
     def excess(self) -> float:

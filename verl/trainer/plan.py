@@ -207,6 +207,8 @@ def as_json(plan: Plan, advice: list[Change]) -> dict[str, Any]:
         ],
         "step_seconds": plan.seconds,
         "tokens_per_second": plan.tokens_per_step / plan.seconds,
+        "snapshot_bytes": plan.snapshot_bytes,
+        "snapshot_steps": plan.snapshot_steps,
         "changes": [
             {"settings": dict(change.settings), "bytes": change.bytes, "fits": change.fits} for change in advice
         ],
@@ -245,6 +247,12 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
         f"{speed:,.0f} tokens/s, {speed / cluster.gpus:,.0f} per GPU, if passes reach {cluster.mfu:.0%} of the peak "
         f"and decoding {cluster.bandwidth_use:.0%} of the bandwidth. Rewards and the driver are not counted."
     )
+    if plan.snapshot_steps:
+        often = "each step" if plan.snapshot_steps == 1 else f"every {plan.snapshot_steps} steps"
+        show(
+            f"For restarts Ray's object stores hold {2 * plan.snapshot_bytes / _GB:.1f} GB over all nodes: two copies "
+            f"of the training state, one made {often} (trainer.recovery.snapshot_freq)."
+        )
     if plan.excess <= 0:
         return
     worst = max(plan.stages, key=lambda stage: stage.bytes)

@@ -13,6 +13,7 @@ All randomness of a step follows from its number or is part of the state, so a r
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE_S = 60.0
+SNAPSHOT_SHARE = 0.02
+"""Share of a run's time that snapshots in memory may take."""
+STORE_SHARE = 0.8
+"""Share of Ray's object store that they may take: batches of the step lie there too."""
 SAVED_IN_A_ROW = 3
 """Batches saved of consecutive bad steps: the first ones."""
 SAVED_BATCHES = 12
@@ -117,6 +122,7 @@ class Recovery:
         self._held: list[HeldState] = []
         self._documents: dict[str, dict[str, bytes]] = {}
         self._held_at = time.monotonic()
+        self._schedule = SnapshotSchedule(settings.snapshot_freq)
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -133,10 +139,9 @@ class Recovery:
             self._go_back(error)
 
     def hold(self) -> None:
-        """Take a snapshot of the run between two steps, every ``trainer.recovery.snapshot_freq`` steps.
+        """Take a snapshot of the run between two steps if one is due; see :class:`SnapshotSchedule`.
 
-        Returns before the workers have copied their state, which they do before their next call. Repeated calls for
-        one step do nothing. Without Ray no snapshots are taken, as they would end with the workers.
+        Repeated calls for one step do nothing. Without Ray no snapshots are taken, as they would end with the workers.
         """
         state = self.run.state()
         self._begin = self._begin or state
@@ -145,17 +150,20 @@ class Recovery:
         if self._held and self._held[-1].driver.global_step == state.global_step:
             return
         self._held_at = time.monotonic()
-        frequency, groups = self.settings.snapshot_freq, self.run.trained_groups
+        groups = self.run.trained_groups
         survive = all(group.outputs_survive_workers for group in groups.values())
-        if not survive or not frequency or state.global_step % frequency:
+        if not survive or not self._schedule.is_due(state.global_step, groups):
             return
         if self._held and not self._is_whole(self._held[-1]):
             logger.warning("the state after step %d could not be held in memory", self._held.pop().driver.global_step)
         if not self._documents:
             self._documents = {name: group.documents()[0] for name, group in groups.items()}
         snapshots = {name: group.execute_all_async("snapshot", state.global_step) for name, group in groups.items()}
-        # Keep the previous snapshot until this one is complete, which is known only after the workers' next answer.
+        # Keep the previous snapshot until this one is complete.
         self._held = [*self._held[-1:], HeldState(state, snapshots)]
+        for name, references in snapshots.items():
+            groups[name].wait_until_made(references)
+        self._schedule.record(time.monotonic() - self._held_at)
 
     @property
     def can_save(self) -> bool:
@@ -259,6 +267,50 @@ class Recovery:
             "(trainer.recovery.max_restarts).",
         ]
         return ProcessLostError("\n".join(lines if last is first else [*lines, f"The last loss: {_full_text(last)}"]))
+
+
+class SnapshotSchedule:
+    """Decide after which steps a snapshot is taken.
+
+    Without a given frequency one is due when the time since the last is ``1 / SNAPSHOT_SHARE`` times what that one
+    took, so that they take that share of the run. They are off where two of them, the last one and its successor, need
+    more than ``STORE_SHARE`` of Ray's object store.
+
+    Args:
+        frequency: ``trainer.recovery.snapshot_freq``.
+    """
+
+    def __init__(self, frequency: int | None) -> None:
+        self.frequency = frequency
+        self._has_room: bool | None = None
+        self._ended = -math.inf
+        self._took = 0.0
+
+    def is_due(self, step: int, groups: Mapping[str, Any]) -> bool:
+        """Whether a snapshot is to be taken after ``step`` finished steps; asks the workers for its size once."""
+        if self.frequency is not None:
+            return self.frequency > 0 and step % self.frequency == 0
+        if self._has_room is None:
+            self._has_room = self._fits(groups)
+        return self._has_room and time.monotonic() - self._ended >= self._took / SNAPSHOT_SHARE
+
+    def record(self, seconds: float) -> None:
+        """Remember what the snapshot took that has just been made."""
+        self._ended, self._took = time.monotonic(), seconds
+
+    def _fits(self, groups: Mapping[str, Any]) -> bool:
+        needed = 2 * sum(sum(group.snapshot_bytes()) for group in groups.values())
+        store = max((group.held_bytes_limit() for group in groups.values()), default=0)
+        if needed <= STORE_SHARE * store:
+            return True
+        logger.warning(
+            "No state is held in memory, because two take %.1f GB and Ray's object store has %.1f GB: after the loss "
+            "of a process the run goes on from its newest checkpoint. Give Ray more (ray start --object-store-memory, "
+            "and a /dev/shm of that size), or save often (trainer.save_freq).",
+            needed / 1e9,
+            store / 1e9,
+        )
+        return False
 
 
 def _full_text(error: ProcessLostError) -> str:

@@ -6,6 +6,8 @@ import datetime
 import logging
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -165,3 +167,20 @@ def set_expandable_segments(enable: bool) -> None:
     """Let PyTorch's CUDA allocator grow its segments (less fragmentation) or not; nothing without a GPU."""
     if is_cuda_available:
         torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enable}")
+
+
+@contextmanager
+def one_allocation() -> Iterator[None]:
+    """Allocate GPU memory as one piece, which another process can open by a handle, whatever the user has set.
+
+    Pieces of PyTorch's expandable segments go to another process as file descriptors, which containers forbid.
+    """
+    settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    is_expandable = "expandable_segments:true" in settings.lower()
+    if is_expandable:
+        set_expandable_segments(False)
+    try:
+        yield
+    finally:
+        if is_expandable:
+            set_expandable_segments(True)

@@ -9,14 +9,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 
-def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return the whole tensor on every rank, on ``device`` if it is a DTensor. Collective if it is sharded."""
+def full_tensor(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the whole tensor on every rank, on ``device`` if it is a DTensor. Collective if it is sharded.
+
+    Then it is converted to ``dtype`` first, if that is given: ranks exchange half as much of bf16 as of fp32.
+    """
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     mesh = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     if all(size == 1 or not placement.is_shard() for size, placement in mesh):  # this rank has all rows
         return cast(DTensor, tensor.detach()).to_local().to(device)
-    return cast(DTensor, tensor.detach().to(device)).full_tensor()
+    return cast(DTensor, tensor.detach().to(device, dtype or tensor.dtype)).full_tensor()
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:

@@ -152,7 +152,9 @@ class ActorRolloutRefWorker(EngineWorker):
             with rollout.awake(lambda: pretrained_weights(model, torch_dtype(self.config.rollout.dtype)), version):
                 yield rollout
         else:
-            weights = engine.adapted_weights() if rollout.applies_adapters else engine.get_per_tensor_param
+            weights = functools.partial(engine.weights_for_rollout, torch_dtype(self.config.rollout.dtype))
+            if rollout.applies_adapters:
+                weights = engine.adapted_weights()
             with engine.eval_mode(), rollout.awake(weights, engine.weight_version):
                 yield rollout
 

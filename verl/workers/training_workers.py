@@ -254,6 +254,11 @@ class EngineWorker(Worker):
         return to_arrays(self.trained.state(global_step).states)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def snapshot_bytes(self) -> int:
+        """Return the size of a :meth:`snapshot` of this rank once the optimizer has made a step."""
+        return self.trained.state_bytes()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def documents(self) -> dict[str, bytes]:
         """Return the files of a checkpoint that describe the model, by path; they do not change during a run.
 

@@ -14,7 +14,9 @@ from tests.workers.support import make_engine, run_ranks
 from verl.config import FSDPEngineConfig, HFModelConfig
 from verl.testing.models import tiny_model
 from verl.utils.model import stored_dtype
+from verl.utils.sharded_tensor import full_tensor
 from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp import sharded_model
 from verl.workers.engine.fsdp.export import WeightFiles
 from verl.workers.engine.fsdp.model import own_state
 
@@ -61,13 +63,25 @@ def whole(model):
 
 
 def on_two_ranks(rank, world_size, folder, paths):
+    devices = []  # of the weights that FSDP divides: on a GPU it would move them there whole
+    shard = sharded_model.shard_model
+
+    def watched(model, *args):
+        devices.append({parameter.device.type for parameter in model.parameters()})
+        shard(model, *args)
+
+    sharded_model.shard_model = watched
     build(paths["experts"])  # imports and process groups are none of the model's memory
     with Peak() as peak:
         model = build(paths["large"])
-    found = {"peak": peak.increase}
+    found = {"peak": peak.increase, "devices": devices}
     for name, path in paths.items():
         model = build(path)
         found[name] = weights = whole(model)
+        for key, parameter in model.named_parameters():  # as an engine in bf16 gets it
+            gathered = full_tensor(parameter, torch.device("cpu"), torch.bfloat16)
+            assert gathered.dtype == torch.bfloat16
+            assert torch.equal(gathered, weights[key].bfloat16())
         given = ((key, weights[key]) for key, _ in model.named_parameters())
         files = WeightFiles.collect(given, model.hf, 8 * MIB if name == "large" else 1)
         files.write(folder / name)
@@ -112,6 +126,7 @@ def test_no_rank_holds_the_model_at_the_start(ranks, paths):
     for found in ranks[1]:
         assert fp32 / 2 < found["peak"] + 4 * MIB
         assert found["peak"] < 0.75 * fp32
+        assert found["devices"] == [{"meta"}] * (2 + len(paths))
 
 
 @pytest.mark.parametrize("name", ["experts", "large", "buffer", "backbone"])

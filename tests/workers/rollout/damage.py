@@ -1,9 +1,11 @@
-"""Weights that arrive otherwise than they were sent."""
+"""Weights that arrive otherwise than they were sent, or by another way."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
 
 from verl.workers.rollout.weights import SharedPart
 
@@ -18,8 +20,15 @@ def damaged(parts: Iterator[SharedPart]) -> Iterator[SharedPart]:
 def turn_a_bit(part: SharedPart) -> None:
     """Change a bit of the last tensor."""
     dtype, shape, start = list(part.tensors.values())[-1]
-    with part.path.open("r+b") as file:
-        file.seek(start + shape.numel() * dtype.itemsize - 1)
-        (last,) = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([last ^ 1]))
+    part.memory[start + shape.numel() * dtype.itemsize - 1] ^= 1
+
+
+@contextmanager
+def handles_for_strangers() -> Iterator[None]:
+    """Let a process that is no child of this one open the handles of shared memory."""
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)

@@ -60,7 +60,7 @@ def checksum(data):
 
 
 def load(part, is_first):
-    """Take a part of the weights, of 4 bytes each, from the memory of SharedBuffer."""
+    """Take a part of the weights, of 4 bytes each, from the file of FileBuffer."""
     if is_first:
         arriving.clear()
     data, found = Path(part["path"]).read_bytes(), {}
@@ -133,6 +133,8 @@ class Handler(BaseHTTPRequestHandler):
             global weights
             if body["method"] == "end_weights":
                 weights = json.dumps(arriving, sort_keys=True)
+                self.reply({"results": [None]})
+            elif body["method"] == "weights_device":
                 self.reply({"results": [None]})
             else:
                 moment("load")

@@ -18,7 +18,7 @@ import torch
 
 from tests.support.tiny_run import make_tiny_run, overrides
 from tests.support.waiting import eventually
-from tests.workers.rollout.damage import damaged
+from tests.workers.rollout.damage import damaged, handles_for_strangers
 from tests.workers.rollout.losses import check_a_lost_process
 from verl.errors import ConfigError, RolloutError
 from verl.testing.rollout_conformance import (
@@ -41,7 +41,7 @@ from verl.workers.rollout.sglang_rollout import SGLangRollout
 from verl.workers.rollout.sglang_rollout.client import SGLangClient
 from verl.workers.rollout.sglang_rollout.settings import process_environment
 from verl.workers.rollout.state import EngineState
-from verl.workers.rollout.weights import SharedBuffer
+from verl.workers.rollout.weights import DeviceBuffer, SharedBuffer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here; `make test-sglang` has it"
@@ -152,6 +152,15 @@ def test_weights_that_do_not_arrive_as_sent_are_noticed(
     monkeypatch.undo()
 
 
+def test_weights_arrive_by_the_handle_of_a_device(under_test: EngineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the trainer's GPU; the memory of a CPU is shared in the place of a GPU's."""
+    running = under_test.ready()
+    monkeypatch.setattr(running._engine, "_buffer", DeviceBuffer(torch.device("cpu")))
+    with handles_for_strangers():
+        assert running._engine.load_weights(weights_of(seed=1), 2**16) == SIZE
+    assert tokens_of(running.generate([greedy(PROMPTS[0])])) == [oracle_greedy(PROMPTS[0], 12, seed=1)]
+
+
 def test_a_weight_that_sglang_cannot_load_is_an_error_and_no_end(under_test: EngineUnderTest) -> None:
     running = under_test.ready()
     engine = running._engine
@@ -232,7 +241,9 @@ def test_two_tensor_parallel_ranks_compute_what_one_does(tmp_path: Path) -> None
     engine = EngineUnderTest("sglang", tmp_path, settings={"tensor_model_parallel_size": 1})
     rollout, device = engine.build(), torch.device("cpu")
     environment = process_environment(dataclasses.replace(rollout.config, tensor_model_parallel_size=2), device)
-    server = SGLangClient(rollout._arguments | {"tp_size": 2}, environment, Launch(start_timeout_s=300))
+    server = SGLangClient(
+        rollout._arguments | {"tp_size": 2}, environment, Launch(start_timeout_s=300), torch.device("cpu")
+    )
     try:
         for seed in (0, 1):
             assert server.load_weights(weights_of(seed=seed), 2**20) == SIZE

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.support.waiting import eventually
-from tests.workers.rollout.damage import damaged
+from tests.workers.rollout.damage import damaged, handles_for_strangers
 from tests.workers.rollout.losses import check_a_lost_process
 from tests.workers.rollout.vllm_engines import SHARED, end_servers, needs_vllm, pool, under_test
 from verl.errors import ConfigError, RolloutError
@@ -39,7 +39,7 @@ from verl.workers.rollout import base, remote
 from verl.workers.rollout.engine_kwargs import Launch
 from verl.workers.rollout.vllm_rollout.client import VLLMClient
 from verl.workers.rollout.vllm_rollout.settings import engine_arguments
-from verl.workers.rollout.weights import SharedBuffer
+from verl.workers.rollout.weights import DeviceBuffer, SharedBuffer
 
 pytestmark = needs_vllm
 NAMES = {check: check.__name__.removeprefix("check_") for check in CHECKS}
@@ -148,6 +148,15 @@ def test_a_weight_that_arrives_changed_is_named(folder: Path, monkeypatch: pytes
     running.load_weights(weights_of(), version=2)
     assert running.generate([greedy(PROMPTS[0])])[0].token_ids == oracle_greedy(PROMPTS[0], 12)
     assert [path.name for path in engine.server.memory_folder.iterdir()] == ["weights"]
+
+
+def test_weights_arrive_by_the_handle_of_a_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the trainer's GPU; the memory of a CPU is shared in the place of a GPU's."""
+    running = under_test(folder).ready()
+    monkeypatch.setattr(running._engine.shared.engine, "_buffer", DeviceBuffer(torch.device("cpu")))
+    with handles_for_strangers():
+        running._engine.load_weights(weights_of(seed=1), 2**16)
+    assert running.generate([greedy(PROMPTS[0])])[0].token_ids == oracle_greedy(PROMPTS[0], 12, seed=1)
 
 
 @pytest.mark.slow

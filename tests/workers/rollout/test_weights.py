@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import base64
 import errno
+import inspect
 import json
 import os
+import pickle
 import shutil
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.multiprocessing import reductions
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from transformers import PreTrainedModel
 
-from tests.workers.rollout.damage import turn_a_bit
+from tests.workers.rollout.damage import handles_for_strangers, turn_a_bit
 from verl.errors import RolloutError
 from verl.testing.models import tiny_model
+from verl.workers.rollout.client import ENGINE_SIDE
+from verl.workers.rollout.engine_side import verl_engine
 from verl.workers.rollout.engine_side.verl_engine import checksum, weights_in_part, with_checksums
 from verl.workers.rollout.weights import (
+    DeviceBuffer,
     ExpectedWeights,
-    SharedBuffer,
+    FileBuffer,
     SharedPart,
     check_arrival,
     save_tensors,
+    shared_buffer,
 )
 
 Usage = namedtuple("Usage", "total used free")
@@ -110,7 +121,7 @@ def numbered(*sizes: int) -> list[tuple[str, Tensor]]:
 def test_parts_hold_as_much_as_fits_and_a_larger_tensor_is_alone(tmp_path: Path) -> None:
     # Bytes 64 64 32 | 256 | 64 96 0: each tensor begins at a multiple of 64.
     weights, found, sizes = numbered(16, 16, 8, 64, 16, 24, 0), [], []
-    buffer = SharedBuffer([tmp_path])
+    buffer = FileBuffer([tmp_path])
     for update in range(2):
         found.clear()
         sizes.clear()
@@ -131,9 +142,9 @@ def test_a_new_file_of_the_same_path_is_read_anew(tmp_path: Path) -> None:
     # A buffer that found no room for a tensor removes its file, and the next update makes another.
     for update in range(2):
         tensor = torch.full((16,), float(update))
-        for part in SharedBuffer([tmp_path]).parts(iter([("w", tensor)]), part_bytes=64):
+        for part in FileBuffer([tmp_path]).parts(iter([("w", tensor)]), part_bytes=64):
             assert torch.equal(dict(weights_in_part(part.description()))["w"], tensor)
-            part.path.unlink()
+            (tmp_path / "weights").unlink()
 
 
 def test_any_format_and_layout_arrives_as_it_reads(tmp_path: Path) -> None:
@@ -145,7 +156,7 @@ def test_any_format_and_layout_arrives_as_it_reads(tmp_path: Path) -> None:
     }
     [(part, back)] = [
         (part, dict(weights_in_part(part.description())))
-        for part in SharedBuffer([tmp_path]).parts(iter(weights.items()), part_bytes=1000)
+        for part in FileBuffer([tmp_path]).parts(iter(weights.items()), part_bytes=1000)
     ]
     for name, tensor in weights.items():
         assert back[name].dtype == tensor.dtype
@@ -182,14 +193,14 @@ def test_a_part_ends_where_its_folder_is_full_and_the_next_folder_takes_what_fit
     with monkeypatch.context() as patch:
         small_disk(patch, {memory: 130, disk: 1000})
         parts = [
-            (part.path.parent.name, list(part.tensors))
-            for part in SharedBuffer([memory, disk]).parts(iter(weights), part_bytes=1000)
+            (Path(part.location["path"]).parent.name, list(part.tensors))
+            for part in FileBuffer([memory, disk]).parts(iter(weights), part_bytes=1000)
         ]
     assert parts == [("memory", ["w0", "w1"]), ("memory", ["w2"]), ("disk", ["w3", "w4"])]
     assert not list(memory.iterdir())
     small_disk(monkeypatch, {memory: 130, disk: 100})
     with pytest.raises(RolloutError, match=r"cannot be written to .*disk/weights: No space left on device\. Make room"):
-        list(SharedBuffer([memory, disk]).parts(iter(weights), part_bytes=1000))
+        list(FileBuffer([memory, disk]).parts(iter(weights), part_bytes=1000))
 
 
 def test_files_of_adapters_and_images_pass_over_a_folder_without_room(
@@ -212,6 +223,78 @@ def test_files_of_adapters_and_images_pass_over_a_folder_without_room(
         RolloutError, match=r"fit into none of .*memory \(1 MiB free\), .*disk \(1 MiB free\)\. Make room"
     ):
         save_tensors(dict(numbered(15)), [memory, disk], "w", "images")
+
+
+ENGINE = """
+import json, sys
+from verl_engine import weights_in_part, with_checksums
+for line in sys.stdin:
+    found = {}
+    for _ in with_checksums(weights_in_part(json.loads(line)), found):
+        pass
+    print(json.dumps(found), flush=True)
+"""
+
+
+def test_another_process_reads_the_memory_of_a_handle() -> None:
+    """On a CPU the handle is of shared memory; what comes before and after it is the same on a GPU."""
+    environment = os.environ | {"PYTHONPATH": str(ENGINE_SIDE)}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    buffer, names = DeviceBuffer(torch.device("cpu")), []
+    with subprocess.Popen([sys.executable, "-c", ENGINE], env=environment, **pipes) as engine:
+
+        def arrived(part: SharedPart) -> dict[str, str]:
+            engine.stdin.write(json.dumps(part.description()) + "\n")
+            engine.stdin.flush()
+            return json.loads(engine.stdout.readline())
+
+        with handles_for_strangers():
+            for part in buffer.parts(iter(numbered(16, 16, 100, 8)), part_bytes=160):  # 64 64 | 400 | 32
+                if "w2" in part.tensors:
+                    turn_a_bit(part)
+                    with pytest.raises(RolloutError, match="1 of 1 weights did not arrive"):
+                        check_arrival(part.checksums, arrived(part), "the engine")
+                else:
+                    check_arrival(part.checksums, arrived(part), "the engine")
+                names.append(list(part.tensors))
+        engine.stdin.close()
+    assert names == [["w0", "w1"], ["w2"], ["w3"]]
+    assert part.memory.data_ptr() != buffer._memory.data_ptr() == 0  # training needs it
+
+
+class GPU(NamedTuple):
+    uuid: str
+
+
+def test_weights_go_by_handles_if_all_of_the_engine_is_on_the_trainers_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: GPU(f"uuid-{device.index}"))
+    gpu = torch.device("cuda", 3)
+    assert isinstance(shared_buffer(gpu, [tmp_path], ["uuid-3"]), DeviceBuffer)
+    for engine in (["uuid-2"], ["uuid-3", "uuid-4"], [None]):
+        assert isinstance(shared_buffer(gpu, [tmp_path], engine), FileBuffer)
+    assert isinstance(shared_buffer(torch.device("cpu"), [tmp_path], [None]), FileBuffer)
+
+
+def test_the_index_of_a_gpu_in_a_handle_is_that_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer may see all GPUs of a machine and the engine one: the same GPU has another index."""
+    fields = [*inspect.signature(rebuild_cuda_tensor).parameters]
+    arguments = {**dict.fromkeys(fields), "storage_device": 3}
+    handle = base64.b64encode(pickle.dumps((rebuild_cuda_tensor, tuple(arguments.values())))).decode()
+    opened: list[dict[str, Any]] = []
+
+    def rebuild(*arguments: Any) -> Tensor:
+        opened.append(dict(zip(fields, arguments, strict=True)))
+        return torch.zeros(0, dtype=torch.uint8)
+
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", rebuild)
+    monkeypatch.setattr(verl_engine, "rebuild_cuda_tensor", rebuild)
+    part = {"handle": handle, "size": 0, "tensors": []}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    assert list(weights_in_part(part, torch.device("cuda", 0))) == []
+    assert [one["storage_device"] for one in opened] == [0]
+    assert fields[-4:-2] == ["ref_counter_handle", "ref_counter_offset"]  # which DeviceBuffer releases
 
 
 # ---- what arrived
@@ -244,7 +327,7 @@ def test_a_damaged_part_is_noticed_by_name(tmp_path: Path) -> None:
             pass
         return found
 
-    for part in SharedBuffer([tmp_path]).parts(iter(numbered(10, 10, 1000)), part_bytes=10**6):
+    for part in FileBuffer([tmp_path]).parts(iter(numbered(10, 10, 1000)), part_bytes=10**6):
         check_arrival(part.checksums, arrived(part), "vLLM (worker 0)")
         turn_a_bit(part)
         with pytest.raises(RolloutError, match=r"1 of 3 weights did not arrive in vLLM \(worker 1\) .*: w2\. Their"):

@@ -59,6 +59,6 @@ class CPUBackend(Backend):
         """See :meth:`Backend.frozen_weights`."""
         return nullcontext() if self._frozen is None else self._frozen()
 
-    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`Backend.whole_weights`."""
+    def whole_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`Backend.whole_weights`; the format stays, as ranks of one machine exchange nothing."""
         return iter(self._weights)

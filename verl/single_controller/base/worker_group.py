@@ -167,6 +167,18 @@ class WorkerGroup(ABC):
             WorkerError: on Ray, a method raised.
         """
 
+    def held_bytes_limit(self) -> int:
+        """Bytes of outputs that can be held while workers die; 0 if they do not survive workers."""
+        return 0
+
+    def wait_until_made(self, outputs: Sequence[Any]) -> bool:
+        """Wait until a non-blocking call has returned on all ranks, be it with an error; outputs stay where they are.
+
+        Returns:
+            whether it did within ``hang_timeout_s``; if not, the next call says which rank hangs.
+        """
+        return True
+
     def outputs_arrived(self, outputs: Sequence[Any]) -> bool:
         """Whether a non-blocking call has returned on all ranks without an error, and its outputs still exist."""
         return True

@@ -110,8 +110,8 @@ def dead_nodes() -> dict[str, str]:
     return dead
 
 
-def finished_of(references: Sequence[Any], timeout_s: float, fetch_local: bool = True) -> list[Any]:
-    """Return those references whose results are there within ``timeout_s``.
+def finished_of(references: Sequence[Any], timeout_s: float | None, fetch_local: bool = True) -> list[Any]:
+    """Return those references whose results are there within ``timeout_s``, which may be None for no limit.
 
     Raises:
         ProcessLostError: Ray's process on this node has ended.

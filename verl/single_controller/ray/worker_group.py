@@ -334,6 +334,15 @@ class RayWorkerGroup(WorkerGroup):
         cls = (self.ray_cls_with_init.members[self._member] if self._member else self.ray_cls_with_init).cls
         return GroupCall(cls.__name__, method, self._workers)
 
+    def held_bytes_limit(self) -> int:
+        """See :meth:`WorkerGroup.held_bytes_limit`: the size of the object stores of all nodes."""
+        return int(ray.cluster_resources().get("object_store_memory", 0))
+
+    def wait_until_made(self, outputs: Sequence[Any]) -> bool:
+        """See :meth:`WorkerGroup.wait_until_made`."""
+        references = list(outputs)
+        return len(finished_of(references, self._watchdog.hang_timeout_s, fetch_local=False)) == len(references)
+
     def outputs_arrived(self, outputs: Sequence[Any]) -> bool:
         """See :meth:`WorkerGroup.outputs_arrived`."""
         references = list(outputs)

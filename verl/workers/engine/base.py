@@ -158,6 +158,10 @@ class BaseEngine(ABC):
         A tensor is valid until the next iteration only: it may be the trainer's own, or a buffer that is reused.
         """
 
+    def weights_for_rollout(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Iterate as :meth:`get_per_tensor_param` does; weights may have been converted to the rollout's ``dtype``."""
+        return self.get_per_tensor_param()
+
     def adapted_weights(self) -> AdaptedWeights:
         """Return base weights and LoRA adapters apart, for a rollout engine that applies adapters by itself.
 
@@ -202,6 +206,10 @@ class BaseEngine(ABC):
                 ``hf_model`` (weights for Transformers; each rank has some of the files).
             copied: return copies, which later steps do not change.
         """
+
+    @abstractmethod
+    def state_bytes(self) -> int:
+        """Return the size in bytes of the tensors of :meth:`state`, with the moments that the first step makes."""
 
     @abstractmethod
     def load_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -15,9 +18,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_tensor
 
 from verl.errors import RolloutError
-from verl.workers.rollout.engine_side.verl_engine import checksum
+from verl.utils.device import one_allocation
+from verl.workers.rollout.engine_side.verl_engine import as_text, device_uuid, pin, signed_checksum, unpin
 
 ADAPTER = "policy"
 """Name of the only adapters in an engine."""
@@ -129,10 +134,12 @@ def check_arrival(sent: Mapping[str, str], arrived: Mapping[str, str], where: st
 
 @dataclass(frozen=True)
 class SharedPart:
-    """A part of the weights in memory that an engine maps too; valid until the next one is asked for."""
+    """A part of the weights in memory that an engine sees too; valid until the next one is asked for."""
 
-    path: Path
-    """The file that holds it."""
+    location: Mapping[str, str]
+    """Where its bytes lie: ``path`` of a file, or ``handle`` of memory on a device."""
+    memory: Tensor
+    """The bytes, as this process sees them."""
     tensors: Mapping[str, tuple[torch.dtype, torch.Size, int]]
     """Format, shape and first byte of each tensor."""
     checksums: Mapping[str, str]
@@ -146,22 +153,13 @@ class SharedPart:
             [name, str(dtype).removeprefix("torch."), list(shape), start]
             for name, (dtype, shape, start) in self.tensors.items()
         ]
-        return {"path": str(self.path), "tensors": tensors}
+        return {**self.location, "size": len(self.memory), "tensors": tensors}
 
 
-class SharedBuffer:
-    """Memory in which weights go to the processes of an engine on this machine, part by part.
+class SharedBuffer(ABC):
+    """Memory in which weights go to the processes of an engine on this machine, part by part."""
 
-    It is a file that both sides map, and stays mapped from update to update, because new pages cost more than a copy.
-    It grows as parts need it. A part ends early where its folder has no more room, so that several engines can share
-    a small one.
-
-    Args:
-        folders: where the file may lie, the first one that has room first; whoever made them removes them.
-    """
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self._paths = [folder / "weights" for folder in folders]
+    def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def parts(self, weights: Iterable[tuple[str, Tensor]], part_bytes: int) -> Iterator[SharedPart]:
@@ -172,41 +170,83 @@ class SharedBuffer:
             part_bytes: largest size of a part; a larger tensor is a part by itself.
 
         Raises:
-            RolloutError: a single tensor fits into none of the folders.
+            RolloutError: there is no memory for a single tensor.
         """
         tensors: dict[str, tuple[torch.dtype, torch.Size, int]] = {}
-        checksums: dict[str, str] = {}
+        signed: dict[str, Tensor] = {}
         nbytes = end = 0
+
+        def part() -> SharedPart:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # the copies are made
+            return SharedPart(self._location(), self._memory[:end], tensors, as_text(signed), nbytes)
+
         for name, tensor in weights:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT if tensor.nbytes else 0
             if tensors and not (start + tensor.nbytes <= part_bytes and self._has_room(start + tensor.nbytes)):
-                yield SharedPart(self._paths[0], tensors, checksums, nbytes)
-                tensors, checksums, nbytes, start, end = {}, {}, 0, 0, 0
+                yield part()
+                tensors, signed, nbytes, start, end = {}, {}, 0, 0, 0
             if not tensors:
-                self._make_room(tensor.nbytes)
+                self._make_room(tensor.nbytes, part_bytes)
             end = max(end, start + tensor.nbytes)
-            checksums[name] = str(checksum(tensor))
-            self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            signed[name] = signed_checksum(tensor)
+            target = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            target.copy_(tensor, non_blocking=True)
             tensors[name] = tensor.dtype, tensor.shape, start
             nbytes += tensor.nbytes
         if tensors:
-            yield SharedPart(self._paths[0], tensors, checksums, nbytes)
+            yield part()
+
+    @abstractmethod
+    def _location(self) -> Mapping[str, str]:
+        """Where the memory is, for other processes."""
+
+    @abstractmethod
+    def _has_room(self, size: int) -> bool:
+        """Whether the part under way, whose bytes stay, may grow to ``size`` bytes."""
+
+    @abstractmethod
+    def _make_room(self, size: int, part_bytes: int) -> None:
+        """Provide at least ``size`` bytes for a new part; nothing of the memory is in use."""
+
+
+class FileBuffer(SharedBuffer):
+    """A file that both sides map.
+
+    It stays mapped from update to update, because new pages cost more than a copy, and is pinned for GPUs. It grows as
+    parts need it. A part ends early where its folder has no more room, so that several engines can share a small one.
+
+    Args:
+        folders: where the file may lie, the first one that has room first; whoever made them removes them.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        super().__init__()
+        self._paths = [folder / "weights" for folder in folders]
+
+    def _location(self) -> Mapping[str, str]:
+        return {"path": str(self._paths[0])}
+
+    def parts(self, weights: Iterable[tuple[str, Tensor]], part_bytes: int) -> Iterator[SharedPart]:
+        """See :meth:`SharedBuffer.parts`."""
+        if not self._memory.is_pinned():  # not each time that it grows, as pinning takes as long as a copy
+            pin(self._memory, str(self._paths[0]))
+        yield from super().parts(weights, part_bytes)
 
     def _has_room(self, size: int) -> bool:
-        """Grow the file to at least ``size`` bytes, if its folder has them."""
         try:
             self._grow(size)
         except OSError:
             return False
         return True
 
-    def _make_room(self, size: int) -> None:
-        """Grow the file to at least ``size`` bytes, in the next folder if need be; nothing of it is in use."""
+    def _make_room(self, size: int, part_bytes: int) -> None:
         while True:
             try:
                 self._grow(size)
                 return
             except OSError as error:
+                unpin(self._memory)
                 self._memory = torch.empty(0, dtype=torch.uint8)
                 self._paths[0].unlink(missing_ok=True)
                 if len(self._paths) == 1:
@@ -226,7 +266,78 @@ class SharedBuffer:
             size = _allocate(file, max(size, min(2 * held, held + _LARGEST_GROWTH)), size)
         finally:
             os.close(file)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # copies into the mapping that ends here
+        unpin(self._memory)
         self._memory = torch.from_file(str(self._paths[0]), shared=True, size=size, dtype=torch.uint8)
+
+
+class DeviceBuffer(SharedBuffer):
+    """Memory on a device, which an engine's process opens by a handle: no byte leaves the device.
+
+    It is allocated for each update, since training needs the memory in between. On a CPU it is shared memory, with
+    PyTorch's sharing strategy ``file_system`` if the engine is no child of this process.
+
+    Args:
+        device: of the trainer and the engine.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def _location(self) -> Mapping[str, str]:
+        rebuild, arguments = reduce_tensor(self._memory)
+        if self._device.type == "cuda":
+            # PyTorch would keep the memory until each handle that it gave was opened and closed, also by an engine
+            # that was lost. Here an engine has closed it when it answers, and the memory is freed after that.
+            torch.UntypedStorage._release_ipc_counter_cuda(*arguments[-4:-2])
+        return {"handle": base64.b64encode(ForkingPickler.dumps((rebuild, arguments))).decode()}
+
+    def parts(self, weights: Iterable[tuple[str, Tensor]], part_bytes: int) -> Iterator[SharedPart]:
+        """See :meth:`SharedBuffer.parts`."""
+        try:
+            yield from super().parts(weights, part_bytes)
+        finally:
+            self._free()
+
+    def _free(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # the engine allocates next
+
+    def _has_room(self, size: int) -> bool:
+        return size <= len(self._memory)
+
+    def _make_room(self, size: int, part_bytes: int) -> None:
+        if size <= len(self._memory):
+            return
+        self._free()
+        try:
+            with one_allocation():
+                self._memory = torch.empty(max(size, part_bytes), dtype=torch.uint8, device=self._device)
+        except torch.OutOfMemoryError as error:
+            raise RolloutError(
+                f"{max(size, part_bytes) / 2**20:.0f} MiB for new weights do not fit beside trainer and engine on "
+                f"{self._device}. Lower rollout.checkpoint_engine.update_weights_bucket_megabytes or "
+                "rollout.gpu_memory_utilization, or set actor.fsdp_config.param_offload=true."
+            ) from error
+
+
+def shared_buffer(device: torch.device, folders: Sequence[Path], engine_devices: Sequence[str | None]) -> SharedBuffer:
+    """Return memory that all processes of an engine reach.
+
+    It is on the trainer's GPU if that is the GPU of each of the engine's processes, and otherwise in a file.
+
+    Args:
+        device: of the trainer's rank that sends the weights.
+        folders: see :class:`FileBuffer`.
+        engine_devices: ``verl_engine.device_uuid`` of each process of the engine.
+    """
+    is_on_gpus = device.type == "cuda" and None not in engine_devices
+    if is_on_gpus and set(engine_devices) == {device_uuid(device)}:
+        return DeviceBuffer(device)
+    return FileBuffer(folders)
 
 
 def _allocate(file: int, wanted: int, needed: int) -> int:

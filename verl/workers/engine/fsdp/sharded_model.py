@@ -26,7 +26,7 @@ from verl.errors import ConfigError
 from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import hf_config_of, stored_dtype, torch_dtype
-from verl.utils.sharded_tensor import full_tensor
+from verl.utils.sharded_tensor import full_tensor, local_rows
 from verl.utils.transformers_private import experts_of
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.adapted_weights import AdaptedWeights
@@ -45,6 +45,7 @@ from verl.workers.engine.fsdp.adapters import (
 )
 from verl.workers.engine.fsdp.experts import balance_coefficient
 from verl.workers.engine.fsdp.export import WeightFiles, weights_on_first_rank, write_model_folder, write_tokenizer
+from verl.workers.engine.fsdp.host_memory import HostMemory
 from verl.workers.engine.fsdp.model import (
     HeadedModel,
     ModelType,
@@ -57,7 +58,9 @@ from verl.workers.engine.fsdp.model import (
 from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler
 from verl.workers.engine.fsdp.packing_check import PackingCheck
 from verl.workers.engine.fsdp.sharding import (
+    allocate_weights,
     fill,
+    forget_weights,
     make_mesh,
     make_sequence_mesh,
     mixed_precision,
@@ -106,6 +109,7 @@ class ShardedModel(BaseEngine):
         self.model: HeadedModel
         self.optimizer: Optimizer | None = None
         self.scheduler: LambdaLR | None = None
+        self._host_memory = HostMemory(is_pinned=self.device.type == "cuda")
         self.is_packed = False
         self.balance_weight = 0.0
         self._contexts = 0
@@ -166,6 +170,8 @@ class ShardedModel(BaseEngine):
             stored = None if self.has_adapters else stored_dtype(self.model_config.path)
             source = build(stored or dtype, with_weights=True, is_trained=is_trained, frozen=self.frozen)
         model = build(dtype, with_weights=not is_divided, is_trained=is_trained, frozen=self.frozen)
+        if is_divided:
+            forget_weights(model)
         if self.model_config.enable_gradient_checkpointing and not config.forward_only:
             enable_gradient_checkpointing(model)
         self.adapters = adapter_layers(model) if self.has_adapters else {}
@@ -173,6 +179,7 @@ class ShardedModel(BaseEngine):
         if needs_sharding(config, self.mesh) or (self.adapters and dtype is not torch.float32):
             shard_model(model, config, self.mesh)
             if is_divided:
+                allocate_weights(model, torch.device("cpu") if config.offload_policy else self.device)
                 fill(model, source, self.device)
                 del source
         else:
@@ -243,20 +250,21 @@ class ShardedModel(BaseEngine):
         """Move weights and optimizer state; no-op on a CPU and with FSDP's own offload (``offload_policy``)."""
         if self.device.type == "cpu" or self.engine_config.offload_policy:
             return
-        target = torch.device("cpu") if device == "cpu" else self.device
-        has_moved = False
-        if model and next(self.model.parameters()).device.type != target.type:
-            self.model.to(target)
-            has_moved = True
-        if optimizer and self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.dim() and value.device.type != target.type:
-                        state[key] = value.to(target, non_blocking=True)
-                        has_moved = True
-        if has_moved and target.type == "cpu":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        moves_model = model and next(self.model.parameters()).device.type != device
+        moved = self.optimizer if optimizer else None
+        if device == "cpu":
+            if moves_model:
+                self._host_memory.move_model(self.model)
+            has_moved = moved is not None and self._host_memory.move_states(moved)
+            if moves_model or has_moved:
+                torch.cuda.empty_cache()
+            return
+        if moves_model:
+            self.model.to(self.device, non_blocking=True)
+        for state in moved.state.values() if moved is not None else ():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    state[key] = value.to(self.device, non_blocking=True)
 
     # ---- weights and ranks --------------------------------------------------------------------
 
@@ -265,6 +273,13 @@ class ShardedModel(BaseEngine):
         self._reshard()
         weights = self.backend.whole_weights()
         return merged(weights, targets_of(self.adapters)) if self.has_adapters else weights
+
+    def weights_for_rollout(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`BaseEngine.weights_for_rollout`. Adapters are merged into weights as they are stored."""
+        if self.has_adapters:
+            return self.get_per_tensor_param()
+        self._reshard()
+        return self.backend.whole_weights(dtype)
 
     def adapted_weights(self) -> AdaptedWeights:
         """See :meth:`BaseEngine.adapted_weights`."""
@@ -342,6 +357,13 @@ class ShardedModel(BaseEngine):
                 write_adapters(self.model.hf, self.model.head_name, adapters, folder / ADAPTER_FOLDER)
 
         return RankState(states, describe)
+
+    def state_bytes(self) -> int:
+        """See :meth:`BaseEngine.state_bytes`."""
+        state = self._training_state()
+        weights = sum(local_rows(tensor)[0].nbytes for tensor in state.tensors.values())
+        moments = sum(local_rows(parameter)[0].nbytes for parameter in state.parameters.values())
+        return weights + (0 if self.optimizer is None else 2 * moments)  # Adam has two of each weight
 
     def _whole_adapters(self) -> dict[str, Tensor]:
         """Copy the adapters to CPU memory on rank 0. Collective."""

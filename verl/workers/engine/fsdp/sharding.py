@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils import swap_tensors
 
 from verl.config import FSDPEngineConfig
 from verl.errors import ConfigError
@@ -113,6 +114,17 @@ def shard_model(model: HeadedModel, config: FSDPEngineConfig, mesh: DeviceMesh) 
             unit.set_modules_to_forward_prefetch([following])
 
 
+def forget_weights(model: HeadedModel) -> None:
+    """Leave of each parameter its shape and format, so that sharding moves nothing; buffers stay."""
+    for parameter in model.parameters():
+        swap_tensors(parameter, nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad))
+
+
+def allocate_weights(model: HeadedModel, device: torch.device) -> None:
+    """Give memory on ``device`` to this rank's part of parameters without any; its content is arbitrary."""
+    model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
+
+
 def fill(model: HeadedModel, source: HeadedModel | None, device: torch.device) -> None:
     """Give all ranks the weights of ``source``, which rank 0 has, one weight after the other. Collective.
 
@@ -167,8 +179,10 @@ def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
 def copy_into(parameter: DTensor, full: Tensor | None) -> None:
     """Scatter ``full``, which rank 0 holds and others pass as None, into ``parameter``. Collective."""
     mesh = parameter.device_mesh
-    whole = torch.empty(parameter.shape) if full is None else full.detach()
-    whole = whole.to(device=mesh.device_type, dtype=parameter.dtype)
+    if full is None:
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device_type)
+    else:
+        whole = full.detach().to(device=mesh.device_type, dtype=parameter.dtype)
     scattered = distribute_tensor(whole, mesh, parameter.placements)
     with torch.no_grad():
         parameter.to_local().copy_(scattered.to_local())

@@ -415,6 +415,12 @@ class MegatronEngine(BaseEngine):
     def _state(self) -> MegatronState:
         return MegatronState(self.weights, self.model.places, self._parameters(), self.optimizer, self.scheduler)
 
+    def state_bytes(self) -> int:
+        """See :meth:`BaseEngine.state_bytes`: fp32 weights, and Adam's two moments of each."""
+        if self.optimizer is None:
+            return sum(parameter.nbytes for parameter in self._parameters().values())
+        return 3 * sum(weight.nbytes for group in self.optimizer.torch.param_groups for weight in group["params"])
+
     def state(
         self, global_step: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra"), copied: bool = True
     ) -> RankState:

@@ -18,7 +18,15 @@ from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.managers import mm_schedule
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from torch import Tensor
-from verl_engine import ADAPTER_REPORT, checksum, weights_in_files, weights_in_part, with_checksums
+from verl_engine import (
+    ADAPTER_REPORT,
+    as_text,
+    device_uuid,
+    signed_checksum,
+    weights_in_files,
+    weights_in_part,
+    with_checksums,
+)
 from verl_images import read_image_file
 
 CONTRACT_BACKEND = "pytorch"
@@ -169,33 +177,42 @@ class ContractSampler(sglang_sampler.Sampler):
 def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load a part of the weights, and write a report with their checksums.
 
-    The report is ``{"problem": "", "arrived": {name: checksum}, "held": {name: checksum}, "sampler": bool}``, where
-    ``held`` has, after loading, the model's parameters with the name and the shape of a given tensor. ``problem`` is
-    the error, if any.
+    The report is ``{"problem": "", "arrived": {name: checksum}, "held": {name: checksum}, "sampler": bool, "device":
+    uuid}``, where ``held`` has, after loading, the model's parameters with the name and the shape of a given tensor.
+    ``problem`` is the error, if any, and ``device`` the GPU of the weights.
 
     Args:
         model: the model of this rank.
         named_tensors: ``verl.order``, a JSON object as bytes: ``report``, the path of the report without
-            ``-<rank>.json``, and ``part``, the description of a part in shared memory.
+            ``-<rank>.json``, and ``part``, the description of a part in shared memory; null asks for the report alone.
     """
     ((_, order_bytes),) = named_tensors
     order = json.loads(bytes(order_bytes.tolist()))
+    device = next(model.parameters()).device
     arrived: dict[str, str] = {}
-    report: dict[str, Any] = {"problem": "", "sampler": ContractSampler.made, "arrived": arrived}
+    report: dict[str, Any] = {
+        "problem": "",
+        "sampler": ContractSampler.made,
+        "device": device_uuid(device),
+        "arrived": arrived,
+    }
     shapes: dict[str, torch.Size] = {}
 
     def weights() -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in with_checksums(weights_in_part(order["part"]), arrived):
+        # Each one is copied into its parameter before the next is asked for.
+        for name, tensor in with_checksums(weights_in_part(order["part"], device, keeps=False), arrived):
             shapes[name] = tensor.shape
             yield name, tensor
 
     try:
-        model.load_weights(weights())
-        report["held"] = {
-            name: str(checksum(parameter.data))
+        if order["part"]:
+            model.load_weights(weights())
+        held = {
+            name: signed_checksum(parameter.data)
             for name, parameter in model.named_parameters()
             if shapes.get(name) == parameter.shape
         }
+        report["held"] = as_text(held)
         if mm_schedule.embedding_cache is not None:  # features of images by the previous weights
             mm_schedule.embedding_cache.clear()
     except _LOADING_ERRORS as error:  # raised, it would end SGLang's server

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from verl_engine import TOKEN_VARIABLE, weights_in_files, weights_in_part, with_checksums
+import torch
+from verl_engine import TOKEN_VARIABLE, device_uuid, weights_in_files, weights_in_part, with_checksums
 from verl_images import image_item, read_image_file
 
 _RECENT_IMAGES = 32
@@ -21,7 +22,12 @@ class WeightLoader:
 
     vllm_config: Any
     model_runner: Any
+    device: torch.device
     add_lora: Callable[..., bool]
+
+    def weights_device(self) -> str | None:
+        """Return the identity of the GPU on which this worker holds its weights; None on a CPU."""
+        return device_uuid(self.device)
 
     def load_weights_part(self, part: dict[str, Any], is_first: bool) -> dict[str, Any]:
         """Load a part of the new weights; return ``{"checksums": {name: checksum}}`` of it.
@@ -35,7 +41,8 @@ class WeightLoader:
         with set_current_vllm_config(self.vllm_config):
             if is_first:
                 initialize_layerwise_reload(self.model_runner.get_model())
-            self.model_runner.get_model().load_weights(with_checksums(weights_in_part(part), found))
+            weights = weights_in_part(part, self.device)
+            self.model_runner.get_model().load_weights(with_checksums(weights, found))
         return {"checksums": found}
 
     def end_weights(self) -> None:

@@ -51,7 +51,9 @@ class SGLangRollout(RemoteRollout):
         return process_environment(self.config, self.device)
 
     def _start(self) -> EngineClient:
-        return SGLangClient(self._arguments, self._environment(), self._launch, self._devices, self._vision)
+        return SGLangClient(
+            self._arguments, self._environment(), self._launch, self.device, self._devices, self._vision
+        )
 
     def _weights_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return ((self._names.get(name, name), tensor) for name, tensor in weights)

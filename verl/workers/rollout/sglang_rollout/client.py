@@ -10,6 +10,7 @@ import pickle
 import shutil
 import uuid
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar
@@ -31,7 +32,14 @@ from verl.workers.rollout.engine_side.verl_engine import ADAPTER_REPORT, checksu
 from verl.workers.rollout.http_client import HttpClient, refusals
 from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
-from verl.workers.rollout.weights import ADAPTER, SharedBuffer, check_arrival, write_adapters
+from verl.workers.rollout.weights import (
+    ADAPTER,
+    SharedBuffer,
+    SharedPart,
+    check_arrival,
+    shared_buffer,
+    write_adapters,
+)
 
 LOADER = "verl_sglang.load_weights"
 ORDER = "verl.order"
@@ -67,6 +75,7 @@ class SGLangClient(EngineClient):
         arguments: Mapping[str, Any],
         environment: Mapping[str, str],
         launch: Launch,
+        device: torch.device,
         devices: str | None = None,
         vision: VisionConfig | None = None,
     ) -> None:
@@ -77,7 +86,7 @@ class SGLangClient(EngineClient):
         encoded = json.dumps(dict(arguments))
         super().__init__("sglang", lambda port: [*script, str(port), encoded], environment, launch, devices)
         self._folders = (self.server.memory_folder, self.server.folder)
-        self._images, self._buffer = ImageFiles(self._folders), SharedBuffer(self._folders)
+        self._images, self._device = ImageFiles(self._folders), device
 
     def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
         """See :meth:`EngineClient.generate`."""
@@ -121,19 +130,30 @@ class SGLangClient(EngineClient):
         try:
             for index, part in enumerate(self._buffer.parts(weights, bucket_bytes)):
                 report = str(self.server.folder / f"part-{index}")
-                order = json.dumps({"report": report, "part": part.description()}).encode()
-                payload = base64.b64encode(pickle.dumps([(ORDER, _Bytes(order))])).decode()
-                self._call(
-                    "update_weights_from_tensor",
-                    serialized_named_tensors=[payload] * self.ranks,
-                    load_format=LOADER,
-                    flush_cache=True,
-                )
+                self._load(report, part)
                 check_reports(part.checksums, report, self.ranks)
                 size += part.nbytes
         finally:
             self._call("end_weight_update")
         return size
+
+    @cached_property
+    def _buffer(self) -> SharedBuffer:
+        report = str(self.server.folder / "devices")
+        self._load(report)
+        devices = [report["device"] for report in reports_of(report, self.ranks)]
+        return shared_buffer(self._device, self._folders, devices)
+
+    def _load(self, report: str, part: SharedPart | None = None) -> None:
+        """Let each rank load a part of the weights, if there is one, and write its report."""
+        order = json.dumps({"report": report, "part": part and part.description()}).encode()
+        payload = base64.b64encode(pickle.dumps([(ORDER, _Bytes(order))])).decode()
+        self._call(
+            "update_weights_from_tensor",
+            serialized_named_tensors=[payload] * self.ranks,
+            load_format=LOADER,
+            flush_cache=True,
+        )
 
     def load_adapters(self, adapters: Mapping[str, Tensor]) -> int:
         """See :meth:`EngineClient.load_adapters`. They get a new id in SGLang, so nothing cached for the old fits."""
@@ -229,15 +249,20 @@ def check_reports(sent: Mapping[str, str], path: str, ranks: int) -> None:
     Raises:
         RolloutError: a report is missing, or see :func:`check_report`.
     """
+    for rank, report in enumerate(reports_of(path, ranks)):
+        check_report(sent, report, rank)
+
+
+def reports_of(path: str, ranks: int) -> Iterator[dict[str, Any]]:
+    """Read what each rank reports of a call of ``verl_sglang.load_weights``; RolloutError if a report is missing."""
     for rank in range(ranks):
         try:
-            report = json.loads(Path(f"{path}-{rank}.json").read_text())
+            yield json.loads(Path(f"{path}-{rank}.json").read_text())
         except FileNotFoundError:
             raise RolloutError(
                 f"SGLang (rank {rank}) did not report what it loaded, so it does not load with verl's functions: this "
                 "version of SGLang is not supported."
             ) from None
-        check_report(sent, report, rank)
 
 
 def check_report(sent: Mapping[str, str], report: Mapping[str, Any], rank: int) -> None:

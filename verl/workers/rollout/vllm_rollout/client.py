@@ -7,6 +7,7 @@ import math
 import shutil
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from threading import Event
 from typing import Any
 
@@ -23,7 +24,7 @@ from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
 from verl.workers.rollout.server import LOOPBACK
 from verl.workers.rollout.vllm_rollout.settings import ADAPTER_ID, METRICS, command_line, process_environment
-from verl.workers.rollout.weights import ADAPTER, SharedBuffer, check_arrival, write_adapters
+from verl.workers.rollout.weights import ADAPTER, SharedBuffer, check_arrival, shared_buffer, write_adapters
 
 _GENERATE = "/inference/v1/generate"
 _ROUTES = ("--tokens-only",)
@@ -75,7 +76,7 @@ class VLLMClient(EngineClient):
             raise _explain(error, launch.python) from None
         self._vision = vision
         folders = (self.server.memory_folder, self.server.folder)
-        self._images, self._buffer = ImageFiles(folders), SharedBuffer(folders)
+        self._images, self._device, self._folders = ImageFiles(folders), device, folders
 
     def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
         """See :meth:`EngineClient.generate`. With stop texts, tokens are streamed so that work ends at a stop text."""
@@ -181,6 +182,10 @@ class VLLMClient(EngineClient):
             shutil.rmtree(folder)
         self._reset_cache()
         return sum(tensor.nbytes for tensor in tensors.values())
+
+    @cached_property
+    def _buffer(self) -> SharedBuffer:
+        return shared_buffer(self._device, self._folders, self._call_workers("weights_device"))
 
     def _reset_cache(self) -> None:
         if self._vision is not None:  # features of images that were computed by the previous weights
