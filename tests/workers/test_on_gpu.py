@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing import assert_close
 
+from tests.workers.rollout.test_weights import ENGINE
 from tests.workers.support import make_engine, ragged_batch, weights_of
 from verl.checkpoint.states import from_arrays, rng_state, set_rng_state, to_arrays
 from verl.cli.doctor import examine
@@ -28,7 +34,9 @@ from verl.workers.engine import MicroBatchConfig
 from verl.workers.losses import sft_loss
 from verl.workers.packed_attention import AttentionRule, Packing, attend_packed
 from verl.workers.profiling import MemoryTool, TorchTool
+from verl.workers.rollout.client import ENGINE_SIDE
 from verl.workers.rollout.engine_side.verl_engine import checksum
+from verl.workers.rollout.weights import DeviceBuffer, FileBuffer, check_arrival
 
 pytestmark = [
     pytest.mark.gpu,
@@ -148,6 +156,30 @@ def test_offloaded_weights_and_moments_train_with_the_same_bits(tmp_path):
         assert {p.device.type for p in engine.model.parameters()} == {"cpu" if offload else "cuda"}
         found.append(torch.cat([p.detach().cpu().flatten() for p in engine.model.parameters()]))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("by_handle", [True, False])
+def test_another_process_reads_weights_of_this_device(by_handle):
+    """By a handle of memory on the device, or from a pinned file; the memory of the handle is free after an update."""
+    device = get_device("cuda")
+    weights = [(f"w{i}", torch.randn(2**20, device=device)) for i in range(5)]
+    environment = os.environ | {"PYTHONPATH": str(ENGINE_SIDE)}
+    command, pipes = [sys.executable, "-c", ENGINE, str(device)], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as folder,
+        subprocess.Popen(command, env=environment, text=True, **pipes) as engine,
+    ):
+        buffer = DeviceBuffer(device) if by_handle else FileBuffer([Path(folder)])
+        before = torch.cuda.memory_allocated()
+        for _ in range(2):
+            for part in buffer.parts(iter(weights), part_bytes=2**23):  # two weights in each
+                engine.stdin.write(json.dumps(part.description()) + "\n")
+                engine.stdin.flush()
+                check_arrival(part.checksums, json.loads(engine.stdout.readline()), "the other process")
+            del part
+            assert torch.cuda.memory_allocated() == before
+        assert by_handle or buffer._memory.is_pinned()
+        engine.stdin.close()
 
 
 @pytest.mark.parametrize("shape", [(5,), (4096, 3), (1000, 1001)])

@@ -226,11 +226,11 @@ def test_files_of_adapters_and_images_pass_over_a_folder_without_room(
 
 
 ENGINE = """
-import json, sys
+import json, sys, torch
 from verl_engine import weights_in_part, with_checksums
 for line in sys.stdin:
     found = {}
-    for _ in with_checksums(weights_in_part(json.loads(line)), found):
+    for _ in with_checksums(weights_in_part(json.loads(line), torch.device(sys.argv[1])), found):
         pass
     print(json.dumps(found), flush=True)
 """
@@ -241,7 +241,7 @@ def test_another_process_reads_the_memory_of_a_handle() -> None:
     environment = os.environ | {"PYTHONPATH": str(ENGINE_SIDE)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     buffer, names = DeviceBuffer(torch.device("cpu")), []
-    with subprocess.Popen([sys.executable, "-c", ENGINE], env=environment, **pipes) as engine:
+    with subprocess.Popen([sys.executable, "-c", ENGINE, "cpu"], env=environment, **pipes) as engine:
 
         def arrived(part: SharedPart) -> dict[str, str]:
             engine.stdin.write(json.dumps(part.description()) + "\n")
