@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.workers.rollout.images_of_engines import check_a_run_split_over_two_ranks, check_adapters, check_log_probs
+from tests.workers.rollout.images_of_engines import check_a_run, check_adapters, check_log_probs
 from tests.workers.rollout.test_vllm_lora import RANK, change, compared, rollout_of, trainer_of
 from verl.testing.models import tiny_model_dir
 from verl.vision.families import FAMILIES
@@ -64,8 +64,7 @@ def test_adapters_of_the_language_model_are_applied_by_sglang(family: str, tmp_p
 
 
 @pytest.mark.slow
-def test_a_run_with_one_engine_split_over_two_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
-) -> None:
+def test_a_run_with_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
-    check_a_run_split_over_two_ranks("sglang", "qwen2_5_vl", tmp_path, **PATCHES)
+    size = {"actor_rollout_ref__rollout__tensor_model_parallel_size": 1}
+    check_a_run("sglang", "qwen2_5_vl", tmp_path, size, **PATCHES)

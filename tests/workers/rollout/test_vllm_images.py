@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from tests.support.vision_models import heads_of_32
 from tests.vision.agent_batches import VisionAgents
 from tests.vision.test_agents_with_images import LOOPS
-from tests.workers.rollout.images_of_engines import check_a_run_split_over_two_ranks, check_adapters, check_log_probs
+from tests.workers.rollout.images_of_engines import check_a_run, check_adapters, check_log_probs
 from tests.workers.rollout.vllm_engines import KWARGS, needs_vllm
 from verl.vision.families import FAMILIES
 
@@ -46,7 +46,12 @@ def test_a_run_with_one_engine_split_over_two_ranks(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
 ) -> None:
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
-    check_a_run_split_over_two_ranks("vllm", family, tmp_path)
+    split = {
+        "trainer__controller": "ray",
+        "trainer__n_gpus_per_node": 2,
+        "actor_rollout_ref__rollout__tensor_model_parallel_size": 2,
+    }
+    check_a_run("vllm", family, tmp_path, split)
 
 
 @pytest.mark.slow
