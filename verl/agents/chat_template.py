@@ -190,8 +190,8 @@ class ChatTemplate:
         end, start = self.control.last_special(common), len(common)
         if end:
             start -= len(end)
-        elif common != ended and (found := self.control.next_special(whole, start)):
-            end, start = found[0], found.start()  # some templates end the last turn with another token
+        elif common != ended and (match := self.control.next_special(whole, start)):
+            end, start = match[0], match.start()  # some templates end the last turn with another token
         ends = frozenset(self.control.special[token] for token in (end, last_end) if token) if end else frozenset()
         return Continuation(self.control.encode(whole[start:], after_token=True), ends)
 
@@ -307,8 +307,8 @@ def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _call(name: str, number: str) -> dict[str, Any]:
-    return {"id": number, "type": "function", "function": {"name": name, "arguments": {"value": MARK}}}
+def _call(name: str, call_index: str) -> dict[str, Any]:
+    return {"id": call_index, "type": "function", "function": {"name": name, "arguments": {"value": MARK}}}
 
 
 def _stand_in(calls: list[dict[str, Any]]) -> Message:

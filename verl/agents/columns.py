@@ -64,8 +64,8 @@ class SequenceColumns:
 
 def images_of(trajectory: Trajectory, output: AgentLoopOutput) -> SharedTensors:
     """The images of a sequence, by default those of its row, which the responses to a prompt share."""
-    found = (output.multi_modal_data or trajectory.row).get(INPUTS)
-    return found if isinstance(found, SharedTensors) else SharedTensors(found) if found else NO_IMAGES
+    inputs = (output.multi_modal_data or trajectory.row).get(INPUTS)
+    return inputs if isinstance(inputs, SharedTensors) else SharedTensors(inputs) if inputs else NO_IMAGES
 
 
 class ColumnsInParts:
@@ -82,14 +82,14 @@ class ColumnsInParts:
 
     def add(self, numbers: Iterable[int], results: Sequence[TrajectoryResult], part: DataProto) -> None:
         """Take the rows of trajectories, in the order of ``part``; they replace those that a trajectory had."""
-        for number, result in zip(numbers, results, strict=True):
-            self._rows[number] = range(self._count, self._count + len(result.outputs))
+        for trajectory_index, result in zip(numbers, results, strict=True):
+            self._rows[trajectory_index] = range(self._count, self._count + len(result.outputs))
             self._count += len(result.outputs)
         self._parts.append(part)
 
     def joined(self) -> DataProto:
         """Return all rows, in the order of the trajectories' numbers."""
-        rows = [row for number in sorted(self._rows) for row in self._rows[number]]
+        rows = [row for trajectory_index in sorted(self._rows) for row in self._rows[trajectory_index]]
         # A process may have had only sequences without a turn.
         parts = fill_column(self._parts, "routed_experts", unknown)
         return DataProto.concat(parts).select_idxs(torch.tensor(rows))

@@ -117,7 +117,7 @@ class Conversation:
         bare, sources = without_images(opened(messages, images, PLACE))
         self.messages = copied(bare)
         """As an OpenAI client would hold them; image and video parts without what they hold."""
-        given = self._images_of_prompt = self._of_prompt(sources, of_row)
+        prompt_parts = self._images_of_prompt = self._of_prompt(sources, of_row)
         self._later_images: list[SharedTensors] = []
         self._image_data: SharedTensors | None = None
         self.tools = tools
@@ -133,7 +133,7 @@ class Conversation:
         self._ends: frozenset[int] = frozenset()
         self._numbers = itertools.count()
         rendered = template.encoded(self._prepared, self._guarded_tools, True)
-        self.sequences = [Written(self._with_image_tokens(rendered, [given]))]
+        self.sequences = [Written(self._with_image_tokens(rendered, [prompt_parts]))]
         """The sequences to train on: one, unless the template rewrote history."""
 
     @property
@@ -283,13 +283,13 @@ class Conversation:
     def branch(self, drawn_turns: int) -> Conversation:
         """Return a copy that ends with the policy's turn of this number, counted from 1."""
         twin, written = self.copy(), self.written
-        parts = [number for number, turn in enumerate(written.turns, 1) if turn.role == "assistant"]
+        parts = [index for index, turn in enumerate(written.turns, 1) if turn.role == "assistant"]
         after_prompt = enumerate(self.messages[self.prompt_length :], self.prompt_length + 1)
-        replies = [number for number, message in after_prompt if message["role"] == "assistant"]
+        replies = [index for index, message in after_prompt if message["role"] == "assistant"]
         part, reply = parts[drawn_turns - 1], replies[drawn_turns - 1]
         stop = written.turns[part - 1].stop
-        number = sum(_count_images(message) for message in twin.messages[self.prompt_length : reply])
-        twin._later_images, twin._image_data = self._later_images[:number], None
+        index = sum(_count_images(message) for message in twin.messages[self.prompt_length : reply])
+        twin._later_images, twin._image_data = self._later_images[:index], None
         del twin.messages[reply:], twin._prepared[reply:], twin.written.turns[part:]
         del twin.response_ids[stop:], twin.response_mask[stop:], twin.response_logprobs[stop:]
         twin._drawn_last = True
@@ -305,18 +305,18 @@ class Conversation:
         mode = self.template.sanity_check
         if mode == "disable" or self._is_cut:
             return self.problems
-        for found in self._differences():
-            if mode == "strict" or found.kind != "whitespace":
-                self.problems[found.kind] += 1
+        for difference in self._differences():
+            if mode == "strict" or difference.kind != "whitespace":
+                self.problems[difference.kind] += 1
                 self.template.tell(
-                    found.kind,
+                    difference.kind,
                     "a conversation's tokens are not those of the chat template for all its messages (%s): %s. "
                     "Written: %s. The template: %s. Set multi_turn.tokenization_sanity_check_mode to choose what is "
                     "compared.",
-                    found.kind,
-                    KINDS[found.kind],
-                    _excerpt(found.written),
-                    _excerpt(found.rendered),
+                    difference.kind,
+                    KINDS[difference.kind],
+                    _excerpt(difference.written),
+                    _excerpt(difference.rendered),
                 )
         return self.problems
 
@@ -349,9 +349,9 @@ class Conversation:
         calls = list(self.messages[-1].get("tool_calls") or [])
         names = {call["id"]: call["function"]["name"] for call in calls}
         results = [message for message in messages if message.get("role") == "tool"]
-        for number, result in enumerate(results):
+        for index, result in enumerate(results):
             if not result.get("tool_call_id"):  # what was no call is answered, too
-                result["tool_call_id"] = calls[number]["id"] if number < len(calls) else self._new_id()
+                result["tool_call_id"] = calls[index]["id"] if index < len(calls) else self._new_id()
             result.setdefault("name", names.get(result["tool_call_id"], "unknown"))
         return messages
 
@@ -359,10 +359,10 @@ class Conversation:
         """The inputs of the prompt's images; parts that hold none stand for those of the row, in their order."""
         if None not in sources:
             return together(self._inputs(sources))
-        own = as_inputs(of_row, self._maker, PLACE)
+        row_images = as_inputs(of_row, self._maker, PLACE)
         if not any(sources):
-            return own
-        row, missing = apart(own), sources.count(None)
+            return row_images
+        row, missing = apart(row_images), sources.count(None)
         if len(row) != missing:
             raise DataError(
                 f"{PLACE}: {missing} image part(s) hold no image, and the row has {len(row)} image(s). Give others as "
@@ -396,14 +396,14 @@ class Conversation:
         tokens, counts = self._maker.config.token_ids, iter(token_counts(self.image_data, self._maker.config))
         kept: list[tuple[int, int]] = []
         repeats = 0
-        for number, drawn in zip(ids, mask, strict=True):
-            if number in tokens and not drawn:
+        for token_id, drawn in zip(ids, mask, strict=True):
+            if token_id in tokens and not drawn:
                 if repeats:
                     repeats -= 1
                     continue
                 repeats = next(counts) - 1
-            kept.append((number, drawn))
-        return [number for number, _ in kept], [drawn for _, drawn in kept]
+            kept.append((token_id, drawn))
+        return [token_id for token_id, _ in kept], [drawn for _, drawn in kept]
 
     def _fitting(
         self, messages: list[Message], images: Sequence[SharedTensors], max_tokens: int | None, keep: Side
@@ -485,7 +485,9 @@ def _with_texts(content: Any, texts: Mapping[int, str]) -> Any:
     """A content with other texts, by the number of the part."""
     if isinstance(content, str):
         return texts[0]
-    return [part | {"text": texts[number]} if number in texts else part for number, part in enumerate(content)]
+    return [
+        part | {"text": texts[part_index]} if part_index in texts else part for part_index, part in enumerate(content)
+    ]
 
 
 def _excerpt(text: str) -> str:
@@ -494,8 +496,8 @@ def _excerpt(text: str) -> str:
 
 def _level(lengths: list[int], room: int) -> int:
     """The largest limit under which lengths, each cut to it, add up to at most ``room``."""
-    for number, length in enumerate(sorted(lengths)):
-        share = room // (len(lengths) - number)
+    for index, length in enumerate(sorted(lengths)):
+        share = room // (len(lengths) - index)
         if length > share:
             return share
         room -= length

@@ -84,7 +84,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             conversation,
             status=status,
             metrics=AgentLoopMetrics(generate_sequences=self.server_manager.seconds, tool_calls=played.seconds),
-            told=self._told(conversation, played),
+            said=self._told(conversation, played),
             turn_scores=turn_scores(played.rewards, rest),
             columns={"environment_info": played.info, "rendering_differences": dict(conversation.check())},
         )
@@ -92,8 +92,8 @@ class EnvironmentAgentLoop(AgentLoopBase):
     def _seed(self, entry: EnvironmentEntry) -> int:
         """Seed of the episode. A prompt's id names the training step, so that a repeated row meets another episode."""
         sample = self.server_manager.sample
-        number = sample.sample_index if entry.seed_per == "sample" else -1
-        return sample_seed(self.rollout_config.seed, 0, sample.uid, number) % 2**31
+        sample_index = sample.sample_index if entry.seed_per == "sample" else -1
+        return sample_seed(self.rollout_config.seed, 0, sample.uid, sample_index) % 2**31
 
     async def _play(
         self, conversation: Conversation, played: _PlayedEpisode, sampling_params: Mapping[str, Any]
@@ -122,15 +122,15 @@ class EnvironmentAgentLoop(AgentLoopBase):
     def _told(self, conversation: Conversation, played: _PlayedEpisode) -> list[dict[str, Any]]:
         """The messages; those of the policy with the times of its turn and the environment's, and the reward."""
         turns = zip(self.server_manager.turns, played.step_seconds, played.rewards, strict=True)
-        told = []
-        for number, message in enumerate(conversation.messages):
+        messages = []
+        for index, message in enumerate(conversation.messages):
             more: dict[str, Any] = {}
-            if number >= conversation.prompt_length and message["role"] == "assistant":
+            if index >= conversation.prompt_length and message["role"] == "assistant":
                 drawn, in_step, reward = next(turns)
                 more = {"seconds": drawn.seconds, "began": drawn.began, "environment_seconds": in_step}
                 more["reward"] = reward
-            told.append({**message, **more})
-        return told
+            messages.append({**message, **more})
+        return messages
 
     async def _read(self, context: list[int], drawn: list[int], conversation: Conversation) -> ParsedTurn:
         parser = self.shared.parser

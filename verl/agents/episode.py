@@ -104,18 +104,18 @@ class Episode:
             TrajectoryError: the environment failed.
         """
         self._environment = await self._thread.call(self._entry.cls, copy.deepcopy(self._entry.config))
-        given = {"seed": seed, "messages": copy.deepcopy(prompt), **arguments}
-        found = await self._thread.call(self._environment.reset, **given)
+        reset_arguments = {"seed": seed, "messages": copy.deepcopy(prompt), **arguments}
+        result = await self._thread.call(self._environment.reset, **reset_arguments)
         tools = await self._thread.call(_tools, self._environment)
-        if not isinstance(found, list):
-            [said] = await self._messages([{"role": "user", "content": self._content(found, "reset")}], "reset")
+        if not isinstance(result, list):
+            [said] = await self._messages([{"role": "user", "content": self._content(result, "reset")}], "reset")
             return _joined(prompt, self._short(said["content"])), tools
-        messages = await self._messages(found, "reset")
-        missing, own = (without_images(said)[1].count(None) for said in (messages, prompt))
-        if missing not in (0, own):
+        messages = await self._messages(result, "reset")
+        missing, images_of_prompt = (without_images(said)[1].count(None) for said in (messages, prompt))
+        if missing not in (0, images_of_prompt):
             raise self._thread.error(
-                f"reset returned {missing} image part(s) that hold no image, and the row has {own} image(s); return "
-                "all of the row's, or none"
+                f"reset returned {missing} image part(s) that hold no image, and the row has "
+                f"{images_of_prompt} image(s); return all of the row's, or none"
             )
         if messages[-1]["role"] == "assistant":
             raise self._thread.error(
@@ -135,10 +135,10 @@ class Episode:
         """
         assert self._environment is not None
         more = {} if calls is None else {"tool_calls": copy.deepcopy(list(calls))}
-        found = await self._thread.call(self._environment.step, action, **more)
-        if not isinstance(found, tuple) or len(found) != 5:
-            raise self._thread.error(f"step returned {_shown(found)}; {FORM}")
-        observation, reward, terminated, truncated, info = found
+        result = await self._thread.call(self._environment.step, action, **more)
+        if not isinstance(result, tuple) or len(result) != 5:
+            raise self._thread.error(f"step returned {_shown(result)}; {FORM}")
+        observation, reward, terminated, truncated, info = result
         if not isinstance(info, Mapping | None):
             raise self._thread.error(f"step returned info={_shown(info)}, no dict; {FORM}")
         ends = [self._truth(name, value) for name, value in (("terminated", terminated), ("truncated", truncated))]
@@ -197,16 +197,16 @@ class Episode:
             return short[0]
         return [part | {"text": short[n]} if n in short else part for n, part in enumerate(content)]
 
-    async def _messages(self, found: list[Any], where: str) -> list[Message]:
-        if not found:
-            raise self._unknown(found, where)
+    async def _messages(self, value: list[Any], where: str) -> list[Message]:
+        if not value:
+            raise self._unknown(value, where)
         try:
-            messages = await read_messages(found, f"the observation of {where}", self._images)
+            messages = await read_messages(value, f"the observation of {where}", self._images)
         except (DataError, ConfigError) as error:
             raise self._thread.error(str(error).removesuffix(".")) from error
         allowed = ROLES if where == "reset" else ROLES[:2]
-        if wrong := [message["role"] for message in messages if message["role"] not in allowed]:
-            raise self._thread.error(f"{where} returned a message of the role {wrong[0]!r:.40}; there are {allowed}")
+        if invalid := [message["role"] for message in messages if message["role"] not in allowed]:
+            raise self._thread.error(f"{where} returned a message of the role {invalid[0]!r:.40}; there are {allowed}")
         return messages
 
     def _number(self, where: str, reward: Any) -> float | None:

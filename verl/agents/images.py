@@ -34,14 +34,14 @@ VIDEOS_APART = (
 )
 
 
-def as_inputs(images: Any, maker: ImagePrompts | None, place: str) -> SharedTensors:
+def as_inputs(images: Any, maker: ImagePrompts | None, where: str) -> SharedTensors:
     """Return images as inputs of the model, empty if there are none.
 
     Args:
         images: a list of images, each as :func:`verl.vision.images.read_image` takes it; or ``multi_modal_inputs`` of a
             row, which are inputs already; or None.
         maker: of the policy's processor; None for a model for text.
-        place: for errors.
+        where: for errors.
 
     Raises:
         DataError: an image cannot be read.
@@ -50,27 +50,27 @@ def as_inputs(images: Any, maker: ImagePrompts | None, place: str) -> SharedTens
     if images is None or (isinstance(images, Mapping | list | tuple) and not images):
         return NO_IMAGES
     if maker is None:
-        raise ConfigError(f"{place}: there are images, and {FOR_TEXT}.")
+        raise ConfigError(f"{where}: there are images, and {FOR_TEXT}.")
     if isinstance(images, Mapping):
         if not set(images) >= set(IMAGE_INPUTS):
             raise ConfigError(
-                f"{place}: images are a mapping with {', '.join(map(str, images))}. Give a list of images, or "
+                f"{where}: images are a mapping with {', '.join(map(str, images))}. Give a list of images, or "
                 f"{INPUTS} of the row, which has {' and '.join(IMAGE_INPUTS)}."
             )
         return images if isinstance(images, SharedTensors) else SharedTensors(images)
     if isinstance(images, str | bytes) or not isinstance(images, Sequence):
-        raise ConfigError(f"{place}: images are {type(images).__name__}, and must be a list of images.")
-    read = [maker.read(image, f"{place}, image {number}") for number, image in enumerate(images)]
-    return SharedTensors(maker.inputs(read, place))
+        raise ConfigError(f"{where}: images are {type(images).__name__}, and must be a list of images.")
+    read = [maker.read(image, f"{where}, image {index}") for index, image in enumerate(images)]
+    return SharedTensors(maker.inputs(read, where))
 
 
-async def read_messages(found: Sequence[Any], place: str, maker: ImagePrompts | None) -> list[Message]:
+async def read_messages(source: Sequence[Any], where: str, maker: ImagePrompts | None) -> list[Message]:
     """Check messages of users' code; what their image and video parts hold becomes inputs of the policy.
 
     Args:
-        found: messages as an OpenAI client would write them, which may have parts ``{"type": "image", "image": ...}``
+        source: messages as an OpenAI client would write them, which may have parts ``{"type": "image", "image": ...}``
             and ``{"type": "video", "video": ...}``.
-        place: for errors.
+        where: for errors.
         maker: of the policy's processor; None for a model for text.
 
     Returns:
@@ -81,23 +81,23 @@ async def read_messages(found: Sequence[Any], place: str, maker: ImagePrompts | 
         ConfigError: there are images or videos, and the policy reads none; or the package for files of videos is
             missing.
     """
-    if not all(isinstance(message, Mapping) for message in found):
-        return as_messages(found, place)  # says what is wrong
-    bare, sources = without_images([dict(message) for message in found])
-    messages = as_messages(bare, place, with_images=True)
+    if not all(isinstance(message, Mapping) for message in source):
+        return as_messages(source, where)  # says what is wrong
+    bare, sources = without_images([dict(message) for message in source])
+    messages = as_messages(bare, where, with_images=True)
     if not any(sources):
         return messages
     filled = with_images(messages, sources)
-    return await asyncio.to_thread(opened, filled, maker, place)  # decoding would hold up all other conversations
+    return await asyncio.to_thread(opened, filled, maker, where)  # decoding would hold up all other conversations
 
 
-def opened(messages: Sequence[Message], maker: ImagePrompts | None, place: str) -> list[Message]:
+def opened(messages: Sequence[Message], maker: ImagePrompts | None, where: str) -> list[Message]:
     """Make inputs of the policy of what image and video parts of messages hold.
 
     Args:
         messages: checked ones.
         maker: of the policy's processor; None for a model for text.
-        place: for errors.
+        where: for errors.
 
     Returns:
         The messages, with the parts of :func:`media_parts`. A part that holds nothing stays as it is.
@@ -112,17 +112,17 @@ def opened(messages: Sequence[Message], maker: ImagePrompts | None, place: str) 
         if kind is None or held is None:
             return [part]
         numbers[kind] += 1
-        return media_parts(kind, held, maker, f"{place}, {kind} {numbers[kind] - 1}")
+        return media_parts(kind, held, maker, f"{where}, {kind} {numbers[kind] - 1}")
 
     return [
-        {**message, "content": [found for part in message["content"] for found in parts(part)]}
+        {**message, "content": [part_read for part in message["content"] for part_read in parts(part)]}
         if has_image_parts(message.get("content"))
         else message
         for message in messages
     ]
 
 
-def media_parts(kind: str, value: Any, maker: ImagePrompts | None, place: str) -> list[Message]:
+def media_parts(kind: str, value: Any, maker: ImagePrompts | None, where: str) -> list[Message]:
     """Return the parts of a message that show an image or a video, which hold inputs of the policy.
 
     There is one part, or for a video of Qwen3-VL one for each step of its time, with its second as a text before it.
@@ -131,7 +131,7 @@ def media_parts(kind: str, value: Any, maker: ImagePrompts | None, place: str) -
         kind: ``image`` or ``video``.
         value: see :func:`verl.vision.images.read_image` and :func:`verl.vision.videos.open_video`.
         maker: of the policy's processor; None for a model for text.
-        place: for errors.
+        where: for errors.
 
     Raises:
         DataError: it cannot be read.
@@ -141,9 +141,9 @@ def media_parts(kind: str, value: Any, maker: ImagePrompts | None, place: str) -
     if isinstance(inner, SharedTensors):  # is inputs already
         return [{"type": kind, kind: inner}]
     if maker is None:
-        raise ConfigError(f"{place}: a message has {'an image' if kind == 'image' else 'a video'}, and {FOR_TEXT}.")
-    picture = maker.open(Video(value), place) if kind == "video" else maker.read(value, place)
-    parts = [{"type": kind, kind: one} for one in apart(SharedTensors(maker.inputs([picture], place)))]
+        raise ConfigError(f"{where}: a message has {'an image' if kind == 'image' else 'a video'}, and {FOR_TEXT}.")
+    picture = maker.open(Video(value), where) if kind == "video" else maker.read(value, where)
+    parts = [{"type": kind, kind: one} for one in apart(SharedTensors(maker.inputs([picture], where)))]
     return timed(parts, picture.times()) if isinstance(picture, Clip) and maker.has_times else parts
 
 
@@ -153,10 +153,10 @@ def apart(images: SharedTensors) -> list[SharedTensors]:
         return []
     pixels, grid = (images[name] for name in IMAGE_INPUTS)
     parts = zip(pixels.split([int(count) for count in grid.prod(-1)]), grid.split(1), strict=True)
-    found: list[dict[str, Tensor]] = [dict(zip(IMAGE_INPUTS, pair, strict=True)) for pair in parts]
+    media: list[dict[str, Tensor]] = [dict(zip(IMAGE_INPUTS, pair, strict=True)) for pair in parts]
     if SECONDS in images:
-        found = [part | {SECONDS: value} for part, value in zip(found, images[SECONDS].split(1), strict=True)]
-    return [SharedTensors(part) for part in found]
+        media = [part | {SECONDS: value} for part, value in zip(media, images[SECONDS].split(1), strict=True)]
+    return [SharedTensors(part) for part in media]
 
 
 def together(parts: Sequence[SharedTensors]) -> SharedTensors:
@@ -178,13 +178,13 @@ def token_counts(images: SharedTensors, vision: VisionConfig) -> list[int]:
     return [vision.tokens_of(grid) for grid in images[IMAGE_INPUTS[1]]] if len(images) else []
 
 
-def expanded(ids: Sequence[int], counts: Sequence[int], maker: ImagePrompts, place: str) -> list[int]:
+def expanded(ids: Sequence[int], counts: Sequence[int], maker: ImagePrompts, where: str) -> list[int]:
     """Repeat the image token of each image of a rendered text as often as the image has tokens.
 
     Raises:
         DataError: there is another number of image tokens than of images.
     """
-    maker.repeats(ids, counts, place)
+    maker.repeats(ids, counts, where)
     return maker.expanded(ids, counts)
 
 
@@ -197,17 +197,17 @@ def text_places(
         ConfigError: the other tokens with this id are not those of the images.
     """
     if not any(token in ids for token in vision.token_ids):
-        drawn, found = (), 0
+        drawn, image_count = (), 0
     else:
         values = drawn_log_probs(ids, turns)
-        places = [place for place, number in enumerate(ids) if number in vision.token_ids]
-        drawn = tuple(place for place in places if values[place] is not None)
-        found = len(places) - len(drawn)
+        places = [position for position, token_id in enumerate(ids) if token_id in vision.token_ids]
+        drawn = tuple(position for position in places if values[position] is not None)
+        image_count = len(places) - len(drawn)
     wanted = sum(token_counts(images, vision))
-    if found != wanted:
+    if image_count != wanted:
         raise ConfigError(
-            f"prompt_ids have {found} image tokens, and image_data makes {wanted}. Give all images of the conversation "
-            f"in their order as image_data: a list, or kwargs['{INPUTS}'] for those of the row."
+            f"prompt_ids have {image_count} image tokens, and image_data makes {wanted}. Give all images of the "
+            f"conversation in their order as image_data: a list, or kwargs['{INPUTS}'] for those of the row."
         )
     return drawn
 
@@ -216,7 +216,7 @@ def images_of_sequence(
     ids: Sequence[int],
     drawn: Sequence[bool],
     turns: Sequence[DrawnTurn],
-    given: SharedTensors | None,
+    image_inputs: SharedTensors | None,
     of_row: SharedTensors,
     most: int,
     vision: VisionConfig,
@@ -227,7 +227,7 @@ def images_of_sequence(
         ids: the sequence.
         drawn: which of its tokens the policy drew.
         turns: the turns of the policy, with the images that it was shown.
-        given: what the agent loop says are the images; None takes those of the last turn in the sequence.
+        image_inputs: what the agent loop says are the images; None takes those of the last turn in the sequence.
         of_row: the images of the row, for a sequence without a turn.
         most: tokens that may stay. A sequence is not cut within an image, but before it.
         vision: the policy's.
@@ -236,17 +236,21 @@ def images_of_sequence(
         ConfigError: the image tokens are not those of the images, or the policy was shown other images.
     """
     shown = _shown(ids, turns)
-    images = given if given is not None else of_row if shown is None else shown
-    places = [place for place, token in enumerate(ids) if token in vision.token_ids and not drawn[place]]
+    images = image_inputs if image_inputs is not None else of_row if shown is None else shown
+    places = [position for position, token in enumerate(ids) if token in vision.token_ids and not drawn[position]]
     counts = token_counts(images, vision)
-    if not places and given is None:
+    if not places and image_inputs is None:
         return NO_IMAGES, min(most, len(ids))
     if len(places) != sum(counts):
         raise ConfigError(
             f"a sequence has {len(places)} image tokens that the policy did not draw, and its {len(counts)} images "
             f"make {sum(counts)}. Give all of its images in their order: multi_modal_data={{'images': [...]}}."
         )
-    if given is not None and shown is not None and digests(given)[: len(digests(shown))] != digests(shown):
+    if (
+        image_inputs is not None
+        and shown is not None
+        and digests(image_inputs)[: len(digests(shown))] != digests(shown)
+    ):
         raise ConfigError(
             "multi_modal_data has other images than the policy was shown in its turns. Give those of image_data, in "
             "the same order and size."
@@ -268,10 +272,10 @@ def with_text_places(
     That is in a prompt, and in a response with images; a response without any is text. The same object returns if there
     are no such tokens.
     """
-    places = [place for place, token in enumerate(ids) if token in vision.token_ids]
-    texts = [place for place in places if drawn[place]]
-    if all(drawn[place] for place in places if place >= prompt_length):
-        texts = [place for place in texts if place < prompt_length]
+    places = [position for position, token in enumerate(ids) if token in vision.token_ids]
+    texts = [position for position in places if drawn[position]]
+    if all(drawn[position] for position in places if position >= prompt_length):
+        texts = [position for position in texts if position < prompt_length]
     return SharedTensors({**images, TEXT_PLACES: torch.tensor(texts)}) if texts else images
 
 
@@ -289,16 +293,16 @@ def _shown(ids: Sequence[int], turns: Sequence[DrawnTurn]) -> SharedTensors | No
     return max(known, key=rank).images or NO_IMAGES
 
 
-def _first(images: SharedTensors, number: int, counts: Sequence[int]) -> SharedTensors:
+def _first(images: SharedTensors, count: int, counts: Sequence[int]) -> SharedTensors:
     """The first images."""
-    if number == len(counts):
+    if count == len(counts):
         return images
-    if not number:
+    if not count:
         return NO_IMAGES
     pixels, grid = (images[name] for name in IMAGE_INPUTS)
-    patches = int(grid[:number].prod(-1).sum())
-    first = dict(zip(IMAGE_INPUTS, (pixels[:patches], grid[:number]), strict=True))
-    return SharedTensors(first | ({SECONDS: images[SECONDS][:number]} if SECONDS in images else {}))
+    patches = int(grid[:count].prod(-1).sum())
+    first = dict(zip(IMAGE_INPUTS, (pixels[:patches], grid[:count]), strict=True))
+    return SharedTensors(first | ({SECONDS: images[SECONDS][:count]} if SECONDS in images else {}))
 
 
 def sequence_positions(
@@ -325,12 +329,12 @@ def sequence_positions(
     mask = torch.cat([prompts[1], responses[1]], dim=-1).bool()
     is_image = image_tokens(ids, mask, response_mask, images, vision)
     width = prompts[0].shape[1]
-    found = torch.zeros(len(ids), 4, ids.shape[1], dtype=torch.int64)
+    result = torch.zeros(len(ids), 4, ids.shape[1], dtype=torch.int64)
     for row, shown in enumerate(images):
         there = mask[row]
         grid = shown.get(IMAGE_INPUTS[1])
-        own = mrope_positions(ids[row][there], grid, vision, is_image[row][there], shown.get(SECONDS))
-        found[row][:, there] = own
-        last = torch.stack([own[0].amax(), *[own[1:].amax()] * 3])
-        found[row][:, width:][:, ~there[width:]] = last.unsqueeze(-1)
-    return found
+        row_positions = mrope_positions(ids[row][there], grid, vision, is_image[row][there], shown.get(SECONDS))
+        result[row][:, there] = row_positions
+        last = torch.stack([row_positions[0].amax(), *[row_positions[1:].amax()] * 3])
+        result[row][:, width:][:, ~there[width:]] = last.unsqueeze(-1)
+    return result

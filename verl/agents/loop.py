@@ -284,10 +284,10 @@ class LoopEntry:
                 f"{LOOPS_KEY}: _target_={name} names no module. Write module.{name}, give its `path`, or name one of "
                 f"the registered loops: {', '.join(sorted(AGENT_LOOPS))}."
             )
-        found = getattr(load_module(self.file or module, LOOPS_KEY), name, None)
-        if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
+        loop = getattr(load_module(self.file or module, LOOPS_KEY), name, None)
+        if not (isinstance(loop, type) and issubclass(loop, AgentLoopBase)):
             raise ConfigError(f"{LOOPS_KEY}: {self.target} is no class that derives from AgentLoopBase.")
-        return found
+        return loop
 
 
 Loop = TypeVar("Loop", bound=type[AgentLoopBase])
@@ -325,12 +325,12 @@ def require_judge(config: Any, who: str) -> None:
         )
     if config.judge_answers_agents:
         return
-    own = "reward_model.enable_resource_pool=true, with reward_model.nnodes and n_gpus_per_node, and controller=ray"
+    remedy = "reward_model.enable_resource_pool=true, with reward_model.nnodes and n_gpus_per_node, and controller=ray"
     if config.judge is None:
         judge = "reward_model.enable=true, reward_model.model.path, reward_model.rollout.name"
-        has = f"the run has none. Set {judge}, {own}"
+        has = f"the run has none. Set {judge}, {remedy}"
     else:
-        has = f"it shares the policy's processes, which are at work meanwhile. Give it ranks of its own: {own}"
+        has = f"it shares the policy's processes, which are at work meanwhile. Give it ranks of its own: {remedy}"
     raise ConfigError(f"{who} asks a judge while conversations are held, and {has}.")
 
 

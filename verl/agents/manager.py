@@ -142,12 +142,12 @@ class AgentLoopManager:
         columns = prompts.non_tensor_batch
         is_trained_on = not prompts.meta_info.get("validate", False) and prompts.meta_info.get("do_sample") is not False
         trajectories = []
-        for number, request in enumerate(requests_from_prompts(prompts, self._rollout)):
-            row = {name: values[number] for name, values in columns.items() if name not in NOT_FOR_LOOPS}
+        for index, request in enumerate(requests_from_prompts(prompts, self._rollout)):
+            row = {name: values[index] for name, values in columns.items() if name not in NOT_FOR_LOOPS}
             sample = SampleId(
                 step=step,
-                uid=str(columns["uid"][number]),
-                sample_index=int(columns["sample_index"][number]),
+                uid=str(columns["uid"][index]),
+                sample_index=int(columns["sample_index"][index]),
                 prompt_ids=tuple(request.prompt_ids),
             )
             name = row.get("agent_name") or self._rollout.default_agent_loop

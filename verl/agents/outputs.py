@@ -20,7 +20,7 @@ def conversation_outputs(
     *,
     status: TrajectoryStatus,
     metrics: AgentLoopMetrics,
-    told: list[dict[str, Any]],
+    said: list[dict[str, Any]],
     turn_scores: list[float] | None,
     turn_rewards: list[float] | None = None,
     columns: dict[str, Any],
@@ -31,7 +31,7 @@ def conversation_outputs(
         conversation: at its end.
         status: how it ended.
         metrics: of the whole trajectory.
-        told: what was said, for the dumps.
+        said: what was said, for the dumps.
         turn_scores: a score for each turn of the policy; each sequence gets those of its own turns.
         turn_rewards: what is added to the score, of each turn of the policy.
         columns: further values of the whole trajectory. These, the metrics and ``told`` are the last sequence's.
@@ -62,6 +62,6 @@ def conversation_outputs(
             )
         )
     last = outputs[-1]
-    more = {"status": status, "metrics": metrics, "conversation": told, "extra_fields": last.extra_fields | columns}
+    more = {"status": status, "metrics": metrics, "conversation": said, "extra_fields": last.extra_fields | columns}
     outputs[-1] = last.model_copy(update=more)
     return outputs if len(outputs) > 1 else outputs[0]

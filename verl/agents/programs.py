@@ -196,9 +196,9 @@ def _end_family(process: subprocess.Popen[bytes], row: str) -> None:
 
 def _descendants(row: str) -> list[int]:
     """Return the processes that have the row of a command, also those that left its group and its family."""
-    found = []
+    descendants = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):  # it has ended, or is another user's
             if process.pid != os.getpid() and process.environ().get(ROW_FILE) == row:
-                found.append(process.pid)
-    return found
+                descendants.append(process.pid)
+    return descendants

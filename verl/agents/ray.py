@@ -54,9 +54,9 @@ class AgentRouter(RouterActor):
         super().__init__(room, ended)
         self._slots = SlotTable()
 
-    async def take_slot(self, tool: str, number: int, call: str, process: str) -> None:
+    async def take_slot(self, tool: str, limit: int, call: str, process: str) -> None:
         """See :meth:`SlotTable.take`."""
-        await self._slots.take(tool, number, call, process)
+        await self._slots.take(tool, limit, call, process)
 
     async def give_slot(self, tool: str, call: str) -> None:
         """See :meth:`SlotTable.give`."""
@@ -73,8 +73,8 @@ class RaySlots:
     The router counts them, by a message before a call and one after it.
     """
 
-    def __init__(self, router: Any, process: str, tool: str, number: int) -> None:
-        self._router, self._process, self._tool, self._number = router, process, tool, number
+    def __init__(self, router: Any, process: str, tool: str, limit: int) -> None:
+        self._router, self._process, self._tool, self._number = router, process, tool, limit
 
     @asynccontextmanager
     async def __call__(self) -> AsyncIterator[None]:
@@ -112,18 +112,18 @@ class WorkerActor(RouterActor):
         self._connection.loop = asyncio.get_running_loop()  # the constructor runs in none
         await super().open(round_index, engines, others)
 
-    async def run(self, number: int, trajectory: Trajectory, round_index: int) -> TrajectoryResult:
+    async def run(self, trajectory_index: int, trajectory: Trajectory, round_index: int) -> TrajectoryResult:
         """Run a trajectory to its end; its tokens stay here under its number until :meth:`hand_in`."""
         await self.round_opened(round_index)
         # Where they lie on another machine they take time, and this thread serves other trajectories too.
         await asyncio.gather(*(asyncio.to_thread(value.arrays) for value in shared_of(trajectory)))
         result = await self._worker.run(trajectory)
-        self._ended[number] = trajectory, result
+        self._ended[trajectory_index] = trajectory, result
         return replace(result, outputs=tuple(map(without_tokens, result.outputs)))
 
     async def hand_in(self, numbers: Sequence[int]) -> DataProto:
         """Return the columns of trajectories that have ended, in the order of the numbers, and forget them."""
-        return self._columns.of([self._ended.pop(number) for number in numbers])
+        return self._columns.of([self._ended.pop(trajectory_index) for trajectory_index in numbers])
 
     async def abandoned(self) -> int:
         """Return the number of threads that do not end."""

@@ -67,8 +67,8 @@ class RunningTrajectories:
         self._parts = ColumnsInParts()
         self.silences: list[list[float | None]] = []
         """Of each worker, for how long each engine has answered none of its requests; see ``RaySession.check``."""
-        for number in range(len(trajectories)):
-            self._begin(number, number % len(workers))
+        for index in range(len(trajectories)):
+            self._begin(index, index % len(workers))
 
     def look(self) -> bool:
         """Take results for at most ``CHECK_S`` seconds; return whether there are all.
@@ -76,7 +76,7 @@ class RunningTrajectories:
         Raises:
             WorkerError: a worker cannot start.
         """
-        if not any(self._begun[number] < ATTEMPTS for number, _, _ in self._running.values()):
+        if not any(self._begun[index] < ATTEMPTS for index, _, _ in self._running.values()):
             self._take_columns()
             self._begin_alone()
         if self._running:
@@ -93,21 +93,21 @@ class RunningTrajectories:
     @property
     def results(self) -> list[TrajectoryResult]:
         """The results, in the order of the trajectories; their outputs have no tokens."""
-        return [self._results[number] for number in range(len(self._trajectories))]
+        return [self._results[index] for index in range(len(self._trajectories))]
 
     @property
     def columns(self) -> DataProto:
         """The columns of all sequences, in the same order."""
         return self._parts.joined()
 
-    def _begin(self, number: int, slot: int) -> None:
-        self._begun[number] += 1
-        worker, trajectory = self._workers[slot], self._trajectories[number]
+    def _begin(self, index: int, slot: int) -> None:
+        self._begun[index] += 1
+        worker, trajectory = self._workers[slot], self._trajectories[index]
         for value in shared_of(trajectory):
             value.store(ray.put)
         with by_reference():
-            reference = worker.actor.run.remote(number, trajectory, self._round)
-        self._running[reference] = (number, slot, worker)
+            reference = worker.actor.run.remote(index, trajectory, self._round)
+        self._running[reference] = (index, slot, worker)
 
     def _begin_alone(self) -> None:
         """Run one of the trajectories that may end their process in each worker that has nothing else to lose."""
@@ -129,21 +129,21 @@ class RunningTrajectories:
                 self._replace(slot, worker, error)
                 continue
             columns.remember(reference)
-            self._parts.add(numbers, [self._results[number] for number in numbers], columns)
+            self._parts.add(numbers, [self._results[index] for index in numbers], columns)
             self._held[slot] = []
 
     def _take(self, reference: Any) -> None:
-        number, slot, worker = self._running.pop(reference)
+        index, slot, worker = self._running.pop(reference)
         try:
-            self._results[number] = worker.result(reference)
+            self._results[index] = worker.result(reference)
         except (ActorSilentError, RayActorError) as error:
             self._replace(slot, worker, error)
-            self._begin_again(number)
+            self._begin_again(index)
             return
         if self._workers[slot] is worker:
-            self._held[slot].append(number)
+            self._held[slot].append(index)
         else:  # the process was lost afterwards, and the tokens with it
-            self._begin_ended(number, slot)
+            self._begin_ended(index, slot)
 
     def _replace(self, slot: int, worker: WatchedActor, error: RayActorError | ActorSilentError) -> None:
         """Replace a worker, unless it was; what it ran fails with a RayActorError, and is begun again."""
@@ -154,20 +154,20 @@ class RunningTrajectories:
         logger.warning("a process of agent loops is lost, and is replaced: %s", brief(str(error)))
         self._workers[slot] = self._replacement(worker)
         ended, self._held[slot] = self._held[slot], []
-        for number in ended:
-            self._begin_ended(number, slot)
+        for index in ended:
+            self._begin_ended(index, slot)
 
-    def _begin_ended(self, number: int, slot: int) -> None:
-        self._begun[number] -= 1  # it did end, so it is not what its process was lost by
-        self._begin(number, slot)
+    def _begin_ended(self, index: int, slot: int) -> None:
+        self._begun[index] -= 1  # it did end, so it is not what its process was lost by
+        self._begin(index, slot)
 
-    def _begin_again(self, number: int) -> None:
-        if self._begun[number] >= ATTEMPTS:
+    def _begin_again(self, index: int) -> None:
+        if self._begun[index] >= ATTEMPTS:
             message = f"its process died or hung each of the {ATTEMPTS} times that it was begun"
-            trajectory = self._trajectories[number]
-            result = self._results[number] = failed(trajectory, (), "agent_error", message, self._rollout)
-            self._parts.add([number], [result], self._columns.of([(trajectory, result)]))
-        elif self._begun[number] == ATTEMPTS - 1:
-            self._alone.append(number)
+            trajectory = self._trajectories[index]
+            result = self._results[index] = failed(trajectory, (), "agent_error", message, self._rollout)
+            self._parts.add([index], [result], self._columns.of([(trajectory, result)]))
+        elif self._begun[index] == ATTEMPTS - 1:
+            self._alone.append(index)
         else:
-            self._begin(number, number % len(self._workers))
+            self._begin(index, index % len(self._workers))

@@ -71,27 +71,31 @@ def differences(
             continue
         pairs = [(a + n, a + n + 1, c + n, c + n + 1) for n in range(b - a)] if b - a == d - c else [(a, b, c, d)]
         for first, last, other_first, other_last in pairs:
-            own = [token for _, part in ours[first:last] for token in part]
+            our_tokens = [token for _, part in ours[first:last] for token in part]
             other = [token for _, part in theirs[other_first:other_last] for token in part]
-            if own != other:
+            if our_tokens != other:
                 start = ours[first][0] if first < len(ours) else len(written)
-                yield _difference(own, mask[start : start + len(own)], other, ends, decode)
+                yield _difference(our_tokens, mask[start : start + len(our_tokens)], other, ends, decode)
 
 
 def _difference(
-    own: list[int], mask: Sequence[int], other: list[int], ends: frozenset[int], decode: Callable[[Sequence[int]], str]
+    our_tokens: list[int],
+    mask: Sequence[int],
+    other: list[int],
+    ends: frozenset[int],
+    decode: Callable[[Sequence[int]], str],
 ) -> Difference:
     """Name the difference of two parts."""
-    text, rendered = decode(own), decode(other)
+    text, rendered = decode(our_tokens), decode(other)
     if text == rendered:
         kind = "tokens"
     elif "".join(text.split()) == "".join(rendered.split()):
         kind = "whitespace"
     else:
-        begin = common_prefix_length(own, other)
-        end = common_prefix_length(own[begin:][::-1], other[begin:][::-1])
-        stop = len(own) - end
-        if ends.issuperset(own[begin:stop]) and ends.issuperset(other[begin : len(other) - end]):
+        begin = common_prefix_length(our_tokens, other)
+        end = common_prefix_length(our_tokens[begin:][::-1], other[begin:][::-1])
+        stop = len(our_tokens) - end
+        if ends.issuperset(our_tokens[begin:stop]) and ends.issuperset(other[begin : len(other) - end]):
             kind = "turn_end"
         elif any(mask[begin:stop] if begin < stop else mask[max(begin - 1, 0) : stop + 1]):
             kind = "history"

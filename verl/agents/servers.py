@@ -222,18 +222,22 @@ class AsyncLLMServerManager:
     async def _with_images(self, ids: list[int], images: Any) -> tuple[SharedTensors | None, tuple[int, ...]]:
         """Return the inputs of images, None without any, and the places of image tokens that the policy drew."""
         if isinstance(images, Mapping) or not images:
-            found = as_inputs(images, self._images, "image_data")
+            inputs = as_inputs(images, self._images, "image_data")
         else:  # decoding a picture would hold up all other conversations
-            found = await asyncio.to_thread(as_inputs, images, self._images, "image_data")
-        texts = () if self._images is None else text_places(ids, found, self.turns, self._images.config)
-        return found if len(found) else None, texts
+            inputs = await asyncio.to_thread(as_inputs, images, self._images, "image_data")
+        texts = () if self._images is None else text_places(ids, inputs, self.turns, self._images.config)
+        return inputs if len(inputs) else None, texts
 
-    def _checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def _checked(self, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sampling parameters that a call names, in the names and types of :class:`SamplingParams`."""
-        wanted = {OTHER_NAMES.get(name, name): value for name, value in given.items() if name not in NO_EFFECT}
+        wanted = {
+            OTHER_NAMES.get(name, name): value for name, value in sampling_params.items() if name not in NO_EFFECT
+        }
         for name, neutral in NEUTRAL.items():
             if wanted.pop(name, neutral) != neutral:
-                raise ConfigError(f"sampling parameter {name}={given[name]!r} is not in this version; leave it out.")
+                raise ConfigError(
+                    f"sampling parameter {name}={sampling_params[name]!r} is not in this version; leave it out."
+                )
         if unknown := sorted(wanted.keys() - KNOWN):
             raise ConfigError(f"unknown sampling parameter {', '.join(unknown)}. Known: {', '.join(sorted(KNOWN))}.")
         for name in ("stop", "stop_token_ids"):
@@ -276,9 +280,9 @@ def _check_type(name: str, value: Any) -> None:
     """
     kind = KINDS.get(name, (int, float))
     values = value if name in ("stop", "stop_token_ids") else [value]
-    if wrong := [each for each in values if each is not None and not isinstance(each, kind)]:
+    if invalid := [each for each in values if each is not None and not isinstance(each, kind)]:
         wanted = kind.__name__ if isinstance(kind, type) else "number"
-        raise ConfigError(f"sampling parameter {name} has {wrong[0]!r}, which is no {wanted}.")
+        raise ConfigError(f"sampling parameter {name} has {invalid[0]!r}, which is no {wanted}.")
 
 
 LLMServerClient = AsyncLLMServerManager

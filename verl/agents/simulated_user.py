@@ -94,14 +94,14 @@ class SimulatedUser:
         """
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise ConfigError(f"interaction_kwargs is {kwargs!r:.100}; it is an object with a name, and arguments.")
-        given = dict(kwargs or {})
-        if all(value is None for value in given.values()):  # a data set of the user's own may fill keys with None
+        arguments = dict(kwargs or {})
+        if all(value is None for value in arguments.values()):  # a data set of the user's own may fill keys with None
             return None
-        if given.get("name") is None and not interactions:  # data for a run with users serve one without, too
+        if arguments.get("name") is None and not interactions:  # data for a run with users serve one without, too
             return None
-        if given.get("name") is None and len(interactions) == 1:
-            given["name"] = next(iter(interactions))
-        name = str(given.get("name") or "")
+        if arguments.get("name") is None and len(interactions) == 1:
+            arguments["name"] = next(iter(interactions))
+        name = str(arguments.get("name") or "")
         if name not in interactions:
             known = ", ".join(sorted(interactions))
             there = f"There are: {known}." if known else "There are none."
@@ -110,7 +110,7 @@ class SimulatedUser:
                 f"{there} The file of actor_rollout_ref.rollout.multi_turn.interaction_config_path lists them."
             )
         more = of_run if interactions[name].asks_judge else {}
-        return cls(interactions[name], {**given, **more}, timeout_s, threads, images)
+        return cls(interactions[name], {**arguments, **more}, timeout_s, threads, images)
 
     async def __aenter__(self) -> Self:
         with ExitStack() as on_failure:
@@ -135,10 +135,10 @@ class SimulatedUser:
         Raises:
             TrajectoryError: there is none.
         """
-        found = await self._thread.call(
+        result = await self._thread.call(
             self._interaction.generate_response, self._instance, copy.deepcopy(messages), **self._kwargs
         )
-        match found:
+        match result:
             case (is_end, str() | list() as said, score, dict() | None):
                 content = "" if is_end else await self._content(said)  # nobody sees what is said at the end
                 try:
@@ -146,7 +146,7 @@ class SimulatedUser:
                 except UNUSABLE as error:
                     raise self._thread.error(f"gave the score {score!r:.50}, which is no finite number") from error
         raise self._thread.error(
-            f"returned {found!r:.100}; generate_response returns (should_terminate, content, score, extra)"
+            f"returned {result!r:.100}; generate_response returns (should_terminate, content, score, extra)"
         )
 
     async def _content(self, said: str | list[Any]) -> str | list[dict[str, Any]]:

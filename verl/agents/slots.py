@@ -16,26 +16,26 @@ Slots = Callable[[], AbstractAsyncContextManager[None]]
 class ProcessSlots:
     """At most ``number`` calls at once in this process, from any threads and event loops, in order of arrival."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, limit: int) -> None:
         self._lock = threading.Lock()
-        self._free = number
+        self._free = limit
         self._waiting: deque[Future[None]] = deque()
 
     @asynccontextmanager
     async def __call__(self) -> AsyncIterator[None]:
         """Hold one slot."""
-        place: Future[None] = Future()
+        slot: Future[None] = Future()
         with self._lock:
             if self._free > 0:
                 self._free -= 1
-                place.set_result(None)
+                slot.set_result(None)
             else:
-                self._waiting.append(place)
+                self._waiting.append(slot)
         try:
-            await asyncio.wrap_future(place)
+            await asyncio.wrap_future(slot)
         except asyncio.CancelledError:
             with self._lock:
-                was_given = not place.cancel()
+                was_given = not slot.cancel()
             if was_given:
                 self._pass_on()
             raise
@@ -47,9 +47,9 @@ class ProcessSlots:
     def _pass_on(self) -> None:
         with self._lock:
             while self._waiting:
-                place = self._waiting.popleft()
-                if place.set_running_or_notify_cancel():
-                    place.set_result(None)
+                slot = self._waiting.popleft()
+                if slot.set_running_or_notify_cancel():
+                    slot.set_result(None)
                     return
             self._free += 1
 
@@ -75,13 +75,13 @@ class SlotTable:
         """Calls that were given up before they asked."""
         self._lost: set[str] = set()
 
-    async def take(self, tool: str, number: int, call: str, process: str) -> None:
+    async def take(self, tool: str, limit: int, call: str, process: str) -> None:
         """Hold a slot for a call as soon as fewer than ``number`` calls do, in order of arrival."""
         if process in self._lost or call in self._given_up:
             self._given_up.discard(call)
             return
         held, waiting = self._held.setdefault(tool, {}), self._waiting.setdefault(tool, {})
-        if len(held) < number:
+        if len(held) < limit:
             held[call] = process
             return
         turn = asyncio.get_running_loop().create_future()
@@ -119,9 +119,9 @@ MakeSlots = Callable[[str, int], Slots]
 _make: MakeSlots = lambda tool, number: ProcessSlots(number)  # noqa: E731
 
 
-def slots_of_run(tool: str, number: int) -> Slots:
+def slots_of_run(tool: str, limit: int) -> Slots:
     """Slots that all processes of a run share: at most ``number`` calls of the tool at once."""
-    return _make(tool, number)
+    return _make(tool, limit)
 
 
 def count_by(make: MakeSlots) -> None:

@@ -150,7 +150,7 @@ class ToolAgentLoop(AgentLoopBase):
             conversation,
             status=status,
             metrics=AgentLoopMetrics(generate_sequences=self.server_manager.seconds, tool_calls=calls.seconds),
-            told=self._told(conversation, others),
+            said=self._told(conversation, others),
             turn_scores=others.turn_scores(),
             turn_rewards=others.penalties if any(others.penalties) else None,
             columns={
@@ -167,7 +167,7 @@ class ToolAgentLoop(AgentLoopBase):
         self, conversation: Conversation, others: _Counterparts, sampling_params: Mapping[str, Any]
     ) -> TrajectoryStatus:
         turns, most_tokens = self.rollout_config.multi_turn, self.rollout_config.response_length
-        number = 0
+        turn_count = 0
         while True:
             left = conversation.tokens_left(most_tokens)
             if not left:
@@ -177,14 +177,14 @@ class ToolAgentLoop(AgentLoopBase):
             drawn = await self.server_manager.generate(
                 CONVERSATION, prompt_ids=context, sampling_params=limits, image_data=conversation.image_data
             )
-            number += 1
+            turn_count += 1
             parser = self.shared.parser
             # A call that the policy only thinks of is none.
             is_thinking = parser.is_thinking_after(context)
             turn = await parser.parse(drawn.token_ids, self.shared.tools.schemas, is_thinking)
             conversation.add_drawn(drawn.token_ids, drawn.log_probs or [], turn.message())
             # Each turn of the policy but the last is followed by one of the tools or of the user.
-            is_last = number in (turns.max_assistant_turns, (turns.max_user_turns or -1) + 1)
+            is_last = turn_count in (turns.max_assistant_turns, (turns.max_user_turns or -1) + 1)
             limit = "context_full" if drawn.stop_reason != "stop" else "turns_used_up" if is_last else None
             answers = await others.answer(turn, conversation.messages, limit)
             if isinstance(answers, str):
@@ -197,10 +197,10 @@ class ToolAgentLoop(AgentLoopBase):
     def _told(self, conversation: Conversation, others: _Counterparts) -> list[dict[str, Any]]:
         """The messages with the times of what the policy and others said; at the end the results that had no room."""
         turns, results, said = iter(self.server_manager.turns), iter(others.calls.results), iter(others.times)
-        told = []
-        for number, message in enumerate(conversation.messages):
+        messages = []
+        for index, message in enumerate(conversation.messages):
             more: dict[str, Any] = {}
-            if number >= conversation.prompt_length:
+            if index >= conversation.prompt_length:
                 match message["role"]:
                     case "assistant":
                         drawn = next(turns)
@@ -210,11 +210,11 @@ class ToolAgentLoop(AgentLoopBase):
                     case _:
                         began, seconds = next(said)
                         more = {"seconds": seconds, "began": began}
-            told.append({**message, **more})
+            messages.append({**message, **more})
         for result in results:
             unseen = {"role": "tool", "content": result.response.text or ""}
-            told.append({**unseen, **_call_columns(result), "is_left_out": True})
-        return told
+            messages.append({**unseen, **_call_columns(result), "is_left_out": True})
+        return messages
 
 
 @dataclass

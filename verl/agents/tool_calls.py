@@ -141,7 +141,7 @@ class ToolRunner:
         }
         self._properties = properties_of(self.schemas)
         self._slots: dict[str, Slots] = {
-            tool.name: slots_of_run(tool.name, number) if (number := _most_concurrent(tool)) else no_limit
+            tool.name: slots_of_run(tool.name, limit) if (limit := _most_concurrent(tool)) else no_limit
             for tool in tools
         }
         self.threads = LoopThreads()
@@ -174,15 +174,17 @@ class ToolRunner:
         """Refuse a row's arguments of a wrong form, and warn once of those that nothing reads."""
         if not isinstance(tools_kwargs, Mapping | None):
             raise ConfigError(f"tools_kwargs is {tools_kwargs!r:.100}; {FORM_OF_ROWS}")
-        for name, given in (tools_kwargs or {}).items():
-            if given is None:
+        for name, arguments in (tools_kwargs or {}).items():
+            if arguments is None:
                 continue
-            if not isinstance(given, Mapping) or not all(isinstance(value, Mapping | None) for value in given.values()):
-                raise ConfigError(f"tools_kwargs['{name}'] is {given!r:.100}; {FORM_OF_ROWS}")
+            if not isinstance(arguments, Mapping) or not all(
+                isinstance(value, Mapping | None) for value in arguments.values()
+            ):
+                raise ConfigError(f"tools_kwargs['{name}'] is {arguments!r:.100}; {FORM_OF_ROWS}")
             if name not in self.tools:
                 known = sorted(self.tools)
                 self._warn("tools_kwargs name '%s', which is no tool of this run.%s", name, suggest(name, known))
-            for key in set(given) - set(ROW_KEYS):
+            for key in set(arguments) - set(ROW_KEYS):
                 self._warn("tools_kwargs have '%s', which is not read.%s", key, suggest(key, ROW_KEYS))
 
     def _warn(self, message: str, name: str, suggestion: str) -> None:
@@ -223,9 +225,9 @@ class ToolRunner:
             raise _CallError(CallFailure.WRONG_ARGUMENTS, f"the arguments of {call.name} must be a JSON object.")
         described = self._properties[call.name]
         arguments = {name: as_described(value, described.get(name, {})) for name, value in arguments.items()}
-        found = sorted(self._validators[call.name].iter_errors(arguments), key=lambda error: error.json_path)
-        if found:
-            listed = "; ".join(f"{error.json_path.removeprefix('$.')}: {error.message[:200]}" for error in found[:3])
+        problems = sorted(self._validators[call.name].iter_errors(arguments), key=lambda error: error.json_path)
+        if problems:
+            listed = "; ".join(f"{error.json_path.removeprefix('$.')}: {error.message[:200]}" for error in problems[:3])
             raise _CallError(CallFailure.WRONG_ARGUMENTS, f"the arguments of {call.name} are wrong: {listed}")
         return arguments
 
@@ -313,17 +315,17 @@ class ToolSession:
         Raises:
             TrajectoryError: it failed, so the trajectory cannot be scored as the tool's author means it.
         """
-        found: dict[str, float | None] = {}
+        rewards: dict[str, float | None] = {}
         for name, instance in self._created().items():
             tool, kwargs = self.runner.tools[name], self._of_row(name, "calc_reward_kwargs")
             if type(tool).calc_reward is BaseTool.calc_reward:  # a way to another thread and back for nothing
-                found[name] = 0.0
+                rewards[name] = 0.0
                 continue
             try:
-                found[name] = _number(await self._run(tool, tool.calc_reward, instance, **kwargs))
+                rewards[name] = _number(await self._run(tool, tool.calc_reward, instance, **kwargs))
             except _CallError as error:
                 raise TrajectoryError(f"calc_reward: {error}", "tool_error") from error
-        return found
+        return rewards
 
     async def close(self) -> None:
         """Release everything; errors are logged, for the trajectory is over."""
@@ -374,16 +376,16 @@ class ToolSession:
         Raises:
             _CallError: one cannot be read, or the policy reads none.
         """
-        given = {"image": response.image or [], "video": response.video or []}
-        if not any(given.values()):
+        media = {"image": response.image or [], "video": response.video or []}
+        if not any(media.values()):
             return []
 
         def read() -> list[Message]:
             return [
                 part
-                for kind, values in given.items()
-                for number, value in enumerate(values)
-                for part in media_parts(kind, value, self._images, f"the tool {name}, {kind} {number}")
+                for kind, values in media.items()
+                for index, value in enumerate(values)
+                for part in media_parts(kind, value, self._images, f"the tool {name}, {kind} {index}")
             ]
 
         try:

@@ -51,13 +51,13 @@ def preemptions(turns: Sequence[DrawnTurn]) -> int:
 def drawn_log_probs(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> list[float | None]:
     """Return the log-prob of each token that the policy drew after exactly the tokens before it; None for others."""
     written = list(tokens)
-    found: list[float | None] = [None] * len(written)
+    log_probs: list[float | None] = [None] * len(written)
     for turn in turns:
         start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.token_ids)
         kept = written[start:end]
         if kept and kept == turn.token_ids[: len(kept)] and written[:start] == turn.prompt_ids:
-            found[start : start + len(kept)] = turn.log_probs[: len(kept)]
-    return found
+            log_probs[start : start + len(kept)] = turn.log_probs[: len(kept)]
+    return log_probs
 
 
 def sampled_like(turns: Sequence[DrawnTurn], sampling: SamplingParams) -> list[DrawnTurn]:
@@ -79,10 +79,10 @@ def drawn_routing(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> Tensor |
         return None
     first = recorded[0].routed_experts
     assert first is not None
-    found = torch.full((len(tokens), *first.shape[1:]), unknown(first.dtype), dtype=first.dtype)
+    routing = torch.full((len(tokens), *first.shape[1:]), unknown(first.dtype), dtype=first.dtype)
     for turn in recorded:
         count = common_prefix_length([*turn.prompt_ids, *turn.token_ids], tokens)
-        known = found[:count] != unknown(first.dtype)
+        known = routing[:count] != unknown(first.dtype)
         assert turn.routed_experts is not None
-        found[:count] = torch.where(known, found[:count], turn.routed_experts[:count])
-    return found
+        routing[:count] = torch.where(known, routing[:count], turn.routed_experts[:count])
+    return routing

@@ -142,8 +142,8 @@ def agent_loops(config: PPOConfig) -> dict[str, tuple[type[AgentLoopBase], Mappi
     """
     settings = config.actor_rollout_ref.rollout.agent
     path = settings.agent_loop_config_path
-    own = read_agent_loops(path) if path else {}
-    entries = {name: AGENT_LOOPS.get(name) for name in AGENT_LOOPS} | own
+    configured_loops = read_agent_loops(path) if path else {}
+    entries = {name: AGENT_LOOPS.get(name) for name in AGENT_LOOPS} | configured_loops
     if settings.default_agent_loop not in entries:
         near = suggest(settings.default_agent_loop, list(entries))
         raise ConfigError(
@@ -151,7 +151,7 @@ def agent_loops(config: PPOConfig) -> dict[str, tuple[type[AgentLoopBase], Mappi
             f"loop.{near} There are: {', '.join(sorted(entries))}; agent_loop_config_path adds your own."
         )
     loops = {name: (entry.load(), entry.arguments) for name, entry in entries.items()}
-    for name in {*own, settings.default_agent_loop}:
+    for name in {*configured_loops, settings.default_agent_loop}:
         loop, arguments = loops[name]
         loop.check_arguments(arguments)
     return loops
@@ -351,8 +351,8 @@ class AgentLoopWorker:
     ) -> tuple[AgentLoopOutput, ...]:
         """Check what a loop returned and give it the log-probs that the engines returned."""
         outputs = returned if isinstance(returned, list) else [returned]
-        if wrong := [type(output).__name__ for output in outputs if not isinstance(output, AgentLoopOutput)]:
-            raise ConfigError(f"run() returned {wrong[0]}; it returns an AgentLoopOutput, or a list of them.")
+        if invalid := [type(output).__name__ for output in outputs if not isinstance(output, AgentLoopOutput)]:
+            raise ConfigError(f"run() returned {invalid[0]}; it returns an AgentLoopOutput, or a list of them.")
         if not outputs:
             raise ConfigError("run() returned an empty list; it returns at least one AgentLoopOutput.")
         _check_drawn_once(outputs, turns)
@@ -379,10 +379,10 @@ class AgentLoopWorker:
         of_all = drawn_log_probs(tokens, turns)
         own_turns = trajectory.to_train_on(turns)
         trained = drawn_log_probs(tokens, own_turns)[len(output.prompt_ids) :]
-        for place, (mask, log_prob) in enumerate(zip(output.response_mask, trained, strict=True)):
+        for index, (mask, log_prob) in enumerate(zip(output.response_mask, trained, strict=True)):
             if mask and log_prob is None:
-                others = [turn for turn in turns if all(turn is not own for own in own_turns)]
-                _raise_not_trainable(place, tokens[: len(output.prompt_ids) + place + 1], others, trajectory.sampling)
+                others = [turn for turn in turns if all(turn is not policy_turn for policy_turn in own_turns)]
+                _raise_not_trainable(index, tokens[: len(output.prompt_ids) + index + 1], others, trajectory.sampling)
         self._check_foreign(output, of_all[len(output.prompt_ids) :])
         _check_additions(output, row)
         images, end = self._images_of(output, [value is not None for value in of_all], turns, row)
@@ -412,12 +412,12 @@ class AgentLoopWorker:
         """
         ids = [*output.prompt_ids, *output.response_ids]
         data = dict(output.multi_modal_data or {})
-        given = data.pop(INPUTS, None) if INPUTS in data else data.pop("images", None)
+        values = data.pop(INPUTS, None) if INPUTS in data else data.pop("images", None)
         if others := [name for name, value in data.items() if value]:
             raise ConfigError(
                 f"multi_modal_data has {', '.join(others)}, which is not read in this version. Give images alone."
             )
-        named = None if given is None else as_inputs(given, self._images, "multi_modal_data")
+        named = None if values is None else as_inputs(values, self._images, "multi_modal_data")
         if self._images is None:
             return None, len(ids)
         of_row = row.get(INPUTS)
@@ -432,9 +432,9 @@ class AgentLoopWorker:
         """Check the tokens that the policy did not draw, which the trainer's model reads."""
         drawn = zip(output.response_ids, log_probs, strict=True)
         foreign = [*output.prompt_ids, *(token for token, log_prob in drawn if log_prob is None)]
-        if wrong := [token for token in foreign if not 0 <= token < self._vocabulary]:
+        if invalid := [token for token in foreign if not 0 <= token < self._vocabulary]:
             raise ConfigError(
-                f"token {wrong[0]} is none of the {self._vocabulary} tokens of the vocabulary. Encode text with "
+                f"token {invalid[0]} is none of the {self._vocabulary} tokens of the vocabulary. Encode text with "
                 "self.tokenizer or self.apply_chat_template."
             )
 
@@ -484,19 +484,19 @@ def failed(
 
 def _first_prompt(trajectory: Trajectory, turns: Sequence[DrawnTurn], longest: int) -> list[int]:
     """Return the prompt that the policy met first: the data set's, or with tools, for example, another."""
-    own = list(trajectory.sample.prompt_ids)
-    if any(turn.prompt_ids[: len(own)] == own for turn in turns):
-        return own
-    return next((turn.prompt_ids for turn in turns if len(turn.prompt_ids) <= longest), own)
+    prompt = list(trajectory.sample.prompt_ids)
+    if any(turn.prompt_ids[: len(prompt)] == prompt for turn in turns):
+        return prompt
+    return next((turn.prompt_ids for turn in turns if len(turn.prompt_ids) <= longest), prompt)
 
 
 def _raise_not_trainable(
-    place: int, tokens: Sequence[int], others: Sequence[DrawnTurn], sampling: SamplingParams
+    index: int, tokens: Sequence[int], others: Sequence[DrawnTurn], sampling: SamplingParams
 ) -> NoReturn:
     """Raise ConfigError because a token, the last of ``tokens``, has mask 1 and is none to train on.
 
     Args:
-        place: of the token in the response.
+        index: of the token in the response.
         tokens: all up to it.
         others: turns whose sampling was not that of training.
         sampling: that of training.
@@ -509,13 +509,13 @@ def _raise_not_trainable(
                 ", ".join(f"{name}={values[name]:g}" for name in differs) for values in (differs, of_training)
             )
             raise ConfigError(
-                f"token {place} of the response has mask 1, and the policy drew it with {drawn}, while training "
+                f"token {index} of the response has mask 1, and the policy drew it with {drawn}, while training "
                 f"computes its probability with {trained}. Give generate the sampling_params of run() unchanged, and "
                 "set actor_rollout_ref.rollout.temperature, top_p, top_k and min_p for all turns; or give the turn "
                 "mask 0, so that it is not trained on."
             )
     raise ConfigError(
-        f"token {place} of the response has mask 1, but the policy did not draw it after the tokens before it. Keep "
+        f"token {index} of the response has mask 1, but the policy did not draw it after the tokens before it. Keep "
         "the drawn ids as they came (never decode and encode them again), and give mask 0 to every other token."
     )
 
@@ -544,8 +544,8 @@ def _check_scores(outputs: Sequence[AgentLoopOutput]) -> None:
         ConfigError: a score is no number, or two sequences have different ones.
     """
     scores = [output.reward_score for output in outputs if output.reward_score is not None]
-    if wrong := [score for score in scores if not math.isfinite(score)]:
-        raise ConfigError(f"reward_score={wrong[0]} must be a finite number, or None for the reward function.")
+    if invalid := [score for score in scores if not math.isfinite(score)]:
+        raise ConfigError(f"reward_score={invalid[0]} must be a finite number, or None for the reward function.")
     if len(set(scores)) > 1:
         raise ConfigError(
             f"the sequences of one trajectory have different values of reward_score: {sorted(set(scores))}. It is the "
@@ -563,12 +563,12 @@ def _check_drawn_once(outputs: Sequence[AgentLoopOutput], turns: Sequence[DrawnT
         return
     kinds = Counter((tuple(turn.prompt_ids), tuple(turn.token_ids)) for turn in turns)
     for (prompt, drawn), times in kinds.items():
-        place = slice(len(prompt), len(prompt) + len(drawn))
+        span = slice(len(prompt), len(prompt) + len(drawn))
         trained = 0
         for output in outputs:
             written = (*output.prompt_ids, *output.response_ids)
             mask = [0] * len(output.prompt_ids) + output.response_mask
-            trained += any(mask[place]) and written[place] == drawn and written[: len(prompt)] == prompt
+            trained += any(mask[span]) and written[span] == drawn and written[: len(prompt)] == prompt
         if trained > times:
             raise ConfigError(
                 f"{trained} sequences have mask 1 on the same turn of the policy, which drew it {times} times. Where a "

@@ -171,9 +171,9 @@ class _Models:
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "verl"} for name in backend.models]
         asked = request.path_params.get("model")
         if asked is not None:
-            found = [model for model in models if model["id"] == asked]
+            matching = [model for model in models if model["id"] == asked]
             missing = CallRefusedError(f"the model {asked!r:.100} is not listed.", status=404, code="model_not_found")
-            return _json_response(found[0]) if found else _json_response(OPENAI.error(missing), 404)
+            return _json_response(matching[0]) if matching else _json_response(OPENAI.error(missing), 404)
         return _json_response({"object": "list", "data": models})
 
 

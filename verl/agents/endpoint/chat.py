@@ -166,11 +166,11 @@ class ChatReply:
             log_probs = ChunkLogprobs(content=self._log_probs(answer)) if self._body.logprobs else None
             if answer.unsent or log_probs:
                 yield self._piece(index, ChoiceDelta(content=answer.unsent), log_probs)
-            for number, call in enumerate(answer.calls):
+            for call_index, call in enumerate(answer.calls):
                 yield self._call_piece(
-                    index, number, ChoiceDeltaToolCallFunction(name=call.name, arguments=""), call.id
+                    index, call_index, ChoiceDeltaToolCallFunction(name=call.name, arguments=""), call.id
                 )
-                yield self._call_piece(index, number, ChoiceDeltaToolCallFunction(arguments=call.arguments))
+                yield self._call_piece(index, call_index, ChoiceDeltaToolCallFunction(arguments=call.arguments))
             yield self._piece(index, ChoiceDelta(), finish=_finish(answer))
         if asks_usage(self._body.stream_options):
             yield self._chunk([]).model_copy(update={"usage": usage(answers)})
@@ -181,11 +181,11 @@ class ChatReply:
         return self._chunk([ChunkChoice(index=index, delta=delta, logprobs=log_probs, finish_reason=finish)])
 
     def _call_piece(
-        self, index: int, number: int, function: ChoiceDeltaToolCallFunction, id: str | None = None
+        self, index: int, call_index: int, function: ChoiceDeltaToolCallFunction, id: str | None = None
     ) -> ChatCompletionChunk:
-        call = ChoiceDeltaToolCall(index=number, function=function)
+        call = ChoiceDeltaToolCall(index=call_index, function=function)
         if id is not None:
-            call = ChoiceDeltaToolCall(index=number, id=id, type="function", function=function)
+            call = ChoiceDeltaToolCall(index=call_index, id=id, type="function", function=function)
         return self._piece(index, ChoiceDelta(tool_calls=[call]))
 
     def _chunk(self, choices: list[ChunkChoice]) -> ChatCompletionChunk:

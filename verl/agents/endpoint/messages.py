@@ -62,7 +62,7 @@ class MessagesBody(CallBody):
     def call(self) -> ModelCall:
         """The call in no vendor's form."""
         system = [{"role": "system", "content": text}] if (text := _text_of(self.system, "system")) else []
-        turns = [turn for number, message in enumerate(self.messages) for turn in _turns(message, number)]
+        turns = [turn for index, message in enumerate(self.messages) for turn in _turns(message, index)]
         choice, names = self.tool_choice or ToolChoice(type="auto"), [tool.name for tool in self.tools or ()]
         forced = {"any": None, "tool": choice.name or ""}
         return ModelCall(
@@ -79,37 +79,37 @@ class MessagesBody(CallBody):
         )
 
 
-def _turns(message: Mapping[str, Any], number: int) -> list[Message]:
+def _turns(message: Mapping[str, Any], index: int) -> list[Message]:
     """The messages that one of Anthropic's stands for: results of tools have messages of their own."""
-    place, role, content = f"messages[{number}]", message.get("role"), message.get("content")
+    where, role, content = f"messages[{index}]", message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
-        raise CallRefusedError(f"{place}.role is {role!r:.100}. Expected user or assistant.", param="messages")
+        raise CallRefusedError(f"{where}.role is {role!r:.100}. Expected user or assistant.", param="messages")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
-        raise CallRefusedError(f"{place}.content is {content!r:.100}. Expected a text or blocks.", param="messages")
+        raise CallRefusedError(f"{where}.content is {content!r:.100}. Expected a text or blocks.", param="messages")
     parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     results: list[Message] = []
     for block in blocks:
         kind = block.get("type")
-        _check_order(kind, parts, calls, place)
+        _check_order(kind, parts, calls, where)
         if kind == "text" or (kind == "image" and role == "user"):
-            parts.append(_part(block, place))
+            parts.append(_part(block, where))
         elif kind == "tool_use" and role == "assistant":
             arguments = block.get("input")
             if not isinstance(arguments, Mapping):
                 raise CallRefusedError(
-                    f"{place} has a tool_use with the input {arguments!r:.100}. Expected an object.", param="messages"
+                    f"{where} has a tool_use with the input {arguments!r:.100}. Expected an object.", param="messages"
                 )
             function = {"name": block.get("name"), "arguments": json.dumps(arguments, ensure_ascii=False)}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            said = _content_of(block.get("content"), place)
+            said = _content_of(block.get("content"), where)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
         elif kind not in THOUGHTS or role != "assistant":
             expected = "text, image or tool_result" if role == "user" else "text or tool_use"
             raise CallRefusedError(
-                f"{place} of the role {role} has a block {kind!r:.100}. Expected {expected}.", param="messages"
+                f"{where} of the role {role} has a block {kind!r:.100}. Expected {expected}.", param="messages"
             )
     content = joined_parts(parts)
     if role == "assistant":
@@ -117,49 +117,49 @@ def _turns(message: Mapping[str, Any], number: int) -> list[Message]:
     return [*results, *([{"role": role, "content": content}] if parts or not results else [])]
 
 
-def _check_order(kind: Any, parts: Sequence[Any], calls: Sequence[Any], place: str) -> None:
+def _check_order(kind: Any, parts: Sequence[Any], calls: Sequence[Any], where: str) -> None:
     """Refuse blocks in an order in which no chat template writes them."""
-    for wrong, first, then in (
+    for is_misplaced, first, then in (
         (kind == "tool_result" and parts, "tool_result", "text and images"),
         (kind == "text" and calls, "text", "tool_use"),
     ):
-        if wrong:
-            raise CallRefusedError(f"{place}: blocks of the type {first} stand before {then}.", param="messages")
+        if is_misplaced:
+            raise CallRefusedError(f"{where}: blocks of the type {first} stand before {then}.", param="messages")
 
 
-def _content_of(content: Any, place: str) -> str | list[Mapping[str, Any]]:
+def _content_of(content: Any, where: str) -> str | list[Mapping[str, Any]]:
     """The content of a result: a text, or parts if it has images."""
     blocks = content if isinstance(content, list) else [content]
     if not any(isinstance(block, Mapping) and block.get("type") == "image" for block in blocks):
-        return _text_of(content, place)
-    return joined_parts([_part(block, place) for block in blocks])
+        return _text_of(content, where)
+    return joined_parts([_part(block, where) for block in blocks])
 
 
-def _part(block: Any, place: str) -> dict[str, Any]:
+def _part(block: Any, where: str) -> dict[str, Any]:
     """The part of ``chat/completions`` for a text block or an image block."""
     if not isinstance(block, Mapping) or block.get("type") != "image":
-        return {"type": "text", "text": _text_of([block], place)}
+        return {"type": "text", "text": _text_of([block], where)}
     source = block.get("source")
     if not isinstance(source, Mapping) or source.get("type") != "base64":
         raise CallRefusedError(
-            f"{place} has an image with the source {source!r:.100}. Expected {{'type': 'base64', 'media_type': "
+            f"{where} has an image with the source {source!r:.100}. Expected {{'type': 'base64', 'media_type': "
             "'image/png', 'data': ...}: the endpoint opens no addresses and no files.",
             param="messages",
         )
     try:
-        return image_part(data_url(source.get("media_type"), source.get("data"), place))
+        return image_part(data_url(source.get("media_type"), source.get("data"), where))
     except DataError as error:
         raise CallRefusedError(str(error), param="messages") from error
 
 
-def _text_of(content: Any, place: str) -> str:
+def _text_of(content: Any, where: str) -> str:
     """The text of a text or of text blocks."""
     if content is None or isinstance(content, str):
         return content or ""
     blocks = content if isinstance(content, list) else [content]
     for block in blocks:
         if not (isinstance(block, Mapping) and block.get("type") == "text" and isinstance(block.get("text"), str)):
-            raise CallRefusedError(f"{place} has {block!r:.100}. Expected text blocks.", param=place.partition("[")[0])
+            raise CallRefusedError(f"{where} has {block!r:.100}. Expected text blocks.", param=where.partition("[")[0])
     return "".join(block["text"] for block in blocks)
 
 

@@ -73,7 +73,7 @@ class RawText:
 
     def branch(self, drawn_turns: int) -> Self:
         """Return a copy that ends with the policy's turn of this number, counted from 1."""
-        parts = [number for number, turn in enumerate(self.turns, 1) if turn.role == "assistant"]
+        parts = [index for index, turn in enumerate(self.turns, 1) if turn.role == "assistant"]
         return self._cut(parts[drawn_turns - 1])
 
     def check(self) -> Counter[str]:

@@ -140,18 +140,18 @@ class TrajectoryRecorder:
         is_short &= not any(has_image_parts(message.get("content")) for message in call.messages)
         # Rendering a long context, or decoding images, which may have many pixels in a few bytes, would hold up the
         # other calls; a change of threads takes longer than a short one.
-        place = self._placed(call) if is_short else await asyncio.to_thread(self._placed, call)
-        room = place.most - len(place.context)
+        position = self._placed(call) if is_short else await asyncio.to_thread(self._placed, call)
+        room = position.most - len(position.context)
         if room < 1:
             self.status = "context_full"
-            raise ContextLengthError(len(place.context), place.most)
+            raise ContextLengthError(len(position.context), position.most)
         max_tokens = min(room, call.max_tokens or room)
         ends = (self._settings.parser.call_end,) if call.one_call and call.calls_tools and call.tools else ()
         params = {"max_tokens": max_tokens, "stop": (*self._policy.sampling.stop, *call.stop, *filter(None, ends))}
         if stream is not None:
-            stream.begin(len(place.context))
-        texts = [self._text(call, place, stream, index) for index in range(call.n)]
-        drawing = [asyncio.ensure_future(self._drawn(place, params, text)) for text in texts]
+            stream.begin(len(position.context))
+        texts = [self._text(call, position, stream, index) for index in range(call.n)]
+        drawing = [asyncio.ensure_future(self._drawn(position, params, text)) for text in texts]
         try:
             drawn = await asyncio.gather(*drawing)
         finally:
@@ -159,24 +159,24 @@ class TrajectoryRecorder:
                 one.cancel()  # does nothing unless another one raised
         is_full = max_tokens == room and any(output.stop_reason == "length" for output in drawn)
         self.status = "context_full" if is_full else "done"
-        return [await self._recorded(call, place, *of) for of in zip(drawn, texts, strict=True)]
+        return [await self._recorded(call, position, *of) for of in zip(drawn, texts, strict=True)]
 
     def outputs(self) -> list[AgentLoopOutput]:
         """Return the training sequences, that with the newest answer last."""
         ordered = sorted(self._sequences, key=lambda sequence: sequence.drawn[-1])
         written = [(sequence, *self._split(sequence.conversation)) for sequence in ordered]
         seen: set[int] = set()
-        found = []
+        outputs = []
         for sequence, prompt, rest in written:
             conversation = sequence.conversation
             mask = list(rest.mask)
             drawn_turns = [turn for turn in conversation.turns if turn.role == "assistant"]
-            for number, turn in zip(sequence.drawn, drawn_turns, strict=True):
-                if number in seen:
+            for turn_index, turn in zip(sequence.drawn, drawn_turns, strict=True):
+                if turn_index in seen:
                     first = turn.start + len(mask) - len(conversation.response_mask)
                     mask[first : first + turn.stop - turn.start] = [0] * (turn.stop - turn.start)
             seen.update(sequence.drawn)
-            found.append(
+            outputs.append(
                 AgentLoopOutput(
                     prompt_ids=prompt,
                     response_ids=rest.ids,
@@ -188,7 +188,7 @@ class TrajectoryRecorder:
                     extra_fields={"rendering_differences": dict(conversation.check())},
                 )
             )
-        return found
+        return outputs
 
     # ---- one call
 
@@ -202,11 +202,11 @@ class TrajectoryRecorder:
                 status=403,
                 code="turns_used_up",
             )
-        own = self._policy.sampling
+        configured = self._policy.sampling
         others = {
-            name: f"{value} is not the rollout's {getattr(own, name)}, which the policy is trained with."
+            name: f"{value} is not the rollout's {getattr(configured, name)}, which the policy is trained with."
             for name, value in call.sampling.items()
-            if value != getattr(own, name)
+            if value != getattr(configured, name)
         }
         call = replace(call, unmet={**call.unmet, **others, **_unmet_calls(call, settings.parser)})
         refuse_unmet(call, settings.ignored, settings.remedy)
@@ -215,7 +215,7 @@ class TrajectoryRecorder:
     def _placed(self, call: ModelCall) -> _AnswerPlace:
         """Find the sequence that a call continues, or begin one, and write the call's messages."""
         agent = agent_of(call.model)
-        replies = [number for number, message in enumerate(call.messages, 1) if message["role"] == "assistant"]
+        replies = [index for index, message in enumerate(call.messages, 1) if message["role"] == "assistant"]
         known = replies[-1] if replies else 0
         begin = _digest_of([agent, call.tools])
         before = _digest(begin, call.messages[:known])
@@ -237,8 +237,8 @@ class TrajectoryRecorder:
             raise CallRefusedError(str(error), param=call.param, code="invalid_value") from error
         is_thinking = self._settings.parser.is_thinking_after(conversation.ids)
         opening = self._open_call(conversation, call, is_thinking)
-        place = self._place_in(sequence, origin, _digest(before, call.messages[known:]))
-        return replace(place, is_thinking=is_thinking, opening=opening)
+        position = self._place_in(sequence, origin, _digest(before, call.messages[known:]))
+        return replace(position, is_thinking=is_thinking, opening=opening)
 
     def _open_call(self, conversation: Conversation, call: ModelCall, is_thinking: bool) -> list[int]:
         """Begin the turn with a call if the program forces one; return the tokens of that."""
@@ -254,19 +254,19 @@ class TrajectoryRecorder:
     def _continued(self, prompt: str | list[int], agent: str) -> _AnswerPlace:
         """Find the sequence that a raw prompt continues, or begin one."""
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-        found = None
+        best = None
         for sequence in self._sequences:
             if sequence.agent == agent and isinstance(sequence.conversation, RawText):
                 for turns, beginning in enumerate(sequence.conversation.beginnings(prompt), 1):
-                    if beginning and (found is None or beginning > found[2]):
-                        found = sequence, turns, beginning
-        if found is None:
+                    if beginning and (best is None or beginning > best[2]):
+                        best = sequence, turns, beginning
+        if best is None:
             raw = RawText(self.tokenizer, prompt)
             if not raw.prompt_ids:
                 raise CallRefusedError("prompt: it is empty.", param="prompt", code="invalid_value")
             self._refuse_image_tokens(raw.prompt_ids)
             return self._place_in(_Sequence(agent, next(self._conversations), raw), None, _digest_of([agent, text]))
-        origin, turns, beginning = found
+        origin, turns, beginning = best
         raw = origin.conversation.branch(turns)
         assert isinstance(raw, RawText)
         written = len(raw.ids)
@@ -292,33 +292,33 @@ class TrajectoryRecorder:
         return _AnswerPlace(sequence, origin, digest, conversation.ids, most)
 
     def _text(
-        self, call: ModelCall, place: _AnswerPlace, stream: AnswerStream | None, index: int
+        self, call: ModelCall, position: _AnswerPlace, stream: AnswerStream | None, index: int
     ) -> StreamedText | None:
         """Return what sends the text of an answer while it is drawn, if the call streams."""
         if stream is None:
             return None
         if call.prompt is None:
-            read = partial(self._spoken, place)
+            read = partial(self._spoken, position)
         else:
             read = partial(self.tokenizer.decode, skip_special_tokens=True)
         return StreamedText(read, call.stop, partial(stream.text, index))
 
-    def _spoken(self, place: _AnswerPlace, drawn: list[int]) -> str:
-        return self._settings.parser.spoken(place.opening + drawn, place.is_thinking)
+    def _spoken(self, position: _AnswerPlace, drawn: list[int]) -> str:
+        return self._settings.parser.spoken(position.opening + drawn, position.is_thinking)
 
-    async def _drawn(self, place: _AnswerPlace, params: Mapping[str, Any], text: StreamedText | None) -> TokenOutput:
-        conversation = place.sequence.conversation
+    async def _drawn(self, position: _AnswerPlace, params: Mapping[str, Any], text: StreamedText | None) -> TokenOutput:
+        conversation = position.sequence.conversation
         try:
             return await self._policy.generate(
-                str(place.sequence.number),
-                prompt_ids=place.context,
+                str(position.sequence.number),
+                prompt_ids=position.context,
                 sampling_params=params,
                 image_data=conversation.image_data if isinstance(conversation, Conversation) else None,
                 on_drawn=None if text is None else text.take,
             )
         except ContextFullError as error:
             self.status = "context_full"
-            raise ContextLengthError(len(place.context), place.most) from error
+            raise ContextLengthError(len(position.context), position.most) from error
         except RolloutError as error:
             if self._policy.is_closed:
                 raise CallRefusedError(ENDED, status=410) from error
@@ -330,34 +330,34 @@ class TrajectoryRecorder:
             raise
 
     async def _recorded(
-        self, call: ModelCall, place: _AnswerPlace, output: TokenOutput, text: StreamedText | None
+        self, call: ModelCall, position: _AnswerPlace, output: TokenOutput, text: StreamedText | None
     ) -> ModelAnswer:
         """Write an answer to its sequence."""
         parser, tokens = self._settings.parser, output.token_ids
         content, calls = decoded(self.tokenizer, tokens, skip_special_tokens=True), []
         if call.prompt is None:
             with user_code("the tool parser"):
-                turn = await parser.parse(place.opening + tokens, call.tools, place.is_thinking)
+                turn = await parser.parse(position.opening + tokens, call.tools, position.is_thinking)
             if not turn.calls or (call.calls_tools and call.tools is not None):
-                content, calls = turn.content, _with_ids(turn.calls, place.context, tokens)
+                content, calls = turn.content, _with_ids(turn.calls, position.context, tokens)
         shown, stop_text = cut(content, call.stop)
         said = shown if text is None else text.completed(shown)
         known = {shown, shown + (stop_text or ""), said}
-        self._write(place, output, {"role": "assistant", "content": content}, calls, known)
+        self._write(position, output, {"role": "assistant", "content": content}, calls, known)
         return ModelAnswer(
             content=said,
             streamed="" if text is None else text.sent,
             calls=tuple(calls),
             finish="length" if output.stop_reason == "length" else "stop",
             stop_text=stop_text,
-            prompt_tokens=len(place.context),
+            prompt_tokens=len(position.context),
             token_ids=tokens,
             log_probs=output.log_probs or [],
         )
 
     def _write(
         self,
-        place: _AnswerPlace,
+        position: _AnswerPlace,
         output: TokenOutput,
         message: Message,
         calls: Sequence[ModelToolCall],
@@ -365,19 +365,19 @@ class TrajectoryRecorder:
     ) -> None:
         if calls:
             message = message | {"tool_calls": [_as_message(call) for call in calls]}
-        origin, turns = place.origin, len(place.sequence.drawn)
-        conversation = place.sequence.conversation.copy()
+        origin, turns = position.origin, len(position.sequence.drawn)
+        conversation = position.sequence.conversation.copy()
         conversation.add_drawn(output.token_ids, output.log_probs or [], message)
         if origin is not None and len(origin.drawn) == turns:
             sequence = origin
             sequence.conversation = conversation
         else:
-            sequence = replace(place.sequence, conversation=conversation, drawn=list(place.sequence.drawn))
+            sequence = replace(position.sequence, conversation=conversation, drawn=list(position.sequence.drawn))
             self._sequences.append(sequence)
         sequence.drawn.append(self.answers)
         self.answers += 1
         for content in shown:
-            digest = _digest(place.digest, [message | {"content": content}])
+            digest = _digest(position.digest, [message | {"content": content}])
             self._known[digest] = sequence, turns + 1
 
     def _split(self, conversation: Conversation | RawText) -> tuple[list[int], _ResponsePart]:
@@ -423,9 +423,9 @@ def _with_ids(calls: Sequence[FunctionCall], context: list[int], drawn: list[int
         return []
     known = hashlib.blake2b(repr((context, drawn)).encode())
     ids = []
-    for number in range(len(calls)):
+    for index in range(len(calls)):
         one = known.copy()
-        one.update(str(number).encode())
+        one.update(str(index).encode())
         ids.append(base64.b32encode(one.digest()).decode()[:9].lower())
     return [ModelToolCall(id, call.name, call.arguments) for id, call in zip(ids, calls, strict=True)]
 

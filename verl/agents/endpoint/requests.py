@@ -94,10 +94,10 @@ def read_body(form: type[Request], body: Mapping[str, Any]) -> Request:
         return form.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(str(part) for part in first["loc"])
-        found = "" if first["type"] == "missing" else f", not {first['input']!r:.100}"
+        where = ".".join(str(part) for part in first["loc"])
+        value = "" if first["type"] == "missing" else f", not {first['input']!r:.100}"
         name = str(first["loc"][0]) if first["loc"] else None
-        raise CallRefusedError(f"{place}: {first['msg']}{found}.", param=name, code="invalid_value") from error
+        raise CallRefusedError(f"{where}: {first['msg']}{value}.", param=name, code="invalid_value") from error
 
 
 def checked_messages(messages: Sequence[Any], param: str) -> list[Message]:
@@ -109,7 +109,7 @@ def checked_messages(messages: Sequence[Any], param: str) -> list[Message]:
         CallRefusedError: they cannot be used.
     """
     try:
-        kept = [_kept(message, f"{param}[{number}]") for number, message in enumerate(messages)]
+        kept = [_kept(message, f"{param}[{index}]") for index, message in enumerate(messages)]
         bare, images = without_images(kept)
         urls = [{"image": _data_url(image, param)} for image in images]
         read = with_images(as_messages(bare, param, with_images=True), urls)
@@ -129,16 +129,16 @@ def checked_messages(messages: Sequence[Any], param: str) -> list[Message]:
     ]
 
 
-def _data_url(image: Any, place: str) -> str:
+def _data_url(image: Any, where: str) -> str:
     """The ``data:`` URL of an image part of ``chat/completions``."""
-    given = image.get("image_url") if isinstance(image, Mapping) else None
-    url = given.get("url") if isinstance(given, Mapping) else given
+    image_url = image.get("image_url") if isinstance(image, Mapping) else None
+    url = image_url.get("url") if isinstance(image_url, Mapping) else image_url
     if not isinstance(url, str):
         raise DataError(
-            f"{place}: an image part has {given!r:.100}. Expected {{'type': 'image_url', 'image_url': {{'url': "
+            f"{where}: an image part has {image_url!r:.100}. Expected {{'type': 'image_url', 'image_url': {{'url': "
             "'data:image/png;base64,...'}}."
         )
-    base64_of(url, place)  # it is one
+    base64_of(url, where)  # it is one
     return url
 
 
@@ -206,54 +206,54 @@ def _named_function(choice: Any) -> str | None:
 
 def unmet_names(messages: Iterable[Any]) -> dict[str, str]:
     """Return what ``unmet`` says of names of those who speak; the assistant's and those of tools are known anyway."""
-    for number, message in enumerate(messages):
+    for index, message in enumerate(messages):
         name = message.get("name") if isinstance(message, Mapping) else None
         if name and message.get("role") not in ("assistant", "tool"):
-            reason = f"messages[{number}] has {name!r:.100}, which the policy would not see: write it into the content."
+            reason = f"messages[{index}] has {name!r:.100}, which the policy would not see: write it into the content."
             return {"name": reason}
     return {}
 
 
-def _kept(message: Any, place: str) -> Message:
+def _kept(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
-        raise DataError(f"{place} is {message!r:.100}. Expected an object with role and content.")
+        raise DataError(f"{where} is {message!r:.100}. Expected an object with role and content.")
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
-        raise DataError(f"{place}.role is {role!r:.100}. Expected one of {', '.join(ROLES)}.")
+        raise DataError(f"{where}.role is {role!r:.100}. Expected one of {', '.join(ROLES)}.")
     if ROLES[role] not in WITH_IMAGES and has_image_parts(message.get("content")):
-        raise DataError(f"{place} of the role {role} has an image. Those of {' and '.join(WITH_IMAGES)} may have some.")
+        raise DataError(f"{where} of the role {role} has an image. Those of {' and '.join(WITH_IMAGES)} may have some.")
     content = message.get("content")
     if has_video_parts(content):
-        raise DataError(f"{place} has a video, and the endpoint takes texts and images. Send frames as images.")
+        raise DataError(f"{where} has a video, and the endpoint takes texts and images. Send frames as images.")
     kept: Message = {"role": ROLES[role], "content": "" if role == "assistant" and content in (None, []) else content}
     if role == "tool":
-        kept["tool_call_id"] = _text(message, "tool_call_id", place)
+        kept["tool_call_id"] = _text(message, "tool_call_id", where)
     for key in NOT_SHOWN if role == "assistant" else ():
         if message.get(key) is not None:
             raise DataError(
-                f"{place}.{key} is {message[key]!r:.100}, which the policy would not see. An assistant's message has "
+                f"{where}.{key} is {message[key]!r:.100}, which the policy would not see. An assistant's message has "
                 "content and tool_calls."
             )
     calls = message.get("tool_calls") if role == "assistant" else None
     if calls not in (None, []):
         if not isinstance(calls, list):
-            raise DataError(f"{place}.tool_calls is {calls!r:.100}. Expected a list.")
-        kept["tool_calls"] = [_call(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(calls)]
+            raise DataError(f"{where}.tool_calls is {calls!r:.100}. Expected a list.")
+        kept["tool_calls"] = [_call(call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)]
     return kept
 
 
-def _call(call: Any, place: str) -> dict[str, Any]:
+def _call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
-        raise DataError(f"{place} is {call!r:.100}. Expected an object with id and function.")
+        raise DataError(f"{where} is {call!r:.100}. Expected an object with id and function.")
     return {
-        "id": _text(call, "id", place),
+        "id": _text(call, "id", where),
         "type": "function",
-        "function": {name: _text(function, name, f"{place}.function") for name in ("name", "arguments")},
+        "function": {name: _text(function, name, f"{where}.function") for name in ("name", "arguments")},
     }
 
 
-def _text(value: Mapping[str, Any], key: str, place: str) -> str:
+def _text(value: Mapping[str, Any], key: str, where: str) -> str:
     if not isinstance(value.get(key), str):
-        raise DataError(f"{place}.{key} is {value.get(key)!r:.100}. Expected a text.")
+        raise DataError(f"{where}.{key} is {value.get(key)!r:.100}. Expected a text.")
     return value[key]

@@ -64,8 +64,8 @@ class ResponsesBody(CallBody):
     @property
     def turns(self) -> list[Message]:
         """All messages but the instructions."""
-        own = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _turns(self.input)
-        return [*self._before, *own]
+        instructions = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _turns(self.input)
+        return [*self._before, *instructions]
 
     def unmet(self) -> dict[str, str]:
         """See :meth:`CallBody.unmet`."""
@@ -97,51 +97,51 @@ class ResponsesBody(CallBody):
 def _turns(items: Sequence[Mapping[str, Any]]) -> list[Message]:
     """The messages that items stand for. What the assistant said and called in a row is one turn."""
     turns: list[Message] = []
-    for number, item in enumerate(items):
-        place, kind = f"input[{number}]", item.get("type", "message")
+    for index, item in enumerate(items):
+        where, kind = f"input[{index}]", item.get("type", "message")
         if kind == "message" and item.get("role") != "assistant":
-            turns.append({"role": item.get("role"), "content": _content_of(item.get("content"), place)})
+            turns.append({"role": item.get("role"), "content": _content_of(item.get("content"), where)})
         elif kind == "function_call_output":
-            said = _content_of(item.get("output"), place)
+            said = _content_of(item.get("output"), where)
             turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": said})
         elif kind in ("message", "function_call"):
             if not turns or turns[-1]["role"] != "assistant":
                 turns.append({"role": "assistant", "content": "", "tool_calls": []})
             if kind == "message":
-                said = _content_of(item.get("content"), place)
+                said = _content_of(item.get("content"), where)
                 if not isinstance(said, str):
-                    raise CallRefusedError(f"{place} of the role assistant has an image. It has texts.", param="input")
+                    raise CallRefusedError(f"{where} of the role assistant has an image. It has texts.", param="input")
                 turns[-1]["content"] += said
             else:
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 turns[-1]["tool_calls"].append({"id": item.get("call_id"), "type": "function", "function": function})
         elif kind != "reasoning":
             raise CallRefusedError(
-                f"{place} has the type {kind!r:.100}. Expected message, function_call or function_call_output.",
+                f"{where} has the type {kind!r:.100}. Expected message, function_call or function_call_output.",
                 param="input",
             )
     return turns
 
 
-def _content_of(content: Any, place: str) -> str | list[Mapping[str, Any]]:
+def _content_of(content: Any, where: str) -> str | list[Mapping[str, Any]]:
     """The content of a message: a text, or parts if it has images."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise CallRefusedError(f"{place} has {content!r:.100}. Expected a text or parts.", param="input")
-    return joined_parts([_chat_part(part, place) for part in content])
+        raise CallRefusedError(f"{where} has {content!r:.100}. Expected a text or parts.", param="input")
+    return joined_parts([_chat_part(part, where) for part in content])
 
 
-def _chat_part(part: Any, place: str) -> dict[str, Any]:
+def _chat_part(part: Any, where: str) -> dict[str, Any]:
     """The part of ``chat/completions`` for a text or an image."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in TEXT_PARTS and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if kind != IMAGE_PART:
-        raise CallRefusedError(f"{place} has the part {part!r:.100}. Expected texts and images.", param="input")
+        raise CallRefusedError(f"{where} has the part {part!r:.100}. Expected texts and images.", param="input")
     if not isinstance(part.get("image_url"), str) or part.get("file_id") is not None:
         raise CallRefusedError(
-            f"{place} has the image {part!r:.100}. Expected {{'type': 'input_image', 'image_url': "
+            f"{where} has the image {part!r:.100}. Expected {{'type': 'input_image', 'image_url': "
             "'data:image/png;base64,...'}: the endpoint opens no addresses and no files.",
             param="input",
         )
@@ -212,12 +212,12 @@ class ResponsesReply:
                 yield self._event("response.output_text.done", **self._text_place, text=text, logprobs=log_probs)
                 yield self._event("response.content_part.done", **self._text_place, part=part)
             else:
-                place, arguments = {"item_id": item["id"], "output_index": index}, item["arguments"]
+                where, arguments = {"item_id": item["id"], "output_index": index}, item["arguments"]
                 empty = item | {"status": "in_progress", "arguments": ""}
                 kind = "response.function_call_arguments"
                 yield self._event("response.output_item.added", output_index=index, item=empty)
-                yield self._event(f"{kind}.delta", **place, delta=arguments)
-                yield self._event(f"{kind}.done", **place, arguments=arguments, name=item["name"])
+                yield self._event(f"{kind}.delta", **where, delta=arguments)
+                yield self._event(f"{kind}.done", **where, arguments=arguments, name=item["name"])
             yield self._event("response.output_item.done", output_index=index, item=item)
         status = _status(answer)
         yield self._event(f"response.{status}", response=self._response(status, items, answer))
@@ -247,9 +247,9 @@ class ResponsesReply:
                     for text, log_prob in zip(token_texts(answer, self._tokenizer), answer.log_probs, strict=True)
                 ]
             items.append(self._message_item(_status(answer), [part]))
-        for number, call in enumerate(answer.calls):
+        for index, call in enumerate(answer.calls):
             named = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
-            items.append(named | {"id": f"fc_{self._id}_{number}", "status": "completed"})
+            items.append(named | {"id": f"fc_{self._id}_{index}", "status": "completed"})
         return items
 
     def _response(self, status: str, items: Sequence[Mapping[str, Any]], answer: ModelAnswer | None) -> dict[str, Any]:

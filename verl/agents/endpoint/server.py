@@ -103,10 +103,10 @@ class TrajectoryEndpoint:
         self.server.close()
 
     def _find(self, name: str, key: str) -> ModelBackend:
-        served, given = self._served.get(name), _digest(key)
-        if served is not None and hmac.compare_digest(served.digest, given):
+        served, digest = self._served.get(name), _digest(key)
+        if served is not None and hmac.compare_digest(served.digest, digest):
             return served.backend
-        if hmac.compare_digest(self._ended.get(name, b""), given):
+        if hmac.compare_digest(self._ended.get(name, b""), digest):
             raise CallRefusedError("this trajectory has ended, and its calls are answered no more.", status=410)
         raise CallRefusedError("this URL and this key do not belong together.", status=401, code="invalid_api_key")
 

@@ -102,10 +102,10 @@ async def _events(
     end: str | None,
 ) -> AsyncIterator[str]:
     yield _lines(reply.begin(texts.prompt_tokens))
-    told = first
-    while told is not None:
-        yield _lines(reply.text(*told))
-        told = await texts.told.get()
+    piece = first
+    while piece is not None:
+        yield _lines(reply.text(*piece))
+        piece = await texts.told.get()
     try:
         answers = work.result()
     except VerlError as error:

@@ -43,8 +43,8 @@ class StreamedText:
 
 def cut(content: str, stop: Sequence[str]) -> tuple[str, str | None]:
     """Cut a text before the first of the stop texts in it; return that too."""
-    found = [(content.index(text), -len(text), text) for text in stop if text in content]
-    if not found:
+    matches = [(content.index(text), -len(text), text) for text in stop if text in content]
+    if not matches:
         return content, None
-    place, _, text = min(found)
-    return content[:place], text
+    position, _, text = min(matches)
+    return content[:position], text

@@ -189,7 +189,7 @@ class TextToolParser(ToolParser):
         if is_thinking or text.lstrip().startswith(THINK):
             text = text.partition(END_OF_THINK)[2].lstrip()
         marks = (*self.starts, THINK, END_OF_THINK)
-        first = min((place for mark in marks if (place := text.find(mark)) >= 0), default=len(text))
+        first = min((position for mark in marks if (position := text.find(mark)) >= 0), default=len(text))
         return settled(text[:first], (*marks, *END_MARKERS))
 
     def parse_text(self, text: str, tools: Sequence[Any] | None = None, is_thinking: bool = False) -> ParsedTurn:
@@ -214,7 +214,7 @@ class TextToolParser(ToolParser):
         inner = text.lstrip().removeprefix(THINK) if begins else text
         end = inner.find(END_OF_THINK)
         if not (begins or is_thinking):
-            first = min((place for start in self.starts if (place := inner.find(start)) >= 0), default=len(inner))
+            first = min((position for start in self.starts if (position := inner.find(start)) >= 0), default=len(inner))
             if not 0 <= end < first:
                 return "", text
         if end < 0:
@@ -249,49 +249,49 @@ def read_calls(text: str, start: str, end: str, read_one: Callable[[str, int], t
         end: text that ends one; a call that cannot be read goes as far as this or the next ``start``.
         read_one: returns the call after a place of the text, and the place after its end; raises NoCallError.
     """
-    pieces, calls, malformed, place = [], [], [], 0
-    while len(malformed) < MOST_MALFORMED and (found := text.find(start, place)) >= 0:
-        pieces.append(text[place:found])
-        after = found + len(start)
+    pieces, calls, malformed, position = [], [], [], 0
+    while len(malformed) < MOST_MALFORMED and (start_of_call := text.find(start, position)) >= 0:
+        pieces.append(text[position:start_of_call])
+        after = start_of_call + len(start)
         try:
-            call, place = read_one(text, after)
+            call, position = read_one(text, after)
             calls.append(call)
         except NoCallError as error:
-            place = _end_of_broken(text, after, start, end)
-            malformed.append(MalformedCall(text[found:place], str(error)))
-            pieces.append(text[found:place])
-    return "".join([*pieces, text[place:]]), calls, malformed
+            position = _end_of_broken(text, after, start, end)
+            malformed.append(MalformedCall(text[start_of_call:position], str(error)))
+            pieces.append(text[start_of_call:position])
+    return "".join([*pieces, text[position:]]), calls, malformed
 
 
-def _end_of_broken(text: str, place: int, start: str, end: str) -> int:
-    next_start = text.find(start, place)
+def _end_of_broken(text: str, position: int, start: str, end: str) -> int:
+    next_start = text.find(start, position)
     limit = next_start if next_start >= 0 else len(text)
-    next_end = text.find(end, place, limit)
+    next_end = text.find(end, position, limit)
     return next_end + len(end) if next_end >= 0 else limit
 
 
 _BLANKS = re.compile(r"\s*")
 
 
-def expect(text: str, place: int, wanted: str) -> int:
+def expect(text: str, position: int, wanted: str) -> int:
     """Return the place after ``wanted``, which may follow blanks.
 
     Raises:
         NoCallError: something else is there.
     """
-    at = skip_blanks(text, place)
+    at = skip_blanks(text, position)
     if not text.startswith(wanted, at):
-        found = f"found {text[at : at + 20]!r}" if text[at:] else "the response ends"
-        raise NoCallError(f"expected {wanted!r} at character {at}, but {found}")
+        seen = f"found {text[at : at + 20]!r}" if text[at:] else "the response ends"
+        raise NoCallError(f"expected {wanted!r} at character {at}, but {seen}")
     return at + len(wanted)
 
 
-def read_value(text: str, place: int, end: str, others: re.Pattern[str], what: str) -> tuple[str, int]:
+def read_value(text: str, position: int, end: str, others: re.Pattern[str], what: str) -> tuple[str, int]:
     """Return the text up to ``end``, and the place after it; the model may have left ``end`` out.
 
     Args:
         text: what is read.
-        place: where the value begins.
+        position: where the value begins.
         end: text that ends it.
         others: matches what can only follow the value. Before the next ``end``, it ends the value too, with the blanks
             in front of it.
@@ -300,12 +300,12 @@ def read_value(text: str, place: int, end: str, others: re.Pattern[str], what: s
     Raises:
         NoCallError: neither of the two follows.
     """
-    found, other = text.find(end, place), others.search(text, place)
-    if other and (found < 0 or other.start() < found):
-        return text[place : other.start()].rstrip(), other.start()
-    if found < 0:
+    end_of_value, other = text.find(end, position), others.search(text, position)
+    if other and (end_of_value < 0 or other.start() < end_of_value):
+        return text[position : other.start()].rstrip(), other.start()
+    if end_of_value < 0:
         raise NoCallError(f"no {end!r} ends {what}")
-    return text[place:found], found + len(end)
+    return text[position:end_of_value], end_of_value + len(end)
 
 
 def require_first(key: str, arguments: Mapping[str, Any]) -> None:
@@ -318,10 +318,10 @@ def require_first(key: str, arguments: Mapping[str, Any]) -> None:
         raise NoCallError(f"the parameter {key!r} is written twice")
 
 
-def skip_blanks(text: str, place: int) -> int:
+def skip_blanks(text: str, position: int) -> int:
     """Return the first place that is no blank."""
-    found = _BLANKS.match(text, place)
-    return found.end() if found else place
+    match = _BLANKS.match(text, position)
+    return match.end() if match else position
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -331,14 +331,14 @@ def _refuse_constant(name: str) -> NoReturn:
 _decoder = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def read_json(text: str, place: int = 0) -> tuple[Any, int]:
+def read_json(text: str, position: int = 0) -> tuple[Any, int]:
     """Read one JSON value that may follow blanks; return it with the place after it.
 
     Raises:
         NoCallError: there is none, or one that cannot be used (too deep, numbers of thousands of digits).
     """
     try:
-        return _decoder.raw_decode(text, skip_blanks(text, place))
+        return _decoder.raw_decode(text, skip_blanks(text, position))
     except json.JSONDecodeError as error:
         raise NoCallError(f"invalid JSON: {error.msg} at character {error.pos}") from error
     except RecursionError as error:
@@ -394,10 +394,10 @@ def call_of_object(value: Any, arguments_key: str) -> FunctionCall:
 
 def properties_of(tools: Sequence[Any] | None) -> dict[str, Properties]:
     """Return the parameters of each tool by name; tools are schemas of ``verl.tools.schemas`` or their dicts."""
-    found: dict[str, Properties] = {}
+    properties: dict[str, Properties] = {}
     for tool in tools or ():
         schema = tool if isinstance(tool, Mapping) else tool.model_dump(exclude_none=True)
         function = schema.get("function", schema)
         parameters = function.get("parameters") or {}
-        found[function["name"]] = parameters.get("properties") or {}
-    return found
+        properties[function["name"]] = parameters.get("properties") or {}
+    return properties

@@ -53,49 +53,49 @@ class DeepSeekToolParser(TextToolParser):
         return content, calls, malformed
 
 
-def _read_one(text: str, place: int) -> tuple[FunctionCall, int]:
-    separator = text.find(SEPARATOR, place)
-    if separator < 0 or END in text[place:separator] or BEGIN in text[place:separator]:
+def _read_one(text: str, position: int) -> tuple[FunctionCall, int]:
+    separator = text.find(SEPARATOR, position)
+    if separator < 0 or END in text[position:separator] or BEGIN in text[position:separator]:
         raise NoCallError(f"no {SEPARATOR} in the call")
-    first, place = text[place:separator].strip(), separator + len(SEPARATOR)
+    first, position = text[position:separator].strip(), separator + len(SEPARATOR)
     # V3 and R1: "function" SEPARATOR name, then the arguments as a block of JSON. V3.1: name SEPARATOR arguments.
-    if text[skip_blanks(text, place) : skip_blanks(text, place) + 1] in ("{", "[", '"'):
-        value, place = read_json(text, place)
-        return make_call(first, value), expect(text, place, END)
-    fence = text.find("```", place)
-    if fence < 0 or END in text[place:fence]:
+    if text[skip_blanks(text, position) : skip_blanks(text, position) + 1] in ("{", "[", '"'):
+        value, position = read_json(text, position)
+        return make_call(first, value), expect(text, position, END)
+    fence = text.find("```", position)
+    if fence < 0 or END in text[position:fence]:
         raise NoCallError("the arguments are neither a JSON object nor a block of ```json")
-    name = text[place:fence].strip()
-    value, place = read_json(text, fence + len("```json") if text.startswith("```json", fence) else fence + 3)
-    return make_call(name, value), expect(text, expect(text, place, "```"), END)
+    name = text[position:fence].strip()
+    value, position = read_json(text, fence + len("```json") if text.startswith("```json", fence) else fence + 3)
+    return make_call(name, value), expect(text, expect(text, position, "```"), END)
 
 
-def _no_begin(text: str, place: int) -> tuple[FunctionCall, int]:
+def _no_begin(text: str, position: int) -> tuple[FunctionCall, int]:
     raise NoCallError(f"no {BEGIN} follows")
 
 
-def _no_invoke(text: str, place: int) -> tuple[FunctionCall, int]:
+def _no_invoke(text: str, position: int) -> tuple[FunctionCall, int]:
     raise NoCallError(f'no {INVOKE} name="..."> in the block')
 
 
-def _read_invoke(text: str, place: int) -> tuple[FunctionCall, int]:
-    head = _NAME.match(text, place)
+def _read_invoke(text: str, position: int) -> tuple[FunctionCall, int]:
+    head = _NAME.match(text, position)
     if head is None:
         raise NoCallError(f'no name="..."> follows {INVOKE}')
-    arguments, place = {}, head.end()
-    while not text.startswith(END_INVOKE, place := skip_blanks(text, place)):
-        parameter = _PARAMETER.match(text, place)
+    arguments, position = {}, head.end()
+    while not text.startswith(END_INVOKE, position := skip_blanks(text, position)):
+        parameter = _PARAMETER.match(text, position)
         if parameter is None:
-            raise NoCallError(f"neither a parameter nor {END_INVOKE} at character {place}")
+            raise NoCallError(f"neither a parameter nor {END_INVOKE} at character {position}")
         require_first(parameter[1], arguments)
         what = f"the parameter {parameter[1]!r}"
-        value, place = read_value(text, parameter.end(), _END_PARAMETER, _AFTER_VALUE, what)
+        value, position = read_value(text, parameter.end(), _END_PARAMETER, _AFTER_VALUE, what)
         arguments[parameter[1]] = _json_value(value, parameter[1]) if parameter[2] == "false" else value
-    return make_call(head[1], arguments), place + len(END_INVOKE)
+    return make_call(head[1], arguments), position + len(END_INVOKE)
 
 
 def _json_value(text: str, name: str) -> object:
-    value, place = read_json(text)
-    if text[place:].strip():
-        raise NoCallError(f"the parameter '{name}' is no JSON: {text[place:].strip()[:20]!r} follows the value")
+    value, position = read_json(text)
+    if text[position:].strip():
+        raise NoCallError(f"the parameter '{name}' is no JSON: {text[position:].strip()[:20]!r} follows the value")
     return value

@@ -47,10 +47,10 @@ class GptOssToolParser(TextToolParser):
         content: list[str] = []
         calls: list[FunctionCall] = []
         malformed: list[MalformedCall] = []
-        place = 0
-        while place < len(text):
-            begin = text.find(MESSAGE, place)
-            header = text[place : begin if begin >= 0 else len(text)]
+        position = 0
+        while position < len(text):
+            begin = text.find(MESSAGE, position)
+            header = text[position : begin if begin >= 0 else len(text)]
             recipient = _RECIPIENT.search(header)
             if begin < 0:
                 if recipient:
@@ -67,18 +67,18 @@ class GptOssToolParser(TextToolParser):
                 else:
                     content.append(text[body:after])
             except NoCallError as error:
-                malformed.append(MalformedCall(text[place:after], str(error)))
-                content.append(text[place:after])
+                malformed.append(MalformedCall(text[position:after], str(error)))
+                content.append(text[position:after])
             end = _ENDS.match(text, after)
-            place = end.end() if end else after
+            position = end.end() if end else after
         return "".join(content), calls, malformed
 
 
-def _read_call(recipient: str, text: str, place: int) -> tuple[FunctionCall, int]:
+def _read_call(recipient: str, text: str, position: int) -> tuple[FunctionCall, int]:
     if not recipient.startswith("functions."):
         raise NoCallError(f"the address {recipient!r} is no function: write to=functions.name")
-    value, place = read_json(text, place)
-    end = skip_blanks(text, place)
+    value, position = read_json(text, position)
+    end = skip_blanks(text, position)
     if end < len(text) and not _ENDS.match(text, end):
         raise NoCallError(f"{text[end : end + 20]!r} follows the JSON object of the arguments")
     return make_call(recipient.removeprefix("functions."), value), end

@@ -39,9 +39,9 @@ class HermesToolParser(TextToolParser):
         return read_calls(text, "<tool_call>", "</tool_call>", self._read_one)
 
     @staticmethod
-    def _read_one(text: str, place: int) -> tuple[FunctionCall, int]:
-        value, place = read_json(text, place)
-        return call_of_object(value, "arguments"), expect(text, place, "</tool_call>")
+    def _read_one(text: str, position: int) -> tuple[FunctionCall, int]:
+        value, position = read_json(text, position)
+        return call_of_object(value, "arguments"), expect(text, position, "</tool_call>")
 
 
 @ToolParser.register("llama3_json")
@@ -66,18 +66,18 @@ class Llama3JsonToolParser(TextToolParser):
             if not self._looks_like_a_call(text):
                 return text, [], []
         calls: list[FunctionCall] = []
-        place = 0
+        position = 0
         try:
             while True:
-                value, place = read_json(body, place)
+                value, position = read_json(body, position)
                 call = call_of_object(value, "parameters")
                 if "parameters" not in value and call.name not in tools:  # an answer may have a name, too
                     raise NoCallError(f"the call has no 'parameters', and {call.name!r:.50} is no tool")
                 calls.append(call)
-                place = skip_blanks(body, place)
-                if place >= len(body):
+                position = skip_blanks(body, position)
+                if position >= len(body):
                     return before, calls, []
-                place = expect(body, place, ";")
+                position = expect(body, position, ";")
         except NoCallError as error:
             # One of several calls is broken: none is made, for it is not known where the next would begin.
             return text, [], [MalformedCall(tag + body, str(error))]
@@ -101,31 +101,31 @@ class MistralToolParser(TextToolParser):
 
     def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
         """See :meth:`TextToolParser.read`."""
-        found = text.find("[TOOL_CALLS]")
-        if found < 0:
+        marker = text.find("[TOOL_CALLS]")
+        if marker < 0:
             return text, [], []
-        if text[skip_blanks(text, found + len("[TOOL_CALLS]")) :].startswith(("[", "{")):
-            return self._read_list(text, found)
+        if text[skip_blanks(text, marker + len("[TOOL_CALLS]")) :].startswith(("[", "{")):
+            return self._read_list(text, marker)
         return read_calls(text, "[TOOL_CALLS]", "[TOOL_CALLS]", self._read_one)
 
     @staticmethod
-    def _read_list(text: str, found: int) -> Reading:
+    def _read_list(text: str, marker: int) -> Reading:
         try:
-            value, place = read_json(text, found + len("[TOOL_CALLS]"))
+            value, position = read_json(text, marker + len("[TOOL_CALLS]"))
             listed = value if isinstance(value, list) else [value]
             calls = [call_of_object(one, "arguments") for one in listed]
             if not calls:
                 raise NoCallError("the list of calls is empty")
         except NoCallError as error:
-            return text, [], [MalformedCall(text[found:], str(error))]
-        return text[:found] + text[place:], calls, []
+            return text, [], [MalformedCall(text[marker:], str(error))]
+        return text[:marker] + text[position:], calls, []
 
     @staticmethod
-    def _read_one(text: str, place: int) -> tuple[FunctionCall, int]:
-        arguments, following = text.find("[ARGS]", place), text.find("[TOOL_CALLS]", place)
+    def _read_one(text: str, position: int) -> tuple[FunctionCall, int]:
+        arguments, following = text.find("[ARGS]", position), text.find("[TOOL_CALLS]", position)
         if arguments < 0 or 0 <= following < arguments:
             raise NoCallError("no [ARGS] follows the name of the function")
-        name = text[place:arguments].partition("[CALL_ID]")[0]
+        name = text[position:arguments].partition("[CALL_ID]")[0]
         value, end = read_json(text, arguments + len("[ARGS]"))
         return make_call(name, value), end
 

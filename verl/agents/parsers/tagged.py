@@ -48,18 +48,18 @@ class Qwen3CoderToolParser(TextToolParser):
     def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
         """See :meth:`TextToolParser.read`."""
 
-        def read_one(text: str, place: int) -> tuple[FunctionCall, int]:
-            name, place = _name_until(text, place, ">", "the name of the function")
+        def read_one(text: str, position: int) -> tuple[FunctionCall, int]:
+            name, position = _name_until(text, position, ">", "the name of the function")
             properties = tools.get(name, {})
             arguments: dict[str, Any] = {}
-            while not text.startswith("</function>", place := skip_blanks(text, place)):
-                place = expect(text, place, "<parameter=")
-                key, place = _name_until(text, place, ">", "the name of a parameter")
+            while not text.startswith("</function>", position := skip_blanks(text, position)):
+                position = expect(text, position, "<parameter=")
+                key, position = _name_until(text, position, ">", "the name of a parameter")
                 require_first(key, arguments)
-                value, place = read_value(text, place, "</parameter>", _AFTER_PARAMETER, f"the value of {key!r}")
+                value, position = read_value(text, position, "</parameter>", _AFTER_PARAMETER, f"the value of {key!r}")
                 # The template puts each value on lines of its own.
                 arguments[key] = typed(value.removeprefix("\n").removesuffix("\n"), properties.get(key))
-            return make_call(name, arguments), place + len("</function>")
+            return make_call(name, arguments), position + len("</function>")
 
         content, calls, malformed = read_calls(text, "<function=", "</function>", read_one)
         if not calls and not malformed and "<tool_call>" in text:
@@ -67,7 +67,7 @@ class Qwen3CoderToolParser(TextToolParser):
         return (re.sub(r"</?tool_call>", "", content) if calls and not malformed else content), calls, malformed
 
 
-def _no_function(text: str, place: int) -> tuple[FunctionCall, int]:
+def _no_function(text: str, position: int) -> tuple[FunctionCall, int]:
     raise NoCallError("no <function=name> follows <tool_call>")
 
 
@@ -88,29 +88,29 @@ class GlmToolParser(TextToolParser):
     def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
         """See :meth:`TextToolParser.read`."""
 
-        def read_one(text: str, place: int) -> tuple[FunctionCall, int]:
-            name, place = _name_until(text, place, "<", "the name of the function")
-            name, place = name.strip(), place - 1
+        def read_one(text: str, position: int) -> tuple[FunctionCall, int]:
+            name, position = _name_until(text, position, "<", "the name of the function")
+            name, position = name.strip(), position - 1
             properties = tools.get(name, {})
             arguments: dict[str, Any] = {}
-            while not text.startswith("</tool_call>", place := skip_blanks(text, place)):
-                key, place = _name_until(text, expect(text, place, "<arg_key>"), "</arg_key>", "a key")
+            while not text.startswith("</tool_call>", position := skip_blanks(text, position)):
+                key, position = _name_until(text, expect(text, position, "<arg_key>"), "</arg_key>", "a key")
                 require_first(key, arguments)
-                place = expect(text, place, "<arg_value>")
-                value, place = read_value(text, place, "</arg_value>", _AFTER_ARG_VALUE, f"the value of {key!r}")
+                position = expect(text, position, "<arg_value>")
+                value, position = read_value(text, position, "</arg_value>", _AFTER_ARG_VALUE, f"the value of {key!r}")
                 arguments[key] = typed(value, properties.get(key))
-            return make_call(name, arguments), place + len("</tool_call>")
+            return make_call(name, arguments), position + len("</tool_call>")
 
         return read_calls(text, "<tool_call>", "</tool_call>", read_one)
 
 
-def _name_until(text: str, place: int, end: str, what: str) -> tuple[str, int]:
+def _name_until(text: str, position: int, end: str, what: str) -> tuple[str, int]:
     """Return a name of one line without ``<``, and the place after its ``end``."""
-    found = text.find(end, place)
-    name = text[place:found].strip()
-    if found < 0 or "<" in name or "\n" in name:
+    end_of_name = text.find(end, position)
+    name = text[position:end_of_name].strip()
+    if end_of_name < 0 or "<" in name or "\n" in name:
         raise NoCallError(f"no {end!r} ends {what}")
-    return name, found + len(end)
+    return name, end_of_name + len(end)
 
 
 def typed(text: str, schema: Mapping[str, Any] | None) -> Any:
@@ -137,10 +137,10 @@ def typed(text: str, schema: Mapping[str, Any] | None) -> Any:
 def _types(schema: Mapping[str, Any]) -> set[str]:
     """Names of the JSON types that a schema allows."""
     kinds = schema.get("type", [])
-    found = {kinds} if isinstance(kinds, str) else set(kinds)
+    types = {kinds} if isinstance(kinds, str) else set(kinds)
     for key in ("anyOf", "oneOf"):
         for one in schema.get(key, ()):
-            found |= _types(one)
-    if not found and "enum" in schema:
-        found = {"null" if value is None else _TYPE_NAMES.get(type(value), "string") for value in schema["enum"]}
-    return found | ({"null"} if schema.get("nullable") else set())
+            types |= _types(one)
+    if not types and "enum" in schema:
+        types = {"null" if value is None else _TYPE_NAMES.get(type(value), "string") for value in schema["enum"]}
+    return types | ({"null"} if schema.get("nullable") else set())
