@@ -120,9 +120,9 @@ class Boxes:
                 f"{unknown[:3] or 'nothing'} that this model lacks."
             )
         for name, shape in shapes.items():
-            if wrong := [box.shape for box in self._stored[name] if box.shape != tuple(shape)]:
+            if invalid := [box.shape for box in self._stored[name] if box.shape != tuple(shape)]:
                 raise CheckpointError(
-                    f"'{name}' has shape {list(wrong[0])} in the checkpoint {self.source} and {list(shape)} here."
+                    f"'{name}' has shape {list(invalid[0])} in the checkpoint {self.source} and {list(shape)} here."
                 )
 
     def cut(self, name: str, start: Sequence[int], size: Sequence[int]) -> Tensor:
@@ -163,13 +163,13 @@ def _entries(state: Mapping[str, Any], source: str) -> list[StoredBox]:
     entries = state.get("boxes")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise CheckpointError(f"{source} is damaged: a file holds no boxes of weights.")
-    found = []
+    boxes = []
     for entry in entries:
         name, shape, start, values = (entry.get(key) for key in ("name", "shape", "start", "values"))
         if not isinstance(name, str) or not _is_box(shape, start, values):
             raise CheckpointError(f"{source} is damaged: '{name}' is no box of a tensor of shape {shape!r:.80}.")
-        found.append(StoredBox(name, tuple(shape), tuple(start), values))
-    return found
+        boxes.append(StoredBox(name, tuple(shape), tuple(start), values))
+    return boxes
 
 
 def _is_box(shape: Any, start: Any, values: Any) -> bool:
@@ -178,7 +178,7 @@ def _is_box(shape: Any, start: Any, values: Any) -> bool:
         return False
     if not values.dim() == len(shape) == len(start):
         return False
-    if any(type(number) is not int or number < 0 for number in (*shape, *start)):
+    if any(type(size) is not int or size < 0 for size in (*shape, *start)):
         return False
     if values.untyped_storage().nbytes() < values.numel() * values.element_size():
         return False

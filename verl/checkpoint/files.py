@@ -108,16 +108,16 @@ def write_states(folder: Path, states: Mapping[str, Any]) -> dict[str, FileEntry
 
 def sync_tree(folder: Path) -> dict[str, FileEntry]:
     """Sync the files that another library wrote into ``folder``; return them by relative path."""
-    found = {}
+    sizes = {}
     for path in sorted(folder.rglob("*")):
         if path.is_dir():
             sync_folder(path)
             continue
         with path.open("rb") as file:
             os.fsync(file.fileno())
-        found[path.relative_to(folder).as_posix()] = entry_of(path)
+        sizes[path.relative_to(folder).as_posix()] = entry_of(path)
     sync_folder(folder)
-    return found
+    return sizes
 
 
 def sync_folder(folder: Path) -> None:
@@ -155,8 +155,8 @@ PARTIAL, REPLACED = ".partial", ".replaced"
 class NewFolder:
     """A folder that is written under a temporary name, then renamed to ``place``, replacing what is there."""
 
-    def __init__(self, place: str | Path) -> None:
-        self.place = Path(place).expanduser().absolute()
+    def __init__(self, path: str | Path) -> None:
+        self.place = Path(path).expanduser().absolute()
         self.partial = self.place.with_name(self.place.name + PARTIAL)
 
     def begin(self) -> Path:
@@ -187,16 +187,16 @@ class NewFolder:
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
-def put_back(place: Path) -> None:
+def put_back(path: Path) -> None:
     """Repair an interrupted :meth:`NewFolder.commit`: restore the old folder's name, or remove it if replaced."""
-    old = place.with_name(place.name + REPLACED)
+    old = path.with_name(path.name + REPLACED)
     if not old.exists():
         return
-    if place.exists():
+    if path.exists():
         _remove(old)
     else:
-        old.rename(place)
-        sync_folder(place.parent)
+        old.rename(path)
+        sync_folder(path.parent)
 
 
 def _remove(old: Path) -> None:

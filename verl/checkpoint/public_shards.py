@@ -159,15 +159,15 @@ def _part(name: str, tensor: Any, rank: int) -> tuple[Tensor, list[int], int]:
 
 def _part_of_dtensor(name: str, tensor: DTensor, rank: int) -> tuple[Tensor, list[int], int]:
     shape, mesh = list(tensor.shape), tensor.device_mesh.mesh
-    place = (mesh == rank).nonzero()
+    coordinate = (mesh == rank).nonzero()
     first = 0
     for dimension, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
             continue
-        if type(placement) is not Shard or placement.dim != 0 or len(place) != 1:
+        if type(placement) is not Shard or placement.dim != 0 or len(coordinate) != 1:
             raise CheckpointError(f"'{name}' is placed as {placement}, and only rows are read.")
         rows = -(-shape[0] // mesh.size(dimension))  # as torch.chunk cuts
-        first = min(int(place[0, dimension]) * rows, shape[0])
+        first = min(int(coordinate[0, dimension]) * rows, shape[0])
     with torch.no_grad():
         return tensor.to_local(), shape, first
 

@@ -36,14 +36,14 @@ class RankState:
         if self.describe is None:
             return files
         # In a folder of its own, so that sync_tree sees no files of other ranks.
-        own = folder / f".rank_{dist.get_rank()}"
-        own.mkdir()
-        self.describe(own)
-        described = sync_tree(own)
+        rank_folder = folder / f".rank_{dist.get_rank()}"
+        rank_folder.mkdir()
+        self.describe(rank_folder)
+        described = sync_tree(rank_folder)
         for name in described:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)  # maybe by another rank before
-            (own / name).replace(folder / name)
-        shutil.rmtree(own)
+            (rank_folder / name).replace(folder / name)
+        shutil.rmtree(rank_folder)
         return files | described
 
 

@@ -76,8 +76,8 @@ class RemoteSteps:
 
     def problem(self) -> CheckpointError | None:
         """What went wrong since the last call; the step is then sent again by :meth:`finish`, or a later one is."""
-        found, self._problem = self._problem, None
-        return found
+        problem, self._problem = self._problem, None
+        return problem
 
     def finish(self) -> None:
         """Wait, and send once more what could not be sent.
@@ -90,8 +90,8 @@ class RemoteSteps:
             self.problem()
             self.begin(self._owed)
             self.wait()
-        if found := self.problem():
-            raise found
+        if problem := self.problem():
+            raise problem
 
     def _send_owed(self) -> None:
         assert self._owed is not None
@@ -220,9 +220,9 @@ class RemoteSteps:
             self._require_same_run(partial, newest_here)
             for name in files:
                 self._get(f"{source}/{name}", partial / name)
-            found = sync_tree(partial)
+            synced = sync_tree(partial)
             for name, entry in files.items():
-                if (copied := found[name]) != entry:
+                if (copied := synced[name]) != entry:
                     what = (
                         f"{copied.size} bytes instead of {entry.size}" if copied.size != entry.size else "other bytes"
                     )
@@ -239,8 +239,8 @@ class RemoteSteps:
         """The steps of another run must not go on from here, nor be hidden by newer ones."""
         if newest_here is None:
             return
-        own, theirs = read_lineage(step_folder(self.root, newest_here), MANIFEST), read_lineage(fetched, MANIFEST)
-        if own and theirs and not contains_step(theirs, newest_here, own[-1][0]):
+        ours, theirs = read_lineage(step_folder(self.root, newest_here), MANIFEST), read_lineage(fetched, MANIFEST)
+        if ours and theirs and not contains_step(theirs, newest_here, ours[-1][0]):
             raise CheckpointError(
                 f"{self.url} has steps of another run than {self.root}, where step {newest_here} is the last."
             )

@@ -112,20 +112,20 @@ class ResumeChoice:
 
     def _newest_whole(self) -> Path | None:
         """The latest step, or the newest intact one before it if it is damaged."""
-        found, problems = saved_steps(self._root), []
+        saved, problems = saved_steps(self._root), []
         try:
             latest = steps.read_latest(self._root)
         except CheckpointError as error:
             latest = None
             problems.append(str(error))
-        if latest is None and not found and not problems:
+        if latest is None and not saved and not problems:
             logger.info("no checkpoint in %s: starting from step 0", self._root)
             return None
         if latest is None and not problems:
             problems.append(f"{self._root / LATEST} is missing")
-        if latest is not None and latest not in found:
+        if latest is not None and latest not in saved:
             problems.append(f"{step_folder(self._root, latest)}, which {LATEST} names, does not exist")
-        before = {step: path for step, path in found.items() if latest is None or step <= latest}
+        before = {step: path for step, path in saved.items() if latest is None or step <= latest}
         lineages = {step: of for step, path in before.items() if (of := read_lineage(path, STATE)) is not None}
         lineage = lineages[max(lineages)] if lineages else ()
         others = [step for step, of in lineages.items() if not contains_step(lineage, step, of[-1][0])]
@@ -134,7 +134,7 @@ class ResumeChoice:
             before = {}
         ours = {step: path for step, path in before.items() if step not in others}
         return self.first_whole(
-            [ours[step] for step in sorted(ours, reverse=True)], problems, [found[step].name for step in others]
+            [ours[step] for step in sorted(ours, reverse=True)], problems, [saved[step].name for step in others]
         )
 
     def first_whole(self, folders: Sequence[Path], problems: list[str], others: Sequence[str] = ()) -> Path:
@@ -184,8 +184,8 @@ class ResumeChoice:
         group = next(iter(self._groups.values()))
         names = sorted(files, key=lambda name: -files[name].size)
         shares = [{name: files[name] for name in names[rank :: group.world_size]} for rank in range(group.world_size)]
-        found = group.check_files([str(folder)] * group.world_size, shares)
-        return next((problem for problems in found for problem in problems), None)
+        missing = group.check_files([str(folder)] * group.world_size, shares)
+        return next((problem for problems in missing for problem in problems), None)
 
 
 def is_public(folder: Path) -> bool:

@@ -203,11 +203,11 @@ class TrainerCheckpoint:
     def _end_writing(self, wait: bool) -> None:
         if self._writing is None:
             return
-        found = {name: group.save_report(wait) for name, group in self.groups.items()}
-        if any(report is None for reports in found.values() for report in reports):
+        written = {name: group.save_report(wait) for name, group in self.groups.items()}
+        if any(report is None for reports in written.values() for report in reports):
             return
         try:
-            files = self._own_files | _joined(found)
+            files = self._own_files | _joined(written)
             steps.commit(self.root, self._writing.global_step, files, self._lineage(self._writing.global_step))
         except (OSError, CheckpointError) as error:
             self._failed(str(error))
@@ -241,9 +241,9 @@ class TrainerCheckpoint:
 
         Steps outside this run's lineage belong to other runs that saved here; they are neither counted nor removed.
         """
-        lineage, found = self._lineage(newest), saved_steps(self.root)
-        saved_by = {step: of[-1][0] for step, path in found.items() if (of := read_lineage(path, STATE)) is not None}
-        folders = {step: found[step] for step, run in saved_by.items() if contains_step(lineage, step, run)}
+        lineage, steps = self._lineage(newest), saved_steps(self.root)
+        saved_by = {step: of[-1][0] for step, path in steps.items() if (of := read_lineage(path, STATE)) is not None}
+        folders = {step: steps[step] for step, run in saved_by.items() if contains_step(lineage, step, run)}
         try:
             for name in self.groups:
                 limit = self.plan.keep.get(name)
@@ -285,8 +285,8 @@ class TrainerCheckpoint:
             CheckpointError: all of these are damaged, or the first of them and ``recovery.on_damaged_checkpoint=stop``.
         """
         steps.repair(self.root)
-        own = [step_folder(self.root, step) for step in sorted(self._own_steps, reverse=True)]
-        folders = [folder for folder in own if folder.is_dir()]
+        own_folders = [step_folder(self.root, step) for step in sorted(self._own_steps, reverse=True)]
+        folders = [folder for folder in own_folders if folder.is_dir()]
         if self._loaded_from is not None:
             folders.append(self._loaded_from)
         if not folders:
@@ -349,13 +349,13 @@ def _write_driver(folder: Path, state: RunState, lineage: Lineage) -> dict[str, 
 def _write_group(
     folder: Path, name: str, snapshots: Sequence[Mapping[str, Any]], documents: Mapping[str, bytes]
 ) -> dict[str, FileEntry]:
-    own, files = folder / name, {}
+    group_folder, files = folder / name, {}
     for path, content in documents.items():
-        (own / path).parent.mkdir(parents=True, exist_ok=True)
-        files[path] = write_bytes(own / path, content)
+        (group_folder / path).parent.mkdir(parents=True, exist_ok=True)
+        files[path] = write_bytes(group_folder / path, content)
     for snapshot in snapshots:
-        files |= write_states(own, from_arrays(dict(snapshot)))
-    for inner in [own, *(path for path in own.rglob("*") if path.is_dir())]:
+        files |= write_states(group_folder, from_arrays(dict(snapshot)))
+    for inner in [group_folder, *(path for path in group_folder.rglob("*") if path.is_dir())]:
         sync_folder(inner)
     return {(Path(name) / path).as_posix(): entry for path, entry in files.items()}
 
@@ -374,10 +374,10 @@ def _loadable(state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _joined(found: dict[str, list[SaveReport]]) -> dict[str, FileEntry]:
+def _joined(parts: dict[str, list[SaveReport]]) -> dict[str, FileEntry]:
     """Merge the ranks' files by path below the step's folder; a ``CheckpointError`` if a rank failed."""
     files: dict[str, FileEntry] = {}
-    for name, reports in found.items():
+    for name, reports in parts.items():
         for rank, report in enumerate(reports):
             if report.problem is not None:
                 raise CheckpointError(f"{report.problem} (rank {rank})")

@@ -75,15 +75,15 @@ class TrainingState:
             numbers: stored with ``extra``; :meth:`load` and :meth:`restore` return them.
             copied: copy the tensors, so that later steps do not change them.
         """
-        found: dict[str, dict[str, Any]] = {}
+        states: dict[str, dict[str, Any]] = {}
         if "model" in contents:
-            found["model"] = _rows_of(self.tensors, copied)
+            states["model"] = _rows_of(self.tensors, copied)
         if "optimizer" in contents and self.optimizer is not None:
-            found["optim"] = self._optimizer_state(self.optimizer, copied)
+            states["optim"] = self._optimizer_state(self.optimizer, copied)
         if "extra" in contents:
-            found["extra_state"] = extra_of(self.scheduler, numbers)
+            states["extra_state"] = extra_of(self.scheduler, numbers)
         world_size, rank = dist.get_world_size(), dist.get_rank()
-        return {shard_file(kind, world_size, rank): state for kind, state in found.items()}
+        return {shard_file(kind, world_size, rank): state for kind, state in states.items()}
 
     def _optimizer_state(self, optimizer: Optimizer, copied: bool) -> dict[str, Any]:
         """Moments as rows like the weights, under ``<weight>/<moment>``; other entries unchanged."""
@@ -136,14 +136,14 @@ class TrainingState:
                 "memory goes back to the rank that it came from, among as many ranks. For another number of ranks, "
                 "resume from a checkpoint on disk."
             )
-        found = {kind: dict(states[file]) for kind, file in wanted.items() if file in states}
-        if "model" in found:
-            _load_rows(self.tensors, [found["model"]])
-        if "optim" in found and self.optimizer is not None:
-            self._load_optimizer(self.optimizer, [found["optim"]])
-        if "extra_state" in found:
-            load_extra(self.scheduler, found["extra_state"], has_own_rng=True)
-        return found.get("extra_state", {})
+        tensors = {kind: dict(states[file]) for kind, file in wanted.items() if file in states}
+        if "model" in tensors:
+            _load_rows(self.tensors, [tensors["model"]])
+        if "optim" in tensors and self.optimizer is not None:
+            self._load_optimizer(self.optimizer, [tensors["optim"]])
+        if "extra_state" in tensors:
+            load_extra(self.scheduler, tensors["extra_state"], has_own_rng=True)
+        return tensors.get("extra_state", {})
 
     def _load_optimizer(self, optimizer: Optimizer, shards: list[dict[str, Any]]) -> None:
         check_kind(optimizer, shards[0].get("optimizer"))
@@ -357,7 +357,7 @@ def _is_part(local: Any, shape: Any, first: Any) -> bool:
     """
     if not isinstance(local, Tensor) or not isinstance(shape, list) or local.dim() != len(shape):
         return False
-    if any(type(number) is not int or number < 0 for number in (*shape, first)):
+    if any(type(size) is not int or size < 0 for size in (*shape, first)):
         return False
     if local.untyped_storage().nbytes() < local.numel() * local.element_size():  # an expanded view
         return False
@@ -369,8 +369,8 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         state = load_file(path)
     except FileNotFoundError:
-        found = sorted(p.name for p in path.parent.glob("*.pt")) if path.parent.is_dir() else []
-        raise CheckpointError(f"{path} is missing. The folder holds {', '.join(found) or 'no .pt file'}.") from None
+        present = sorted(p.name for p in path.parent.glob("*.pt")) if path.parent.is_dir() else []
+        raise CheckpointError(f"{path} is missing. The folder holds {', '.join(present) or 'no .pt file'}.") from None
     except UNREADABLE as error:
         first = (str(error).strip().splitlines() or ["damaged"])[0]
         raise CheckpointError(
@@ -406,6 +406,6 @@ def assemble(shards: list[dict[str, Any]], name: str, start: int, stop: int) -> 
     if done < stop:
         raise CheckpointError(f"the checkpoint's files hold rows up to {done} of '{name}', which has {shape[0]}.")
     result = torch.empty((stop - start, *shape[1:]), dtype=shards[0]["tensors"][name].dtype)
-    for place, rows in parts:
-        result[place : place + rows.shape[0]] = rows
+    for first_row, rows in parts:
+        result[first_row : first_row + rows.shape[0]] = rows
     return result

@@ -193,5 +193,5 @@ def wrong_contents(folder: Path, files: Mapping[str, FileEntry]) -> list[str]:
 
 def _folders(root: Path, suffix: str) -> list[tuple[int, Path]]:
     pattern = re.compile(rf"global_step_(\d+){re.escape(suffix)}")
-    found = [(int(m.group(1)), path) for path in root.glob("global_step_*") if (m := pattern.fullmatch(path.name))]
-    return sorted(found)
+    folders = [(int(m.group(1)), path) for path in root.glob("global_step_*") if (m := pattern.fullmatch(path.name))]
+    return sorted(folders)

@@ -38,12 +38,12 @@ def image_places(batch: DataProto, vision: VisionConfig) -> Tensor:
     # Without the column no response is taken for text: it would hide that the images were lost.
     inputs: Sequence[Mapping[str, Tensor]] = () if rows is None else list(rows)
     places = image_tokens(columns["input_ids"], columns["attention_mask"], columns["response_mask"], inputs, vision)
-    for number, found in enumerate(places.sum(-1).tolist()):
-        wanted = tokens_of_row(inputs[number], vision) if inputs else 0
-        if found != wanted:
+    for row_index, placeholders in enumerate(places.sum(-1).tolist()):
+        wanted = tokens_of_row(inputs[row_index], vision) if inputs else 0
+        if placeholders != wanted:
             raise SchemaError(
-                f"row {number} of the batch has {found} image tokens, and the images in its {COLUMN} make {wanted}. "
-                "Prompts with images are not cut, and both come from one data set."
+                f"row {row_index} of the batch has {placeholders} image tokens, and the images in its {COLUMN} make "
+                f"{wanted}. Prompts with images are not cut, and both come from one data set."
             )
     return places
 

@@ -44,10 +44,10 @@ class NonFinite:
     """Number of values checked."""
 
     def __str__(self) -> str:
-        place = "" if self.row is None else f" in sample {self.row}"
-        place += "" if self.token is None else f", response token {self.token}"
+        where = "" if self.row is None else f" in sample {self.row}"
+        where += "" if self.token is None else f", response token {self.token}"
         share = f" ({self.count} of {self.size} values are not finite)" if self.size > 1 else ""
-        return f"{_WHAT[self.kind].format(self.name)} is {self.value}{place}{share}"
+        return f"{_WHAT[self.kind].format(self.name)} is {self.value}{where}{share}"
 
 
 def in_batch_order(problems: Sequence[NonFinite], order: Sequence[int], world_size: int) -> list[NonFinite]:
@@ -123,17 +123,17 @@ class LossWatch:
 
 def in_gradients(parameters: Iterable[tuple[str, Tensor | None]], rank: int) -> list[NonFinite]:
     """The first parameters whose gradient is not finite, from names and gradients of this rank's part of them."""
-    found: list[NonFinite] = []
+    findings: list[NonFinite] = []
     for name, gradient in parameters:
-        if gradient is None or len(found) == NAMED_PARAMETERS:
+        if gradient is None or len(findings) == NAMED_PARAMETERS:
             continue
         bad = ~gradient.isfinite()
         if count := int(bad.sum()):
             value = _text(gradient[bad][:1])
-            found.append(
+            findings.append(
                 NonFinite(kind="gradient", name=name, value=value, rank=rank, count=count, size=gradient.numel())
             )
-    return found
+    return findings
 
 
 def _text(values: Tensor) -> str:

@@ -133,7 +133,7 @@ def _parts_by_tokens(siblings: Siblings, budget: int, count: int = 1) -> list[li
     """Rows of passes of at most ``budget`` tokens, if possible at least ``count``; siblings that fit are together."""
     bundles = siblings.bundles(budget, count)
     parts = micro_batches_by_tokens([siblings.tokens(bundle) for bundle in bundles], budget, count)
-    return [[row for number in part for row in bundles[number]] for part in parts]
+    return [[row for bundle_index in part for row in bundles[bundle_index]] for part in parts]
 
 
 def _unit_lengths(batch: DataProto, rows_per_unit: int) -> list[int]:
@@ -176,9 +176,9 @@ def cut(parts: Iterable[Sequence[int]], lengths: Sequence[int], limit: int | Non
 
 def _halves(part: Sequence[int], lengths: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     """Divide where the larger half is smallest; both have a unit."""
-    sums = [sum(lengths[unit] for unit in part[:place]) for place in range(len(part) + 1)]
-    place = min(range(1, len(part)), key=lambda place: max(sums[place], sums[-1] - sums[place]))
-    return part[:place], part[place:]
+    sums = [sum(lengths[unit] for unit in part[:index]) for index in range(len(part) + 1)]
+    index = min(range(1, len(part)), key=lambda index: max(sums[index], sums[-1] - sums[index]))
+    return part[:index], part[index:]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -37,12 +37,12 @@ class OverlongBuffer:
         Raises:
             ConfigError: one is unknown or out of its bounds.
         """
-        given = {name: value for name, value in (settings or {}).items() if value is not None}
+        configured = {name: value for name, value in (settings or {}).items() if value is not None}
         known = list(cls.__dataclass_fields__)
-        if unknown := [name for name in given if name not in known]:
+        if unknown := [name for name in configured if name not in known]:
             hint = suggest(unknown[0], known)
             raise ConfigError(f"{KEY}.{unknown[0]} is unknown.{hint} There are {', '.join(known)}.")
-        buffer = cls(**given)
+        buffer = cls(**configured)
         if not buffer.enable:
             return buffer
         if max_resp_len is None or max_resp_len < 1:

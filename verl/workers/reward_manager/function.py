@@ -119,18 +119,18 @@ def form_of(function: Callable[..., Any], bound: Mapping[str, Any]) -> Form:
     shown = f"{getattr(unwrapped(function), '__name__', function)}{inspect.signature(function)}"
     form: Form
     if "solution_str" in named:
-        form, given = "sample", {*SAMPLE_PARAMETERS, *bound}
+        form, passed = "sample", {*SAMPLE_PARAMETERS, *bound}
     elif "solution_strs" in named:
-        form, given = "texts", {*TEXTS_PARAMETERS, *bound}
+        form, passed = "texts", {*TEXTS_PARAMETERS, *bound}
     elif "data" in named:
-        form, given = "batch", {"data", *bound}
+        form, passed = "batch", {"data", *bound}
     else:
         raise ConfigError(
             f"the reward function {shown} has neither 'solution_str' nor 'solution_strs' nor 'data' as a parameter. "
             f"{FORMS}"
         )
     required = {n for n in named if parameters[n].default is inspect.Parameter.empty}
-    missing = sorted(required - given)
+    missing = sorted(required - passed)
     if form != "batch":
         missing = [name for name in missing if name in OF_JUDGE]  # others are columns of the data
     if missing:
@@ -288,21 +288,21 @@ class RewardFunction:
             tokens: cost of each call under a limit of tokens.
         """
         parts: dict[Kind, list[int]] = {}
-        for place, sample in enumerate(samples):
+        for index, sample in enumerate(samples):
             kind = _kind(sample.data_source) if len(self._pools) > 1 else next(iter(self._pools))
-            parts.setdefault(kind, []).append(place)
+            parts.setdefault(kind, []).append(index)
         scores: list[Score | None] = [None] * len(samples)
         futures = []
         for kind, places in parts.items():
-            costs = None if tokens is None else [tokens[place] for place in places]
-            calls = [self._arguments(samples[place]) for place in places]
+            costs = None if tokens is None else [tokens[index] for index in places]
+            calls = [self._arguments(samples[index]) for index in places]
             future = self._pools[kind].submit(calls, tokens=costs)
             futures.append((future, places))
 
         def assembled() -> list[Score]:
             for future, places in futures:
-                for place, result in zip(places, future.result(), strict=True):
-                    scores[place] = score_of(result)
+                for index, result in zip(places, future.result(), strict=True):
+                    scores[index] = score_of(result)
             return [score for score in scores if score is not None]
 
         return Deferred([future for future, _ in futures], assembled)

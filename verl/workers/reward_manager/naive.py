@@ -236,9 +236,9 @@ class NaiveRewardManager(AbstractRewardManager):
         truths = [_truth(*values) for values in of_rows]
         extras = self._extra_infos(data, texts)
         named = self.function.of_rows
-        given = {name: columns[name] for name in (*named.required, *named.optional) if name in columns}
+        columns_given = {name: columns[name] for name in (*named.required, *named.optional) if name in columns}
         if "raw_prompt" in columns and "prompt" in (*named.required, *named.optional):
-            given.setdefault("prompt", columns["raw_prompt"])
+            columns_given.setdefault("prompt", columns["raw_prompt"])
         return [
             RewardSample(
                 str(sources[i]),
@@ -246,7 +246,7 @@ class NaiveRewardManager(AbstractRewardManager):
                 truths[i],
                 extras[i],
                 str(uids[i]),
-                {name: values[i] for name, values in given.items()},
+                {name: values[i] for name, values in columns_given.items()},
             )
             for i in rows
         ]

@@ -47,13 +47,13 @@ class RateLimitedRewardManager(NaiveRewardManager):
         estimated_tokens_per_request: float = 2000,
         **settings: Any,
     ) -> None:
-        given = {
+        limits = {
             "max_concurrent": max_concurrent,
             "max_rpm": max_rpm,
             "max_tpm": max_tpm,
             "estimated_tokens_per_request": estimated_tokens_per_request,
         }
-        for name, value in given.items():
+        for name, value in limits.items():
             if value is not None and not value > 0:
                 raise ConfigError(
                     f"reward_model.reward_kwargs.{name}={value} must be positive; leave it out for no limit."

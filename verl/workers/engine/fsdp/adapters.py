@@ -140,14 +140,14 @@ def _config_in(config: HFModelConfig) -> LoraConfig:
             "Give the folder that peft's save_pretrained wrote, or lora_adapter of a checkpoint."
         )
     try:
-        found = peft().PeftConfig.from_pretrained(str(folder))
+        peft_config = peft().PeftConfig.from_pretrained(str(folder))
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise ConfigError(f"{folder / CONFIG_FILE} cannot be read: {error}.") from error
-    if not isinstance(found, peft().LoraConfig):
-        kind = str(found.peft_type).removeprefix("PeftType.")
+    if not isinstance(peft_config, peft().LoraConfig):
+        kind = str(peft_config.peft_type).removeprefix("PeftType.")
         raise ConfigError(f"{folder} holds adapters of kind {kind}; only LORA is supported.")
     for name, allowed in _PLAIN.items():
-        value = getattr(found, name, allowed)
+        value = getattr(peft_config, name, allowed)
         if allowed is None and not value:
             continue  # peft writes an empty list for a mixture of experts
         if name == "modules_to_save" and "score" in value and set(value) <= _HEADS_OF_PEFT:
@@ -157,16 +157,18 @@ def _config_in(config: HFModelConfig) -> LoraConfig:
                 f"the adapters in {folder} have {name}={value!r:.80}; only {allowed!r} is supported. Merge them into "
                 "the model (merge_and_unload of peft), and start from that."
             )
-    if config.lora_rank not in (0, found.r):
+    if config.lora_rank not in (0, peft_config.r):
         raise ConfigError(
-            f"model.lora_rank={config.lora_rank}, but the adapters in {folder} have rank {found.r}. Leave it at 0, or "
-            f"set {found.r}."
+            f"model.lora_rank={config.lora_rank}, but the adapters in {folder} have rank {peft_config.r}. Leave it at "
+            f"0, or set {peft_config.r}."
         )
-    if found.lora_dropout:
-        logger.warning("lora_dropout=%s of %s is not used: log-probs must not be random", found.lora_dropout, folder)
-    found.lora_dropout, found.inference_mode, found.modules_to_save = 0.0, False, None
-    found.base_model_name_or_path = source_of(config.path)
-    return found
+    if peft_config.lora_dropout:
+        logger.warning(
+            "lora_dropout=%s of %s is not used: log-probs must not be random", peft_config.lora_dropout, folder
+        )
+    peft_config.lora_dropout, peft_config.inference_mode, peft_config.modules_to_save = 0.0, False, None
+    peft_config.base_model_name_or_path = source_of(config.path)
+    return peft_config
 
 
 def _linear_layers(hf: PreTrainedModel, head_name: str) -> list[str]:
@@ -204,8 +206,8 @@ def _of_language(hf: PreTrainedModel, chosen: LoraConfig, linear: Sequence[str])
     if not isinstance(chosen.target_modules, (set, list)) or not any(_in_tower(name) for name, _ in hf.named_modules()):
         return
     endings = set(chosen.target_modules)
-    found = [n for n in linear if any(n == e or n.endswith(f".{e}") for e in endings)]
-    chosen.target_modules = found or sorted(endings)
+    names = [n for n in linear if any(n == e or n.endswith(f".{e}") for e in endings)]
+    chosen.target_modules = names or sorted(endings)
 
 
 def _endings(names: Sequence[str]) -> list[str]:
@@ -258,15 +260,17 @@ def _check_experts(hf: PreTrainedModel, chosen: LoraConfig, bound: Mapping[str, 
     """Refuse adapters of parameters other than weights (experts, out, in), and endings that name none."""
     joined = _joined_experts(hf)
     known = f"Its weights of several experts are {', '.join(_last_parts(joined)) or 'none'}."
-    found = [(_target(name, layer).weight, layer) for name, layer in bound.items() if _is_of_experts(layer)]
-    for weight, layer in found:
+    expert_weights = [(_target(name, layer).weight, layer) for name, layer in bound.items() if _is_of_experts(layer)]
+    for weight, layer in expert_weights:
         if weight not in joined or getattr(layer.get_base_layer(), "is_transposed", False):
             raise ConfigError(
                 f"{_settings(config)} gives adapters to {weight} of {type(hf).__name__}, which is no weight "
                 f"(experts, out, in). {known}"
             )
     endings = sorted(chosen.target_parameters or ())
-    if absent := [ending for ending in endings if not any(f".{weight}".endswith(f".{ending}") for weight, _ in found)]:
+    if absent := [
+        ending for ending in endings if not any(f".{weight}".endswith(f".{ending}") for weight, _ in expert_weights)
+    ]:
         raise ConfigError(f"{_settings(config)}: {type(hf).__name__} has no {', '.join(absent)}. {known}")
 
 
@@ -297,10 +301,10 @@ def _load(hf: PreTrainedModel, folder: Path) -> None:
     trained = {name_in_file(name): p for name, p in hf.named_parameters() if p.requires_grad}
     heads = {name for name in trained if ".lora_" not in name}  # adapters of a language model have none
     missing, unknown = sorted(trained.keys() - saved.keys() - heads), sorted(saved.keys() - trained.keys())
-    wrong = sorted(name for name in trained.keys() & saved.keys() if saved[name].shape != trained[name].shape)
-    found = {"they lack {}": missing, "the model has no {}": unknown}
-    problems = [words.format(", ".join(names[:3])) for words, names in found.items() if names]
-    problems += [f"{n} has shape {[*saved[n].shape]} for {[*trained[n].shape]} here" for n in wrong[:1]]
+    misshapen = sorted(name for name in trained.keys() & saved.keys() if saved[name].shape != trained[name].shape)
+    reasons = {"they lack {}": missing, "the model has no {}": unknown}
+    problems = [words.format(", ".join(names[:3])) for words, names in reasons.items() if names]
+    problems += [f"{n} has shape {[*saved[n].shape]} for {[*trained[n].shape]} here" for n in misshapen[:1]]
     if problems:
         raise ConfigError(
             f"the adapters in {folder} are of another model: {'; '.join(problems)}. Name the model that they were "
@@ -378,20 +382,23 @@ def merged(weights: Iterable[tuple[str, Tensor]], targets: Mapping[str, AdapterT
         of base and adapter.
     """
     scales = {one.weight: one.scale for one in targets.values()}
-    module, found = "", dict[str, dict[str, Tensor]]()  # the module under way: of each of its adapted weights the parts
+    module, adapters = (
+        "",
+        dict[str, dict[str, Tensor]](),
+    )  # the module under way: of each of its adapted weights the parts
     for name, tensor in weights:
-        own = _own_name(name)
-        if found and not own.startswith(f"{module}."):
-            yield from ((weight, _merge(parts, scales[weight])) for weight, parts in found.items())
-            found = {}
+        model_name = _own_name(name)
+        if adapters and not model_name.startswith(f"{module}."):
+            yield from ((weight, _merge(parts, scales[weight])) for weight, parts in adapters.items())
+            adapters = {}
         part = next((ending for ending in (LORA_A, LORA_B, _MAGNITUDE) if name.endswith(ending)), "")
         if part:
-            found[targets[name.removesuffix(part)].weight][part] = tensor
-        elif own in scales:
-            module, found = own.rpartition(".")[0], found | {own: {BASE: tensor}}
+            adapters[targets[name.removesuffix(part)].weight][part] = tensor
+        elif model_name in scales:
+            module, adapters = model_name.rpartition(".")[0], adapters | {model_name: {BASE: tensor}}
         else:
-            yield own, tensor
-    yield from ((weight, _merge(parts, scales[weight])) for weight, parts in found.items())
+            yield model_name, tensor
+    yield from ((weight, _merge(parts, scales[weight])) for weight, parts in adapters.items())
 
 
 def _merge(parts: Mapping[str, Tensor], scale: float) -> Tensor:

@@ -135,13 +135,13 @@ class FSDPEngine(ShardedModel):
             columns[name].index_copy_(0, rows, inputs.scatter(values).float())
         if bsz is None:
             return
-        found = inputs.of_all_tokens(choices.stacked(self.model.hf)).cpu()
+        experts = inputs.of_all_tokens(choices.stacked(self.model.hf)).cpu()
         mask = part.data.batch["attention_mask"].bool().cpu()
         if ROUTING not in columns:
-            free = unknown(found.dtype)
-            columns[ROUTING] = torch.full((bsz, mask.shape[1], *found.shape[1:]), free, dtype=found.dtype)
-        rows = torch.full((*mask.shape, *found.shape[1:]), unknown(found.dtype), dtype=found.dtype)
-        rows[mask] = found
+            free = unknown(experts.dtype)
+            columns[ROUTING] = torch.full((bsz, mask.shape[1], *experts.shape[1:]), free, dtype=experts.dtype)
+        rows = torch.full((*mask.shape, *experts.shape[1:]), unknown(experts.dtype), dtype=experts.dtype)
+        rows[mask] = experts
         columns[ROUTING][part.rows] = rows
 
     @contextmanager
@@ -173,10 +173,12 @@ class FSDPEngine(ShardedModel):
                     counts = self._expert_counts(parts) if self.balance_weight and len(parts) > 1 else None
                     load = ExpertLoad()
                     for part in self.pass_sizes.watched(parts):
-                        columns, loss, found = self._forward_backward(part, loss_fn, totals, temperature, load, counts)
-                        watch.add(part.rows, part.data, columns, loss, found)
+                        columns, loss, part_metrics = self._forward_backward(
+                            part, loss_fn, totals, temperature, load, counts
+                        )
+                        watch.add(part.rows, part.data, columns, loss, part_metrics)
                         if not part.is_filler:
-                            metrics.add(found, part.num_tokens)
+                            metrics.add(part_metrics, part.num_tokens)
         reduced, self.non_finite = metrics.reduce(watch.found(), group)
         if self.model_type != "language_model":  # a critic's metrics would have the names of the actor's
             return reduced

@@ -45,8 +45,8 @@ class ExpertLoad:
     def add(self, choices: Choices) -> None:
         """Count the tokens of one pass."""
         for router, logits, chosen in choices:
-            found = torch.bincount(chosen.flatten(), minlength=logits.shape[-1])
-            self._counts[router] = self._counts[router] + found if router in self._counts else found
+            counts = torch.bincount(chosen.flatten(), minlength=logits.shape[-1])
+            self._counts[router] = self._counts[router] + counts if router in self._counts else counts
 
     def total(self, *groups: dist.ProcessGroup | None) -> Tensor:
         """Sum over the ranks of all ``groups``, (layers, experts); without routers (0, 0). Collective."""

@@ -72,26 +72,34 @@ class WeightFiles:
         """
         rank, ranks = dist.get_rank(), dist.get_world_size()
         held: dict[int, dict[str, Tensor]] = {}
-        number, size, unit = 0, 0, ""
+        file_index, size, unit = 0, 0, ""
         for name, tensor in per_tensor:  # every rank must iterate to the end: gathering is collective
             # What Transformers joins when it reads, such as the experts of a layer, is in one file.
             if (next_unit := _unit(name)) != unit and size >= file_bytes:
-                number, size = number + 1, 0
+                file_index, size = file_index + 1, 0
             unit, size = next_unit, size + tensor.nbytes
-            if number % ranks == rank:
-                held.setdefault(number, {})[name] = tensor.to("cpu", copy=True)
+            if file_index % ranks == rank:
+                held.setdefault(file_index, {})[name] = tensor.to("cpu", copy=True)
         with on_all_ranks("export the model"):
-            own = {index: names_on_disk(hf, part) for index, part in held.items()}
+            tensors_here = {index: names_on_disk(hf, part) for index, part in held.items()}
         sizes: list[dict[int, dict[str, tuple[int, int]]]] = [{} for _ in range(ranks)]
-        mine = {i: {name: (weight.nbytes, weight.numel()) for name, weight in part.items()} for i, part in own.items()}
+        mine = {
+            i: {name: (weight.nbytes, weight.numel()) for name, weight in part.items()}
+            for i, part in tensors_here.items()
+        }
         dist.all_gather_object(sizes, mine)
-        files = {_file_name(i, number + 1): part for i, part in sorted(p for s in sizes for p in s.items())}
-        found = [size for part in files.values() for size in part.values()]
+        files = {_file_name(i, file_index + 1): part for i, part in sorted(p for s in sizes for p in s.items())}
+        file_sizes = [size for part in files.values() for size in part.values()]
         index = {
-            "metadata": {"total_parameters": sum(n for _, n in found), "total_size": sum(size for size, _ in found)},
+            "metadata": {
+                "total_parameters": sum(n for _, n in file_sizes),
+                "total_size": sum(size for size, _ in file_sizes),
+            },
             "weight_map": {name: file for file, part in files.items() for name in sorted(part)},
         }
-        return cls({_file_name(i, number + 1): part for i, part in own.items()}, index if number else None)
+        return cls(
+            {_file_name(i, file_index + 1): part for i, part in tensors_here.items()}, index if file_index else None
+        )
 
     def write(self, folder: Path) -> None:
         """Write this rank's files and, on rank 0, the index."""
@@ -109,8 +117,8 @@ def _unit(name: str) -> str:
     return re.sub(r"(\.\d+)\..*", r"\1", name)
 
 
-def _file_name(number: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+def _file_name(index: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def write_model_folder(hf: PreTrainedModel, head_name: str, with_weights: bool, folder: Path) -> None:

@@ -223,9 +223,9 @@ def _packed_tokens(mask: Tensor, prompt_length: int, first_rows: Sequence[int]) 
             lengths.append(prompt)
             before.append(None)
         parent = prompt_of.get(first_rows[row])
-        own = response if parent is not None else prompt + response
-        if own:
-            lengths.append(own)
+        tokens = response if parent is not None else prompt + response
+        if tokens:
+            lengths.append(tokens)
             before.append(parent)
     return kept, place_of, Packing.continuing(lengths, before, mask.device)
 
@@ -248,7 +248,7 @@ def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
     extra = -length % ranks
     part = (length + extra) // ranks
     first = rank * part
-    own = slice(first, first + part)
+    share = slice(first, first + part)
     positions = torch.arange(extra, device=inputs.position_ids.device).expand(*inputs.position_ids.shape[:-1], extra)
     packing, padding = inputs.packing, None
     if packing is not None:
@@ -261,24 +261,24 @@ def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
     if images is not None:
         places = functional.pad(images.places, (0, extra))
         is_own = torch.zeros_like(places)
-        is_own[:, own] = True
+        is_own[:, share] = True
         in_pass = None if images.is_filler else is_own[places]
-        images = replace(images, places=places[:, own], in_pass=in_pass)
+        images = replace(images, places=places[:, share], in_pass=in_pass)
     routed = inputs.routed_experts
     if routed is not None:
         of_rows = routed.view(*inputs.input_ids.shape, *routed.shape[1:])
-        routed = functional.pad(of_rows, (0, 0, 0, 0, 0, extra), value=unknown(routed.dtype))[:, own].flatten(0, 1)
-    row, place = inputs.take // length, inputs.take % length
-    mine = ((place >= first) & (place < first + part)).nonzero().flatten()
+        routed = functional.pad(of_rows, (0, 0, 0, 0, 0, extra), value=unknown(routed.dtype))[:, share].flatten(0, 1)
+    row, column = inputs.take // length, inputs.take % length
+    mine = ((column >= first) & (column < first + part)).nonzero().flatten()
     return replace(
         inputs,
-        input_ids=functional.pad(inputs.input_ids, (0, extra))[:, own],
-        position_ids=torch.cat([inputs.position_ids, positions], dim=-1)[..., own],
+        input_ids=functional.pad(inputs.input_ids, (0, extra))[:, share],
+        position_ids=torch.cat([inputs.position_ids, positions], dim=-1)[..., share],
         attention_mask=None,
-        real=functional.pad(real, (0, extra))[:, own],
+        real=functional.pad(real, (0, extra))[:, share],
         packing=packing,
         padding=padding,
-        take=row[mine] * part + place[mine] - first,
+        take=row[mine] * part + column[mine] - first,
         targets=inputs.targets[mine],
         images=images,
         routed_experts=routed,
@@ -290,9 +290,9 @@ def check_token_ids(batch: DataProto, vocab_size: int) -> None:
     """Raise SchemaError if a token id is outside the embedding, which on a GPU would crash the process."""
     ids = batch.batch["input_ids"]
     if ids.numel() and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
-        row, place = ((ids >= vocab_size) | (ids < 0)).nonzero()[0].tolist()
+        row, column = ((ids >= vocab_size) | (ids < 0)).nonzero()[0].tolist()
         raise SchemaError(
-            f"row {row} of the batch has the token id {int(ids[row, place])}, and the model's embedding has "
+            f"row {row} of the batch has the token id {int(ids[row, column])}, and the model's embedding has "
             f"{vocab_size} rows. Tokenize with the model's own tokenizer (model.tokenizer_path), take the text with "
             "that token out, or use a model whose embedding was resized."
         )

@@ -110,8 +110,8 @@ class HeadedModel(nn.Module):
         else:
             hidden = hidden_states(backbone, arguments, inputs.images)
         chosen = hidden.flatten(0, 1).index_select(0, inputs.take)  # (N, hidden), or this rank's of them
-        found = self._at(chosen, inputs.targets, outputs, temperature)
-        return found if inputs.share is None else {name: inputs.share.collect(x) for name, x in found.items()}
+        columns = self._at(chosen, inputs.targets, outputs, temperature)
+        return columns if inputs.share is None else {name: inputs.share.collect(x) for name, x in columns.items()}
 
     def _at(self, chosen: Tensor, targets: Tensor, outputs: frozenset[str], temperature: float) -> dict[str, Tensor]:
         """Compute ``outputs`` from the hidden states of the chosen tokens, (n, hidden)."""
@@ -120,7 +120,7 @@ class HeadedModel(nn.Module):
         if self.head.out_features == 1:
             scalars: dict[str, Any] = dict.fromkeys(outputs, self.head(chosen).squeeze(-1).float())
             return scalars
-        found = token_log_probs(
+        statistics = token_log_probs(
             chosen,
             self.head.weight,
             self.head.bias,
@@ -130,7 +130,7 @@ class HeadedModel(nn.Module):
             with_sum_pi_squared="sum_pi_squared" in outputs,
             rule=self.rule,
         )
-        return {name: values for name, values in found._asdict().items() if values is not None}
+        return {name: values for name, values in statistics._asdict().items() if values is not None}
 
 
 def check_sequence_sharing(config: PretrainedConfig, ranks: int) -> None:

@@ -68,7 +68,9 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     for gradient, part in zip(gradients, parts, strict=True):
         layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
         squares[layout].append(torch.linalg.vector_norm(part, dtype=torch.float32).square())
-    total = torch.stack([_over_ranks(torch.stack(found).sum(), *layout) for layout, found in squares.items()]).sum()
+    total = torch.stack(
+        [_over_ranks(torch.stack(parts_of_layout).sum(), *layout) for layout, parts_of_layout in squares.items()]
+    ).sum()
     norm = total.sqrt().item()
     factor = max_norm / (norm + 1e-6)
     if math.isfinite(norm) and factor < 1:

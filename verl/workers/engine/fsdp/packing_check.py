@@ -102,10 +102,10 @@ class PackingCheck:
 
     def difference(self, packed: bool) -> float | None:
         """Return the largest difference from the model's own results; None if it is rounding on every rank."""
-        found = self._run(packed)
-        verdict = torch.tensor(float(is_rounding(found, self._expected, self._dtype)), device=found.device)
+        actual = self._run(packed)
+        verdict = torch.tensor(float(is_rounding(actual, self._expected, self._dtype)), device=actual.device)
         dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
-        return None if verdict else largest_difference(found, self._expected)
+        return None if verdict else largest_difference(actual, self._expected)
 
     @torch.no_grad()
     def _run(self, packed: bool, reference: bool = False) -> Tensor:
@@ -160,7 +160,7 @@ def shared_prompt_difference(
         "shared": (ids[kept], positions[kept], Packing.continuing([3, 2, 3], [None, 0, 0], device), shared),
     }
     output = "hidden" if model.head.out_features == 1 else "log_probs"
-    found: dict[str, Tensor] = {}
+    actual: dict[str, Tensor] = {}
     with short_windows(model.hf, _WINDOW):
         for name, (tokens, places, packing, take) in passes.items():
             inputs = ModelInputs(
@@ -175,7 +175,7 @@ def shared_prompt_difference(
                 shape=(1, len(ids)),
             )
             inputs = inputs if group is None else divide(inputs, group)
-            found[name] = model(inputs, frozenset({output}), 1.0)[output].float()
-    verdict = torch.tensor(float(is_rounding(found["shared"], found["apart"], dtype)), device=device)
+            actual[name] = model(inputs, frozenset({output}), 1.0)[output].float()
+    verdict = torch.tensor(float(is_rounding(actual["shared"], actual["apart"], dtype)), device=device)
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
-    return None if verdict else largest_difference(found["shared"], found["apart"])
+    return None if verdict else largest_difference(actual["shared"], actual["apart"])

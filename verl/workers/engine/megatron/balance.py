@@ -33,8 +33,8 @@ class Mixtures:
         self.layout = layout
         self.weight = weight if self.has_experts else 0.0
         self._routers = [module for module in pieces.modules() if isinstance(module, TokenRouter)]
-        for number, router in enumerate(self._routers):
-            router.number = number
+        for index, router in enumerate(self._routers):
+            router.number = index
         self.begin()
 
     def begin(self) -> None:
@@ -84,12 +84,12 @@ class Mixtures:
         if not self.has_experts:
             return {}
         self.counts = self._total(copies) if self._counts is None else self._counts
-        found = load_metrics(self.counts)
+        metrics = load_metrics(self.counts)
         if self._counts is not None:
             total = self._balance.to(self._counts.device)
             dist.all_reduce(total)
-            found["moe/aux_loss"] = float(total)
-        return found
+            metrics["moe/aux_loss"] = float(total)
+        return metrics
 
     def _total(self, copies: dist.ProcessGroup | None) -> Tensor:
         """Sum over all ranks, (layers, experts) of all stages. Collective."""

@@ -51,28 +51,28 @@ class MegatronState:
 
     def states(self, contents: Sequence[str], numbers: Mapping[str, int], copied: bool) -> dict[str, dict[str, Any]]:
         """Collect the contents of this rank's files, by file name. Collective; see :class:`TrainingState`."""
-        found: dict[str, dict[str, Any]] = {}
+        states: dict[str, dict[str, Any]] = {}
         kinds: dict[str, dict[str, Tensor]] = {"main": dict(self.parameters)}
         other: dict[str, Any] = {}
         if self.optimizer is not None and {"model", "optimizer"} & set(contents):
             kinds, other = self.optimizer.state()
         if "model" in contents:
-            found["model"] = boxes_state(self._boxes({"": kinds["main"]}), copied)
+            states["model"] = boxes_state(self._boxes({"": kinds["main"]}), copied)
         if "optimizer" in contents and self.optimizer is not None:
             moments = {f"/{kind}": tensors for kind, tensors in kinds.items() if kind != "main"}
-            found["optim"] = boxes_state(self._boxes(moments), copied)
-            found["optim"] |= {"other": copied_to_cpu(other), "optimizer": kind_of(self.optimizer.torch)}
+            states["optim"] = boxes_state(self._boxes(moments), copied)
+            states["optim"] |= {"other": copied_to_cpu(other), "optimizer": kind_of(self.optimizer.torch)}
         if "extra" in contents:
-            found["extra_state"] = extra_of(self.scheduler, numbers)
-        return {shard_file(kind, dist.get_world_size(), dist.get_rank()): state for kind, state in found.items()}
+            states["extra_state"] = extra_of(self.scheduler, numbers)
+        return {shard_file(kind, dist.get_world_size(), dist.get_rank()): state for kind, state in states.items()}
 
     def _boxes(self, kinds: Mapping[str, Mapping[str, Tensor]]) -> list[StoredBox]:
         """The boxes that this rank owns, in tensors of the shapes of the parameters, by ending of their name."""
         return [
-            StoredBox(place.name + ending, self.weights.shapes[place.name], place.start, place.read(tensor))
+            StoredBox(weight.name + ending, self.weights.shapes[weight.name], weight.start, weight.read(tensor))
             for ending, tensors in kinds.items()
-            for place in self.weights.owned()
-            if (tensor := tensors.get(place.parameter)) is not None
+            for weight in self.weights.owned()
+            if (tensor := tensors.get(weight.parameter)) is not None
         ]
 
     # ---- back into it ---------------------------------------------------------------------------
@@ -86,12 +86,14 @@ class MegatronState:
             if "model" in contents:
                 model = Boxes.read(folder, "model")
                 model.check(self.weights.shapes)
-                kinds["main"] = self._filled(lambda place: model.cut(place.name, *place.box))
+                kinds["main"] = self._filled(lambda weight: model.cut(weight.name, *weight.box))
             if "optimizer" in contents and self.optimizer is not None:
                 moments = Boxes.read(folder, "optim")
                 other = self._check_moments(moments, self.optimizer)
                 for kind in _moments_of(moments):
-                    kinds[kind] = self._filled(lambda place, kind=kind: moments.cut(f"{place.name}/{kind}", *place.box))
+                    kinds[kind] = self._filled(
+                        lambda weight, kind=kind: moments.cut(f"{weight.name}/{kind}", *weight.box)
+                    )
             if "extra" in contents:
                 ranks, rank = saved_ranks(folder), dist.get_rank()
                 extra = read_state(folder / shard_file("extra_state", ranks, min(rank, ranks - 1)))
@@ -110,20 +112,20 @@ class MegatronState:
                 "goes back to the rank that it came from, among as many ranks. For another number of ranks, resume "
                 "from a checkpoint on disk."
             )
-        found = {kind: states[file] for kind, file in wanted.items() if file in states}
+        tensors = {kind: states[file] for kind, file in wanted.items() if file in states}
         kinds: dict[str, dict[str, Tensor]] = {}
         other: Mapping[str, Any] = {}
-        if "model" in found:
-            kinds["main"] = self._gathered(Boxes([found["model"]], "in memory"), "")
-        if "optim" in found and self.optimizer is not None:
-            moments = Boxes([found["optim"]], "in memory")
+        if "model" in tensors:
+            kinds["main"] = self._gathered(Boxes([tensors["model"]], "in memory"), "")
+        if "optim" in tensors and self.optimizer is not None:
+            moments = Boxes([tensors["optim"]], "in memory")
             other = self._check_moments(moments, self.optimizer)
             names: list[set[str]] = [set()] * ranks
             dist.all_gather_object(names, _moments_of(moments))  # a rank may own no box, and so know no kind
             for kind in sorted(set().union(*names)):
                 kinds[kind] = self._gathered(moments, f"/{kind}")
         self._put(kinds, other)
-        extra = found.get("extra_state", {})
+        extra = tensors.get("extra_state", {})
         if extra:
             load_extra(self.scheduler, extra, has_own_rng=True)
         return extra
@@ -131,25 +133,25 @@ class MegatronState:
     def _gathered(self, boxes: Boxes, ending: str) -> dict[str, Tensor]:
         """Fill the parameters from boxes of which each rank has those that it owned. Collective."""
         mine: dict[str, list[Place]] = {}
-        for place in self.places:
-            mine.setdefault(place.name, []).append(place)
-        found = {name: torch.empty_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
+        for weight in self.places:
+            mine.setdefault(weight.name, []).append(weight)
+        tensors = {name: torch.empty_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
         device = next(iter(self.parameters.values())).device
 
-        def stored(place: Place) -> Tensor:
-            return boxes.cut(place.name + ending, *place.box)
+        def stored(weight: Place) -> Tensor:
+            return boxes.cut(weight.name + ending, *weight.box)
 
         for name, whole in self.weights.gather(stored, torch.float32, device):
-            for place in mine.get(name, []):
-                part = tuple(slice(a, a + n) for a, n in zip(place.start, place.size, strict=True))
-                place.write(found[place.parameter], whole[part])
-        return found
+            for weight in mine.get(name, []):
+                part = tuple(slice(a, a + n) for a, n in zip(weight.start, weight.size, strict=True))
+                weight.write(tensors[weight.parameter], whole[part])
+        return tensors
 
     def _filled(self, cut: Callable[[Place], Tensor]) -> dict[str, Tensor]:
-        found = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
-        for place in self.places:
-            place.write(found[place.parameter], cut(place))
-        return found
+        tensors = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
+        for weight in self.places:
+            weight.write(tensors[weight.parameter], cut(weight))
+        return tensors
 
     @staticmethod
     def _check_moments(moments: Boxes, optimizer: MegatronOptimizer) -> Mapping[str, Any]:

@@ -146,7 +146,7 @@ class MegatronEngine(BaseEngine):
         """Parameters that this rank counts in the gradient norm: of equal copies that of one rank."""
         is_first = parallel_state.get_tensor_model_parallel_rank() == 0
         last = self.model.last
-        counted = {place.parameter for place in self.model.places if place.is_divided or is_first}
+        counted = {weight.parameter for weight in self.model.places if weight.is_divided or is_first}
         if last.share_embeddings_and_output_weights and not last.pre_process:
             # The first pipeline stage counts the embedding.
             counted.discard(f"{self.layout.pieces - 1}.output_layer.weight")
@@ -214,10 +214,10 @@ class MegatronEngine(BaseEngine):
         columns: dict[str, Tensor] = {}
         micro = micro.shared_by(self.layout.context)
 
-        def fill(part: MicroBatch, inputs: ModelInputs, found: dict[str, Tensor]) -> Tensor:
+        def fill(part: MicroBatch, inputs: ModelInputs, columns_of_part: dict[str, Tensor]) -> Tensor:
             for name in () if part.is_filler else outputs:
                 rows = to_device(torch.tensor(part.rows), self.device)
-                columns[name].index_copy_(0, rows, inputs.scatter(found[name]).float())
+                columns[name].index_copy_(0, rows, inputs.scatter(columns_of_part[name]).float())
             return torch.zeros((), device=self.device)
 
         for attempt in self._attempts("infer"):
@@ -244,8 +244,8 @@ class MegatronEngine(BaseEngine):
         totals = BatchTotals.of(batch, self.get_data_parallel_size(), self.device, group)
         metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
 
-        def add(part: MicroBatch, inputs: ModelInputs, found: dict[str, Tensor]) -> Tensor:
-            columns = {name: inputs.scatter(values) for name, values in found.items()}
+        def add(part: MicroBatch, inputs: ModelInputs, part_metrics: dict[str, Tensor]) -> Tensor:
+            columns = {name: inputs.scatter(values) for name, values in part_metrics.items()}
             loss, terms = loss_fn(columns, part.data.to(self.device), totals)
             if not loss.requires_grad:  # every rank must run the same backward collectives
                 loss = loss + 0.0 * torch.stack([column.sum() for column in columns.values()]).sum()
@@ -254,7 +254,7 @@ class MegatronEngine(BaseEngine):
                 metrics.add(terms, part.num_tokens)
             return loss
 
-        def nothing(part: MicroBatch, inputs: ModelInputs, found: dict[str, Tensor]) -> Tensor:
+        def nothing(part: MicroBatch, inputs: ModelInputs, outputs: dict[str, Tensor]) -> Tensor:
             return torch.zeros((), device=self.device)
 
         for attempt in self._attempts("train"):
@@ -267,23 +267,23 @@ class MegatronEngine(BaseEngine):
                         self._passes(parts, frozenset(), temperature, nothing, forward_only=True, is_counted=True)
                     self.mixtures.aim(group)
                 self._passes(parts, loss_fn.outputs, temperature, add, forward_only=False, is_counted=True)
-        found = self._on_all_stages(metrics, watch, group)
+        reduced = self._on_all_stages(metrics, watch, group)
         if self.model_type != "language_model":  # a critic's metrics would have the names of the actor's
-            return found
-        found |= self.mixtures.metrics(group)
+            return reduced
+        reduced |= self.mixtures.metrics(group)
         self.expert_counts = self.mixtures.counts
-        return found
+        return reduced
 
     def _on_all_stages(self, metrics: MetricSum, watch: LossWatch, group: dist.ProcessGroup | None) -> dict[str, float]:
         """Reduce metrics where they are, on the last pipeline stage, and tell the others."""
-        found: list[tuple[dict[str, float], list[NonFinite]]] = [({}, [])]
+        sums: list[tuple[dict[str, float], list[NonFinite]]] = [({}, [])]
         if self.model.last.post_process:
-            found = [metrics.reduce(watch.found(), group)]
+            sums = [metrics.reduce(watch.found(), group)]
         if self.layout.pipeline > 1:
             stages = parallel_state.get_pipeline_model_parallel_group()
             last = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast_object_list(found, src=last, group=stages, device=self.device)
-        reduced, self.non_finite = found[0]
+            dist.broadcast_object_list(sums, src=last, group=stages, device=self.device)
+        reduced, self.non_finite = sums[0]
         return reduced
 
     def _parts(
@@ -313,10 +313,10 @@ class MegatronEngine(BaseEngine):
                 hidden = module(inputs.input_ids, inputs.position_ids, inputs.packing, padding)
 
             def loss(hidden: Tensor) -> tuple[Tensor, dict]:
-                found = outputs_at(self.model, self.model_type, hidden, inputs, outputs, temperature)
+                columns = outputs_at(self.model, self.model_type, hidden, inputs, outputs, temperature)
                 # The schedule divides by the number of passes and multiplies by the ranks that share a sequence; our
                 # losses are terms of a sum, and gathering outputs multiplies their gradients already.
-                return function(part, inputs, found) * (len(parts) / self.layout.context), {}
+                return function(part, inputs, columns) * (len(parts) / self.layout.context), {}
 
             return hidden, loss
 
@@ -383,7 +383,9 @@ class MegatronEngine(BaseEngine):
         """See :meth:`BaseEngine.get_per_tensor_param`."""
         parameters = self._parameters()
         dtype = torch_dtype(self.engine_config.dtype)
-        return self.weights.gather(lambda place: place.read(parameters[place.parameter].detach()), dtype, self.device)
+        return self.weights.gather(
+            lambda weight: weight.read(parameters[weight.parameter].detach()), dtype, self.device
+        )
 
     def _parameters(self) -> dict[str, Tensor]:
         return dict(self.model.pieces.named_parameters())

@@ -66,13 +66,13 @@ class ModelFiles:
                 "needed. Take config.json and weights of the same model."
             )
         start, size = box
-        found: Tensor = weight[tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))]
-        if not bool(found.sum(dtype=torch.float32).isfinite()) and not bool(found.isfinite().all()):
+        tensors: Tensor = weight[tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))]
+        if not bool(tensors.sum(dtype=torch.float32).isfinite()) and not bool(tensors.isfinite().all()):
             raise ConfigError(
                 f"the weight {name} in '{self.folder}' is not finite (nan or infinite): the training that wrote it "
                 "diverged, or a conversion overflowed. Take an earlier checkpoint, or copy the model again."
             )
-        return found
+        return tensors
 
     def _read_under_other_name(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
         """Read a box of a weight that Transformers renames, or puts together from those of each expert."""
@@ -92,7 +92,7 @@ class ModelFiles:
             shape, box = (rows, columns), (tuple(first), size[1:])
         else:
             names = (name.replace(".mlp.gate.", ".block_sparse_moe.gate."),)
-        found = next((other for other in names if other in self._file_of), None)
-        if found is None:
+        other_name = next((other for other in names if other in self._file_of), None)
+        if other_name is None:
             raise ConfigError(f"the files of '{self.folder}' lack the weight {name}. Give the folder of a whole model.")
-        return self.read(found, shape, box).reshape(size)
+        return self.read(other_name, shape, box).reshape(size)

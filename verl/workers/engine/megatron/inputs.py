@@ -34,8 +34,8 @@ def megatron_inputs(
     if group is None:
         return inputs.to(device)
     assert inputs.attention_mask is not None
-    own = inputs.attention_mask.chunk(parts, dim=1)[dist.get_rank(group)]
-    return replace(divide(inputs, group), attention_mask=own).to(device)
+    local_mask = inputs.attention_mask.chunk(parts, dim=1)[dist.get_rank(group)]
+    return replace(divide(inputs, group), attention_mask=local_mask).to(device)
 
 
 def _with_rest(inputs: ModelInputs, lengths: tuple[int, ...], multiple: int) -> ModelInputs:

@@ -163,9 +163,9 @@ class CausalAttention(nn.Module):
     def _whole(self, tensors: Iterable[Tensor]) -> Sequence[Tensor]:
         return list(tensors) if self.group is None else heads_for_sequence(list(tensors), self.group)
 
-    def _divided(self, found: Tensor) -> Tensor:
+    def _divided(self, output: Tensor) -> Tensor:
         """Return all heads of this rank's tokens; (bsz, length, heads, head_dim) both."""
-        return found if self.group is None else gather_heads_scatter_seq(found, 2, 1, self.group)
+        return output if self.group is None else gather_heads_scatter_seq(output, 2, 1, self.group)
 
 
 class HiddenHead(nn.Module):

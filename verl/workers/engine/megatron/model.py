@@ -92,8 +92,8 @@ def build(
     is_tied = bool(hf.tie_word_embeddings) and model_type == "language_model"
     settings = _transformer_config(hf, config, engine, layout, dtype, experts)
     pieces = nn.ModuleList()
-    for number in range(layout.pieces):
-        piece = _gpt_model(hf, settings, layout, is_tied, experts, number)
+    for piece_index in range(layout.pieces):
+        piece = _gpt_model(hf, settings, layout, is_tied, experts, piece_index)
         if piece.post_process:
             _replace_head(piece, skeleton, settings)
         _set_rotation(piece, skeleton)
@@ -172,10 +172,10 @@ def _transformer_config(
 
 
 def _gpt_model(
-    hf: PretrainedConfig, settings: Any, layout: Layout, is_tied: bool, experts: Experts | None, number: int
+    hf: PretrainedConfig, settings: Any, layout: Layout, is_tied: bool, experts: Experts | None, piece_index: int
 ) -> Any:
     """Build piece ``number`` of this rank, from 0."""
-    stage = number if layout.pieces > 1 else None
+    stage = piece_index if layout.pieces > 1 else None
     column, row = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
     norm = RMSNorm if settings.qk_layernorm else None
     attention = SelfAttentionSubmodules(
@@ -207,8 +207,8 @@ def _gpt_model(
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
         vocab_size=-(-hf.vocab_size // layout.tensor) * layout.tensor,
         max_sequence_length=hf.max_position_embeddings,
-        pre_process=number == 0 and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
-        post_process=number == layout.pieces - 1 and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        pre_process=piece_index == 0 and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+        post_process=piece_index == layout.pieces - 1 and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         share_embeddings_and_output_weights=is_tied,
         position_embedding_type="rope",
         vp_stage=stage,
@@ -248,7 +248,7 @@ def _load(
     """Fill the parameters from the files; a scalar head that they lack stays zero."""
     files, parameters = ModelFiles(path), dict(module.named_parameters())
     with torch.no_grad():
-        for place in places:
-            if is_new_head and place.name.startswith("score.") and place.name not in files:
+        for weight in places:
+            if is_new_head and weight.name.startswith("score.") and weight.name not in files:
                 continue
-            place.write(parameters[place.parameter], files.read(place.name, shapes[place.name], place.box))
+            weight.write(parameters[weight.parameter], files.read(weight.name, shapes[weight.name], weight.box))

@@ -28,9 +28,9 @@ class OffloadedMemory:
         if part in self._left or part not in self._parts:
             return
         tensors = [tensor.detach() for tensor in self._parts[part]() if tensor.untyped_storage().nbytes()]
-        found = {tensor.untyped_storage().data_ptr(): _memory_of(tensor) for tensor in tensors}
-        self._left[part] = [(m, m.to("cpu", copy=True) if keep else None) for m in found.values()]
-        for memory in found.values():
+        memories = {tensor.untyped_storage().data_ptr(): _memory_of(tensor) for tensor in tensors}
+        self._left[part] = [(m, m.to("cpu", copy=True) if keep else None) for m in memories.values()]
+        for memory in memories.values():
             memory.untyped_storage().resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -91,7 +91,9 @@ class MegatronOptimizer:
         self.group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.expert_group = parallel_state.get_expert_data_parallel_group()
         self.parameters = {
-            f"{number}.{name}": p for number, piece in enumerate(pieces) for name, p in piece.module.named_parameters()
+            f"{piece_index}.{name}": p
+            for piece_index, piece in enumerate(pieces)
+            for name, p in piece.module.named_parameters()
         }
         self._shares = list(self._divided() if is_distributed else self._single())
         self.torch = build_optimizer([share.main for share in self._shares], config)
@@ -199,7 +201,7 @@ class MegatronOptimizer:
         return {kind: self._by_parameter(values) for kind, values in kinds.items()}, other
 
     def _by_parameter(self, values: list[Tensor]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
+        states: dict[str, Tensor] = {}
         for share, value in zip(self._shares, values, strict=True):
             flat = value.detach().reshape(-1)
             if self.is_distributed:
@@ -207,8 +209,8 @@ class MegatronOptimizer:
                 dist.all_gather_into_tensor(bucket, flat.contiguous(), group=share.group)
                 flat = bucket
             for name, (first, end) in share.bounds.items():
-                found[name] = flat[first:end].view(self.parameters[name].shape)
-        return found
+                states[name] = flat[first:end].view(self.parameters[name].shape)
+        return states
 
     @torch.no_grad()
     def load(self, kinds: Mapping[str, Mapping[str, Tensor]], other: Mapping[str, Any]) -> None:

@@ -29,8 +29,8 @@ def outputs_at(
         outputs: columns; none computes nothing.
         temperature: divisor of the logits.
     """
-    found = _at_own_tokens(model, model_type, hidden, inputs, outputs, temperature) if outputs else {}
-    return found if inputs.share is None else {name: inputs.share.collect(x) for name, x in found.items()}
+    columns = _at_own_tokens(model, model_type, hidden, inputs, outputs, temperature) if outputs else {}
+    return columns if inputs.share is None else {name: inputs.share.collect(x) for name, x in columns.items()}
 
 
 def _at_own_tokens(
@@ -46,7 +46,7 @@ def _at_own_tokens(
         head = model.last.output_layer
         scalars = torch.nn.functional.linear(chosen, head.weight, head.bias)
         return dict.fromkeys(outputs, scalars.squeeze(-1).float())
-    found = vocab_parallel_log_probs(
+    statistics = vocab_parallel_log_probs(
         tensor_parallel.copy_to_tensor_model_parallel_region(chosen),  # adds up the ranks' gradients
         model.head_weight(),
         inputs.targets,
@@ -56,4 +56,4 @@ def _at_own_tokens(
         with_entropy="entropy" in outputs,
         with_sum_pi_squared="sum_pi_squared" in outputs,
     )
-    return {name: values for name, values in found._asdict().items() if values is not None}
+    return {name: values for name, values in statistics._asdict().items() if values is not None}

@@ -50,9 +50,9 @@ def vocab_parallel_log_probs(
     """
     first = dist.get_rank(group) * len(weight)
     rows = chunk_rows(weight, chunk_elements)  # by the padded size, so that all ranks make as many collectives
-    own = weight[: max(vocab_size - first, 0)]
+    local_weight = weight[: max(vocab_size - first, 0)]
     settings = group, first, temperature, rows
-    log_probs, entropy, squares = _VocabParallel.apply(hidden, own, targets, settings)  # type: ignore[misc]
+    log_probs, entropy, squares = _VocabParallel.apply(hidden, local_weight, targets, settings)  # type: ignore[misc]
     return TokenStatistics(log_probs, entropy if with_entropy else None, squares if with_sum_pi_squared else None)
 
 

@@ -193,8 +193,8 @@ def places_of(
     """
     local = {name for name, _ in pieces.named_parameters()}
     layers = {
-        layer.layer_number - 1: f"{number}.decoder.layers.{index}"
-        for number, piece in enumerate(pieces)
+        layer.layer_number - 1: f"{piece_index}.decoder.layers.{index}"
+        for piece_index, piece in enumerate(pieces)
         for index, layer in enumerate(piece.decoder.layers)  # type: ignore[union-attr]
     }
     last = f"{len(pieces) - 1}.output_layer"
@@ -204,19 +204,19 @@ def places_of(
         "lm_head": last,
         "score": last,
     }
-    found: list[Place] = []
+    weights: list[Place] = []
     for name, shape in shapes.items():
         if match := _EXPERTS.fullmatch(name):
             if (layer := layers.get(int(match[1]))) is not None:
-                found += division.experts.places(name, f"{layer}.mlp.experts.local_experts", shape)
+                weights += division.experts.places(name, f"{layer}.mlp.experts.local_experts", shape)
             continue
         targets = [_parameter_of(name, layers, outside)]
         if is_tied and name == "model.embed_tokens.weight":
             targets.append(f"{last}.weight")
-        found += [division.place(name, target, shape) for target in targets if target in local]
-    if unfilled := sorted(local - {place.parameter for place in found}):
+        weights += [division.place(name, target, shape) for target in targets if target in local]
+    if unfilled := sorted(local - {weight.parameter for weight in weights}):
         raise ConfigError(f"the model has no weight for megatron-core's {', '.join(unfilled[:3])}.")
-    return found
+    return weights
 
 
 def _parameter_of(name: str, layers: Mapping[int, str], outside: Mapping[str, str]) -> str | None:
@@ -225,9 +225,9 @@ def _parameter_of(name: str, layers: Mapping[int, str], outside: Mapping[str, st
     ``layers`` are the names of this rank's layers by their number, ``outside`` those of modules that are not in layers.
     """
     if match := _LAYER.fullmatch(name):
-        number, inside, kind = match.groups()
+        layer_index, inside, kind = match.groups()
         if inside in _INSIDE:
-            layer = layers.get(int(number))
+            layer = layers.get(int(layer_index))
             return None if layer is None else f"{layer}.{_INSIDE[inside]}.{kind}"
     stem, _, kind = name.rpartition(".")
     if stem in outside:
@@ -249,17 +249,17 @@ class WeightGatherer:
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], places: list[Place]) -> None:
         self.shapes = shapes
         ranks: list[list[tuple[str, Box]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(ranks, [(place.name, place.box) for place in places])
+        dist.all_gather_object(ranks, [(weight.name, weight.box) for weight in places])
         self._boxes: dict[str, dict[Box, int]] = {name: {} for name in shapes}
         for rank, boxes in enumerate(ranks):
             for name, box in boxes:
                 self._boxes[name].setdefault(box, rank)  # of equal boxes that of the lowest rank counts
-        self._mine = {(place.name, place.box): place for place in reversed(places)}
+        self._mine = {(weight.name, weight.box): weight for weight in reversed(places)}
 
     def owned(self) -> list[Place]:
         """The boxes that this rank holds in the name of all that have the same: together all ranks' once."""
         me = dist.get_rank()
-        return [place for (name, box), place in self._mine.items() if self._boxes[name][box] == me]
+        return [weight for (name, box), weight in self._mine.items() if self._boxes[name][box] == me]
 
     def gather(
         self, boxes: Callable[[Place], Tensor], dtype: torch.dtype, device: torch.device
