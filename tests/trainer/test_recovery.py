@@ -153,6 +153,14 @@ def test_without_states_in_memory_the_run_goes_back_to_its_newest_checkpoint_or_
     assert disturbed[0][3]["recovery/redone_steps"] == 1
 
 
+def test_a_run_goes_back_to_a_checkpoint_that_is_newer_than_the_state_in_memory(run: Run, undisturbed: Outcome) -> None:
+    """Of steps 0 to 3 the first is held in memory, and the second is saved."""
+    disturbed = run("older state", [(3, "gen", 0)], trainer__recovery__snapshot_freq=3)
+    assert_same_run(disturbed, undisturbed)
+    assert disturbed[0][3]["recovery/restarts"] == 1
+    assert disturbed[0][3]["recovery/redone_steps"] == 0
+
+
 @pytest.mark.slow
 def test_too_many_losses_stop_the_run_with_the_first_of_them_first(run: Run) -> None:
     """On one rank, because nothing here depends on the number of them."""

@@ -167,9 +167,10 @@ class Recovery:
 
     @property
     def can_save(self) -> bool:
-        """Whether :meth:`save` can write a state from memory, without the workers."""
+        """Whether :meth:`save` can write a state from memory, without the workers, that no checkpoint is newer than."""
+        newer = [held for held in self._held if self._is_newest(held)]
         # Of two snapshots the older one is complete; see hold.
-        return len(self._held) > 1 or bool(self._held and self._is_whole(self._held[-1]))
+        return bool(newer) and (newer[0] is not self._held[-1] or self._is_whole(newer[0]))
 
     def save(self) -> int:
         """Write the newest complete snapshot as a checkpoint and return its step; the workers may have ended.
@@ -192,6 +193,10 @@ class Recovery:
             "recovery/redone_steps": float(self.redone_steps),
             "recovery/lost_s": self.lost_s,
         }
+
+    def _is_newest(self, held: HeldState) -> bool:
+        """Whether this process has saved no checkpoint of a later step."""
+        return held.driver.global_step >= (self.checkpoint.last_saved or 0)
 
     def _is_whole(self, held: HeldState) -> bool:
         groups = self.run.trained_groups
@@ -239,14 +244,16 @@ class Recovery:
         logger.error("%s", _full_text(error))
         if self.can_save:
             raise StepInterrupted from error
-        logger.warning("No state is held in memory: the run ends, and goes on from its newest checkpoint.")
+        logger.warning(
+            "No state newer than the newest checkpoint is held in memory: the run ends, and goes on from that."
+        )
         raise SystemExit(EXIT_CODE)
 
     def _restore(self) -> str:
         """Restore workers and driver to the newest state; return where it was found."""
         while self._held:
             held = self._held.pop()  # removed first, so that one that fails to load is not tried again
-            if not self._is_whole(held):
+            if not (self._is_newest(held) and self._is_whole(held)):
                 continue
             for name, group in self.run.trained_groups.items():
                 group.restore(held.workers[name])
