@@ -108,8 +108,9 @@ class _SectionType(ABCMeta):
             return super().__call__(*args, **values)
         except ValidationError as error:
             details = error.errors()
-            own = [one for one in details if one["type"] != "default_factory_not_called"]  # it fails with another field
-            cause = (f"{'.'.join(map(str, one['loc']))}={one['input']!r:.80}: {one['msg']}" for one in own)
+            # A factory is not called when another field, which it reads, has failed.
+            of_users = [one for one in details if one["type"] != "default_factory_not_called"]
+            cause = (f"{'.'.join(map(str, one['loc']))}={one['input']!r:.80}: {one['msg']}" for one in of_users)
             raise SectionError(f"{cls.__name__} cannot be made: {'; '.join(cause)}.", details) from error
 
 
@@ -294,9 +295,9 @@ def defaults_of(cls: type[SectionT], **changes: Any) -> SectionT:
         return cls(**changes)
     values: dict[str, Any] = {}
     for name, field in config_fields(cls).items():
-        given = name in changes
+        is_changed = name in changes
         values[name] = (
-            changes.pop(name) if given else field.get_default(call_default_factory=True, validated_data=values)
+            changes.pop(name) if is_changed else field.get_default(call_default_factory=True, validated_data=values)
         )
     if changes:
         raise TypeError(f"{cls.__name__} has no {', '.join(changes)}")
@@ -390,8 +391,8 @@ def meta_of(field: FieldInfo) -> Meta:
 
 def sentence_of(cls: type, name: str) -> str:
     """Return the sentence below a field, also when a parent class declares it; an empty one without source code."""
-    found = (_sentences(owner.__module__).get((owner.__qualname__, name), "") for owner in cls.__mro__)
-    return next(filter(None, found), "")
+    sentences = (_sentences(owner.__module__).get((owner.__qualname__, name), "") for owner in cls.__mro__)
+    return next(filter(None, sentences), "")
 
 
 # Read when asked: pydantic's use_attribute_docstrings reads them at each import, which took a third of its time.
@@ -402,7 +403,7 @@ def _sentences(module: str) -> dict[tuple[str, str], str]:
         source = inspect.getsource(sys.modules[module])
     except (OSError, TypeError):  # built in, or typed into an interpreter
         return {}
-    found: dict[tuple[str, str], str] = {}
+    sentences: dict[tuple[str, str], str] = {}
 
     def read(body: list[ast.stmt], prefix: str) -> None:
         for one, after in itertools.pairwise([*body, ast.Pass()]):
@@ -412,10 +413,10 @@ def _sentences(module: str) -> dict[tuple[str, str], str]:
                 case ast.FunctionDef(name=name), _:
                     read(one.body, f"{prefix}{name}.<locals>.")
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(sentence))):
-                    found[prefix.removesuffix("."), name] = " ".join(sentence.split())
+                    sentences[prefix.removesuffix("."), name] = " ".join(sentence.split())
 
     read(ast.parse(source).body, "")
-    return found
+    return sentences
 
 
 def _of_type(field: FieldInfo, value: Any) -> Any:

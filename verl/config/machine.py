@@ -76,9 +76,9 @@ def gpus_of_nodes(trainer: Mapping[str, Any], ray_init: Mapping[str, Any] | None
         if ray is not None and ray.is_initialized():
             return gpus_among(ray.nodes())
         if address := cluster_address(ray_init or {}):
-            found = _gpus_of_cluster(address)
-            if found is not None:
-                return found
+            counts = _gpus_of_cluster(address)
+            if counts is not None:
+                return counts
     count = local_gpus()
     return (count,) if count else ()
 

@@ -62,17 +62,17 @@ def check_update(problems: Iterable[Problem], path: str, ppo_mini_batch_size: in
     Raises:
         ConfigError: lists all problems.
     """
-    found = [problem for problem in problems if not problem.advice]
+    errors = [problem for problem in problems if not problem.advice]
     if ppo_mini_batch_size > train_batch_size:
         cause = f"a training step has train_batch_size={train_batch_size} prompts"
-        found.append(Problem(f"{path}.ppo_mini_batch_size", ppo_mini_batch_size, cause, f"<= {train_batch_size}"))
-    if found:
-        raise ConfigError(report(found))
+        errors.append(Problem(f"{path}.ppo_mini_batch_size", ppo_mini_batch_size, cause, f"<= {train_batch_size}"))
+    if errors:
+        raise ConfigError(report(errors))
 
 
 def report(problems: Sequence[Problem]) -> str:
     """Format all problems as one numbered list."""
     count = len(problems)
     title = "1 problem in the configuration:" if count == 1 else f"{count} problems in the configuration:"
-    items = (f"{number}. {problem}".replace("\n", "\n     ") for number, problem in enumerate(problems, 1))
+    items = (f"{position}. {problem}".replace("\n", "\n     ") for position, problem in enumerate(problems, 1))
     return "\n\n".join([title, *(f"  {item}" for item in items)])

@@ -36,9 +36,9 @@ class SFTDataConfig(SupervisedDataConfig):
     def problems(self, path: str) -> Iterator[Problem]:
         """``prompt_key`` and ``response_key`` are set together."""
         if (self.prompt_key is None) != (self.response_key is None):
-            given, absent = ("prompt_key", "response_key")[:: 1 if self.response_key is None else -1]
+            present, absent = ("prompt_key", "response_key")[:: 1 if self.response_key is None else -1]
             remedy = f"set {path}.{absent} too, or neither of them to read conversations from {path}.messages_key"
-            yield Problem(f"{path}.{given}", self[given], f"{path}.{absent} is not set", remedy=remedy)
+            yield Problem(f"{path}.{present}", self[present], f"{path}.{absent} is not set", remedy=remedy)
 
 
 @section

@@ -92,10 +92,10 @@ def fill_batch(
     kept: list[DataProto] = []
     prompts: list[Any] = []
     values: list[np.ndarray] = []
-    drawn = found = 0
-    while found < num_prompts:
+    drawn = num_kept = 0
+    while num_kept < num_prompts:
         if config.max_num_gen_batches and len(values) == config.max_num_gen_batches:
-            raise RolloutError(_too_few_message(config, found, drawn, num_prompts, np.concatenate(values)))
+            raise RolloutError(_too_few_message(config, num_kept, drawn, num_prompts, np.concatenate(values)))
         one = next(draws)
         value, rounding = values_of(one.batch, str(config.metric))
         scored = Trajectories.of(one.batch).scored_rows
@@ -106,14 +106,14 @@ def fill_batch(
         has_value = one.takes_part[scored] & ~np.isnan(value[scored])
         values.append(value[scored][has_value])
         drawn += len(scored) // n
-        found += len(rows) // n
+        num_kept += len(rows) // n
         level = logging.WARNING if len(values) % NOTABLE_BATCHES == 0 else logging.INFO
-        logger.log(level, "dynamic sampling: %d of %d prompts after %d batches", found, num_prompts, len(values))
+        logger.log(level, "dynamic sampling: %d of %d prompts after %d batches", num_kept, num_prompts, len(values))
     name = "training/filter_groups"
     metrics = {
         f"{name}/num_gen_batches": float(len(values)),
-        f"{name}/kept_ratio": found / drawn,
-        f"{name}/surplus": float(found - num_prompts),
+        f"{name}/kept_ratio": num_kept / drawn,
+        f"{name}/surplus": float(num_kept - num_prompts),
         f"{name}/{config.metric}/mean": float(np.concatenate(values).mean()),
     }
     batch = DataProto.concat(_with_equal_columns([part for part in kept if len(part)]))
@@ -164,10 +164,10 @@ def _with_equal_columns(parts: Sequence[DataProto]) -> list[DataProto]:
     return [part | DataProto.from_dict(non_tensors=columns) for part, columns in zip(parts, empty, strict=True)]
 
 
-def _too_few_message(config: FilterGroupsConfig, found: int, drawn: int, wanted: int, values: np.ndarray) -> str:
+def _too_few_message(config: FilterGroupsConfig, num_kept: int, drawn: int, wanted: int, values: np.ndarray) -> str:
     mean = f"mean {config.metric}: {values.mean():.3g}" if len(values) else "no response has a score"
     return (
-        f"dynamic sampling found {found} prompts whose responses differ in '{config.metric}' among {drawn}, and a "
+        f"dynamic sampling found {num_kept} prompts whose responses differ in '{config.metric}' among {drawn}, and a "
         f"batch needs {wanted}; algorithm.filter_groups.max_num_gen_batches={config.max_num_gen_batches} is used up "
         f"({mean}). The data is too easy or too hard for this policy: change the data, "
         "raise rollout.n, data.gen_batch_size or max_num_gen_batches (0 never gives up), or lower "

@@ -28,12 +28,12 @@ def name_samples(prompts: DataProto, step: int, n: int, first_prompt: int = 0) -
         n: responses per prompt.
         first_prompt: prompts that were named earlier in the step.
     """
-    given = prompts.non_tensor_batch.get("uid", np.arange(len(prompts)) // n)
-    number: dict[Any, int] = {}
+    prompt_uids = prompts.non_tensor_batch.get("uid", np.arange(len(prompts)) // n)
+    index_of: dict[Any, int] = {}
     seen: Counter[Any] = Counter()
     uids, indices = [], []
-    for uid in given.tolist():
-        uids.append(f"{step}-{first_prompt + number.setdefault(uid, len(number))}")
+    for uid in prompt_uids.tolist():
+        uids.append(f"{step}-{first_prompt + index_of.setdefault(uid, len(index_of))}")
         indices.append(seen[uid])
         seen[uid] += 1
     names = {"uid": np.array(uids, dtype=object), "sample_index": np.array(indices)}

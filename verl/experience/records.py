@@ -111,7 +111,7 @@ def generation_records(
         extra: further values of the reward function by name, one for each sample.
     """
     inputs = tokenizer.batch_decode(batch.batch["prompts"], skip_special_tokens=True)
-    with_images = [row for row, given in enumerate(batch.non_tensor_batch.get("multi_modal_inputs", ())) if given]
+    with_images = [row for row, images in enumerate(batch.non_tensor_batch.get("multi_modal_inputs", ())) if images]
     present = compute_response_mask(batch).bool()  # all tokens, those of tools and users too
     responses = [row[keep].tolist() for row, keep in zip(batch.batch["responses"], present, strict=True)]
     outputs = tokenizer.batch_decode(responses, skip_special_tokens=True)
@@ -123,10 +123,10 @@ def generation_records(
     named = {name: batch.non_tensor_batch[name].tolist() for name in NAMES if name in batch.non_tensor_batch}
     records = []
     for row, (text, output, truth, score) in enumerate(zip(inputs, outputs, truths, totals, strict=True)):
-        own = {"input": text, "output": output, "gts": truth, "score": score, "step": step}
+        fields = {"input": text, "output": output, "gts": truth, "score": score, "step": step}
         more = {"response_length": lengths[row]} | {name: values[row] for name, values in named.items()}
-        given = {name: values[row] for name, values in extra.items() if name not in own}
-        records.append(own | more | given)
+        further = {name: values[row] for name, values in extra.items() if name not in fields}
+        records.append(fields | more | further)
     if "trajectory_status" in batch.non_tensor_batch:
         for row, record in enumerate(records):
             record["trajectory"] = _trajectory(tokenizer, batch, scores, row)
@@ -153,20 +153,20 @@ def sample_numbers(batch: DataProto) -> dict[str, list]:
         values = torch.where(values.isfinite(), values, torch.inf).masked_fill(~mask, 0.0)
         return values.amax(-1).tolist()  # (bsz,)
 
-    found: dict[str, list] = {
+    numbers: dict[str, list] = {
         name: batch.non_tensor_batch[name].tolist()
         for name in ("uid", "sample_index")
         if name in batch.non_tensor_batch
     }
     old = known.get("old_log_probs")
     if old is not None and "rollout_log_probs" in known:
-        found["gap"] = largest((old.exp() - known["rollout_log_probs"].exp()).abs())
+        numbers["gap"] = largest((old.exp() - known["rollout_log_probs"].exp()).abs())
     if old is not None and "ref_log_prob" in known:
         d = known["ref_log_prob"] - old
-        found["kl"] = largest(d.exp() - d - 1)
+        numbers["kl"] = largest(d.exp() - d - 1)
     if "advantages" in known:
-        found["advantage"] = largest(known["advantages"].abs())
-    return found
+        numbers["advantage"] = largest(known["advantages"].abs())
+    return numbers
 
 
 def _texts_with_images(tokenizer: Any, batch: DataProto, row: int) -> tuple[str, str]:
@@ -184,9 +184,12 @@ def _texts_with_images(tokenizer: Any, batch: DataProto, row: int) -> tuple[str,
     names = {image: "image", video: "video"}
 
     def text(part: slice) -> str:
-        own = ids[part][there[part]].tolist()
-        kinds = [names[token] if found else "" for token, found in zip(own, is_image[part][there[part]], strict=True)]
-        return decoded_with_images(tokenizer, own, kinds)
+        token_ids = ids[part][there[part]].tolist()
+        kinds = [
+            names[token] if of_image else ""
+            for token, of_image in zip(token_ids, is_image[part][there[part]], strict=True)
+        ]
+        return decoded_with_images(tokenizer, token_ids, kinds)
 
     return text(slice(None, -width)), text(slice(-width, None))
 

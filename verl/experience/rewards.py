@@ -157,7 +157,7 @@ def component_metrics(extra: Mapping[str, Sequence[Any]]) -> Metrics:
     for name, values in extra.items():
         scored = [value for row, value in enumerate(values) if statuses is None or statuses[row] == "ok"]
         if all(isinstance(value, bool | int | float | None) for value in scored):
-            present = [number for number in map(number_or_nan, scored) if not math.isnan(number)]
+            present = [known for known in map(number_or_nan, scored) if not math.isnan(known)]
             metrics |= distribution(present, f"reward/{name}") if present else {}
     return metrics
 

@@ -148,8 +148,8 @@ def leave_out_failed(
         RewardError: a sample failed, and the policy is ``stop``.
     """
     require(batch, ("response_mask", "uid"), "leaving out samples without score")
-    found, uids = Trajectories.of(batch), batch.non_tensor_batch["uid"].astype(str)
-    scored = found.scored_rows
+    trajectories, uids = Trajectories.of(batch), batch.non_tensor_batch["uid"].astype(str)
+    scored = trajectories.scored_rows
     metrics = status_metrics([statuses[row] for row in scored])
     reasons = np.array(statuses, dtype=object)
     if "baseline_status" in batch.non_tensor_batch:
@@ -168,7 +168,9 @@ def leave_out_failed(
     out = is_lost | (np.isin(uids, uids[failed]) if policy == "drop_group" else failed)
     if needs_siblings and (out.any() or "agent" in batch.non_tensor_batch):
         groups = compared_groups(batch)
-        kept = {unit: group for unit, group, is_out in zip(found.of_agents, groups, out, strict=True) if not is_out}
+        kept = {
+            unit: group for unit, group, is_out in zip(trajectories.of_agents, groups, out, strict=True) if not is_out
+        }
         remaining = Counter(kept.values())
         out = out | np.array([remaining[group] < 2 for group in groups])
     new_uids = batch.non_tensor_batch["uid"].copy()
@@ -194,9 +196,9 @@ def _checked(result: Any, data: DataProto, reward_fn: Any, max_error_rate: float
             f"{manager} returned scores of shape {tuple(scores.shape)}; "
             f"expected that of the responses, {tuple(expected)}."
         )
-    if wrong := [name for name, values in extra.items() if len(values) != len(data)]:
+    if misfits := [name for name, values in extra.items() if len(values) != len(data)]:
         raise RewardError(
-            f"{manager} returned reward_extra_info['{wrong[0]}'] with {len(extra[wrong[0]])} values "
+            f"{manager} returned reward_extra_info['{misfits[0]}'] with {len(extra[misfits[0]])} values "
             f"for {len(data)} samples."
         )
     if taken := sorted(COLUMNS.keys() & extra.keys()):

@@ -82,10 +82,10 @@ class Trajectories:
     def scored_rows(self) -> list[int]:
         """Of each trajectory the row that is scored: the last of the agent ``main``, else the last of all."""
         rows: dict[int, int] = {}
-        for row, (number, agent) in enumerate(zip(self.number, self.agents, strict=True)):
-            if agent == MAIN or number not in rows or self.agents[rows[number]] != MAIN:
-                rows[number] = row
-        return [rows[number] for number in range(len(rows))]
+        for row, (trajectory, agent) in enumerate(zip(self.number, self.agents, strict=True)):
+            if agent == MAIN or trajectory not in rows or self.agents[rows[trajectory]] != MAIN:
+                rows[trajectory] = row
+        return [rows[trajectory] for trajectory in range(len(rows))]
 
     @cached_property
     def of_agents(self) -> list[int]:
@@ -94,10 +94,10 @@ class Trajectories:
 
     def members(self) -> list[list[int]]:
         """Return the rows of each trajectory."""
-        found: list[list[int]] = [[] for _ in range(len(self))]
-        for row, number in enumerate(self.number):
-            found[number].append(row)
-        return found
+        members: list[list[int]] = [[] for _ in range(len(self))]
+        for row, trajectory in enumerate(self.number):
+            members[trajectory].append(row)
+        return members
 
 
 def compared_groups(batch: DataProto) -> np.ndarray:
@@ -112,12 +112,12 @@ def compared_groups(batch: DataProto) -> np.ndarray:
 
 def with_earlier_turns(batch: DataProto) -> DataProto:
     """Add ``earlier_turns`` where trajectories have several sequences: what the agent wrote in those before a row."""
-    found = Trajectories.of(batch)
-    if not found.are_split:
+    trajectories = Trajectories.of(batch)
+    if not trajectories.are_split:
         return batch
     earlier: dict[int, list[Tensor]] = {}
     column = np.empty(len(batch), dtype=object)
-    for row, (unit, turns) in enumerate(zip(found.of_agents, policy_turns(batch), strict=True)):
+    for row, (unit, turns) in enumerate(zip(trajectories.of_agents, policy_turns(batch), strict=True)):
         column[row] = earlier.get(unit, [])
         earlier[unit] = [*column[row], *turns]
     return batch | DataProto.from_dict(non_tensors={EARLIER_TURNS: column})
@@ -138,7 +138,7 @@ def once_per_agent(batch: DataProto, scores: Tensor) -> Tensor:
     units = Trajectories.of(batch).of_agents
     last = {unit: row for row, unit in enumerate(units)}
     turn_scores = batch.non_tensor_batch.get("turn_scores", [None] * len(batch))
-    by_turn = {unit for unit, given in zip(units, turn_scores, strict=True) if given is not None}
+    by_turn = {unit for unit, scores_given in zip(units, turn_scores, strict=True) if scores_given is not None}
     keeps = torch.tensor([last[unit] == row or unit in by_turn for row, unit in enumerate(units)])
     return torch.where(keeps.unsqueeze(-1), scores, 0.0)
 
@@ -152,13 +152,13 @@ def trajectory_scores(batch: DataProto, scores: Tensor) -> Tensor:
         batch: the sequences.
         scores: as for :func:`once_per_agent`.
     """
-    found = Trajectories.of(batch)
-    if not found.are_split:
+    trajectories = Trajectories.of(batch)
+    if not trajectories.are_split:
         return scores.sum(-1, dtype=torch.float64).to(scores.dtype)
-    units = torch.tensor(found.of_agents)
+    units = torch.tensor(trajectories.of_agents)
     of_rows = once_per_agent(batch, scores).sum(-1, dtype=torch.float64)
     sums = of_rows.new_zeros(int(units.max()) + 1).index_add(0, units, of_rows)
-    return sums[units[found.scored_rows]].to(scores.dtype)
+    return sums[units[trajectories.scored_rows]].to(scores.dtype)
 
 
 # ---- advantages --------------------------------------------------------------------------------
@@ -208,10 +208,10 @@ def joined_sequences(batch: DataProto, columns: Mapping[str, Any]) -> JoinedSequ
     last = list({unit: row for row, unit in enumerate(units)}.values())
     scores = batch.batch["token_level_scores"]
     counted = once_per_agent(batch, scores)
-    given = {**columns, "token_level_scores": counted}
-    given["token_level_rewards"] = batch.batch["token_level_rewards"] - scores + counted
+    token_columns = {**columns, "token_level_scores": counted}
+    token_columns["token_level_rewards"] = batch.batch["token_level_rewards"] - scores + counted
     return JoinedSequences(
-        {name: _joined(column, source, last, mask.shape) for name, column in given.items()}, source, mask.shape
+        {name: _joined(column, source, last, mask.shape) for name, column in token_columns.items()}, source, mask.shape
     )
 
 
@@ -252,19 +252,19 @@ def resampled(batch: DataProto, resample: Callable[[DataProto], DataProto]) -> D
         batch: with ``token_level_scores`` and ``response_mask``.
         resample: selects rows of a batch that has one row for each trajectory.
     """
-    found = Trajectories.of(batch)
-    one = batch.select_idxs(found.scored_rows)
+    trajectories = Trajectories.of(batch)
+    one = batch.select_idxs(trajectories.scored_rows)
     totals = trajectory_scores(batch, batch.batch["token_level_scores"]).tolist()
     columns = {
         "token_level_scores": on_last_token(one.batch["response_mask"], totals),
-        "trajectory": torch.arange(len(found)),
+        "trajectory": torch.arange(len(trajectories)),
     }
     drawn = resample(replace_columns(one, DataProto.from_dict(tensors=columns))).batch["trajectory"].tolist()
-    members = found.members()
-    chosen = batch.select_idxs([row for number in drawn for row in members[number]])
+    members = trajectories.members()
+    chosen = batch.select_idxs([row for trajectory in drawn for row in members[trajectory]])
     if "trajectory_id" not in batch.non_tensor_batch:
         return chosen
     # The number of the draw keeps the copies of a trajectory apart.
-    draws = [draw for draw, number in enumerate(drawn) for _ in members[number]]
+    draws = [draw for draw, trajectory in enumerate(drawn) for _ in members[trajectory]]
     ids = [f"{name}#{draw}" for name, draw in zip(chosen.non_tensor_batch["trajectory_id"], draws, strict=True)]
     return replace_columns(chosen, DataProto.from_dict(non_tensors={"trajectory_id": np.array(ids, dtype=object)}))

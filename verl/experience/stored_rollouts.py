@@ -60,9 +60,9 @@ class StoredRollouts:
         greedy = "" if prompts.meta_info.get("do_sample", True) else "-greedy"
         path = below(self.folder, f"{prompts.non_tensor_batch['uid'][0]}{greedy}.safetensors")
         if path.exists():
-            found = self._read(path, prompts)
+            batch = self._read(path, prompts)
             self._rows["read"] += len(prompts)
-            return found
+            return batch
         drawn = self._draw(prompts)
         (drawn | DataProto(meta_info={DRAWN_FOR: self._drawn_for(prompts)})).save_to_disk(path)
         self._rows["drawn"] += len(prompts)
@@ -79,8 +79,8 @@ class StoredRollouts:
         return {"prompts": _fingerprint(prompts), "settings": self._settings, "model": self._model}
 
     def _read(self, path: Path, prompts: DataProto) -> DataProto:
-        found = DataProto.load_from_disk(path)
-        was = found.meta_info.pop(DRAWN_FOR, None)
+        batch = DataProto.load_from_disk(path)
+        was = batch.meta_info.pop(DRAWN_FOR, None)
         if was is None:
             raise DataError(f"{path}: no file of rollout.skip_rollout. {_remedy(path.parent)}")
         if was["prompts"] != _fingerprint(prompts):
@@ -91,11 +91,11 @@ class StoredRollouts:
             )
         now = {name: value for name, value in self._settings.items() if was["settings"].get(name) != value}
         if now:
-            told = ", ".join(f"{name}={was['settings'].get(name)} (now {value})" for name, value in now.items())
-            raise DataError(f"{path}: these responses were drawn with rollout.{told}. {_remedy(path.parent)}")
+            differences = ", ".join(f"{name}={was['settings'].get(name)} (now {value})" for name, value in now.items())
+            raise DataError(f"{path}: these responses were drawn with rollout.{differences}. {_remedy(path.parent)}")
         if was["model"] != self._model:
             logger.warning("%s: these responses were drawn by %s, and %s is trained.", path, was["model"], self._model)
-        return found
+        return batch
 
 
 def _listed(value: Any) -> Any:

@@ -42,11 +42,11 @@ def wants_agents(prompts: DataProto, rollout: RolloutConfig) -> bool:
 
 def wanted_agents(datasets: Iterable[Any], rollout: RolloutConfig) -> list[str]:
     """Return the names of the agent loops that the prompts of data sets want; of custom data sets, the default's."""
-    found = {rollout.default_agent_loop: None}
+    agents = {rollout.default_agent_loop: None}
     for dataset in datasets:
         if isinstance(dataset, RLHFDataset):
-            found |= dict.fromkeys(filter(None, dataset.source_column("agent_name")))
-    return list(found)
+            agents |= dict.fromkeys(filter(None, dataset.source_column("agent_name")))
+    return list(agents)
 
 
 def check_tools(datasets: Sequence[Any], rollout: RolloutConfig, tools: Sequence[Any]) -> None:
@@ -90,9 +90,9 @@ def unused_arguments(prompts: DataProto) -> list[str]:
 
 def rows_to_score(batch: DataProto, agent: AgentLoopConfig) -> list[int]:
     """Return the rows that the reward function scores: one of each trajectory to train on that has no score yet."""
-    own, _ = _own_scores(batch)
+    scores, _ = _own_scores(batch)
     statuses = batch.non_tensor_batch["trajectory_status"]
-    rows = zip(Trajectories.of(batch).scored_rows, own, strict=True)
+    rows = zip(Trajectories.of(batch).scored_rows, scores, strict=True)
     return [row for row, score in rows if score is None and agent.treatment_of(statuses[row]) == "train"]
 
 
@@ -113,43 +113,47 @@ def complete_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
         Trajectories whose score is to be 0 have 0 for every number that the reward function returns for the others.
     """
     scores, extra = scored
-    found, statuses = Trajectories.of(batch), batch.non_tensor_batch["trajectory_status"]
+    trajectories, statuses = Trajectories.of(batch), batch.non_tensor_batch["trajectory_status"]
     treatments = [agent.treatment_of(status) for status in statuses]
     of_trajectories, of_turns = _own_scores(batch)
     shared = [score or Score(0.0) for score in of_trajectories]
     for row, value in zip(rows, map(float, scores.sum(-1, dtype=torch.float64) if rows else []), strict=True):
-        shared[found.number[row]] = Score(value)
-    own = [
-        Score(0.0) if treatment != "train" else shared[number] if shared[number].error else turns or shared[number]
-        for number, treatment, turns in zip(found.number, treatments, of_turns, strict=True)
+        shared[trajectories.number[row]] = Score(value)
+    of_rows = [
+        Score(0.0)
+        if treatment != "train"
+        else shared[trajectory]
+        if shared[trajectory].error
+        else turns or shared[trajectory]
+        for trajectory, treatment, turns in zip(trajectories.number, treatments, of_turns, strict=True)
     ]
-    known = placed(Scores(own), batch.batch["response_mask"])
+    known = placed(Scores(of_rows), batch.batch["response_mask"])
     assert known.tokens is not None
     all_scores = known.tokens
     if rows:
         all_scores[rows] = scores.to(all_scores)
     beside = batch.non_tensor_batch.get("turn_rewards", [None] * len(batch))
     to_add = [
-        Score(0.0) if given is None or treatment != "train" else checked_score({"turn_scores": given})
-        for given, treatment in zip(beside, treatments, strict=True)
+        Score(0.0) if turn_scores is None or treatment != "train" else checked_score({"turn_scores": turn_scores})
+        for turn_scores, treatment in zip(beside, treatments, strict=True)
     ]
     added = placed(Scores(to_add), batch.batch["response_mask"])
     assert added.tokens is not None
     all_scores += added.tokens
-    both = zip(found.number * 2, [*known.samples, *added.samples], strict=True)
-    failed = {number: score for number, score in both if score.error}
+    both = zip(trajectories.number * 2, [*known.samples, *added.samples], strict=True)
+    failed = {trajectory: score for trajectory, score in both if score.error}
     for message in dict.fromkeys(score.error for score in failed.values()):
         logger.warning("the score of an agent loop cannot be used: %s", message)
-    all_scores[[row for row, number in enumerate(found.number) if number in failed]] = 0.0
+    all_scores[[row for row, trajectory in enumerate(trajectories.number) if trajectory in failed]] = 0.0
     columns: dict[str, list[Any]] = {name: [None] * len(batch) for name in ("score", "reward_status", *extra)}
-    for row, (number, treatment) in enumerate(zip(found.number, treatments, strict=True)):
-        score = failed.get(number) or (shared[number] if treatment == "train" else Score(0.0))
+    for row, (trajectory, treatment) in enumerate(zip(trajectories.number, treatments, strict=True)):
+        score = failed.get(trajectory) or (shared[trajectory] if treatment == "train" else Score(0.0))
         columns["score"][row] = score.value
         columns["reward_status"][row] = f"{OF_TRAJECTORY}{statuses[row]}" if treatment in LEFT_OUT else score.status
-    members = found.members()
+    members = trajectories.members()
     for name, values in extra.items():
         for row, value in zip(rows, values, strict=True):
-            for sibling in members[found.number[row]]:
+            for sibling in members[trajectories.number[row]]:
                 columns[name][sibling] = value
         are_numbers = all(isinstance(value, int | float | None) for value in values) and values.count(None) < len(
             values
@@ -178,8 +182,8 @@ def trajectory_metrics(batches: Sequence[DataProto]) -> Metrics:
     metrics |= distribution([float(len(rows)) for _, rows in trajectories], "agent/num_sequences")
     counted = {"tool_failures": [failure.value for failure in CallFailure], "rendering_differences": list(KINDS)}
     for column, kinds in counted.items():
-        if found := [value for trajectory in trajectories if (value := _summed(trajectory, column)) is not None]:
-            metrics |= {f"agent/{column}/{kind}": sum(one[kind] for one in found) / len(found) for kind in kinds}
+        if counts := [value for trajectory in trajectories if (value := _summed(trajectory, column)) is not None]:
+            metrics |= {f"agent/{column}/{kind}": sum(one[kind] for one in counts) / len(counts) for kind in kinds}
     return metrics | _timing(trajectories)
 
 
@@ -234,7 +238,7 @@ def _timing(trajectories: Sequence[Trajectory]) -> Metrics:
     metrics: Metrics = {}
     for name in TIMES:
         metrics |= distribution([one[name] for one in seconds], f"{prefix}/{name}")
-    slowest = max(range(len(seconds)), key=lambda number: sum(seconds[number][name] for name in TIMES))
+    slowest = max(range(len(seconds)), key=lambda index: sum(seconds[index][name] for name in TIMES))
     metrics |= {f"{prefix}/slowest/{name}": seconds[slowest][name] for name in TIMES}
     batch, rows = trajectories[slowest]
     for name, lengths in (("prompt_length", prompt_lengths(batch)), ("response_length", response_lengths(batch))):
@@ -248,26 +252,26 @@ def _timing(trajectories: Sequence[Trajectory]) -> Metrics:
 def _own_scores(batch: DataProto) -> tuple[list[Score | None], list[Score | None]]:
     """Scores that agent loops gave: of each trajectory, and of each sequence of an agent with ``turn_scores``."""
     wholes, turns = (batch.non_tensor_batch.get(name, [None] * len(batch)) for name in ("reward_score", "turn_scores"))
-    found = Trajectories.of(batch)
+    trajectories = Trajectories.of(batch)
     by_agent: dict[int, list[Any]] = {}
-    for unit, given in zip(found.of_agents, turns, strict=True):
-        by_agent.setdefault(unit, []).extend([] if given is None else [given])
+    for unit, turn_scores in zip(trajectories.of_agents, turns, strict=True):
+        by_agent.setdefault(unit, []).extend([] if turn_scores is None else [turn_scores])
     of_turns = [
-        (Score(0.0) if given is None else _score_of_turns([given])) if by_agent[unit] else None
-        for unit, given in zip(found.of_agents, turns, strict=True)
+        (Score(0.0) if turn_scores is None else _score_of_turns([turn_scores])) if by_agent[unit] else None
+        for unit, turn_scores in zip(trajectories.of_agents, turns, strict=True)
     ]
     of_trajectories: list[Score | None] = []
-    for rows, scored in zip(found.members(), found.scored_rows, strict=True):
+    for rows, scored in zip(trajectories.members(), trajectories.scored_rows, strict=True):
         whole = next((wholes[row] for row in rows if wholes[row] is not None), None)
-        if given := by_agent[found.of_agents[scored]]:
-            of_trajectories.append(replace(_score_of_turns(given, whole), turn_scores=None))
+        if turn_scores := by_agent[trajectories.of_agents[scored]]:
+            of_trajectories.append(replace(_score_of_turns(turn_scores, whole), turn_scores=None))
         else:
             of_trajectories.append(None if whole is None else checked_score(whole))
     return of_trajectories, of_turns
 
 
-def _score_of_turns(given: list[Any], whole: Any = None) -> Score:
+def _score_of_turns(turn_scores: list[Any], whole: Any = None) -> Score:
     """Score of the turns of some sequences, whose sum is ``whole`` if that is given."""
-    wrong = [turns for turns in given if not isinstance(turns, list)]
-    turns = wrong[0] if wrong else [turn for turns in given for turn in turns]
+    not_lists = [turns for turns in turn_scores if not isinstance(turns, list)]
+    turns = not_lists[0] if not_lists else [turn for turns in turn_scores for turn in turns]
     return checked_score({"turn_scores": turns} | ({} if whole is None else {"score": whole}))

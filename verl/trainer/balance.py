@@ -76,7 +76,7 @@ def _shares_of_siblings(members: range, dp_size: int, balance: bool, siblings: S
         if balance:
             costs = [siblings.tokens(group) for group in groups]
             parts = get_seqlen_balanced_partitions(costs, dp_size, equal_size=True)
-        return [[row - members.start for number in part for row in groups[number]] for part in parts]
+        return [[row - members.start for index in part for row in groups[index]] for part in parts]
     share = len(members) // dp_size
     rows = [row for group in groups for row in group]
     shares = [rows[rank * share : (rank + 1) * share] for rank in range(dp_size)]
@@ -125,12 +125,12 @@ class DealtBatch:
         """Put the ranks' results into the order of the original batch; a result without rows is returned as it is."""
         if not len(made):
             return made
-        place = {row: n for n, row in enumerate(self.order) if n not in self.padding}
-        return made.select_idxs([place[row] for row in range(len(place))])
+        position = {row: n for n, row in enumerate(self.order) if n not in self.padding}
+        return made.select_idxs([position[row] for row in range(len(position))])
 
-    def problems(self, found: Sequence[NonFinite]) -> list[NonFinite]:
+    def problems(self, problems: Sequence[NonFinite]) -> list[NonFinite]:
         """Non-finite values, with each rank's row index replaced by the index in the original batch."""
-        return in_batch_order(found, self.order, self.num_ranks)
+        return in_batch_order(problems, self.order, self.num_ranks)
 
 
 def deal(

@@ -39,11 +39,12 @@ class DPOTrainer(PreferenceTrainer):
 
     def useful_flops(self, batch: DataProto) -> float | None:
         """FLOPs of one optimizer step with the reference's forward pass; None if the reference is another model."""
-        own = super().useful_flops(batch)
-        if self.typed_config.loss.reference_free or own is None:
-            return own
+        of_policy = super().useful_flops(batch)
+        if self.typed_config.loss.reference_free or of_policy is None:
+            return of_policy
         is_same = self.typed_config.ref.path in (None, self.typed_config.model.path)
-        return own * 4 / 3 if is_same else None  # a training step costs three forward passes, the reference one more
+        # A training step costs three forward passes, the reference one more.
+        return of_policy * 4 / 3 if is_same else None
 
     def outputs(self, batch: DataProto) -> DataProto:
         """Log-probs of the policy."""

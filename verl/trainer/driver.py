@@ -106,7 +106,7 @@ def _latest(trainer: Any) -> tuple[int, ...] | None:
     from verl.checkpoint.steps import LATEST
 
     try:
-        found = (Path(trainer.default_local_dir).expanduser() / LATEST).stat()
+        status = (Path(trainer.default_local_dir).expanduser() / LATEST).stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return status.st_ino, status.st_mtime_ns, status.st_size

@@ -64,12 +64,12 @@ def score_responses(
     require_columns(files, {column: f"data.{key}" for key, column in keys.items()})
     groups = [group for file in files for group in _samples_of(file, config)]
     function, samples = _reward_function(config), [sample for group in groups for sample in group]
-    found: list[Score] = []
+    computed: list[Score] = []
     size = max(64, -(-len(samples) // 10))
     for start in range(0, len(samples), size):
-        found += function.score_samples(samples[start : start + size])
-        notify(len(found), len(samples))
-    scores = iter(found)
+        computed += function.score_samples(samples[start : start + size])
+        notify(len(computed), len(samples))
+    scores = iter(computed)
     return [(group[0].data_source, [next(scores) for _ in group]) for group in groups]
 
 
@@ -87,28 +87,28 @@ def _reward_function(config: EvalConfig) -> RewardFunction:
 
 
 def _samples_of(file: DataFile, config: EvalConfig) -> Iterator[list[RewardSample]]:
-    for number in range(len(file)):
-        row = file.row(number)
+    for index in range(len(file)):
+        row = file.row(index)
         responses = row[config.data.response_key]
         if isinstance(responses, str) or not isinstance(responses, Sequence) or len(responses) == 0:
             raise DataError(
-                f"{file.path}, row {number}: column '{config.data.response_key}' is {responses!r:.80}. Expected a "
+                f"{file.path}, row {index}: column '{config.data.response_key}' is {responses!r:.80}. Expected a "
                 "list of at least one response, as main_generation writes it (data.response_key)."
             )
         truth = (row.get(config.data.reward_model_key) or {}).get("ground_truth")
         source, extra = str(row.get(config.data.data_source_key, UNKNOWN_SOURCE)), row.get("extra_info") or {}
         if not config.custom_reward_function.path:
-            _check_truth(source, truth, f"{file.path}, row {number}")
-        yield [RewardSample(source, text, truth, extra, uid=str(number), columns=row) for text in responses]
+            _check_truth(source, truth, f"{file.path}, row {index}")
+        yield [RewardSample(source, text, truth, extra, uid=str(index), columns=row) for text in responses]
 
 
-def _check_truth(source: str, truth: Any, place: str) -> None:
+def _check_truth(source: str, truth: Any, where: str) -> None:
     try:
         check_truth(source, truth)
     except UnknownDataSourceError:
         raise
     except RewardError as error:
-        raise DataError(f"{place}: the scorer of '{source}' cannot read the ground truth: {error}") from error
+        raise DataError(f"{where}: the scorer of '{source}' cannot read the ground truth: {error}") from error
 
 
 def summarize(groups: Sequence[tuple[str, list[Score]]]) -> dict[str, float]:
@@ -143,7 +143,7 @@ def summarize(groups: Sequence[tuple[str, list[Score]]]) -> dict[str, float]:
 
 def _other_numbers(scored: Sequence[Sequence[Score]]) -> dict[str, list[list[float]]]:
     """Return name → values by prompt, of the numbers beside the score; a prompt without the name is left out."""
-    found: dict[str, list[list[float]]] = {}
+    by_name: dict[str, list[list[float]]] = {}
     for scores in scored:
         of_prompt: dict[str, list[float]] = {}
         for score in scores:
@@ -151,8 +151,8 @@ def _other_numbers(scored: Sequence[Sequence[Score]]) -> dict[str, list[list[flo
                 if name != "score" and isinstance(value, (bool, int, float)) and math.isfinite(value):
                     of_prompt.setdefault(name, []).append(float(value))
         for name, values in of_prompt.items():
-            found.setdefault(name, []).append(values)
-    return found
+            by_name.setdefault(name, []).append(values)
+    return by_name
 
 
 def _mean(values: Sequence[float]) -> float:

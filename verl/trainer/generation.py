@@ -85,15 +85,15 @@ def read_prompts(config: GenerationConfig, tokenizer: Any) -> list[Prompt]:
     require_columns(files, {data.prompt_key: "data.prompt_key"})
     prompts = []
     for file in files:
-        for number in range(len(file)):
-            row, place = file.row(number), f"{file.path}, row {number}"
-            messages = row_messages(row[data.prompt_key], place)
-            require_written_calls(messages, tokenizer, place)
-            of_row = row_template_kwargs(row, data.tools_key, data.enable_thinking_key, tokenizer, place)
-            text = render_prompt(messages, tokenizer, place, **data.apply_chat_template_kwargs | of_row)
+        for index in range(len(file)):
+            row, where = file.row(index), f"{file.path}, row {index}"
+            messages = row_messages(row[data.prompt_key], where)
+            require_written_calls(messages, tokenizer, where)
+            of_row = row_template_kwargs(row, data.tools_key, data.enable_thinking_key, tokenizer, where)
+            text = render_prompt(messages, tokenizer, where, **data.apply_chat_template_kwargs | of_row)
             ids = encode(text, tokenizer)
             limit = config.rollout.prompt_length
-            prompts.append(Prompt(row, truncate(ids, limit, "error", f"{place}: the prompt", "rollout.prompt_length")))
+            prompts.append(Prompt(row, truncate(ids, limit, "error", f"{where}: the prompt", "rollout.prompt_length")))
     return prompts
 
 

@@ -100,7 +100,7 @@ class HealthWatch:
 
     def look(self, step: int, metrics: Mapping[str, float]) -> list[Alert]:
         """Take the metrics of a step and return its new alerts; a rule is silent for a while after one."""
-        found = [
+        alerts = [
             Alert(step, "not_finite", name, f"{name} is {metrics[name]}: {_NOT_TRUSTED}", samples)
             for name, samples in FINITE.items()
             if name in metrics and not math.isfinite(metrics[name])
@@ -112,8 +112,8 @@ class HealthWatch:
         for rule in RULES:
             history = self._history[rule.metric]
             if rule.metric in metrics and history.recent and (reason := rule.broken(history)):
-                found.append(Alert(step, rule.name, rule.metric, reason, rule.samples))
-        return [alert for alert in found if self._is_new(alert)]
+                alerts.append(Alert(step, rule.name, rule.metric, reason, rule.samples))
+        return [alert for alert in alerts if self._is_new(alert)]
 
     def _is_new(self, alert: Alert) -> bool:
         before = self._said.get(alert.rule, -QUIET_STEPS)

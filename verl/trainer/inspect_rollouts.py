@@ -60,8 +60,8 @@ def summary(records: Sequence[Mapping[str, Any]]) -> Table:
     scores: dict[str, list[float]] = {}
     for record in records:
         scores.setdefault(status_of(record), []).append(record["score"])
-    for status, found in sorted(scores.items()):
-        table.add_row(status, f"{len(found):,}", f"{sum(found) / len(found):.3g}")
+    for status, values in sorted(scores.items()):
+        table.add_row(status, f"{len(values):,}", f"{sum(values) / len(values):.3g}")
     return table
 
 
@@ -84,15 +84,15 @@ def told(record: Mapping[str, Any], with_tokens: bool = False) -> Iterator[Text]
         yield Text(trajectory["message"], style="red")
     conversation = trajectory["conversation"]
     begins = _first_turn(conversation)
-    turns = [number for number, message in enumerate(conversation) if message["role"] == "assistant"]
-    turns = [number for number in turns if number >= begins]
+    turns = [index for index, message in enumerate(conversation) if message["role"] == "assistant"]
+    turns = [index for index in turns if index >= begins]
     # A turn that another sequence of the trajectory trains has no score here.
     is_complete = len(turns) == len(trajectory["turn_scores"])
     scores = dict(zip(turns, trajectory["turn_scores"], strict=True)) if is_complete else {}
     if not is_complete:
         yield Text(f"scores of the turns that it trains: {trajectory['turn_scores']}")
-    for number, message in enumerate(conversation):
-        score = scores.get(number)
+    for index, message in enumerate(conversation):
+        score = scores.get(index)
         yield Text(_heading(message, score), style="bold")
         yield Text(_text(message), style=STYLES.get(message["role"], ""))
     if with_tokens:
@@ -102,7 +102,7 @@ def told(record: Mapping[str, Any], with_tokens: bool = False) -> Iterator[Text]
 
 def _first_turn(conversation: Sequence[Mapping[str, Any]]) -> int:
     """The number of the first message that is not the prompt's: those have no ``seconds``, unless none has."""
-    return next((number for number, message in enumerate(conversation) if "seconds" in message), 0)
+    return next((index for index, message in enumerate(conversation) if "seconds" in message), 0)
 
 
 def _heading(message: Mapping[str, Any], score: float | None) -> str:
@@ -131,21 +131,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--id", default="", help="show only the trajectory with this id, or the prompt's, as 12-3")
     parser.add_argument("--limit", type=int, default=3, help="show at most so many samples (default: 3)")
     parser.add_argument("--tokens", action="store_true", help="show token ids and the mask, too")
-    given = parser.parse_args(arguments)
-    records = read_records(given.file)
+    options = parser.parse_args(arguments)
+    records = read_records(options.file)
     show(summary(records))
-    chosen = [record for record in records if not given.status or status_of(record) in given.status]
-    if given.id:
+    chosen = [record for record in records if not options.status or status_of(record) in options.status]
+    if options.id:
         ids = [(record, record.get("trajectory", {}).get("id", "")) for record in chosen]
-        chosen = [record for record, name in ids if given.id in (name, name.partition("/")[0])]
+        chosen = [record for record, name in ids if options.id in (name, name.partition("/")[0])]
     if not chosen:
         sys.stderr.write("no sample of the file is like that.\n")
         raise SystemExit(1)
-    for record in chosen[: given.limit]:
-        for line in told(record, given.tokens):
+    for record in chosen[: options.limit]:
+        for line in told(record, options.tokens):
             show(line)
-    if len(chosen) > given.limit:
-        show(f"\n{len(chosen) - given.limit:,} more; --limit shows them")
+    if len(chosen) > options.limit:
+        show(f"\n{len(chosen) - options.limit:,} more; --limit shows them")
 
 
 if __name__ == "__main__":

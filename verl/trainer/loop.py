@@ -282,10 +282,10 @@ class TrainingLoop:
 
     def resume(self) -> None:
         """Load the checkpoint that ``trainer.resume_mode`` selects, if there is one."""
-        found = self.checkpoint.load()
-        if found is not None:
-            self.go_on_from(found)
-            status(f"resumed from step {found.global_step} in {self.checkpoint.root}")
+        state = self.checkpoint.load()
+        if state is not None:
+            self.go_on_from(state)
+            status(f"resumed from step {state.global_step} in {self.checkpoint.root}")
 
     @contextmanager
     def _reporting(self) -> Iterator[tuple[Tracking, Progress]]:
@@ -378,8 +378,8 @@ class TrainingLoop:
                 self._begin_save()
 
     def _all_metrics(self, batch: DataProto, context: StepContext) -> Metrics:
-        own = context.metrics | self.step_metrics(batch, context)
-        return own | self.checkpoint.metrics() | self.recovery.metrics() | self.pass_limits.metrics()
+        metrics = context.metrics | self.step_metrics(batch, context)
+        return metrics | self.checkpoint.metrics() | self.recovery.metrics() | self.pass_limits.metrics()
 
     def _keep_expert_counts(self, updated: DataProto, context: StepContext) -> None:
         """Make a table of the tokens that each expert got in an update, where that is asked for."""
@@ -390,7 +390,7 @@ class TrainingLoop:
             raise ConfigError(
                 "trainer.log_expert_counts=true: the routers of the model do not return what they choose. Set it false."
             )
-        columns = ["layer", *(f"expert {number}" for number in range(len(counts[0])))]
+        columns = ["layer", *(f"expert {index}" for index in range(len(counts[0])))]
         context.tables["moe/tokens_per_expert"] = columns, [[layer, *row] for layer, row in enumerate(counts)]
 
     def _report(self, metrics: Metrics, context: StepContext, tracking: Tracking, progress: Progress) -> None:

@@ -166,20 +166,20 @@ def check_layouts(plan: Plan) -> None:
 
 def _placement(gpus: int, settings: list[str]) -> list[str]:
     """Return the settings of nodes for ``gpus`` GPUs."""
-    given = {key: setting.partition("=")[2] for setting in settings for key in keys_set([setting])}
+    set_sizes = {key: setting.partition("=")[2] for setting in settings for key in keys_set([setting])}
     for key in ("trainer.n_gpus_per_node", "trainer.nnodes"):
-        if key in given and not (given[key].isdecimal() and int(given[key]) > 0):
-            raise ConfigError(f"{key}={given[key]}: must be a whole number above 0. Leave it out to follow --gpus.")
-    per_node = int(given.get("trainer.n_gpus_per_node", min(gpus, PER_NODE)))
+        if key in set_sizes and not (set_sizes[key].isdecimal() and int(set_sizes[key]) > 0):
+            raise ConfigError(f"{key}={set_sizes[key]}: must be a whole number above 0. Leave it out to follow --gpus.")
+    per_node = int(set_sizes.get("trainer.n_gpus_per_node", min(gpus, PER_NODE)))
     if gpus % per_node:
         raise ConfigError(
             f"--gpus {gpus}: nodes of {per_node} GPUs do not add up to that. Use a multiple of {per_node}, or set "
             "trainer.n_gpus_per_node."
         )
     nodes = gpus // per_node
-    if int(given.get("trainer.nnodes", nodes)) != nodes:
+    if int(set_sizes.get("trainer.nnodes", nodes)) != nodes:
         raise ConfigError(
-            f"--gpus {gpus}: trainer.nnodes={given['trainer.nnodes']} nodes of {per_node} GPUs are another number. "
+            f"--gpus {gpus}: trainer.nnodes={set_sizes['trainer.nnodes']} nodes of {per_node} GPUs are another number. "
             "Leave one of them out."
         )
     return [f"trainer.n_gpus_per_node={per_node}", f"trainer.nnodes={nodes}"]

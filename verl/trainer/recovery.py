@@ -339,9 +339,9 @@ class PassLimits:
 
     def learn(self, error: BaseException) -> None:
         """Record the limit of a :class:`PassTooLargeError` among the causes of ``error``; ignore other errors."""
-        found = _cause(error)
-        if found is not None:
-            self.limits[found.kind] = min(found.limit, self.limits.get(found.kind, found.limit))
+        cause = _cause(error)
+        if cause is not None:
+            self.limits[cause.kind] = min(cause.limit, self.limits.get(cause.kind, cause.limit))
             self._cuts += 1
             self._cuts += int(sum(self._of_workers.values()))
             self._of_workers = {}
@@ -475,8 +475,8 @@ class BadSteps:
 
 def _step_of(path: Path) -> int:
     """The step in a file's name; modification times would be wrong after the clock is set back."""
-    number = path.stem.split("_")[1]
-    return int(number) if number.isdecimal() else 0
+    digits = path.stem.split("_")[1]
+    return int(digits) if digits.isdecimal() else 0
 
 
 def _write(batch: DataProto, path: Path) -> None:

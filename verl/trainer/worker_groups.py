@@ -49,8 +49,8 @@ class WorkerGroups:
     def _start_processes(self, arguments: Mapping[Any, Mapping[str, Any]]) -> None:
         self.pools.create_resource_pool()
         members: dict[Any, dict[Hashable, Any]] = {}
-        for role, own in arguments.items():
-            worker = self.group_class.describe(self.worker_classes[role], **own, device_name=self.device_name)
+        for role, of_role in arguments.items():
+            worker = self.group_class.describe(self.worker_classes[role], **of_role, device_name=self.device_name)
             members.setdefault(self.pools.get_resource_pool(role), {})[role] = worker
         for pool, workers in members.items():
             colocated = self.group_class.colocate({str(role): worker for role, worker in workers.items()})

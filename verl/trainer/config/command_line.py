@@ -131,8 +131,8 @@ def remarks(composed: Mapping[str, Any], root: type[BaseConfig], explicit: Colle
         explicit: keys that the user set on the command line.
     """
     problems: list[Problem] = []
-    *_, told = Translator.of(root, explicit, problems).translate(composed)
-    said = [f"refused: {problem}" for problem in problems] + told
+    *_, advice = Translator.of(root, explicit, problems).translate(composed)
+    said = [f"refused: {problem}" for problem in problems] + advice
     return "".join(f"# {line}\n" for text in said for line in redacted(text, secrets_in(composed)).splitlines())
 
 

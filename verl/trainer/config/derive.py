@@ -68,12 +68,12 @@ def derive(
         # Without a value, the field's default factory copies the field that it follows (clip_ratio_low: clip_ratio).
         if key.follows and path not in explicit and same(get(tree, path), key.default):
             drop(tree, path)
-    told = _fast_engine(tree, keys, explicit) if chooses_engine else []
-    told += _engines(tree, raw, keys, explicit)
+    remarks = _fast_engine(tree, keys, explicit) if chooses_engine else []
+    remarks += _engines(tree, raw, keys, explicit)
     _rows_in_driver(tree, keys, explicit)
     if "algorithm.adv_estimator" in keys:
         _forward_passes(tree)
-    return told
+    return remarks
 
 
 def derive_from_algorithm(tree: Tree, explicit: Collection[str], problems: list[Problem]) -> list[str]:
@@ -82,9 +82,9 @@ def derive_from_algorithm(tree: Tree, explicit: Collection[str], problems: list[
     Returns:
         messages about settings that were changed.
     """
-    told = _truncation(tree, explicit)
-    told += _algorithm(tree, problems)
-    return told
+    remarks = _truncation(tree, explicit)
+    remarks += _algorithm(tree, problems)
+    return remarks
 
 
 def _forward_passes(tree: Tree) -> None:
@@ -199,7 +199,7 @@ _PROGRAMS_ONLY = (
 
 def _fast_engine(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:
     """Choose the engine of a run on a GPU unless it was named; tell which and why."""
-    told: list[str] = []
+    remarks: list[str] = []
     for path, key in keys.items():
         name = f"{path}.name"
         # Without any key from a command line the settings come from a program, which may have chosen the default.
@@ -212,8 +212,8 @@ def _fast_engine(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str])
             kind = model_files.model_type(Path(model).expanduser()) if isinstance(model, str) else None
             engine, why = engine_for_gpu(engine_python("vllm") is not None, kind in FAMILIES)
             put(tree, name, engine)
-            told.append(f"{name}: {engine}, because {why}; set it to choose yourself")
-    return told
+            remarks.append(f"{name}: {engine}, because {why}; set it to choose yourself")
+    return remarks
 
 
 def engine_for_gpu(has_vllm: bool, takes_images: bool) -> tuple[str, str]:
@@ -227,15 +227,15 @@ def engine_for_gpu(has_vllm: bool, takes_images: bool) -> tuple[str, str]:
 
 def _engines(tree: Tree, raw: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:
     """Fit the settings of all engines; see :func:`_engine`."""
-    told: list[str] = []
+    remarks: list[str] = []
     for path, key in keys.items():
         ranks = "trainer.n_gpus_per_node"
         if key.section is JudgeRolloutConfig and get(tree, "reward_model.enable_resource_pool") is True:
             ranks = "reward_model.n_gpus_per_node"
         if key.section in (RolloutConfig, JudgeRolloutConfig) and get(tree, f"{path}.name") is not None:
-            told += _engine(tree, raw, keys, path, explicit, ranks)
-            told += _monitoring(tree, keys, f"{path}.prometheus")
-    return told
+            remarks += _engine(tree, raw, keys, path, explicit, ranks)
+            remarks += _monitoring(tree, keys, f"{path}.prometheus")
+    return remarks
 
 
 def _monitoring(tree: Tree, keys: Mapping[str, Key], prometheus: str) -> list[str]:
@@ -257,16 +257,16 @@ def _engine(
     )
     name, was_set = get(tree, f"{rollout}.name"), key in explicit or not same(size, keys[key].default)
     name_was_refused = get(raw, f"{rollout}.name") in keys[f"{rollout}.name"].meta.refuse_values
-    told = []
+    remarks = []
     if name in OTHER_PROGRAMS:
         if get(tree, mode) == "sync":
             put(tree, mode, "async")
-            told.append(f"{mode}: async and not sync, because {name} runs as a server only")
+            remarks.append(f"{mode}: async and not sync, because {name} runs as a server only")
         is_valid = all(isinstance(n, int) and n > 0 for n in (size, stages, ranks))
         if not was_set and is_valid and ranks % (size * stages):
             put(tree, key, 1)
-            told.append(f"{key}: 1 and not {size}, the usual value, because {ranks_per_node}={ranks}")
-        return told
+            remarks.append(f"{key}: 1 and not {size}, the usual value, because {ranks_per_node}={ranks}")
+        return remarks
     ignored = [f"{rollout}.{setting}" for setting in _PROGRAMS_ONLY]
     ignored = [path for path in ignored if path in keys and not same(get(tree, path), keys[path].default)]
     if name == "native" and f"{rollout}.cudagraph_capture_sizes" in ignored and get(tree, "trainer.device") != "cpu":
@@ -274,13 +274,13 @@ def _engine(
     if not was_set or name_was_refused:  # an engine that is not built is refused for that alone
         put(tree, key, 1)
     if mode in explicit and get(tree, mode) == "async":
-        told.append(f"{mode}: {name} answers inside the worker's process, as sync does; vllm and sglang serve")
+        remarks.append(f"{mode}: {name} answers inside the worker's process, as sync does; vllm and sglang serve")
     if ignored:
-        told.append(f"no effect: {', '.join(ignored)} (only vllm and sglang read it, and {rollout}.name={name})")
+        remarks.append(f"no effect: {', '.join(ignored)} (only vllm and sglang read it, and {rollout}.name={name})")
     caching = f"{rollout}.enable_prefix_caching"
     if name == "hf" and caching in keys and not same(get(tree, caching), keys[caching].default):
-        told.append(f"no effect: {caching} ({rollout}.name=hf keeps nothing of earlier requests)")
-    return told
+        remarks.append(f"no effect: {caching} ({rollout}.name=hf keeps nothing of earlier requests)")
+    return remarks
 
 
 def truncating(settings: Mapping[str, Any]) -> tuple[str, float] | None:
@@ -291,8 +291,8 @@ def truncating(settings: Mapping[str, Any]) -> tuple[str, float] | None:
         value if isinstance(value := settings.get(name), (int, float)) else off
         for name, off in (("top_p", 1), ("top_k", -1), ("min_p", 0))
     )
-    found = (("top_p", top_p < 1, 1), ("top_k", top_k > 0, -1), ("min_p", min_p > 0, 0))
-    return next(((name, off) for name, truncates, off in found if truncates), None)
+    candidates = (("top_p", top_p < 1, 1), ("top_k", top_k > 0, -1), ("min_p", min_p > 0, 0))
+    return next(((name, off) for name, truncates, off in candidates if truncates), None)
 
 
 def _truncation(tree: Tree, explicit: Collection[str]) -> list[str]:
@@ -341,11 +341,11 @@ def _algorithm(tree: Tree, problems: list[Problem]) -> list[str]:
     correction = get(tree, "algorithm.rollout_correction")
     if not isinstance(correction, Mapping) or correction.get("bypass_mode") is not True:
         return []
-    told = []
+    remarks = []
     if correction.get("rollout_is_batch_normalize") is True and correction.get("rollout_is") is not None:
         correction = {**correction, "rollout_is_batch_normalize": False}
         put(tree, "algorithm.rollout_correction", correction)
-        told.append(
+        remarks.append(
             "no effect: algorithm.rollout_correction.rollout_is_batch_normalize (in the bypass mode weights are made "
             "inside the loss, which sees one micro-batch: their mean, and with it every gradient, would depend on how "
             "the batch is cut and dealt to ranks; bypass_mode=false normalises over the whole batch)"
@@ -360,8 +360,8 @@ def _algorithm(tree: Tree, problems: list[Problem]) -> list[str]:
     try:
         settings = RolloutCorrectionConfig(**correction)
     except SectionError:
-        return told  # validation of the algorithm section reports it
+        return remarks  # validation of the algorithm section reports it
     put(tree, mode_key, BYPASS)
-    for place in ("algorithm", f"{_ACTOR}.policy_loss"):
-        put(tree, f"{place}.rollout_correction", settings)
-    return told
+    for section in ("algorithm", f"{_ACTOR}.policy_loss"):
+        put(tree, f"{section}.rollout_correction", settings)
+    return remarks

@@ -99,15 +99,15 @@ def help_page(says: str, root: type[BaseConfig], words: Sequence[str] = ()) -> R
 
 def _about(word: str, keys: Mapping[str, Key], root: type[BaseConfig]) -> RenderableType:
     """Describe one key, one section, or all keys whose path ends in or contains the word."""
-    found = [key for path, key in keys.items() if f"{path}.".startswith(f"{word}.")]
-    found = found or [key for path, key in keys.items() if f".{path}".endswith(f".{word}")]
-    found = found or [key for path, key in keys.items() if word in path]
+    matches = [key for path, key in keys.items() if f"{path}.".startswith(f"{word}.")]
+    matches = matches or [key for path, key in keys.items() if f".{path}".endswith(f".{word}")]
+    matches = matches or [key for path, key in keys.items() if word in path]
     inactive = [key for key in all_inactive(root).values() if f".{key.path}".endswith(f".{word}")]
-    if not found and not inactive:
+    if not matches and not inactive:
         guess = nearest(word, list(keys))
         raise ConfigError(f"there is no section or key '{word}'." + (f" Did you mean {guess}?" if guess else ""))
     parts: list[RenderableType] = []
-    for key in found:
+    for key in matches:
         if key.section is None:
             meaning = Text(f"{key.sentence} ({allowed_values(key.field)})", style="dim")
             parts += [Text(f"{key.path} = {shown(key.yaml_default)}", style="bold"), Padding(meaning, (0, 0, 0, 4))]

@@ -336,9 +336,9 @@ def keys_named(text: str, root: type[BaseConfig]) -> list[str]:
     if text.partition("\n")[0].endswith("in the configuration:"):  # a report, which has the whole keys
         return []
     known = keys_of(root).keys()
-    found: dict[str, None] = {}
+    paths: dict[str, None] = {}
     for name in dict.fromkeys(_SETTING.findall(text)):
         longer = [path for path in known if path.endswith(f".{name}")]
         if name not in known and len(longer) <= _MOST and not any(path in text for path in longer):
-            found |= dict.fromkeys(sorted(longer))
-    return list(found)
+            paths |= dict.fromkeys(sorted(longer))
+    return list(paths)

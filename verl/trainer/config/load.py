@@ -76,20 +76,20 @@ def load_config(
     """
     problems: list[Problem] = []
     translator = Translator.of(root, explicit, problems, of_program)
-    tree, raw, interpolations, told = translator.translate(cfg)
+    tree, raw, interpolations, remarks = translator.translate(cfg)
     keys, inactive = translator.keys, translator.inactive
     bad = _no_numbers(tree, raw, keys, problems)
     if not of_program and "algorithm.adv_estimator" in keys and get(tree, "algorithm.adv_estimator") is None:
         cause = "only a program with advantages of its own may leave out the estimator"
         problems.append(Problem("algorithm.adv_estimator", None, cause, remedy="name one: grpo, gae, rloo, ..."))
-    told += derive(tree, raw, keys, inactive, explicit, problems, chooses_engine=with_algorithms)
+    remarks += derive(tree, raw, keys, inactive, explicit, problems, chooses_engine=with_algorithms)
     if issubclass(root, PPOConfig):
         tree["composed"] = raw
     config, mistyped = _build(tree, raw, root, keys, problems)
     config = _with_subclasses(config, translator.extended, problems)
     _raise(problems, sections, raw, LATER if with_rules else "")
     if with_algorithms and "algorithm.adv_estimator" in keys:
-        told += derive_from_algorithm(tree, explicit, problems)
+        remarks += derive_from_algorithm(tree, explicit, problems)
         config = _with_subclasses(_build(tree, raw, root, keys, problems)[0], translator.extended, problems)
     broken: list[Problem] = []
     if with_rules:
@@ -99,15 +99,15 @@ def load_config(
             from verl.trainer.config.rules_shared_prompts import without_sharing
 
             config, unshared = without_sharing(config)
-            told += unshared
+            remarks += unshared
         broken = broken_rules(config, data_only)
     checked = [problem for problem in broken if problem.key not in bad | mistyped]
     _raise([*problems, *(problem for problem in checked if not problem.advice)], sections, raw)
     if isinstance(config, PPOConfig | SupervisedConfig) and with_rules and not data_only:
         from verl.trainer.config.unused import unused
 
-        told += unused(config, raw, keys, interpolations)
-    for advice in (*(problem for problem in checked if problem.advice), *told):
+        remarks += unused(config, raw, keys, interpolations)
+    for advice in (*(problem for problem in checked if problem.advice), *remarks):
         logger.warning("%s", advice)
     return config
 
@@ -172,11 +172,11 @@ def _no_numbers(tree: Tree, raw: Tree, keys: Mapping[str, Key], problems: list[P
     return bad
 
 
-def _fits(number: float) -> bool:
-    if isinstance(number, int):
-        return abs(number) <= LARGEST_INTEGER
+def _fits(value: float) -> bool:
+    if isinstance(value, int):
+        return abs(value) <= LARGEST_INTEGER
     # Numbers that are not finite are of a wrong type; see verl.config.base.
-    return number == 0 or not math.isfinite(number) or SMALLEST_NUMBER <= abs(number) <= LARGEST_NUMBER
+    return value == 0 or not math.isfinite(value) or SMALLEST_NUMBER <= abs(value) <= LARGEST_NUMBER
 
 
 def _in_range(key: Key) -> str:
@@ -198,12 +198,14 @@ def _build(
             # A field that follows another one fails with it; only the other one is at fault.
             details = [detail for detail in error.details if detail["type"] != "default_factory_not_called"]
             paths = dict.fromkeys(_key_of(detail["loc"], keys) for detail in details)
-            own = [path for path in paths if path not in keys or not _is_derived(path, raw, keys[path])]
+            set_by_user = [path for path in paths if path not in keys or not _is_derived(path, raw, keys[path])]
             # Two keys of one setting have the same value; only the one that was set is at fault.
-            is_set = {path: path not in keys or not same(get(raw, path), keys[path].yaml_default) for path in own}
-            cause = [get(tree, path) for path in own if is_set[path]]
-            own = [path for path in own if is_set[path] or get(tree, path) not in cause]
-            for path in own or paths:
+            is_set = {
+                path: path not in keys or not same(get(raw, path), keys[path].yaml_default) for path in set_by_user
+            }
+            cause = [get(tree, path) for path in set_by_user if is_set[path]]
+            set_by_user = [path for path in set_by_user if is_set[path] or get(tree, path) not in cause]
+            for path in set_by_user or paths:
                 problems.append(_type_problem(path, get(tree, path), keys.get(path)))
             if paths.keys() <= bad:
                 raise

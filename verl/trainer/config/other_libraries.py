@@ -481,9 +481,9 @@ def lines_about(word: str) -> list[str]:
     >>> lines_about("kl_target")
     ['kl_target of OpenRLHF is algorithm.kl_ctrl.target_kl here (with algorithm.kl_ctrl.type=adaptive)']
     """
-    if (found := other_name(word)) is None:
+    if (match := other_name(word)) is None:
         return []
-    library, entry = found
+    library, entry = match
     what, note = f"{entry.name} of {library}", f" ({entry.note})" if entry.note else ""
     if entry.keys:
         return [f"{what} is {' and '.join(key.replace(' ', ' or ') for key in entry.keys)} here{note}"]
@@ -498,9 +498,9 @@ def remedy_for(word: str, value: Any, known: Collection[str]) -> str:
     >>> remedy_for("lambd", 0.95, {"algorithm.lam"})
     'lambd of OpenRLHF: set algorithm.lam=0.95'
     """
-    if (found := other_name(word)) is None:
+    if (match := other_name(word)) is None:
         return ""
-    library, entry = found
+    library, entry = match
     try:
         ours = entry.settings(value, known, library)
     except ConfigError:

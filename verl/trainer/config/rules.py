@@ -69,10 +69,10 @@ def broken_rules(config: Any, data_only: bool = False) -> list[Problem]:
     else:
         # A section by itself has no rules that involve others.
         rules, sections = RULES.get(type(config), ()), section_problems(config)
-    found = [*(problem for rule in rules for problem in rule(config)), *sections]
-    if not data_only and isinstance(config, PPOConfig | SupervisedConfig) and all(one.advice for one in found):
-        found += own_checkpoints(config)  # a model that is misspelt is no other model
-    return found
+    problems = [*(problem for rule in rules for problem in rule(config)), *sections]
+    if not data_only and isinstance(config, PPOConfig | SupervisedConfig) and all(one.advice for one in problems):
+        problems += own_checkpoints(config)  # a model that is misspelt is no other model
+    return problems
 
 
 def section_problems(section: BaseConfig, path: str = "") -> Problems:

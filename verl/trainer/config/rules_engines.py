@@ -68,8 +68,8 @@ def _engines(config: PPOConfig | GenerationConfig) -> Iterator[_PlacedEngine]:
     yield _PlacedEngine("actor_rollout_ref.rollout", roles.rollout, roles.model.path, *of_trainer)
     if config.judge is not None:
         reward = config.reward_model
-        own = "reward_model.n_gpus_per_node", reward.n_gpus_per_node
-        ranks = own if reward.enable_resource_pool else of_trainer
+        of_pool = "reward_model.n_gpus_per_node", reward.n_gpus_per_node
+        ranks = of_pool if reward.enable_resource_pool else of_trainer
         yield _PlacedEngine("reward_model.rollout", config.judge.rollout, reward.model.path, *ranks)
 
 

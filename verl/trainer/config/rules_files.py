@@ -159,8 +159,8 @@ def _data_file(key: str, path: str) -> Problems:
         yield from _remote(key, path)
         if not path.endswith(SUFFIXES):
             yield Problem(key, path, "the format is not known", ", ".join(SUFFIXES), "convert the file or rename it")
-    elif not Path(path).exists() and (found := sorted(glob.glob(path, recursive=True))):
-        for name in found:
+    elif not Path(path).exists() and (matches := sorted(glob.glob(path, recursive=True))):
+        for name in matches:
             yield from _data_file(key, name)
     elif not Path(path).is_file():
         cause = "there is no such file" if not Path(path).is_dir() else "this is a folder, not a file"
@@ -223,8 +223,8 @@ def _model(key: str, path: str, must_have: str | None, has_weights: bool = False
         else:
             remedy = "name a folder that holds a model, or a model of the Hugging Face hub such as Qwen/Qwen3-0.6B"
         yield Problem(key, path, "there is no such folder", remedy=remedy)
-    elif has_weights and (found := _shards(key, path, folder)):
-        yield found
+    elif has_weights and (problem := _shards(key, path, folder)):
+        yield problem
     elif must_have and not (folder / must_have).is_file():
         yield Problem(key, path, f"the folder has no {must_have}", remedy="name a folder in the Hugging Face format")
     elif has_weights and (cause := model_files.quantization_problem(folder)):
@@ -299,8 +299,8 @@ def _remote(key: str, url: str, must_have: str | None = None) -> Problems:
         yield Problem(key, url, cause, remedy="install the driver, or copy it to a local disk and name that")
         return
     try:
-        for found in expand(url):
-            version(found if must_have is None else f"{found.rstrip('/')}/{must_have}")
+        for address in expand(url):
+            version(address if must_have is None else f"{address.rstrip('/')}/{must_have}")
     except DataError as error:
         yield Problem(key, url, str(error).rstrip("."), remedy="correct the URL, or what the driver reads")
 

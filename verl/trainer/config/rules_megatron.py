@@ -45,40 +45,40 @@ class _Held:
 
 def models(config: PPOConfig | SupervisedConfig) -> Problems:
     """megatron-core is installed and has the models; layouts divide ranks, and are one where models share processes."""
-    found = _held(config)
-    if found and importlib.util.find_spec("megatron") is None:
+    models_held = _held(config)
+    if models_held and importlib.util.find_spec("megatron") is None:
         cause = "megatron-core is not installed"
         remedy = f"{install_command('megatron')} on every node, or use strategy=fsdp2"
-        yield Problem(f"{found[0].section}.strategy", "megatron", cause, "fsdp2", remedy)
+        yield Problem(f"{models_held[0].section}.strategy", "megatron", cause, "fsdp2", remedy)
     yield from layouts(config)
 
 
 def layouts(config: PPOConfig | SupervisedConfig) -> Problems:
     """What holds on every machine: layouts divide ranks and models, and are one where models share processes."""
-    found = _held(config)
-    if not found:
+    models_held = _held(config)
+    if not models_held:
         return
-    told = []  # models that follow the actor have its problems too, and may have others: they are trained or frozen
-    for held in found:
+    reported = []  # models that follow the actor have its problems too, and may have others: they are trained or frozen
+    for held in models_held:
         layout = held.config_path, held.model.override_config, held.ranks, _sizes(held.placement)
         for problem in _layout(held):
             same = layout, problem.key.removeprefix(held.section), problem.cause
-            if same not in told:
+            if same not in reported:
                 yield problem
-                told.append(same)
+                reported.append(same)
     pool = isinstance(config, PPOConfig) and config.reward_model.enable_resource_pool
-    together = [held for held in found if not (pool and held.section == "reward_model")]
+    together = [held for held in models_held if not (pool and held.section == "reward_model")]
     for held in together:
         sizes, first = _sizes(held.placement), _sizes(together[0].placement)
         if sizes != first:
             cause = f"megatron-core has one layout in a process, and {together[0].sizes} has {shown(first)}"
             yield Problem(held.sizes, sizes, cause, "the same sizes")
-    if (size := found[0].placement.expert_model_parallel_size) > 1:
-        kinds = [model_files.model_type(Path(held.model.path).expanduser()) for held in found]
+    if (size := models_held[0].placement.expert_model_parallel_size) > 1:
+        kinds = [model_files.model_type(Path(held.model.path).expanduser()) for held in models_held]
         if not any(kind is None or kind in MIXTURES for kind in kinds):
             cause = f"no model of this run has experts ({', '.join(sorted({str(kind) for kind in kinds}))})"
-            yield Problem(f"{found[0].sizes}.expert_model_parallel_size", size, cause, "1")
-    for held in found:
+            yield Problem(f"{models_held[0].sizes}.expert_model_parallel_size", size, cause, "1")
+    for held in models_held:
         if held.trained is not None:
             yield from _training(held)
 
@@ -105,18 +105,18 @@ def _training(held: _Held) -> Problems:
 
 def _held(config: PPOConfig | SupervisedConfig) -> list[_Held]:
     """All models of the run that Megatron holds."""
-    found: list[_Held] = []
+    models_held: list[_Held] = []
 
     def add(placement: Any, model: Any, section: str, ranks: int = config.trainer.ranks, **more: Any) -> None:
         if isinstance(placement, McoreEngineConfig):
             sizes = "megatron" if section == "engine" else f"{section}.megatron"
-            found.append(_Held(placement, model, ranks, section, sizes, **more))
+            models_held.append(_Held(placement, model, ranks, section, sizes, **more))
 
     if isinstance(config, SupervisedConfig):
         add(config.placement, config.model, "engine", trained=config.engine, model_key="model")
         if isinstance(config, DPOConfig) and config.reference_model.path != config.model.path:
             add(config.reference_engine, config.reference_model, "engine")
-        return found
+        return models_held
     roles, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     policy, of_policy = roles.model, "actor_rollout_ref"
     add(roles.actor.placement, policy, f"{of_policy}.actor", trained=roles.actor, model_key=f"{of_policy}.model")
@@ -125,9 +125,9 @@ def _held(config: PPOConfig | SupervisedConfig) -> list[_Held]:
     if needs_critic(config):
         add(critic.placement, critic.model, "critic", trained=critic, model_key="critic.model")
     if reward.enable and config.judge is None:
-        own = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else config.trainer.ranks
-        add(reward.placement, reward.model, "reward_model", own)
-    return found
+        ranks_of_pool = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else config.trainer.ranks
+        add(reward.placement, reward.model, "reward_model", ranks_of_pool)
+    return models_held
 
 
 def _layout(held: _Held) -> Problems:

@@ -21,15 +21,15 @@ def without_sharing(config: PPOConfig) -> tuple[PPOConfig, list[str]]:
     Returns:
         the configuration, and a message about each section in which it was turned off.
     """
-    told = []
+    remarks = []
     if reasons := list(_of_policy(config)):
         actor = replace(config.actor_rollout_ref.actor, use_prefix_grouper=False)
         config = replace(config, actor_rollout_ref=replace(config.actor_rollout_ref, actor=actor))
-        told.append(f"no effect: {ACTOR}.use_prefix_grouper ({'; '.join(reasons)})")
+        remarks.append(f"no effect: {ACTOR}.use_prefix_grouper ({'; '.join(reasons)})")
     if reasons := list(_of_critic(config)):
         config = replace(config, critic=replace(config.critic, use_prefix_grouper=False))
-        told.append(f"no effect: critic.use_prefix_grouper ({'; '.join(reasons)})")
-    return config, told
+        remarks.append(f"no effect: critic.use_prefix_grouper ({'; '.join(reasons)})")
+    return config, remarks
 
 
 def _of_policy(config: PPOConfig) -> Iterator[str]:

@@ -302,7 +302,7 @@ def profilers(config: PPOConfig) -> Problems:
         "critic": (config.critic.profiler, needs_critic(config), config.trainer.ranks),
         "reward_model": (reward.profiler, reward.enable and config.judge is None, own_pool),
     }
-    enabled = {name: found for name, found in sections.items() if found[0].enable}
+    enabled = {name: section for name, section in sections.items() if section[0].enable}
     if tool and not enabled:
         remedy = (
             "set actor_rollout_ref.actor.profiler.enable=true and actor_rollout_ref.actor.profiler.ranks=[0], or those "

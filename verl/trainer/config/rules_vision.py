@@ -53,9 +53,12 @@ def models_with_images(config: PPOConfig) -> Problems:
 def _of_reward_model(config: PPOConfig, kind: str | None) -> Problems:
     """The reward model sees the images of the policy."""
     section = config.reward_model
-    own = model_files.model_type(Path(section.model.path).expanduser())
-    if own is not None and own != kind:
-        cause = f"it holds a {own}, and the policy with images is a {kind}, whose tokens and images it would be given"
+    model_type = model_files.model_type(Path(section.model.path).expanduser())
+    if model_type is not None and model_type != kind:
+        cause = (
+            f"it holds a {model_type}, and the policy with images is a {kind}, whose tokens and images it would be "
+            "given"
+        )
         remedy = "train one with python -m verl.trainer.rm_trainer, or score by custom_reward_function.path"
         yield Problem("reward_model.model.path", section.model.path, cause, "a reward model of the same kind", remedy)
     if section.strategy == "megatron":

@@ -93,8 +93,8 @@ class Translator:
             the configuration with the keys of the sections alone, the same before interpolation and with all keys,
             what resolves interpolations in the latter, and messages about settings without effect.
         """
-        given: Any = OmegaConf.to_container(cfg, resolve=False) if OmegaConf.is_config(cfg) else cfg
-        raw = merged(default_tree(self.root), given)
+        settings: Any = OmegaConf.to_container(cfg, resolve=False) if OmegaConf.is_config(cfg) else cfg
+        raw = merged(default_tree(self.root), settings)
         self.names(raw)
         interpolations = Interpolations(raw)
         tree = self._resolved(raw, interpolations)
@@ -137,9 +137,9 @@ class Translator:
         self._take_out_entries(tree, by_reason)
         self._take_out_inactive(tree, raw, interpolations, by_reason)
         self._replace_values(tree, raw, by_reason)
-        told = [f"no effect: {', '.join(paths)} ({reason})" for reason, paths in by_reason.items()]
+        remarks = [f"no effect: {', '.join(paths)} ({reason})" for reason, paths in by_reason.items()]
         kept = "the configuration of this program has a key that verl does not read"
-        return told + [f"{key}: {kept}; did you mean {near}?" for key, near in misspelt.items()]
+        return remarks + [f"{key}: {kept}; did you mean {near}?" for key, near in misspelt.items()]
 
     def _take_out_entries(self, tree: Tree, by_reason: dict[str, list[str]]) -> None:
         """Remove the entries of free dicts that the releases' engines read and those here do not."""
@@ -149,16 +149,16 @@ class Translator:
                 continue
             for name in list(entries):
                 full = f"{path}.{name}"
-                found = next(
+                retired = next(
                     (entry for entry in key_releases.FREE_ENTRIES if _is_or_is_below(full, entry.pattern)), None
                 )
-                if found is None:
+                if retired is None:
                     continue
                 value = entries.pop(name)
-                if found.refused and not self._says_nothing(found, full, value, tree):
-                    self._refuse(full, value, found.reason)
-                elif not found.refused and not self._says_nothing(found, full, value, tree):
-                    by_reason.setdefault(found.reason, []).append(full)
+                if retired.refused and not self._says_nothing(retired, full, value, tree):
+                    self._refuse(full, value, retired.reason)
+                elif not retired.refused and not self._says_nothing(retired, full, value, tree):
+                    by_reason.setdefault(retired.reason, []).append(full)
                 if not entries:
                     put(tree, path, key.default)
 
@@ -255,7 +255,7 @@ class Translator:
             here = f"{section}.{name}".lstrip(".")
             if not self._is_section(here):
                 known = {key.rpartition(".")[2]: key for key in self.keys if key.rpartition(".")[0] == section}
-                near = [known[found] for found in difflib.get_close_matches(name, known, n=1, cutoff=0.85)]
+                near = [known[match] for match in difflib.get_close_matches(name, known, n=1, cutoff=0.85)]
                 if section:  # the key may have left out a section in between, as critic.lr does
                     near += [key for key in self.keys if key.startswith(f"{section}.") and key.endswith(f".{name}")]
                 return {here: near[0]} if near else {}
@@ -397,13 +397,13 @@ class Translator:
 
     def _apply(self, alias: Alias, tree: Tree) -> None:
         """Move the value under ``alias.old``, or all values if it is a section of keys."""
-        found = get(tree, alias.old)
+        setting = get(tree, alias.old)
         target = self.keys.get(alias.new)
         takes_keys = target is None or target.section is not None or isinstance(target.default, Mapping)
-        if self.of_program and isinstance(found, Mapping) and not takes_keys:
+        if self.of_program and isinstance(setting, Mapping) and not takes_keys:
             return  # a section of the program, which happens to have the name of another spelling
-        by_key = takes_keys and isinstance(found, Mapping)
-        values = {f".{below}": value for below, value in flat(found)} if by_key else {"": found}
+        by_key = takes_keys and isinstance(setting, Mapping)
+        values = {f".{below}": value for below, value in flat(setting)} if by_key else {"": setting}
         for below, value in values.items():
             old, new = alias.old + below, alias.new + below
             if below.endswith("._target_") or (alias.silent is not None and same(value, alias.silent)):
@@ -424,7 +424,7 @@ class Translator:
 
         With ``may_differ`` the YAML file may give the key another default than its class.
         """
-        key, _, place = new.removesuffix("]").partition("[")
+        key, _, index = new.removesuffix("]").partition("[")
         if get(tree, key) == f"${{{old}}}":  # it names the other spelling, and so says the same
             drop(tree, key)
         if above := self._value_above(tree, key):
@@ -432,18 +432,18 @@ class Translator:
             self.problems.append(Problem(old, value, cause, remedy=f"write all keys of {above} below it, one by one"))
             return
         items = get(tree, key)
-        now = items[int(place)] if place else items
+        now = items[int(index)] if index else items
         defaults = self._defaults(key) or (None,)
         is_set = key in self.explicit or (
-            not place and not may_differ and not any(same(now, default) for default in defaults)
+            not index and not may_differ and not any(same(now, default) for default in defaults)
         )
         if (new in self.spelt or is_set) and not same(now, value):
             cause = f"this is another spelling of {self.spelt.get(new, new)}, which is set to {shown(now)}"
             self.problems.append(Problem(old, value, cause, remedy=f"keep one of the two, best {new}"))
             return
         self.spelt[new] = old
-        if place:
-            value = [value if number == int(place) else item for number, item in enumerate(items)]
+        if index:
+            value = [value if position == int(index) else item for position, item in enumerate(items)]
         put(tree, key, value)
 
     def _value_above(self, tree: Tree, key: str) -> str | None:

@@ -79,13 +79,13 @@ def unused(
         keys: path → field or section.
         interpolations: those of ``raw``.
     """
-    lines, told = [], set[str]()
+    lines, reported = [], set[str]()
     for patterns, reason in _turned_off(config) if isinstance(config, PPOConfig) else _turned_off_supervised(config):
         any_of_them = re.compile("|".join(map(fnmatch.translate, patterns)))
         of_reason = [path for path in keys if any_of_them.match(path)] if patterns else []
-        if paths := [path for path in of_reason if path not in told and _is_set(keys[path], raw, interpolations)]:
+        if paths := [path for path in of_reason if path not in reported and _is_set(keys[path], raw, interpolations)]:
             lines.append(f"no effect: {', '.join(paths)} ({reason})")
-            told.update(paths)
+            reported.update(paths)
     return lines
 
 
@@ -108,8 +108,8 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
     algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     needs = adv_needs(algorithm.adv_estimator)
     if not needs.wants_all and "config" not in needs.settings:
-        own = {"gamma", "high_level_gamma", "lam", "norm_adv_by_std_in_grpo"} - needs.settings
-        unread = tuple(f"algorithm.{name}" for name in own)
+        of_estimators = {"gamma", "high_level_gamma", "lam", "norm_adv_by_std_in_grpo"} - needs.settings
+        unread = tuple(f"algorithm.{name}" for name in of_estimators)
         yield unread, f"algorithm.adv_estimator={algorithm.adv_estimator} does not take it"
     if not needs_critic(config) and not config.reward_model.enable:  # whose sizes follow the critic's
         yield ("critic.*",), f"algorithm.adv_estimator={algorithm.adv_estimator} needs no critic"

@@ -167,12 +167,12 @@ def compute_mfu_metrics(
     ``flops`` and ``arithmetic`` are sums over all ranks. The result has ``perf/mfu/{actor,critic,actor_infer}`` for the
     stages that ran and whose FLOPs and peak are known.
     """
-    found = {
+    shares = {
         name: arithmetic[stage].utilization(flops[stage], timing_raw[stage])
         for stage, name in MFU_STAGES.items()
         if stage in flops
     }
-    return {f"perf/mfu/{name}": share for name, share in found.items() if share is not None}
+    return {f"perf/mfu/{name}": share for name, share in shares.items() if share is not None}
 
 
 def compute_rollout_gap_metrics(batch: DataProto) -> Metrics:
@@ -254,14 +254,14 @@ def compute_variance_proxy_metrics(batch: DataProto, gradient_norm: float | None
     power = squared * norms
     if "rollout_is_weights" in columns.keys():
         power = power * masked_mean(columns["rollout_is_weights"].double(), mask, axis=-1)[trained] ** 2
-    found = {
+    proxies = {
         "proxy2_total_power": power.mean().item(),
         "expected_a_squared": squared.mean().item(),
         "expected_w": norms.mean().item(),
     }
     if gradient_norm is not None:
         signal = gradient_norm**2
-        found["proxy1_signal_strength"] = signal
+        proxies["proxy1_signal_strength"] = signal
         if len(norms) > 1:
-            found["proxy3_pure_noise"] = max(0.0, (found["proxy2_total_power"] - signal) / (len(norms) - 1))
-    return {f"variance_proxy/{name}": value for name, value in found.items()}
+            proxies["proxy3_pure_noise"] = max(0.0, (proxies["proxy2_total_power"] - signal) / (len(norms) - 1))
+    return {f"variance_proxy/{name}": value for name, value in proxies.items()}

@@ -31,14 +31,14 @@ class MlflowSpans:
 
     def __init__(self, project: str, experiment: str) -> None:
         try:
-            found = mlflow.get_experiment_by_name(project)
-            number = found.experiment_id if found else mlflow.create_experiment(project)
+            experiment_found = mlflow.get_experiment_by_name(project)
+            experiment_id = experiment_found.experiment_id if experiment_found else mlflow.create_experiment(project)
         except MlflowException as error:
             raise ConfigError(
                 f"rollout.trace.backend=mlflow: the experiment '{project}' cannot be opened at "
                 f"{mlflow.get_tracking_uri()} ({error}). Set MLFLOW_TRACKING_URI, or start its server."
             ) from error
-        self._of_trace: dict[str, Any] = {"experiment_id": number, "tags": {"verl.experiment": experiment}}
+        self._of_trace: dict[str, Any] = {"experiment_id": experiment_id, "tags": {"verl.experiment": experiment}}
 
     def send(self, root: PlannedSpan) -> None:
         """Make the spans from the outermost on; the client sends a trace once that one has ended."""

@@ -159,13 +159,13 @@ def compute_rollout_correction_and_rejection_mask(
     metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
     mask, weights = response_mask.clone(), None
     if rollout_rs is not None:
-        mask, found = compute_rollout_rejection_mask(log_ratio, response_mask, rollout_rs, rollout_rs_threshold)
-        metrics |= found
+        mask, computed = compute_rollout_rejection_mask(log_ratio, response_mask, rollout_rs, rollout_rs_threshold)
+        metrics |= computed
     if rollout_is is not None:
-        tensor, found = compute_rollout_correction_weights(
+        tensor, computed = compute_rollout_correction_weights(
             log_ratio, response_mask, rollout_is, rollout_is_threshold, rollout_is_batch_normalize, mask
         )
-        metrics |= found
+        metrics |= computed
         weights = DataProto.from_dict(tensors={"rollout_is_weights": tensor})
     return weights, mask, {PREFIX + name: value for name, value in metrics.items()}
 
@@ -264,11 +264,11 @@ def compute_rollout_rejection_mask(
         name, band = criterion
         statistic = rejection_statistic(log_ratio, response_mask, name)
         inside = band.contains(statistic)
-        found = _band_metrics(statistic, response_mask, criterion.level, band)
-        found |= _masked_metrics(~inside, response_mask)
+        of_criterion = _band_metrics(statistic, response_mask, criterion.level, band)
+        of_criterion |= _masked_metrics(~inside, response_mask)
         if name.endswith("k1"):
-            found["seq_max_deviation"] = _max_deviation(statistic, response_mask)
-        metrics |= {f"rollout_rs_{name}_{key}": value for key, value in found.items()}
+            of_criterion["seq_max_deviation"] = _max_deviation(statistic, response_mask)
+        metrics |= {f"rollout_rs_{name}_{key}": value for key, value in of_criterion.items()}
         kept = kept & inside
     metrics |= {f"rollout_rs_{key}": value for key, value in _masked_metrics(~kept, response_mask).items()}
     return response_mask * kept.to(response_mask.dtype), metrics
@@ -351,9 +351,9 @@ def _units(values: Tensor, response_mask: Tensor, level: Level) -> Tensor:
 
 def _ratio_metrics(ratio: Tensor, response_mask: Tensor, level: Level, band: Band) -> Metrics:
     two_sided = band if band.lower is not None else Band(1.0 / band.upper, band.upper)
-    found = _band_metrics(ratio, response_mask, level, two_sided)
+    values = _band_metrics(ratio, response_mask, level, two_sided)
     renamed = {"fraction_high": "ratio_fraction_high", "fraction_low": "ratio_fraction_low"}
-    metrics = {f"rollout_is_{renamed.get(name, name)}": value for name, value in found.items()}
+    metrics = {f"rollout_is_{renamed.get(name, name)}": value for name, value in values.items()}
     metrics["rollout_is_seq_max_deviation"] = _max_deviation(ratio, response_mask)
     return metrics
 

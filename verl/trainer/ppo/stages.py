@@ -117,14 +117,14 @@ def compute_advantage(
     columns: dict[str, Any] = {**data.non_tensor_batch, **dict(data.batch.items())}
     if "uid" in columns:
         columns["index"] = compared_groups(data)
-    given = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo, "config": config}
-    settings, needs = {**(config or {}), **given}, adv_needs(adv_estimator)
+    arguments = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo, "config": config}
+    settings, needs = {**(config or {}), **arguments}, adv_needs(adv_estimator)
     compares = needs.wants_all or "index" in needs.columns | needs.optional_columns
     if compares and Trajectories.of(data).are_split:
         require(data, ("token_level_scores", "token_level_rewards"), "comparing trajectories of several sequences")
         joined = joined_sequences(data, columns)
-        found = compute_advantages(adv_estimator, joined.columns, settings)
-        advantages, returns = map(joined.apart, found)
+        estimated = compute_advantages(adv_estimator, joined.columns, settings)
+        advantages, returns = map(joined.apart, estimated)
     else:
         advantages, returns = compute_advantages(adv_estimator, columns, settings)
     return replace_columns(data, DataProto.from_dict(tensors={"advantages": advantages, "returns": returns}))

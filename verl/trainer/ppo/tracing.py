@@ -57,8 +57,8 @@ class RolloutTraces:
             stages: name, begin and end of the stages of the step; those of a name belong to the batches in order.
         """
         left = self._most
-        for number, batch in enumerate(batches):
-            drawn, scored = (_nth(stages, name, number) for name in ("gen", "reward"))
+        for index, batch in enumerate(batches):
+            drawn, scored = (_nth(stages, name, index) for name in ("gen", "reward"))
             for rows in _by_trajectory(batch):
                 if left is not None:
                     if left == 0:
@@ -177,11 +177,11 @@ def _by_trajectory(batch: DataProto) -> Iterable[range]:
     yield from (range(start, end) for start, end in zip(starts, [*starts[1:], len(ids)], strict=True))
 
 
-def _nth(stages: Sequence[tuple[str, float, float]], name: str, number: int) -> Interval:
+def _nth(stages: Sequence[tuple[str, float, float]], name: str, index: int) -> Interval:
     """Begin and end of the stage of a batch; of all stages so far, if a subclass has none of that name."""
-    found = [(begin, end) for stage, begin, end in stages if stage == name]
+    intervals = [(begin, end) for stage, begin, end in stages if stage == name]
     times = 2 if name == "reward" else 1  # it is entered to start the scoring, and to take the scores
-    mine = found[times * number : times * (number + 1)] or [(begin, end) for _, begin, end in stages]
+    mine = intervals[times * index : times * (index + 1)] or [(begin, end) for _, begin, end in stages]
     return min(begin for begin, _ in mine), max(end for _, end in mine)
 
 

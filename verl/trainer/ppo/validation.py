@@ -63,8 +63,8 @@ class Validator:
         ends: list[DataProto] = []
         dumped: list[DataProto] = []
         self.shown_tokens, left = [], self.config.trainer.log_val_generations
-        for number, rows in enumerate(batches(self.dataloader)):
-            batch, scores, extra = self._generate_and_score(DataProto.from_single_dict(rows), step, number)
+        for index, rows in enumerate(batches(self.dataloader)):
+            batch, scores, extra = self._generate_and_score(DataProto.from_single_dict(rows), step, index)
             before, scored = len(columns["uid"]), Trajectories.of(batch).scored_rows
             columns["uid"] += batch.non_tensor_batch["uid"][scored].tolist()
             columns["data_source"] += _data_sources(batch.select_idxs(scored))
@@ -95,9 +95,9 @@ class Validator:
         return self.token_dump.page(f"Validation at step {step}", table)
 
     def _generate_and_score(
-        self, prompts: DataProto, step: int, number: int
+        self, prompts: DataProto, step: int, index: int
     ) -> tuple[DataProto, torch.Tensor, dict[str, list]]:
-        uids = np.array([f"val-{number}-{row}" for row in range(len(prompts))], dtype=object)
+        uids = np.array([f"val-{index}-{row}" for row in range(len(prompts))], dtype=object)
         meta = {"global_steps": step, "validate": True}
         prompts = prompts | DataProto.from_dict(non_tensors={"uid": uids}, meta_info=meta)
         repeated = repeat_prompts(prompts, self.config.actor_rollout_ref.rollout.val_kwargs.n)
@@ -134,8 +134,8 @@ def validation_metrics(data_sources: list[str], uids: list[str], columns: dict[s
             for name, values in columns.items()
             if name != "reward_status" and all(isinstance(values[row], int | float | str | None) for row in scored)
         }
-        found = process_validation_metrics([source] * len(rows), [uids[row] for row in rows], kept)
-        variables = found.get(source, {})
+        by_source = process_validation_metrics([source] * len(rows), [uids[row] for row in rows], kept)
+        variables = by_source.get(source, {})
         core = "acc" if "acc" in variables else "reward"
         if core in variables:
             present = ~np.isnan(list(map(number_or_nan, kept[core])))

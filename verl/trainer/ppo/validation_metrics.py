@@ -53,11 +53,11 @@ def process_validation_metrics(
     for position, key in enumerate(zip(data_sources, sample_uids, strict=True)):
         prompts[key].append(position)
     ballots = _Ballots(infos_dict["pred"], seed) if "pred" in infos_dict else None
-    found: dict[str, dict[str, dict[str, list[np.ndarray]]]] = {}
-    for variable, given in numeric.items():
-        values = np.array(list(map(number_or_nan, given)), dtype=np.float64)
+    samples: dict[str, dict[str, dict[str, list[np.ndarray]]]] = {}
+    for variable, column in numeric.items():
+        values = np.array(list(map(number_or_nan, column)), dtype=np.float64)
         for (source, size), rows in _blocks(prompts, ~np.isnan(values)):
-            into = found.setdefault(source, {}).setdefault(variable, defaultdict(list))
+            into = samples.setdefault(source, {}).setdefault(variable, defaultdict(list))
             winners = {} if ballots is None else ballots.winners(rows, _draws(size))
             for name, per_prompt in _reduce(values[rows], size, winners).items():
                 into[name].append(per_prompt)
@@ -66,7 +66,7 @@ def process_validation_metrics(
             variable: {name: float(np.concatenate(parts).mean()) for name, parts in metrics.items()}
             for variable, metrics in variables.items()
         }
-        for source, variables in found.items()
+        for source, variables in samples.items()
     }
 
 
@@ -150,10 +150,10 @@ class _Ballots:
     def _codes(self, rows: np.ndarray) -> np.ndarray:
         """Encode answers as integers, equal for equal answers to a prompt; (prompts, m)."""
         codes = np.zeros(rows.shape, dtype=np.int16)
-        for number, row in enumerate(rows):
+        for index, row in enumerate(rows):
             seen: dict[Any, int] = {}
             answers = (self._votes[i] for i in row)
-            codes[number] = [seen.setdefault(None if vote != vote else vote, len(seen)) for vote in answers]
+            codes[index] = [seen.setdefault(None if vote != vote else vote, len(seen)) for vote in answers]
         return codes
 
     def _winners_of(self, ballots: np.ndarray, k: int) -> np.ndarray:
