@@ -166,9 +166,14 @@ def test_light_modules_start_neither_ray_nor_transformers():
 def test_no_library_module_prints_or_excepts_blindly():
     guilty = []
     for module, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        lines = text.splitlines()
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 guilty.append(f"{module}:{node.lineno} print")
             if isinstance(node, ast.ExceptHandler) and (node.type is None or ast.unparse(node.type) == "BaseException"):
                 guilty.append(f"{module}:{node.lineno} blind except")
+            if isinstance(node, ast.ExceptHandler) and node.type is not None and ast.unparse(node.type) == "Exception":
+                if "#" not in lines[node.lineno - 1]:
+                    guilty.append(f"{module}:{node.lineno} except Exception without the reason")
     assert not guilty, guilty

@@ -293,7 +293,7 @@ class AgentLoopWorker:
         except asyncio.CancelledError:
             if attempt.cancelled_as is None:
                 raise
-        except Exception as error:  # noqa: BLE001 - a mistake of verl's own, which the caller raises
+        except Exception as error:  # noqa: BLE001 - the caller, in another thread, raises it
             attempt.result.set_exception(error)
             return
         if attempt.cancelled_as is not None:
@@ -530,7 +530,7 @@ def _check_additions(output: AgentLoopOutput, row: Mapping[str, Any]) -> None:
         raise ConfigError(f"extra_fields may not hold {', '.join(taken)}: the batch has it. Choose another name.")
     try:
         pickle.dumps((output.extra_fields, output.conversation))
-    except Exception as error:  # whatever a user's object raises
+    except Exception as error:  # users' objects raise anything
         raise ConfigError(
             f"extra_fields or conversation cannot be sent to another process ({type(error).__name__}: {error}). Give "
             "plain values."

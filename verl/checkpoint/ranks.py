@@ -126,7 +126,7 @@ class Writing:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._report = SaveReport(write(folder))
-        except Exception as error:
+        except Exception as error:  # in a thread; whatever it is, all ranks must learn of it, which report() tells
             logger.warning("could not write to %s", folder, exc_info=error)
             self._report = SaveReport(problem=f"{type(error).__name__}: {error}")
 

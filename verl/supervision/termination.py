@@ -36,7 +36,7 @@ def unwrapped() -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # libraries wrap an interrupt in errors of any kind; it, or the error, is raised again
         link: BaseException | None = error
         while link is not None and not isinstance(link, KeyboardInterrupt | StepInterrupted):
             link = link.__cause__ or link.__context__

@@ -49,7 +49,7 @@ class StepContext:
             try:
                 yield
                 self.spans.append((name, round(began, 4), round(clock(), 4)))
-            except Exception as error:
+            except Exception as error:  # a stage raises anything; raised again with a note
                 if not any(note.startswith(STAGE_NOTE) for note in getattr(error, "__notes__", ())):
                     error.add_note(f"{STAGE_NOTE} '{name}' of step {self.number}.")
                 raise

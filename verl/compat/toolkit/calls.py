@@ -86,7 +86,7 @@ def _in_child(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
 def _send_result(writer: Any, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
     try:
         answer = (function(*args, **kwargs), None)
-    except Exception as error:  # noqa: BLE001 (raised again by the caller)
+    except Exception as error:  # noqa: BLE001 - the caller, in another process, raises it
         answer = (None, error)
     writer.send(answer)
 

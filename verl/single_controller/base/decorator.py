@@ -288,7 +288,7 @@ def noting_rank(worker: Any, method: str) -> Iterator[None]:
     try:
         with timed_call(name), torch.profiler.record_function(name):
             yield
-    except Exception as error:
+    except Exception as error:  # methods raise anything; raised again with a note
         # Registered methods may call each other; only the innermost one, where the error arose, is noted.
         if not hasattr(error, "failed_at"):
             error.add_note(f"raised in {name} on rank {getattr(worker, 'rank', '?')}")

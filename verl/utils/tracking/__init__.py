@@ -109,7 +109,7 @@ class Tracking:
             began = time.monotonic()
             try:
                 start(name)
-            except Exception as error:
+            except Exception as error:  # trackers raise errors of their own; only an unreachable server is passed over
                 if len(names) == 1 or not _is_unreachable(error):
                     raise
                 self._health[name].calls += 1
@@ -406,6 +406,6 @@ def _is_unreachable(error: BaseException | None) -> bool:
 def _start(name: str, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> Tracker:
     try:
         return TRACKERS.get(name)(project_name, experiment_name, config)
-    except Exception as error:
+    except Exception as error:  # trackers raise anything; raised again with a note
         error.add_note(f"This happened when tracker '{name}' started. Take it out of the trackers to run without it.")
         raise

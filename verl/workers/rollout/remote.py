@@ -430,7 +430,7 @@ class RemoteRollout(BaseRollout):
         """
         try:
             state = self._attempt(work)
-        except Exception as error:
+        except Exception as error:  # the other ranks wait for this one, whatever it raises; raised again below
             self._exchange(_State.LOST if isinstance(error, ProcessLostError) else _State.FAILED)
             raise
         states = self._exchange(state)
