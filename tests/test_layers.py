@@ -173,7 +173,7 @@ def test_no_library_module_prints_or_excepts_blindly():
                 guilty.append(f"{module}:{node.lineno} print")
             if isinstance(node, ast.ExceptHandler) and (node.type is None or ast.unparse(node.type) == "BaseException"):
                 guilty.append(f"{module}:{node.lineno} blind except")
-            if isinstance(node, ast.ExceptHandler) and node.type is not None and ast.unparse(node.type) == "Exception":
-                if "#" not in lines[node.lineno - 1]:
-                    guilty.append(f"{module}:{node.lineno} except Exception without the reason")
+            is_broad = isinstance(node, ast.ExceptHandler) and node.type and ast.unparse(node.type) == "Exception"
+            if is_broad and "#" not in lines[node.lineno - 1]:
+                guilty.append(f"{module}:{node.lineno} except Exception without the reason")
     assert not guilty, guilty
