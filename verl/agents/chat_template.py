@@ -9,8 +9,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from verl.base.types import JsonMapping, JsonObject
 from verl.config import PPOConfig
 from verl.errors import DataError
 from verl.utils.control_tokens import MARK, Author, ControlTokens
@@ -26,10 +27,13 @@ from verl.utils.dataset.template_probes import TemplateForms, with_arguments
 from verl.utils.model import eos_token_ids
 from verl.utils.transformers_private import json_renderer
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 logger = logging.getLogger(__name__)
 
 SanityCheck = Literal["strict", "ignore_strippable", "disable"]
-Tools = list[dict[str, Any]]
+Tools = list[JsonObject]
 
 PLACE = "the conversation"
 MOST_KEPT = 4_000_000
@@ -83,7 +87,7 @@ class ChatTemplate:
         tokenizer: Any,
         *,
         sanity_check: SanityCheck = "strict",
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: JsonMapping | None = None,
         end_token_ids: Iterable[int] = (),
         use_inference_chat_template: bool = False,
     ) -> None:
@@ -108,7 +112,7 @@ class ChatTemplate:
         self._has_tool_role = self._writes([*calling, result], "a result", _TOOLS)
 
     @classmethod
-    def of_policy(cls, config: PPOConfig, tokenizer: Any) -> Self:
+    def of_policy(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Make the template of a run's policy.
 
         Raises:
@@ -307,11 +311,11 @@ def _user(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def _call(name: str, call_index: str) -> dict[str, Any]:
+def _call(name: str, call_index: str) -> JsonObject:
     return {"id": call_index, "type": "function", "function": {"name": name, "arguments": {"value": MARK}}}
 
 
-def _stand_in(calls: list[dict[str, Any]]) -> Message:
+def _stand_in(calls: list[JsonObject]) -> Message:
     """A turn of the assistant whose text ends with a mark, before what the template itself writes.
 
     Calls hold the mark in their arguments, as some templates write results between the calls and the content.
@@ -321,7 +325,7 @@ def _stand_in(calls: list[dict[str, Any]]) -> Message:
     )
 
 
-def _possible_calls(turn: Message, following: list[Message]) -> Iterator[list[dict[str, Any]]]:
+def _possible_calls(turn: Message, following: list[Message]) -> Iterator[list[JsonObject]]:
     """Calls of a stand-in for ``turn``: as many as it made; else the first, as some templates take one call only; else
     none, as some refuse a message of the user after results.
     """

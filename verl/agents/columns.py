@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -18,6 +18,9 @@ from verl.vision.prompts import ImagePrompts
 from verl.workers.rollout.request import joined_columns, padded, routing_column
 from verl.workers.routers import unknown
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
 Ended = tuple[Trajectory, TrajectoryResult]
 """A trajectory and its result."""
 
@@ -31,8 +34,11 @@ class SequenceColumns:
         processor: the multi-modal processor, if the model has one.
     """
 
-    def __init__(self, rollout: RolloutConfig, tokenizer: Any, processor: Any) -> None:
-        self._rollout, self._pad = rollout, tokenizer.pad_token_id
+    def __init__(
+        self, rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, processor: ProcessorMixin | None
+    ) -> None:
+        self._rollout = rollout
+        self._pad = cast(int, tokenizer.pad_token_id)  # transformers annotates all special tokens alike
         self._images = ImagePrompts.of(processor)
 
     def of(self, ended: Iterable[Ended]) -> DataProto:

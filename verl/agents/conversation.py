@@ -30,6 +30,7 @@ from verl.agents.chat_template import ChatTemplate as ChatTemplate
 from verl.agents.chat_template import Tools
 from verl.agents.images import FOR_TEXT, apart, as_inputs, expanded, opened, together, token_counts
 from verl.agents.rendering_check import KINDS, REFUSED, Difference, differences
+from verl.base.types import JsonMapping
 from verl.errors import ConfigError, DataError
 from verl.protocol.shared import SharedTensors
 from verl.utils.control_tokens import Author, Side
@@ -110,7 +111,7 @@ class Conversation:
         tools: Tools | None = None,
         assistant: Author = "policy",
         images: ImagePrompts | None = None,
-        of_row: Mapping[str, Any] | None = None,
+        of_row: JsonMapping | None = None,
     ) -> None:
         self.template = template
         self._maker = images
@@ -355,7 +356,7 @@ class Conversation:
             result.setdefault("name", names.get(result["tool_call_id"], "unknown"))
         return messages
 
-    def _of_prompt(self, sources: Sequence[Any], of_row: Mapping[str, Any] | None) -> SharedTensors:
+    def _of_prompt(self, sources: Sequence[object], of_row: Mapping[str, object] | None) -> SharedTensors:
         """The inputs of the prompt's images; parts that hold none stand for those of the row, in their order."""
         if None not in sources:
             return together(self._inputs(sources))
@@ -464,7 +465,7 @@ class Conversation:
         return True
 
 
-def copied(value: Any) -> Any:
+def copied(value: object) -> Any:
     """Copy dicts and lists of messages, and what is in them; faster than ``copy.deepcopy``, which also keeps cycles."""
     if type(value) in (str, int, float, bool, NoneType):
         return value

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.conversation import Conversation
@@ -18,6 +18,7 @@ from verl.agents.images import INPUTS
 from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 from verl.agents.outputs import conversation_outputs
 from verl.agents.parsers import ParsedTurn, ToolParser, get_tool_parser
+from verl.base.types import JsonObject
 from verl.config import PPOConfig
 from verl.config.agent import TrajectoryStatus
 from verl.environments.registry import EnvironmentEntry, environment_of_row, read_environments
@@ -26,6 +27,9 @@ from verl.utils.dataset.chat import Message, as_messages
 from verl.utils.transformers_private import decoded
 from verl.vision.prompts import ImagePrompts
 from verl.workers.rollout.request import sample_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CONVERSATION = "policy"
 
@@ -51,7 +55,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
     shared: EnvironmentAgentParts
 
     @classmethod
-    def prepare(cls, config: PPOConfig, tokenizer: Any) -> EnvironmentAgentParts:
+    def prepare(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> EnvironmentAgentParts:
         """See :meth:`AgentLoopBase.prepare`."""
         turns = config.actor_rollout_ref.rollout.multi_turn
         return EnvironmentAgentParts(
@@ -65,7 +69,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         """See :meth:`AgentLoopBase.discard`."""
         shared.threads.close()
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def run(self, sampling_params: JsonObject, **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """See :meth:`AgentLoopBase.run`."""
         entry, arguments = environment_of_row(self.shared.environments, kwargs.get("environment_kwargs"))
         images = ImagePrompts.of(self.processor)
@@ -96,7 +100,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         return sample_seed(self.rollout_config.seed, 0, sample.uid, sample_index) % 2**31
 
     async def _play(
-        self, conversation: Conversation, played: _PlayedEpisode, sampling_params: Mapping[str, Any]
+        self, conversation: Conversation, played: _PlayedEpisode, sampling_params: Mapping[str, object]
     ) -> TrajectoryStatus:
         turns, most_tokens = self.rollout_config.multi_turn, self.rollout_config.response_length
         most_turns = [turns.max_assistant_turns, turns.max_user_turns and turns.max_user_turns + 1]
@@ -119,12 +123,12 @@ class EnvironmentAgentLoop(AgentLoopBase):
                 break
         return "context_full"
 
-    def _told(self, conversation: Conversation, played: _PlayedEpisode) -> list[dict[str, Any]]:
+    def _told(self, conversation: Conversation, played: _PlayedEpisode) -> list[JsonObject]:
         """The messages; those of the policy with the times of its turn and the environment's, and the reward."""
         turns = zip(self.server_manager.turns, played.step_seconds, played.rewards, strict=True)
         messages = []
         for index, message in enumerate(conversation.messages):
-            more: dict[str, Any] = {}
+            more: JsonObject = {}
             if index >= conversation.prompt_length and message["role"] == "assistant":
                 drawn, in_step, reward = next(turns)
                 more = {"seconds": drawn.seconds, "began": drawn.began, "environment_seconds": in_step}
@@ -154,7 +158,7 @@ class _PlayedEpisode:
     rewards: list[float | None] = field(default_factory=list)
     """Of each turn of the policy."""
     answer: list[Message] = field(default_factory=list)
-    info: dict[str, Any] = field(default_factory=dict)
+    info: JsonObject = field(default_factory=dict)
 
     async def step(self, conversation: Conversation) -> TrajectoryStatus | None:
         """Give the environment the policy's last turn; return how it ended the episode, or None."""

@@ -21,6 +21,7 @@ from typing import Any, Self
 from verl.agents.images import read_messages
 from verl.agents.loop import TrajectoryError
 from verl.agents.user_thread import UserThread
+from verl.base.types import JsonMapping, JsonObject
 from verl.environments.base import Environment, ImageObservation
 from verl.environments.registry import EnvironmentEntry
 from verl.errors import ConfigError, DataError
@@ -46,7 +47,7 @@ class StepAnswer:
     reward: float | None
     terminated: bool
     truncated: bool
-    info: dict[str, Any]
+    info: JsonObject
     """As values of JSON."""
 
 
@@ -88,8 +89,8 @@ class Episode:
             self._thread.leave()
 
     async def reset(
-        self, prompt: list[Message], seed: int, arguments: Mapping[str, Any]
-    ) -> tuple[list[Message], list[dict[str, Any]]]:
+        self, prompt: list[Message], seed: int, arguments: JsonMapping
+    ) -> tuple[list[Message], list[JsonObject]]:
         """Make the environment and begin.
 
         Args:
@@ -123,7 +124,7 @@ class Episode:
             )
         return messages, tools
 
-    async def step(self, action: str, calls: Sequence[Mapping[str, Any]] | None = None) -> StepAnswer:
+    async def step(self, action: str, calls: Sequence[JsonMapping] | None = None) -> StepAnswer:
         """Return the answer to a turn of the policy.
 
         Args:
@@ -155,7 +156,7 @@ class Episode:
         assert self._environment is not None
         return self._number("score", await self._thread.call(self._environment.score))
 
-    async def _answer(self, observation: Any, calls: Sequence[Mapping[str, Any]]) -> list[Message]:
+    async def _answer(self, observation: Any, calls: Sequence[JsonMapping]) -> list[Message]:
         if not isinstance(observation, list):
             content = self._content(observation, "step")
             if len(calls) > 1:
@@ -170,7 +171,7 @@ class Episode:
             )
         return [message | {"content": self._short(message["content"] or "")} for message in messages]
 
-    def _content(self, observation: Any, where: str) -> str | list[dict[str, Any]]:
+    def _content(self, observation: object, where: str) -> str | list[JsonObject]:
         """The content of a message with an observation that is no list of messages."""
         if isinstance(observation, str):
             return observation
@@ -185,19 +186,19 @@ class Episode:
                 )
         raise self._unknown(observation, where)
 
-    def _unknown(self, observation: Any, where: str) -> TrajectoryError:
+    def _unknown(self, observation: object, where: str) -> TrajectoryError:
         return self._thread.error(
             f"{where} returned the observation {_shown(observation)}; it is a text, an ImageObservation or messages"
         )
 
-    def _short(self, content: str | list[Message]) -> Any:
+    def _short(self, content: str | list[Message]) -> str | list[Message]:
         """A content whose texts have at most ``max_observation_tokens`` each."""
         short = {n: self._shorten(text, self._entry.max_observation_tokens) for n, text in texts_of(content)}
         if isinstance(content, str):
             return short[0]
         return [part | {"text": short[n]} if n in short else part for n, part in enumerate(content)]
 
-    async def _messages(self, value: list[Any], where: str) -> list[Message]:
+    async def _messages(self, value: Sequence[object], where: str) -> list[Message]:
         if not value:
             raise self._unknown(value, where)
         try:
@@ -209,7 +210,7 @@ class Episode:
             raise self._thread.error(f"{where} returned a message of the role {invalid[0]!r:.40}; there are {allowed}")
         return messages
 
-    def _number(self, where: str, reward: Any) -> float | None:
+    def _number(self, where: str, reward: object) -> float | None:
         if reward is None:
             return None
         try:
@@ -217,14 +218,14 @@ class Episode:
         except UNUSABLE as error:
             raise self._thread.error(f"{where} gave the reward {_shown(reward)}, which is no finite number") from error
 
-    def _truth(self, name: str, value: Any) -> bool:
+    def _truth(self, name: str, value: object) -> bool:
         try:
             return bool(value)
         except UNUSABLE as error:  # an array of several values, for example
             raise self._thread.error(f"step returned {name}={_shown(value)}, neither true nor false") from error
 
 
-def _tools(environment: Environment) -> list[dict[str, Any]]:
+def _tools(environment: Environment) -> list[JsonObject]:
     """Return the descriptions of an environment's tools."""
     return [dict(tool) for tool in environment.tools]
 
@@ -237,7 +238,7 @@ def _joined(prompt: list[Message], observation: str | list[Message]) -> list[Mes
     if prompt[-1]["role"] != "user" or not asked:
         return [*prompt, {"role": "user", "content": observation}]
     if isinstance(asked, str) and isinstance(observation, str):
-        content: Any = f"{asked}\n\n{observation}"
+        content: object = f"{asked}\n\n{observation}"
     else:
         content = [*_parts(asked), {"type": "text", "text": "\n\n"}, *_parts(observation)]
     return [*prompt[:-1], prompt[-1] | {"content": content}]
@@ -247,9 +248,9 @@ def _parts(content: str | list[Message]) -> list[Message]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _plain(info: Mapping[Any, Any]) -> dict[str, Any]:
+def _plain(info: Mapping[Any, object]) -> JsonObject:
     """Further values as values of JSON; those that are none, or are long, by their beginning."""
-    plain: dict[str, Any] = {}
+    plain: JsonObject = {}
     for name, value in info.items():
         try:
             text = json.dumps(value, allow_nan=False)
@@ -259,5 +260,5 @@ def _plain(info: Mapping[Any, Any]) -> dict[str, Any]:
     return plain
 
 
-def _shown(value: Any, most: int = 100) -> str:
+def _shown(value: object, most: int = 100) -> str:
     return f"{type(value).__name__} {value!r:.{most}}"

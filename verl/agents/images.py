@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ VIDEOS_APART = (
 )
 
 
-def as_inputs(images: Any, maker: ImagePrompts | None, where: str) -> SharedTensors:
+def as_inputs(images: object, maker: ImagePrompts | None, where: str) -> SharedTensors:
     """Return images as inputs of the model, empty if there are none.
 
     Args:
@@ -64,7 +63,7 @@ def as_inputs(images: Any, maker: ImagePrompts | None, where: str) -> SharedTens
     return SharedTensors(maker.inputs(read, where))
 
 
-async def read_messages(source: Sequence[Any], where: str, maker: ImagePrompts | None) -> list[Message]:
+async def read_messages(source: Sequence[object], where: str, maker: ImagePrompts | None) -> list[Message]:
     """Check messages of users' code; what their image and video parts hold becomes inputs of the policy.
 
     Args:
@@ -83,7 +82,7 @@ async def read_messages(source: Sequence[Any], where: str, maker: ImagePrompts |
     """
     if not all(isinstance(message, Mapping) for message in source):
         return as_messages(source, where)  # says what is wrong
-    bare, sources = without_images([dict(message) for message in source])
+    bare, sources = without_images([dict(message) for message in cast(Sequence[Message], source)])
     messages = as_messages(bare, where, with_images=True)
     if not any(sources):
         return messages
@@ -122,7 +121,7 @@ def opened(messages: Sequence[Message], maker: ImagePrompts | None, where: str) 
     ]
 
 
-def media_parts(kind: str, value: Any, maker: ImagePrompts | None, where: str) -> list[Message]:
+def media_parts(kind: str, value: object, maker: ImagePrompts | None, where: str) -> list[Message]:
     """Return the parts of a message that show an image or a video, which hold inputs of the policy.
 
     There is one part, or for a video of Qwen3-VL one for each step of its time, with its second as a text before it.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.agents.columns import SequenceColumns
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
@@ -15,6 +15,11 @@ from verl.config import PPOConfig
 from verl.protocol import DataProto
 from verl.serving.local import LocalSession
 from verl.tools.threads import LoopThread
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from verl.single_controller.base.worker_group import WorkerGroup
 
 
 class LocalAgents:
@@ -27,13 +32,19 @@ class LocalAgents:
         processor: the multi-modal processor, if the model has one.
     """
 
-    def __init__(self, config: PPOConfig, columns: SequenceColumns, tokenizer: Any, processor: Any) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        columns: SequenceColumns,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: ProcessorMixin | None,
+    ) -> None:
         self._columns = columns
         self._thread = LoopThread("agent loops")
         self._session = LocalSession(config.actor_rollout_ref.rollout.max_num_seqs, self._thread.loop)
         self._worker = AgentLoopWorker(config, tokenizer, processor, self._session)
 
-    def run(self, trajectories: Sequence[Trajectory], group: Any) -> tuple[list[TrajectoryResult], DataProto]:
+    def run(self, trajectories: Sequence[Trajectory], group: WorkerGroup) -> tuple[list[TrajectoryResult], DataProto]:
         """See :meth:`verl.agents.manager.Agents.run`."""
         results = self._session.serve_while(group, lambda: self._thread.submit(self._all(trajectories))).result()
         return results, self._columns.of(zip(trajectories, results, strict=True))

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, Field, model_validator
@@ -26,11 +26,15 @@ from verl.agents.images import FOR_TEXT, INPUTS, VIDEOS_APART, as_inputs, expand
 from verl.agents.servers import AsyncLLMServerManager
 from verl.base.import_utils import load_module
 from verl.base.registry import Registry
+from verl.base.types import JsonObject
 from verl.config.agent import TrajectoryStatus
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.utils.dataset.chat import as_messages, encode, render, render_prompt
 from verl.vision.messages import has_video_parts, without_images
 from verl.vision.prompts import ImagePrompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PLACE = "the conversation"
 
@@ -61,7 +65,7 @@ class AgentLoopOutput(BaseModel):
     """log p of the drawn tokens, 0 on others; None takes what the engines returned."""
     routed_experts: Any | None = None
     """What the engines recorded of its tokens; not read from a loop."""
-    multi_modal_data: dict[str, Any] | None = None
+    multi_modal_data: JsonObject | None = None
     """``images``: all images whose tokens the sequence has, in their order, as ``generate`` takes them; None takes
     those that the policy was given in its last turn there."""
     reward_score: float | None = None
@@ -74,10 +78,10 @@ class AgentLoopOutput(BaseModel):
     metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
     status: TrajectoryStatus = "done"
     """How the trajectory ended."""
-    conversation: list[dict[str, Any]] | None = None
+    conversation: list[JsonObject] | None = None
     """What was said, for the dumps of a run: messages as an OpenAI client holds them, each with further values such as
     ``seconds``. Without it the dumps show the tokens as text."""
-    extra_fields: dict[str, Any] = {}
+    extra_fields: JsonObject = {}
     """Further values, which become columns of the batch: ``turn_scores`` (a score for each turn of the policy, in the
     place of ``reward_score``), ``turn_rewards`` (added to the score of either), ``tool_rewards``, and your own."""
 
@@ -148,7 +152,7 @@ class AgentLoopBase(ABC):
     """Whether rows with images may ask for this loop."""
 
     @classmethod
-    def prepare(cls, config: Any, tokenizer: Any) -> Any:
+    def prepare(cls, config: object, tokenizer: PreTrainedTokenizerBase) -> object:
         """Make what all trajectories of a process share; each finds it as ``self.shared``. Called once in a process.
 
         It is used by several threads at once.
@@ -156,11 +160,11 @@ class AgentLoopBase(ABC):
         return None
 
     @classmethod  # noqa: B027 - most loops have nothing to free
-    def discard(cls, shared: Any) -> None:
+    def discard(cls, shared: object) -> None:
         """Free what :meth:`prepare` has made, such as connections; no trajectory uses it any more."""
 
     @classmethod  # noqa: B027 - most loops take none
-    def check_arguments(cls, arguments: Mapping[str, Any]) -> None:
+    def check_arguments(cls, arguments: Mapping[str, object]) -> None:
         """Check the further arguments of an entry in ``agent_loop_config_path``, before a model is loaded.
 
         Raises:
@@ -168,7 +172,7 @@ class AgentLoopBase(ABC):
         """
 
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def run(self, sampling_params: JsonObject, **kwargs: object) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Answer one prompt.
 
         Args:
@@ -188,10 +192,10 @@ class AgentLoopBase(ABC):
 
     async def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        images: Sequence[Any] | Mapping[str, Any] | None = None,
-        videos: Sequence[Any] | None = None,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        images: Sequence[object] | Mapping[str, object] | None = None,
+        videos: Sequence[object] | None = None,
         remove_system_prompt: bool = False,
     ) -> list[int]:
         """Render messages and the header of the policy's turn, and tokenize them.
@@ -211,7 +215,7 @@ class AgentLoopBase(ABC):
         if videos:
             raise ConfigError(VIDEOS_APART)
         maker = ImagePrompts.of(self.processor)
-        settings: dict[str, Any] = {**self.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
+        settings: JsonObject = {**self.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
         text = render_prompt(as_messages(list(messages), PLACE, maker is not None), self.tokenizer, PLACE, **settings)
         if remove_system_prompt:
             text = text.removeprefix(self._system_prompt())
@@ -228,7 +232,7 @@ class AgentLoopBase(ABC):
         once, twice = (render([empty] * count, self.tokenizer, PLACE, **settings) for count in (1, 2))
         return once.removesuffix(twice.removeprefix(once))
 
-    async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    async def process_vision_info(self, messages: Sequence[Mapping[str, object]]) -> JsonObject:
         """Return the images that stand in messages, decoded, as ``images``; nothing if there are none.
 
         Messages of a row hold the places of its images alone: the images are the row's ``multi_modal_inputs``.
@@ -266,7 +270,7 @@ class LoopEntry:
     """The class, or its dotted path, or its name in ``file``."""
     file: str | None = None
     """A Python file with the class."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
 
     def load(self) -> type[AgentLoopBase]:
         """Return the class.

@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -21,6 +21,11 @@ from verl.errors import DataError, RolloutError
 from verl.protocol import DataProto
 from verl.vision.prompts import ImagePrompts
 from verl.workers.rollout.request import requests_from_prompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from verl.single_controller.base.worker_group import WorkerGroup
 
 LEFT_OUT = ("mask", "redraw")
 """Treatments of trajectories that are not trained on."""
@@ -41,7 +46,7 @@ def trajectory_id(uid: str, sample_index: int) -> str:
 class Agents(Protocol):
     """What runs trajectories: :class:`verl.agents.local.LocalAgents` or :class:`verl.agents.ray.RayAgents`."""
 
-    def run(self, trajectories: Sequence[Trajectory], group: Any) -> tuple[list[TrajectoryResult], DataProto]:
+    def run(self, trajectories: Sequence[Trajectory], group: WorkerGroup) -> tuple[list[TrajectoryResult], DataProto]:
         """Run all trajectories to their end; ``group`` is that of the engines.
 
         Returns:
@@ -73,9 +78,9 @@ class AgentLoopManager:
     def __init__(
         self,
         config: PPOConfig,
-        worker_group: Any,
-        tokenizer: Any,
-        processor: Any = None,
+        worker_group: WorkerGroup,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: ProcessorMixin | None = None,
         judge_address: str | None = None,
     ) -> None:
         # Here too, so that what cannot be loaded ends the run before a process starts.
@@ -221,7 +226,9 @@ class AgentLoopManager:
         )
 
 
-def _agents(config: PPOConfig, columns: SequenceColumns, tokenizer: Any, processor: Any) -> Agents:
+def _agents(
+    config: PPOConfig, columns: SequenceColumns, tokenizer: PreTrainedTokenizerBase, processor: ProcessorMixin | None
+) -> Agents:
     if config.trainer.controller == "local":
         from verl.agents.local import LocalAgents
 
@@ -243,6 +250,6 @@ def _finish_reason(status: TrajectoryStatus) -> str:
     return {"done": "stop", "turns_used_up": "stop", "context_full": "length"}.get(status, "abort")
 
 
-def _objects(values: Iterable[Any]) -> np.ndarray:
+def _objects(values: Iterable[object]) -> np.ndarray:
     listed = list(values)
     return np.fromiter(listed, dtype=object, count=len(listed))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.agents.conversation import Conversation
 from verl.agents.loop import AgentLoopMetrics, AgentLoopOutput
+from verl.base.types import JsonObject
 from verl.config.agent import TrajectoryStatus
 
 
@@ -20,10 +19,10 @@ def conversation_outputs(
     *,
     status: TrajectoryStatus,
     metrics: AgentLoopMetrics,
-    said: list[dict[str, Any]],
+    said: list[JsonObject],
     turn_scores: list[float] | None,
     turn_rewards: list[float] | None = None,
-    columns: dict[str, Any],
+    columns: JsonObject,
 ) -> AgentLoopOutput | list[AgentLoopOutput]:
     """Make an output of each sequence of a conversation: one, unless the template rewrote history.
 

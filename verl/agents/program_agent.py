@@ -20,6 +20,7 @@ from verl.agents.programs import LONGEST_ANSWER, CommandProgram, FunctionProgram
 from verl.base.import_utils import user_code
 from verl.base.redact import redacted
 from verl.base.requirements import install_command
+from verl.base.types import JsonMapping, JsonObject
 from verl.config import PPOConfig
 from verl.errors import ConfigError, VerlError
 from verl.utils.dataset.chat import Message, as_messages
@@ -30,6 +31,8 @@ from verl.vision.messages import has_video_parts, with_images
 from verl.vision.prompts import ImagePrompts
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from verl.agents.endpoint.server import TrajectoryEndpoint
 
 NAME = "program_agent"
@@ -73,7 +76,7 @@ class ProgramAgentLoop(AgentLoopBase):
         self._ignored = tuple(ignore)
 
     @classmethod
-    def check_arguments(cls, arguments: Mapping[str, Any]) -> None:
+    def check_arguments(cls, arguments: Mapping[str, object]) -> None:
         """See :meth:`AgentLoopBase.check_arguments`."""
         _server()
         known = ("program", "command", "ignore")
@@ -85,7 +88,7 @@ class ProgramAgentLoop(AgentLoopBase):
             raise ConfigError(f"{ENTRY}: ignore={ignore!r} must be a list of names of parameters, as [temperature].")
 
     @classmethod
-    def prepare(cls, config: PPOConfig, tokenizer: Any) -> ProgramAgentParts:
+    def prepare(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> ProgramAgentParts:
         """See :meth:`AgentLoopBase.prepare`."""
         rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
         turns = rollout.multi_turn
@@ -110,7 +113,7 @@ class ProgramAgentLoop(AgentLoopBase):
         """See :meth:`AgentLoopBase.discard`."""
         shared.endpoint.close()
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
+    async def run(self, sampling_params: JsonObject, **kwargs: object) -> list[AgentLoopOutput]:
         """See :meth:`AgentLoopBase.run`."""
         settings = replace(self.shared.settings, ignored=self._ignored)
         maker = ImagePrompts.of(self.processor)
@@ -153,7 +156,7 @@ class ProgramAgentLoop(AgentLoopBase):
         ]
 
 
-def _prompt(row: Mapping[str, Any], maker: ImagePrompts | None) -> tuple[list[Message], list[str]]:
+def _prompt(row: JsonMapping, maker: ImagePrompts | None) -> tuple[list[Message], list[str]]:
     """The messages of a row as clients of OpenAI's protocol send them, its images as ``data:`` URLs, and these."""
     read = as_messages(list(row["raw_prompt"]), "the prompt", with_images=maker is not None)
     messages = [with_arguments(message, as_text=True) for message in read]
@@ -195,7 +198,7 @@ def _server() -> type[TrajectoryEndpoint]:
     return TrajectoryEndpoint
 
 
-def _result(returned: Any) -> tuple[str | None, float | None]:
+def _result(returned: object) -> tuple[str | None, float | None]:
     """The answer or the reward of what a program returned.
 
     Raises:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 import numpy as np
 import psutil
@@ -40,7 +40,7 @@ class ProgramTask:
 
     messages: list[Message]
     """The prompt, as OpenAI's client sends it to ``chat/completions``; images are ``image_url`` parts."""
-    row: Mapping[str, Any]
+    row: Mapping[str, object]
     """The row of the data set, by column."""
     base_url: str
     """For clients of OpenAI's forms."""
@@ -56,7 +56,7 @@ class ProgramTask:
 class Program(Protocol):
     """Answers a task. Cancelling the call ends the program."""
 
-    async def __call__(self, task: ProgramTask) -> Any:
+    async def __call__(self, task: ProgramTask) -> object:
         """Return the answer (a text), the reward (a number), or None."""
         ...
 
@@ -65,9 +65,9 @@ class Program(Protocol):
 class FunctionProgram:
     """A Python function, which may be async. One that is not runs in a thread of its own."""
 
-    function: Callable[[ProgramTask], Any]
+    function: Callable[[ProgramTask], object]
 
-    async def __call__(self, task: ProgramTask) -> Any:
+    async def __call__(self, task: ProgramTask) -> object:
         """See :class:`Program`."""
         if inspect.iscoroutinefunction(self.function):
             return await self.function(task)
@@ -128,7 +128,7 @@ class CommandProgram:
         return printed.decode(errors="replace").strip()
 
 
-def load_program(path: str, setting: str) -> Callable[[ProgramTask], Any]:
+def load_program(path: str, setting: str) -> Callable[[ProgramTask], object]:
     """Load the function ``file.py:name`` or ``dotted.module.name``.
 
     Raises:
@@ -159,7 +159,7 @@ def _variables(task: ProgramTask, row: Path) -> dict[str, str]:
     }
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Values of a row as JSON has them."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()

@@ -26,7 +26,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayActorError
@@ -43,6 +43,11 @@ from verl.serving.ray import ImageConnection, RaySession, RouterActor
 from verl.single_controller.ray.private import brief
 from verl.single_controller.ray.watched_actor import ActorSilentError, WatchedActor
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+    from verl.single_controller.base.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +78,7 @@ class RaySlots:
     The router counts them, by a message before a call and one after it.
     """
 
-    def __init__(self, router: Any, process: str, tool: str, limit: int) -> None:
+    def __init__(self, router: ActorHandle, process: str, tool: str, limit: int) -> None:
         self._router, self._process, self._tool, self._number = router, process, tool, limit
 
     @asynccontextmanager
@@ -91,7 +96,9 @@ class RaySlots:
 class WorkerActor(RouterActor):
     """An :class:`AgentLoopWorker` in a process of its own, which ``process`` names, with the router of its requests."""
 
-    def __init__(self, config: PPOConfig, router: Any, process: str, import_path: Sequence[str], index: int) -> None:
+    def __init__(
+        self, config: PPOConfig, router: ActorHandle, process: str, import_path: Sequence[str], index: int
+    ) -> None:
         rollout = config.actor_rollout_ref.rollout
         super().__init__(rollout.max_num_seqs, index=index)
         # Agent loops live where the driver finds them.
@@ -107,7 +114,7 @@ class WorkerActor(RouterActor):
         self._columns = SequenceColumns(rollout, tokenizer, processor)
         self._ended: dict[int, Ended] = {}
 
-    async def open(self, round_index: int, engines: int, others: Mapping[int, Any]) -> None:
+    async def open(self, round_index: int, engines: int, others: Mapping[int, ActorHandle]) -> None:
         """See :meth:`RouterActor.open`."""
         self._connection.loop = asyncio.get_running_loop()  # the constructor runs in none
         await super().open(round_index, engines, others)
@@ -146,7 +153,7 @@ class RayAgents:
         self._processes: dict[WatchedActor, tuple[str, int]] = {}
         """The name of each worker's process, and the number of its router."""
 
-    def run(self, trajectories: Sequence[Trajectory], group: Any) -> tuple[list[TrajectoryResult], DataProto]:
+    def run(self, trajectories: Sequence[Trajectory], group: WorkerGroup) -> tuple[list[TrajectoryResult], DataProto]:
         """See :meth:`verl.agents.manager.Agents.run`.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.exceptions import RayActorError
@@ -21,6 +21,9 @@ from verl.serving.ray import CHECK_S
 from verl.single_controller.ray.private import brief
 from verl.single_controller.ray.processes import finished_of
 from verl.single_controller.ray.watched_actor import ActorSilentError, WatchedActor
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +60,7 @@ class RunningTrajectories:
         self._rollout, self._trajectories, self._columns = rollout, trajectories, columns
         self._workers, self._replacement, self._round = workers, replacement, round_index
         self._begun: Counter[int] = Counter()
-        self._running: dict[Any, tuple[int, int, WatchedActor]] = {}
+        self._running: dict[ObjectRef, tuple[int, int, WatchedActor]] = {}
         """Trajectory, slot and worker of each reference to a result."""
         self._alone: list[int] = []
         """Trajectories whose process was lost too often to run them beside others."""
@@ -132,7 +135,7 @@ class RunningTrajectories:
             self._parts.add(numbers, [self._results[index] for index in numbers], columns)
             self._held[slot] = []
 
-    def _take(self, reference: Any) -> None:
+    def _take(self, reference: ObjectRef) -> None:
         index, slot, worker = self._running.pop(reference)
         try:
             self._results[index] = worker.result(reference)

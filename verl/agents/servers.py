@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from verl.agents.images import VIDEOS_APART, as_inputs, text_places
 from verl.agents.turns import DrawnTurn
+from verl.base.types import JsonMapping, JsonObject
 from verl.config import RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.protocol.shared import SharedTensors
@@ -52,7 +53,7 @@ class TokenOutput(BaseModel):
     """Version of the weights that the response was drawn with."""
     num_preempted: int | None = None
     """How often the engine interrupted it for want of memory; None where the engine does not tell."""
-    extra_fields: dict[str, Any] = {}
+    extra_fields: JsonObject = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,9 +134,9 @@ class AsyncLLMServerManager:
         request_id: str,
         *,
         prompt_ids: Sequence[int],
-        sampling_params: Mapping[str, Any] | None = None,
-        image_data: Sequence[Any] | Mapping[str, Any] | None = None,
-        video_data: Sequence[Any] | None = None,
+        sampling_params: Mapping[str, object] | None = None,
+        image_data: Sequence[object] | Mapping[str, object] | None = None,
+        video_data: Sequence[object] | None = None,
         on_drawn: Callable[[list[int]], object] | None = None,
     ) -> TokenOutput:
         """Draw a response to ``prompt_ids``, all tokens of the conversation so far.
@@ -219,7 +220,7 @@ class AsyncLLMServerManager:
             num_preempted=output.num_preempted,
         )
 
-    async def _with_images(self, ids: list[int], images: Any) -> tuple[SharedTensors | None, tuple[int, ...]]:
+    async def _with_images(self, ids: list[int], images: object) -> tuple[SharedTensors | None, tuple[int, ...]]:
         """Return the inputs of images, None without any, and the places of image tokens that the policy drew."""
         if isinstance(images, Mapping) or not images:
             inputs = as_inputs(images, self._images, "image_data")
@@ -228,7 +229,7 @@ class AsyncLLMServerManager:
         texts = () if self._images is None else text_places(ids, inputs, self.turns, self._images.config)
         return inputs if len(inputs) else None, texts
 
-    def _checked(self, sampling_params: Mapping[str, Any]) -> dict[str, Any]:
+    def _checked(self, sampling_params: JsonMapping) -> JsonObject:
         """Return the sampling parameters that a call names, in the names and types of :class:`SamplingParams`."""
         wanted = {
             OTHER_NAMES.get(name, name): value for name, value in sampling_params.items() if name not in NO_EFFECT

@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Self
 
 from verl.agents.images import read_messages
 from verl.agents.loop import TrajectoryError
 from verl.agents.user_thread import UserThread
 from verl.base.registry import suggest
+from verl.base.types import JsonObject
 from verl.errors import ConfigError, DataError
 from verl.interactions.base import BaseInteraction
 from verl.tools.threads import LoopThreads
@@ -37,7 +38,7 @@ class UserAnswer:
     """The user's answer to a turn of the policy."""
 
     is_end: bool
-    content: str | list[dict[str, Any]]
+    content: str | list[JsonObject]
     """A text, or parts if there are images."""
     score: float | None
 
@@ -56,7 +57,7 @@ class SimulatedUser:
     def __init__(
         self,
         interaction: BaseInteraction,
-        kwargs: Mapping[str, Any],
+        kwargs: Mapping[str, object],
         timeout_s: float,
         threads: LoopThreads,
         images: ImagePrompts | None = None,
@@ -71,10 +72,10 @@ class SimulatedUser:
     def of_row(
         cls,
         interactions: Mapping[str, BaseInteraction],
-        kwargs: Any,
+        kwargs: object,
         timeout_s: float,
         threads: LoopThreads,
-        of_run: Mapping[str, Any] = MappingProxyType({}),
+        of_run: Mapping[str, object] = MappingProxyType({}),
         images: ImagePrompts | None = None,
     ) -> Self | None:
         """Return the user that a row wants; None if it wants none, or names none and the run has none.
@@ -129,7 +130,7 @@ class SimulatedUser:
         finally:
             self._thread.leave()
 
-    async def answer(self, messages: list[dict[str, Any]]) -> UserAnswer:
+    async def answer(self, messages: list[JsonObject]) -> UserAnswer:
         """Return the answer to the policy's turn, the last of the messages.
 
         Raises:
@@ -149,7 +150,7 @@ class SimulatedUser:
             f"returned {result!r:.100}; generate_response returns (should_terminate, content, score, extra)"
         )
 
-    async def _content(self, said: str | list[Any]) -> str | list[dict[str, Any]]:
+    async def _content(self, said: str | list[object]) -> str | list[JsonObject]:
         """The content of the user's message."""
         if isinstance(said, str):
             return said

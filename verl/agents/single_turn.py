@@ -6,13 +6,14 @@ from typing import Any
 
 from verl.agents.images import INPUTS
 from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from verl.base.types import JsonObject
 
 
 @register("single_turn_agent")
 class SingleTurnAgentLoop(AgentLoopBase):
     """Answer the prompt once, with the tokens that ``generate_sequences`` would draw."""
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: JsonObject, **kwargs: Any) -> AgentLoopOutput:
         """See :meth:`AgentLoopBase.run`."""
         prompt = kwargs["raw_prompt_ids"]
         drawn = await self.server_manager.generate(

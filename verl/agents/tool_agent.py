@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.conversation import Conversation
@@ -31,6 +31,7 @@ from verl.agents.outputs import conversation_outputs
 from verl.agents.parsers import FunctionCall, ParsedTurn, ToolParser, get_tool_parser
 from verl.agents.simulated_user import SimulatedUser
 from verl.agents.tool_calls import CallFailure, ToolCallResult, ToolLimits, ToolRunner, ToolSession, descriptions
+from verl.base.types import JsonMapping, JsonObject
 from verl.config import PPOConfig, RolloutConfig
 from verl.config.agent import TrajectoryStatus
 from verl.interactions.base import BaseInteraction
@@ -38,6 +39,9 @@ from verl.interactions.utils.interaction_registry import initialize_interactions
 from verl.tools.utils.tool_registry import initialize_tools
 from verl.utils.dataset.chat import as_messages
 from verl.vision.prompts import ImagePrompts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CONVERSATION = "policy"
 
@@ -52,7 +56,7 @@ class ToolAgentParts:
     interactions: Mapping[str, BaseInteraction]
 
     @classmethod
-    def of(cls, config: PPOConfig, tokenizer: Any) -> Self:
+    def of(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> Self:
         """Make the tools, the template, the parser and the interactions of a configuration.
 
         Raises:
@@ -85,7 +89,7 @@ class ToolAgentParts:
         )
 
 
-def described_tools(rollout: RolloutConfig) -> list[dict[str, Any]]:
+def described_tools(rollout: RolloutConfig) -> list[JsonObject]:
     """Return the descriptions of a configuration's tools, as chat templates take them.
 
     Raises:
@@ -112,7 +116,7 @@ class ToolAgentLoop(AgentLoopBase):
     shared: ToolAgentParts
 
     @classmethod
-    def prepare(cls, config: PPOConfig, tokenizer: Any) -> ToolAgentParts:
+    def prepare(cls, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> ToolAgentParts:
         """See :meth:`AgentLoopBase.prepare`."""
         return ToolAgentParts.of(config, tokenizer)
 
@@ -121,7 +125,7 @@ class ToolAgentLoop(AgentLoopBase):
         """See :meth:`AgentLoopBase.discard`."""
         shared.tools.close()
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def run(self, sampling_params: JsonObject, **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """See :meth:`AgentLoopBase.run`."""
         parts = self.shared
         images = ImagePrompts.of(self.processor)
@@ -164,7 +168,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
     async def _converse(
-        self, conversation: Conversation, others: _Counterparts, sampling_params: Mapping[str, Any]
+        self, conversation: Conversation, others: _Counterparts, sampling_params: JsonMapping
     ) -> TrajectoryStatus:
         turns, most_tokens = self.rollout_config.multi_turn, self.rollout_config.response_length
         turn_count = 0
@@ -194,12 +198,12 @@ class ToolAgentLoop(AgentLoopBase):
             if not conversation.add_messages(answers, room, turns.tool_response_truncate_side):
                 return "context_full"
 
-    def _told(self, conversation: Conversation, others: _Counterparts) -> list[dict[str, Any]]:
+    def _told(self, conversation: Conversation, others: _Counterparts) -> list[JsonObject]:
         """The messages with the times of what the policy and others said; at the end the results that had no room."""
         turns, results, said = iter(self.server_manager.turns), iter(others.calls.results), iter(others.times)
         messages = []
         for index, message in enumerate(conversation.messages):
-            more: dict[str, Any] = {}
+            more: JsonObject = {}
             if index >= conversation.prompt_length:
                 match message["role"]:
                     case "assistant":
@@ -232,8 +236,8 @@ class _Counterparts:
     """Of each answer of the user: when it was asked for (since 1970), and how long it took."""
 
     async def answer(
-        self, turn: ParsedTurn, messages: list[dict[str, Any]], limit: TrajectoryStatus | None
-    ) -> list[dict[str, Any]] | TrajectoryStatus:
+        self, turn: ParsedTurn, messages: list[JsonObject], limit: TrajectoryStatus | None
+    ) -> list[JsonObject] | TrajectoryStatus:
         """Answer a turn; at the end of the conversation return how it ended.
 
         Args:
@@ -274,7 +278,7 @@ class _Calls:
         self.seconds = 0.0
         self.results: list[ToolCallResult] = []
 
-    def columns(self) -> dict[str, Any]:
+    def columns(self) -> JsonObject:
         """Return rewards, number and failures of the calls."""
         failures = [result.failure for result in self.results]
         return {
@@ -294,7 +298,7 @@ class _Calls:
         return results
 
 
-def _content(result: ToolCallResult) -> str | list[dict[str, Any]]:
+def _content(result: ToolCallResult) -> str | list[JsonObject]:
     """The content of a result's message: its images and videos, and then its text."""
     text = result.response.text or ""
     if not result.shown:
@@ -302,7 +306,7 @@ def _content(result: ToolCallResult) -> str | list[dict[str, Any]]:
     return [*result.shown, {"type": "text", "text": text}] if text else list(result.shown)
 
 
-def _call_columns(result: ToolCallResult) -> dict[str, Any]:
+def _call_columns(result: ToolCallResult) -> JsonObject:
     """Return what a dump says of a call beside its message."""
     known = {
         "name": result.name,

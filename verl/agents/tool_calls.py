@@ -15,12 +15,12 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from jsonschema import Draft202012Validator
 
@@ -31,6 +31,7 @@ from verl.agents.parsers.base import properties_of
 from verl.agents.slots import Slots, no_limit, slots_of_run
 from verl.base.redact import redacted
 from verl.base.registry import suggest
+from verl.base.types import JsonMapping, JsonObject
 from verl.errors import ConfigError, DataError
 from verl.tools.base_tool import BaseTool, ToolTimeoutError
 from verl.tools.schemas import ToolResponse
@@ -39,6 +40,7 @@ from verl.utils.dataset.chat import Message
 from verl.vision.prompts import ImagePrompts
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 Side = Literal["left", "middle", "right"]
 UNBLOCK_S = 0.5
@@ -94,7 +96,7 @@ class ToolCallResult:
     response: ToolResponse
     """For the model; of a failed call, the error message."""
     reward: float | None = None
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: JsonObject = field(default_factory=dict)
     failure: CallFailure | None = None
     seconds: float = 0.0
     """Time in the tool."""
@@ -151,7 +153,7 @@ class ToolRunner:
 
     @asynccontextmanager
     async def session(
-        self, tools_kwargs: Mapping[str, Any] | None = None, images: ImagePrompts | None = None
+        self, tools_kwargs: JsonMapping | None = None, images: ImagePrompts | None = None
     ) -> AsyncIterator[ToolSession]:
         """The tools for one trajectory; at the end all that they have created is released.
 
@@ -170,7 +172,7 @@ class ToolRunner:
         finally:
             await session.close()
 
-    def _check_row(self, tools_kwargs: Any) -> None:
+    def _check_row(self, tools_kwargs: object) -> None:
         """Refuse a row's arguments of a wrong form, and warn once of those that nothing reads."""
         if not isinstance(tools_kwargs, Mapping | None):
             raise ConfigError(f"tools_kwargs is {tools_kwargs!r:.100}; {FORM_OF_ROWS}")
@@ -203,7 +205,7 @@ class ToolRunner:
                 self.tell(tool.name, error)
         self.threads.close()
 
-    def read_arguments(self, call: FunctionCall) -> dict[str, Any]:
+    def read_arguments(self, call: FunctionCall) -> JsonObject:
         """Arguments of a call that fit the description of its tool.
 
         Raises:
@@ -250,14 +252,14 @@ class ToolRunner:
 class ToolSession:
     """The tools of one trajectory. Their code runs in a thread lent to it alone, so that it may block."""
 
-    def __init__(self, runner: ToolRunner, tools_kwargs: Mapping[str, Any], images: ImagePrompts | None = None) -> None:
+    def __init__(self, runner: ToolRunner, tools_kwargs: JsonMapping, images: ImagePrompts | None = None) -> None:
         self.runner = runner
         self._images = images
         self._kwargs = tools_kwargs
         self._thread: LoopThread | None = None
-        self._instances: dict[str, asyncio.Task[Any]] = {}
+        self._instances: dict[str, asyncio.Task[tuple[str, ToolResponse]]] = {}
 
-    async def call_all(self, calls: Sequence[FunctionCall], **kwargs: Any) -> list[ToolCallResult]:
+    async def call_all(self, calls: Sequence[FunctionCall], **kwargs: object) -> list[ToolCallResult]:
         """Make the calls of one turn at once, at most ``max_parallel_calls`` of them.
 
         Args:
@@ -281,7 +283,7 @@ class ToolSession:
         failed = self._failed(call, CallFailure.MALFORMED, f"this is no tool call: {malformed.reason}")
         return replace(failed, reward=-self.runner.limits.malformed_penalty or None)
 
-    async def call(self, call: FunctionCall, **kwargs: Any) -> ToolCallResult:
+    async def call(self, call: FunctionCall, **kwargs: object) -> ToolCallResult:
         """Make one call; see :meth:`call_all`."""
         made_at, begin = time.time(), time.monotonic()
         start = begin
@@ -346,8 +348,8 @@ class ToolSession:
             self._thread = None
 
     async def _execute(
-        self, tool: BaseTool, arguments: dict[str, Any], kwargs: dict[str, Any]
-    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        self, tool: BaseTool, arguments: JsonObject, kwargs: JsonObject
+    ) -> tuple[ToolResponse, float | None, JsonObject]:
         kwargs = {**self._of_row(tool.name, "execute_kwargs"), **kwargs}
         try:
             result = await self._run(tool, self._create_and_execute, tool, arguments, kwargs)
@@ -359,7 +361,7 @@ class ToolSession:
             raise
         return _checked(tool.name, result)
 
-    async def _create_and_execute(self, tool: BaseTool, arguments: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+    async def _create_and_execute(self, tool: BaseTool, arguments: JsonObject, kwargs: JsonObject) -> object:
         """Create the trajectory's state at the first call, then execute; runs in the thread of the tools."""
         making = self._instances.get(tool.name)
         if making is None:
@@ -398,7 +400,9 @@ class ToolSession:
         made = [(name, making) for name, making in self._instances.items() if making.done()]
         return {name: making.result()[0] for name, making in made if not _has_failed(making)}
 
-    async def _run(self, tool: BaseTool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def _run(
+        self, tool: BaseTool, function: Callable[..., T | Awaitable[T]], *args: object, **kwargs: object
+    ) -> T:
         """Run code of a tool for at most the tool's time: in the thread of the tools, unless it never blocks."""
         timeout_s = float(tool.config.get("timeout_s") or self.runner.limits.timeout_s)
         thread, running = None, called(function, *args, **kwargs)
@@ -447,7 +451,7 @@ class ToolSession:
             is_truncated=is_truncated,
         )
 
-    def _of_row(self, tool: str, key: str) -> dict[str, Any]:
+    def _of_row(self, tool: str, key: str) -> JsonObject:
         return dict((self._kwargs.get(tool) or {}).get(key) or {})
 
 
@@ -466,17 +470,17 @@ def _most_concurrent(tool: BaseTool) -> int | None:
     return tool.config.get("max_concurrent")
 
 
-def _has_failed(making: asyncio.Task[Any]) -> bool:
+def _has_failed(making: asyncio.Task[object]) -> bool:
     return making.done() and (making.cancelled() or making.exception() is not None)
 
 
-def descriptions(tools: Sequence[BaseTool]) -> list[dict[str, Any]]:
+def descriptions(tools: Sequence[BaseTool]) -> list[JsonObject]:
     """Return what a chat template tells the model of each tool."""
     described = [tool.get_openai_tool_schema() for tool in tools]
     return [one.to_template() for one in described if one is not None]
 
 
-def _checked(name: str, result: Any) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+def _checked(name: str, result: object) -> tuple[ToolResponse, float | None, JsonObject]:
     """The parts of what a tool's ``execute`` returned.
 
     Raises:
@@ -497,7 +501,7 @@ def _checked(name: str, result: Any) -> tuple[ToolResponse, float | None, dict[s
 _KINDS = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
-def as_described(value: Any, schema: Mapping[str, Any]) -> Any:
+def as_described(value: Any, schema: JsonMapping) -> Any:
     """Return an argument in the JSON type that its description names, where it was only written in another.
 
     A number or a truth value becomes the text of a parameter that takes text alone; a text that is JSON becomes the
@@ -522,7 +526,7 @@ def as_described(value: Any, schema: Mapping[str, Any]) -> Any:
     return read if kind in kinds or (kind == "integer" and "number" in kinds) else value
 
 
-def _number(reward: Any) -> float | None:
+def _number(reward: object) -> float | None:
     if reward is None:
         return None
     if not isinstance(reward, Real) or not math.isfinite(reward):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from verl.agents.loop import TrajectoryError
 from verl.base.redact import redacted
@@ -33,7 +33,7 @@ class UserThread:
         self._threads = threads
         self._thread: LoopThread | None = None
 
-    async def call(self, function: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+    async def call(self, function: Callable[..., T | Awaitable[T]], *args: object, **kwargs: object) -> T:
         """Call a function in the thread.
 
         Raises:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from verl.agents.environment_agent import EnvironmentAgentLoop
 from verl.agents.images import INPUTS, NO_IMAGES, as_inputs, images_of_sequence, with_text_places
@@ -41,6 +41,7 @@ from verl.agents.tool_agent import ToolAgentLoop
 from verl.agents.turns import DrawnTurn, drawn_log_probs, drawn_routing, preemptions, sampled_like
 from verl.base.import_utils import user_code
 from verl.base.registry import suggest
+from verl.base.types import JsonMapping, JsonObject
 from verl.config import PPOConfig, RolloutConfig
 from verl.config.agent import TrajectoryStatus
 from verl.errors import ConfigError, VerlError
@@ -50,6 +51,9 @@ from verl.tools.threads import DaemonThreads, in_thread
 from verl.vision.families import VisionConfig
 from verl.vision.prompts import ImagePrompts
 from verl.workers.rollout.request import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -78,7 +82,7 @@ class Trajectory:
     agent_name: str
     sample: SampleId
     sampling: SamplingParams
-    row: Mapping[str, Any]
+    row: JsonMapping
     """Columns of the data set."""
     returns_routing: bool = False
     """Record the experts that each token went to."""
@@ -117,7 +121,7 @@ class _RunningTrajectory:
     result: Future[TrajectoryResult] = field(default_factory=Future)
     thread_end: Future[None] = field(default_factory=Future)
     loop: asyncio.AbstractEventLoop | None = None
-    task: asyncio.Task[Any] | None = None
+    task: asyncio.Task[object] | None = None
     cancelled_as: TrajectoryStatus | None = None
     """Its status if it was cancelled, whatever the user's code makes of that."""
 
@@ -133,7 +137,7 @@ class _RunningTrajectory:
             self.result.set_result(result)
 
 
-def agent_loops(config: PPOConfig) -> dict[str, tuple[type[AgentLoopBase], Mapping[str, Any]]]:
+def agent_loops(config: PPOConfig) -> dict[str, tuple[type[AgentLoopBase], JsonMapping]]:
     """Load the agent loops that rows can name, with the arguments of each.
 
     Raises:
@@ -157,7 +161,7 @@ def agent_loops(config: PPOConfig) -> dict[str, tuple[type[AgentLoopBase], Mappi
     return loops
 
 
-def check_agent_loops(config: PPOConfig, tokenizer: Any, names: Iterable[str]) -> None:
+def check_agent_loops(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) -> None:
     """Load and prepare agent loops once, so that what is wrong with them is found before a process starts.
 
     Args:
@@ -196,14 +200,20 @@ class AgentLoopWorker:
         ConfigError: ``agent_loop_config_path`` cannot be read.
     """
 
-    def __init__(self, config: PPOConfig, tokenizer: Any, processor: Any, connection: Connection) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: ProcessorMixin | None,
+        connection: Connection,
+    ) -> None:
         self._config = config
         self._rollout = config.actor_rollout_ref.rollout
         self._tokenizer, self._processor, self._connection = tokenizer, processor, connection
         self._images = ImagePrompts.of(processor)
         self._vocabulary = len(tokenizer)
         self._loops = agent_loops(config)
-        self._shared: dict[type[AgentLoopBase], Any] = {}
+        self._shared: dict[type[AgentLoopBase], object] = {}
         self._preparing = threading.Lock()
         default = self._rollout.default_agent_loop
         self._shared_by(self._loops[default][0])  # here, so that what is wrong with it ends the run
@@ -338,7 +348,7 @@ class AgentLoopWorker:
                 loop.discard(shared)
             self._shared.clear()
 
-    def _shared_by(self, loop: type[AgentLoopBase]) -> Any:
+    def _shared_by(self, loop: type[AgentLoopBase]) -> object:
         with self._preparing:
             if loop not in self._shared:
                 self._shared[loop] = loop.prepare(self._config, self._tokenizer)
@@ -404,7 +414,7 @@ class AgentLoopWorker:
         output: AgentLoopOutput,
         drawn: Sequence[bool],
         turns: Sequence[DrawnTurn],
-        row: Mapping[str, Any],
+        row: JsonMapping,
     ) -> tuple[dict[str, SharedTensors] | None, int]:
         """Return the inputs of a sequence's images, None for those of the row, and how many tokens of it may stay.
 
@@ -520,7 +530,7 @@ def _raise_not_trainable(
     )
 
 
-def _check_additions(output: AgentLoopOutput, row: Mapping[str, Any]) -> None:
+def _check_additions(output: AgentLoopOutput, row: JsonMapping) -> None:
     """Check what an agent loop adds to the batch.
 
     Raises:
@@ -580,6 +590,6 @@ def _too_long(limit_s: float) -> str:
     return f"it took longer than trajectory_timeout_s={limit_s:g} s"
 
 
-def _named(sampling: SamplingParams) -> dict[str, Any]:
+def _named(sampling: SamplingParams) -> JsonObject:
     names = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
     return {name: getattr(sampling, name) for name in names}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.base.types import JsonObject
 from verl.errors import DataError
 
 Rows = Any
@@ -31,7 +32,7 @@ class DataFiles:
     """Whether any row has a ground truth, in ``reward_model`` or in a column of its own."""
 
 
-def as_rows(data: Rows, what: str) -> list[dict[str, Any]]:
+def as_rows(data: Rows, what: str) -> list[JsonObject]:
     """Return the rows of any kind of data as new dicts.
 
     Args:
@@ -75,11 +76,11 @@ def as_rows(data: Rows, what: str) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in rows]
 
 
-def _is_list(data: Any) -> bool:
+def _is_list(data: object) -> bool:
     return isinstance(data, Sequence) and not isinstance(data, (str, bytes))
 
 
-def write_prompts(rows: Sequence[dict[str, Any]], path: Path, prompt_key: str, what: str) -> DataFiles:
+def write_prompts(rows: Sequence[JsonObject], path: Path, prompt_key: str, what: str) -> DataFiles:
     """Write prompts for reinforcement learning as jsonl, which keeps each row's own keys and types.
 
     Raises:
@@ -105,8 +106,8 @@ def write_prompts(rows: Sequence[dict[str, Any]], path: Path, prompt_key: str, w
 
 
 def supervised_rows(
-    rows: list[dict[str, Any]], what: str, known_columns: Collection[str] = ()
-) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    rows: list[JsonObject], what: str, known_columns: Collection[str] = ()
+) -> tuple[list[JsonObject], dict[str, str]]:
     """Return rows in the form of ``verl sft``, and the settings that name their columns.
 
     Rows with ``messages`` stay as they are. A ``completion`` that is one message of the assistant becomes its text.
@@ -141,7 +142,7 @@ def supervised_rows(
     return made, {"data.prompt_key": "prompt", "data.response_key": "completion"}
 
 
-def write_jsonl(rows: Iterable[Mapping[str, Any]], path: Path, what: str) -> None:
+def write_jsonl(rows: Iterable[Mapping[str, object]], path: Path, what: str) -> None:
     """Write rows as one JSON object per line; arrays become lists, pictures URLs, times their ISO form.
 
     Raises:
@@ -159,7 +160,7 @@ def write_jsonl(rows: Iterable[Mapping[str, Any]], path: Path, what: str) -> Non
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[JsonObject]:
     """Read what :func:`write_jsonl` wrote, or a file of a run that does not exist as no rows."""
     if not path.is_file():
         return []

@@ -9,7 +9,6 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import cloudpickle
 
@@ -37,7 +36,7 @@ _objects = cloudpickle.loads(
 _LINE = 110
 
 
-def write_module(objects: Mapping[str, Any], folder: Path) -> Path:
+def write_module(objects: Mapping[str, object], folder: Path) -> Path:
     """Write a Python file in whose namespace the objects stand by name.
 
     Objects of importable modules are written as references, others by value, with what they refer to. The file keeps
@@ -67,7 +66,7 @@ def write_module(objects: Mapping[str, Any], folder: Path) -> Path:
     return path
 
 
-def with_resolved_types(function: Callable[..., Any]) -> Callable[..., Any]:
+def with_resolved_types(function: Callable[..., object]) -> Callable[..., object]:
     """Copy a function whose annotations are texts, with the types in their place.
 
     A function that travels by value has only those global names with it that its code uses, not those of its types.

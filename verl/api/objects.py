@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FunctionType
-from typing import Any
 
 from verl.api.data import DataFiles
 from verl.api.functions import with_resolved_types, write_module
 from verl.api.rewards import Reward, check_columns, combined, named_rewards, no_reward
+from verl.base.types import JsonObject
 from verl.environments.base import Environment
 from verl.errors import ConfigError
 
-RewardArgument = Callable[..., Any] | Sequence[Callable[..., Any]] | str | None
+RewardArgument = Callable[..., object] | Sequence[Callable[..., object]] | str | None
 REWARD = "reward"
 NO_REWARD = (
     "the call has no reward: give reward=f, a function of a response (docs/python.md), or rows whose data_source names "
@@ -37,7 +37,7 @@ def rewards_of(reward: RewardArgument, weights: Sequence[float] | None) -> list[
 
 def write_rewards(
     reward: RewardArgument, weights: Sequence[float] | None, files: DataFiles, folder: Path
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write reward functions into the folder and return the settings that name them, of ``verl eval``.
 
     Raises:
@@ -60,18 +60,18 @@ def write_rewards(
 def write_objects(
     reward: RewardArgument,
     weights: Sequence[float] | None,
-    tools: Sequence[Callable[..., Any]],
+    tools: Sequence[Callable[..., object]],
     environments: Sequence[type],
     files: DataFiles,
     folder: Path,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Write reward functions, tools and environments into the folder and return the settings that name them.
 
     Raises:
         ConfigError: one of them cannot be used, or two have one name.
     """
     rewards = rewards_of(no_reward if environments and reward is None else reward, weights)
-    named: list[tuple[str, Any]] = []
+    named: list[tuple[str, object]] = []
     if rewards:
         check_columns(rewards, files.columns, files.has_truth)
         named.append((REWARD, combined(rewards, files.columns, files.prompt_key, files.text_prompts)))
@@ -82,7 +82,7 @@ def write_objects(
     names = [name for name, _ in named]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"two of the functions and classes are called {twice}. Give each a name of its own.")
-    keys: dict[str, Any] = {"reward_model.reward_format": reward} if isinstance(reward, str) else {}
+    keys: JsonObject = {"reward_model.reward_format": reward} if isinstance(reward, str) else {}
     if not named:
         return keys
     module = str(write_module(dict(named), folder))
@@ -115,7 +115,7 @@ def check_environments(environments: Sequence[type]) -> None:
             )
 
 
-def _marked(tool: Callable[..., Any]) -> Callable[..., Any]:
+def _marked(tool: Callable[..., object]) -> Callable[..., object]:
     """Return a function as a tool that can be sent to other processes; the function itself stays as it is.
 
     Raises:

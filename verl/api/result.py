@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.api.data import read_jsonl
+from verl.base.types import JsonObject
 from verl.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -36,9 +37,9 @@ class TrainingResult:
             raise ConfigError(f"{self.folder} is no folder of a call of verl.train or verl.sft: it has no {METRICS}.")
 
     @cached_property
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[JsonObject]:
         """The metrics of each step with its number as ``step``, in order: ``pandas.DataFrame(result.metrics)``."""
-        rows: dict[int, dict[str, Any]] = {}
+        rows: dict[int, JsonObject] = {}
         for record in read_jsonl(self.folder / METRICS):
             if "data" in record:
                 step = rows.setdefault(record["step"], {"step": record["step"]})
@@ -89,12 +90,12 @@ class TrainingResult:
         return model, tokenizer
 
     @cached_property
-    def samples(self) -> list[dict[str, Any]]:
+    def samples(self) -> list[JsonObject]:
         """Every response that was trained on: ``input``, ``output``, ``gts``, ``score``, ``step`` and more."""
         return _samples(self.folder / SAMPLES / "train")
 
     @cached_property
-    def eval_samples(self) -> list[dict[str, Any]]:
+    def eval_samples(self) -> list[JsonObject]:
         """Every response of the validations, likewise."""
         return _samples(self.folder / SAMPLES / "validation")
 
@@ -124,7 +125,7 @@ class TrainingResult:
         return f"TrainingResult({str(self.folder)!r}, {len(steps)} steps)"
 
 
-def _samples(folder: Path) -> list[dict[str, Any]]:
+def _samples(folder: Path) -> list[JsonObject]:
     files = [path for path in folder.glob("*.jsonl") if path.stem.isdecimal()]
     return [record for path in sorted(files, key=lambda path: int(path.stem)) for record in read_jsonl(path)]
 

@@ -12,14 +12,15 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from verl.base.types import JsonMapping, JsonObject
 from verl.errors import ConfigError, RewardError
 
 __tracebackhide__ = True
 """Messages about a reward function begin with its own lines."""
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
 Form = Literal["sample", "texts", "completions", "batch"]
 
 FORMS = (
@@ -218,7 +219,7 @@ class _Rewards:
         ]
         self.__signature__ = inspect.Signature(parameters)
 
-    def prompt_of(self, row: Mapping[str, Any]) -> dict[str, Any]:
+    def prompt_of(self, row: JsonMapping) -> JsonObject:
         """The prompt as the data has it, a text or messages, under the names by which functions ask for it."""
         prompt = row.get("prompt") or row.get(self.prompt_key)
         if self.text_prompts and prompt and not isinstance(prompt, str):
@@ -230,7 +231,7 @@ class _Rewards:
 
         None of a function means that it does not judge this response.
         """
-        result: dict[str, Any] = {}
+        result: JsonObject = {}
         values: list[float] = []
         for reward, score in zip(self.rewards, scores, strict=True):
             value = score
@@ -264,7 +265,7 @@ class SampleRewards(_Rewards):
 
     own = ("solution_str", "data_source", "ground_truth", "extra_info")
 
-    def __call__(self, **row: Any) -> Any:
+    def __call__(self, **row: object) -> object:
         """Score one response, with what the row has."""
         arguments = row | self.prompt_of(row)
         return self.total([called(reward.function, arguments) for reward in self.rewards])
@@ -273,7 +274,7 @@ class SampleRewards(_Rewards):
 class AsyncSampleRewards(SampleRewards):
     """Functions that get one response each, some of which are async."""
 
-    async def __call__(self, **row: Any) -> Any:
+    async def __call__(self, **row: object) -> object:
         """Score one response, with what the row has."""
         arguments = row | self.prompt_of(row)
         scores = []
@@ -297,7 +298,7 @@ class BatchRewards(_Rewards):
         columns["prompts"] = columns["prompt"]
         answers = texts if self.text_prompts else [[{"role": "assistant", "content": text}] for text in texts]
         of_trl = {name: values for name, values in columns.items() if name not in (*self.own, "prompt")}
-        arguments: Mapping[Form, dict[str, Any]] = {
+        arguments: Mapping[Form, JsonObject] = {
             "texts": columns,
             "completions": of_trl | {"completions": answers},
         }
@@ -310,9 +311,11 @@ class BatchRewards(_Rewards):
         for reward in self.rewards:
             if reward.form == "sample":
                 results = [called(reward.function, row) for row in rows]
-                by_function.append(asyncio.run(_awaited(results)) if _is_async(reward) else results)
+                by_function.append(
+                    asyncio.run(_awaited(cast(list[Awaitable[object]], results))) if _is_async(reward) else results
+                )
                 continue
-            result = called(reward.function, arguments[reward.form])
+            result: Any = called(reward.function, arguments[reward.form])
             result = asyncio.run(_awaited([result]))[0] if inspect.isawaitable(result) else result
             result = result.tolist() if hasattr(result, "tolist") else result
             if not isinstance(result, (list, tuple)) or len(result) != len(texts):
@@ -323,7 +326,7 @@ class BatchRewards(_Rewards):
             by_function.append(list(result))
         return [self.total_or_unusable(scores) for scores in zip(*by_function, strict=True)]
 
-    def total_or_unusable(self, scores: Sequence[Any]) -> Any:
+    def total_or_unusable(self, scores: Sequence[object]) -> object:
         """Add up as :meth:`total`; where that is not possible, return what is no number: this response alone fails."""
         try:
             return self.total(scores)
@@ -332,11 +335,11 @@ class BatchRewards(_Rewards):
             return unusable if unusable is None or isinstance(unusable, (str, dict)) else repr(unusable)
 
 
-async def _awaited(results: Sequence[Awaitable[Any]]) -> list[Any]:
+async def _awaited(results: Sequence[Awaitable[object]]) -> list[object]:
     return list(await asyncio.gather(*results))
 
 
-def called(function: Function, arguments: Mapping[str, Any]) -> Any:
+def called(function: Function, arguments: Mapping[str, object]) -> object:
     """Call a function with those of the arguments that it takes."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

@@ -14,6 +14,7 @@ from verl.api.data import Rows, as_rows, read_jsonl, write_jsonl, write_prompts
 from verl.api.objects import write_rewards
 from verl.api.result import TrainingResult, path_of
 from verl.api.settings import checked_config, keys_of_call, placement, settings_of
+from verl.base.types import JsonMapping, JsonObject
 from verl.config import EvalConfig, GenerationConfig
 from verl.errors import DataError, RewardError
 from verl.utils.console import restart_clock
@@ -32,9 +33,9 @@ def generate(
     n: int = 1,
     *,
     ray: bool = False,
-    settings: Mapping[str, Any] | None = None,
-    **more_settings: Any,
-) -> list[dict[str, Any]]:
+    settings: Mapping[str, object] | None = None,
+    **more_settings: object,
+) -> list[JsonObject]:
     """Sample responses, as ``verl generate`` does, from the model's own distribution unless settings say otherwise.
 
     Args:
@@ -57,7 +58,7 @@ def generate(
         return _generate(model, rows_of_prompts(prompts), n, ray, values, Path(folder))
 
 
-def rows_of_prompts(prompts: Rows) -> list[dict[str, Any]]:
+def rows_of_prompts(prompts: Rows) -> list[JsonObject]:
     """Return prompts as rows: texts and conversations become the column ``prompt``."""
     if isinstance(prompts, Sequence) and not isinstance(prompts, str) and len(prompts):
         if all(isinstance(one, str) for one in prompts) or all(isinstance(one, (list, tuple)) for one in prompts):
@@ -71,12 +72,12 @@ def rows_of_prompts(prompts: Rows) -> list[dict[str, Any]]:
 
 def _generate(
     model: str | Path | TrainingResult,
-    rows: list[dict[str, Any]],
+    rows: list[JsonObject],
     n: int,
     ray: bool,
-    values: Mapping[str, Any],
+    values: JsonMapping,
     folder: Path,
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     files = write_prompts(rows, folder / "prompts.jsonl", values.get("data.prompt_key", "prompt"), "prompts")
     output = folder / "responses.jsonl"
     defaults = placement(ray) | {
@@ -114,7 +115,7 @@ class Evaluation:
         sources: mean and standard error of each data source, by name, where rows have several.
     """
 
-    rows: list[dict[str, Any]] = field(repr=False)
+    rows: list[JsonObject] = field(repr=False)
     prompts: int
     responses: int
     failed: int
@@ -152,7 +153,7 @@ def evaluate(
     *,
     reward_weights: Sequence[float] | None = None,
     ray: bool = False,
-    settings: Mapping[str, Any] | None = None,
+    settings: JsonMapping | None = None,
     **more_settings: Any,
 ) -> Evaluation:
     """Sample responses and score them.
@@ -184,7 +185,7 @@ def evaluate(
     return summary(answered, groups)
 
 
-def summary(rows: Sequence[dict[str, Any]], groups: Sequence[tuple[str, Sequence[Score]]]) -> Evaluation:
+def summary(rows: Sequence[JsonObject], groups: Sequence[tuple[str, Sequence[Score]]]) -> Evaluation:
     """Compute the numbers of :class:`Evaluation` from rows with responses and the scores of each.
 
     Raises:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from verl.base.import_utils import prepare_process
 from verl.base.lazy import importing
 from verl.base.nested import flat
+from verl.base.types import JsonMapping, JsonObject
 from verl.config import BaseConfig
 from verl.config.machine import local_gpus
 from verl.errors import ConfigError
@@ -36,7 +37,7 @@ THEN_MEANT = (
 """Sections whose keys may be named so if only one of them has such a key."""
 
 
-def keys_of_call(settings: Mapping[str, Any], root: type[BaseConfig]) -> dict[str, Any]:
+def keys_of_call(settings: JsonMapping, root: type[BaseConfig]) -> JsonObject:
     """Convert settings as they are written in a call to values by key.
 
     A name is a key with dots, a section with a dict of its keys, a name of TRL or OpenRLHF, or the last part of a key.
@@ -47,7 +48,7 @@ def keys_of_call(settings: Mapping[str, Any], root: type[BaseConfig]) -> dict[st
             one key and have different values.
     """
     known = leaves(root)
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     written: dict[str, str] = {}
     for name, setting in settings.items():
         value = setting.item() if hasattr(setting, "item") else str(setting) if isinstance(setting, Path) else setting
@@ -66,7 +67,7 @@ def keys_of_call(settings: Mapping[str, Any], root: type[BaseConfig]) -> dict[st
     return values
 
 
-def _no_setting(value: Any) -> Any:
+def _no_setting(value: object) -> object:
     """Return the first object in a value that no configuration file can hold, or None."""
     if isinstance(value, Mapping):
         value = list(value.values())
@@ -75,7 +76,7 @@ def _no_setting(value: Any) -> Any:
     return None if value is None or isinstance(value, (str, int, float)) else value
 
 
-def _keys(name: str, value: Any, known: Collection[str], root: type[BaseConfig]) -> dict[str, Any]:
+def _keys(name: str, value: object, known: Collection[str], root: type[BaseConfig]) -> JsonObject:
     if name in known:
         return {name: value}
     if isinstance(value, Mapping) and (name in keys_of(root)):
@@ -104,7 +105,7 @@ COUNTED = (
 """Names of TRL that count completions on one device; together they decide our batch sizes."""
 
 
-def batch_sizes(settings: Mapping[str, Any], ranks: int, per_prompt: int) -> dict[str, int]:
+def batch_sizes(settings: JsonMapping, ranks: int, per_prompt: int) -> dict[str, int]:
     """Convert TRL's counts of completions to the prompts of a step and of an optimizer step.
 
         optimizer step     per_device_train_batch_size × ranks × gradient_accumulation_steps ÷ num_generations
@@ -145,7 +146,7 @@ def batch_sizes(settings: Mapping[str, Any], ranks: int, per_prompt: int) -> dic
     }
 
 
-def rows_of_batch(settings: Mapping[str, Any], ranks: int) -> dict[str, int]:
+def rows_of_batch(settings: Mapping[str, object], ranks: int) -> dict[str, int]:
     """Convert TRL's counts to the rows of an optimizer step and of a pass of a supervised run."""
     sizes = batch_sizes(settings, ranks, 1)
     return {
@@ -154,10 +155,10 @@ def rows_of_batch(settings: Mapping[str, Any], ranks: int) -> dict[str, int]:
     }
 
 
-def tree_of(keys: Mapping[str, Any], root: type[BaseConfig]) -> Tree:
+def tree_of(keys: Mapping[str, object], root: type[BaseConfig]) -> Tree:
     """Build the configuration of values by key; ``key[i]`` is one item of a list, whose others keep their defaults."""
     tree: Tree = {}
-    items: dict[str, list[Any]] = {}
+    items: dict[str, list[object]] = {}
     for path, value in keys.items():
         key, _, index = path.removesuffix("]").partition("[")
         if index:
@@ -167,7 +168,7 @@ def tree_of(keys: Mapping[str, Any], root: type[BaseConfig]) -> Tree:
     return tree
 
 
-def settings_of(settings: Mapping[str, Any] | None, more: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(settings: Mapping[str, object] | None, more: Mapping[str, object]) -> JsonObject:
     """Join the settings of a call, which come in a dict and as arguments.
 
     Raises:
@@ -183,12 +184,12 @@ def settings_of(settings: Mapping[str, Any] | None, more: Mapping[str, Any]) -> 
     return {**(settings or {}), **more}
 
 
-def placement(ray: bool) -> dict[str, Any]:
+def placement(ray: bool) -> JsonObject:
     """Return where a call runs unless its settings say: one rank in this process, or with Ray one for each GPU."""
     return {"trainer.controller": "ray" if ray else "local", "trainer.nnodes": 1}
 
 
-def ranks_of(keys: Mapping[str, Any]) -> int:
+def ranks_of(keys: JsonMapping) -> int:
     """Return the ranks of a run whose batch sizes follow from them, and so must be known before it is checked."""
     per_node = keys.get("trainer.n_gpus_per_node")
     if per_node is None:
@@ -196,7 +197,7 @@ def ranks_of(keys: Mapping[str, Any]) -> int:
     return int(keys["trainer.nnodes"]) * int(per_node)
 
 
-def checked_config(defaults: Mapping[str, Any], values: Mapping[str, Any], root: type[ConfigT]) -> ConfigT:
+def checked_config(defaults: Mapping[str, object], values: Mapping[str, object], root: type[ConfigT]) -> ConfigT:
     """Compose and check a configuration, as the command line does.
 
     Args:

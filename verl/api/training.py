@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from verl.api.data import DataFiles, Rows, as_rows, supervised_rows, write_jsonl, write_prompts
 from verl.api.functions import MODULE
@@ -27,6 +26,7 @@ from verl.api.settings import (
     settings_of,
 )
 from verl.base import env
+from verl.base.types import JsonObject
 from verl.config import BaseConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError
 from verl.supervision.lock import FolderLock
@@ -49,12 +49,12 @@ def train(
     algorithm: str = "grpo",
     eval_data: Rows = None,
     reward_weights: Sequence[float] | None = None,
-    tools: Sequence[Callable[..., Any]] = (),
+    tools: Sequence[Callable[..., object]] = (),
     environments: Sequence[type] = (),
     output_dir: str | Path | None = None,
     ray: bool = False,
-    settings: Mapping[str, Any] | None = None,
-    **more_settings: Any,
+    settings: Mapping[str, object] | None = None,
+    **more_settings: object,
 ) -> TrainingResult:
     """Train a policy by reinforcement learning, as ``verl train`` does, and return what the run wrote.
 
@@ -139,8 +139,8 @@ def sft(
     eval_data: Rows = None,
     output_dir: str | Path | None = None,
     ray: bool = False,
-    settings: Mapping[str, Any] | None = None,
-    **more_settings: Any,
+    settings: Mapping[str, object] | None = None,
+    **more_settings: object,
 ) -> TrainingResult:
     """Fine-tune a model on given answers, as ``verl sft`` does, and return what the run wrote.
 
@@ -209,8 +209,8 @@ OF_TRL = {"reward_funcs": "reward", "train_dataset": "data", "eval_dataset": "ev
 
 
 def _given(
-    settings: Mapping[str, Any] | None, more: Mapping[str, Any], root: type[BaseConfig]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    settings: Mapping[str, object] | None, more: Mapping[str, object], root: type[BaseConfig]
+) -> tuple[JsonObject, JsonObject]:
     """Return the call's settings by key, and TRL's counts of completions by name.
 
     Raises:
@@ -275,7 +275,7 @@ def _folder(output_dir: str | Path | None, kind: str) -> Iterator[tuple[Path, Ca
                     path.unlink(missing_ok=True) if content is None else path.write_bytes(content)
 
 
-def _run_defaults(folder: Path, ray: bool) -> dict[str, Any]:
+def _run_defaults(folder: Path, ray: bool) -> JsonObject:
     return placement(ray) | {
         "trainer.project_name": folder.parent.name or "verl",
         "trainer.experiment_name": folder.name or "verl",
@@ -284,7 +284,7 @@ def _run_defaults(folder: Path, ray: bool) -> dict[str, Any]:
     }
 
 
-def _steps_of_pass(rows: int, defaults: Mapping[str, Any], values: Mapping[str, Any]) -> int:
+def _steps_of_pass(rows: int, defaults: Mapping[str, object], values: Mapping[str, object]) -> int:
     batch = {**defaults, **values}["data.train_batch_size"]
     return max(1, rows // batch) if isinstance(batch, int) and batch > 0 else 1  # else it is reported later
 
@@ -292,13 +292,13 @@ def _steps_of_pass(rows: int, defaults: Mapping[str, Any], values: Mapping[str, 
 def _sizes(
     rows: int,
     per_prompt: int,
-    counted: Mapping[str, Any],
-    values: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-) -> dict[str, Any]:
+    counted: Mapping[str, object],
+    values: Mapping[str, object],
+    defaults: Mapping[str, object],
+) -> JsonObject:
     """Return the sizes of a step: TRL's, if any was given; else as many equal steps as the rows allow."""
     if counted:
-        sizes: dict[str, Any] = dict(batch_sizes(counted, ranks_of({**defaults, **values}), per_prompt))
+        sizes: JsonObject = dict(batch_sizes(counted, ranks_of({**defaults, **values}), per_prompt))
     else:
         # An incomplete last batch is dropped, so steps are of equal size: 40 rows are 2 steps of 20, not 32 and a rest.
         steps = math.ceil(rows / MOST_PROMPTS)

@@ -6,22 +6,23 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from verl.base.types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageObservation:
     """Pictures, and a text that stands after them, for a policy that reads images."""
 
-    images: Sequence[Any]
+    images: Sequence[object]
     """Each a PIL image, the bytes of a file, a path or a ``data:`` URL."""
     text: str = ""
 
 
-Observation = str | ImageObservation | list[dict[str, Any]]
+Observation = str | ImageObservation | list[JsonObject]
 """A text, pictures with a text, or messages as an OpenAI client would write them, which may have parts
 ``{"type": "image", "image": ...}``."""
-Step = tuple[Observation, float | None, bool, bool, Mapping[str, Any] | None]
+Step = tuple[Observation, float | None, bool, bool, Mapping[str, object] | None]
 
 
 class Environment(ABC):
@@ -42,14 +43,14 @@ class Environment(ABC):
         config: the environment's ``config`` in the YAML file.
     """
 
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, object]] = ()
     """Descriptions of functions that the policy may call, as an OpenAI client would send them; read after ``reset``."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         self.config = config
 
     @classmethod
-    def check(cls, config: dict[str, Any]) -> None:
+    def check(cls, config: JsonObject) -> None:
         """Refuse a ``config`` that no episode can be made of, before the run loads a model.
 
         Raises:
@@ -58,9 +59,7 @@ class Environment(ABC):
         return
 
     @abstractmethod
-    def reset(
-        self, *, seed: int, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> Observation | Awaitable[Observation]:
+    def reset(self, *, seed: int, messages: list[JsonObject], **kwargs: object) -> Observation | Awaitable[Observation]:
         """Begin the episode.
 
         Args:
@@ -74,7 +73,7 @@ class Environment(ABC):
         """
 
     @abstractmethod
-    def step(self, action: str, **kwargs: Any) -> Step | Awaitable[Step]:
+    def step(self, action: str, **kwargs: object) -> Step | Awaitable[Step]:
         """Answer a turn of the policy.
 
         Args:

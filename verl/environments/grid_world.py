@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
+from verl.base.types import JsonObject
 from verl.environments.base import Environment, last_word
 from verl.errors import ConfigError
 
@@ -21,7 +21,7 @@ class GridWorldEnvironment(Environment):
     """
 
     @classmethod
-    def check(cls, config: dict[str, Any]) -> None:
+    def check(cls, config: JsonObject) -> None:
         """See :meth:`verl.environments.base.Environment.check`."""
         values = CONFIG | config
         if unknown := sorted(set(values) - set(CONFIG)):
@@ -31,7 +31,7 @@ class GridWorldEnvironment(Environment):
         if values["size"] < 2 or not 0 <= values["walls"] <= values["size"] or values["max_steps"] < 1:
             raise ConfigError(f"{values}: size is at least 2, walls 0 to size, max_steps at least 1.")
 
-    def reset(self, *, seed: int, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+    def reset(self, *, seed: int, messages: list[JsonObject], **kwargs: object) -> str:
         """Begin with another grid, in which there is a way."""
         values = CONFIG | self.config
         self.size, self.left = values["size"], values["max_steps"]
@@ -43,7 +43,7 @@ class GridWorldEnvironment(Environment):
             if self.goal in self._reached():
                 return f"Walk from A to G. Answer up, down, left or right.\n{self._picture()}"
 
-    def step(self, action: str, **kwargs: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str, **kwargs: object) -> tuple[str, float, bool, bool, JsonObject]:
         """Make a move; one against a wall, or none, stays where it is."""
         self.left -= 1
         move = last_word(action, MOVES)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import re
-from typing import Any
 
+from verl.base.types import JsonObject
 from verl.environments.base import Environment
 from verl.errors import ConfigError
 
@@ -21,7 +21,7 @@ class GuessNumberEnvironment(Environment):
     """
 
     @classmethod
-    def check(cls, config: dict[str, Any]) -> None:
+    def check(cls, config: JsonObject) -> None:
         """See :meth:`verl.environments.base.Environment.check`."""
         values = {"low": 0, "high": 9, "max_guesses": 4} | config
         if invalid := [name for name, value in values.items() if type(value) is not int]:
@@ -29,14 +29,14 @@ class GuessNumberEnvironment(Environment):
         if not values["low"] < values["high"] or values["max_guesses"] < 1:
             raise ConfigError(f"{config}: low must be less than high, and max_guesses at least 1.")
 
-    def reset(self, *, seed: int, messages: list[dict[str, Any]], number: int | None = None, **kwargs: Any) -> str:
+    def reset(self, *, seed: int, messages: list[JsonObject], number: int | None = None, **kwargs: object) -> str:
         """Begin with another number."""
         self.low, self.high = self.config.get("low", 0), self.config.get("high", 9)
         self.number = random.Random(seed).randint(self.low, self.high) if number is None else number
         self.left = self.config.get("max_guesses", 4)
         return f"Guess my number from {self.low} to {self.high}. You have {self.left} guesses."
 
-    def step(self, action: str, **kwargs: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def step(self, action: str, **kwargs: object) -> tuple[str, float, bool, bool, JsonObject]:
         """Answer a guess."""
         self.left -= 1
         said = NUMBER.findall(action)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from PIL import Image
 
 from verl.base.requirements import install_command
+from verl.base.types import JsonMapping, JsonObject
 from verl.environments.base import Environment, ImageObservation, last_word
 from verl.errors import ConfigError
 
@@ -31,14 +31,14 @@ class GymnasiumEnvironment(Environment):
     ``reset``.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         super().__init__(config)
         self._env = _made(config)
         self._actions: list[str] = list(config.get("actions") or ())
         self._is_text = _is_text(self._env.observation_space)
 
     @classmethod
-    def check(cls, config: dict[str, Any]) -> None:
+    def check(cls, config: JsonObject) -> None:
         """See :meth:`verl.environments.base.Environment.check`."""
         if unknown := sorted(set(config) - set(KEYS)):
             raise ConfigError(f"unknown: {', '.join(unknown)}. Known: {', '.join(KEYS)}.")
@@ -48,12 +48,12 @@ class GymnasiumEnvironment(Environment):
         finally:
             env.close()
 
-    def reset(self, *, seed: int, messages: list[dict[str, Any]], **kwargs: Any) -> str | ImageObservation:
+    def reset(self, *, seed: int, messages: list[JsonObject], **kwargs: Any) -> str | ImageObservation:
         """Begin an episode."""
         observation, _ = self._env.reset(seed=seed, options=kwargs or None)
         return self._shown(observation)
 
-    def step(self, action: str, **kwargs: Any) -> tuple[str | ImageObservation, Any, Any, Any, Mapping[str, Any]]:
+    def step(self, action: str, **kwargs: Any) -> tuple[str | ImageObservation, Any, Any, Any, JsonMapping]:
         """Take the action that the text names."""
         value = self._value(action)
         if value is None:
@@ -84,7 +84,7 @@ class GymnasiumEnvironment(Environment):
         return text if self._is_text else str(self._env.render())
 
 
-def _made(config: Mapping[str, Any]) -> Any:
+def _made(config: JsonMapping) -> Any:
     try:
         import gymnasium
     except ImportError as error:
@@ -94,13 +94,13 @@ def _made(config: Mapping[str, Any]) -> Any:
     return gymnasium.make(config["env_id"], **(config.get("kwargs") or {}))
 
 
-def _is_text(space: Any) -> bool:
+def _is_text(space: object) -> bool:
     from gymnasium.spaces import Text
 
     return isinstance(space, Text)
 
 
-def _check_spaces(env: Any, config: Mapping[str, Any]) -> None:
+def _check_spaces(env: Any, config: JsonMapping) -> None:
     from gymnasium.spaces import Discrete
 
     actions, name = config.get("actions"), config["env_id"]

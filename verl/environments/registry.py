@@ -8,6 +8,7 @@ from typing import Any, Literal, cast, get_args
 
 from verl.base.import_utils import user_code
 from verl.base.registry import suggest
+from verl.base.types import JsonMapping, JsonObject
 from verl.environments.base import Environment
 from verl.errors import ConfigError
 from verl.utils.class_entries import Entries, load_class, read_entries
@@ -23,7 +24,7 @@ class EnvironmentEntry:
 
     name: str
     cls: type[Environment]
-    config: dict[str, Any] = field(default_factory=dict)
+    config: JsonObject = field(default_factory=dict)
     seed_per: SeedPer = "prompt"
     """Whether all samples of a prompt meet the same episode, which baselines of a group need, or each its own."""
     max_action_tokens: int | None = None
@@ -60,7 +61,7 @@ def read_environments(environment_config_file: Entries) -> dict[str, Environment
     return entries
 
 
-def _entry(entry: Mapping[str, Any], where: str) -> EnvironmentEntry:
+def _entry(entry: JsonMapping, where: str) -> EnvironmentEntry:
     cls = load_class(entry.get("class_name"), Environment, where)
     if missing := sorted(cls.__abstractmethods__):
         raise ConfigError(f"{where}: {cls.__name__} has no {' and '.join(missing)}, which an environment must define.")
@@ -74,7 +75,7 @@ def _entry(entry: Mapping[str, Any], where: str) -> EnvironmentEntry:
         if name in rest and (type(rest[name]) is not int or rest[name] < 1):
             raise ConfigError(f"{where}: {name}={rest[name]!r} must be a whole number of at least 1.")
     name = entry.get("name") or cls.__name__.removesuffix("Environment").lower()
-    return EnvironmentEntry(name=str(name), cls=cls, config=cast(dict[str, Any], config), **rest)
+    return EnvironmentEntry(name=str(name), cls=cls, config=cast(JsonObject, config), **rest)
 
 
 def environment_of_row(entries: Mapping[str, EnvironmentEntry], kwargs: object) -> tuple[EnvironmentEntry, dict]:

@@ -10,10 +10,10 @@ import asyncio
 import functools
 import json
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from verl.base.requirements import install_command
+from verl.base.types import JsonMapping, JsonObject
 from verl.environments.base import Environment
 from verl.errors import ConfigError
 
@@ -31,17 +31,17 @@ class VerifiersEnvironment(Environment):
     takes the place of the row's; or ``answer`` and ``info`` for the row's own prompt.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         super().__init__(config)
         load = _loaded if config.get("per_episode") else _shared
         self._env = load(config["env_id"], json.dumps(config.get("env_args") or {}))
-        self._requests: asyncio.Queue[list[dict[str, Any]]] = asyncio.Queue()
-        self._known: list[dict[str, Any]] = []
+        self._requests: asyncio.Queue[list[JsonObject]] = asyncio.Queue()
+        self._known: list[JsonObject] = []
         self._turn: asyncio.Future[Any] | None = None
-        self._run: asyncio.Task[Any] | None = None
+        self._run: asyncio.Task[JsonMapping] | None = None
 
     @classmethod
-    def check(cls, config: dict[str, Any]) -> None:
+    def check(cls, config: JsonObject) -> None:
         """See :meth:`verl.environments.base.Environment.check`."""
         if unknown := sorted(set(config) - set(KEYS)):
             raise ConfigError(f"unknown: {', '.join(unknown)}. Known: {', '.join(KEYS)}.")
@@ -55,12 +55,12 @@ class VerifiersEnvironment(Environment):
         self,
         *,
         seed: int,
-        messages: list[dict[str, Any]],
+        messages: list[JsonObject],
         example: int | None = None,
         answer: str = "",
-        info: Mapping[str, Any] | None = None,
+        info: JsonMapping | None = None,
         **kwargs: Any,
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         """Begin the rollout, and return its first request.
 
         Raises:
@@ -80,8 +80,8 @@ class VerifiersEnvironment(Environment):
         return first
 
     async def step(
-        self, action: str, tool_calls: list[dict[str, Any]] | None = None, **kwargs: Any
-    ) -> tuple[list[dict[str, Any]], float | None, bool, bool, dict[str, Any]]:
+        self, action: str, tool_calls: list[JsonObject] | None = None, **kwargs: Any
+    ) -> tuple[list[JsonObject], float | None, bool, bool, JsonObject]:
         """Answer the request by the policy's turn, and return what the next one adds.
 
         Raises:
@@ -118,14 +118,14 @@ class VerifiersEnvironment(Environment):
             self._run.cancel()
             await asyncio.wait([self._run])
 
-    async def asked(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Any:
+    async def asked(self, messages: list[JsonObject], tools: list[JsonObject]) -> object:
         """Wait for the policy's turn; called by the client."""
         self.tools = tools
         self._turn = asyncio.get_running_loop().create_future()
         self._requests.put_nowait(messages)
         return await self._turn
 
-    async def _next(self) -> list[dict[str, Any]] | None:
+    async def _next(self) -> list[JsonObject] | None:
         """The next request, or None if the rollout has ended."""
         assert self._run is not None
         asking = asyncio.create_task(self._requests.get())
@@ -135,7 +135,7 @@ class VerifiersEnvironment(Environment):
         asking.cancel()
         return None
 
-    def _outcome(self) -> Mapping[str, Any]:
+    def _outcome(self) -> JsonMapping:
         assert self._run is not None
         outcome = self._run.result()
         if outcome.get("error"):
@@ -159,7 +159,7 @@ def _loaded(env_id: str, arguments: str) -> Any:
 _shared = functools.cache(_loaded)
 
 
-def _client(environment: VerifiersEnvironment) -> Any:
+def _client(environment: VerifiersEnvironment) -> object:
     """Make the client that a rollout asks for the model's turns."""
     from verifiers import Client
 
@@ -169,7 +169,7 @@ def _client(environment: VerifiersEnvironment) -> Any:
         ) -> Any:
             return await environment.asked([_message(one) for one in prompt], [_tool(one) for one in tools or []])
 
-        def _unused(self, *args: Any) -> Any:
+        def _unused(self, *args: object) -> object:
             raise NotImplementedError("the policy answers requests as they are")
 
         setup_client = to_native_tool = to_native_prompt = get_native_response = _unused
@@ -181,7 +181,7 @@ def _client(environment: VerifiersEnvironment) -> Any:
     return PolicyClient(None)
 
 
-def _message(message: Any) -> dict[str, Any]:
+def _message(message: Any) -> JsonObject:
     """A message as an OpenAI client would hold it."""
     plain = message.model_dump(exclude_none=True)
     if calls := plain.get("tool_calls"):
@@ -192,12 +192,12 @@ def _message(message: Any) -> dict[str, Any]:
     return plain
 
 
-def _tool(tool: Any) -> dict[str, Any]:
+def _tool(tool: Any) -> JsonObject:
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 
 
-def _response(action: str, calls: list[dict[str, Any]]) -> Any:
+def _response(action: str, calls: list[JsonObject]) -> object:
     from verifiers.types import Response, ResponseMessage, ToolCall
 
     made = [ToolCall(id=call["id"], **call["function"]) for call in calls]

@@ -68,6 +68,7 @@ class ResponseSource:
         conversations = Deferred([], partial(self.agent_loops.generate_sequences, prompts))
         if judge is None:
             return conversations.result()
+        assert reward is not None  # a judge is served by these workers
         return judge.serve_while(reward, int(prompts.meta_info["global_steps"]), lambda: conversations).result()
 
     def end_agent_loops(self) -> None:

@@ -59,7 +59,9 @@ class Scorer:
         """
         if self._judge is None:
             return self._submit(batch, reward_fn)
-        return self._judge.serve_while(self._workers().reward, step, lambda: self._submit(batch, reward_fn))
+        judge_workers = self._workers().reward
+        assert judge_workers is not None
+        return self._judge.serve_while(judge_workers, step, lambda: self._submit(batch, reward_fn))
 
     def _submit(self, batch: DataProto, reward_fn: Any) -> Deferred[Scored]:
         if "trajectory_status" not in batch.non_tensor_batch:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
 from uuid import uuid4
+
+from verl.base.types import JsonObject
 
 
 class BaseInteraction:
@@ -22,11 +23,11 @@ class BaseInteraction:
     """Whether the methods ask the judge of the run, at ``kwargs["reward_router_address"]``. A run whose judge does not
     answer while conversations are held is then refused."""
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         self.config = config
         self.name: str = config.get("name", type(self).__name__)
 
-    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: object) -> str:
         """Prepare the interaction for one trajectory.
 
         Args:
@@ -39,8 +40,8 @@ class BaseInteraction:
         return instance_id or str(uuid4())
 
     async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str | list[dict[str, Any]], float | None, dict[str, Any]]:
+        self, instance_id: str, messages: list[JsonObject], **kwargs: object
+    ) -> tuple[bool, str | list[JsonObject], float | None, JsonObject]:
         """Answer the policy's last turn.
 
         Args:
@@ -56,9 +57,9 @@ class BaseInteraction:
         """
         raise NotImplementedError(f"{type(self).__name__} must define generate_response().")
 
-    async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
+    async def calculate_score(self, instance_id: str | None = None, **kwargs: object) -> float:
         """Return the score of the trajectory's state; for :meth:`generate_response`, and called by nobody else."""
         return 0.0
 
-    async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
+    async def finalize_interaction(self, instance_id: str | None = None, **kwargs: object) -> None:
         """Free what :meth:`start_interaction` has taken."""

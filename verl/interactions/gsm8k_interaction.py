@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
+from verl.base.types import JsonObject
 from verl.errors import ConfigError
 from verl.interactions.base import BaseInteraction
 from verl.utils.reward_score import gsm8k
@@ -21,16 +21,16 @@ class Gsm8kInteraction(BaseInteraction):
     reads the number after ``####``, ``flexible`` the last number.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         super().__init__(config)
         self.method = config.get("method", "strict")
         if self.method not in METHODS:
             raise ConfigError(f"method={self.method!r} is unknown; there are {' and '.join(METHODS)}.")
         self._lock = threading.Lock()
-        self._instance_dict: dict[str, dict[str, Any]] = {}
+        self._instance_dict: dict[str, JsonObject] = {}
 
     async def start_interaction(
-        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: object
     ) -> str:
         """Start a trajectory.
 
@@ -45,8 +45,8 @@ class Gsm8kInteraction(BaseInteraction):
         return instance_id
 
     async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float, dict[str, Any]]:
+        self, instance_id: str, messages: list[JsonObject], **kwargs: object
+    ) -> tuple[bool, str, float, JsonObject]:
         """Score the policy's last turn."""
         answers = [message.get("content") or "" for message in messages if message.get("role") == "assistant"]
         state = self._instance_dict[instance_id]
@@ -55,12 +55,12 @@ class Gsm8kInteraction(BaseInteraction):
         is_right = state["reward"] == 1.0
         return is_right, RIGHT if is_right else WRONG, state["reward"], {}
 
-    async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
+    async def calculate_score(self, instance_id: str | None = None, **kwargs: object) -> float:
         """Score of the last answer."""
         state = self._instance_dict[str(instance_id)]
         return float(gsm8k.compute_score(state["response"], state["ground_truth"], method=self.method))
 
-    async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
+    async def finalize_interaction(self, instance_id: str | None = None, **kwargs: object) -> None:
         """See :meth:`BaseInteraction.finalize_interaction`."""
         with self._lock:
             self._instance_dict.pop(str(instance_id), None)

@@ -20,15 +20,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.base import env
 from verl.base.registry import suggest
 from verl.base.requirements import install_command
+from verl.base.types import JsonObject
 from verl.errors import ConfigError, RolloutError
 from verl.interactions.base import BaseInteraction
 from verl.tools.threads import in_thread
 from verl.utils.reward_score.llm_judge import CONTROL_TOKEN
+
+if TYPE_CHECKING:
+    import openai
 
 OTHER_SIDE = {"user": "assistant", "assistant": "user"}
 BEGINNING = "The conversation begins. Say what you want."
@@ -56,7 +60,7 @@ class Endpoint:
     timeout_s: float = 60.0
     """Time of one attempt."""
     max_retries: int = 3
-    extra_body: Mapping[str, Any] | None = None
+    extra_body: Mapping[str, object] | None = None
     """Further fields of a request."""
 
     def __post_init__(self) -> None:
@@ -77,7 +81,7 @@ class OpenAIInteraction(BaseInteraction):
         ConfigError: a setting is missing or wrong, or the package ``openai`` is not installed.
     """
 
-    def __init__(self, config: dict[str, Any]) -> None:
+    def __init__(self, config: JsonObject) -> None:
         super().__init__(config)
         settings = {key: value for key, value in config.items() if key != "name"}
         known = [field.name for field in fields(Endpoint)]
@@ -93,7 +97,7 @@ class OpenAIInteraction(BaseInteraction):
         self._client  # noqa: B018 - here, so that a missing package is told before the run
 
     @cached_property
-    def _client(self) -> Any:
+    def _client(self) -> openai.OpenAI:
         """One for all threads: its TLS context is slow to build."""
         try:
             import openai
@@ -105,8 +109,8 @@ class OpenAIInteraction(BaseInteraction):
         )
 
     async def generate_response(
-        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float | None, dict[str, Any]]:
+        self, instance_id: str, messages: list[JsonObject], **kwargs: object
+    ) -> tuple[bool, str, float | None, JsonObject]:
         """Ask the model what the user says.
 
         Raises:
@@ -142,7 +146,7 @@ class OpenAIInteraction(BaseInteraction):
             raise RolloutError(f"{base_url} sent no text: {reply!r:.{SHOWN}}")
         return text
 
-    def _instructions(self, values: Mapping[str, Any]) -> str:
+    def _instructions(self, values: Mapping[str, object]) -> str:
         def value(match: re.Match[str]) -> str:
             if match[1] not in values:
                 known = ", ".join(values) or "nothing"
@@ -155,7 +159,7 @@ class OpenAIInteraction(BaseInteraction):
         return FIELD.sub(value, self.endpoint.system_prompt)
 
 
-def _exchanged(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
+def _exchanged(messages: list[JsonObject]) -> list[dict[str, str]]:
     """What was said, seen by the user; calls, results of tools and the policy's instructions are not shown.
 
     Roles alternate from the user's on, as many chat templates demand. Control tokens of common templates are broken
@@ -174,7 +178,7 @@ def _exchanged(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
     return seen
 
 
-def _text_of(content: str | list[dict[str, Any]] | None) -> str:
+def _text_of(content: str | list[JsonObject] | None) -> str:
     """The text of a message; an image is only named."""
     if isinstance(content, list):
         return "".join(part.get("text") or f"[{part['type']}]" for part in content)

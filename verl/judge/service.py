@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
@@ -31,6 +31,7 @@ from verl.agents.endpoint.calls import (
 )
 from verl.agents.endpoint.server import LoopbackServer
 from verl.agents.servers import AsyncLLMServerManager, ContextFullError, SampleId, TokenOutput
+from verl.base.types import JsonObject
 from verl.config import ActorRolloutRefConfig, PPOConfig, RolloutConfig, local_copies
 from verl.errors import ConfigError, DataError, EngineLostError, RolloutError, VerlError
 from verl.serving.connection import Connection
@@ -43,6 +44,11 @@ from verl.utils.model import check_tokenizer_fits, hf_config_of
 from verl.utils.tokenizer import hf_tokenizer
 from verl.vision.messages import without_images
 from verl.workers.rollout.request import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.single_controller.base.worker_group import WorkerGroup
 
 T = TypeVar("T")
 
@@ -92,7 +98,7 @@ class JudgeService:
         return self._server.url.removeprefix("http://")
 
     @property
-    def arguments(self) -> dict[str, Any]:
+    def arguments(self) -> JsonObject:
         """Arguments for reward functions and reward managers whose signature names them."""
         return {"reward_router_address": self.reward_router_address, "reward_model_tokenizer": self.tokenizer}
 
@@ -101,7 +107,7 @@ class JudgeService:
         """Name of the model at the endpoint, which answers to any."""
         return self._backend.models[0]
 
-    def serve_while(self, group: Any, step: int, start: Callable[[], Deferred[T]]) -> Deferred[T]:
+    def serve_while(self, group: WorkerGroup, step: int, start: Callable[[], Deferred[T]]) -> Deferred[T]:
         """Let the judge answer while a batch is scored, or while conversations are held.
 
         Args:
@@ -155,7 +161,7 @@ class JudgeBackend:
         tokenizer: the judge's.
     """
 
-    def __init__(self, settings: ActorRolloutRefConfig, tokenizer: Any) -> None:
+    def __init__(self, settings: ActorRolloutRefConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.models = [settings.model.path]
         self._settings = settings
@@ -256,7 +262,7 @@ class JudgeBackend:
             raise CallRefusedError(str(error), param=call.param) from error
 
     def _read(self, call: ModelCall, prompt_tokens: int, output: TokenOutput) -> ModelAnswer:
-        text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        text = cast(str, self.tokenizer.decode(output.token_ids, skip_special_tokens=True))
         found = {stop: text.find(stop) for stop in call.stop if stop in text}
         stop = min(found, key=lambda each: found[each], default=None)
         return ModelAnswer(

@@ -9,12 +9,15 @@ import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from verl.serving.connection import LocalConnection
 from verl.serving.router import ENDED, Router
 from verl.utils.deferred import Deferred
 from verl.workers.rollout.request_queue import RequestQueue
+
+if TYPE_CHECKING:
+    from verl.single_controller.base.worker_group import WorkerGroup
 
 T = TypeVar("T")
 
@@ -44,11 +47,11 @@ class LocalSession(LocalConnection):
     def __init__(self, room: int, loop: asyncio.AbstractEventLoop, ended: str = ENDED) -> None:
         super().__init__(Router(room, ended), loop)
 
-    def serve_while(self, group: Any, start: Callable[[], Future[T]]) -> Deferred[T]:
+    def serve_while(self, group: WorkerGroup, start: Callable[[], Future[T]]) -> Deferred[T]:
         """See :meth:`verl.serving.session.Session.serve_while`; all of it happens in ``result()``."""
         return Deferred([], lambda: self._serve(group, start))
 
-    def _serve(self, group: Any, start: Callable[[], Future[T]]) -> T:
+    def _serve(self, group: WorkerGroup, start: Callable[[], Future[T]]) -> T:
         router, in_loop = self.router, self.loop.call_soon_threadsafe
         queue = RequestQueue(lambda number, answer: in_loop(router.take_answer, number, answer))
         started: list[Future[T]] = []

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
@@ -37,6 +37,13 @@ from verl.single_controller.ray.watched_actor import WatchedActor
 from verl.utils.deferred import Deferred
 from verl.workers.rollout.request import NO_WEIGHTS, DrawnPart, RolloutOutput, RolloutRequest
 from verl.workers.rollout.request_queue import Answer, RequestQueue
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+
+    from verl.single_controller.base.dispatch import PendingOutputs
+    from verl.single_controller.base.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -104,7 +111,7 @@ class RouterActor:
         self._streams: dict[str, asyncio.Queue[DrawnPart | None]] = {}
         """Parts of responses that stream, which :meth:`parts` gives; None after the last."""
 
-    async def open(self, round_index: int, engines: int, others: Mapping[int, Any]) -> None:
+    async def open(self, round_index: int, engines: int, others: Mapping[int, ActorHandle]) -> None:
         """Give requests to so many engines, and let their ranks fetch from other routers too.
 
         Args:
@@ -127,7 +134,7 @@ class RouterActor:
         async with self._opened:
             await self._opened.wait_for(lambda: self._round >= round_index)
 
-    async def join(self, index: int, other: Any) -> None:
+    async def join(self, index: int, other: ActorHandle) -> None:
         """Let the ranks fetch from another router too."""
         for mailbox in self._mailboxes:
             mailbox.add(("join", index, other))
@@ -211,7 +218,7 @@ class RayRequests:
         round_index: number of the call of ``awake``.
     """
 
-    def __init__(self, router: Any, round_index: int) -> None:
+    def __init__(self, router: ActorHandle, round_index: int) -> None:
         self._router, self._round = router, round_index
 
     @contextmanager
@@ -228,13 +235,13 @@ class RayRequests:
 class _Fetching:
     """Fills the queue of an engine, and sends its answers back."""
 
-    def __init__(self, router: Any, round_index: int, engine: int, weight_version: int) -> None:
+    def __init__(self, router: ActorHandle, round_index: int, engine: int, weight_version: int) -> None:
         self._engine = round_index, engine, weight_version
         self._round = round_index
-        self._routers: dict[int, Any] = {0: router}
+        self._routers: dict[int, ActorHandle] = {0: router}
         self._unanswered: dict[int, set[int]] = {0: set()}
         """Numbers of the requests of each router."""
-        self._fetched: dict[Any, int] = {}
+        self._fetched: dict[ObjectRef, int] = {}
         """Router of each reference to commands that come."""
         self._images = ImageReceiver(_pixels)
         self.queue = RequestQueue(self._answer)
@@ -249,7 +256,7 @@ class _Fetching:
         self._fetched[self._routers[router].fetch.remote(*self._engine)] = router
 
     # A function of its own, so that no variable keeps references to images until the next command comes.
-    def _follow(self, reference: Any) -> None:
+    def _follow(self, reference: ObjectRef) -> None:
         router = self._fetched.pop(reference)
         try:
             commands: list[Command] = ray.get(reference)
@@ -301,7 +308,7 @@ class _Fetching:
         router.take_answers.remote(self._round, [(number, answer)])
 
 
-def _stored(pixels: np.ndarray) -> Any:
+def _stored(pixels: np.ndarray) -> ObjectRef:
     try:
         return ray.put(pixels)
     except RayError as error:
@@ -312,7 +319,7 @@ def _stored(pixels: np.ndarray) -> Any:
         ) from error
 
 
-def _pixels(reference: Any) -> np.ndarray:
+def _pixels(reference: ObjectRef) -> np.ndarray:
     try:
         return ray.get(reference)
     except RayError as error:
@@ -341,7 +348,7 @@ class ImageConnection(LocalConnection):
 class RayCall:
     """A request under way in another process."""
 
-    def __init__(self, reference: Any) -> None:
+    def __init__(self, reference: ObjectRef) -> None:
         self._reference = reference
 
     def future(self) -> Future[RolloutOutput]:
@@ -370,7 +377,7 @@ class RayCall:
 class RayConnection:
     """The way to a :class:`RouterActor`; see :class:`verl.serving.connection.Connection`."""
 
-    def __init__(self, router: Any) -> None:
+    def __init__(self, router: ActorHandle) -> None:
         self._router = router
         self.images = ImageSender(_stored)
         """The images of all conversations of this process."""
@@ -427,7 +434,7 @@ class RaySession:
         self._rounds = itertools.count(1)
         self._round: tuple[int, int] | None = None
         """Number of this round and of its engines; None while they sleep."""
-        self._serving: tuple[Any, Any] | None = None
+        self._serving: tuple[WorkerGroup, PendingOutputs[Any]] | None = None
         """The worker group whose engines are awake, and the outputs of its call."""
 
     # ---- routers
@@ -474,7 +481,7 @@ class RaySession:
 
     # ---- engines
 
-    def serve_while(self, group: Any, start: Callable[[], Future[T]]) -> Deferred[T]:
+    def serve_while(self, group: WorkerGroup, start: Callable[[], Future[T]]) -> Deferred[T]:
         """See :meth:`verl.serving.session.Session.serve_while`."""
         with ExitStack() as on_failure:
             on_failure.enter_context(self.awake(group))
@@ -492,7 +499,7 @@ class RaySession:
         return Deferred([outcome], result)
 
     @contextmanager
-    def awake(self, group: Any) -> Iterator[None]:
+    def awake(self, group: WorkerGroup) -> Iterator[None]:
         """Let the engines of a group serve within the context; after an error :meth:`close` the session."""
         engines = len(group.mesh("rollout").collecting_ranks)
         this_round = self._round = next(self._rounds), engines

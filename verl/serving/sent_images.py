@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.base.types import JsonObject
 from verl.errors import RolloutError
 from verl.protocol.shared import SharedTensors
 from verl.protocol.stored import LEAST_BYTES
@@ -67,7 +68,7 @@ class ImageSender:
         put: stores an array and returns a reference to it, ``ray.put``.
     """
 
-    def __init__(self, put: Callable[[np.ndarray], Any]) -> None:
+    def __init__(self, put: Callable[[np.ndarray], object]) -> None:
         self._put = put
         self._lock = threading.Lock()
         self._stored: dict[bytes, SentImage] = {}
@@ -168,5 +169,5 @@ class ImageReceiver:
         return found
 
 
-def _fields(request: RolloutRequest, **changes: Any) -> dict[str, Any]:
+def _fields(request: RolloutRequest, **changes: object) -> JsonObject:
     return {name: getattr(request, name) for name in RolloutRequest.__dataclass_fields__} | changes

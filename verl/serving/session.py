@@ -17,10 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from verl.serving.connection import Connection
 from verl.utils.deferred import Deferred
+
+if TYPE_CHECKING:
+    from verl.single_controller.base.worker_group import WorkerGroup
 
 T = TypeVar("T")
 
@@ -28,7 +31,7 @@ T = TypeVar("T")
 class Session(Connection, Protocol):
     """Engines behind a router: :class:`~verl.serving.local.LocalSession` or :class:`~verl.serving.ray.RaySession`."""
 
-    def serve_while(self, group: Any, start: Callable[[], Future[T]]) -> Deferred[T]:
+    def serve_while(self, group: WorkerGroup, start: Callable[[], Future[T]]) -> Deferred[T]:
         """Wake the engines with their newest weights, start work that asks them, and let them sleep when it is done.
 
         Args:

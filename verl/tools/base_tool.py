@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 from uuid import uuid4
 
+from verl.base.types import JsonObject
 from verl.errors import ConfigError
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
@@ -34,7 +35,7 @@ class BaseTool:
 
     never_blocks: ClassVar[bool] = False
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         self.config = config
         self.tool_schema: OpenAIFunctionToolSchema | None = tool_schema
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
@@ -49,7 +50,7 @@ class BaseTool:
         """Return the description for the model."""
         return self.tool_schema
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+    async def create(self, instance_id: str | None = None, **kwargs: object) -> tuple[str, ToolResponse]:
         """Prepare the tool for one trajectory.
 
         Args:
@@ -62,8 +63,8 @@ class BaseTool:
         return instance_id or str(uuid4()), ToolResponse()
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
+        self, instance_id: str, parameters: JsonObject, **kwargs: object
+    ) -> tuple[ToolResponse, float | None, JsonObject | None]:
         """Answer one call.
 
         Args:
@@ -76,24 +77,24 @@ class BaseTool:
         """
         raise NotImplementedError(f"{type(self).__name__} must define execute().")
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+    async def calc_reward(self, instance_id: str, **kwargs: object) -> float:
         """Return the reward of the trajectory's state at its end."""
         return 0.0
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: object) -> None:
         """Free what :meth:`create` has taken."""
 
     def close(self) -> None:
         """Free what the tool itself has taken, such as connections and processes; it is not called any more."""
 
 
-def created_with(kwargs: dict[str, Any]) -> dict[str, Any]:
+def created_with(kwargs: JsonObject) -> JsonObject:
     """Return the row's values from the keyword arguments of ``create``: given as such, or under ``create_kwargs``."""
     arguments = {key: value for key, value in kwargs.items() if key != "create_kwargs"}
     return {**arguments, **(kwargs.get("create_kwargs") or {})}
 
 
-def schema(name: str, description: str, required: list[str], **properties: dict[str, Any]) -> OpenAIFunctionToolSchema:
+def schema(name: str, description: str, required: list[str], **properties: JsonObject) -> OpenAIFunctionToolSchema:
     """Make the description of a tool."""
     parameters = {"type": "object", "properties": properties, "required": required}
     function = {"name": name, "description": description, "parameters": parameters}

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from verl.base.types import JsonObject
 from verl.tools.base_tool import BaseTool, schema
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
@@ -58,8 +59,8 @@ class CalculatorTool(BaseTool):
         )
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        self, instance_id: str, parameters: JsonObject, **kwargs: object
+    ) -> tuple[ToolResponse, float, JsonObject]:
         """Compute ``parameters["expression"]``."""
         try:
             text = show(compute(parameters["expression"]))

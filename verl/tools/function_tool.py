@@ -17,16 +17,17 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 from verl.base.import_utils import load_module
+from verl.base.types import JsonObject
 from verl.errors import ConfigError
 from verl.supervision.killable_pool import Budget, KillablePool
 from verl.tools.base_tool import BaseTool, ToolTimeoutError
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.threads import in_thread
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 _MARK = "__verl_tool__"
 SPARE_S = 30.0
 """Seconds beside a call's own that the start of its process may take on a busy machine."""
@@ -43,14 +44,14 @@ def function_tool(
 
 
 def function_tool(
-    function: Callable[..., Any] | None = None,
+    function: Callable[..., object] | None = None,
     /,
     *,
     name: str | None = None,
     isolated: bool = False,
     timeout_s: float = 60.0,
     memory_mb: int = 1024,
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """Mark a function as a tool; it stays a function that other code can call.
 
     Args:
@@ -61,7 +62,7 @@ def function_tool(
         memory_mb: memory of a call in such a process.
     """
 
-    def mark(marked: Callable[..., Any]) -> Callable[..., Any]:
+    def mark(marked: Callable[..., object]) -> Callable[..., object]:
         called = name or marked.__name__
         make = partial(IsolatedFunctionTool, timeout_s=timeout_s, memory_mb=memory_mb) if isolated else FunctionTool
         setattr(marked, _MARK, partial(make, name=called))
@@ -70,7 +71,7 @@ def function_tool(
     return mark if function is None else mark(function)
 
 
-def is_tool(function: Callable[..., Any]) -> bool:
+def is_tool(function: Callable[..., object]) -> bool:
     """Whether a function is marked as a tool."""
     return hasattr(function, _MARK)
 
@@ -85,13 +86,13 @@ class FunctionTool(BaseTool):
         ConfigError: a parameter has no type or no description.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+    def __init__(self, function: Callable[..., object], name: str | None = None) -> None:
         self.function = function
         super().__init__({}, schema_of_function(function, name))
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
+        self, instance_id: str, parameters: JsonObject, **kwargs: object
+    ) -> tuple[ToolResponse, float | None, JsonObject | None]:
         """Call the function."""
         result = await self.call(parameters)
         if isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], ToolResponse):
@@ -101,7 +102,7 @@ class FunctionTool(BaseTool):
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         return ToolResponse(text=text), 0.0, {}
 
-    async def call(self, parameters: dict[str, Any]) -> Any:
+    async def call(self, parameters: JsonObject) -> object:
         """Return what the function returns."""
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**parameters)
@@ -120,13 +121,13 @@ class IsolatedFunctionTool(FunctionTool):
     What the function returns travels between processes: texts, numbers, None, and lists and dicts of them.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str | None, timeout_s: float, memory_mb: int) -> None:
+    def __init__(self, function: Callable[..., object], name: str | None, timeout_s: float, memory_mb: int) -> None:
         super().__init__(function, name)
         workers = os.cpu_count() or 1
         self.config = {"max_concurrent": workers, "timeout_s": timeout_s + SPARE_S}
         self._pool = KillablePool(function, workers, Budget(timeout_s=timeout_s, memory_mb=memory_mb, kill_retries=0))
 
-    async def call(self, parameters: dict[str, Any]) -> Any:
+    async def call(self, parameters: JsonObject) -> object:
         """Return what the function returns.
 
         Raises:
@@ -146,7 +147,7 @@ class IsolatedFunctionTool(FunctionTool):
         self._pool.close()
 
 
-def schema_of_function(function: Callable[..., Any], name: str | None = None) -> OpenAIFunctionToolSchema:
+def schema_of_function(function: Callable[..., object], name: str | None = None) -> OpenAIFunctionToolSchema:
     """Make the description of a tool from the annotations and the docstring of a function.
 
     Raises:
@@ -186,7 +187,7 @@ def schema_of_function(function: Callable[..., Any], name: str | None = None) ->
     )
 
 
-def _standard(parameter: dict[str, Any]) -> None:
+def _standard(parameter: JsonObject) -> None:
     """Write ``nullable``, which JSON schema does not have, as a type."""
     if parameter.pop("nullable", False) and "type" in parameter:
         kinds = parameter["type"] if isinstance(parameter["type"], list) else [parameter["type"]]

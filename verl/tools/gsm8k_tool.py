@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
+from verl.base.types import JsonObject
 from verl.tools.base_tool import BaseTool, created_with, schema
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.utils.reward_score import gsm8k
@@ -21,10 +21,10 @@ class Gsm8kTool(BaseTool):
 
     never_blocks = True
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
         self._lock = threading.Lock()
-        self._instance_dict: dict[str, dict[str, Any]] = {}
+        self._instance_dict: dict[str, JsonObject] = {}
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """See :meth:`BaseTool.get_openai_tool_schema`."""
@@ -36,7 +36,7 @@ class Gsm8kTool(BaseTool):
         )
 
     async def create(
-        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: object
     ) -> tuple[str, ToolResponse]:
         """Start a trajectory, whose row holds the ``ground_truth``.
 
@@ -54,8 +54,8 @@ class Gsm8kTool(BaseTool):
         return instance_id, response
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        self, instance_id: str, parameters: JsonObject, **kwargs: object
+    ) -> tuple[ToolResponse, float, JsonObject]:
         """Score an answer."""
         answer = str(parameters.get("answer", ""))
         state = self._instance_dict[instance_id]
@@ -64,12 +64,12 @@ class Gsm8kTool(BaseTool):
         text = f"The answer was read as {state['response'].removeprefix('#### ')!r}; its reward is {state['reward']}."
         return ToolResponse(text=text), 0.0 if state["reward"] > before else NOT_BETTER, {}
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+    async def calc_reward(self, instance_id: str, **kwargs: object) -> float:
         """Score of the last answer; 0 if there was none."""
         state = self._instance_dict[instance_id]
         return float(gsm8k.compute_score(state["response"], state["ground_truth"], method="flexible"))
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: object) -> None:
         """See :meth:`BaseTool.release`."""
         with self._lock:
             self._instance_dict.pop(instance_id, None)

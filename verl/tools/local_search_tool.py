@@ -10,13 +10,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from filelock import FileLock
 
+from verl.base.types import JsonObject
 from verl.errors import ConfigError
 from verl.tools.schemas import OpenAIFunctionToolSchema
 from verl.tools.search_tool import CorpusSearchTool
@@ -35,7 +35,7 @@ class LocalSearchTool(CorpusSearchTool):
     The index is built once and again when the corpus has changed.
     """
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
         corpus = Path(os.path.expandvars(str(config.get("corpus_path") or ""))).expanduser()
         if not corpus.is_file() or corpus.suffix not in (".jsonl", ".parquet"):
@@ -112,7 +112,7 @@ def _documents(corpus: Path) -> Iterator[tuple[str, str]]:
             )
 
 
-def _rows(corpus: Path) -> Iterator[Mapping[str, Any]]:
+def _rows(corpus: Path) -> Iterator[Mapping[str, object]]:
     if corpus.suffix == ".parquet":
         try:
             for batch in pq.ParquetFile(corpus).iter_batches(1024):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from verl.base.import_utils import user_code
 from verl.base.registry import suggest
 from verl.base.requirements import install_command
+from verl.base.types import JsonMapping, JsonObject
 from verl.errors import ConfigError
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -42,15 +43,15 @@ class MCPBaseTool(BaseTool):
     Its ``config``: ``timeout`` in seconds of a call, ``rate_limit`` calls at once.
     """
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         limits = {"timeout_s": config.get("timeout"), "max_concurrent": config.get("rate_limit")}
         super().__init__({**{key: value for key, value in limits.items() if value}, **config}, tool_schema)
         self.connection: McpConnection | None = None
         """The server; set after the tool was made."""
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
+        self, instance_id: str, parameters: JsonObject, **kwargs: object
+    ) -> tuple[ToolResponse, float | None, JsonObject | None]:
         """Call the tool.
 
         Raises:
@@ -65,7 +66,7 @@ class MCPBaseTool(BaseTool):
         if self.connection is not None:
             self.connection.close()
 
-    async def _call_tool(self, instance_id: str, parameters: dict[str, Any]) -> tuple[ToolResponse, dict[str, Any]]:
+    async def _call_tool(self, instance_id: str, parameters: JsonObject) -> tuple[ToolResponse, JsonObject]:
         if self.connection is None:
             raise McpToolError(f"the tool {self.name} has no server: make it by a YAML file with config.type=mcp.")
         result = await self.connection.call_tool(self.name, parameters)
@@ -79,7 +80,7 @@ class MCPBaseTool(BaseTool):
             raise McpToolError(text)
         return ToolResponse(text=text, image=images or None), metrics
 
-    def _parse_tool_result(self, content: list[Any]) -> tuple[str, dict[str, Any]]:
+    def _parse_tool_result(self, content: list[Any]) -> tuple[str, JsonObject]:
         """Return the text for the model and metrics; subclasses may read the parts of an answer in another way.
 
         Images are shown beside the text; sounds and resources are only named.
@@ -88,9 +89,7 @@ class MCPBaseTool(BaseTool):
         return " ".join(texts), {}
 
 
-def tools_of_servers(
-    tool_class: type[BaseTool], config: dict[str, Any], mcp: Mapping[str, Any], where: str
-) -> list[BaseTool]:
+def tools_of_servers(tool_class: type[BaseTool], config: JsonObject, mcp: JsonMapping, where: str) -> list[BaseTool]:
     """Make the tools of all servers of a file.
 
     Args:
@@ -137,7 +136,7 @@ def tools_of_servers(
     return tools
 
 
-def _servers(path: Any, where: str) -> Mapping[str, Mapping[str, Any]]:
+def _servers(path: object, where: str) -> Mapping[str, Mapping[str, object]]:
     file = Path(str(path)).expanduser()
     if not path or not file.is_file():
         raise ConfigError(f"{where}: mcp.mcp_servers_config_path={path} is no file. Give a JSON file of servers.")
@@ -151,10 +150,10 @@ def _servers(path: Any, where: str) -> Mapping[str, Mapping[str, Any]]:
     return servers
 
 
-def _expanded(values: dict[str, Any]) -> dict[str, Any]:
+def _expanded(values: JsonObject) -> JsonObject:
     """An object of the file with the environment's values in its texts."""
 
-    def fill(value: Any) -> Any:
+    def fill(value: object) -> object:
         if isinstance(value, list):
             return [fill(one) for one in value]
         return os.path.expandvars(value) if isinstance(value, str) else value

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any
 
+from verl.base.types import JsonObject
 from verl.sandbox.interpreter import Interpreter, keeps_variables
 from verl.sandbox.types import Limits
 from verl.tools.base_tool import BaseTool, schema
@@ -27,7 +27,7 @@ class PythonTool(BaseTool):
     ``max_processes`` (16) of all calls together; ``max_concurrent`` calls at once (the number of cores).
     """
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         self.limits = Limits(**{key: type(default)(config.get(key, default)) for key, default in LIMITS.items()})
         defaults = {"max_concurrent": os.cpu_count() or 1, "timeout_s": self.limits.wall_s + SPARE_S}
         super().__init__({**defaults, **config}, tool_schema)
@@ -44,7 +44,7 @@ class PythonTool(BaseTool):
             code={"type": "string", "description": "Python code. Only the standard library can be imported."},
         )
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+    async def create(self, instance_id: str | None = None, **kwargs: object) -> tuple[str, ToolResponse]:
         """Prepare an interpreter; it starts at the first call."""
         instance_id, response = await super().create(instance_id)
         with self._lock:
@@ -52,8 +52,8 @@ class PythonTool(BaseTool):
         return instance_id, response
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        self, instance_id: str, parameters: JsonObject, **kwargs: object
+    ) -> tuple[ToolResponse, float, JsonObject]:
         """Run ``parameters["code"]``."""
         result = await in_thread(self._interpreters[instance_id].run, parameters["code"])
         text = result.stdout
@@ -61,7 +61,7 @@ class PythonTool(BaseTool):
             text += f"[The interpreter ended: {result.reason}. It starts anew, and its variables are gone.]"
         return ToolResponse(text=text), 0.0, {"python_error": 0.0 if result.ok else 1.0}
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: object) -> None:
         """End the interpreter with all its processes."""
         with self._lock:
             interpreter = self._interpreters.pop(instance_id, None)

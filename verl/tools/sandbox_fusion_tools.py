@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from verl.base.types import JsonObject
 from verl.sandbox import Limits, ProgramResult, Sandbox
 from verl.sandbox.fusion import FusionSandbox
 from verl.tools.base_tool import BaseTool, created_with, schema
@@ -27,7 +28,7 @@ class ExecutionPool:
         """Return itself, so that ``.execute.remote(...)`` works as with an actor of Ray."""
         return self
 
-    def remote(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Coroutine[Any, Any, T]:
+    def remote(self, function: Callable[..., T], *args: object, **kwargs: object) -> Coroutine[object, object, T]:
         """Start a call; await it for the result."""
 
         def limited() -> T:
@@ -45,7 +46,7 @@ class SandboxFusionTool(BaseTool):
     ``rate_limit``, a lower bound of that if ``enable_global_rate_limit``.
     """
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
         self.sandbox_fusion_url: str = config.get("sandbox_fusion_url") or ""
         self.default_timeout = float(config.get("default_timeout", 30))
@@ -55,7 +56,7 @@ class SandboxFusionTool(BaseTool):
         if config.get("enable_global_rate_limit", True):
             self.num_workers = min(self.num_workers, int(config.get("rate_limit", self.num_workers)))
         self.execution_pool = ExecutionPool(self.num_workers)
-        self._instance_dict: dict[str, dict[str, Any]] = {}
+        self._instance_dict: dict[str, JsonObject] = {}
         self._runners: dict[str, Sandbox | FusionSandbox] = {}
         """What runs programs, by language."""
         if not self.sandbox_fusion_url:
@@ -71,7 +72,7 @@ class SandboxFusionTool(BaseTool):
         )
 
     async def create(
-        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: object
     ) -> tuple[str, ToolResponse]:
         """See :meth:`BaseTool.create`."""
         instance_id, response = await super().create(instance_id)
@@ -80,8 +81,8 @@ class SandboxFusionTool(BaseTool):
         return instance_id, response
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
+        self, instance_id: str, parameters: JsonObject, **kwargs: object
+    ) -> tuple[ToolResponse, float | None, JsonObject | None]:
         """Run ``parameters["code"]``, in ``language`` and for ``timeout`` seconds if they are given too."""
         timeout = parameters.get("timeout", self.default_timeout)
         language = parameters.get("language", self.default_language)
@@ -103,11 +104,11 @@ class SandboxFusionTool(BaseTool):
             self._runners[language] = FusionSandbox(self.sandbox_fusion_url, language=language)
         return ToolResponse(text=printed(self._runners[language].run(code, limits=limits)))
 
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+    async def calc_reward(self, instance_id: str, **kwargs: object) -> float:
         """The reward that a subclass has put into ``_instance_dict[instance_id]["reward"]``; else 0."""
         return self._instance_dict[instance_id]["reward"]
 
-    async def release(self, instance_id: str, **kwargs: Any) -> None:
+    async def release(self, instance_id: str, **kwargs: object) -> None:
         """See :meth:`BaseTool.release`."""
         self._instance_dict.pop(instance_id, None)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from verl.base.types import JsonObject
+
 
 class OpenAIFunctionPropertySchema(BaseModel):
     """JSON schema of a parameter; keys that are not listed here (``items``, ``minimum``, ``anyOf``) are kept."""
@@ -45,7 +47,7 @@ class OpenAIFunctionToolSchema(BaseModel):
     type: str = "function"
     function: OpenAIFunctionSchema
 
-    def to_template(self) -> dict[str, Any]:
+    def to_template(self) -> JsonObject:
         """Return the dict that a chat template renders: only what was set."""
         schema = self.model_dump(exclude_unset=True, exclude_none=True)
         return {"type": self.type, **schema}
@@ -62,7 +64,7 @@ class OpenAIFunctionCallSchema(BaseModel):
     """A call whose arguments are read."""
 
     name: str
-    arguments: dict[str, Any]
+    arguments: JsonObject
 
     @staticmethod
     def from_openai_function_parsed_schema(
@@ -99,7 +101,7 @@ class ToolResponse(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def initialize_request(cls, values: Any) -> Any:
+    def initialize_request(cls, values: object) -> object:
         """Refuse a single image or video in the place of a list."""
         for key in ("image", "video"):
             if isinstance(values, dict) and not isinstance(values.get(key), list | None):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import httpx2
 from tenacity import Retrying
 
 from verl.base.http_retries import retry_rule
+from verl.base.types import JsonMapping, JsonObject
 from verl.errors import ConfigError
 from verl.tools.base_tool import BaseTool, schema
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -28,7 +28,7 @@ class CorpusSearchTool(BaseTool):
     Its ``config``: ``topk`` documents of a query (3).
     """
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
         self.topk = int(config.get("topk", 3))
         if self.topk < 1:
@@ -44,8 +44,8 @@ class CorpusSearchTool(BaseTool):
         )
 
     async def execute(
-        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
-    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        self, instance_id: str, parameters: JsonObject, **kwargs: object
+    ) -> tuple[ToolResponse, float, JsonObject]:
         """Answer ``parameters["query_list"]``."""
         queries = [str(query) for query in parameters["query_list"]]
         if not queries:
@@ -70,7 +70,7 @@ class SearchTool(CorpusSearchTool):
     ``rate_limit`` requests at once (the smaller of both; 120). A request that fails for now is repeated.
     """
 
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+    def __init__(self, config: JsonObject, tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         self.retrieval_service_url = str(config.get("retrieval_service_url") or "")
         if not self.retrieval_service_url.startswith(("http://", "https://")):
             raise ConfigError(
@@ -102,11 +102,11 @@ class SearchTool(CorpusSearchTool):
             raise RetrievalError(f"the retrieval server answers {len(contents)} of {len(queries)} queries.")
         return contents
 
-    def _post(self, body: Mapping[str, Any]) -> Any:
+    def _post(self, body: Mapping[str, object]) -> JsonObject:
         return self._client.post(self.retrieval_service_url, json=body).raise_for_status().json()
 
 
-def _contents(result: Mapping[str, Any]) -> str:
+def _contents(result: JsonMapping) -> str:
     document = result.get("document", result)
     return str(document["contents"])
 

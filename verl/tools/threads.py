@@ -50,7 +50,7 @@ class DaemonThreads(ThreadPoolExecutor):
     def __init__(self) -> None:
         super().__init__()
         self._most = min(32, (os.cpu_count() or 1) + 4)  # as many as by default
-        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._waiting: deque[tuple[Future[Any], Callable[[], object]]] = deque()
         self._running = 0
         self._is_over = False
         self._changed = threading.Condition()
@@ -94,7 +94,7 @@ class DaemonThreads(ThreadPoolExecutor):
             del outcome, function  # a thread that waits for the lock keeps no result
 
 
-async def called(function: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+async def called(function: Callable[..., T | Awaitable[T]], *args: object, **kwargs: object) -> T:
     """Call a function of users, ``async`` or not; turn an exit, which would end the event loop, into an error."""
     try:
         result = function(*args, **kwargs)
@@ -118,7 +118,7 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def submit(self, coroutine: Coroutine[object, object, T]) -> Future[T]:
         """Start a coroutine; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import re
-from typing import Any
 
 from PIL import Image
 
@@ -19,7 +18,7 @@ _BEGIN = re.compile(r"data:image/(?:png|jpe?g|gif|webp);base64,", re.IGNORECASE)
 _EXPECTED = "Expected image/png, image/jpeg, image/gif or image/webp"
 
 
-def data_url(media_type: Any, data: Any, where: str) -> str:
+def data_url(media_type: object, data: object, where: str) -> str:
     """Return the ``data:`` URL of a picture.
 
     Args:

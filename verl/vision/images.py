@@ -10,7 +10,6 @@ import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -28,7 +27,7 @@ _LIMITS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 
 
-def read_image(value: Any, where: str) -> Image.Image:
+def read_image(value: object, where: str) -> Image.Image:
     """Decode an image to RGB: upright as its EXIF data say, transparent parts white, of an animation the first picture.
 
     Args:
@@ -85,7 +84,7 @@ def _opened(source: io.BytesIO | str) -> Image.Image:
     return image
 
 
-def _source(value: Any, where: str) -> Image.Image | io.BytesIO | str:
+def _source(value: object, where: str) -> Image.Image | io.BytesIO | str:
     """The PIL image, the bytes or the path that a value stands for."""
     while isinstance(value, Mapping):
         source_key = next(
@@ -120,7 +119,7 @@ def _source(value: Any, where: str) -> Image.Image | io.BytesIO | str:
     return value.removeprefix("file://")
 
 
-def process_image(image: Any, image_patch_size: int = 14, place: str = "process_image") -> Image.Image:
+def process_image(image: object, image_patch_size: int = 14, place: str = "process_image") -> Image.Image:
     """Decode an image and bring it to the size that it asks for.
 
     A mapping may have ``min_pixels`` and ``max_pixels``, or ``resized_height`` and ``resized_width``; see
@@ -152,7 +151,7 @@ def process_image(image: Any, image_patch_size: int = 14, place: str = "process_
     return picture.resize((width, height))
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value >= 1
 
 
@@ -188,7 +187,7 @@ def smart_resize(
     return max(1, rows) * factor, max(1, columns) * factor
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     if isinstance(value, Mapping):
         value = next((value[key] for key in ("path", "image", "bytes") if value.get(key) is not None), value)
     if isinstance(value, bytes | bytearray | memoryview):

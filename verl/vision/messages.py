@@ -6,16 +6,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from verl.base.types import JsonMapping, JsonObject
 from verl.errors import DataError
 
 PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
 """What stands in a text for an image and for a video."""
 _KIND_OF_PART = {"image": "image", "image_url": "image", "video": "video"}
 _TIME = re.compile(r"<\d+\.\d seconds>")
-Message = dict[str, Any]
+Message = JsonObject
 
 
-def with_placeholders(prompt: Any, media: Mapping[str, Any], where: str) -> tuple[Any, dict[str, list[Any]]]:
+def with_placeholders(
+    prompt: object, media: Mapping[str, object], where: str
+) -> tuple[object, dict[str, list[object]]]:
     """Replace image and video parts of messages by ``<image>`` and ``<video>``; return the messages and what they held.
 
     Args:
@@ -30,7 +33,7 @@ def with_placeholders(prompt: Any, media: Mapping[str, Any], where: str) -> tupl
     columns = {kind: _listed(values, kind, where) for kind, values in media.items()}
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
         return prompt, columns
-    inline: dict[str, list[Any]] = {kind: [] for kind in media}
+    inline: dict[str, list[object]] = {kind: [] for kind in media}
     messages = [_message(message, inline) for message in prompt]
     for kind, given_values in inline.items():
         inline_values = [value for value in given_values if value is not None]
@@ -43,7 +46,7 @@ def with_placeholders(prompt: Any, media: Mapping[str, Any], where: str) -> tupl
     return messages, columns
 
 
-def _listed(values: Any, kind: str, where: str) -> list[Any]:
+def _listed(values: object, kind: str, where: str) -> list[object]:
     if values is None:
         return []
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
@@ -66,12 +69,12 @@ def _message(message: Any, inline: Mapping[str, list[Any]]) -> Any:
     return {**message, "content": parts}
 
 
-def kind_of(part: Any) -> str | None:
+def kind_of(part: object) -> str | None:
     """Return ``image`` or ``video`` for a part of a message that stands for one, else None."""
     return _KIND_OF_PART.get(str(part.get("type"))) if isinstance(part, Mapping) else None
 
 
-def held_by(part: Mapping[str, Any]) -> dict[str, Any] | None:
+def held_by(part: Mapping[str, object]) -> JsonObject | None:
     """Return what an image or video part brings; None if it stands for one of its row."""
     return {key: value for key, value in part.items() if key != "type" and value is not None} or None
 
@@ -81,15 +84,15 @@ def without_images(messages: Sequence[Message]) -> tuple[list[Message], list[Any
 
     A part without an image or video gives None. The given messages stay as they are.
     """
-    images: list[Any] = []
+    images: list[object] = []
     return [_bare(message, images) for message in messages], images
 
 
-def _bare(message: Message, images: list[Any]) -> Message:
+def _bare(message: Message, images: list[object]) -> Message:
     content = message.get("content")
     if not has_image_parts(content):
         return message
-    parts: list[Any] = []
+    parts: list[object] = []
     for part in content or ():
         if is_image_part(part):
             images.append(held_by(part))
@@ -98,7 +101,7 @@ def _bare(message: Message, images: list[Any]) -> Message:
     return {**message, "content": parts}
 
 
-def with_images(messages: Sequence[Message], images: Sequence[Mapping[str, Any] | None]) -> list[Message]:
+def with_images(messages: Sequence[Message], images: Sequence[JsonMapping | None]) -> list[Message]:
     """Give image and video parts what they hold, in their order: the reverse of :func:`without_images`."""
     held = iter(images)
 
@@ -112,17 +115,17 @@ def with_images(messages: Sequence[Message], images: Sequence[Mapping[str, Any] 
     return [filled(message) for message in messages]
 
 
-def has_image_parts(content: Any) -> bool:
+def has_image_parts(content: object) -> bool:
     """Whether the content of a message has an image or video part."""
     return isinstance(content, list) and any(is_image_part(part) for part in content)
 
 
-def has_video_parts(content: Any) -> bool:
+def has_video_parts(content: object) -> bool:
     """Whether the content of a message has a video part."""
     return isinstance(content, list) and any(kind_of(part) == "video" for part in content)
 
 
-def is_image_part(part: Any) -> bool:
+def is_image_part(part: object) -> bool:
     """Whether a part of a message stands for an image or a video."""
     return kind_of(part) is not None
 
@@ -140,7 +143,7 @@ def texts_of(content: Any) -> list[tuple[int, str]]:
     ]
 
 
-def bare_part(part: Mapping[str, Any]) -> dict[str, str]:
+def bare_part(part: JsonMapping) -> dict[str, str]:
     """Return an image or video part that holds nothing, as chat templates take it."""
     return {"type": _KIND_OF_PART[part["type"]]}
 
@@ -183,7 +186,7 @@ def _parts(pieces: Sequence[str], kinds: Mapping[str, str]) -> list[dict[str, st
     ]
 
 
-def in_order(messages: Sequence[Message], media: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any]]:
+def in_order(messages: Sequence[Message], media: Mapping[str, Sequence[object]]) -> Iterator[tuple[str, object]]:
     """Yield kind and value of the images and videos of a row in the order of the parts that stand for them."""
     values = {kind: iter(items) for kind, items in media.items()}
     for message in messages:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.base.device_copies import to_device
+from verl.base.types import JsonMapping
 from verl.vision.families import VisionConfig
 
 
@@ -45,7 +45,7 @@ class ImageInputs:
         return replace(self, **moved)
 
 
-def hidden_states(backbone: Any, arguments: Mapping[str, Any], images: ImageInputs) -> Tensor:
+def hidden_states(backbone: Any, arguments: JsonMapping, images: ImageInputs) -> Tensor:
     """Compute the last hidden states of a backbone of one of our families, with images in place of their tokens.
 
     It does what the backbone's own forward pass does with ``pixel_values``, except that the places of images are given:

@@ -21,6 +21,7 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoImageProcessor, AutoProcessor, ProcessorMixin
 
+from verl.base.types import JsonObject
 from verl.errors import ConfigError
 from verl.vision.families import FAMILIES, IMAGE_TOKEN, TIMESTAMPED, VisionConfig
 from verl.vision.videos import VideoLimits
@@ -62,12 +63,12 @@ _SHARED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "ima
 """Settings of frames, which are those of images."""
 
 
-def _video_settings(path: str, images: Any, trust_remote_code: bool) -> dict[str, Any]:
+def _video_settings(path: str, images: object, trust_remote_code: bool) -> JsonObject:
     """What the files of a model say of its videos: limits of pixels, None without any, and its count of seconds.
 
     ``unlike_images`` are settings of frames that its images have otherwise.
     """
-    sizes: dict[str, Any] = {}
+    sizes: JsonObject = {}
     for name in ("processor_config.json", "video_preprocessor_config.json"):
         file = _file_of(path, name)
         if file is not None:
@@ -92,7 +93,7 @@ def _file_of(path: str, name: str) -> Path | None:
         return None
 
 
-def _listed(value: Any) -> Any:
+def _listed(value: object) -> object:
     """A tuple as JSON has it, a list."""
     return list(value) if isinstance(value, tuple) else value
 
@@ -126,7 +127,7 @@ def video_limits(processor: Any) -> VideoLimits:
     )
 
 
-def positions_per_second(processor: Any) -> float | None:
+def positions_per_second(processor: object) -> float | None:
     """Return the positions that a second of a video takes along time; None for a model that does not count seconds."""
     return getattr(processor, "video_settings", {}).get("positions_per_second")
 

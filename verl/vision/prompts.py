@@ -58,7 +58,7 @@ class ImagePrompts:
             raise ConfigError(f"the tokenizer of this {name} has no image token. Take the model's own tokenizer.")
         return cls(processor)
 
-    def read(self, image: Any, where: str) -> Image.Image:
+    def read(self, image: object, where: str) -> Image.Image:
         """Decode an image and bring it to the size that it asks for; see :func:`verl.vision.images.process_image`."""
         return process_image(image, self._images.patch_size, where)
 

@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
 from verl.base.requirements import install_command
+from verl.base.types import JsonMapping, JsonObject
 from verl.errors import ConfigError, DataError
 from verl.vision.data_urls import MOST_PIXELS
 from verl.vision.images import MERGE, process_image, smart_resize
@@ -41,7 +43,7 @@ _SOURCES = ("bytes", "video", "path")
 class Video:
     """A video as a row has it."""
 
-    value: Any
+    value: object
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class VideoLimits:
 class Clip:
     """A video of which frames and their size are chosen; its pictures are decoded when they are asked for."""
 
-    source: Sequence[Any] | bytes | str
+    source: Sequence[object] | bytes | str
     """Pictures, the bytes of a file, or its path."""
     chosen: tuple[int, ...]
     """Numbers of the frames that are taken, an even number of them; the last may stand twice."""
@@ -106,7 +108,7 @@ class Clip:
             yield last
 
 
-def open_video(value: Any, limits: VideoLimits, where: str) -> Clip:
+def open_video(value: object, limits: VideoLimits, where: str) -> Clip:
     """Choose frames and size of a video; a list of pictures is not decoded but for the first, a file only begun.
 
     Args:
@@ -143,13 +145,13 @@ def open_video(value: Any, limits: VideoLimits, where: str) -> Clip:
     return Clip(source, chosen, rate, total, height, width, where)
 
 
-def _is_number(value: Any, least: float) -> bool:
+def _is_number(value: object, least: float) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= least
 
 
-def _source(value: Any, where: str) -> tuple[Sequence[Any] | bytes | str, dict[str, Any]]:
+def _source(value: object, where: str) -> tuple[Sequence[object] | bytes | str, JsonObject]:
     """Pictures, bytes or path of a video, and its settings."""
-    settings: dict[str, Any] = {}
+    settings: JsonObject = {}
     while isinstance(value, Mapping):
         inner = {key: v for key, v in value.items() if v is not None and key != "type"}
         unknown = [key for key in inner if key not in (*_SOURCES, *_NUMBERS)]
@@ -201,7 +203,7 @@ def _spread(total: int, count: int) -> tuple[int, ...]:
     return tuple(int(n) for n in np.linspace(0, total - 1, count).round())
 
 
-def _of_rate(total: int, rate: float, settings: Mapping[str, Any]) -> tuple[int, ...]:
+def _of_rate(total: int, rate: float, settings: JsonMapping) -> tuple[int, ...]:
     """Frames of a file: ``nframes``, or ``fps`` of each second within ``min_frames`` and ``max_frames``; all even."""
     if "nframes" in settings:
         count = round(settings["nframes"] / FRAMES) * FRAMES
@@ -213,7 +215,7 @@ def _of_rate(total: int, rate: float, settings: Mapping[str, Any]) -> tuple[int,
     return _spread(total, _whole(count if count < FRAMES else count // FRAMES * FRAMES))
 
 
-def _size(height: int, width: int, count: int, settings: Mapping[str, Any], limits: VideoLimits) -> tuple[int, int]:
+def _size(height: int, width: int, count: int, settings: JsonMapping, limits: VideoLimits) -> tuple[int, int]:
     share = count if limits.of_whole else 1
     least = settings.get("min_pixels", limits.min_pixels / share)
     total = settings.get("total_pixels", MOST_TOKENS * limits.factor**2)
@@ -228,7 +230,7 @@ def _size(height: int, width: int, count: int, settings: Mapping[str, Any], limi
 # ---- pictures of a list
 
 
-def _of_list(clip: Clip, pictures: Sequence[Any]) -> Iterator[Image.Image]:
+def _of_list(clip: Clip, pictures: Sequence[object]) -> Iterator[Image.Image]:
     size = None
     for frame_index in sorted(set(clip.chosen)):
         image = process_image(pictures[frame_index], place=f"{clip.where}, frame {frame_index}")
@@ -244,7 +246,7 @@ def _of_list(clip: Clip, pictures: Sequence[Any]) -> Iterator[Image.Image]:
 # ---- pictures of a file
 
 
-def _library(where: str) -> Any:
+def _library(where: str) -> ModuleType:
     try:
         import av
     except ImportError as error:

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,6 +20,7 @@ from starlette.types import Receive
 from verl.agents.endpoint import chat, completions, messages, responses
 from verl.agents.endpoint.calls import CallRefusedError, ContextLengthError, ModelBackend, ModelCall
 from verl.agents.endpoint.stream import ReplyWriter, Vendor, disconnected, streamed
+from verl.base.types import JsonMapping, JsonObject
 from verl.errors import VerlError
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class OpenAIForm:
 
     error_event: str | None = None
 
-    def error(self, error: CallRefusedError) -> dict[str, Any]:
+    def error(self, error: CallRefusedError) -> JsonObject:
         """See :class:`Vendor`."""
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
@@ -73,7 +74,7 @@ class AnthropicForm:
         }
     )
 
-    def error(self, error: CallRefusedError) -> dict[str, Any]:
+    def error(self, error: CallRefusedError) -> JsonObject:
         """See :class:`Vendor`."""
         message = str(error)
         if isinstance(error, ContextLengthError):
@@ -84,7 +85,7 @@ class AnthropicForm:
 
 OPENAI, ANTHROPIC = OpenAIForm(), AnthropicForm()
 
-Serve = Callable[[ModelBackend, Mapping[str, Any]], Awaitable[Response]]
+Serve = Callable[[ModelBackend, Mapping[str, object]], Awaitable[Response]]
 
 
 def endpoint_app(find: Find) -> Starlette:
@@ -128,23 +129,23 @@ async def _internal_error(request: Request, error: Exception) -> Response:
     return _json_response(OPENAI.error(CallRefusedError(said, status=500)), 500)
 
 
-async def _chat(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
+async def _chat(backend: ModelBackend, body: JsonMapping) -> Response:
     asked = chat.read(body)
     return await _answered(backend, asked, chat.ChatReply(asked, backend.tokenizer), OPENAI, "[DONE]")
 
 
-async def _completions(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
+async def _completions(backend: ModelBackend, body: JsonMapping) -> Response:
     asked = completions.read(body, len(backend.tokenizer))
     return await _answered(backend, asked, completions.CompletionReply(asked, backend.tokenizer), OPENAI, "[DONE]")
 
 
-async def _responses(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
+async def _responses(backend: ModelBackend, body: JsonMapping) -> Response:
     asked = responses.read(body, backend.responses)
     reply = responses.ResponsesReply(asked, backend.tokenizer, backend.responses)
     return await _answered(backend, asked, reply, OPENAI)
 
 
-async def _messages(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
+async def _messages(backend: ModelBackend, body: Mapping[str, object]) -> Response:
     asked = messages.read(body)
     return await _answered(backend, asked, messages.MessagesReply(asked), ANTHROPIC)
 
@@ -232,7 +233,7 @@ async def _bytes(request: Request) -> bytes:
     return b"".join(pieces)
 
 
-def _json(body: bytes) -> Mapping[str, Any]:
+def _json(body: bytes) -> Mapping[str, object]:
     try:
         text = body.decode()
         read = json.loads(text, parse_constant=_refuse_constant)
@@ -249,7 +250,7 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
 
-def _json_response(value: Any, status: int = 200) -> Response:
+def _json_response(value: object, status: int = 200) -> Response:
     # The rest of a body that is too long is not read.
     headers = {"connection": "close"} if status == TOO_LONG else None
     return Response(json.dumps(value), status, headers, media_type="application/json")

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
+from verl.base.types import JsonObject
 from verl.errors import VerlError
 from verl.utils.dataset.chat import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CONTEXT_LENGTH = "context_length_exceeded"
 
@@ -69,7 +73,7 @@ class ModelCall:
     """The vendor's name of the parameter with the messages, for errors."""
     prompt: str | list[int] | None = None
     """Text or tokens to continue, in place of messages."""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
     """Descriptions of the tools, as ``chat/completions`` takes them."""
     calls_tools: bool = True
     """False: tool calls are not looked for in the answer."""
@@ -83,7 +87,7 @@ class ModelCall:
     """Texts that end an answer, and are no part of it."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """``temperature``, ``top_p``, ``top_k``, ``min_p``, as far as the client named them."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
     """Further parameters, as they were sent."""
     unmet: Mapping[str, str] = field(default_factory=dict)
     """Parameters that ask for something that the endpoint does not do, and why not."""
@@ -135,7 +139,7 @@ class ModelBackend(Protocol):
         ...
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, which gives the texts of tokens."""
         ...
 

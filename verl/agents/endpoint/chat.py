@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from openai.types import CompletionUsage
 from openai.types.chat import (
@@ -32,9 +32,13 @@ from verl.agents.endpoint.requests import (
     unmet_detail,
     unmet_names,
 )
+from verl.base.types import JsonObject
 from verl.vision.messages import without_images
 
-Event = tuple[str | None, BaseModel | Mapping[str, Any]]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Event = tuple[str | None, BaseModel | Mapping[str, object]]
 """An event of a stream: its name, if it has one, and its data."""
 
 
@@ -43,7 +47,7 @@ class ToolFunction(BaseModel):
 
     name: str = Field(min_length=1)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
 
 
 class ChatTool(BaseModel):
@@ -52,29 +56,29 @@ class ChatTool(BaseModel):
     type: Literal["function"]
     function: ToolFunction
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> JsonObject:
         """Return the description in the form that chat templates read."""
         function = self.function
         described = {"name": function.name, "description": function.description or ""}
         return {"type": "function", "function": described | {"parameters": function.parameters or NO_PARAMETERS}}
 
 
-NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+NO_PARAMETERS: Mapping[str, object] = {"type": "object", "properties": {}}
 
 
 class ChatBody(CallBody):
     """Body of a request."""
 
-    messages: list[Any] = Field(min_length=1)
+    messages: list[object] = Field(min_length=1)
     tools: list[ChatTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: StrictBool | None = None
     n: StrictInt | None = Field(None, ge=1, le=128)
     max_tokens: StrictInt | None = Field(None, ge=1)
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
     stop: str | list[str] | None = None
     logprobs: StrictBool | None = None
-    stream_options: dict[str, Any] | None = None
+    stream_options: JsonObject | None = None
 
     def unmet(self) -> dict[str, str]:
         """See :meth:`CallBody.unmet`."""
@@ -103,7 +107,7 @@ class ChatBody(CallBody):
         )
 
 
-def _details(messages: Sequence[Any]) -> Iterator[Any]:
+def _details(messages: Sequence[object]) -> Iterator[object]:
     """Yield what image parts ask for as ``detail``."""
     for message in messages:
         for part in without_images([dict(message)])[1] if isinstance(message, Mapping) else ():
@@ -124,7 +128,7 @@ class ChatReply:
         tokenizer: gives the texts of tokens.
     """
 
-    def __init__(self, body: ChatBody, tokenizer: Any) -> None:
+    def __init__(self, body: ChatBody, tokenizer: PreTrainedTokenizerBase) -> None:
         self._body, self._tokenizer = body, tokenizer
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
 
@@ -225,7 +229,7 @@ def token_texts(answer: ModelAnswer, tokenizer: Any) -> list[str]:
     return [tokenizer.decode([token]) for token in answer.token_ids]
 
 
-def asks_usage(options: Mapping[str, Any] | None) -> bool:
+def asks_usage(options: Mapping[str, object] | None) -> bool:
     """Whether ``stream_options`` ask for a last chunk with the number of tokens."""
     return bool((options or {}).get("include_usage"))
 
@@ -236,7 +240,7 @@ def usage(answers: Sequence[ModelAnswer]) -> CompletionUsage:
     return CompletionUsage(prompt_tokens=prompt, completion_tokens=drawn, total_tokens=prompt + drawn)
 
 
-def read(body: Mapping[str, Any]) -> ChatBody:
+def read(body: Mapping[str, object]) -> ChatBody:
     """Check the body of a request.
 
     Raises:

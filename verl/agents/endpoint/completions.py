@@ -6,7 +6,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
@@ -15,6 +15,10 @@ from pydantic import Field, StrictInt
 from verl.agents.endpoint.calls import CallRefusedError, ModelAnswer, ModelCall
 from verl.agents.endpoint.chat import Event, asks_usage, stop_texts, token_texts, usage
 from verl.agents.endpoint.requests import CallBody, read_body
+from verl.base.types import JsonObject
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 DEFAULT_MAX_TOKENS = 16
 """As OpenAI has it."""
@@ -29,7 +33,7 @@ class CompletionBody(CallBody):
     max_tokens: StrictInt | None = Field(None, ge=1)
     stop: str | list[str] | None = None
     logprobs: StrictInt | None = Field(None, ge=0)
-    stream_options: dict[str, Any] | None = None
+    stream_options: JsonObject | None = None
 
     def unmet(self) -> dict[str, str]:
         """See :meth:`CallBody.unmet`."""
@@ -56,7 +60,7 @@ class CompletionReply:
         tokenizer: gives the texts of tokens.
     """
 
-    def __init__(self, body: CompletionBody, tokenizer: Any) -> None:
+    def __init__(self, body: CompletionBody, tokenizer: PreTrainedTokenizerBase) -> None:
         self._body, self._tokenizer = body, tokenizer
         self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
 
@@ -97,7 +101,7 @@ class CompletionReply:
         return Logprobs(tokens=texts, token_logprobs=list(answer.log_probs), text_offset=list(offsets))
 
 
-def read(body: Mapping[str, Any], vocabulary: int) -> CompletionBody:
+def read(body: Mapping[str, object], vocabulary: int) -> CompletionBody:
     """Check the body of a request.
 
     Args:

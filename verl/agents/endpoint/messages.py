@@ -20,6 +20,7 @@ from verl.agents.endpoint.requests import (
     read_body,
     tools_to_call,
 )
+from verl.base.types import JsonObject
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message
 from verl.vision.data_urls import data_url
@@ -33,9 +34,9 @@ class MessagesTool(BaseModel):
     type: Literal["custom"] | None = None
     name: str = Field(min_length=1)
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: JsonObject | None = None
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> JsonObject:
         """Return the description in the form that chat templates read."""
         described = {"name": self.name, "description": self.description or ""}
         return {"type": "function", "function": described | {"parameters": self.input_schema or dict(NO_PARAMETERS)}}
@@ -52,8 +53,8 @@ class ToolChoice(BaseModel):
 class MessagesBody(CallBody):
     """Body of a request."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    system: str | list[dict[str, Any]] | None = None
+    messages: list[JsonObject] = Field(min_length=1)
+    system: str | list[JsonObject] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: ToolChoice | None = None
     max_tokens: StrictInt = Field(ge=1)
@@ -79,7 +80,7 @@ class MessagesBody(CallBody):
         )
 
 
-def _turns(message: Mapping[str, Any], index: int) -> list[Message]:
+def _turns(message: Mapping[str, object], index: int) -> list[Message]:
     """The messages that one of Anthropic's stands for: results of tools have messages of their own."""
     where, role, content = f"messages[{index}]", message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
@@ -87,8 +88,8 @@ def _turns(message: Mapping[str, Any], index: int) -> list[Message]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
         raise CallRefusedError(f"{where}.content is {content!r:.100}. Expected a text or blocks.", param="messages")
-    parts: list[dict[str, Any]] = []
-    calls: list[dict[str, Any]] = []
+    parts: list[JsonObject] = []
+    calls: list[JsonObject] = []
     results: list[Message] = []
     for block in blocks:
         kind = block.get("type")
@@ -117,7 +118,7 @@ def _turns(message: Mapping[str, Any], index: int) -> list[Message]:
     return [*results, *([{"role": role, "content": content}] if parts or not results else [])]
 
 
-def _check_order(kind: Any, parts: Sequence[Any], calls: Sequence[Any], where: str) -> None:
+def _check_order(kind: object, parts: Sequence[object], calls: Sequence[object], where: str) -> None:
     """Refuse blocks in an order in which no chat template writes them."""
     for is_misplaced, first, then in (
         (kind == "tool_result" and parts, "tool_result", "text and images"),
@@ -127,7 +128,7 @@ def _check_order(kind: Any, parts: Sequence[Any], calls: Sequence[Any], where: s
             raise CallRefusedError(f"{where}: blocks of the type {first} stand before {then}.", param="messages")
 
 
-def _content_of(content: Any, where: str) -> str | list[Mapping[str, Any]]:
+def _content_of(content: object, where: str) -> str | list[Mapping[str, object]]:
     """The content of a result: a text, or parts if it has images."""
     blocks = content if isinstance(content, list) else [content]
     if not any(isinstance(block, Mapping) and block.get("type") == "image" for block in blocks):
@@ -135,7 +136,7 @@ def _content_of(content: Any, where: str) -> str | list[Mapping[str, Any]]:
     return joined_parts([_part(block, where) for block in blocks])
 
 
-def _part(block: Any, where: str) -> dict[str, Any]:
+def _part(block: object, where: str) -> JsonObject:
     """The part of ``chat/completions`` for a text block or an image block."""
     if not isinstance(block, Mapping) or block.get("type") != "image":
         return {"type": "text", "text": _text_of([block], where)}
@@ -216,8 +217,8 @@ class MessagesReply:
         yield _event({"type": "message_stop"})
 
     def _message(
-        self, blocks: Sequence[Mapping[str, Any]], reason: str | None, stop: str | None, prompt: int, drawn: int
-    ) -> dict[str, Any]:
+        self, blocks: Sequence[Mapping[str, object]], reason: str | None, stop: str | None, prompt: int, drawn: int
+    ) -> JsonObject:
         return {
             "id": self._id,
             "type": "message",
@@ -230,11 +231,11 @@ class MessagesReply:
         }
 
 
-def _event(data: dict[str, Any]) -> Event:
+def _event(data: JsonObject) -> Event:
     return data["type"], data
 
 
-def _calls(answer: ModelAnswer) -> list[dict[str, Any]]:
+def _calls(answer: ModelAnswer) -> list[JsonObject]:
     return [
         {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
         for call in answer.calls
@@ -249,7 +250,7 @@ def _end(answer: ModelAnswer) -> tuple[str, str | None]:
     return ("max_tokens" if answer.finish == "length" else "end_turn"), None
 
 
-def read(body: Mapping[str, Any]) -> MessagesBody:
+def read(body: Mapping[str, object]) -> MessagesBody:
     """Check the body of a request.
 
     Raises:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 from verl.agents.conversation import Turn, Written
 from verl.utils.dataset.chat import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class RawText:
@@ -18,7 +21,7 @@ class RawText:
         prompt: a text, whose control tokens are taken for tokens, or tokens.
     """
 
-    def __init__(self, tokenizer: Any, prompt: str | list[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: str | list[int]) -> None:
         self._tokenizer = tokenizer
         self._written = Written(self._encoded(prompt))
         self.messages: list[Message] = [{"role": "user"}]

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.conversation import Conversation
@@ -42,6 +41,7 @@ from verl.agents.parsers import FunctionCall, ToolParser
 from verl.agents.parsers.base import END_OF_THINK
 from verl.agents.servers import AsyncLLMServerManager, ContextFullError, TokenOutput
 from verl.base.import_utils import user_code
+from verl.base.types import JsonObject
 from verl.config.agent import TrajectoryStatus
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.utils.dataset.chat import Message
@@ -306,7 +306,9 @@ class TrajectoryRecorder:
     def _spoken(self, position: _AnswerPlace, drawn: list[int]) -> str:
         return self._settings.parser.spoken(position.opening + drawn, position.is_thinking)
 
-    async def _drawn(self, position: _AnswerPlace, params: Mapping[str, Any], text: StreamedText | None) -> TokenOutput:
+    async def _drawn(
+        self, position: _AnswerPlace, params: Mapping[str, object], text: StreamedText | None
+    ) -> TokenOutput:
         conversation = position.sequence.conversation
         try:
             return await self._policy.generate(
@@ -430,7 +432,7 @@ def _with_ids(calls: Sequence[FunctionCall], context: list[int], drawn: list[int
     return [ModelToolCall(id, call.name, call.arguments) for id, call in zip(ids, calls, strict=True)]
 
 
-def _as_message(call: ModelToolCall) -> dict[str, Any]:
+def _as_message(call: ModelToolCall) -> JsonObject:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
@@ -441,11 +443,11 @@ def _digest(before: bytes, messages: Sequence[Message]) -> bytes:
     return before
 
 
-def _digest_of(value: Any) -> bytes:
+def _digest_of(value: object) -> bytes:
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
 
 
-def _compared(message: Message) -> list[Any]:
+def _compared(message: Message) -> list[object]:
     """Return the parts of a message by which it is recognised.
 
     Clients trim what the model said, and write its arguments as JSON of their own.
@@ -457,7 +459,7 @@ def _compared(message: Message) -> list[Any]:
     return ["assistant", content.strip(), [[call["name"], _value(call["arguments"])] for call in calls]]
 
 
-def _value(arguments: str) -> Any:
+def _value(arguments: str) -> object:
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):

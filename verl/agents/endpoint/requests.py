@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError
 
 from verl.agents.endpoint.calls import CallRefusedError
+from verl.base.types import JsonMapping, JsonObject
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages
 from verl.vision.data_urls import base64_of
@@ -23,7 +24,7 @@ NO_EFFECT = frozenset(
     }
 )
 """Parameters that change nothing of an answer's tokens."""
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
     "repetition_penalty": (1,),
@@ -77,14 +78,14 @@ class CallBody(BaseModel):
         }
 
 
-def _not_kept(name: str, value: Any) -> str:
+def _not_kept(name: str, value: object) -> str:
     if name not in NEUTRAL:
         return f"the endpoint does not know this parameter (its value is {value!r:.100})."
     allowed = " or ".join(map(repr, NEUTRAL[name]))
     return f"{value!r:.100} is not kept. Leave it out, or send what changes nothing: {allowed}."
 
 
-def read_body(form: type[Request], body: Mapping[str, Any]) -> Request:
+def read_body(form: type[Request], body: Mapping[str, object]) -> Request:
     """Check the body of a request.
 
     Raises:
@@ -100,7 +101,7 @@ def read_body(form: type[Request], body: Mapping[str, Any]) -> Request:
         raise CallRefusedError(f"{where}: {first['msg']}{value}.", param=name, code="invalid_value") from error
 
 
-def checked_messages(messages: Sequence[Any], param: str) -> list[Message]:
+def checked_messages(messages: Sequence[object], param: str) -> list[Message]:
     """Check messages and return what a chat template needs of each: role, content, calls, and which call is answered.
 
     Contents may have image parts with ``data:`` URLs, which become ``{"type": "image", "image": URL}``.
@@ -129,7 +130,7 @@ def checked_messages(messages: Sequence[Any], param: str) -> list[Message]:
     ]
 
 
-def _data_url(image: Any, where: str) -> str:
+def _data_url(image: object, where: str) -> str:
     """The ``data:`` URL of an image part of ``chat/completions``."""
     image_url = image.get("image_url") if isinstance(image, Mapping) else None
     url = image_url.get("url") if isinstance(image_url, Mapping) else image_url
@@ -142,24 +143,24 @@ def _data_url(image: Any, where: str) -> str:
     return url
 
 
-def image_part(url: Any) -> dict[str, Any]:
+def image_part(url: object) -> JsonObject:
     """Return the part of ``chat/completions`` for an image."""
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def joined_parts(parts: Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
+def joined_parts(parts: Sequence[JsonMapping]) -> str | list[JsonMapping]:
     """Return the content of a message with parts: its text, or the parts if there is an image among them."""
     return list(parts) if has_image_parts(list(parts)) else "".join(part["text"] for part in parts)
 
 
-def unmet_detail(details: Iterable[Any]) -> dict[str, str]:
+def unmet_detail(details: Iterable[object]) -> dict[str, str]:
     """Return what ``unmet`` says of the ``detail`` of images, which are as large as the image processor allows."""
     other = next((detail for detail in details if detail not in (None, "auto", "high", "original")), None)
     reason = f"{other!r:.100} asks for images of another size than the policy's image processor makes."
     return {} if other is None else {"detail": reason}
 
 
-def forced_by(choice: Any, tools: Sequence[str]) -> tuple[str, ...]:
+def forced_by(choice: object, tools: Sequence[str]) -> tuple[str, ...]:
     """Return the names of the tools of which an OpenAI client's ``tool_choice`` asks that one be called.
 
     Raises:
@@ -187,7 +188,7 @@ def tools_to_call(tools: Sequence[str], name: str | None = None) -> tuple[str, .
     return tuple(tools) if name is None else (name,)
 
 
-def unmet_choice(choice: Any) -> dict[str, str]:
+def unmet_choice(choice: object) -> dict[str, str]:
     """Return what ``unmet`` says of an OpenAI client's ``tool_choice``."""
     if choice in (None, "auto", "none", "required") or _named_function(choice) is not None:
         return {}
@@ -195,7 +196,7 @@ def unmet_choice(choice: Any) -> dict[str, str]:
     return {"tool_choice": reason}
 
 
-def _named_function(choice: Any) -> str | None:
+def _named_function(choice: object) -> str | None:
     """The name in ``{"type": "function", "name": ...}``, which ``chat/completions`` nests in ``function``."""
     if not isinstance(choice, Mapping) or choice.get("type") != "function":
         return None
@@ -214,7 +215,7 @@ def unmet_names(messages: Iterable[Any]) -> dict[str, str]:
     return {}
 
 
-def _kept(message: Any, where: str) -> Message:
+def _kept(message: object, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(f"{where} is {message!r:.100}. Expected an object with role and content.")
     role = message.get("role")
@@ -242,7 +243,7 @@ def _kept(message: Any, where: str) -> Message:
     return kept
 
 
-def _call(call: Any, where: str) -> dict[str, Any]:
+def _call(call: Any, where: str) -> JsonObject:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise DataError(f"{where} is {call!r:.100}. Expected an object with id and function.")
@@ -253,7 +254,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     }
 
 
-def _text(value: Mapping[str, Any], key: str, where: str) -> str:
+def _text(value: JsonMapping, key: str, where: str) -> str:
     if not isinstance(value.get(key), str):
         raise DataError(f"{where}.{key} is {value.get(key)!r:.100}. Expected a text.")
     return value[key]

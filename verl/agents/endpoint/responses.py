@@ -6,7 +6,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from openai.types.responses import Response as Reply
 from pydantic import BaseModel, Field, PrivateAttr, StrictBool, StrictInt
@@ -23,7 +23,11 @@ from verl.agents.endpoint.requests import (
     unmet_choice,
     unmet_detail,
 )
+from verl.base.types import JsonObject
 from verl.utils.dataset.chat import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 LOG_PROBS = "message.output_text.logprobs"
 NO_EFFECT = ("reasoning.encrypted_content",)
@@ -38,9 +42,9 @@ class ResponsesTool(BaseModel):
     type: Literal["function"]
     name: str = Field(min_length=1)
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> JsonObject:
         """Return the description in the form that chat templates read."""
         described = {"name": self.name, "description": self.description or ""}
         return {"type": "function", "function": described | {"parameters": self.parameters or dict(NO_PARAMETERS)}}
@@ -49,10 +53,10 @@ class ResponsesTool(BaseModel):
 class ResponsesBody(CallBody):
     """Body of a request."""
 
-    input: str | list[dict[str, Any]]
+    input: str | list[JsonObject]
     instructions: str | None = None
     tools: list[ResponsesTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | JsonObject | None = None
     parallel_tool_calls: StrictBool | None = None
     max_output_tokens: StrictInt | None = Field(None, ge=1)
     include: list[str] | None = None
@@ -94,7 +98,7 @@ class ResponsesBody(CallBody):
         )
 
 
-def _turns(items: Sequence[Mapping[str, Any]]) -> list[Message]:
+def _turns(items: Sequence[Mapping[str, object]]) -> list[Message]:
     """The messages that items stand for. What the assistant said and called in a row is one turn."""
     turns: list[Message] = []
     for index, item in enumerate(items):
@@ -123,7 +127,7 @@ def _turns(items: Sequence[Mapping[str, Any]]) -> list[Message]:
     return turns
 
 
-def _content_of(content: Any, where: str) -> str | list[Mapping[str, Any]]:
+def _content_of(content: object, where: str) -> str | list[Mapping[str, object]]:
     """The content of a message: a text, or parts if it has images."""
     if isinstance(content, str):
         return content
@@ -132,7 +136,7 @@ def _content_of(content: Any, where: str) -> str | list[Mapping[str, Any]]:
     return joined_parts([_chat_part(part, where) for part in content])
 
 
-def _chat_part(part: Any, where: str) -> dict[str, Any]:
+def _chat_part(part: Any, where: str) -> JsonObject:
     """The part of ``chat/completions`` for a text or an image."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind in TEXT_PARTS and isinstance(part.get("text"), str):
@@ -148,7 +152,7 @@ def _chat_part(part: Any, where: str) -> dict[str, Any]:
     return image_part(part["image_url"])
 
 
-def _details(items: Any) -> Iterator[Any]:
+def _details(items: object) -> Iterator[object]:
     """Yield what images ask for as ``detail``."""
     for item in items if isinstance(items, list) else ():
         for parts in (item.get("content"), item.get("output")):
@@ -166,7 +170,9 @@ class ResponsesReply:
         kept: takes the conversation, under the id of the response; None: it is not kept.
     """
 
-    def __init__(self, body: ResponsesBody, tokenizer: Any, kept: dict[str, list[Message]] | None) -> None:
+    def __init__(
+        self, body: ResponsesBody, tokenizer: PreTrainedTokenizerBase, kept: dict[str, list[Message]] | None
+    ) -> None:
         self._body, self._tokenizer = body, tokenizer
         self._kept = None if body.store is False else kept
         self._id, self._created = f"resp_{secrets.token_hex(12)}", int(time.time())
@@ -222,23 +228,23 @@ class ResponsesReply:
         status = _status(answer)
         yield self._event(f"response.{status}", response=self._response(status, items, answer))
 
-    def _keep(self, items: Sequence[Mapping[str, Any]]) -> None:
+    def _keep(self, items: Sequence[Mapping[str, object]]) -> None:
         if self._kept is not None:
             self._kept[self._id] = [*self._body.turns, *_turns(items)]
 
-    def _event(self, kind: str, **data: Any) -> Event:
+    def _event(self, kind: str, **data: object) -> Event:
         return kind, {"type": kind, **data, "sequence_number": next(self._numbers)}
 
     @property
-    def _text_place(self) -> dict[str, Any]:
+    def _text_place(self) -> JsonObject:
         return {"item_id": f"msg_{self._id}", "output_index": 0, "content_index": 0}
 
-    def _message_item(self, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    def _message_item(self, status: str, parts: list[JsonObject]) -> JsonObject:
         item = {"type": "message", "role": "assistant", "status": status, "content": parts}
         return item | {"id": f"msg_{self._id}"}
 
-    def _items(self, answer: ModelAnswer, has_text: bool) -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = []
+    def _items(self, answer: ModelAnswer, has_text: bool) -> list[JsonObject]:
+        items: list[JsonObject] = []
         if has_text:
             part = _part(answer.content)
             if LOG_PROBS in (self._body.include or ()):
@@ -252,7 +258,7 @@ class ResponsesReply:
             items.append(named | {"id": f"fc_{self._id}_{index}", "status": "completed"})
         return items
 
-    def _response(self, status: str, items: Sequence[Mapping[str, Any]], answer: ModelAnswer | None) -> dict[str, Any]:
+    def _response(self, status: str, items: Sequence[Mapping[str, object]], answer: ModelAnswer | None) -> JsonObject:
         """The response; it has no answer while it is in progress."""
         body = self._body
         return {
@@ -277,11 +283,11 @@ def _status(answer: ModelAnswer) -> str:
     return "incomplete" if answer.finish == "length" and not answer.calls else "completed"
 
 
-def _part(text: str) -> dict[str, Any]:
+def _part(text: str) -> JsonObject:
     return {"type": "output_text", "text": text, "annotations": []}
 
 
-def _usage(answer: ModelAnswer) -> dict[str, Any]:
+def _usage(answer: ModelAnswer) -> JsonObject:
     drawn = len(answer.token_ids)
     return {
         "input_tokens": answer.prompt_tokens,
@@ -292,7 +298,7 @@ def _usage(answer: ModelAnswer) -> dict[str, Any]:
     }
 
 
-def read(body: Mapping[str, Any], kept: Mapping[str, list[Message]] | None) -> ResponsesBody:
+def read(body: Mapping[str, object], kept: Mapping[str, list[Message]] | None) -> ResponsesBody:
     """Check the body of a request.
 
     Args:

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Protocol
 
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from verl.agents.endpoint.calls import CallRefusedError, ModelAnswer, ModelBackend, ModelCall
 from verl.agents.endpoint.chat import Event
+from verl.base.types import JsonObject
 from verl.errors import VerlError
 
 
@@ -23,7 +24,7 @@ class Vendor(Protocol):
     error_event: str | None
     """Name of the event by which a stream that has begun tells an error."""
 
-    def error(self, error: CallRefusedError) -> dict[str, Any]:
+    def error(self, error: CallRefusedError) -> JsonObject:
         """Return the body of an error."""
         ...
 
@@ -115,7 +116,7 @@ async def _events(
     yield _lines(reply.end(answers)) + (f"data: {end}\n\n" if end else "")
 
 
-def _lines(events: Iterable[tuple[str | None, BaseModel | Mapping[str, Any]]]) -> str:
+def _lines(events: Iterable[tuple[str | None, BaseModel | Mapping[str, object]]]) -> str:
     lines = []
     for name, piece in events:
         lines.append(f"event: {name}\n" if name else "")
@@ -134,7 +135,7 @@ class _EventStream(StreamingResponse):
         events: the texts to send.
     """
 
-    def __init__(self, work: asyncio.Future[Any], events: AsyncIterator[str]) -> None:
+    def __init__(self, work: asyncio.Future[list[ModelAnswer]], events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream")
         self._work = work
 

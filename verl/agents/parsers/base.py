@@ -8,12 +8,16 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
 from pydantic import BaseModel
 
 from verl.base.registry import Registry
+from verl.base.types import JsonObject
 from verl.utils.transformers_private import decoded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 END_MARKERS = (
     "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end_of_text|>", "</s>",
@@ -24,7 +28,7 @@ MOST_MALFORMED = 8
 """Calls of one response that are reported; a model that repeats itself writes thousands, and each gets an answer."""
 THINK, END_OF_THINK = "<think>", "</think>"
 
-Properties = Mapping[str, Mapping[str, Any]]
+Properties = Mapping[str, Mapping[str, object]]
 """JSON schema of each parameter of a tool."""
 
 
@@ -54,7 +58,7 @@ class ParsedTurn:
     thinking: str = ""
     """Text of the thinking, in which no calls are looked for."""
 
-    def message(self) -> dict[str, Any]:
+    def message(self) -> JsonObject:
         """Return the turn as an OpenAI client would hold it."""
         calls = [{"type": "function", "function": call.model_dump()} for call in self.calls]
         return {"role": "assistant", "content": self.content, **({"tool_calls": calls} if calls else {})}
@@ -80,12 +84,12 @@ class ToolParser(ABC):
     call_end: ClassVar[str | None] = None
     """Text that ends every call, by which a turn can be ended after its first call; None: calls have no such text."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
 
     @abstractmethod
     async def extract_tool_calls(
-        self, responses_ids: list[int], tools: Sequence[Any] | None = None
+        self, responses_ids: list[int], tools: Sequence[object] | None = None
     ) -> tuple[str, list[FunctionCall]]:
         """Return the text outside of calls, and the calls.
 
@@ -95,7 +99,7 @@ class ToolParser(ABC):
         """
 
     async def parse(
-        self, responses_ids: list[int], tools: Sequence[Any] | None = None, is_thinking: bool = False
+        self, responses_ids: list[int], tools: Sequence[object] | None = None, is_thinking: bool = False
     ) -> ParsedTurn:
         """Read a response, its malformed calls and its thinking too.
 
@@ -142,12 +146,12 @@ class ToolParser(ABC):
         return _parsers.register(name)  # pyright: ignore[reportReturnType]
 
     @classmethod
-    def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
+    def get_tool_parser(cls, name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
         """Make the parser called ``name``; see :func:`get_tool_parser`."""
         return get_tool_parser(name, tokenizer)
 
 
-def get_tool_parser(name: str, tokenizer: Any) -> ToolParser:
+def get_tool_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
     """Make a parser.
 
     Raises:
@@ -168,14 +172,14 @@ class TextToolParser(ToolParser):
     """Texts that start a call; before the first of them, ``</think>`` ends the thinking."""
 
     async def extract_tool_calls(
-        self, responses_ids: list[int], tools: Sequence[Any] | None = None
+        self, responses_ids: list[int], tools: Sequence[object] | None = None
     ) -> tuple[str, list[FunctionCall]]:
         """See :meth:`ToolParser.extract_tool_calls`."""
         turn = await self.parse(responses_ids, tools)
         return turn.content, turn.calls
 
     async def parse(
-        self, responses_ids: list[int], tools: Sequence[Any] | None = None, is_thinking: bool = False
+        self, responses_ids: list[int], tools: Sequence[object] | None = None, is_thinking: bool = False
     ) -> ParsedTurn:
         """See :meth:`ToolParser.parse`."""
         text = decoded(self.tokenizer, responses_ids)
@@ -192,7 +196,7 @@ class TextToolParser(ToolParser):
         first = min((position for mark in marks if (position := text.find(mark)) >= 0), default=len(text))
         return settled(text[:first], (*marks, *END_MARKERS))
 
-    def parse_text(self, text: str, tools: Sequence[Any] | None = None, is_thinking: bool = False) -> ParsedTurn:
+    def parse_text(self, text: str, tools: Sequence[object] | None = None, is_thinking: bool = False) -> ParsedTurn:
         """Read the text of a response whose end markers are gone."""
         thinking, rest = self.split_thinking(text, is_thinking)
         content, calls, malformed = self.read(rest, properties_of(tools))
@@ -203,7 +207,8 @@ class TextToolParser(ToolParser):
         """Return the text outside of calls, the calls, and what was no call."""
 
     def _without_end(self, text: str) -> str:
-        ends = tuple({*END_MARKERS, self.tokenizer.eos_token, self.tokenizer.pad_token} - {None, ""})
+        special = cast(list[str | None], [self.tokenizer.eos_token, self.tokenizer.pad_token])
+        ends = tuple({*END_MARKERS, *filter(None, special)})
         while (stripped := text.rstrip()).endswith(ends):
             text = stripped[: -len(next(end for end in ends if stripped.endswith(end)))]
         return text
@@ -308,7 +313,7 @@ def read_value(text: str, position: int, end: str, others: re.Pattern[str], what
     return text[position:end_of_value], end_of_value + len(end)
 
 
-def require_first(key: str, arguments: Mapping[str, Any]) -> None:
+def require_first(key: str, arguments: Mapping[str, object]) -> None:
     """Check that a call has no other value for a parameter.
 
     Raises:
@@ -347,7 +352,7 @@ def read_json(text: str, position: int = 0) -> tuple[Any, int]:
         raise NoCallError(f"invalid JSON: {error}") from error
 
 
-def make_call(name: Any, arguments: Any) -> FunctionCall:
+def make_call(name: object, arguments: object) -> FunctionCall:
     """Make a call of values as they were read.
 
     Arguments may be the text of a JSON object, which models write too; an empty text is no arguments.
@@ -374,7 +379,7 @@ def make_call(name: Any, arguments: Any) -> FunctionCall:
     return FunctionCall(name=name.strip(), arguments=text)
 
 
-def call_of_object(value: Any, arguments_key: str) -> FunctionCall:
+def call_of_object(value: object, arguments_key: str) -> FunctionCall:
     """Make a call of an object ``{"name": ..., arguments_key: {...}}``.
 
     One that has a name alone is a call without arguments.

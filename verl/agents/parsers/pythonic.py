@@ -9,7 +9,6 @@ import re
 import tokenize
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
 
 from verl.agents.parsers.base import (
     FunctionCall,
@@ -115,7 +114,7 @@ def _call(node: ast.expr) -> FunctionCall:
     return make_call(name, arguments)
 
 
-def _value(node: ast.expr, key: str) -> Any:
+def _value(node: ast.expr, key: str) -> object:
     """Value of a literal, or of the words true, false and null, which models take from JSON."""
     match node:
         case ast.Name(id=name) if name in _JSON_WORDS:

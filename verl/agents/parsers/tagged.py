@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from verl.agents.parsers.base import (
     FunctionCall,
@@ -21,6 +20,7 @@ from verl.agents.parsers.base import (
     require_first,
     skip_blanks,
 )
+from verl.base.types import JsonMapping, JsonObject
 
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 """Chat templates write these three as Python does."""
@@ -51,7 +51,7 @@ class Qwen3CoderToolParser(TextToolParser):
         def read_one(text: str, position: int) -> tuple[FunctionCall, int]:
             name, position = _name_until(text, position, ">", "the name of the function")
             properties = tools.get(name, {})
-            arguments: dict[str, Any] = {}
+            arguments: JsonObject = {}
             while not text.startswith("</function>", position := skip_blanks(text, position)):
                 position = expect(text, position, "<parameter=")
                 key, position = _name_until(text, position, ">", "the name of a parameter")
@@ -92,7 +92,7 @@ class GlmToolParser(TextToolParser):
             name, position = _name_until(text, position, "<", "the name of the function")
             name, position = name.strip(), position - 1
             properties = tools.get(name, {})
-            arguments: dict[str, Any] = {}
+            arguments: JsonObject = {}
             while not text.startswith("</tool_call>", position := skip_blanks(text, position)):
                 key, position = _name_until(text, expect(text, position, "<arg_key>"), "</arg_key>", "a key")
                 require_first(key, arguments)
@@ -113,7 +113,7 @@ def _name_until(text: str, position: int, end: str, what: str) -> tuple[str, int
     return name, end_of_name + len(end)
 
 
-def typed(text: str, schema: Mapping[str, Any] | None) -> Any:
+def typed(text: str, schema: Mapping[str, object] | None) -> object:
     """Return the value that a text stands for under a JSON schema; the text itself where the schema does not know.
 
     A text that is no value of the wanted type stays a text, so that the check against the schema reports it.
@@ -134,7 +134,7 @@ def typed(text: str, schema: Mapping[str, Any] | None) -> Any:
     return value if matches or "string" not in wanted else text
 
 
-def _types(schema: Mapping[str, Any]) -> set[str]:
+def _types(schema: JsonMapping) -> set[str]:
     """Names of the JSON types that a schema allows."""
     kinds = schema.get("type", [])
     types = {kinds} if isinstance(kinds, str) else set(kinds)

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
@@ -19,6 +19,7 @@ from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT, CallToolResult, Tool
 
 from verl.base.redact import redacted
 from verl.base.registry import suggest
+from verl.base.types import JsonMapping, JsonObject
 from verl.errors import ConfigError, VerlError
 from verl.tools.threads import LoopThread
 
@@ -54,7 +55,7 @@ class McpConnection:
         ConfigError: the settings are neither.
     """
 
-    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, settings: JsonMapping) -> None:
         for key in settings:
             if key not in KEYS:
                 raise ConfigError(f"the MCP server '{name}' has the unknown key '{key}'.{suggest(key, KEYS)}")
@@ -77,7 +78,7 @@ class McpConnection:
         """
         return _thread().submit(self._list_tools()).result()
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
+    async def call_tool(self, name: str, arguments: JsonObject) -> CallToolResult:
         """Call a tool, from any event loop; a cancelled wait cancels the call.
 
         A call that is lost with the server is made up to ``ATTEMPTS`` times if the tool's annotations say that it only
@@ -93,7 +94,7 @@ class McpConnection:
                 return await self._called(name, arguments)
         return await self._called(name, arguments)
 
-    async def _called(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
+    async def _called(self, name: str, arguments: JsonObject) -> CallToolResult:
         return await asyncio.wrap_future(_thread().submit(self._call_tool(name, arguments)))
 
     def close(self) -> None:
@@ -115,7 +116,7 @@ class McpConnection:
                 self._repeatable = {name for name, hint in hints.items() if hint.read_only_hint or hint.idempotent_hint}
                 return tools
 
-    async def _call_tool(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
+    async def _call_tool(self, name: str, arguments: JsonObject) -> CallToolResult:
         client, leave = await self._connected(), self._leave
         try:
             return await client.call_tool(name, arguments)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from jsonschema import Draft202012Validator, SchemaError
 from pydantic import ValidationError
 
 from verl.base.import_utils import user_code
+from verl.base.types import JsonMapping
 from verl.errors import ConfigError
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import load_function_tools
@@ -56,7 +55,7 @@ def initialize_tools(tool_config_path: Entries | None, function_tool_path: str |
     return tools
 
 
-def _tools_of_entry(entry: Mapping[str, Any], where: str) -> list[BaseTool]:
+def _tools_of_entry(entry: JsonMapping, where: str) -> list[BaseTool]:
     config = dict(entry.get("config") or {})
     kind = config.get("type", "native")
     if kind not in TYPES:
