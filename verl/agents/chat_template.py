@@ -36,6 +36,7 @@ SanityCheck = Literal["strict", "ignore_strippable", "disable"]
 Tools = list[JsonObject]
 
 PLACE = "the conversation"
+"""How error messages call what is rendered."""
 MOST_KEPT = 4_000_000
 """Characters of rendered texts, and of what they were rendered from, that are kept for the same messages."""
 _TOOLS: Tools = [

@@ -40,6 +40,7 @@ from verl.vision.prompts import ImagePrompts
 
 PLACE = "the conversation"
 OPENING = "opening"
+"""Role of tokens that :meth:`Conversation.open_turn` wrote: the policy goes on with them, and did not draw them."""
 
 
 @dataclass(frozen=True)

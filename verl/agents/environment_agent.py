@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONVERSATION = "policy"
+"""An episode is one conversation, which stays with one engine, whose cache of keys and values holds its beginning."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from verl.workers.reward_manager.scores import UNUSABLE, usable
 logger = logging.getLogger(__name__)
 
 ROLES = ("user", "tool", "system", "developer", "assistant")
+"""Roles of observations; a step returns messages of the first two alone, a reset of all."""
 FORM = "step returns (observation, reward, terminated, truncated, info)"
 MOST_OF_A_VALUE = 1000
 """Characters of one further value that are kept."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from verl.workers.rollout.placed_images import digests, note_digests
 INPUTS = "multi_modal_inputs"
 """Column of the images of a row, and key of ``AgentLoopOutput.multi_modal_data`` for images that are inputs already."""
 NO_IMAGES = SharedTensors({})
+"""Shared by all conversations without images, so that it is made once."""
 FOR_TEXT = (
     "the policy reads no images: it is a model for text, or of none of the families Qwen2-VL, Qwen2.5-VL and Qwen3-VL"
 )

@@ -30,8 +30,11 @@ if TYPE_CHECKING:
 LEFT_OUT = ("mask", "redraw")
 """Treatments of trajectories that are not trained on."""
 SHOWN_FAILURES = 8
+"""Most kinds of failures of a batch that the log shows, the most frequent first."""
 logger = logging.getLogger(__name__)
 
+FINISH_REASONS: dict[TrajectoryStatus, str] = {"done": "stop", "turns_used_up": "stop", "context_full": "length"}
+"""The column ``finish_reason`` by how a trajectory ended, in the words of the engines; "abort" after all others."""
 REDRAWS = 2
 """How often a trajectory whose status asks for it is drawn again."""
 NOT_FOR_LOOPS = ("uid", "sample_index")
@@ -212,7 +215,7 @@ class AgentLoopManager:
                     trajectory_id(trajectory.sample.uid, trajectory.sample.sample_index) for trajectory, *_ in rows
                 ),
                 "agent": _objects(output.agent for output in outputs),
-                "finish_reason": _objects(_finish_reason(output.status) for output in outputs),
+                "finish_reason": _objects(FINISH_REASONS.get(output.status, "abort") for output in outputs),
                 "weight_version": np.array([result.weight_version for _, result, _ in rows]),
                 "trajectory_status": _objects(result.status for _, result, _ in rows),
                 "trajectory_message": _objects(result.message for _, result, _ in rows),
@@ -244,10 +247,6 @@ def _sequences(
     """The training sequences, each with its trajectory and what became of that."""
     pairs = zip(trajectories, results, strict=True)
     return [(trajectory, result, output) for trajectory, result in pairs for output in result.outputs]
-
-
-def _finish_reason(status: TrajectoryStatus) -> str:
-    return {"done": "stop", "turns_used_up": "stop", "context_full": "length"}.get(status, "abort")
 
 
 def _objects(values: Iterable[object]) -> np.ndarray:

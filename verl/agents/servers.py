@@ -26,11 +26,13 @@ from verl.workers.rollout.request import DrawnPart, RolloutRequest, SamplingPara
 NO_EFFECT = ("logprobs",)
 """Sampling parameters of other engines that ask for what is always given."""
 OTHER_NAMES = {"max_new_tokens": "max_tokens"}
+"""Names that other libraries give a parameter; they are taken too."""
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
 """Parameters that engines of this version lack, and the value that changes nothing."""
 KINDS = {"max_tokens": int, "top_k": int, "ignore_eos": bool, "stop": str, "stop_token_ids": int}
 """Types of parameters that are no numbers, or whole ones."""
 KNOWN = SamplingParams.__dataclass_fields__.keys() - {"seed"}
+"""The seed is not among them: it follows from the sample, so that a resumed run draws the same tokens."""
 
 
 class ContextFullError(RolloutError):

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONVERSATION = "policy"
+"""All turns are one conversation, which stays with one engine, whose cache of keys and values holds its beginning."""
 
 
 @dataclass(frozen=True)

@@ -499,6 +499,7 @@ def _checked(name: str, result: object) -> tuple[ToolResponse, float | None, Jso
 
 
 _KINDS = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+"""Names of JSON schema for types of Python; a text is not among them, because it is what gets converted."""
 
 
 def as_described(value: Any, schema: JsonMapping) -> Any:

@@ -41,7 +41,7 @@ from verl.agents.tool_agent import ToolAgentLoop
 from verl.agents.turns import DrawnTurn, drawn_log_probs, drawn_routing, preemptions, sampled_like
 from verl.base.import_utils import user_code
 from verl.base.registry import suggest
-from verl.base.types import JsonMapping, JsonObject
+from verl.base.types import JsonMapping
 from verl.config import PPOConfig, RolloutConfig
 from verl.config.agent import TrajectoryStatus
 from verl.errors import ConfigError, VerlError
@@ -71,6 +71,8 @@ COLUMNS = (
 )
 """Columns of the batch that an agent loop cannot set."""
 
+SAMPLING_PARAMS = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
+"""What an agent loop gets as ``sampling_params``: those of a request that a loop may pass on."""
 END_GRACE_S = 5.0
 """How long a cancelled trajectory may take to end before it is left behind."""
 
@@ -316,7 +318,8 @@ class AgentLoopWorker:
         try:
             with user_code(f"agent loop '{trajectory.agent_name}'"):
                 loop = await self._loop(trajectory, policy)
-                returned = await loop.run(_named(trajectory.sampling), **trajectory.row)
+                sampling = {name: getattr(trajectory.sampling, name) for name in SAMPLING_PARAMS}
+                returned = await loop.run(sampling, **trajectory.row)
             outputs = self._checked(returned, policy.turns, trajectory)
             return TrajectoryResult(outputs, "", policy.turns[-1].weight_version if policy.turns else -1)
         except ContextFullError as error:
@@ -588,8 +591,3 @@ def _check_drawn_once(outputs: Sequence[AgentLoopOutput], turns: Sequence[DrawnT
 
 def _too_long(limit_s: float) -> str:
     return f"it took longer than trajectory_timeout_s={limit_s:g} s"
-
-
-def _named(sampling: SamplingParams) -> JsonObject:
-    names = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
-    return {name: getattr(sampling, name) for name in names}

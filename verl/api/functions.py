@@ -34,6 +34,7 @@ _objects = cloudpickle.loads(
 {names}
 '''
 _LINE = 110
+"""Characters of a line of base64 in the written module."""
 
 
 def write_module(objects: Mapping[str, object], folder: Path) -> Path:

@@ -43,7 +43,9 @@ OF_COMPLETIONS = ("completions", "prompts")
 _OF_RESPONSES = ("solution_str", "solution_strs", "completions", "prompts")
 """Arguments that are never a column of the data, whatever that has."""
 _OF_TRUTH = ("ground_truth", "ground_truths")
+"""Arguments that need a column with the truth; without it the error names the column."""
 _TAKEN = ("score", "reward_status", "turn_scores")
+"""Names of columns that verl writes; a reward function or a further value of it is not called so."""
 
 
 @dataclass(frozen=True)

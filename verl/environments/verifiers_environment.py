@@ -157,6 +157,7 @@ def _loaded(env_id: str, arguments: str) -> Any:
 
 
 _shared = functools.cache(_loaded)
+"""One for all episodes: loading may read a data set."""
 
 
 def _client(environment: VerifiersEnvironment) -> object:
@@ -167,7 +168,11 @@ def _client(environment: VerifiersEnvironment) -> object:
         async def get_response(
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
         ) -> Any:
-            return await environment.asked([_message(one) for one in prompt], [_tool(one) for one in tools or []])
+            functions = [
+                {"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools or []
+            ]
+            descriptions = [{"type": "function", "function": function} for function in functions]
+            return await environment.asked([_message(one) for one in prompt], descriptions)
 
         def _unused(self, *args: object) -> object:
             raise NotImplementedError("the policy answers requests as they are")
@@ -190,11 +195,6 @@ def _message(message: Any) -> JsonObject:
             for c in calls
         ]
     return plain
-
-
-def _tool(tool: Any) -> JsonObject:
-    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {"type": "function", "function": function}
 
 
 def _response(action: str, calls: list[JsonObject]) -> object:

@@ -12,6 +12,7 @@ from verl.utils.reward_score import gsm8k
 RIGHT = "Yes, that is right."
 WRONG = "That is not right. Look for the mistake, and give your answer again."
 METHODS = ("strict", "flexible")
+"""See ``extract_solution`` of the scorer of GSM8K."""
 
 
 class Gsm8kInteraction(BaseInteraction):

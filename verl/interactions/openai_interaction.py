@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     import openai
 
 OTHER_SIDE = {"user": "assistant", "assistant": "user"}
+"""The model that plays the user sees its own messages as the assistant's."""
 BEGINNING = "The conversation begins. Say what you want."
 JUDGE = "reward_router_address"
 FIELD = re.compile(r"\{(\w+)\}")
+"""A field of the system prompt or of the address, filled from the row."""
 SHOWN = 500
 """Longest part of an error of the endpoint in a message, in characters."""
 

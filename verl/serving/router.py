@@ -28,6 +28,7 @@ from verl.workers.rollout.request import NO_WEIGHTS, DrawnPart, RolloutOutput, R
 from verl.workers.rollout.request_queue import Answer
 
 REMEMBERED_CONVERSATIONS = 100_000
+"""Conversations whose engine is remembered. Beyond that the least recently used is forgotten, to bound the memory."""
 ENDED = "no rollout is running, so no engine answers. Do not call generate after run() has returned."
 
 

@@ -29,6 +29,7 @@ from verl.tools.threads import in_thread
 
 F = TypeVar("F", bound=Callable[..., object])
 _MARK = "__verl_tool__"
+"""Attribute of functions that are tools; it survives ``functools.wraps``, unlike a set of known functions."""
 SPARE_S = 30.0
 """Seconds beside a call's own that the start of its process may take on a busy machine."""
 

@@ -24,6 +24,7 @@ from verl.tools.search_tool import CorpusSearchTool
 MOST_WORDS = 64
 """Words of a query that are looked for."""
 TITLE_WEIGHT = 2.0
+"""A word in the title counts as much as this many in the text, for BM25."""
 _WORDS = re.compile(r"\w+")
 
 

@@ -13,6 +13,7 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.threads import in_thread
 
 LIMITS = {"wall_s": 10.0, "cpu_s": 120, "memory_mb": 512, "max_processes": 16, "max_output_bytes": 1 << 18}
+"""Defaults of the limits of a program; its output is cut, because all of it goes into the context."""
 SPARE_S = 60.0
 """Seconds that a call may take beside its code: the start of an interpreter on a busy machine."""
 

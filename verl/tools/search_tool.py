@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import httpx2
 from tenacity import Retrying
 
 from verl.base.http_retries import retry_rule
-from verl.base.types import JsonMapping, JsonObject
+from verl.base.types import JsonObject
 from verl.errors import ConfigError
 from verl.tools.base_tool import BaseTool, schema
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 from verl.tools.threads import in_thread
 
 RETRIES = 3
+"""Repetitions of a request after errors of the connection or of the server."""
 
 
 class RetrievalError(RuntimeError):
@@ -91,9 +92,14 @@ class SearchTool(CorpusSearchTool):
         """
         body = {"queries": list(queries), "topk": self.topk, "return_scores": True}
         try:
-            answer = Retrying(**retry_rule(RETRIES))(self._post, body)
-            results = answer["result"]
-            contents = [[_contents(one) for one in documents][: self.topk] for documents in results]
+            answer = Retrying(**retry_rule(RETRIES))(
+                lambda: self._client.post(self.retrieval_service_url, json=body).raise_for_status().json()
+            )
+            # Servers answer {"document": {"contents": ...}, "score": ...} or, without scores, the document itself.
+            contents = [
+                [str(one.get("document", one)["contents"]) for one in documents][: self.topk]
+                for documents in answer["result"]
+            ]
         except httpx2.HTTPError as error:
             raise RetrievalError(f"the retrieval server fails: {error or type(error).__name__}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -101,14 +107,6 @@ class SearchTool(CorpusSearchTool):
         if len(contents) != len(queries):
             raise RetrievalError(f"the retrieval server answers {len(contents)} of {len(queries)} queries.")
         return contents
-
-    def _post(self, body: Mapping[str, object]) -> JsonObject:
-        return self._client.post(self.retrieval_service_url, json=body).raise_for_status().json()
-
-
-def _contents(result: JsonMapping) -> str:
-    document = result.get("document", result)
-    return str(document["contents"])
 
 
 def written(queries: Sequence[str], results: Sequence[Sequence[str]]) -> str:

@@ -22,6 +22,7 @@ MERGE = 2
 MIN_PIXELS, MAX_PIXELS = 4 * 28**2, 16384 * 28**2
 """Limits of an image that names its own size, as in the package qwen-vl-utils."""
 LARGEST_RATIO = 200
+"""Image processors of the Qwen-VL families refuse narrower images; here the error names the row."""
 _LIMITS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 # What Pillow's decoders raise for files that are damaged, cut off or enormous.
 _BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)

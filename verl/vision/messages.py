@@ -13,6 +13,7 @@ PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
 """What stands in a text for an image and for a video."""
 _KIND_OF_PART = {"image": "image", "image_url": "image", "video": "video"}
 _TIME = re.compile(r"<\d+\.\d seconds>")
+"""Text that processors write before each time step of a video."""
 Message = JsonObject
 
 

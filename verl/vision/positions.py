@@ -17,6 +17,7 @@ from verl.errors import DataError
 from verl.vision.families import IMAGE_INPUTS, TEXT_PLACES, VisionConfig
 
 AXES = 4
+"""Of positions: that of text, and time, height and width of images."""
 
 
 def mrope_positions(

@@ -37,6 +37,7 @@ _NUMBERS = {
 }  # fmt: skip
 """Settings of a video, with their lower bounds; that of ``fps`` is not allowed itself."""
 _SOURCES = ("bytes", "video", "path")
+"""Keys under which a row may hold the file of a video."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = 32 * 2**20
 """Longest body of a call, as Anthropic has it."""
 TOO_LONG = 413
+"""Status of a refused body; the rest of it is not read, so the connection is closed after the answer."""
 CLIENT_LEFT = 499
 """Status of a call whose client has closed the connection; nobody reads it."""
 

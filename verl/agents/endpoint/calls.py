@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONTEXT_LENGTH = "context_length_exceeded"
+"""The error code by which clients of OpenAI recognise a full context."""
 
 
 class CallRefusedError(VerlError):

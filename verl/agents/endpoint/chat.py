@@ -64,6 +64,7 @@ class ChatTool(BaseModel):
 
 
 NO_PARAMETERS: Mapping[str, object] = {"type": "object", "properties": {}}
+"""JSON schema of a function that takes no arguments; chat templates read it where a client leaves the schema out."""
 
 
 class ChatBody(CallBody):

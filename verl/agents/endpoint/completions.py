@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 16
 """As OpenAI has it."""
 OTHER_TOKENS = "log-probs are there of the drawn tokens alone; ask for 0."
+"""Why ``logprobs`` is 0 at most: engines return the log-probability of the drawn token, and of no other."""
 
 
 class CompletionBody(CallBody):

@@ -26,6 +26,7 @@ from verl.utils.dataset.chat import Message
 from verl.vision.data_urls import data_url
 
 THOUGHTS = ("thinking", "redacted_thinking")
+"""Parts of earlier answers that clients send back; the policy is not shown them."""
 
 
 class MessagesTool(BaseModel):

@@ -41,7 +41,6 @@ from verl.agents.parsers import FunctionCall, ToolParser
 from verl.agents.parsers.base import END_OF_THINK
 from verl.agents.servers import AsyncLLMServerManager, ContextFullError, TokenOutput
 from verl.base.import_utils import user_code
-from verl.base.types import JsonObject
 from verl.config.agent import TrajectoryStatus
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.utils.dataset.chat import Message
@@ -366,7 +365,11 @@ class TrajectoryRecorder:
         shown: Collection[str],
     ) -> None:
         if calls:
-            message = message | {"tool_calls": [_as_message(call) for call in calls]}
+            tool_calls = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in calls
+            ]
+            message = message | {"tool_calls": tool_calls}
         origin, turns = position.origin, len(position.sequence.drawn)
         conversation = position.sequence.conversation.copy()
         conversation.add_drawn(output.token_ids, output.log_probs or [], message)
@@ -430,10 +433,6 @@ def _with_ids(calls: Sequence[FunctionCall], context: list[int], drawn: list[int
         one.update(str(index).encode())
         ids.append(base64.b32encode(one.digest()).decode()[:9].lower())
     return [ModelToolCall(id, call.name, call.arguments) for id, call in zip(ids, calls, strict=True)]
-
-
-def _as_message(call: ModelToolCall) -> JsonObject:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _digest(before: bytes, messages: Sequence[Message]) -> bytes:

@@ -19,6 +19,7 @@ from verl.agents.endpoint.calls import CallRefusedError, ModelBackend
 from verl.tools.threads import LoopThread
 
 LOOPBACK = "127.0.0.1"
+"""The endpoint has no encryption, so only programs of this machine reach it."""
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 REMEMBERED = 10_000

@@ -243,6 +243,16 @@ def settled(text: str, marks: Sequence[str]) -> str:
 
 
 Reading = tuple[str, list[FunctionCall], list[MalformedCall]]
+"""The text outside of calls, the calls, and the texts that begin like a call and are none."""
+
+
+def refusing(reason: str) -> Callable[[str, int], tuple[FunctionCall, int]]:
+    """Return a ``read_one`` of :func:`read_calls` for markers after which no call can stand."""
+
+    def read_one(text: str, place: int) -> tuple[FunctionCall, int]:
+        raise NoCallError(reason)
+
+    return read_one
 
 
 def read_calls(text: str, start: str, end: str, read_one: Callable[[str, int], tuple[FunctionCall, int]]) -> Reading:

@@ -17,18 +17,23 @@ from verl.agents.parsers.base import (
     read_calls,
     read_json,
     read_value,
+    refusing,
     require_first,
     skip_blanks,
 )
 
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _AROUND = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+"""Around all calls of a turn (V3, R1, V3.1)."""
 INVOKE, END_INVOKE = "<｜DSML｜invoke", "</｜DSML｜invoke>"
 _AROUND_INVOKES = re.compile(r"</?｜DSML｜(?:function_calls|tool_calls)>")
+"""Around all calls of a turn (V3.2 and later), under either of its two names."""
 _NAME = re.compile(r'\s+name="([^"]+)"\s*>')
 _PARAMETER = re.compile(r'<｜DSML｜parameter\s+name="([^"]+)"(?:\s+string="(true|false)")?\s*>')
+"""``string`` says whether the value is text as it stands or JSON."""
 _END_PARAMETER = "</｜DSML｜parameter>"
 _AFTER_VALUE = re.compile(rf"{_PARAMETER.pattern}|{END_INVOKE}")
+"""What may follow a value whose end tag the model left out."""
 
 
 @ToolParser.register("deepseek")
@@ -42,11 +47,11 @@ class DeepSeekToolParser(TextToolParser):
         if "<｜DSML｜" in text:
             content, calls, malformed = read_calls(text, INVOKE, END_INVOKE, _read_invoke)
             if not calls and not malformed:
-                return read_calls(text, "<｜DSML｜", "</｜DSML｜", _no_invoke)
+                return read_calls(text, "<｜DSML｜", "</｜DSML｜", refusing(f'no {INVOKE} name="..."> in the block'))
             return (content if malformed else _AROUND_INVOKES.sub("", content)), calls, malformed
         content, calls, malformed = read_calls(text, BEGIN, END, _read_one)
         if not calls and not malformed and _AROUND[0] in text:
-            return read_calls(text, *_AROUND, _no_begin)
+            return read_calls(text, *_AROUND, refusing(f"no {BEGIN} follows"))
         if not malformed:
             for marker in _AROUND:
                 content = content.replace(marker, "")
@@ -68,14 +73,6 @@ def _read_one(text: str, position: int) -> tuple[FunctionCall, int]:
     name = text[position:fence].strip()
     value, position = read_json(text, fence + len("```json") if text.startswith("```json", fence) else fence + 3)
     return make_call(name, value), expect(text, expect(text, position, "```"), END)
-
-
-def _no_begin(text: str, position: int) -> tuple[FunctionCall, int]:
-    raise NoCallError(f"no {BEGIN} follows")
-
-
-def _no_invoke(text: str, position: int) -> tuple[FunctionCall, int]:
-    raise NoCallError(f'no {INVOKE} name="..."> in the block')
 
 
 def _read_invoke(text: str, position: int) -> tuple[FunctionCall, int]:

@@ -25,6 +25,7 @@ from verl.agents.parsers.base import (
 _START, _END = "<|python_start|>", "<|python_end|>"
 _LOOKS_LIKE_CALLS = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(")
 _JSON_WORDS = {"true": True, "false": False, "null": None}
+"""Models write these three as JSON does, though the call is Python."""
 _RENAMED = "_python_keyword_"
 """Stands before a keyword of Python that is a name here, while Python's own parser reads the calls."""
 

@@ -17,6 +17,7 @@ from verl.agents.parsers.base import (
     make_call,
     read_calls,
     read_value,
+    refusing,
     require_first,
     skip_blanks,
 )
@@ -27,8 +28,11 @@ _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 _AFTER_PARAMETER = re.compile(
     r"\n<parameter=[^<>\n]+>|</function>\s*(?:</?tool_call>|<function=|\Z)|</tool_call>\s*<tool_call>\s*<function="
 )
+"""What may follow a value of Qwen3-Coder whose end tag the model left out."""
 _AFTER_ARG_VALUE = re.compile(r"<arg_key>[^<]+</arg_key>\s*<arg_value>|</tool_call>\s*(?:<tool_call>|\Z)")
+"""What may follow a value of GLM whose end tag the model left out."""
 _TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+"""Names of JSON schema for the types that ``json.loads`` returns."""
 
 
 @ToolParser.register("qwen3_coder")
@@ -63,12 +67,8 @@ class Qwen3CoderToolParser(TextToolParser):
 
         content, calls, malformed = read_calls(text, "<function=", "</function>", read_one)
         if not calls and not malformed and "<tool_call>" in text:
-            return read_calls(text, "<tool_call>", "</tool_call>", _no_function)
+            return read_calls(text, "<tool_call>", "</tool_call>", refusing("no <function=name> follows <tool_call>"))
         return (re.sub(r"</?tool_call>", "", content) if calls and not malformed else content), calls, malformed
-
-
-def _no_function(text: str, position: int) -> tuple[FunctionCall, int]:
-    raise NoCallError("no <function=name> follows <tool_call>")
 
 
 @ToolParser.register("glm")
