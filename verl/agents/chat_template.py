@@ -160,7 +160,7 @@ class ChatTemplate:
         return checked
 
     def guarded(self, tools: Tools | None) -> Tools | None:
-        """Tools whose descriptions are marked like the texts of a prompt; a template that writes none is told."""
+        """Tools whose descriptions are marked like the texts of a prompt; warns if the template does not write them."""
         if tools and not self._forms.writes_tools:
             self.tell(
                 "tools",

@@ -89,7 +89,7 @@ async def read_messages(source: Sequence[object], where: str, maker: ImagePrompt
     if not any(sources):
         return messages
     filled = with_images(messages, sources)
-    return await asyncio.to_thread(opened, filled, maker, where)  # decoding would hold up all other conversations
+    return await asyncio.to_thread(opened, filled, maker, where)  # decoding would block all other conversations
 
 
 def opened(messages: Sequence[Message], maker: ImagePrompts | None, where: str) -> list[Message]:

@@ -315,7 +315,7 @@ def require_judge(config: Any, who: str) -> None:
 
     Args:
         config: the whole configuration.
-        who: names what asks it, and how it says so.
+        who: the beginning of the error: what asks the judge, with its setting.
 
     Raises:
         ConfigError: none does.

@@ -9,7 +9,7 @@ from verl.config.agent import TrajectoryStatus
 
 
 def without_tokens(output: AgentLoopOutput) -> AgentLoopOutput:
-    """Return what is told of a sequence to a process that does not need its tokens."""
+    """Return a sequence without its tokens, for a process that does not need them."""
     tokens = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")
     return output.model_copy(update={**{name: [] for name in tokens}, "routed_experts": None})
 

@@ -10,7 +10,7 @@
 Tokens stay with the worker that ran a trajectory. At the end of a rollout it pads them to columns, which lie in Ray's
 object store as those of the ranks do (:mod:`verl.protocol.stored`); the driver learns how each trajectory ended.
 
-A worker that dies, or gives no sign of life for ``rollout.agent.hang_timeout_s``, is replaced, and its trajectories are
+A worker that dies, or does not answer for ``rollout.agent.hang_timeout_s``, is replaced, and its trajectories are
 run again from their beginning with the same random numbers, also those that had ended
 (:mod:`verl.agents.ray_trajectories`). The driver's router (:mod:`verl.serving.ray`), which counts calls of tools too,
 is lost with the ranks if it does so, as a rank is.

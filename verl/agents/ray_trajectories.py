@@ -1,4 +1,4 @@
-"""The trajectories of one rollout on Ray: which process runs which, and what becomes of those of a lost process."""
+"""The trajectories of one rollout on Ray: they are given to processes, and those of a lost process to others."""
 
 from __future__ import annotations
 

@@ -226,7 +226,7 @@ class AsyncLLMServerManager:
         """Return the inputs of images, None without any, and the places of image tokens that the policy drew."""
         if isinstance(images, Mapping) or not images:
             inputs = as_inputs(images, self._images, "image_data")
-        else:  # decoding a picture would hold up all other conversations
+        else:  # decoding a picture would block all other conversations
             inputs = await asyncio.to_thread(as_inputs, images, self._images, "image_data")
         texts = () if self._images is None else text_places(ids, inputs, self.turns, self._images.config)
         return inputs if len(inputs) else None, texts

@@ -141,7 +141,7 @@ class SimulatedUser:
         )
         match result:
             case (is_end, str() | list() as said, score, dict() | None):
-                content = "" if is_end else await self._content(said)  # nobody sees what is said at the end
+                content = "" if is_end else await self._content(said)  # the policy gets no further turn
                 try:
                     return UserAnswer(bool(is_end), content, None if score is None else usable(score))
                 except UNUSABLE as error:

@@ -61,7 +61,7 @@ async def no_limit() -> AsyncIterator[None]:
 
 
 class SlotTable:
-    """The slots of all tools of a run, and which calls of which processes hold them; for one event loop.
+    """The slots of all tools of a run, and the calls that hold them; used from one event loop.
 
     A call asks by :meth:`take` and gives back by :meth:`give`, also if it no longer waits. The two may arrive in any
     order.

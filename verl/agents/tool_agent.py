@@ -81,7 +81,7 @@ class ToolAgentParts:
                 require_judge(config, f"the interaction '{name}' of {path}")
         tools = initialize_tools(turns.tool_config_path, turns.function_tool_path)
         runner = ToolRunner(tools, template.control.shorten, limits)
-        template.guarded(runner.schemas)  # here, so that what keeps the model from seeing them is told at the start
+        template.guarded(runner.schemas)  # here, so that a template that writes no tools is warned of at the start
         return cls(
             template,
             runner,

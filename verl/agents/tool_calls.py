@@ -391,7 +391,7 @@ class ToolSession:
             ]
 
         try:
-            return await asyncio.to_thread(read)  # decoding would hold up all other conversations
+            return await asyncio.to_thread(read)  # decoding would block all other conversations
         except (ConfigError, DataError) as error:
             raise _CallError(CallFailure.WRONG_RESULT, str(error)) from error
 

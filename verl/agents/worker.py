@@ -299,7 +299,7 @@ class AgentLoopWorker:
         self, attempt: _RunningTrajectory, trajectory: Trajectory, policy: AsyncLLMServerManager
     ) -> None:
         attempt.loop, attempt.task = asyncio.get_running_loop(), asyncio.current_task()
-        attempt.loop.set_default_executor(DaemonThreads())  # so that a function that blocks cannot hold up the exit
+        attempt.loop.set_default_executor(DaemonThreads())  # a function that blocks must not delay the exit
         try:
             result = await self._answered(trajectory, policy)
         except asyncio.CancelledError:

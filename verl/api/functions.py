@@ -41,7 +41,7 @@ def write_module(objects: Mapping[str, object], folder: Path) -> Path:
     """Write a Python file in whose namespace the objects stand by name.
 
     Objects of importable modules are written as references, others by value, with what they refer to. The file keeps
-    its name, by which a resumed run is known as the same; this process imports it anew.
+    its name, so that a resumed run is recognised as the same; this process imports it anew.
 
     Raises:
         ConfigError: an object cannot be sent to another process, or belongs to another version of Python.

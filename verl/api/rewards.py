@@ -197,7 +197,7 @@ def _is_async(reward: Reward) -> bool:
 class _Rewards:
     """Arguments of several functions, and the sum of their scores.
 
-    Its signature names the columns that the functions want, by which a run knows what to give.
+    Its signature names the columns that the functions take; the run passes those.
     """
 
     own: tuple[str, ...] = ()
@@ -287,7 +287,7 @@ class AsyncSampleRewards(SampleRewards):
 
 
 class BatchRewards(_Rewards):
-    """Functions of which at least one gets all responses of a step; those for one response are called for each."""
+    """Functions of which one or more get all responses of a step; the others are called for each response."""
 
     own = ("solution_strs", "data_sources", "ground_truths", "extra_infos")
 

@@ -83,7 +83,7 @@ class Environment(ABC):
         Returns:
             The observation, a text or pictures of the user (after one call: its result) or messages; the reward of the
             turn, or None from an environment that gives none; whether the episode has come to its end; whether a limit
-            of the environment's own ends it; and further values. After the last step nobody sees the observation.
+            of the environment's own ends it; and further values. The observation of the last step is not used.
         """
 
     def score(self) -> float | Awaitable[float | None] | None:

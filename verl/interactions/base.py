@@ -58,7 +58,7 @@ class BaseInteraction:
         raise NotImplementedError(f"{type(self).__name__} must define generate_response().")
 
     async def calculate_score(self, instance_id: str | None = None, **kwargs: object) -> float:
-        """Return the score of the trajectory's state; for :meth:`generate_response`, and called by nobody else."""
+        """Return the score of the trajectory's state; for :meth:`generate_response`, which alone calls it."""
         return 0.0
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: object) -> None:

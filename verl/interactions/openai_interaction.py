@@ -96,7 +96,7 @@ class OpenAIInteraction(BaseInteraction):
         self.endpoint = Endpoint(**settings)
         name = self.endpoint.api_key_env
         self._key = env.secret(name, "api_key_env") if name else None
-        self._client  # noqa: B018 - here, so that a missing package is told before the run
+        self._client  # noqa: B018 - here, so that a missing package is an error before the run
 
     @cached_property
     def _client(self) -> openai.OpenAI:

@@ -139,7 +139,7 @@ class JudgeService:
         return Deferred(scoring.futures, result)
 
     def forget(self) -> None:
-        """Give up scoring that nobody waits for, because the ranks have ended."""
+        """Cancel scoring whose result is not needed, because the ranks have ended."""
         self._backend.sleep()
         self._session.close()
 
@@ -284,7 +284,7 @@ def _session(controller: str, rollout: RolloutConfig, loop: asyncio.AbstractEven
 
 
 def _waited_for(handle: Deferred[T]) -> Future[T]:
-    """Wait for a handle in a thread that does not hold up the end of the process."""
+    """Wait for a handle in a thread that does not delay the end of the process."""
     outcome: Future[T] = Future()
 
     def wait() -> None:

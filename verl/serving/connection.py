@@ -15,7 +15,7 @@ class GenerationCall(Protocol):
     """A request under way."""
 
     def future(self) -> Future[RolloutOutput] | asyncio.Future[RolloutOutput]:
-        """Return what becomes of it."""
+        """Return its result."""
         ...
 
     def cancel(self) -> None:
@@ -44,7 +44,7 @@ class LocalCall:
         self._future = future
 
     def future(self) -> Future[RolloutOutput] | asyncio.Future[RolloutOutput]:
-        """Return what becomes of it."""
+        """Return its result."""
         return self._future
 
     def cancel(self) -> None:

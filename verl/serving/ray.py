@@ -264,7 +264,7 @@ class _Fetching:
             if router and isinstance(error, RayActorError):  # nobody waits for these answers
                 for number in self._drop(router):
                     self.queue.cancel(number)
-            else:  # the driver learns it too, and says so
+            else:  # the driver notices it too, and raises
                 logger.warning("a router of requests does not answer: %s", brief(str(error)))
                 self.queue.close()
             return
@@ -352,7 +352,7 @@ class RayCall:
         self._reference = reference
 
     def future(self) -> Future[RolloutOutput]:
-        """Return what becomes of it; the loss of the router is an EngineLostError."""
+        """Return its result; the loss of the router is an EngineLostError."""
         outcome: Future[RolloutOutput] = Future()
 
         def take(done: Future[RolloutOutput]) -> None:
@@ -393,7 +393,7 @@ class RayConnection:
         reference = self._router.generate.remote(conversation, sent, stream)
 
         def tell() -> None:
-            with suppress(RayError):  # what goes wrong is told by the answer; here it only ends the stream
+            with suppress(RayError):  # the answer raises the error; here it only ends the stream
                 while parts := ray.get(self._router.parts.remote(stream)):
                     for part in parts:
                         on_part(part)
@@ -412,7 +412,7 @@ class RaySession:
     Args:
         title: whose session it is, for messages.
         room: most requests that the router of one process gives an engine at once.
-        limit_s: how long the driver's router may give no sign of life.
+        limit_s: how long the driver's router may not answer.
         router_class: class of the driver's router.
         ended: message of the error with which requests are refused while the engines sleep.
     """
@@ -522,7 +522,7 @@ class RaySession:
             on_failure.pop_all()
 
     def _close_in(self, this_round: tuple[int, int]) -> None:
-        """Close, unless the engines serve in a later round: one that nobody waits for ends when its handle is freed."""
+        """Close, unless the engines serve in a later round: an abandoned round ends late, when its handle is freed."""
         if self._round == this_round:
             self.close()
 

@@ -136,7 +136,7 @@ class Router:
             self._forget(number)
 
     def take_answer(self, number: int, answer: Answer | DrawnPart) -> None:
-        """Pass an engine's answer, or a part of it, on; one that nobody waits for is ignored."""
+        """Pass on an engine's answer, or a part of it; that of a cancelled request is ignored."""
         pending = self._pending.get(number)
         if pending is None or pending.engine is None or pending.answer.done():
             return

@@ -58,7 +58,7 @@ class BaseTool:
             **kwargs: ``create_kwargs``, the values of the row under ``tools_kwargs[name]["create_kwargs"]``.
 
         Returns:
-            The name of the state, and a response that is shown to nobody.
+            The name of the state, and a response, which is not used.
         """
         return instance_id or str(uuid4()), ToolResponse()
 

@@ -174,7 +174,7 @@ def schema_of_function(function: Callable[..., object], name: str | None = None)
     described = schema["function"]
     for parameter in described["parameters"]["properties"].values():
         _standard(parameter)
-    # A model that invents a parameter is told so.
+    # An invented parameter is an error that the model sees.
     parameters = {**described["parameters"], "additionalProperties": False}
     return OpenAIFunctionToolSchema.model_validate(
         {

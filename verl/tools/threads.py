@@ -1,4 +1,4 @@
-"""Blocking functions and event loops in threads that nobody waits for at the end of the process."""
+"""Blocking functions and event loops in daemon threads, which do not delay the end of the process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
 class DaemonThreads(ThreadPoolExecutor):
     """The executor of an event loop for ``asyncio.to_thread``, with daemon threads.
 
-    Those of its base class hold up the end of the process until the last of their functions has returned.
+    Threads of the base class delay the end of the process until the last of their functions has returned.
     """
 
     def __init__(self) -> None:

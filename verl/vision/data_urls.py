@@ -1,4 +1,4 @@
-"""URLs with a picture in base64, by which programs and servers of tools send pictures."""
+"""URLs with a picture in base64, as programs and tool servers send pictures."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def with_placeholders(
     """Replace image and video parts of messages by ``<image>`` and ``<video>``; return the messages and what they held.
 
     Args:
-        prompt: of a row, a string or messages; anything else is returned as it is, for others to refuse.
+        prompt: of a row, a string or messages; anything else is returned as it is, and refused later.
         media: under ``image`` the row's column of images, under ``video`` that of videos, or None. Parts that bring
             nothing take these in turn. Parts of a kind that is not named stay.
         where: file and row, for errors.

@@ -65,7 +65,7 @@ class VideoLimits:
 
 @dataclass(frozen=True)
 class Clip:
-    """A video of which frames and their size are chosen; its pictures are decoded when they are asked for."""
+    """A video with its chosen frames and their size; the pictures are decoded on demand."""
 
     source: Sequence[object] | bytes | str
     """Pictures, the bytes of a file, or its path."""
@@ -95,7 +95,7 @@ class Clip:
         return [(first + second) / 2 / self.rate for first, second in pairs]
 
     def frames(self) -> Iterator[Image.Image]:
-        """Decode the chosen frames in turn, of which only the latest is held.
+        """Decode the chosen frames in turn; only the latest is kept in memory.
 
         Raises:
             DataError: a frame cannot be read, or has another size than the first; the message names the row.

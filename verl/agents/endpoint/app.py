@@ -30,7 +30,7 @@ MOST_BYTES = 32 * 2**20
 TOO_LONG = 413
 """Status of a refused body; the rest of it is not read, so the connection is closed after the answer."""
 CLIENT_LEFT = 499
-"""Status of a call whose client has closed the connection; nobody reads it."""
+"""Status of a call whose client has closed the connection; it is not sent."""
 
 Find = Callable[[str, str], ModelBackend]
 """Returns the backend of a path and a key; raises CallRefusedError for strangers. The path is what stands before

@@ -79,7 +79,7 @@ class ModelCall:
     calls_tools: bool = True
     """False: tool calls are not looked for in the answer."""
     must_call: tuple[str, ...] = ()
-    """Names of tools of which the answer has to call one; empty: it may call any or none."""
+    """The answer must call one of these tools; empty: it may call any or none."""
     one_call: bool = False
     """The answer ends with its first tool call."""
     n: int = 1

@@ -161,7 +161,7 @@ def unmet_detail(details: Iterable[object]) -> dict[str, str]:
 
 
 def forced_by(choice: object, tools: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the tools of which an OpenAI client's ``tool_choice`` asks that one be called.
+    """Return the tools that an OpenAI client's ``tool_choice`` requires: one of them must be called.
 
     Raises:
         CallRefusedError: there is no such tool.
@@ -173,7 +173,7 @@ def forced_by(choice: object, tools: Sequence[str]) -> tuple[str, ...]:
 
 
 def tools_to_call(tools: Sequence[str], name: str | None = None) -> tuple[str, ...]:
-    """Return the names of the tools of which one has to be called: the named one, or all.
+    """Return the names of the tools of which one must be called: the named one, or all.
 
     Raises:
         CallRefusedError: there is no such tool.

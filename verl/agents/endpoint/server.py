@@ -23,7 +23,7 @@ LOOPBACK = "127.0.0.1"
 BACKLOG = 2048
 """Connections that may wait to be accepted."""
 REMEMBERED = 10_000
-"""Ended trajectories whose late calls are told apart from those of strangers."""
+"""Ended trajectories that are remembered: their late calls get another error than an unknown key."""
 END_S = 5.0
 """How long the server may take to end."""
 

@@ -22,7 +22,7 @@ class Vendor(Protocol):
     """Format of errors in the API of one vendor."""
 
     error_event: str | None
-    """Name of the event by which a stream that has begun tells an error."""
+    """Name of the event with an error, in a stream that has begun."""
 
     def error(self, error: CallRefusedError) -> JsonObject:
         """Return the body of an error."""
@@ -128,7 +128,7 @@ def _lines(events: Iterable[tuple[str | None, BaseModel | Mapping[str, object]]]
 class _EventStream(StreamingResponse):
     """A stream that ends as soon as the client closes the connection.
 
-    That of Starlette learns it by sending, which may be much later.
+    The class of Starlette notices only when it sends, which may be much later.
 
     Args:
         work: draws the answers; cancelled at the end.

@@ -82,7 +82,7 @@ class ToolParser(ABC):
     _registry: ClassVar[dict[str, type[ToolParser]]] = _parsers.entries
     """The parsers by name, as public code reads and changes them."""
     call_end: ClassVar[str | None] = None
-    """Text that ends every call, by which a turn can be ended after its first call; None: calls have no such text."""
+    """Text that ends every call. A turn can be stopped there, after its first call. None: calls have no such text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -95,7 +95,7 @@ class ToolParser(ABC):
 
         Args:
             responses_ids: token ids of one response.
-            tools: schemas of the tools, by which formats without types of their own read the arguments.
+            tools: schemas of the tools; formats that do not mark types read the arguments by them.
         """
 
     async def parse(

@@ -186,7 +186,7 @@ class McpConnection:
         task.add_done_callback(_checks.discard)
 
     async def _check(self, client: Client, leave: asyncio.Event) -> None:
-        """Give up a server that gives no sign of life."""
+        """Give up a server that does not answer."""
         try:
             async with asyncio.timeout(SIGN_OF_LIFE_S):
                 await client.list_tools(cache_mode="bypass")
