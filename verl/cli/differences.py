@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 from rich.table import Column, Table
@@ -26,7 +25,7 @@ _TAKEN = (
 )
 
 
-def read_settings(name: str) -> dict[str, Any]:
+def read_settings(name: str) -> dict[str, object]:
     """Read the settings of a run, by dotted key.
 
     Raises:
@@ -56,7 +55,7 @@ def _candidates(path: Path) -> list[Path]:
     return [*usual, *sorted(path.glob("*.run.jsonl")), *(step / "trainer_state.json" for step in steps)]
 
 
-def _settings_of(file: Path) -> Mapping[str, Any]:
+def _settings_of(file: Path) -> Mapping[str, object]:
     if file.suffix == ".jsonl":
         beside = file if file.name.endswith(".run.jsonl") else file.with_suffix(".run.jsonl")
         return read_config(beside)
@@ -65,18 +64,18 @@ def _settings_of(file: Path) -> Mapping[str, Any]:
     return _mapping(yaml.safe_load(file.read_text()))
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: object) -> Mapping[str, object]:
     """Return a mapping of settings; anything else holds none."""
     return value if isinstance(value, Mapping) else {}
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(one: Mapping[str, object], other: Mapping[str, object]) -> dict[str, tuple[object, object]]:
     """Return key → the two values of settings that differ; a key that one lacks has ``(not set)`` there."""
     pairs = {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in sorted(one.keys() | other.keys())}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def kinds(settings: Mapping[str, Any]) -> list[str]:
+def kinds(settings: Mapping[str, object]) -> list[str]:
     """Return the commands that could have run with settings: those that know most of their keys, none if none does."""
     known = {
         name: len(leaves(entry.root).keys() & settings.keys())
@@ -97,7 +96,7 @@ def kinds_told(one: list[str], other: list[str], name: str, other_name: str) -> 
     )
 
 
-def differences_table(differences: Mapping[str, tuple[Any, Any]], one: str, other: str) -> Table | Text:
+def differences_table(differences: Mapping[str, tuple[object, object]], one: str, other: str) -> Table | Text:
     """Make a table of differences."""
     if not differences:
         return Text("The settings are the same.")

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -57,7 +56,7 @@ def _delegating(name: str, command: ModuleCommand) -> click.Command:
     def run(arguments: tuple[str, ...]) -> None:
         run_module(command, name, arguments)
 
-    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
+    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[object]:
         return list(complete_keys(command.configuration, incomplete))
 
     argument = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED, shell_complete=complete)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from verl.config.rollout import OTHER_PROGRAMS
 from verl.errors import ConfigError
 from verl.planner.plan import Plan
 from verl.utils.model_facts.model_files import head_split_problem
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Config = TypeVar("Config", bound="DataclassInstance")  # the whole configuration or one of its sections
 
 _ROLES = "actor_rollout_ref"
 
@@ -18,7 +23,7 @@ _ROLES = "actor_rollout_ref"
 class Change:
     """Settings to change together, and what the worst stage then takes."""
 
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     bytes: float
     fits: bool
 
@@ -49,7 +54,7 @@ def changes(plan: Plan) -> list[Change]:
     return changes_to_try
 
 
-def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
+def _candidates(plan: Plan) -> Iterator[dict[str, object]]:
     yield from _smaller_passes(plan)
     yield from _recomputation(plan)
     if plan.config.actor_rollout_ref.actor.strategy == "megatron":
@@ -77,13 +82,13 @@ def _can_share_rollout(plan: Plan, size: int) -> bool:
     return plan.cluster.gpus_per_node % ranks == 0 and head_split_problem(shape.heads, shape.kv_heads, size) is None
 
 
-def _smaller_passes(plan: Plan) -> Iterator[dict[str, Any]]:
+def _smaller_passes(plan: Plan) -> Iterator[dict[str, object]]:
     for stage in plan.stages[1:]:
         if stage.micro_batch is not None and stage.largest and stage.largest < stage.micro_batch:
             yield {stage.micro_batch_key: stage.largest}
 
 
-def _recomputation(plan: Plan) -> Iterator[dict[str, Any]]:
+def _recomputation(plan: Plan) -> Iterator[dict[str, object]]:
     roles = plan.config.actor_rollout_ref
     if not roles.model.enable_gradient_checkpointing:
         yield {f"{_ROLES}.model.enable_gradient_checkpointing": True}
@@ -93,7 +98,7 @@ def _recomputation(plan: Plan) -> Iterator[dict[str, Any]]:
         yield {f"{_ROLES}.rollout.free_cache_engine": True}
 
 
-def _fsdp(plan: Plan) -> Iterator[dict[str, Any]]:
+def _fsdp(plan: Plan) -> Iterator[dict[str, object]]:
     if "reference" in plan.models:
         yield {f"{_ROLES}.ref.fsdp_config.param_offload": True}
     if "critic" in plan.models:
@@ -114,13 +119,13 @@ def _larger(size: int) -> list[int]:
     return [candidate for candidate in (2, 4, 8) if candidate > size]
 
 
-def with_settings(config: Any, settings: Mapping[str, Any]) -> Any:
+def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
     """Return a configuration with other values of some dotted keys."""
     for path, value in settings.items():
         config = _with(config, path.split("."), value)
     return config
 
 
-def _with(section: Any, names: list[str], value: Any) -> Any:
+def _with(section: Config, names: list[str], value: object) -> Config:
     first, *rest = names
     return replace(section, **{first: _with(getattr(section, first), rest, value) if rest else value})

@@ -56,7 +56,7 @@ class ModelShape:
     active_experts: int
     """Experts that each token takes."""
     expert_width: int
-    fields: Mapping[str, Any]
+    fields: Mapping[str, object]
     """Entries of config.json."""
 
     @classmethod
@@ -95,7 +95,7 @@ class ModelShape:
         )
 
     @classmethod
-    def read(cls, name_or_path: str, overrides: Mapping[str, Any] | None = None) -> ModelShape:
+    def read(cls, name_or_path: str, overrides: Mapping[str, object] | None = None) -> ModelShape:
         """Read the shape of a model folder, or of a name on the Hugging Face hub.
 
         ``overrides`` replace entries of the file (``model.override_config``).

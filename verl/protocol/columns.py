@@ -26,7 +26,7 @@ RowIndex = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
 # ---- making and describing ----------------------------------------------------------------------
 
 
-def object_array(values: Iterable[Any]) -> np.ndarray:
+def object_array(values: Iterable[object]) -> np.ndarray:
     """Build an (n,) object array with one value per row.
 
     ``np.array([[1, 2], [3, 4]], dtype=object)`` would have shape (2, 2) instead of holding two lists.
@@ -38,7 +38,7 @@ def object_array(values: Iterable[Any]) -> np.ndarray:
     return array
 
 
-def as_column(key: str, values: Any) -> np.ndarray:
+def as_column(key: str, values: object) -> np.ndarray:
     """Return arrays unchanged, lists and tuples as an object array; refuse other types."""
     if isinstance(values, np.ndarray):
         return values
@@ -49,7 +49,7 @@ def as_column(key: str, values: Any) -> np.ndarray:
     )
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """Describe a value for error messages: ``float32 (8, 16)`` for tensors and arrays, else a short repr."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
@@ -59,7 +59,7 @@ def describe(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def listing(names: Iterable[Any]) -> str:
+def listing(names: Iterable[object]) -> str:
     """Join names for a message, sorted; ``nothing`` if there are none."""
     return ", ".join(sorted(map(str, names))) or "nothing"
 
@@ -67,7 +67,7 @@ def listing(names: Iterable[Any]) -> str:
 # ---- equality and union -------------------------------------------------------------------------
 
 
-def same_value(a: Any, b: Any) -> bool:
+def same_value(a: object, b: object) -> bool:
     """Compare any values that a column or ``meta_info`` may hold; NaN equals NaN."""
     if a is b:
         return True
@@ -103,7 +103,7 @@ def union_numpy_dict(tensor_dict1: Columns, tensor_dict2: Columns) -> Columns:
     return unite(tensor_dict1, tensor_dict2, "column")
 
 
-def unite(a: Mapping[str, Any], b: Mapping[str, Any], what: str) -> dict[str, Any]:
+def unite(a: Mapping[str, object], b: Mapping[str, object], what: str) -> dict[str, Any]:
     """Unite two dicts in a new one; an entry of both must have equal values. ``what`` names entries in errors."""
     for key in a:
         if key in b and not same_value(a[key], b[key]):
@@ -132,7 +132,7 @@ def _first_difference(a: Any, b: Any) -> str:
 # ---- choosing -----------------------------------------------------------------------------------
 
 
-def only(entries: Mapping[str, Any], keys: Sequence[str] | None, where: str) -> dict[str, Any]:
+def only(entries: Mapping[str, object], keys: Sequence[str] | None, where: str) -> dict[str, Any]:
     """Select entries by name, in the order of ``entries``; None selects all, an unknown name is an error."""
     if keys is None:
         return dict(entries)
@@ -147,7 +147,7 @@ def row_indices(index: RowIndex, length: int) -> Tensor:
 
     Negative numbers count from the end; a mask must be as long as the batch.
     """
-    selection: Any = index
+    selection = index
     rows = np.asarray(selection.detach().cpu() if isinstance(selection, Tensor) else selection)
     if rows.ndim != 1 or (rows.dtype.kind not in "iub" and rows.size):
         raise SchemaError(
@@ -205,7 +205,7 @@ def gather_metrics(metrics: Iterable[Any]) -> dict[str, list[Any]]:
     return gathered
 
 
-def list_of_dict_to_dict_of_list(list_of_dict: list[dict[str, Any]]) -> dict[str, list[Any]]:
+def list_of_dict_to_dict_of_list(list_of_dict: list[dict[str, object]]) -> dict[str, list[object]]:
     """Turn rows with equal keys into columns: ``[{"a": 1}, {"a": 2}]`` becomes ``{"a": [1, 2]}``."""
     if not list_of_dict:
         return {}
@@ -221,14 +221,14 @@ def list_of_dict_to_dict_of_list(list_of_dict: list[dict[str, Any]]) -> dict[str
 # ---- TensorDicts --------------------------------------------------------------------------------
 
 
-def is_tensordict(value: Any) -> TypeGuard[TensorDict]:
+def is_tensordict(value: object) -> TypeGuard[TensorDict]:
     """Whether ``value`` is a TensorDict."""
     # If the library is not loaded, no TensorDict can exist.
     tensordict = sys.modules.get("tensordict")
     return tensordict is not None and isinstance(value, tensordict.TensorDict)
 
 
-def make_tensordict(tensors: Mapping[str, Any], batch_size: Sequence[int]) -> TensorDict:
+def make_tensordict(tensors: Mapping[str, object], batch_size: Sequence[int]) -> TensorDict:
     """Create a TensorDict; imports the library."""
     from tensordict import TensorDict
 
@@ -260,7 +260,7 @@ def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> Ten
     return make_tensordict(united, tensor_dict1.batch_size)
 
 
-def parts_of(tensor_dict: TensorDictBase | None) -> tuple[dict[str, Tensor], dict[str, list], dict[str, Any]]:
+def parts_of(tensor_dict: TensorDictBase | None) -> tuple[dict[str, Tensor], dict[str, list], dict[str, object]]:
     """Split a TensorDict into tensors, non-tensor values per row, and non-tensor values shared by all rows."""
     from tensordict import NonTensorData, NonTensorStack
 
@@ -279,7 +279,7 @@ def parts_of(tensor_dict: TensorDictBase | None) -> tuple[dict[str, Tensor], dic
 
 
 def whole_tensordict(
-    tensors: Mapping[str, Tensor], columns: Columns, shared: Mapping[str, Any], rows: int
+    tensors: Mapping[str, Tensor], columns: Columns, shared: Mapping[str, object], rows: int
 ) -> TensorDict:
     """Invert ``parts_of``."""
     from tensordict import NonTensorData, NonTensorStack

@@ -38,7 +38,7 @@ def write(
     batch_size: tuple[int, ...] | None,
     tensors: dict[str, Tensor],
     columns: dict[str, np.ndarray],
-    meta_info: dict[str, Any],
+    meta_info: dict[str, object],
 ) -> None:
     """Write the parts of a ``DataProto``, creating missing folders and replacing an older file atomically."""
     encoder = _Encoder()
@@ -58,7 +58,7 @@ def write(
 
 def read(
     path: str | PathLike[str],
-) -> tuple[tuple[int, ...] | None, dict[str, Tensor], dict[str, np.ndarray], dict[str, Any]]:
+) -> tuple[tuple[int, ...] | None, dict[str, Tensor], dict[str, np.ndarray], dict[str, object]]:
     """Read batch size, tensors, other columns and ``meta_info`` from a file of :func:`write`, else ``DataError``."""
     if not Path(path).is_file():
         raise DataError(f"{path}: no such file; expected one that DataProto.save_to_disk wrote.")
@@ -92,7 +92,7 @@ class _Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
 
-    def encode(self, value: Any, where: str) -> Any:
+    def encode(self, value: object, where: str) -> Any:
         if value is None or type(value) in (bool, int, float, str):
             return value
         if type(value) is list:
@@ -101,7 +101,7 @@ class _Encoder:
             return {key: self.encode(item, where) for key, item in value.items()}
         return self._tagged(value, where)
 
-    def _tagged(self, value: Any, where: str) -> dict[str, Any]:
+    def _tagged(self, value: object, where: str) -> dict[str, object]:
         if isinstance(value, Tensor):
             if value.dtype in (torch.complex32, torch.complex128):
                 raise DataError(f"{where} holds {describe(value)}; the only complex dtype of data files is complex64.")
@@ -120,7 +120,7 @@ class _Encoder:
             "Drop it with select or pop, or convert it to numbers, text, lists, dicts, arrays or tensors."
         )
 
-    def _array(self, array: np.ndarray, where: str) -> dict[str, Any]:
+    def _array(self, array: np.ndarray, where: str) -> dict[str, object]:
         kind = {"dtype": array.dtype.str, "shape": list(array.shape)}
         if array.dtype.kind in OBJECTS:
             return {TAG: "objects", "value": [self.encode(item, where) for item in array.ravel().tolist()], **kind}
@@ -137,7 +137,7 @@ class _Decoder:
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
 
-    def decode(self, value: Any) -> Any:
+    def decode(self, value: object) -> Any:
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):
@@ -146,7 +146,7 @@ class _Decoder:
             return {key: self.decode(item) for key, item in value.items()}
         return self._tagged(value[TAG], value["value"], value)
 
-    def _tagged(self, tag: str, content: Any, value: dict[str, Any]) -> Any:
+    def _tagged(self, tag: str, content: Any, value: dict[str, Any]) -> object:
         match tag:
             case "tensor":
                 return self.tensors[content]
@@ -173,6 +173,6 @@ def _dtype(value: dict[str, Any], kinds: str) -> np.dtype:
     return dtype
 
 
-def _shaped(array: np.ndarray, value: dict[str, Any]) -> Any:
+def _shaped(array: np.ndarray, value: dict[str, Any]) -> object:
     shaped = array.reshape(value["shape"])
     return shaped if shaped.ndim else shaped[()]

@@ -46,7 +46,7 @@ class SharedTensors(Mapping[str, Tensor]):
         assert self._arrays is not None
         return self._arrays
 
-    def store(self, put: Callable[[Arrays], Any]) -> None:
+    def store(self, put: Callable[[Arrays], object]) -> None:
         """Move the bytes to Ray's object store by ``put``, once; small ones stay, as those of small columns do."""
         if self._reference is None and self.nbytes >= LEAST_BYTES:
             self._reference = put(self.arrays())
@@ -68,13 +68,13 @@ class SharedTensors(Mapping[str, Tensor]):
     def __repr__(self) -> str:
         return f"SharedTensors({self.nbytes} bytes)"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         if self._reference is not None and travels_by_reference():
             return _referred, (self._reference, self.nbytes)
         return _given, (self.arrays(),)
 
 
-_known: WeakValueDictionary[Any, SharedTensors] = WeakValueDictionary()
+_known: WeakValueDictionary[object, SharedTensors] = WeakValueDictionary()
 """What this process holds by reference, so that rows that arrive in several calls share it."""
 
 
@@ -84,7 +84,7 @@ def _given(arrays: Arrays) -> SharedTensors:
     return made
 
 
-def _referred(reference: Any, nbytes: int) -> SharedTensors:
+def _referred(reference: object, nbytes: int) -> SharedTensors:
     known = _known.get(reference)
     if known is None:
         known = _known[reference] = SharedTensors({})
@@ -92,7 +92,7 @@ def _referred(reference: Any, nbytes: int) -> SharedTensors:
     return known
 
 
-def store_all(columns: Iterable[np.ndarray], put: Callable[[Arrays], Any]) -> None:
+def store_all(columns: Iterable[np.ndarray], put: Callable[[Arrays], object]) -> None:
     """Store the shared tensors in columns of objects; see :meth:`SharedTensors.store`."""
     for column in columns:
         if column.dtype == object:
@@ -100,7 +100,7 @@ def store_all(columns: Iterable[np.ndarray], put: Callable[[Arrays], Any]) -> No
                 value.store(put)
 
 
-def joined(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor | None:
+def joined(rows: Sequence[Mapping[str, object]], name: str) -> Tensor | None:
     """Concatenate a tensor of all rows along its first dimension, in new memory; None if no row has it.
 
     Raises:

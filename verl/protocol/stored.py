@@ -68,7 +68,7 @@ class Origin:
     """(rows,) row of that result."""
 
     @classmethod
-    def of(cls, result: Any, name: str, rows: int) -> Origin:
+    def of(cls, result: object, name: str, rows: int) -> Origin:
         """All rows of one result."""
         return cls((result,), (name,), np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32))
 
@@ -210,7 +210,7 @@ class StoredColumn:
             whole._parts = [part for column in columns for part in column._parts or ()]
         return whole
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"origin": self.origin, "dtype": self.dtype, "shape": tuple(self.shape)}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:

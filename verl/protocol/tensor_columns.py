@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, cast, overload
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ class TensorColumns:
             batch_size, {key: c if isinstance(c, StoredColumn) else UnreadColumn(c) for key, c in columns.items()}
         )
 
-    def remember(self, result: Any) -> None:
+    def remember(self, result: object) -> None:
         """Note that these columns are those of ``result``, a reference in Ray's object store; see :mod:`.stored`."""
         with self._reading:
             unread = {key: column for key, column in self._columns.items() if isinstance(column, UnreadColumn)}
@@ -165,10 +165,10 @@ class BatchAttribute:
     """Descriptor of ``DataProto.batch``: presents the stored ``TensorColumns`` as a ``TensorDict``."""
 
     @overload
-    def __get__(self, data: None, owner: Any = None) -> None: ...
+    def __get__(self, data: None, owner: object = None) -> None: ...
     @overload
-    def __get__(self, data: object, owner: Any = None) -> TensorsOnly: ...
-    def __get__(self, data: object | None, owner: Any = None) -> TensorDict | None:
+    def __get__(self, data: object, owner: object = None) -> TensorsOnly: ...
+    def __get__(self, data: object | None, owner: object = None) -> TensorDict | None:
         return None if data is None else vars(data)["batch"].tensordict()
 
     def __set__(self, data: object, batch: TensorDict | TensorColumns | None) -> None:

@@ -138,7 +138,7 @@ NESTED, JAGGED, OTHER = "tensordict", "jagged", "object"
 """Names of columns that are no dense tensors, as of dtypes."""
 
 
-def _serialize(column: Any) -> WireColumn:
+def _serialize(column: object) -> WireColumn:
     if is_tensordict(column):
         return NESTED, tuple(column.batch_size), serialize_tensordict(column)
     if not isinstance(column, Tensor):
@@ -153,7 +153,7 @@ def _serialize(column: Any) -> WireColumn:
     return serialize_single_tensor(column)
 
 
-def _deserialize(column: WireColumn) -> Any:
+def _deserialize(column: WireColumn) -> object:
     kind, _, content = column
     if kind == NESTED:
         return deserialize_tensordict(content)

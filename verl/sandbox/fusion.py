@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import httpx2
@@ -27,9 +27,9 @@ QUEUE_S = 30.0
 class Semaphore(Protocol):
     """Semaphore of ``threading`` or ``multiprocessing``."""
 
-    def __enter__(self) -> Any: ...
+    def __enter__(self) -> object: ...
 
-    def __exit__(self, *error: Any) -> Any: ...
+    def __exit__(self, *error: object) -> object: ...
 
 
 class FusionSandbox:
@@ -87,7 +87,7 @@ class FusionSandbox:
             answer = self._post(body, timeout=seconds * 2 + QUEUE_S)
         return outcome_of(answer, limits)
 
-    def _post(self, body: Mapping[str, Any], timeout: float) -> Mapping[str, Any]:
+    def _post(self, body: Mapping[str, object], timeout: float) -> Mapping[str, object]:
         attempts = Retrying(**retry_rule(self.retries, self.backoff_s))
         try:
             answer = attempts(self._ask, body, httpx2.Timeout(timeout, connect=CONNECT_S, pool=None))
@@ -107,7 +107,7 @@ class FusionSandbox:
             )
         return answer
 
-    def _ask(self, body: Mapping[str, Any], timeout: httpx2.Timeout) -> Any:
+    def _ask(self, body: Mapping[str, object], timeout: httpx2.Timeout) -> object:
         response = self._client.post(self.url, json=body, timeout=timeout)
         return response.raise_for_status().json()
 
@@ -130,7 +130,7 @@ def run_code_url(url: str) -> str:
     return url if parts.path.strip("/") else f"{url.rstrip('/')}/run_code"
 
 
-def outcome_of(answer: Mapping[str, Any], limits: Limits) -> ProgramResult:
+def outcome_of(answer: Mapping[str, object], limits: Limits) -> ProgramResult:
     """Convert an answer of the service.
 
     Raises:

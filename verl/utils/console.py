@@ -139,7 +139,7 @@ def working(text: str) -> Iterator[None]:
         thread.join()
 
 
-def write_step(step: int, metrics: Mapping[str, Any]) -> None:
+def write_step(step: int, metrics: Mapping[str, object]) -> None:
     """Write the line of a step: the metrics in ``SHOWN`` within a run, all of them outside of one.
 
     A run with a live display shows its steps itself.
@@ -148,7 +148,7 @@ def write_step(step: int, metrics: Mapping[str, Any]) -> None:
         show(metrics_line(step, metrics) if _run is None else _run.line(step, metrics))
 
 
-def metrics_line(step: int, metrics: Mapping[str, Any]) -> str:
+def metrics_line(step: int, metrics: Mapping[str, object]) -> str:
     """Format metrics as ``step:12 - actor/pg_loss:0.1 - critic/score/mean:0.5``, floats with six significant digits."""
     parts = [f"step:{step}"]
     for name, value in metrics.items():
@@ -244,7 +244,7 @@ class Progress:
             with _ignoring_write_errors():
                 self.console.print(_step_text(step, metrics, self._seconds), soft_wrap=True)
 
-    def line(self, step: int, metrics: Mapping[str, Any]) -> Text:
+    def line(self, step: int, metrics: Mapping[str, object]) -> Text:
         """The line of a step in a log; a step before the first :meth:`update`, a validation, has no times."""
         text = _step_text(step, metrics, self._seconds, self.total_steps)
         return text if math.isnan(self._seconds) else text.append(f"  {clock(self.seconds_left())} left")
@@ -340,7 +340,7 @@ def _step_text(step: int, metrics: Mapping[str, Any], seconds: float, total: int
     return text if math.isnan(seconds) else text.append(f"  {seconds:.1f} s", style="dim")
 
 
-def _validation_text(metrics: Mapping[str, Any]) -> str:
+def _validation_text(metrics: Mapping[str, object]) -> str:
     """Core validation metrics (mean@N of each data source), or the validation loss."""
     means = {name: value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name}
     if means:

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
 
 import psutil
 import torch
@@ -144,7 +143,7 @@ def get_visible_devices_keyword() -> str:
     return "CUDA_VISIBLE_DEVICES"
 
 
-def auto_set_device(config: Any) -> None:
+def auto_set_device(config: object) -> None:
     """Set ``config.trainer.device`` in place to ``cpu`` if it says ``cuda`` and there is no GPU.
 
     A frozen configuration stays as it is: verl's own commands resolve its device when they start workers.

@@ -58,7 +58,7 @@ class Metric:
         else:
             self.values.append(float(value))
 
-    def extend(self, values: Metric | Sequence[Any]) -> None:
+    def extend(self, values: Metric | Sequence[object]) -> None:
         """Add several values, or those of another metric with the same aggregation."""
         if isinstance(values, Metric):
             if values.aggregation != self.aggregation:
@@ -84,7 +84,7 @@ class Metric:
         return joined
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], aggregation: str | AggregationType) -> dict[str, Metric]:
+    def from_dict(cls, data: Mapping[str, object], aggregation: str | AggregationType) -> dict[str, Metric]:
         """Make a metric of each value."""
         return {name: cls(aggregation, value) for name, value in data.items()}
 
@@ -113,7 +113,7 @@ def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     return reduced
 
 
-def _numbers(name: str, values: Any) -> np.ndarray:
+def _numbers(name: str, values: object) -> np.ndarray:
     try:
         if any(value is None for value in (values if isinstance(values, (list, tuple)) else [values])):  # NumPy: NaN
             raise TypeError("None is no number")

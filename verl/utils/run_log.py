@@ -56,7 +56,7 @@ def ranks_log_path(metrics: Path) -> Path:
     return metrics.with_suffix(".ranks.jsonl")
 
 
-def rank_columns(calls: Mapping[str, Sequence[tuple[str, float, float, float, float | None]]]) -> dict[str, Any]:
+def rank_columns(calls: Mapping[str, Sequence[tuple[str, float, float, float, float | None]]]) -> dict[str, object]:
     """Return the calls of one step in the form of the file.
 
     Args:
@@ -109,7 +109,7 @@ class RunLog:
             environment=environment(),
         )
 
-    def write(self, event: str, **details: Any) -> None:
+    def write(self, event: str, **details: object) -> None:
         """Append an event to its file and flush it, so that it is kept if the process is killed."""
         record = {"event": event, "time": round(clock(), 3), "run": self.run} | details
         file = self._ranks if event == "ranks" else self._file

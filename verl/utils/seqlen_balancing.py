@@ -292,7 +292,7 @@ class _Rows(Protocol):
 
     batch: Any
 
-    def select_idxs(self, idxs: Any) -> Self: ...
+    def select_idxs(self, idxs: object) -> Self: ...
 
 
 D = TypeVar("D", bound=_Rows)

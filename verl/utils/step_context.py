@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 from verl.utils.console import showing_stage
 from verl.utils.metric import Metrics, simple_timer
@@ -27,7 +26,7 @@ class StepContext:
     number: int
     """The step, counted from 1; 0 before the first one."""
     metrics: Metrics = field(default_factory=dict)
-    tables: dict[str, tuple[list[str], list[list[Any]]]] = field(default_factory=dict)
+    tables: dict[str, tuple[list[str], list[list[object]]]] = field(default_factory=dict)
     """Names of columns and rows by the name of the table."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall-clock time by stage."""

@@ -31,7 +31,7 @@ pre { margin: .3rem 0; unicode-bidi: isolate; }
 """
 
 
-def described(row: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+def described(row: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, object]:
     """Describe a sequence by the row of a file of tokens and the texts of its metadata.
 
     Returns:
@@ -87,7 +87,7 @@ class TokenPage:
     """Described sequences, with the first ``most`` tokens of each, as a tracker shows them."""
 
     title: str
-    sequences: Sequence[Mapping[str, Any]]
+    sequences: Sequence[Mapping[str, object]]
     most: int
 
     @cached_property
@@ -182,7 +182,7 @@ def escaped(value: Any) -> str:
     return html.escape(kept)
 
 
-def _tokens(ids: Sequence[int], texts: Mapping[str, str]) -> list[dict[str, Any]]:
+def _tokens(ids: Sequence[int], texts: Mapping[str, str]) -> list[dict[str, object]]:
     return [{"id": one, "text": texts.get(str(one), f"<{one}>")} for one in ids]
 
 

@@ -94,7 +94,7 @@ def _pad_with_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     )
 
 
-def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
+def hf_processor(name_or_path: str, **kwargs: object) -> ProcessorMixin | None:
     """Load the processor of a multi-modal model; return None for a text model.
 
     Images and frames of videos of the families of :mod:`verl.vision.families` are prepared by Pillow, whatever else is

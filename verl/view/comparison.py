@@ -9,7 +9,6 @@ import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -117,7 +116,7 @@ def csv_of(runs: Sequence[Run], names: Sequence[str], index: Index) -> Iterator[
             yield _line([run.files.name, f"{step:.0f}", time, *(rows[step].get(name, "") for name in names)])
 
 
-def _line(cells: Sequence[Any]) -> str:
+def _line(cells: Sequence[object]) -> str:
     text = io.StringIO()
     csv.writer(text).writerow(cells)
     return text.getvalue()

@@ -123,7 +123,7 @@ def metrics_problem(file: Path) -> str | None:
     return None
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
+def read_events(path: Path) -> list[dict[str, object]]:
     """Read a file of events; a line that is not complete yet is left out, and so is a file that is not there."""
     try:
         lines = path.read_text(errors="replace").splitlines()
@@ -132,7 +132,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
     return [record for line in lines if isinstance(record := _json(line), dict) and "event" in record]
 
 
-def read_starts(path: Path) -> list[dict[str, Any]]:
+def read_starts(path: Path) -> list[dict[str, object]]:
     """Return the events of starts in a file of events, in order."""
     try:
         lines = path.read_bytes().splitlines()
@@ -143,14 +143,14 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
     return [record for record in records if isinstance(record, dict) and record.get("event") == "start"]
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> dict[str, object]:
     """Return the settings of the last start in a file of events; empty without one."""
     starts = read_starts(path)
     config = starts[-1].get("config") if starts else None
     return config if isinstance(config, dict) else {}
 
 
-def began(start: Mapping[str, Any]) -> float:
+def began(start: Mapping[str, object]) -> float:
     """Return when a start was, in seconds since 1970; 0 if its record does not say it."""
     time = start.get("time")
     return float(time) if isinstance(time, int | float) else 0.0
@@ -174,7 +174,7 @@ def writer_of(file: Path) -> str:
     return str(record.get("run") or "") if isinstance(record, dict) else ""
 
 
-def _named_folders(start: Mapping[str, Any], metrics: Path) -> Iterator[NamedFolder]:
+def _named_folders(start: Mapping[str, object], metrics: Path) -> Iterator[NamedFolder]:
     """The folders of samples of a start; a relative one begins at the folder in which the run was started.
 
     A record of an older version does not have that folder: then it is the nearest above the metrics that makes sense.
@@ -237,7 +237,7 @@ def _is_metrics(path: Path) -> bool:
     return isinstance(record, dict) and "step" in record and ("data" in record or "table" in record)
 
 
-def _json(line: str | bytes) -> Any:
+def _json(line: str | bytes) -> object:
     try:
         return json.loads(line)
     except ValueError:

@@ -14,7 +14,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock
 
@@ -139,7 +138,7 @@ def place_of_index(folders: list[Path]) -> Path:
     return cache / "verl" / "view" / name
 
 
-def status_of(record: Mapping[str, Any]) -> str:
+def status_of(record: Mapping[str, object]) -> str:
     """Return how a sample ended: its trajectory's status, what scoring said if not ok, or why generation ended."""
     if isinstance(trajectory := record.get("trajectory"), Mapping):
         return str(trajectory.get("status", ""))
@@ -147,18 +146,18 @@ def status_of(record: Mapping[str, Any]) -> str:
     return str(scoring) if scoring != "ok" else str(record.get("finish_reason") or "")
 
 
-def prompt_number(record: Mapping[str, Any]) -> int:
+def prompt_number(record: Mapping[str, object]) -> int:
     """Return a number of 63 bits that is the same for the same prompt."""
     text = str(record.get("input", "")).encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2s(text, digest_size=8).digest()) >> 1
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """A text of at most ``LONGEST_NAME`` characters that SQLite takes."""
     return str(value)[:LONGEST_NAME].encode("utf-8", "replace").decode()
 
 
-def _whole(value: Any, default: int) -> int:
+def _whole(value: object, default: int) -> int:
     """A number that SQLite takes."""
     return value if isinstance(value, int) and abs(value) < 2**62 else default
 
@@ -188,11 +187,11 @@ def numbers_of_samples(samples: Path, writer: str) -> dict[tuple[str, int], dequ
     return rows_by_sample
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) and value == value else None
 
 
-def sample_rows(path: Path, writer: str) -> Iterator[tuple[Any, ...]]:
+def sample_rows(path: Path, writer: str) -> Iterator[tuple[object, ...]]:
     """Yield the columns ``position`` to ``advantage`` of each line of a file of samples; a broken line is left out."""
     offset = 0
     numbers = numbers_of_samples(path, writer)

@@ -35,7 +35,7 @@ class RanksFile:
             steps = sorted(self._places)
         return [step for step in steps if (first is None or step >= first) and (last is None or step <= last)]
 
-    def calls(self, step: int) -> list[dict[str, Any]]:
+    def calls(self, step: int) -> list[dict[str, object]]:
         """Return the calls of a step: {rank, name, begin, seconds, rss_mb, device_mb}, times in seconds since 1970.
 
         Empty for a step that is not there, or whose line is broken.

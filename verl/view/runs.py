@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from verl.base.nested import flat
-from verl.trainer.health import FINITE, RULES, HealthWatch
+from verl.trainer.health import FINITE, RULES, Alert, HealthWatch
 from verl.utils.run_log import clock
 from verl.view.curves import Curve, MetricsFile
 from verl.view.discovery import FoundFiles, RunFiles, began, find_runs, read_events
@@ -60,7 +60,7 @@ class Run:
         config = self.starts[-1].get("config") if self.starts else None
         return dict(flat(config)) if isinstance(config, Mapping) else {}
 
-    def summary(self, kinds: Sequence[str], position: int) -> dict[str, Any]:
+    def summary(self, kinds: Sequence[str], position: int) -> dict[str, object]:
         """Return what the list of runs shows.
 
         Args:
@@ -84,7 +84,7 @@ class Run:
             "place": position,
         }
 
-    def details(self) -> dict[str, Any]:
+    def details(self) -> dict[str, object]:
         """Return what the page of one run shows, beside its summary."""
         last = self.starts[-1] if self.starts else {}
         return {
@@ -155,7 +155,7 @@ ALERT_TITLES = {
 """What people read for the names of the rules of health."""
 
 
-def state_of(events: Sequence[Mapping[str, Any]], changed: float) -> str:
+def state_of(events: Sequence[Mapping[str, object]], changed: float) -> str:
     """Return ``running``, ``done``, ``stopped``, ``failed`` or ``lost`` (its process is gone without a word).
 
     Of a run on another machine, or without events, only its silence tells.
@@ -185,7 +185,7 @@ def marks_of(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def alerts_of(curves: Mapping[str, Curve]) -> list[Any]:
+def alerts_of(curves: Mapping[str, Curve]) -> list[Alert]:
     """Run the rules of health over whole curves, step by step."""
     by_step: dict[int, dict[str, float]] = {}
     for name, curve in curves.items():

@@ -52,7 +52,7 @@ class SampleFilter:
     limit: int = 100
     skip: int = 0
 
-    def conditions(self) -> tuple[str, list[Any]]:
+    def conditions(self) -> tuple[str, list[object]]:
         """Return the WHERE clause and its values."""
         wanted: list[tuple[str, Any]] = [("run = ?", self.run), ("kind = ?", self.kind)]
         for column, low, high in (
@@ -216,8 +216,8 @@ def find_samples(index: Index, wanted: SampleFilter) -> dict[str, Any]:
 
 
 def _search(
-    database: sqlite3.Connection, query: str, values: list[Any], wanted: SampleFilter, paths: Mapping[int, str]
-) -> dict[str, Any]:
+    database: sqlite3.Connection, query: str, values: list[object], wanted: SampleFilter, paths: Mapping[int, str]
+) -> dict[str, object]:
     """Read the chosen samples one after the other, and keep those whose line has the text, until time is up."""
     word, rows = wanted.text.casefold(), []
     ends = time.monotonic() + SEARCH_S
@@ -230,7 +230,7 @@ def _search(
     return {"rows": rows, "total": None, "next": None}
 
 
-def sample_values(index: Index, run: str, kind: str) -> dict[str, Any]:
+def sample_values(index: Index, run: str, kind: str) -> dict[str, object]:
     """Return what filters can choose from: steps, statuses, data sources. Statuses and sources of the newest steps."""
     with index.reading() as database:
         query = "SELECT DISTINCT step FROM dump WHERE run = ? AND kind = ? ORDER BY step"
@@ -309,7 +309,7 @@ def place_of_sample(index: Index, sample_id: int) -> SamplePlace:
     return SamplePlace(Path(row["path"]), row["writer"], row["uid"], row["sibling"], before)
 
 
-def _read(path: str, row: sqlite3.Row) -> dict[str, Any]:
+def _read(path: str, row: sqlite3.Row) -> dict[str, object]:
     try:
         with open(path, "rb") as file:
             file.seek(row["offset"])
@@ -318,7 +318,7 @@ def _read(path: str, row: sqlite3.Row) -> dict[str, Any]:
         raise DataError(f"{path} cannot be read ({error}); it may have been moved or written anew.") from error
 
 
-def _row(row: sqlite3.Row, record: Mapping[str, Any]) -> dict[str, Any]:
+def _row(row: sqlite3.Row, record: Mapping[str, object]) -> dict[str, object]:
     texts = {name: _cut(record.get(name, ""), PREVIEW) for name in ("input", "output", "gts")}
     # JSON has no infinity.
     numbers = {
@@ -328,7 +328,7 @@ def _row(row: sqlite3.Row, record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in whole} | numbers | texts
 
 
-def _cut(value: Any, most: int) -> Any:
+def _cut(value: object, most: int) -> object:
     if isinstance(value, str) and len(value) > most:
         return f"{value[:most]} [… {len(value) - most:,} more characters]"
     if isinstance(value, Mapping):

@@ -51,7 +51,7 @@ class News:
         self._pages: set[asyncio.Queue[dict[str, Any]]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def tell(self, message: dict[str, object]) -> None:
         """Send a message to all open pages."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(lambda: [page.put_nowait(message) for page in self._pages])
@@ -122,18 +122,18 @@ class Answers:
         summaries = self.library.summaries().values()
         return {"runs": sorted(summaries, key=lambda run: -run["changed"]), "indexing": self.library.is_indexing}
 
-    def details(self, request: Request) -> Any:
+    def details(self, request: Request) -> object:
         """Metrics' names, settings and marks of runs, by run, and which of them differ in seeds alone."""
         return {key: run.details() | {"experiment": experiment_of(run)} for key, run in self._runs(request).items()}
 
-    def series(self, request: Request) -> Any:
+    def series(self, request: Request) -> object:
         """Curves by run (or, as means, by experiment) and name."""
         names = request.query_params.getlist("name")
         series = self._curves(request)
         points = min(POINTS, POINTS_OF_ANSWER // max(1, len(series) * len(names)))
         return {key: {name: thinned(curve, points) for name, curve in curves.items()} for key, curves in series.items()}
 
-    def best(self, request: Request) -> Any:
+    def best(self, request: Request) -> object:
         """Lowest, highest and last values of curves, each with its step, by run (or experiment) and name."""
         return {
             key: {name: asdict(best) for name, curve in curves.items() if (best := best_of(curve))}
@@ -160,7 +160,7 @@ class Answers:
         self._run(request)
         return find_samples(self.index, filter_of(request.query_params))
 
-    def sample_values(self, request: Request) -> Any:
+    def sample_values(self, request: Request) -> object:
         """What filters can choose from."""
         return sample_values(self.index, self._run(request).files.id, request.query_params.get("kind", "train"))
 
@@ -172,7 +172,7 @@ class Answers:
         """The tokens of a sample, or null."""
         return tokens_of(place_of_sample(self.index, request.path_params["number"]))
 
-    def spans(self, request: Request) -> Any:
+    def spans(self, request: Request) -> object:
         """The stages of steps."""
         return spans_of(self._run(request).events, *_step_range(request))
 
@@ -235,7 +235,7 @@ def _keep_fresh(look: Callable[[], list[str]], news: News, ended: threading.Even
         ended.wait(max(REFRESH_S, REST * (time.monotonic() - began)))
 
 
-def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
+def _answering(answer: Callable[[Request], object]) -> Callable[[Request], object]:
     async def respond(request: Request) -> Response:
         try:
             result = await run_in_threadpool(answer, request)
@@ -251,7 +251,7 @@ def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
     return respond
 
 
-def sendable(value: Any) -> Any:
+def sendable(value: object) -> object:
     """Return a value as JSON can have it: not finite numbers become texts, halves of surrogate pairs question marks."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()

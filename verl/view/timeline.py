@@ -24,8 +24,8 @@ def spans_of(events: Iterable[Mapping[str, Any]], first: int | None, last: int |
     return [{"step": step, "spans": _nested(steps[step])} for step in sorted(steps)[-MOST_STEPS:]]
 
 
-def _nested(spans: Iterable[tuple[str, float, float]]) -> list[dict[str, Any]]:
-    nested: list[dict[str, Any]] = []
+def _nested(spans: Iterable[tuple[str, float, float]]) -> list[dict[str, object]]:
+    nested: list[dict[str, object]] = []
     open_until: list[float] = []
     for name, begin, end in sorted(spans, key=lambda span: (span[1], -span[2])):
         while open_until and open_until[-1] <= begin:
@@ -72,11 +72,11 @@ def chrome_trace(
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _process(pid: int, name: str) -> dict[str, Any]:
+def _process(pid: int, name: str) -> dict[str, object]:
     return {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
 
 
-def _complete(span: Mapping[str, Any], pid: int, category: str, step: int) -> dict[str, Any]:
+def _complete(span: Mapping[str, Any], pid: int, category: str, step: int) -> dict[str, object]:
     return {
         "name": span["name"], "cat": category, "ph": "X", "pid": pid, "tid": 1, "ts": round(span["begin"] * 1e6),
         "dur": round(span["seconds"] * 1e6), "args": {"step": step},

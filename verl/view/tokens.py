@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -13,7 +12,7 @@ from verl.utils.token_page import described
 from verl.view.samples import SamplePlace
 
 
-def tokens_of(location: SamplePlace) -> dict[str, Any] | None:
+def tokens_of(location: SamplePlace) -> dict[str, object] | None:
     """Return the tokens of a sample, or None without a file of tokens that its run wrote for its step.
 
     Returns:
@@ -35,7 +34,7 @@ def tokens_of(location: SamplePlace) -> dict[str, Any] | None:
     return described(row, texts)
 
 
-def _row_of(path: Path, location: SamplePlace) -> tuple[dict[str, Any], dict[str, str]] | None:
+def _row_of(path: Path, location: SamplePlace) -> tuple[dict[str, object], dict[str, str]] | None:
     """Read the ids of all rows, then the one block that has the row."""
     occurrence = location.occurrence
     with pa.memory_map(str(path)) as file:

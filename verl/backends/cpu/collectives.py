@@ -151,7 +151,7 @@ class SharedReduceScatter:
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: Any,
+        op: object,
         async_op: bool = False,
     ) -> None:
         """Write the sum or mean over ranks of part r of ``input_tensor`` into rank r's (n,) ``output_tensor``.

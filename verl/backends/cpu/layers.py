@@ -111,8 +111,8 @@ class _FastAttention(nn.Module):
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        **kwargs: Any,
+        past_key_values: object = None,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None]:
         module: Any = self
         if past_key_values is not None or not _is_taken(hidden_states):  # a cache may store and return other keys
@@ -141,7 +141,7 @@ def _attend(
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None,
     norm: Norm | None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the output of the heads before the last projection, the attention weights, and ``hidden_states``."""
     shape = hidden_states.shape[:-1]
@@ -274,7 +274,7 @@ def norm_rule(layer: Any) -> tuple[float, float] | None:
     return None
 
 
-def _epsilon(layer: Any) -> Any:
+def _epsilon(layer: object) -> Any:
     return getattr(layer, "variance_epsilon", getattr(layer, "eps", None))
 
 

@@ -28,9 +28,9 @@ class OrderedGroup:
 
     def __init__(
         self,
-        group: Any,
+        group: object,
         balance: bool,
-        calls: Mapping[str, Callable[..., Any]] | None = None,
+        calls: Mapping[str, Callable[..., object]] | None = None,
         shares_prompts: bool = False,
     ) -> None:
         self.group = group

@@ -30,7 +30,7 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[F], F]
 
     def limited(function: F) -> F:
         @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             run = _by_signal if use_signals else _in_child
             return run(function, args, kwargs, seconds)
 
@@ -39,11 +39,11 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[F], F]
     return limited
 
 
-def _too_long(function: Callable[..., Any], seconds: float) -> TimeoutError:
+def _too_long(function: Callable[..., object], seconds: float) -> TimeoutError:
     return TimeoutError(f"{getattr(function, '__name__', function)} took longer than {seconds:g} s.")
 
 
-def _by_signal(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], seconds: float) -> Any:
+def _by_signal(function: Callable[..., object], args: tuple, kwargs: dict[str, object], seconds: float) -> object:
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("use_signals=True works in the main thread only; leave it out to use a process.")
 
@@ -59,7 +59,7 @@ def _by_signal(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
         signal.signal(signal.SIGALRM, before)
 
 
-def _in_child(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], seconds: float) -> Any:
+def _in_child(function: Callable[..., object], args: tuple, kwargs: dict[str, object], seconds: float) -> object:
     # A fork takes any function along; one that a decorator replaced cannot be pickled by its name.
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
@@ -83,7 +83,7 @@ def _in_child(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any],
     return result
 
 
-def _send_result(writer: Any, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> None:
+def _send_result(writer: Any, function: Callable[..., object], args: tuple, kwargs: dict[str, object]) -> None:
     try:
         answer = (function(*args, **kwargs), None)
     except Exception as error:  # noqa: BLE001 - the caller, in another process, raises it
@@ -107,7 +107,7 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-def auto_await(func: Callable[..., Any]) -> Callable[..., Any]:
+def auto_await(func: Callable[..., object]) -> Callable[..., object]:
     """Let an ``async`` function be called from plain code too.
 
     A call inside of a running event loop returns a coroutine to await, as before; anywhere else it runs to the end and
@@ -115,7 +115,7 @@ def auto_await(func: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         result = func(*args, **kwargs)
         if not inspect.isawaitable(result):
             return result
@@ -126,7 +126,7 @@ def auto_await(func: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-async def _awaited(awaitable: Any) -> Any:
+async def _awaited(awaitable: Any) -> object:
     return await awaitable
 
 

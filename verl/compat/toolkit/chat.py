@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.utils.tokenizer import normalize_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def apply_chat_template(
     processor: Any,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, object]],
     *,
     tokenize: bool = True,
     add_generation_prompt: bool = True,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[Mapping[str, object]] | None = None,
     return_dict: bool = False,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """Render messages by the chat template of a tokenizer or processor.
 
@@ -34,13 +37,13 @@ def apply_chat_template(
     return normalize_token_ids(rendered) if tokenize and not return_dict else rendered
 
 
-def initialize_system_prompt(tokenizer: Any, **apply_chat_template_kwargs: Any) -> list[int]:
+def initialize_system_prompt(tokenizer: PreTrainedTokenizerBase, **apply_chat_template_kwargs: object) -> list[int]:
     """Return the tokens that a template puts before the first message, such as a system prompt of its own."""
     return extract_system_prompt_and_generation(tokenizer, **apply_chat_template_kwargs)[0]
 
 
 def extract_system_prompt_and_generation(
-    tokenizer: Any, **apply_chat_template_kwargs: Any
+    tokenizer: PreTrainedTokenizerBase, **apply_chat_template_kwargs: Any
 ) -> tuple[list[int], list[int]]:
     """Return the tokens that a template puts before the first message, and those that open an answer.
 
@@ -69,7 +72,7 @@ def get_processor_token_id(processor: Any, token_name: str) -> int | None:
     return None if text is None else int(processor.tokenizer.convert_tokens_to_ids(text))
 
 
-def set_pad_token_id(tokenizer: Any) -> None:
+def set_pad_token_id(tokenizer: PreTrainedTokenizerBase) -> None:
     """Let a tokenizer without a padding token pad with its end token."""
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token_id = tokenizer.eos_token_id

@@ -6,7 +6,7 @@ import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -21,6 +21,9 @@ from verl.checkpoint.steps import LATEST, read_latest
 from verl.compat.toolkit.fsdp import fsdp_version, get_fsdp_full_state_dict
 from verl.errors import ConfigError
 from verl.workers.engine.fsdp.model import own_state
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
 def get_checkpoint_tracker_filename(root_path: str) -> str:
@@ -84,7 +87,7 @@ class BaseCheckpointManager:
         model: Any,
         optimizer: Optimizer | None = None,
         lr_scheduler: LRScheduler | None = None,
-        processing_class: Any = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         checkpoint_config: Mapping[str, Any] | None = None,
     ) -> None:
         self.model = model
@@ -178,7 +181,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         model: nn.Module,
         optimizer: Optimizer | None = None,
         lr_scheduler: LRScheduler | None = None,
-        processing_class: Any = None,
+        processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         checkpoint_config: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:

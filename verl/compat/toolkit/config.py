@@ -18,7 +18,7 @@ from verl.trainer.config.load import load_config
 from verl.trainer.config.rules import broken_rules
 
 
-def omega_conf_to_dataclass(config: DictConfig | Mapping[str, Any] | Any, dataclass_type: type | None = None) -> Any:
+def omega_conf_to_dataclass(config: object, dataclass_type: type | None = None) -> Any:
     """Build the typed section of a part of the configuration.
 
     A section of verl is checked as at the start of a run: other spellings are translated, unknown keys refused. Any
@@ -35,7 +35,7 @@ def omega_conf_to_dataclass(config: DictConfig | Mapping[str, Any] | Any, datacl
         return config
     if not config:
         return None if dataclass_type is None else dataclass_type()
-    composed: Any = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))  # type: ignore[arg-type]
+    composed = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))  # type: ignore[arg-type]
     values: Any = OmegaConf.to_container(composed, resolve=True)
     cls = dataclass_type or _target(values)
     if not (issubclass(cls, BaseConfig) and is_section(cls)):
@@ -49,7 +49,7 @@ def omega_conf_to_dataclass(config: DictConfig | Mapping[str, Any] | Any, datacl
     return load_config(values, root=cls)
 
 
-def _target(values: Mapping[str, Any]) -> type:
+def _target(values: Mapping[str, object]) -> type:
     path = values.get("_target_")
     if path is None:
         raise ConfigError(
@@ -89,14 +89,14 @@ def validate_config(config: DictConfig | PPOConfig, use_reference_policy: bool, 
     load_config(checked, of_program=True)
 
 
-def update_dict_with_config(dictionary: dict[str, Any], config: DictConfig | Mapping[str, Any]) -> None:
+def update_dict_with_config(dictionary: dict[str, object], config: DictConfig | Mapping[str, object]) -> None:
     """Overwrite the entries of a dict that a part of the configuration has too."""
     for name in dictionary:
         if name in config:
             dictionary[name] = config[name]
 
 
-def is_distillation_enabled(config: DictConfig | Mapping[str, Any] | None) -> bool:
+def is_distillation_enabled(config: DictConfig | Mapping[str, object] | None) -> bool:
     """Whether the section ``distillation`` asks for a teacher, which this version of verl does not have."""
     return bool(config and config.get("enabled", False))
 

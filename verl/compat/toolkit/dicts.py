@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from verl.protocol.columns import unite
 
 
-def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any], prefix: str = "") -> None:
+def append_to_dict(data: dict[str, list[object]], new_data: Mapping[str, object], prefix: str = "") -> None:
     """Append each value of ``new_data`` to the list in ``data`` under ``prefix`` + its key, in place.
 
     >>> data = {"loss": [1]}; append_to_dict(data, {"loss": 2, "kl": 3}); data
@@ -21,7 +21,7 @@ def append_to_dict(data: dict[str, list[Any]], new_data: Mapping[str, Any], pref
         data.setdefault(f"{prefix}{key}", []).append(value)
 
 
-def rename_dict(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def rename_dict(data: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Return a copy whose keys begin with ``prefix``; keys that begin with it stay."""
     return {key if key.startswith(prefix) else f"{prefix}{key}": value for key, value in data.items()}
 
@@ -36,7 +36,7 @@ def union_two_dict(dict1: dict, dict2: Mapping) -> dict:
     return dict1
 
 
-def convert_to_regular_types(obj: Any) -> Any:
+def convert_to_regular_types(obj: object) -> Any:
     """Return a copy with OmegaConf's containers, at every level, as plain dicts and lists."""
     if OmegaConf.is_config(obj):
         return OmegaConf.to_container(obj, resolve=True)
@@ -50,7 +50,7 @@ def convert_to_regular_types(obj: Any) -> Any:
 class NestedNamespace(SimpleNamespace):
     """A dict, at every level, with its keys as attributes."""
 
-    def __init__(self, dictionary: Mapping[str, Any], **kwargs: Any) -> None:
+    def __init__(self, dictionary: Mapping[str, object], **kwargs: object) -> None:
         super().__init__(**kwargs)
         for key, value in dictionary.items():
             setattr(self, key, NestedNamespace(value) if isinstance(value, Mapping) else value)

@@ -29,7 +29,7 @@ from verl.utils.transformers_private import layer_class_names
 
 def get_init_weight_context_manager(
     use_meta_tensor: bool = True, mesh: DeviceMesh | None = None
-) -> Callable[[], AbstractContextManager[Any]]:
+) -> Callable[[], AbstractContextManager[object]]:
     """Return the context in which this rank builds its model, before weights are sent from the first rank.
 
     On the first rank (of each copy of the model, with a mesh of several dimensions) that is the CPU; on the others
@@ -83,7 +83,7 @@ def get_fsdp_wrap_policy(
     return ModuleWrapPolicy(classes) if classes else None
 
 
-def _units(module: nn.Module, config: Mapping[str, Any]) -> list[nn.Module]:
+def _units(module: nn.Module, config: Mapping[str, object]) -> list[nn.Module]:
     """The repeated layers, by the class names in ``config`` or else those that the Transformers model declares."""
     given = config.get("transformer_layer_cls_to_wrap") or config.get("layer_class")
     names = {given} if isinstance(given, str) else set(given or layer_class_names(module))  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def get_shard_placement_fn(fsdp_size: int) -> Callable[[nn.Parameter], Shard]:
 
 
 def fsdp2_load_full_state_dict(
-    model: nn.Module, full_state: dict[str, Tensor], device_mesh: DeviceMesh | None = None, cpu_offload: Any = None
+    model: nn.Module, full_state: dict[str, Tensor], device_mesh: DeviceMesh | None = None, cpu_offload: object = None
 ) -> None:
     """Fill a sharded model with the whole weights that rank 0 holds; other ranks pass an empty dict. Collective.
 

@@ -63,12 +63,12 @@ class GPUMemoryLogger:
         """Decorate a function."""
 
         @functools.wraps(decorated_function)
-        def logged(*args: Any, **kwargs: Any) -> Any:
+        def logged(*args: object, **kwargs: object) -> Any:
             return self.log(decorated_function, *args, **kwargs)
 
         return logged  # type: ignore[return-value]
 
-    def log(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def log(self, func: Callable[..., object], *args: object, **kwargs: object) -> Any:
         """Call ``func`` with its arguments and log the memory before and after."""
         self._log(f"Before {self.role} {func.__name__}")
         result = func(*args, **kwargs)
@@ -117,7 +117,7 @@ def enable_activation_offloading(model: nn.Module, strategy: str = "fsdp2", enab
     forward = model.forward
 
     @functools.wraps(forward)
-    def offloaded(*args: Any, **kwargs: Any) -> Any:
+    def offloaded(*args: object, **kwargs: object) -> Any:
         with activations_on_cpu():
             return forward(*args, **kwargs)
 

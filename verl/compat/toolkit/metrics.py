@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 from verl.protocol import DataProto, with_response_mask
 from verl.trainer.ppo.metric_utils import compute_rollout_gap_metrics
@@ -31,7 +30,7 @@ class LocalLogger:
     def flush(self) -> None:
         """Nothing is held back."""
 
-    def log(self, data: Mapping[str, Any], step: int) -> None:
+    def log(self, data: Mapping[str, object], step: int) -> None:
         """Write the metrics of ``step``."""
         if self.print_to_console:
             show(metrics_line(step, data))

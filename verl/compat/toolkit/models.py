@@ -21,11 +21,11 @@ from verl.utils.model import load_hf_config, update_model_config
 class LambdaLayer(nn.Module):
     """A module that applies a function."""
 
-    def __init__(self, fn: Callable[..., Any]) -> None:
+    def __init__(self, fn: Callable[..., object]) -> None:
         super().__init__()
         self.fn = fn
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """Call the function."""
         return self.fn(*args, **kwargs)
 
@@ -36,7 +36,7 @@ def squeeze(x: Tensor) -> Tensor:
 
 
 def get_huggingface_actor_config(
-    model_name: str, override_config_kwargs: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+    model_name: str, override_config_kwargs: Mapping[str, object] | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
     """Return the config of a model with some entries changed."""
     config = load_hf_config(model_name, trust_remote_code=trust_remote_code)
@@ -46,8 +46,8 @@ def get_huggingface_actor_config(
 
 def create_huggingface_actor(
     model_name: str,
-    override_config_kwargs: Mapping[str, Any] | None = None,
-    automodel_kwargs: Mapping[str, Any] | None = None,
+    override_config_kwargs: Mapping[str, object] | None = None,
+    automodel_kwargs: Mapping[str, object] | None = None,
 ) -> PreTrainedModel:
     """Make a causal language model with random weights.
 
@@ -172,12 +172,12 @@ def get_lora_rank_from_adapter(adapter_path: str | os.PathLike[str]) -> int:
         raise DataError(f"{path} names no rank 'r': {error!r}. It is written by peft's save_pretrained.") from error
 
 
-def check_target_modules(config: Any, key: str) -> bool:
+def check_target_modules(config: object, key: str) -> bool:
     """Whether an adapter's ``target_modules`` names the module ``key``: a pattern, or a list of names or last parts."""
     return _is_named(getattr(config, "target_modules", None), key)
 
 
-def check_exclude_modules(config: Any, key: str) -> bool:
+def check_exclude_modules(config: object, key: str) -> bool:
     """Whether an adapter's ``exclude_modules`` names the module ``key``, as for :func:`check_target_modules`."""
     return _is_named(getattr(config, "exclude_modules", None), key)
 

@@ -192,7 +192,7 @@ class DistProfiler:
         color: str | None = None,
         domain: str | None = None,
         category: str | None = None,
-        **kwargs_outer: Any,
+        **kwargs_outer: object,
     ) -> Callable[[F], F]:
         """Decorate a method, plain or async, of an object with a ``profiler``: its calls are marked in recordings.
 
@@ -211,14 +211,14 @@ class DistProfiler:
             if inspect.iscoroutinefunction(method):
 
                 @functools.wraps(method)
-                async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+                async def call_async(self: object, *args: object, **kwargs: object) -> Any:
                     with _profiler_of(self).marked(name, role):
                         return await method(self, *args, **kwargs)
 
                 return call_async  # type: ignore[return-value]
 
             @functools.wraps(method)
-            def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            def call(self: object, *args: object, **kwargs: object) -> Any:
                 with _profiler_of(self).marked(name, role):
                     return method(self, *args, **kwargs)
 
@@ -230,7 +230,7 @@ class DistProfiler:
 _IDLE = DistProfiler(rank=0)
 
 
-def _profiler_of(worker: Any) -> DistProfiler:
+def _profiler_of(worker: object) -> DistProfiler:
     return getattr(worker, "profiler", None) or _IDLE
 
 

@@ -15,11 +15,11 @@ TIMEOUT_S = 300.0
 
 
 async def parallel_compute_score_async(
-    evaluation_func: Callable[..., Any],
+    evaluation_func: Callable[..., object],
     completions: Sequence[str],
-    references: Sequence[Any],
+    references: Sequence[object],
     tasks: Sequence[str],
-    extra_info: Sequence[Mapping[str, Any] | None] | None = None,
+    extra_info: Sequence[Mapping[str, object] | None] | None = None,
     num_processes: int = 64,
 ) -> list[float]:
     """Score texts with ``evaluation_func(task, completion, reference, extra_info)``, each in a killable process.
@@ -50,12 +50,12 @@ async def parallel_compute_score_async(
     return [0.0 if score.error is not None else score.value for score in scores]
 
 
-def _call(function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+def _call(function: Callable[..., object], arguments: Sequence[object]) -> object:
     result = function(*arguments)
     return result[0] if isinstance(result, tuple) else result
 
 
-def get_default_compute_score(reward_name: str | None = None) -> Callable[..., Any]:
+def get_default_compute_score(reward_name: str | None = None) -> Callable[..., object]:
     """Return the reward function that scores each row by its data source, or all rows as of one source.
 
     Args:

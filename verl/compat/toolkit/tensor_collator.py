@@ -31,13 +31,13 @@ class SFTTensorCollator:
             raise ConfigError(f"pad_mode='{pad_mode}' is unknown. Known: {', '.join(known)}.")
         self.pad_mode = DatasetPadMode(pad_mode)
 
-    def __call__(self, batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def __call__(self, batch: Sequence[Mapping[str, object]]) -> dict[str, object]:
         """Return the columns of a batch of items."""
         if self.pad_mode == DatasetPadMode.NO_PADDING:
             return self.collate_variable_batch(batch)
         return self.collate_fixed_batch(batch)
 
-    def collate_variable_batch(self, batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def collate_variable_batch(self, batch: Sequence[Mapping[str, object]]) -> dict[str, object]:
         """Collate items of different lengths."""
         columns: dict[str, Any] = {}
         for name in dict.fromkeys(name for item in batch for name in item):
@@ -47,6 +47,6 @@ class SFTTensorCollator:
             columns[name] = torch.nested.as_nested_tensor(tensors, layout=torch.jagged) if is_tensors else values
         return columns
 
-    def collate_fixed_batch(self, batch: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    def collate_fixed_batch(self, batch: Sequence[Mapping[str, object]]) -> dict[str, object]:
         """Stack items of one length."""
         return default_collate(list(batch))

@@ -19,7 +19,7 @@ from verl.protocol.columns import describe, listing, row_indices, same_value
 # ---- making ---------------------------------------------------------------------------------------
 
 
-def get_tensordict(tensor_dict: Mapping[str, Any], non_tensor_dict: Mapping[str, Any] | None = None) -> TensorDict:
+def get_tensordict(tensor_dict: Mapping[str, Any], non_tensor_dict: Mapping[str, object] | None = None) -> TensorDict:
     """Create a TensorDict of tensors (dense or jagged), lists with one value per row, and values for all rows.
 
     >>> get_tensordict({"ids": torch.zeros(2, 3), "uid": ["a", "b"]}, {"temperature": 0.7}).batch_size
@@ -56,7 +56,7 @@ def list_of_dict_to_tensordict(list_of_dicts: Sequence[Mapping[str, Any]]) -> Te
     return get_tensordict(columns)
 
 
-def assign_non_tensor(tensor_dict: TensorDictBase, **kwargs: Any) -> None:
+def assign_non_tensor(tensor_dict: TensorDictBase, **kwargs: object) -> None:
     """Set non-tensor values in place: a list with one value per row, anything else for all rows."""
     for key, value in kwargs.items():
         if isinstance(value, list | NonTensorStack) and tensor_dict.batch_size:
@@ -65,12 +65,12 @@ def assign_non_tensor(tensor_dict: TensorDictBase, **kwargs: Any) -> None:
             assign_non_tensor_data(tensor_dict, key, value)
 
 
-def assign_non_tensor_data(tensor_dict: TensorDictBase, key: str, val: Any) -> None:
+def assign_non_tensor_data(tensor_dict: TensorDictBase, key: str, val: object) -> None:
     """Set one value for all rows, in place."""
     tensor_dict.set_non_tensor(key, unwrap_non_tensor_data(val))
 
 
-def assign_non_tensor_stack(tensor_dict: TensorDictBase, key: str, val: Sequence[Any]) -> None:
+def assign_non_tensor_stack(tensor_dict: TensorDictBase, key: str, val: Sequence[object]) -> None:
     """Set one value per row, in place."""
     values = unwrap_non_tensor_data(val)
     if len(values) != tensor_dict.batch_size[0]:
@@ -81,19 +81,19 @@ def assign_non_tensor_stack(tensor_dict: TensorDictBase, key: str, val: Sequence
 # ---- reading --------------------------------------------------------------------------------------
 
 
-def unwrap_non_tensor_data(data: Any) -> Any:
+def unwrap_non_tensor_data(data: object) -> Any:
     """Return the value of a ``NonTensorData``, the list of a ``NonTensorStack``, and anything else unchanged."""
     if isinstance(data, NonTensorStack):
         return data.tolist()
     return data.data if isinstance(data, NonTensorData) else data
 
 
-def get(tensordict: TensorDictBase, key: str, default: Any = None) -> Any:
+def get(tensordict: TensorDictBase, key: str, default: object = None) -> Any:
     """Return a column as a tensor, a list with one value per row, or the value of all rows."""
     return unwrap_non_tensor_data(tensordict.get(key)) if key in tensordict.keys() else default
 
 
-def get_non_tensor_data(data: TensorDictBase, key: str, default: Any) -> Any:
+def get_non_tensor_data(data: TensorDictBase, key: str, default: object) -> Any:
     """Return a non-tensor value, or ``default`` if there is none."""
     return get(data, key, default)
 
@@ -107,7 +107,7 @@ def get_keys(tensordict: TensorDictBase, keys: Iterable[str]) -> TensorDict:
     return _chosen(tensordict, keys, tensordict.get)
 
 
-def pop(tensordict: TensorDictBase, key: str, default: Any = None) -> Any:
+def pop(tensordict: TensorDictBase, key: str, default: object = None) -> Any:
     """Remove a column in place and return it as :func:`get` does."""
     return unwrap_non_tensor_data(tensordict.pop(key)) if key in tensordict.keys() else default
 
@@ -140,7 +140,7 @@ def assert_tensordict_eq(tensordict1: TensorDictBase, tensordict2: TensorDictBas
         assert same_value(one, other), f"'{key}' differs: {describe(one)} and {describe(other)}"
 
 
-def _comparable(value: Any) -> Any:
+def _comparable(value: object) -> object:
     return list(value.unbind()) if isinstance(value, Tensor) and value.is_nested else value
 
 
@@ -210,7 +210,7 @@ def make_iterator(
     mini_batch_size: int,
     epochs: int,
     seed: int | None = None,
-    dataloader_kwargs: Mapping[str, Any] | None = None,
+    dataloader_kwargs: Mapping[str, object] | None = None,
 ) -> Iterator[TensorDict]:
     """Yield mini-batches of equal size, ``epochs`` times over all rows; shuffled by ``seed`` if it is given.
 

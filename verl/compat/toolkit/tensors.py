@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from verl.utils.torch_functional import (
     pad_sequence_to_length,
     warmup_factor,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # ---- statistics over ranks --------------------------------------------------------------------
 
@@ -71,7 +74,9 @@ def broadcast_dict_tensor(tensors: dict[str, Tensor] | TensorDict, src: int, gro
         dist.broadcast(tensors[name], src, group)
 
 
-def allgather_dict_into_dict(data: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> dict[str, list[Any]]:
+def allgather_dict_into_dict(
+    data: Mapping[str, Any], group: dist.ProcessGroup | None = None
+) -> dict[str, list[object]]:
     """Collect the values of all ranks of a group by name, in the order of the ranks; any values that pickle takes."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, dict(data), group)
@@ -230,7 +235,12 @@ def postprocess_data(
 
 
 def tokenize_and_postprocess_data(
-    prompt: str, tokenizer: Any, max_length: int, pad_token_id: int, left_pad: bool = True, truncation: str = "error"
+    prompt: str,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    pad_token_id: int,
+    left_pad: bool = True,
+    truncation: str = "error",
 ) -> tuple[Tensor, Tensor]:
     """Tokenize a text without special tokens, then :func:`postprocess_data`; both results are (1, max_length)."""
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)

@@ -161,13 +161,13 @@ def rollout_trace_op(func: F) -> F:
             logger.debug("%s %s after %.3f s", func.__qualname__, outcome, time.monotonic() - began)
 
     @functools.wraps(func)
-    async def call_async(*args: Any, **kwargs: Any) -> Any:
+    async def call_async(*args: object, **kwargs: object) -> Any:
         with traced(args, kwargs) as results:
             results.append(await func(*args, **kwargs))
         return results[0]
 
     @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         with traced(args, kwargs) as results:
             results.append(func(*args, **kwargs))
         return results[0]

@@ -17,7 +17,7 @@ class Board:
         self._values: dict[Hashable, Any] = {}
         self._lock = threading.Lock()
 
-    def post(self, key: Hashable, value: Any) -> None:
+    def post(self, key: Hashable, value: object) -> None:
         """Replace the value of a key."""
         with self._lock:
             self._values[key] = value

@@ -57,9 +57,9 @@ class DispatchPair(TypedDict):
 class _Members(type):
     """Metaclass that makes :class:`DynamicEnum` classes iterable and subscriptable, like those of ``enum``."""
 
-    _members: dict[str, Any]
+    _members: dict[str, object]
 
-    def __iter__(cls) -> Iterator[Any]:
+    def __iter__(cls) -> Iterator[object]:
         return iter(cls._members.values())
 
     def __len__(cls) -> int:
@@ -78,7 +78,7 @@ class _Members(type):
 class DynamicEnum(metaclass=_Members):
     """Enumeration that :meth:`register` can extend at run time."""
 
-    _members: ClassVar[dict[str, Any]]
+    _members: ClassVar[dict[str, object]]
 
     def __init_subclass__(cls) -> None:
         cls._members = {}
@@ -201,7 +201,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchPair:
     }
 
 
-def get_dispatch_pair(dispatch_mode: Dispatch | Mapping[str, Any]) -> DispatchPair:
+def get_dispatch_pair(dispatch_mode: Dispatch | Mapping[str, object]) -> DispatchPair:
     """Return the functions of a dispatch mode."""
     if not isinstance(dispatch_mode, Dispatch):
         return _checked_pair(dispatch_mode)
@@ -219,7 +219,7 @@ def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
     return {"execute_fn_name": "execute_rank_zero" if execute_mode is Execute.RANK_ZERO else "execute_all"}
 
 
-def mesh_of(dispatch_mode: Dispatch | Mapping[str, Any]) -> str | None:
+def mesh_of(dispatch_mode: Dispatch | Mapping[str, object]) -> str | None:
     """Return the name of the mesh of :func:`make_nd_compute_dataproto_dispatch_fn`; None for other modes."""
     dispatch = get_dispatch_pair(dispatch_mode)["dispatch_fn"]
     is_nd = isinstance(dispatch, functools.partial) and dispatch.func is modes.dispatch_nd_compute_data_proto
@@ -230,16 +230,16 @@ def mesh_of(dispatch_mode: Dispatch | Mapping[str, Any]) -> str | None:
 class Registration:
     """Arguments that ``@register`` stores on a method."""
 
-    dispatch_mode: Dispatch | Mapping[str, Any]
+    dispatch_mode: Dispatch | Mapping[str, object]
     execute_mode: Execute
     blocking: bool
     materialize_futures: bool
-    wrapper: Callable[..., Any]
+    wrapper: Callable[..., object]
     """The decorated method."""
 
 
 def register(
-    dispatch_mode: Dispatch | Mapping[str, Any] = Dispatch.ALL_TO_ALL,
+    dispatch_mode: Dispatch | Mapping[str, object] = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     materialize_futures: bool = True,
@@ -270,7 +270,7 @@ def register(
             )
 
         @functools.wraps(method)
-        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def inner(self: object, *args: object, **kwargs: object) -> Any:
             with noting_rank(self, method.__name__):
                 (args, kwargs), padded = modes.receive(args, kwargs, materialize_futures)
                 return modes.remove_padding(method(self, *args, **kwargs), padded)
@@ -282,7 +282,7 @@ def register(
 
 
 @contextmanager
-def noting_rank(worker: Any, method: str) -> Iterator[None]:
+def noting_rank(worker: object, method: str) -> Iterator[None]:
     """Time the block, mark it in profiles; add worker, method, rank and time (``failed_at``) to an exception."""
     name = f"{type(worker).__name__}.{method}"
     try:
@@ -296,7 +296,9 @@ def noting_rank(worker: Any, method: str) -> Iterator[None]:
         raise
 
 
-def _reconciled(mode: Dispatch | Mapping[str, Any], execute: Execute) -> tuple[Dispatch | Mapping[str, Any], Execute]:
+def _reconciled(
+    mode: Dispatch | Mapping[str, object], execute: Execute
+) -> tuple[Dispatch | Mapping[str, object], Execute]:
     if mode is Dispatch.RANK_ZERO:
         return mode, Execute.RANK_ZERO
     if execute is Execute.RANK_ZERO:
@@ -311,7 +313,7 @@ def _reconciled(mode: Dispatch | Mapping[str, Any], execute: Execute) -> tuple[D
     return mode, execute
 
 
-def undecorated(method: Callable[..., Any]) -> Callable[..., Any]:
+def undecorated(method: Callable[..., object]) -> Callable[..., object]:
     """Return a bound method without the wrapper of ``@register``, for callers that do the wrapper's work themselves.
 
     A method with a further decorator around ``@register`` is returned unchanged.

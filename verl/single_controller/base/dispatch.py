@@ -79,7 +79,7 @@ class CalledGroup(Protocol):
         """Assignment of batch parts to ranks in a mesh."""
         ...
 
-    def wait_for(self, outputs: PendingOutputs[Any]) -> list[Any]:
+    def wait_for(self, outputs: PendingOutputs[object]) -> list[object]:
         """Wait for the outputs and return their values."""
         ...
 
@@ -113,7 +113,7 @@ class FutureBatchPart:
         return self.future.chunk(self.parts)[self.index]
 
 
-def is_batch(value: Any) -> TypeGuard[DataProto | TensorDict]:
+def is_batch(value: object) -> TypeGuard[DataProto | TensorDict]:
     """Whether ``value`` is a DataProto or a TensorDict."""
     return isinstance(value, DataProto) or is_tensordict(value)
 
@@ -152,7 +152,9 @@ def _slice(batch: DataProto | TensorDict, start: int, stop: int) -> DataProto | 
     return batch.part(start, stop) if isinstance(batch, DataProto) else batch[start:stop].clone()
 
 
-def receive(args: tuple[Any, ...], kwargs: dict[str, Any], materialize: bool) -> tuple[Arguments, BatchPart | None]:
+def receive(
+    args: tuple[object, ...], kwargs: dict[str, object], materialize: bool
+) -> tuple[Arguments, BatchPart | None]:
     """Resolve futures and unpack batch parts among the arguments that a worker received.
 
     With ``materialize=False`` the method gets ``DataProtoFuture`` objects.
@@ -180,7 +182,7 @@ def receive(args: tuple[Any, ...], kwargs: dict[str, Any], materialize: bool) ->
 
 # Not a closure of `receive`: a recursive closure is a reference cycle, which would keep the batch in memory until the
 # garbage collector runs, and the collector counts objects, not bytes.
-def _unpack(value: Any, materialize: bool, parts: list[BatchPart]) -> Any:
+def _unpack(value: object, materialize: bool, parts: list[BatchPart]) -> object:
     if isinstance(value, FutureBatchPart):
         return _unpack(value.get(), materialize, parts) if materialize else value.later()
     if isinstance(value, DataProtoFuture):
@@ -193,7 +195,7 @@ def _unpack(value: Any, materialize: bool, parts: list[BatchPart]) -> Any:
     return value
 
 
-def remove_padding(output: Any, part: BatchPart | None) -> Any:
+def remove_padding(output: object, part: BatchPart | None) -> Any:
     """Return ``output`` without the rows that correspond to the padding of ``part``.
 
     Raises:
@@ -216,35 +218,37 @@ def remove_padding(output: Any, part: BatchPart | None) -> Any:
 # ---- dispatch functions ---------------------------------------------------------------------------
 
 
-def dispatch_one_to_all(worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+def dispatch_one_to_all(worker_group: CalledGroup, *args: object, **kwargs: object) -> Arguments:
     """Give every rank the same arguments."""
     n = worker_group.world_size
     return tuple([value] * n for value in args), {name: [value] * n for name, value in kwargs.items()}
 
 
-def dispatch_as_is(worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+def dispatch_as_is(worker_group: CalledGroup, *args: object, **kwargs: object) -> Arguments:
     """Pass arguments through: they are lists with one element per rank already, or are for rank 0 alone."""
     return args, kwargs
 
 
-def dispatch_dp_compute_data_proto(worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+def dispatch_dp_compute_data_proto(worker_group: CalledGroup, *args: object, **kwargs: object) -> Arguments:
     """Split batches into one part per rank, padded only if the batch allows it; replicate other arguments."""
     return _deal(list(range(worker_group.world_size)), "if enabled", args, kwargs)
 
 
-def dispatch_dp_compute_data_proto_with_func(worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+def dispatch_dp_compute_data_proto_with_func(worker_group: CalledGroup, *args: object, **kwargs: object) -> Arguments:
     """Give every rank the function that is the first argument; dispatch the others as DP_COMPUTE_PROTO does."""
     if not args or not callable(args[0]):
         raise WorkerError("Dispatch.DP_COMPUTE_PROTO_WITH_FUNC expects a function as its first argument.")
     return dispatch_dp_compute_data_proto(worker_group, *args, **kwargs)
 
 
-def dispatch_dp_compute_metric(worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+def dispatch_dp_compute_metric(worker_group: CalledGroup, *args: object, **kwargs: object) -> Arguments:
     """Split batches into one part per rank, never padded: a repeated sample would count twice in a metric."""
     return _deal(list(range(worker_group.world_size)), "never", args, kwargs)
 
 
-def dispatch_nd_compute_data_proto(mesh_name: str, worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+def dispatch_nd_compute_data_proto(
+    mesh_name: str, worker_group: CalledGroup, *args: object, **kwargs: object
+) -> Arguments:
     """Split batches into one part per data-parallel rank of the mesh, padded if they do not divide evenly.
 
     Ranks with the same data-parallel rank (tensor or sequence parallel) get the same part.
@@ -252,7 +256,7 @@ def dispatch_nd_compute_data_proto(mesh_name: str, worker_group: CalledGroup, *a
     return _deal(worker_group.mesh(mesh_name).dp_ranks, "always", args, kwargs)
 
 
-def dispatch_refused(worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+def dispatch_refused(worker_group: CalledGroup, *args: object, **kwargs: object) -> Arguments:
     """Raise a WorkerError: methods of this mode are called on a worker, not through the group."""
     raise WorkerError(
         "a method with Dispatch.DIRECT_ROLLOUT_METHOD is not called through its worker group. Call it on one rank: "
@@ -260,21 +264,21 @@ def dispatch_refused(worker_group: CalledGroup, *args: Any, **kwargs: Any) -> Ar
     )
 
 
-def _deal(dp_ranks: list[int], pad: Padding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+def _deal(dp_ranks: list[int], pad: Padding, args: tuple[object, ...], kwargs: dict[str, object]) -> Arguments:
     parts = max(dp_ranks) + 1
     passed = [*enumerate(args), *kwargs.items()]
     has_batch = any(isinstance(value, DataProtoFuture) or is_batch(value) for _, value in passed)
     for name, value in passed:
         _check_argument(name, value, has_batch)
 
-    def deal(value: Any) -> list[Any]:
+    def deal(value: object) -> list[object]:
         cut = _cut(value, parts, pad)
         return [cut[dp_rank] for dp_rank in dp_ranks]
 
     return tuple(map(deal, args)), {name: deal(value) for name, value in kwargs.items()}
 
 
-def _check_argument(name: str | int, value: Any, has_batch: bool) -> None:
+def _check_argument(name: str | int, value: object, has_batch: bool) -> None:
     """Refuse what could be meant as rows of a batch, and would go whole to every rank."""
     if is_batch(value):
         if not len(value) and _has_columns(value):
@@ -294,7 +298,7 @@ def _check_argument(name: str | int, value: Any, has_batch: bool) -> None:
     )
 
 
-def _items(value: Mapping[Any, Any] | Sequence[Any]) -> Iterable[Any]:
+def _items(value: Mapping[object, object] | Sequence[object]) -> Iterable[object]:
     return value.values() if isinstance(value, Mapping) else value
 
 
@@ -303,7 +307,7 @@ def _has_columns(batch: DataProto | TensorDict) -> bool:
     return not isinstance(batch, DataProto) or bool(list(batch.batch.keys()) or batch.non_tensor_batch)
 
 
-def _cut(value: Any, parts: int, pad: Padding) -> list[Any]:
+def _cut(value: object, parts: int, pad: Padding) -> list[object]:
     if isinstance(value, DataProtoFuture):
         return [FutureBatchPart(value, i, parts, pad) for i in range(parts)]
     if is_batch(value) and len(value):
@@ -320,7 +324,7 @@ def collect_as_is(worker_group: CalledGroup, output: T) -> T:
     return output
 
 
-def collect_dp_compute_data_proto(worker_group: CalledGroup, output: list[Any]) -> Any:
+def collect_dp_compute_data_proto(worker_group: CalledGroup, output: list[object]) -> Any:
     """Combine the outputs of all ranks with :func:`join`, or return a future of a non-blocking call."""
     method = output.method if isinstance(output, CallOutputs) else "the method"
     if not isinstance(output, PendingOutputs):
@@ -331,7 +335,7 @@ def collect_dp_compute_data_proto(worker_group: CalledGroup, output: list[Any]) 
     return future
 
 
-def collect_nd_compute_data_proto(mesh_name: str, worker_group: CalledGroup, output: list[Any]) -> Any:
+def collect_nd_compute_data_proto(mesh_name: str, worker_group: CalledGroup, output: list[object]) -> Any:
     """Combine the outputs of one rank per data-parallel rank, as ``collect_dp_compute_data_proto`` does."""
     ranks = worker_group.mesh(mesh_name).collecting_ranks
     chosen = [output[rank] for rank in ranks]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TextIO
+from typing import TextIO
 
 from verl.errors import ProcessLostError
 
@@ -99,7 +99,7 @@ def _interrupted(timeout_s: float, silent_s: Callable[[], float], stage: str) ->
             )
 
     caller = threading.get_ident()
-    before: Any = signal.signal(INTERRUPT, on_signal)
+    before = signal.signal(INTERRUPT, on_signal)
     threading.Thread(target=watch, name="hang limit", daemon=True).start()
     try:
         yield

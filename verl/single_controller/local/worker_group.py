@@ -65,7 +65,7 @@ class LocalWorkerGroup(WorkerGroup):
         self._workers: list[Any] = [ray_cls_with_init()]
 
     @property
-    def workers(self) -> list[Any]:
+    def workers(self) -> list[object]:
         """The worker; for colocated workers their host, in a spawned group the group's own worker."""
         return [self._worker()] if self._workers else []
 
@@ -99,7 +99,7 @@ class LocalWorkerGroup(WorkerGroup):
         """Drop the reference to the worker."""
         self._workers.clear()
 
-    def _start(self, method: str, calls: Sequence[Call]) -> PendingOutputs[Any]:
+    def _start(self, method: str, calls: Sequence[Call]) -> PendingOutputs[object]:
         worker, outputs = self._worker(), []
         for call in calls:
             args, kwargs = map(private_copy, call.args), {k: private_copy(v) for k, v in call.kwargs.items()}
@@ -107,7 +107,7 @@ class LocalWorkerGroup(WorkerGroup):
                 outputs.append(private_copy(getattr(worker, method)(*args, **kwargs)))
         return PendingOutputs(outputs, method, range(len(outputs)))
 
-    def _call(self, rpc: RegisteredCall, /, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, rpc: RegisteredCall, /, *args: object, **kwargs: object) -> object:
         # Does the work of the @register wrapper itself, which keeps stack traces between driver and worker short.
         worker, outputs, materialize = self._worker(), [], rpc.registration.materialize_futures
         for call in self._deal(rpc, args, kwargs):
@@ -118,7 +118,7 @@ class LocalWorkerGroup(WorkerGroup):
             outputs.append(private_copy(remove_padding(output, padded)))
         return self._collect(rpc, PendingOutputs(outputs, rpc.method, range(len(outputs))))
 
-    def wait_for(self, outputs: PendingOutputs[Any]) -> list[Any]:
+    def wait_for(self, outputs: PendingOutputs[object]) -> list[object]:
         """Return the outputs; the call has run already."""
         return list(outputs)
 

@@ -26,7 +26,7 @@ class _BoardActor:
     def __init__(self) -> None:
         self._values: dict[Hashable, Any] = {}
 
-    def post(self, key: Hashable, value: Any) -> None:
+    def post(self, key: Hashable, value: object) -> None:
         self._values[key] = value
 
     def values(self) -> dict[Hashable, Any]:

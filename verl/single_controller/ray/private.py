@@ -45,7 +45,7 @@ def is_own_head() -> bool:
 
 def own_raylet() -> int | None:
     """Process id of the raylet that this process started; None if it started none, or it has ended."""
-    node: Any = ray_worker._global_node
+    node = ray_worker._global_node
     started = node.all_processes.get("raylet", []) if node is not None else []
     return next((info.process.pid for info in started if info.process.poll() is None), None)
 

@@ -71,7 +71,7 @@ class RankProcess(ActorRow):
         return " ".join([*said, f"What it wrote last is in {self.log}."])
 
 
-def processes_of(workers: Sequence[Any]) -> list[RankProcess]:
+def processes_of(workers: Sequence[object]) -> list[RankProcess]:
     """Return the process of each rank; ``workers`` are the actors in the order of ranks."""
     return [RankProcess(rank=rank, **vars(actor_row(worker))) for rank, worker in enumerate(workers)]
 

@@ -31,7 +31,7 @@ CONNECT_TIMEOUT_S = 10.0  # for a cluster to accept a connection, and to answer
 LONGEST_FOLDER = 40  # of 107 characters of a socket's path; Ray appends "/ray/session_.../sockets/plasma_store"
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
-_started: list[dict[str, Any]] = []  # arguments of ray.init, if this process started Ray
+_started: list[dict[str, object]] = []  # arguments of ray.init, if this process started Ray
 _watches: list[NodeWatch] = []  # at most one
 
 
@@ -88,13 +88,13 @@ def _require_nodes(wanted: int, joined: int, why: str) -> None:
         )
 
 
-def run_task(runner_class: type, config: Any, ray_kwargs: Any) -> None:
+def run_task(runner_class: type, config: object, ray_kwargs: object) -> None:
     """Call ``runner_class().run(config)`` within a :func:`ray_session`."""
     with ray_session(ray_kwargs):
         runner_class().run(config)
 
 
-def start_task(function: Callable[..., Any], *arguments: Any) -> Any:
+def start_task(function: Callable[..., object], *arguments: object) -> Any:
     """Call ``function`` in a process of Ray and return the reference of its result; Ray must be running.
 
     It reserves no CPU, since the ranks of a run may hold them all and the task would then wait for ever.
@@ -102,7 +102,7 @@ def start_task(function: Callable[..., Any], *arguments: Any) -> Any:
     return ray.remote(num_cpus=0)(_call).remote(function, *arguments)
 
 
-def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+def _call(function: Callable[..., object], *arguments: object) -> object:
     return function(*arguments)
 
 
@@ -137,7 +137,7 @@ def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + signum)
 
 
-def _no_start(error: Exception, arguments: Mapping[str, Any]) -> str:
+def _no_start(error: Exception, arguments: Mapping[str, object]) -> str:
     said = f"Ray does not start: {type(error).__name__}: {error}."
     if not isinstance(error, OSError) or isinstance(error, ConnectionError):
         return f"{said} Its arguments are those of ray.init (ray_kwargs.ray_init) and the variables RAY_*."
@@ -224,7 +224,7 @@ def prepare_token() -> None:
         os.environ[TOKEN] = secrets.token_hex(32)
 
 
-def secrets_to_environment(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def secrets_to_environment(arguments: Mapping[str, object]) -> dict[str, object]:
     """Move secrets from ``runtime_env.env_vars`` to this process's environment and return the other arguments.
 
     Ray would write them into its logs. The processes of a Ray that is started here inherit the environment.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import ray
 
 from verl.errors import SchemaError
 
 
-def parallel_put(data_list: Sequence[Any], max_workers: int | None = None) -> list[Any]:
+def parallel_put(data_list: Sequence[object], max_workers: int | None = None) -> list[object]:
     """Put values into Ray's object store from several threads, which shortens the time of large ones.
 
     Args:

@@ -21,7 +21,7 @@ MOST_CALLS = 100_000
 """Most calls under way in one actor."""
 
 
-def light_actor(cls: type, **options: Any) -> Any:
+def light_actor(cls: type, **options: object) -> Any:
     """Return the Ray actor class of a process that waits most of the time, and so takes no core from the ranks."""
     return ray.remote(cls).options(num_cpus=0, max_concurrency=MOST_CALLS, **options)
 
@@ -41,7 +41,7 @@ class WatchedActor:
         *args: for its constructor.
     """
 
-    def __init__(self, title: str, cls: type, question: str, limit_s: float, *args: Any) -> None:
+    def __init__(self, title: str, cls: type, question: str, limit_s: float, *args: object) -> None:
         self._title, self._question, self._limit_s = title, question, limit_s
         self._mark = new_mark()
         marked = light_actor(cls, runtime_env={"env_vars": {MARK_VARIABLE: self._mark}})

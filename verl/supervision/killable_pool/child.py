@@ -86,7 +86,7 @@ class _LeaveError(Exception):
     """The parent has ended, or ends the worker."""
 
 
-def _leave(signum: int, frame: Any) -> None:
+def _leave(signum: int, frame: object) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise _LeaveError
 
@@ -219,7 +219,7 @@ class _Worker:
             bound = min(bound, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (bound, hard))
 
-    def _call(self, body: bytes) -> dict[str, Any]:
+    def _call(self, body: bytes) -> dict[str, object]:
         with _Attempt(self.fatal) as attempt:
             value = self.function(**pickle.loads(body))
             if inspect.isawaitable(value):
@@ -234,7 +234,7 @@ class _Worker:
         call_id, length, _ = HEADER.unpack(header)
         return call_id, read(length)
 
-    def _send(self, call_id: int, reply: Mapping[str, Any]) -> None:
+    def _send(self, call_id: int, reply: Mapping[str, object]) -> None:
         self.socket.sendall(_message(call_id, reply))
 
     # ---- async functions -------------------------------------------------------------------------
@@ -292,7 +292,7 @@ class _TrackedCoroutine(Coroutine[Any, Any, Any]):
     process; when the loop is free again, they do not continue here.
     """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], call_id: int, page: mmap.mmap) -> None:
+    def __init__(self, coroutine: Coroutine[object, object, object], call_id: int, page: mmap.mmap) -> None:
         self.coroutine, self.number, self.page = coroutine, call_id, page
         self.was_cancelled = False
 
@@ -304,13 +304,13 @@ class _TrackedCoroutine(Coroutine[Any, Any, Any]):
         self.was_cancelled = True
         return True
 
-    def send(self, value: Any) -> Any:
+    def send(self, value: object) -> object:
         """Run to the next suspension."""
         if self.is_taken_back():
             return self.throw(asyncio.CancelledError())
         return self._step(self.coroutine.send, value)
 
-    def throw(self, *error: Any) -> Any:
+    def throw(self, *error: object) -> object:
         """Raise inside, and run to the next suspension."""
         return self._step(self.coroutine.throw, *error)
 
@@ -318,7 +318,7 @@ class _TrackedCoroutine(Coroutine[Any, Any, Any]):
         """Close the coroutine."""
         self.coroutine.close()
 
-    def _step(self, step: Callable[..., Any], *arguments: Any) -> Any:
+    def _step(self, step: Callable[..., object], *arguments: object) -> object:
         RUNNING.pack_into(self.page, 0, self.number, time.monotonic())
         try:
             return step(*arguments)
@@ -327,16 +327,16 @@ class _TrackedCoroutine(Coroutine[Any, Any, Any]):
             if not isinstance(sys.exc_info()[1], (SystemExit, KeyboardInterrupt)):
                 RUNNING.pack_into(self.page, 0, 0, 0.0)
 
-    def __await__(self) -> Generator[Any, Any, Any]:
+    def __await__(self) -> Generator[object, object, object]:
         return self.coroutine.__await__()
 
 
-def _message(call_id: int, reply: Mapping[str, Any]) -> bytes:
+def _message(call_id: int, reply: Mapping[str, object]) -> bytes:
     body = json.dumps(reply).encode()
     return HEADER.pack(call_id, len(body), 0.0) + body
 
 
-async def _finished(value: Any) -> Any:
+async def _finished(value: Any) -> object:
     return await value
 
 

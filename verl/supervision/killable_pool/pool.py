@@ -11,7 +11,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 from verl.errors import ProcessLostError, WorkerError
 from verl.supervision.killable_pool.calls import Budget, CallBatch, CallResult, PoolCall, RateLimit, Reply
@@ -80,7 +79,7 @@ class KillablePool:
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        function: Callable[..., object],
         num_workers: int = 1,
         budget: Budget | None = None,
         max_concurrent: int | None = None,
@@ -101,12 +100,12 @@ class KillablePool:
         )
         self._end = weakref.finalize(self, self._engine.close)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return KillablePool, self._arguments
 
     def submit(
         self,
-        calls: Sequence[Mapping[str, Any]],
+        calls: Sequence[Mapping[str, object]],
         timeout_s: float | None = None,
         tokens: Sequence[float] | None = None,
     ) -> Future[list[CallResult]]:
@@ -139,7 +138,7 @@ class KillablePool:
         self._engine.submit(sendable)
         return batch.future
 
-    def map(self, calls: Sequence[Mapping[str, Any]], timeout_s: float | None = None) -> list[CallResult]:
+    def map(self, calls: Sequence[Mapping[str, object]], timeout_s: float | None = None) -> list[CallResult]:
         """Call the function once for each set of arguments and wait; see :meth:`submit`."""
         return self.submit(calls, timeout_s).result()
 
@@ -157,7 +156,7 @@ class _Engine:
 
     def __init__(
         self,
-        load: dict[str, Any],
+        load: dict[str, object],
         side_by_side: bool,
         num_workers: int,
         budget: Budget,

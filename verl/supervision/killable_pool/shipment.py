@@ -14,7 +14,7 @@ from verl.base.import_utils import USER_MODULE, source_digest
 from verl.errors import ConfigError
 
 
-def pack(function: Callable[..., Any], fatal: tuple[type[Exception], ...]) -> dict[str, Any]:
+def pack(function: Callable[..., object], fatal: tuple[type[Exception], ...]) -> dict[str, object]:
     """Return what a worker needs to load the function: ``path`` for imports, ``first`` calls, ``function`` to unpickle.
 
     A function from a user's file is loaded from that file again, and the modules of
@@ -32,20 +32,20 @@ def pack(function: Callable[..., Any], fatal: tuple[type[Exception], ...]) -> di
     return {"path": list(sys.path), "first": first, "function": pickled}
 
 
-def is_async(function: Callable[..., Any]) -> bool:
+def is_async(function: Callable[..., object]) -> bool:
     """Whether a call returns a coroutine, also through ``functools.partial`` and ``__call__``."""
     below = unwrapped(function)
     return inspect.iscoroutinefunction(below) or inspect.iscoroutinefunction(getattr(below, "__call__", None))  # noqa: B004
 
 
-def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+def unwrapped(function: Callable[..., object]) -> Callable[..., object]:
     """The function below any ``functools.partial``."""
     while isinstance(function, partial):
         function = function.func
     return function
 
 
-def _pickled(function: Callable[..., Any], fatal: tuple[type[Exception], ...]) -> bytes:
+def _pickled(function: Callable[..., object], fatal: tuple[type[Exception], ...]) -> bytes:
     with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):  # a lambda or a local function
         pickled = pickle.dumps((function, fatal))
         if b"__main__" not in pickled:  # in the worker, __main__ is another module

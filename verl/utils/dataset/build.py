@@ -22,6 +22,8 @@ from verl.utils.dataset.sampler import AbstractCurriculumSampler, InOrder, Seede
 from verl.utils.dataset.sft_dataset import SFTDataset
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
     from verl.config import CustomClassConfig, PreferenceDataConfig, SamplerConfig, SFTDataConfig
 
 logger = logging.getLogger(__name__)
@@ -34,8 +36,8 @@ SAMPLERS.add("DifficultyCurriculum", DifficultyCurriculum)
 def create_rl_dataset(
     data_paths: str | Sequence[str],
     data_config: DataConfig | Mapping[str, Any],
-    tokenizer: Any,
-    processor: Any = None,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: ProcessorMixin | None = None,
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Dataset:
@@ -71,8 +73,8 @@ def get_dataset_class(data_config: DataConfig | Mapping[str, Any]) -> type[Datas
 def create_sft_dataset(
     data_paths: str | Sequence[str],
     data_config: SFTDataConfig,
-    tokenizer: Any,
-    processor: Any = None,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: ProcessorMixin | None = None,
     max_samples: int = -1,
 ) -> Dataset:
     """Create the data set of a supervised run.
@@ -96,8 +98,8 @@ def create_sft_dataset(
 def create_rm_dataset(
     data_paths: str | Sequence[str],
     data_config: PreferenceDataConfig,
-    tokenizer: Any,
-    processor: Any = None,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: ProcessorMixin | None = None,
     max_samples: int = -1,
 ) -> Dataset:
     """Create the data set of a preference run: :class:`RMDataset`, or the class that ``data.custom_cls`` names.

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.utils.dataset.chat import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +58,7 @@ class ContentChecks:
         rows: what the rows are, for the warnings: ``prompts``.
     """
 
-    def __init__(self, tokenizer: Any, rows: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, rows: str) -> None:
         self.rows = rows
         self._template = str(tokenizer.chat_template)
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}

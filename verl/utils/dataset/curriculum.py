@@ -101,7 +101,7 @@ class DifficultyCurriculum(BatchSampler, AbstractCurriculumSampler):
             self.successes[row] = self.config.decay * self.successes[row] + outcomes.sum()
             self.trials[row] = self.config.decay * self.trials[row] + len(outcomes)
 
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, object]:
         """Outcomes and last draw of every row."""
         return {
             "successes": torch.from_numpy(self.successes.copy()),

@@ -15,6 +15,8 @@ from verl.utils.dataset.files import DataFile, Row
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
     from verl.config import DataConfig
     from verl.protocol import DataProto
 
@@ -27,11 +29,11 @@ class AbstractDataGenerator(ABC):
     A generator with ``state_dict`` and ``load_state_dict`` is saved with the data set.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: object) -> None:
         self.config = config
 
     @abstractmethod
-    def generate(self, dataset: DynamicGenDataset) -> Iterable[Mapping[str, Any]]:
+    def generate(self, dataset: DynamicGenDataset) -> Iterable[Mapping[str, object]]:
         """Generate rows with the columns of the training files; may be empty.
 
         Args:
@@ -54,9 +56,9 @@ class DynamicGenDataset(RLHFDataset):
     def __init__(
         self,
         data_files: str | Sequence[str],
-        tokenizer: Any,
-        config: DataConfig | Mapping[str, Any],
-        processor: Any = None,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig | Mapping[str, object],
+        processor: ProcessorMixin | None = None,
         max_samples: int = -1,
     ) -> None:
         super().__init__(data_files, tokenizer, config, processor, max_samples)
@@ -90,7 +92,7 @@ class DynamicGenDataset(RLHFDataset):
         self.rows = self.rows + kept
         logger.info("generated %d rows, kept %d; %d rows now", len(numbers), len(kept), len(self))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The generated rows, which of them passed the filter, and the generator's state."""
         state = {
             "num_from_files": self.num_from_files,
@@ -125,7 +127,7 @@ class GeneratedRows(DataFile):
         self._rows: list[Row] = []
         self._table = None
 
-    def extend(self, rows: Iterable[Mapping[str, Any]], required: set[str]) -> None:
+    def extend(self, rows: Iterable[Mapping[str, object]], required: set[str]) -> None:
         """Add rows with the ``required`` columns, after a round trip through JSON.
 
         That gives a resumed run, whose rows come from a checkpoint's JSON, identical values. Either all rows are added

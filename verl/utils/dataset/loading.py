@@ -147,7 +147,7 @@ def _is_loss(error: Exception, loader: Any) -> bool:
     return not isinstance(error, RuntimeError) or "DataLoader worker (pid" in str(error)
 
 
-def _iterator(loader: Any) -> Iterator[Any]:
+def _iterator(loader: Any) -> Iterator[object]:
     """Create the iterator; a dead worker then raises an error only when a batch is requested."""
     if threading.current_thread() is not threading.main_thread():
         return iter(loader)

@@ -15,10 +15,13 @@ A message of the assistant with ``loss_mask: 0``, ``weight: 0`` or ``trainable: 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, common_prefix_length, encode, render
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SWITCHES = ("loss_mask", "weight", "trainable")
 """Keys of a message that say whether it is trained on: 1 or 0, true or false."""
@@ -30,7 +33,12 @@ OTHER_SPELLINGS = {
 
 
 def mask_assistant(
-    messages: list[Message], tokenizer: Any, row_name: str, strict: bool = True, first: int = 0, **template_kwargs: Any
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    row_name: str,
+    strict: bool = True,
+    first: int = 0,
+    **template_kwargs: object,
 ) -> tuple[list[int], list[int]]:
     """Tokenize a conversation; return its ids and a mask of equal length, 1 for the assistant's tokens.
 
@@ -113,7 +121,13 @@ def require_learnable(messages: list[Message], where: str) -> None:
 
 
 def _turn_start(
-    before: list[Message], whole: str, cursor: int, tokenizer: Any, where: str, strict: bool, kwargs: dict[str, Any]
+    before: list[Message],
+    whole: str,
+    cursor: int,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    strict: bool,
+    kwargs: dict[str, object],
 ) -> int:
     prompt = render(before, tokenizer, where, add_generation_prompt=True, **kwargs)
     if whole.startswith(prompt) and len(prompt) >= cursor:
@@ -143,7 +157,12 @@ def _turn_start(
 
 
 def _turn_end(
-    through: list[Message], whole: str, start: int, tokenizer: Any, where: str, kwargs: dict[str, Any]
+    through: list[Message],
+    whole: str,
+    start: int,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    kwargs: dict[str, object],
 ) -> int:
     closed = render(through, tokenizer, where, **kwargs)
     stripped = closed.rstrip()
@@ -167,11 +186,11 @@ def _turn_end(
     return position + len(mark)
 
 
-def _special_tokens(tokenizer: Any) -> list[str]:
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [token.content for token in tokenizer.added_tokens_decoder.values()]
 
 
-def _tokens_of_prefix(text: str, ids: list[int], tokenizer: Any, where: str, strict: bool) -> int:
+def _tokens_of_prefix(text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase, where: str, strict: bool) -> int:
     """How many of ``ids`` belong to ``text``, a prefix of the conversation."""
     beginning = encode(text, tokenizer)
     if strict and ids[: len(beginning)] != beginning:

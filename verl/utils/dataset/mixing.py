@@ -49,7 +49,7 @@ class WeightedSources(BatchSampler):
         sources = generator.permutation(np.repeat(np.arange(len(counts)), counts))
         return [next(rows[source]) for source in sources]
 
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, object]:
         """The position in each source."""
         return {name: dict(stream) for name, stream in self.streams.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, req
 from verl.utils.dataset.loss_mask import mask_assistant, require_learnable
 from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages, RowImages
 from verl.utils.dataset.row_conversation import require_written_calls, row_template_kwargs
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 Item = dict[str, Any]
 
@@ -59,7 +62,7 @@ class MultiTurnSFTDataset(Dataset):
         parquet_files: str | Sequence[str],
         tokenizer: Any,
         config: SFTDataConfig | Mapping[str, Any],
-        processor: Any = None,
+        processor: ProcessorMixin | None = None,
         max_samples: int = -1,
     ) -> None:
         require_usable(tokenizer)

@@ -103,7 +103,7 @@ class PromptImages:
         prompt, media = self.with_placeholders(prompt, row, where)
         return self.placed(row_messages(prompt, where), media, where)
 
-    def with_placeholders(self, prompt: Any, row: Mapping[str, Any], where: str) -> tuple[Any, Media]:
+    def with_placeholders(self, prompt: object, row: Mapping[str, object], where: str) -> tuple[object, Media]:
         """Replace parts of messages by ``<image>`` and ``<video>``; return them and the row's images and videos."""
         return with_placeholders(prompt, {kind: row.get(key) for key, kind in self._kinds.items()}, where)
 
@@ -165,7 +165,7 @@ class PromptImages:
         bare: list[str] = []
         total = 0
 
-        def counted(item: tuple[Any, str, ImagePrompt]) -> tuple[ImagePrompt, list[int]] | DataError:
+        def counted(item: tuple[object, str, ImagePrompt]) -> tuple[ImagePrompt, list[int]] | DataError:
             try:
                 return self._checked(item[2], item[1], most)
             except DataError as error:
@@ -199,7 +199,7 @@ class PromptImages:
                 *(len(bare), total, " or ".join(PLACEHOLDERS.values()), bare[0], self.image_key, self.video_key),
             )
 
-    def of_row(self, row_id: Any, prompt: ImagePrompt) -> RowImages:
+    def of_row(self, row_id: object, prompt: ImagePrompt) -> RowImages:
         """Return what :meth:`measured` found of a row."""
         digest = hashlib.blake2b(repr(prompt.images).encode(), digest_size=16).hexdigest() if prompt.images else ""
         return RowImages(self._tokens.get(row_id, []), digest)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -43,6 +43,9 @@ from verl.utils.dataset.files import DataFile, Row, RowsInMemory, choose_rows, o
 from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages, RowImages
 from verl.utils.dataset.row_conversation import require_written_calls, row_template_kwargs
 from verl.vision.positions import left_padded
+
+if TYPE_CHECKING:
+    from transformers import ProcessorMixin
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +107,7 @@ class RLHFDataset(Dataset):
         data_files: str | Sequence[str],
         tokenizer: Any,
         config: DataConfig | Mapping[str, Any],
-        processor: Any = None,
+        processor: ProcessorMixin | None = None,
         max_samples: int = -1,
     ) -> None:
         require_usable(tokenizer)

@@ -21,6 +21,8 @@ from verl.utils.dataset.prompt_images import ImagePrompt, Media, PromptImages, R
 from verl.utils.dataset.row_conversation import require_written_calls, row_messages, row_template_kwargs
 
 if TYPE_CHECKING:
+    from transformers import ProcessorMixin
+
     from verl.config import PreferenceDataConfig
 
 Side = tuple[list[int], list[int]]
@@ -82,7 +84,7 @@ class RMDataset(Dataset):
         parquet_files: str | Sequence[str],
         tokenizer: Any,
         config: PreferenceDataConfig,
-        processor: Any = None,
+        processor: ProcessorMixin | None = None,
         max_samples: int = -1,
     ) -> None:
         require_usable(tokenizer)
@@ -168,7 +170,7 @@ class RMDataset(Dataset):
         where, row = self._locate(self.rows[item])
         return self._rendered(self._opened(item), where, self._template_kwargs(row, where))
 
-    def _rendered(self, pair: Pair, where: str, template_kwargs: Mapping[str, Any]) -> list[str]:
+    def _rendered(self, pair: Pair, where: str, template_kwargs: Mapping[str, object]) -> list[str]:
         sides = (pair.chosen, pair.rejected)
         return [render(messages, self.tokenizer, where, **template_kwargs) for messages in sides]
 
@@ -358,7 +360,7 @@ def make_pair(row: Row, config: PreferenceDataConfig, where: str) -> Pair:
     return Pair(chosen, rejected, shared)
 
 
-def _messages(value: Any, where: str) -> list[Message]:
+def _messages(value: object, where: str) -> list[Message]:
     """The messages of one side; plain text is an assistant message."""
     messages = [{"role": "assistant", "content": value}] if isinstance(value, str) else row_messages(value, where)
     for message in messages:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages, shown
 from verl.utils.dataset.template_probes import TemplateForms
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def row_messages(prompt: Any, where: str) -> list[Message]:
+
+def row_messages(prompt: object, where: str) -> list[Message]:
     """Validate the messages of a row as :func:`as_messages` does, and decode the arguments of their tool calls.
 
     OpenAI's form of arguments is JSON text; here they are mappings, and :func:`render` writes what the template takes.
@@ -53,7 +56,7 @@ def _decoded_call(call: Any, call_name: str) -> Message:
     return {"type": "function", **outer, "function": {**function, "arguments": arguments}}
 
 
-def require_written_calls(messages: Sequence[Message], tokenizer: Any, where: str) -> None:
+def require_written_calls(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     """Check that the chat template writes the tool calls of messages, if there are any.
 
     Raises:
@@ -67,7 +70,7 @@ def require_written_calls(messages: Sequence[Message], tokenizer: Any, where: st
         )
 
 
-def decoded_json(value: Any, what: str) -> Any:
+def decoded_json(value: object, what: str) -> Any:
     """Return a value of a row that may be given as JSON text; None for an empty text.
 
     Raises:
@@ -86,8 +89,12 @@ def decoded_json(value: Any, what: str) -> Any:
 
 
 def row_template_kwargs(
-    row: Mapping[str, Any], tools_key: str | None, thinking_key: str | None, tokenizer: Any, where: str
-) -> dict[str, Any]:
+    row: Mapping[str, object],
+    tools_key: str | None,
+    thinking_key: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+) -> dict[str, object]:
     """Return the variables of the chat template that a row gives: its ``tools`` and ``enable_thinking``.
 
     Args:
@@ -120,7 +127,7 @@ def row_template_kwargs(
     return kwargs
 
 
-def _described_tool(value: Any, where: str) -> Message:
+def _described_tool(value: object, where: str) -> Message:
     tool = decoded_json(value, where)
     if not isinstance(tool, Mapping):
         raise DataError(

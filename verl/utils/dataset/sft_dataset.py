@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message
@@ -48,7 +47,7 @@ def _context(messages: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _descend(value: Any, keys: Sequence[str], where: str, setting: str) -> Any:
+def _descend(value: object, keys: Sequence[str], where: str, setting: str) -> object:
     for key in keys:
         if not isinstance(value, dict) or key not in value:
             raise DataError(f"{where}: {setting} asks for '{key}' in {value!r:.120}, which has no such key.")

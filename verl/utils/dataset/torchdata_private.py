@@ -27,7 +27,7 @@ def has_dataset_state(state: Mapping[str, Any]) -> bool:
     return any(reader["dataset_state"] is not None for reader in state["_snapshot"]["_worker_snapshots"].values())
 
 
-def for_other_processes(state: Mapping[str, Any], loader: Any) -> dict[str, Any]:
+def for_other_processes(state: Mapping[str, Any], loader: Any) -> dict[str, object]:
     """Convert a loader's state for ``loader``, which has another number of worker processes.
 
     The position is the sampler's state and the number of batches read. torchdata stores them in one layout without
@@ -63,6 +63,6 @@ def for_other_processes(state: Mapping[str, Any], loader: Any) -> dict[str, Any]
     }
 
 
-def is_handler_of_torch(handler: Any) -> bool:
+def is_handler_of_torch(handler: object) -> bool:
     """Whether a signal handler is the one that PyTorch installs with its first multi-process loader."""
     return getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling"

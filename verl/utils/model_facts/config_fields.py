@@ -8,7 +8,7 @@ from typing import Any
 _RANDOM = ("drop", "jitter", "noise")
 
 
-def random_fields(fields: Mapping[str, Any]) -> dict[str, float]:
+def random_fields(fields: Mapping[str, object]) -> dict[str, float]:
     """Return the entries that make the forward pass random in training: dropout, jitter or noise above 0."""
     return {
         name: float(value)

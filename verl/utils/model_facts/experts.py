@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +21,7 @@ class ExpertSizes:
     """Of each layer, whether it has experts."""
 
     @classmethod
-    def of(cls, text: Any) -> ExpertSizes | None:
+    def of(cls, text: object) -> ExpertSizes | None:
         """Read them; None if no layer has experts.
 
         Args:

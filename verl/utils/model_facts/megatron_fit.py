@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
 
 from verl.config import McoreEngineConfig, Problem
 from verl.config.megatron import MEGATRON_FAMILIES
@@ -18,7 +17,7 @@ _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """Entries that megatron-core's layers, as we build them, cannot follow; a config without one means the same."""
 
 
-def misfits(fields: Mapping[str, Any], engine: McoreEngineConfig, sizes: str, strategy: str) -> Iterator[Problem]:
+def misfits(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: str, strategy: str) -> Iterator[Problem]:
     """Yield what stands between a model and a layout.
 
     Args:
@@ -40,7 +39,7 @@ def misfits(fields: Mapping[str, Any], engine: McoreEngineConfig, sizes: str, st
     yield from _divisions(fields, engine, sizes)
 
 
-def _unbuildable(fields: Mapping[str, Any]) -> Iterator[str]:
+def _unbuildable(fields: Mapping[str, object]) -> Iterator[str]:
     yield from (f"{name}={fields[name]}" for name, value in _FIXED.items() if fields.get(name) not in (None, value))
     for rule in rope_rules(fields):
         name = rope_type(rule)
@@ -50,14 +49,14 @@ def _unbuildable(fields: Mapping[str, Any]) -> Iterator[str]:
             yield "rotary embeddings that scale attention (yarn without attention_factor: 1.0)"
 
 
-def _keeps_attention(rule: Mapping[str, Any]) -> bool:
+def _keeps_attention(rule: Mapping[str, object]) -> bool:
     """Say whether yarn multiplies attention by 1: by its own factor, or by the ratio of two equal scales."""
     if (factor := rule.get("attention_factor")) is not None:
         return factor == 1
     return bool(rule.get("mscale")) and rule["mscale"] == rule.get("mscale_all_dim")
 
 
-def _divisions(fields: Mapping[str, Any], engine: McoreEngineConfig, sizes: str) -> Iterator[Problem]:
+def _divisions(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: str) -> Iterator[Problem]:
     """Ranks get equally many heads, columns, layers and experts."""
     tensor, context = engine.tensor_model_parallel_size, engine.context_parallel_size
     pieces = engine.virtual_pipeline_model_parallel_size or 1

@@ -7,7 +7,6 @@ import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 VOCABULARIES = (
@@ -58,7 +57,7 @@ def head_split_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
     return None
 
 
-def config_entries(folder: Path) -> dict[str, Any]:
+def config_entries(folder: Path) -> dict[str, object]:
     """The entries of ``config.json`` of a model folder; empty if there are none to be read."""
     return _json_object(folder / "config.json")[0] if (folder / "config.json").is_file() else {}
 
@@ -93,7 +92,7 @@ def quantization_problem(folder: Path) -> str | None:
     return quantized_by(next((part["quantization_config"] for part in parts if part.get("quantization_config")), None))
 
 
-def quantized_by(about: Any) -> str | None:
+def quantized_by(about: object) -> str | None:
     """Say how weights are quantized by the ``quantization_config`` of their config; None if they are not."""
     if not about:
         return None
@@ -193,7 +192,7 @@ def _pointer(path: Path) -> str | None:
     return "is only a pointer of Git LFS, not the file itself (run git lfs pull)" if is_pointer else None
 
 
-def _json_object(path: Path) -> tuple[dict[str, Any], str | None]:
+def _json_object(path: Path) -> tuple[dict[str, object], str | None]:
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -87,7 +87,7 @@ def _whole(value: str | float) -> int:
 
 @register_scorer("countdown", truth=_puzzle)
 def compute_score(
-    solution_str: str, ground_truth: Mapping[str, Any], format_score: float = 0.0, score: float = 1.0
+    solution_str: str, ground_truth: Mapping[str, object], format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """Return ``score`` if the last answer reaches the target and uses each number exactly as often as given.
 

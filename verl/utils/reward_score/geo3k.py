@@ -2,14 +2,12 @@ r"""Scorer of Geometry3K (https://arxiv.org/abs/2105.04165): accuracy of the box
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.utils.reward_score.math_equality import is_equivalent, last_boxed, read_truth
 from verl.utils.reward_score.registry import also_called, register_scorer
 
 
 @also_called(solution_str="predict_str")
-def accuracy_reward(solution_str: str, ground_truth: Any, use_boxed: bool = True) -> float:
+def accuracy_reward(solution_str: str, ground_truth: object, use_boxed: bool = True) -> float:
     r"""1 if the last ``\boxed{...}`` (without ``use_boxed``, the whole response) equals the truth in value, else 0."""
     answer = last_boxed(solution_str) if use_boxed else solution_str.strip()
     return float(answer is not None and is_equivalent(answer, ground_truth))
@@ -34,7 +32,7 @@ def format_reward(solution_str: str) -> float:
 
 @register_scorer("hiyouga/geometry3k", truth=read_truth)
 @also_called(solution_str="predict_str")
-def compute_score(solution_str: str, ground_truth: Any, use_boxed: bool = True, format_score: float = 0.1) -> float:
+def compute_score(solution_str: str, ground_truth: object, use_boxed: bool = True, format_score: float = 0.1) -> float:
     r"""Score by accuracy and format, each 0 or 1.
 
         score = (1 - format_score) · accuracy + format_score · format

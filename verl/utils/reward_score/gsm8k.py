@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Literal
+from typing import Literal
 
 from verl.errors import ConfigError, RewardError
 from verl.utils.reward_score.answer_text import (
@@ -84,7 +84,7 @@ def _last(text: str) -> str | None:
     return _at_start(end[starts[-1] :]) if starts else None
 
 
-def read_truth(ground_truth: Any) -> WrittenNumber:
+def read_truth(ground_truth: object) -> WrittenNumber:
     r"""Read the number of a ground truth: ``5``, ``5.0``, ``\boxed{5}``, or the column ``answer`` with ``#### 5``.
 
     Raises:
@@ -104,7 +104,7 @@ def read_truth(ground_truth: Any) -> WrittenNumber:
 
 @register_scorer("openai/gsm8k", "gsm8k", truth=read_truth)
 def compute_score(
-    solution_str: str, ground_truth: Any, method: Method = "strict", format_score: float = 0.0, score: float = 1.0
+    solution_str: str, ground_truth: object, method: Method = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """Return ``score`` for the right number, ``format_score`` for another one, 0 for none.
 

@@ -114,7 +114,7 @@ class Judge:
     max_tokens: int | None = 512
     timeout_s: float = 60.0
     max_retries: int = 3
-    extra_body: Mapping[str, Any] | None = None
+    extra_body: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         if not self.base_url or not self.model:
@@ -159,7 +159,9 @@ class Judge:
         """
         return "none" if self.api_key_env is None else env.secret(self.api_key_env, "llm_judge: api_key_env")
 
-    def messages(self, response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None) -> list[dict[str, str]]:
+    def messages(
+        self, response: str, ground_truth: object, extra_info: Mapping[str, object] | None
+    ) -> list[dict[str, str]]:
         """Build the chat messages for one response.
 
         Raises:
@@ -185,7 +187,7 @@ class Judge:
             if text
         ]
 
-    def _value(self, name: str, values: Mapping[str, str], extra_info: Mapping[str, Any] | None) -> str:
+    def _value(self, name: str, values: Mapping[str, str], extra_info: Mapping[str, object] | None) -> str:
         if name in values:
             return values[name]
         if name == "question":
@@ -284,7 +286,7 @@ class Judge:
         return None
 
 
-def check(settings: Mapping[str, Any]) -> None:
+def check(settings: Mapping[str, object]) -> None:
     """Check the settings, including the environment variable of the key, before a run begins.
 
     Raises:
@@ -296,7 +298,7 @@ def check(settings: Mapping[str, Any]) -> None:
     _library()
 
 
-def check_truth(ground_truth: Any) -> None:
+def check_truth(ground_truth: object) -> None:
     """Check that a ground truth is no missing number; the judge needs none.
 
     Raises:
@@ -309,8 +311,8 @@ def check_truth(ground_truth: Any) -> None:
 @register_scorer("llm_judge", check=check, truth=check_truth)
 async def compute_score(
     solution_str: str,
-    ground_truth: Any = None,
-    extra_info: Mapping[str, Any] | None = None,
+    ground_truth: object = None,
+    extra_info: Mapping[str, object] | None = None,
     base_url: str = "",
     model: str = "",
     api_key_env: str | None = None,
@@ -326,8 +328,8 @@ async def compute_score(
     max_tokens: int | None = 512,
     timeout_s: float = 60.0,
     max_retries: int = 3,
-    extra_body: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+    extra_body: Mapping[str, object] | None = None,
+) -> dict[str, object]:
     """Score a response by a language model, mapped linearly from ``score_range`` to ``reward_range``.
 
     After "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685); ``yes_probability`` is the
@@ -386,7 +388,7 @@ async def compute_score(
     return {"score": judge.reward(score), "judge_score": score, "judge_reply": choice.message.content or ""}
 
 
-def _as_text(question: Any) -> str:
+def _as_text(question: object) -> str:
     """Convert a question to text; messages get their role as prefix."""
     if isinstance(question, str):
         return question

@@ -11,8 +11,8 @@ from verl.utils.reward_score import math_reward
 def compute_score_batched(
     data_sources: Sequence[str],
     solution_strs: Sequence[str],
-    ground_truths: Sequence[Any],
-    extra_infos: Sequence[Any],
+    ground_truths: Sequence[object],
+    extra_infos: Sequence[object],
     **settings: Any,
 ) -> list[float]:
     """Score each response by :func:`.math_reward.compute_score`, which takes ``settings``.

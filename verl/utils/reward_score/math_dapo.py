@@ -8,7 +8,6 @@ Answers are compared as numbers (073 is 73), or else as text after the normalisa
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from verl.errors import RewardError
 from verl.utils.reward_score.answer_text import plain_answer, read_number
@@ -72,7 +71,7 @@ def normalize_final_answer(final_answer: str) -> str:
     return text.replace(",", "") if THOUSANDS.fullmatch(text) else text
 
 
-def read_truth(ground_truth: Any) -> str:
+def read_truth(ground_truth: object) -> str:
     r"""Return the answer of a ground truth, without ``\boxed``.
 
     Raises:
@@ -89,7 +88,7 @@ def read_truth(ground_truth: Any) -> str:
 
 
 @register_scorer("math_dapo", "math", "math_dapo_reasoning", "aime*", truth=read_truth)
-def compute_score(solution_str: str, ground_truth: Any, strict_box_verify: bool = False) -> dict[str, Any]:
+def compute_score(solution_str: str, ground_truth: object, strict_box_verify: bool = False) -> dict[str, object]:
     r"""Score +1 if the last ``Answer:`` line within the last 300 characters has the right answer, -1 otherwise.
 
     Signs and wrappers around the answer are read as in :mod:`.answer_text`, and numbers are compared by value (in

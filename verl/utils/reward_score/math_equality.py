@@ -104,7 +104,7 @@ def last_boxed(text: str) -> str | None:
     return None if box is None else remove_boxed(box).strip()
 
 
-def text_of_answer(ground_truth: Any) -> str:
+def text_of_answer(ground_truth: object) -> str:
     r"""Return the answer of a ground truth: what stands in its last ``\boxed{...}`` or after its last ``####``, or all.
 
     Raises:
@@ -119,7 +119,7 @@ def text_of_answer(ground_truth: Any) -> str:
     return answer
 
 
-def read_truth(ground_truth: Any) -> str:
+def read_truth(ground_truth: object) -> str:
     r"""Return the canonical answer of a ground truth: ``\frac{1}{2}``, ``0.5``, ``\boxed{x+1}``, ``#### 5``, ``73.0``.
 
     Raises:
@@ -139,7 +139,7 @@ def _unreadable(truth: str) -> RewardError:
     )
 
 
-def is_equivalent(answer: str, truth: Any) -> bool:
+def is_equivalent(answer: str, truth: object) -> bool:
     r"""Whether two answers have the same value, as ``\frac{1}{2}``, ``0.5`` and ``1/2`` have.
 
     Raises:

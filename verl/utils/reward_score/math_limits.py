@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 T = TypeVar("T")
 
@@ -259,7 +259,7 @@ def limited(compute: Callable[[], T], otherwise: T) -> T:
 
     steps, limit = 0, MAX_STEPS
 
-    def count(frame: FrameType, *_: Any) -> None:
+    def count(frame: FrameType, *_: object) -> None:
         nonlocal steps, limit
         steps += 1
         # A generator is entered also when it is thrown away, and the error would be lost there.

@@ -2,8 +2,6 @@ r"""Scorer of MATH (arXiv:2103.03874): the last ``\boxed{...}`` must equal the g
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.utils.reward_score.math_equality import is_equivalent, last_boxed, read_truth
 from verl.utils.reward_score.math_equality import last_boxed_only_string as last_boxed_only_string
 from verl.utils.reward_score.math_equality import remove_boxed as remove_boxed
@@ -13,7 +11,7 @@ from verl.utils.reward_score.registry import register_scorer
 @register_scorer(
     "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500", "math_reward", truth=read_truth
 )
-def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0) -> float:
+def compute_score(solution_str: str, ground_truth: object, format_score: float = 0.0, score: float = 1.0) -> float:
     r"""Return ``score`` if the last boxed answer equals the truth, ``format_score`` if it does not, 0 without one.
 
     The truth may be given with or without ``\boxed``.

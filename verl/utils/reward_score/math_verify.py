@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.utils.reward_score import prime_math
 
 
-def compute_score(model_output: str, ground_truth: Any, timeout_score: float = 0.0) -> float:
+def compute_score(model_output: str, ground_truth: object, timeout_score: float = 0.0) -> float:
     """Return 1 if the final answer equals the truth in value, else 0; see :func:`.prime_math.compute_score`.
 
     There are no time-outs here (:mod:`.math_limits`), so ``timeout_score`` is not used.

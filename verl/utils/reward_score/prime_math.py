@@ -7,7 +7,6 @@ compared by value (:func:`verl.utils.reward_score.math_equality.is_equivalent`).
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from verl.utils.reward_score.answer_text import plain_answer
 from verl.utils.reward_score.math_equality import is_equivalent, last_boxed, read_truth
@@ -44,7 +43,7 @@ def final_answer(text: str) -> str | None:
     "numina_olympiads", truth=read_truth,
 )  # fmt: skip
 @also_called(solution_str="model_output")
-def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0) -> float:
+def compute_score(solution_str: str, ground_truth: object, format_score: float = 0.0, score: float = 1.0) -> float:
     r"""Return ``score`` if the final answer equals the truth in value, ``format_score`` for another one, 0 for none.
 
     A response that is nothing but the answer needs no mark. The truth may be given with or without ``\boxed``;

@@ -28,9 +28,9 @@ class ScorerInfo:
     """A scorer and the options of its registration."""
 
     function: Scorer
-    check: Callable[[Mapping[str, Any]], None] | None
+    check: Callable[[Mapping[str, object]], None] | None
     """Checks the values of its settings."""
-    truth: Callable[[Any], Any] | None
+    truth: Callable[[object], object] | None
     """Reads a ground truth; raises :class:`RewardError` for one that no response could be compared with."""
     is_timed: bool
     """Whether it limits its own time, so that its result depends on the load of the machine."""
@@ -75,7 +75,7 @@ class UnknownDataSourceError(RewardError, NotImplementedError):
 
 def register_scorer(
     *data_sources: str,
-    check: Callable[[Mapping[str, Any]], None] | None = None,
+    check: Callable[[Mapping[str, object]], None] | None = None,
     truth: Callable[[Any], Any] | None = None,
     is_timed: bool = False,
 ) -> Callable[[S], S]:
@@ -106,7 +106,7 @@ def also_called(**names: str) -> Callable[[S], S]:
 
     def allow(scorer: S) -> S:
         @functools.wraps(scorer)
-        def call(*arguments: Any, **named: Any) -> Any:
+        def call(*arguments: object, **named: object) -> Any:
             renamed = {name: named.pop(other) for name, other in names.items() if other in named}
             return scorer(*arguments, **renamed, **named)
 
@@ -153,12 +153,12 @@ def kind_of(data_source: str) -> Kind:
 def default_compute_score(
     data_source: str,
     solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
+    ground_truth: object,
+    extra_info: Mapping[str, object] | None = None,
     sandbox_fusion_url: str | None = None,
-    concurrent_semaphore: Any = None,
+    concurrent_semaphore: object = None,
     memory_limit_mb: int | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Any:
     """Score a response with the scorer of its data source.
 
@@ -203,7 +203,7 @@ def default_compute_score(
     return scorer(solution_str=solution_str, ground_truth=ground_truth, **arguments)
 
 
-def check_settings(settings: Iterable[str] | Mapping[str, Any], data_source: str | None = None) -> None:
+def check_settings(settings: Iterable[str] | Mapping[str, object], data_source: str | None = None) -> None:
     """Check settings such as ``format_score``.
 
     Args:
@@ -225,7 +225,7 @@ def check_settings(settings: Iterable[str] | Mapping[str, Any], data_source: str
         check(settings)
 
 
-def check_truth(data_source: str, ground_truth: Any) -> None:
+def check_truth(data_source: str, ground_truth: object) -> None:
     """Check that the scorer of a data source can read a ground truth.
 
     Raises:
@@ -259,7 +259,7 @@ def text_of_truth(ground_truth: Any) -> str:
     return text
 
 
-def scorer_for_all(source: str) -> Callable[..., Any]:
+def scorer_for_all(source: str) -> Callable[..., object]:
     """Return a reward function that scores every row with the scorer of ``source`` (``reward_model.reward_format``).
 
     Raises:
@@ -269,7 +269,7 @@ def scorer_for_all(source: str) -> Callable[..., Any]:
     return functools.partial(_score_as, source)
 
 
-def source_of(function: Callable[..., Any]) -> str | None:
+def source_of(function: Callable[..., object]) -> str | None:
     """Return the ``source`` of a function made by :func:`scorer_for_all`; None for any other function."""
     if isinstance(function, functools.partial) and function.func is _score_as:
         return str(function.args[0])
@@ -278,5 +278,5 @@ def source_of(function: Callable[..., Any]) -> str | None:
 
 def _score_as(
     source: str, /, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, **kwargs: Any
-) -> Any:
+) -> object:
     return default_compute_score(source, solution_str, ground_truth, extra_info, **kwargs)

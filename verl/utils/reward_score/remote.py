@@ -67,13 +67,13 @@ class RemoteScorer:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_client": None}
 
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
+    def __setstate__(self, state: Mapping[str, object]) -> None:
         import verl.base.http_retries  # now: loading its libraries in the first call would block all others  # noqa: F401
 
         self.__dict__.update(state)
 
     async def __call__(
-        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
+        self, data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object]
     ) -> Any:
         """Request the score of one response.
 
@@ -104,7 +104,7 @@ class RemoteScorer:
         except httpx2.TransportError as error:
             raise RewardError(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
 
-    async def _ask(self, body: Mapping[str, Any]) -> Any:
+    async def _ask(self, body: Mapping[str, object]) -> object:
         import httpx2
 
         if self._client is None:

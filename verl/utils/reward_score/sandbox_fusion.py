@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from verl.utils.reward_score.prime_code import score_and_metadata
 
 
 def compute_score(
     sandbox_fusion_url: str,
-    concurrent_semaphore: Any,
+    concurrent_semaphore: object,
     memory_limit_mb: int,
     completion: str,
-    test_cases: Any,
+    test_cases: object,
     continuous: bool = False,
     timeout: float = 10.0,
-) -> tuple[float, list[dict[str, Any]]]:
+) -> tuple[float, list[dict[str, object]]]:
     """Score a program by running the tests of its task on a service.
 
     Args:

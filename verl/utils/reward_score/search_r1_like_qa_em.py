@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from verl.errors import ConfigError, RewardError
 from verl.utils.reward_score.parts import last_tag
@@ -56,7 +55,7 @@ def extract_solution(solution_str: str) -> str | None:
     return last_tag(solution_str, "answer")
 
 
-def _targets(truth: Any) -> list[str]:
+def _targets(truth: object) -> list[str]:
     values = truth.get("target") if isinstance(truth, Mapping) else truth
     targets = [values] if isinstance(values, str) else list(values) if isinstance(values, Iterable) else []
     if not targets or not all(isinstance(target, str) and target.strip() for target in targets):
@@ -68,7 +67,7 @@ def _targets(truth: Any) -> list[str]:
 
 @register_scorer("searchR1_*", truth=_targets)
 def compute_score(
-    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+    solution_str: str, ground_truth: object, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """Return ``score`` if the last ``<answer>`` is one of the targets, ``format_score`` if not, 0 without one.
 
@@ -89,14 +88,14 @@ def compute_score(
 
 
 def compute_score_subem(
-    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+    solution_str: str, ground_truth: object, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
     """Score like :func:`compute_score`, but the answer need only contain a target (sub-EM)."""
     return _score(solution_str, ground_truth, method, format_score, score, subem_check)
 
 
 def _score(
-    text: str, truth: Any, method: str, format_score: float, score: float, is_right: Callable[[str, list[str]], bool]
+    text: str, truth: object, method: str, format_score: float, score: float, is_right: Callable[[str, list[str]], bool]
 ) -> float:
     if method != "strict":
         raise ConfigError(f"search_r1: method='{method}' is unknown; there is only strict.")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -82,7 +82,7 @@ class Tracking:
         project_name: str,
         experiment_name: str,
         default_backend: Names = "console",
-        config: Mapping[str, Any] | None = None,
+        config: Mapping[str, object] | None = None,
         resumed_after: int = 0,
         run_ids: Mapping[str, str] | None = None,
     ) -> None:
@@ -127,7 +127,7 @@ class Tracking:
         ids = [tracking.run_ids["file"] for tracking in cls.opened if "file" in tracking.run_ids]
         return ids[-1] if ids else THIS_RUN
 
-    def log(self, data: Mapping[str, Any], step: int, backend: Names | None = None) -> None:
+    def log(self, data: Mapping[str, object], step: int, backend: Names | None = None) -> None:
         """Record metrics of a step, in all trackers or those named by ``backend``.
 
         Metrics are Python, numpy or torch scalars. Other values are skipped, with a warning the first time.
@@ -146,7 +146,12 @@ class Tracking:
             listener(metrics, step)
 
     def log_table(
-        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int, backend: Names | None = None
+        self,
+        name: str,
+        columns: Sequence[str],
+        rows: Sequence[Sequence[object]],
+        step: int,
+        backend: Names | None = None,
     ) -> None:
         """Record a table in the trackers that support tables; ``step`` and ``backend`` as in :meth:`log`."""
         for chosen in self._chosen(backend):
@@ -174,7 +179,7 @@ class Tracking:
         """Whether some tracker keeps what :meth:`log_event` is told, so that it is worth to be collected."""
         return any(type(tracker).log_event is not Tracker.log_event for tracker in self.trackers.values())
 
-    def log_event(self, event: str, **details: Any) -> None:
+    def log_event(self, event: str, **details: object) -> None:
         """Record what happened to the run, in the trackers that keep such a record; see :meth:`Tracker.log_event`."""
         for name, tracker in self.trackers.items():
             if type(tracker).log_event is not Tracker.log_event:
@@ -317,7 +322,7 @@ class ValidationGenerationsLogger:
         self.tracking = tracking
         self.name = name
 
-    def log(self, loggers: Names | None, samples: Sequence[Mapping[str, Any] | Sequence[Any]], step: int) -> None:
+    def log(self, loggers: Names | None, samples: Sequence[Mapping[str, object] | Sequence[object]], step: int) -> None:
         """Record samples of one validation, in the trackers named by ``loggers``; None is all.
 
         Samples are mappings with some of the keys ``input``, ``output``, ``gts``, ``score``, which become columns, or
@@ -342,7 +347,7 @@ class ValidationGenerationsLogger:
         return trackers[-1]
 
 
-def _record(sample: Mapping[str, Any] | Sequence[Any]) -> Mapping[str, Any]:
+def _record(sample: Mapping[str, object] | Sequence[object]) -> Mapping[str, object]:
     return sample if isinstance(sample, Mapping) else dict(zip(("input", "output", "score"), sample, strict=True))
 
 
@@ -352,7 +357,7 @@ def require_trackers(names: Names) -> None:
         TRACKERS.get(name).require()
 
 
-def to_number(value: Any) -> int | float | None:
+def to_number(value: object) -> int | float | None:
     """Convert a Python, numpy or torch scalar to a Python number; None for other values. NaN stays NaN."""
     if isinstance(value, torch.Tensor | np.ndarray):
         if value.size == 1 if isinstance(value, np.ndarray) else value.numel() == 1:
@@ -403,7 +408,7 @@ def _is_unreachable(error: BaseException | None) -> bool:
     return False
 
 
-def _start(name: str, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> Tracker:
+def _start(name: str, project_name: str, experiment_name: str, config: Mapping[str, object]) -> Tracker:
     try:
         return TRACKERS.get(name)(project_name, experiment_name, config)
     except Exception as error:  # trackers raise anything; raised again with a note

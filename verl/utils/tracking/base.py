@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from verl.base.import_utils import is_about
 from verl.base.registry import Registry
@@ -35,13 +35,13 @@ class Tracker(ABC):
     """The service's id of this run, if a later process can continue it; saved in checkpoints."""
 
     @abstractmethod
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None: ...
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object]) -> None: ...
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics of a step; values may be NaN or infinite."""
 
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:  # noqa: B027
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:  # noqa: B027
         """Record a table of texts and numbers; does nothing by default."""
 
     def log_page(self, name: str, page: TokenPage, step: int) -> None:  # noqa: B027
@@ -50,7 +50,7 @@ class Tracker(ABC):
     def log_checkpoint(self, step: int, folder: Path) -> None:  # noqa: B027
         """Keep a copy of the checkpoint of a step, ``folder``; does nothing by default."""
 
-    def log_event(self, event: str, details: Mapping[str, Any]) -> None:  # noqa: B027
+    def log_event(self, event: str, details: Mapping[str, object]) -> None:  # noqa: B027
         """Record what happened to the run: ``checkpoint`` (step, folder), ``end`` (status); does nothing by default."""
 
     def log_alert(self, step: int, rule: str, reason: str) -> None:  # noqa: B027
@@ -87,9 +87,9 @@ def import_package(package: str, install: str) -> ModuleType:
         ) from error
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Flatten nested settings to dotted names: ``{"a": {"b": 1}}`` → ``{"a.b": 1}``; lists are kept."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
@@ -99,10 +99,10 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Format a table as Markdown; escapes line breaks and bars in cells."""
 
-    def line(cells: Sequence[Any]) -> str:
+    def line(cells: Sequence[object]) -> str:
         return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in cells) + " |"
 
     return "\n".join([line(columns), line(["---"] * len(columns)), *(line(row) for row in rows)])

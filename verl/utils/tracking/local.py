@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.base import env
 from verl.base.fs import below
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class ConsoleTracker(Tracker):
     """Writes a line per step: in a run its main metrics, always the same ones, and the remaining time; else all."""
 
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object]) -> None:
         pass
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -53,7 +53,7 @@ class FileTracker(Tracker):
     the form of Python's ``json``, which is not standard JSON.
     """
 
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object]) -> None:
         path = env.file_logger_path(project_name, experiment_name)
         self._before = os.environ.get(env.FILE_LOGGER_RUN)
         self.run_id = self._before or THIS_RUN
@@ -72,7 +72,7 @@ class FileTracker(Tracker):
         """Write a line and flush it, so that it is kept if the process is killed."""
         self._write({"step": step, "data": dict(metrics), "time": round(clock(), 3)})
 
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Write one line with all rows, each as an object."""
         objects = [dict(zip(columns, row, strict=True)) for row in rows]
         self._write({"step": step, "table": name, "rows": objects})
@@ -82,7 +82,7 @@ class FileTracker(Tracker):
         cut_own_end(Path(self._file.name), self._before, step)
         self.log_event("resume", {"step": step})
 
-    def log_event(self, event: str, details: Mapping[str, Any]) -> None:
+    def log_event(self, event: str, details: Mapping[str, object]) -> None:
         """Write a line to the file of events."""
         if self._log is not None:
             self._log.write(event, **details)
@@ -98,7 +98,7 @@ class FileTracker(Tracker):
         if self._log is not None:
             self._log.close()
 
-    def _write(self, record: dict[str, Any]) -> None:
+    def _write(self, record: dict[str, object]) -> None:
         self._file.write(json.dumps(record | {"run": self.run_id}, ensure_ascii=False, default=str) + "\n")
         self._file.flush()
 
@@ -109,7 +109,7 @@ class TensorboardTracker(Tracker):
 
     package = "tensorboard"
 
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object]) -> None:
         self.require()
         self._folder = str(below(env.tensorboard_dir(), project_name, experiment_name))
         self._make_writer = import_package("torch.utils.tensorboard", "torch tensorboard").SummaryWriter
@@ -126,7 +126,7 @@ class TensorboardTracker(Tracker):
         self._writer.close()
         self._writer = self._make_writer(log_dir=self._folder, purge_step=step + 1, filename_suffix=".resumed")
 
-    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[object]], step: int) -> None:
         """Write the table as Markdown text."""
         self._writer.add_text(name, markdown_table(columns, rows), step)
 

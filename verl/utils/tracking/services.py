@@ -37,7 +37,7 @@ class WandbTracker(Tracker):
 
     package = "wandb"
 
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object]) -> None:
         self.require()
         self._wandb = import_package("wandb", "wandb")
         self._run = self._wandb.init(project=project_name, name=experiment_name, config=dict(config))
@@ -85,7 +85,7 @@ class MlflowTracker(Tracker):
     params_per_call = 100
     param_length = 500
 
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object]) -> None:
         self.require()
         self._mlflow = import_package("mlflow", "mlflow")
         self._mlflow.set_experiment(project_name)
@@ -138,7 +138,7 @@ class SwanlabTracker(Tracker):
 
     package = "swanlab"
 
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object]) -> None:
         self.require()
         self._swanlab = import_package("swanlab", "swanlab")
         self._swanlab.init(
@@ -173,7 +173,7 @@ class ClearmlTracker(Tracker):
 
     package = "clearml"
 
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object]) -> None:
         self.require()
         task = import_package("clearml", "clearml").Task
         self._task = task.init(project_name=project_name, task_name=experiment_name, output_uri=False)
@@ -216,7 +216,7 @@ class TrackioTracker(Tracker):
 
     package = "trackio"
 
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object]) -> None:
         self.require()
         self._trackio = import_package("trackio", "trackio")
         self._trackio.init(project=project_name, name=experiment_name, config=dict(config), resume="allow")
@@ -257,7 +257,7 @@ class VemlpWandbTracker(Tracker):
             "Use 'wandb' with WANDB_BASE_URL and WANDB_API_KEY of that platform."
         )
 
-    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object]) -> None:
         self.require()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

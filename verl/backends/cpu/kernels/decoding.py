@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -187,7 +187,7 @@ def decoder_struct(decoder: Decoder) -> DecoderStruct:
 
 
 def _layer_struct(layer: DecoderLayer) -> LayerStruct:
-    norms: Any = (layer.input_norm, layer.post_norm, *(layer.head_norms or (None, None)))
+    norms = (layer.input_norm, layer.post_norm, *(layer.head_norms or (None, None)))
     parts = layer.query, layer.key, layer.value, layer.out, layer.gate, layer.up, layer.down
     return LayerStruct(*map(address, norms), *map(_linear_struct, parts), layer.window or 0)
 

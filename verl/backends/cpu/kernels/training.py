@@ -226,7 +226,7 @@ def _with_pointers(function: Any, struct: Any, count: int) -> Callable[..., None
     """Wrap a C function that takes a struct, ``count`` tensors or arrays of addresses, and a number of threads."""
     function.argtypes = [struct, *[_POINTER] * count, _INT]
 
-    def call(of: Any, *tensors: Any) -> None:
+    def call(of: Any, *tensors: object) -> None:
         pointers = [address(t) if t is None or isinstance(t, Tensor) else t for t in tensors]
         if function(of, *pointers, _threads(of.rows)):
             raise MemoryError(f"no memory for a layer over {of.rows} tokens; use fewer tokens in a pass")

@@ -75,7 +75,7 @@ def check_sandbox(settings: Mapping[str, Any]) -> None:
 
 def code_settings(
     *, url: str | None, max_concurrent: int, memory_limit_mb: int, num_workers: int, timeout_s: float
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Build the settings of :func:`score_code` for a pool of processes that each score one sample at a time.
 
     Args:
@@ -100,15 +100,15 @@ def code_settings(
 @register_scorer(*CODE_SOURCES, "prime_code", check=check_sandbox, truth=read_cases, is_timed=True)
 def score_code(
     solution_str: str,
-    ground_truth: Any,
+    ground_truth: object,
     continuous: bool = True,
     max_tests: int | None = None,
     time_limit_s: float = 6.0,
     total_time_limit_s: float = TOTAL_TIME_LIMIT_S,
     memory_limit_mb: int | None = None,
     sandbox_fusion_url: str | None = None,
-    concurrent_semaphore: Any = None,
-) -> dict[str, Any]:
+    concurrent_semaphore: object = None,
+) -> dict[str, object]:
     """Score a program by running the tests of its task.
 
         score = tests passed / tests                  continuous
@@ -158,8 +158,8 @@ def score_code(
 
 
 def compute_score(
-    completion: str, test_cases: Any, continuous: bool = False, timeout: float = 10.0
-) -> tuple[float, list[dict[str, Any]]]:
+    completion: str, test_cases: object, continuous: bool = False, timeout: float = 10.0
+) -> tuple[float, list[dict[str, object]]]:
     """Score a program in the sandbox of this machine; the public form of :func:`score_code`.
 
     Args:
@@ -210,21 +210,21 @@ def run_test(
 
 
 def apps_check_correctness(
-    in_outs: Any, generation: str, timeout: float = 10.0, debug: bool = True
-) -> tuple[list[bool | int], dict[str, Any]]:
+    in_outs: object, generation: str, timeout: float = 10.0, debug: bool = True
+) -> tuple[list[bool | int], dict[str, object]]:
     """Run a program against tests: :func:`run_test` under another public name."""
     return run_test(in_outs, generation, debug, timeout)
 
 
 def score_and_metadata(
     completion: str,
-    test_cases: Any,
+    test_cases: object,
     continuous: bool,
     timeout: float,
     memory_limit_mb: int = MEMORY_LIMIT_MB,
     sandbox_fusion_url: str | None = None,
-    concurrent_semaphore: Any = None,
-) -> tuple[float, list[dict[str, Any]]]:
+    concurrent_semaphore: object = None,
+) -> tuple[float, list[dict[str, object]]]:
     """Implement :func:`compute_score`, here and in :mod:`verl.utils.reward_score.sandbox_fusion`."""
     budget = TimeBudget(time_limit_s=timeout, total_time_limit_s=10 * timeout, memory_limit_mb=memory_limit_mb)
     most = CONTINUOUS_TESTS if continuous else None
@@ -236,11 +236,11 @@ def score_and_metadata(
 
 def run_tests(
     response: str,
-    ground_truth: Any,
+    ground_truth: object,
     budget: TimeBudget,
     max_tests: int | None,
     url: str | None,
-    semaphore: Any,
+    semaphore: object,
     *,
     stop_early: bool,
 ) -> CaseResults:

@@ -44,9 +44,9 @@ class TextCase:
 class ValueCase:
     """Test that calls a function, or evaluates an expression, in the program's namespace."""
 
-    request: Mapping[str, Any]
+    request: Mapping[str, object]
     """``{"function": name, "arguments": [...]}`` or ``{"expression": source}``."""
-    expected: tuple[Any, ...]
+    expected: tuple[object, ...]
     """Values of which one must be returned."""
 
     @property
@@ -157,7 +157,7 @@ def read_cases(ground_truth: Any) -> list[Case]:
     ]
 
 
-def _as_dict(ground_truth: Any) -> Mapping[str, Any]:
+def _as_dict(ground_truth: object) -> Mapping[str, object]:
     if isinstance(ground_truth, (str, bytes)):
         try:
             ground_truth = json.loads(ground_truth)
@@ -180,14 +180,14 @@ def _listed(truth: Mapping[str, Any], key: str) -> list[Any]:
     return list(values)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     value = plain(value)
     if isinstance(value, list):
         return "\n".join(map(str, value))
     return str(value)
 
 
-def _arguments(value: Any) -> list[Any]:
+def _arguments(value: object) -> list[Any]:
     value = plain(value)
     if not isinstance(value, str):
         return value if isinstance(value, list) else [value]
@@ -208,7 +208,7 @@ def _value(value: Any) -> Any:
         return value  # a result that is text
 
 
-def _assertion(text: Any) -> ValueCase:
+def _assertion(text: object) -> ValueCase:
     try:
         (statement,) = ast.parse(str(text).strip()).body
         if not isinstance(statement, ast.Assert):
@@ -227,7 +227,7 @@ def _assertion(text: Any) -> ValueCase:
     return ValueCase({"expression": ast.unparse(expression)}, (plain(expected),))
 
 
-def _sides(test: ast.expr) -> tuple[ast.expr, Any]:
+def _sides(test: ast.expr) -> tuple[ast.expr, object]:
     """Split an assertion into the expression to evaluate in the program, and the expected value."""
     if isinstance(test, ast.Compare):
         return _comparison(test)
@@ -242,7 +242,7 @@ def _sides(test: ast.expr) -> tuple[ast.expr, Any]:
     return ast.parse(f"not not ({ast.unparse(test)})", mode="eval").body, expected
 
 
-def _comparison(test: ast.Compare) -> tuple[ast.expr, Any]:
+def _comparison(test: ast.Compare) -> tuple[ast.expr, object]:
     """Split a comparison into the side to evaluate and the value of the other one, which is a literal."""
     if len(test.ops) != 1 or not isinstance(test.ops[0], (ast.Eq, ast.Is)):
         raise ValueError("it compares otherwise than by == or is")

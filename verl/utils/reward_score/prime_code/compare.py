@@ -43,7 +43,7 @@ def _same_word(left: str, right: str) -> bool:
     return not is_integer and _close(float(left), float(right))
 
 
-def same_value(answer: Any, expected: Any) -> bool:
+def same_value(answer: object, expected: object) -> bool:
     """Whether two JSON values are equal, to any depth.
 
     Numbers are compared exactly if both are integers, else within :data:`TOLERANCE`; ``true`` is not a number.
@@ -88,5 +88,5 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _key(key: Any) -> str:
+def _key(key: object) -> str:
     return key if isinstance(key, str) else json.dumps(plain(key))
