@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +130,12 @@ def _optimizer(
     if schedule:
         group |= {"lr": schedule["_last_lr"][0], "initial_lr": schedule["base_lrs"][0]}
     group["params"] = list(range(len(trained)))
-    state = {index: dict(_in_order(entries[name])) for index, name in enumerate(trained)}
+    # The entries of one weight in the order in which Adam has them: first the step.
+    state = {
+        index: dict(sorted(entries[name].items(), key=lambda item: (item[0] != "step", item[0])))
+        for index, name in enumerate(trained)
+    }
     return {"state": state, "param_groups": [group]}
-
-
-def _in_order(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the entries of one weight in the order in which Adam has them: first the step."""
-    yield from sorted(entries.items(), key=lambda item: (item[0] != "step", item[0]))
 
 
 def _extra(source: Path, saved_ranks: int, rank: int) -> dict[str, Any] | None:

@@ -225,14 +225,11 @@ def fetch_together(columns: Iterable[StoredColumn]) -> None:
     waiting = [column for column in columns if not column._is_here]
     results = list({result: None for column in waiting for result in column.origin.results})
     if results:
-        values = dict(zip(results, _values_of(results), strict=True))
+        ray = sys.modules["ray"]  # where there are references, Ray is loaded
+        values = dict(zip(results, ray.get(results), strict=True))
         for column in waiting:
             names = zip(column.origin.results, column.origin.names, strict=True)
             column._parts = [values[result]._tensor_columns.peek()[name] for result, name in names]
-
-
-def _values_of(results: list[Any]) -> list[Any]:
-    return sys.modules["ray"].get(results)  # where there are references, Ray is loaded
 
 
 def _sum(tensor: Tensor) -> int:

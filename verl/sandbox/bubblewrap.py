@@ -33,7 +33,7 @@ from verl.sandbox.types import Limits, ProgramResult
 INSTALL = "apt-get install bubblewrap"
 OLDEST = (0, 7)
 """First bubblewrap that can limit the size of /tmp."""
-NOBODY = 65534
+NOBODY = 65534  # the id of Linux for a user without rights
 MIB = 1 << 20
 PROGRAM = "/sandbox/program.py"
 TOOLS = "/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/bin"

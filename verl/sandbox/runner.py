@@ -22,10 +22,10 @@ from verl.sandbox.watch import RunUsage, descendants
 from verl.supervision.prctl import adopt_orphans, adopts_orphans
 from verl.supervision.processes import is_stopped
 
-LOOK_EVERY_S = 0.02
+LOOK_EVERY_S = 0.02  # seconds between two readings of the memory in use
 REMOVAL_S = 10.0
 """How long the kernel may take to remove the processes of a killed run."""
-CHUNK = 1 << 16
+CHUNK = 1 << 16  # bytes: a pipe of Linux holds as much
 ATTEMPTS = 3
 """How often a program is run while its runs are ended by ``SENT_BY_OTHERS`` or stopped by SIGSTOP."""
 # Other processes of the machine also send these. A program that sends them to itself does so in every attempt.

@@ -21,7 +21,7 @@ from typing import NoReturn
 
 from verl.supervision.termination import unwrapped
 
-EXIT_CODE = 128 + signal.SIGINT
+EXIT_CODE = 128 + signal.SIGINT  # as shells report a program ended by a signal
 
 # A later SIGINT within this time is taken for the same one: a launcher such as `timeout` signals the process group and
 # passes its own signal on.

@@ -32,7 +32,7 @@ import psutil
 
 SAMPLE_NUMBERS = ("gap", "kl", "advantage")
 """What the update saw of a sample, by which samples are sorted: :func:`verl.experience.records.sample_numbers`."""
-_AHEAD_S = time.time() - time.monotonic()
+_AHEAD_S = time.time() - time.monotonic()  # taken once: times stay in order if the clock is set
 
 
 def clock() -> float:

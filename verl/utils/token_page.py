@@ -14,7 +14,7 @@ from verl.vision.texts import image_word, runs
 
 MOST_TOKENS = 40_000
 """Tokens of a response that a page is sent."""
-MOST_CHARACTERS = 20_000
+MOST_CHARACTERS = 20_000  # of one value; what is longer is cut
 UNLIKELY = 0.1
 """Probability below which a token is marked where there are no colours."""
 LISTED = 10

@@ -19,7 +19,7 @@ from verl.view.runs import Library
 from verl.view.server import make_app
 
 HOST = "127.0.0.1"
-LAST_PORT = 65_535
+LAST_PORT = 65_535  # ports are 16-bit numbers
 
 
 def view(folders: list[Path], port: int = 0, opens_browser: bool = False, token: str | None = None) -> None:

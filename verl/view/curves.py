@@ -166,7 +166,10 @@ class MetricsFile:
             database.execute(
                 "INSERT OR REPLACE INTO chunk VALUES (?, ?, ?, ?)", (*key, steps.tobytes(), times.tobytes())
             )
-            rows = [(self.run, name, self._chunks, _column(self._tail, name).tobytes()) for name in names]
+            columns = {
+                name: np.array([data.get(name, math.nan) for _, _, data in self._tail], dtype=float) for name in names
+            }
+            rows = [(self.run, name, self._chunks, column.tobytes()) for name, column in columns.items()]
             database.executemany("INSERT OR REPLACE INTO series VALUES (?, ?, ?, ?)", rows)
             self._chunks += 1
             fingerprint = _fingerprint(self.path, self._offset)
@@ -207,10 +210,6 @@ def extremes(numbers: np.ndarray, points: int) -> np.ndarray:
 def _plain(numbers: np.ndarray) -> list[float | None]:
     """JSON has no NaN: a value that is not finite becomes null."""
     return [value if math.isfinite(value) else None for value in numbers.tolist()]
-
-
-def _column(lines: list[tuple[int, float, dict[str, float]]], name: str) -> np.ndarray:
-    return np.array([data.get(name, math.nan) for _, _, data in lines], dtype=float)
 
 
 def _joined(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Curve:

@@ -16,7 +16,7 @@ Kind = Literal["train", "validation"]
 
 SKIPPED = ("global_step_", ".", "__pycache__", "bad_batches")
 """Beginnings of names of folders that hold no records."""
-PEEK_BYTES = 65_536
+PEEK_BYTES = 65_536  # the first line of a file of metrics is shorter; of another file no more is read
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from verl.view.tokens import tokens_of
 
 SAMPLES = 3
 """Best samples, and worst, of the last step."""
-SAMPLES_WITH_TOKENS = 2
+SAMPLES_WITH_TOKENS = 2  # of each list: a table of tokens is far longer than the texts
 REPORT_STYLE = """
 h1 { font-size: 1.5rem; } h2 { margin-top: 2rem; font-size: 1.15rem; }
 .curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); gap: 1rem; }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-MOST_STEPS = 200
+MOST_STEPS = 200  # bounds one answer to the page, whatever steps it asks for
 
 
 def spans_of(events: Iterable[Mapping[str, Any]], first: int | None, last: int | None) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from verl.utils.sharded_tensor import full_tensor, local_rows
 
 BUCKET_BYTES = 64 << 20
 """Bytes gathered at a time; the extra memory needed while a consumer copies what it receives."""
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes: a cache line, and the width of the widest vector register
 _CPU = torch.device("cpu")
 
 

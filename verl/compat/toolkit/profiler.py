@@ -122,12 +122,10 @@ class DistProfiler:
         if settings is None and isinstance(self.config.global_tool_config, Mapping):
             settings = self.config.global_tool_config.get(self.config.tool)
         self._settings: Mapping[str, Any] = settings or {}
-        self._tool = _tool(self.config.tool, self._settings) if self._is_chosen() else None
+        is_chosen = self.check_enable() and self.check_this_rank()
+        self._tool = _tool(self.config.tool, self._settings) if is_chosen else None
         self._is_started = False
         self._recordings = 0
-
-    def _is_chosen(self) -> bool:
-        return self.check_enable() and self.check_this_rank()
 
     def check_enable(self) -> bool:
         """Whether the configuration turns profiling on."""

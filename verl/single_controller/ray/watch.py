@@ -27,7 +27,7 @@ END_TIMEOUT_S = 60.0  # for ray.shutdown
 SILENCE_S = 60.0  # for the state server to answer one question
 FROZEN_S = 10.0  # for a raylet that was declared dead to notice it and end by itself
 DEAD_S = 60.0  # for the run to start Ray again after its raylet has ended
-_TICK_S = 1.0
+_TICK_S = 1.0  # between two questions to Ray, and the unit in which its silence is counted
 _CONSEQUENCE = (
     "Calls of Ray would wait for it without end, so this driver ends, with all processes that it started. The same "
     "command goes on from the newest checkpoint (resume_mode=auto)."

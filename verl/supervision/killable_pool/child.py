@@ -40,7 +40,7 @@ TAKEN_BACK = struct.Struct("<QQ")
 PAGE_SIZE = RUNNING.size + TAKEN_BACK.size
 CHECK_PAGE = 0
 """Call number of an empty message to an async worker: cancel the calls that the shared page takes back."""
-MAX_TEXT = 20_000
+MAX_TEXT = 20_000  # characters of an error's text sent to the parent
 __tracebackhide__ = True
 CANNOT_FORK = 71
 """Exit code (EX_OSERR) of a monitor that cannot fork its worker, because of the system's limits."""

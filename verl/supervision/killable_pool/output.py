@@ -11,8 +11,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-EXCERPT_BYTES = 2000
-FILE_BYTES = 8 * 2**20
+EXCERPT_BYTES = 2000  # of printed output shown in the log
+FILE_BYTES = 8 * 2**20  # of printed output kept in a file: a function may print without end
 _CUT = b"\n... more was printed; it is not kept.\n"
 
 

@@ -37,7 +37,7 @@ MAX_START_KILLS = 6
 """How many processes in a row may be killed while they start, for each of ``num_workers``."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
 """Bounds of the pause after a process that could not start; it doubles from the first to the longest."""
-CLOSE_S = 3.0
+CLOSE_S = 3.0  # how long closing waits for processes that are being killed
 PROCESS_LIMIT_REMEDY = (
     "Lower num_workers, or raise what the machine allows: processes (ulimit -u, the pids limit of the "
     "container), open files (ulimit -n), memory."

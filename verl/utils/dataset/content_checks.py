@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-EXAMPLES = 3
+EXAMPLES = 3  # rows shown for each problem; a fault of the data set is often in all rows
 
 KINDS: Mapping[str, tuple[str, str]] = {
     "role": (

@@ -15,7 +15,7 @@ from verl.utils.dataset.files import DataFile
 from verl.utils.dataset.prompt_images import PromptImages, RowImages
 from verl.vision.families import IMAGE_TOKEN, VIDEO_TOKEN
 
-EXAMPLES = 3
+EXAMPLES = 3  # rows shown for each problem
 BINS = 10
 
 

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 Media = dict[str, list[Any]]
 """Under ``image`` the images of a row, under ``video`` its videos."""
 
-SHOWN = 5
-_READ_AT_ONCE = 256
+SHOWN = 5  # broken rows in one message
+_READ_AT_ONCE = 256  # rows; bounds the memory of decoded images
 
 
 def _has_placeholder(messages: Iterable[Message]) -> bool:

@@ -57,7 +57,7 @@ CONTROL_TOKEN = re.compile(
 """First character of a control token of common chat templates; a space after it breaks the token up."""
 
 FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
-TOP_LOGPROBS = 20
+TOP_LOGPROBS = 20  # the most that OpenAI's API gives
 SHOWN = 200
 """Longest part of a reply in an error message, in characters."""
 

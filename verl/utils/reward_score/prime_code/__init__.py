@@ -29,8 +29,8 @@ from verl.utils.reward_score.prime_code.program_tests import (
 from verl.utils.reward_score.registry import register_scorer
 
 CODE_SOURCES = ("codecontests", "apps", "codeforces", "taco")
-MEMORY_LIMIT_MB = 1024
-CONTINUOUS_TESTS = 10
+MEMORY_LIMIT_MB = 1024  # of one program, with all its processes
+CONTINUOUS_TESTS = 10  # the first so many are run where the score is the share that passes
 TOTAL_TIME_LIMIT_S = 24.0
 
 __all__ = [

@@ -80,13 +80,9 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {_key(key): plain(item) for key, item in value.items()}
+        return {key if isinstance(key, str) else json.dumps(plain(key)): plain(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):
         return sorted(map(plain, value), key=json.dumps)
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return value
-
-
-def _key(key: object) -> str:
-    return key if isinstance(key, str) else json.dumps(plain(key))
