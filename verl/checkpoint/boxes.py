@@ -65,7 +65,7 @@ class StoredBox:
     values: Tensor
 
 
-def boxes_state(boxes: Sequence[StoredBox], copied: bool) -> dict[str, Any]:
+def boxes_state(boxes: Sequence[StoredBox], copied: bool) -> dict[str, object]:
     """Collect boxes as the content of a ``.pt`` file."""
     entries = [
         {"name": box.name, "shape": list(box.shape), "start": list(box.start), "values": _own(box.values, copied)}
@@ -158,7 +158,7 @@ def _overlap(
     return tuple(theirs), tuple(mine)
 
 
-def _entries(state: Mapping[str, Any], source: str) -> list[StoredBox]:
+def _entries(state: Mapping[str, object], source: str) -> list[StoredBox]:
     """Validate the content of a file; its shapes decide how much memory reading takes."""
     entries = state.get("boxes")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
@@ -172,7 +172,7 @@ def _entries(state: Mapping[str, Any], source: str) -> list[StoredBox]:
     return boxes
 
 
-def _is_box(shape: Any, start: Any, values: Any) -> bool:
+def _is_box(shape: object, start: object, values: object) -> bool:
     """Whether ``values`` lie within ``shape`` at ``start``; an expanded view, which a small file can hold, is none."""
     if not isinstance(values, Tensor) or not isinstance(shape, list) or not isinstance(start, list):
         return False

@@ -91,7 +91,7 @@ def write_bytes(path: Path, data: bytes) -> FileEntry:
     return file.entry
 
 
-def write_state(path: Path, state: Any) -> FileEntry:
+def write_state(path: Path, state: object) -> FileEntry:
     """Write tensors, numbers and strings as a ``.pt`` file and sync it; a full disk is an ``OSError``."""
     with DurableFile(path) as file:
         try:
@@ -101,7 +101,7 @@ def write_state(path: Path, state: Any) -> FileEntry:
     return file.entry
 
 
-def write_states(folder: Path, states: Mapping[str, Any]) -> dict[str, FileEntry]:
+def write_states(folder: Path, states: Mapping[str, object]) -> dict[str, FileEntry]:
     """Write one ``.pt`` file into ``folder`` for each name."""
     return {name: write_state(folder / name, state) for name, state in states.items()}
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from verl.checkpoint.states import State
 from verl.errors import CheckpointError
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
@@ -46,14 +47,16 @@ class _Sharded(Tensor):
     state: Any = None
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, *_: object) -> Any:  # PyTorch makes no tensor of a class without it
+    def __torch_dispatch__(
+        cls, function: object, *_: object
+    ) -> object:  # PyTorch makes no tensor of a class without it
         raise CheckpointError(f"a sharded tensor of a file has no values to compute {function} with.")
 
-    def __setstate__(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def __setstate__(self, state: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         self.state = state
 
 
-def _attribute(owner: Any, name: Any) -> Any:
+def _attribute(owner: object, name: object) -> object:
     """The only use of ``getattr`` in these files: inner classes and members of classes that are not loaded."""
     if owner in (_Sharded, _UnloadedObject) and isinstance(name, str):
         return _UnloadedObject
@@ -92,7 +95,7 @@ def load_file(path: Path) -> Any:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def model_rows(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def model_rows(state: Mapping[str, Any], rank: int) -> State:
     """Convert the weights of one rank; a weight that shares its memory with an earlier one is left out."""
     parts: dict[str, tuple[Tensor, list[int], int]] = {}
     seen: set[tuple[int, tuple[int, ...]]] = set()
@@ -106,7 +109,7 @@ def model_rows(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     return _rows(parts)
 
 
-def optimizer_rows(states: Sequence[Mapping[str, Any]], shapes: Mapping[str, list[int]]) -> list[dict[str, Any]]:
+def optimizer_rows(states: Sequence[Mapping[str, Any]], shapes: Mapping[str, list[int]]) -> list[State]:
     """Convert the moments of all ranks.
 
     Args:
@@ -122,13 +125,13 @@ def optimizer_rows(states: Sequence[Mapping[str, Any]], shapes: Mapping[str, lis
     return [_flat_moments([state["state"] for state in states], shapes)]
 
 
-def extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
+def extra_state(state: Mapping[str, Any]) -> State:
     """The position in the schedule; random states are those of other samplers and are left out."""
     schedule = state.get("lr_scheduler")
     return {"lr_scheduler": schedule and {"last_epoch": int(schedule["last_epoch"])}, "rng": None}
 
 
-def _rows(parts: Mapping[str, tuple[Tensor, list[int], int]]) -> dict[str, Any]:
+def _rows(parts: Mapping[str, tuple[Tensor, list[int], int]]) -> dict[str, object]:
     return {
         "tensors": {name: local for name, (local, _, _) in parts.items()},
         "shapes": {name: shape for name, (_, shape, _) in parts.items()},
@@ -136,7 +139,7 @@ def _rows(parts: Mapping[str, tuple[Tensor, list[int], int]]) -> dict[str, Any]:
     }
 
 
-def _part(name: str, tensor: Any, rank: int) -> tuple[Tensor, list[int], int]:
+def _part(name: str, tensor: object, rank: int) -> tuple[Tensor, list[int], int]:
     """Return this rank's rows, the whole shape, and the number of the first row."""
     if isinstance(tensor, DTensor):
         return _part_of_dtensor(name, tensor, rank)
@@ -172,7 +175,9 @@ def _part_of_dtensor(name: str, tensor: DTensor, rank: int) -> tuple[Tensor, lis
         return tensor.to_local(), shape, first
 
 
-def _moments(state: Mapping[int, Mapping[str, Any]], shapes: Mapping[str, list[int]], rank: int) -> dict[str, Any]:
+def _moments(
+    state: Mapping[int, Mapping[str, object]], shapes: Mapping[str, list[int]], rank: int
+) -> dict[str, object]:
     """Moments that are placed like the weights (FSDP2)."""
     parts, other = {}, {}
     for index, name in enumerate(shapes):
@@ -189,7 +194,7 @@ def _moments(state: Mapping[int, Mapping[str, Any]], shapes: Mapping[str, list[i
     return _rows(parts) | {"other": other}
 
 
-def _flat_moments(states: Sequence[Mapping[int, Mapping[str, Any]]], shapes: Mapping[str, list[int]]) -> dict[str, Any]:
+def _flat_moments(states: Sequence[Mapping[int, Mapping[str, Any]]], shapes: Mapping[str, list[int]]) -> State:
     """Moments of flat parameters (FSDP), whole: one for what is in no decoder layer, then one for each layer."""
     units: dict[str, list[str]] = {"": []}
     for name in shapes:
@@ -203,7 +208,7 @@ def _flat_moments(states: Sequence[Mapping[int, Mapping[str, Any]]], shapes: Map
         )
     sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
     pieces: dict[str, tuple[list[Tensor], int]] = {}
-    other: dict[str, Any] = {}
+    other: State = {}
     for index, names in enumerate(units.values()):
         for key in states[0][index]:
             values = [state[index][key] for state in states]

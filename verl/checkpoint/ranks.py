@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -25,7 +24,7 @@ logger = logging.getLogger(__name__)
 class RankState:
     """The training state of one rank at one moment."""
 
-    states: dict[str, dict[str, Any]]
+    states: dict[str, dict[str, object]]
     """CPU tensors, numbers and strings, by the file name on disk."""
     describe: Callable[[Path], None] | None = None
     """Writes further files into a folder: of an exported model, and on rank 0 config and tokenizer."""

@@ -360,7 +360,7 @@ def _write_group(
     return {(Path(name) / path).as_posix(): entry for path, entry in files.items()}
 
 
-def _loadable(state: dict[str, Any]) -> bytes:
+def _loadable(state: dict[str, object]) -> bytes:
     """Serialize ``state`` as a ``.pt`` file; refuse objects that could not be loaded with ``weights_only=True``."""
     buffer = io.BytesIO()
     torch.save(state, buffer)

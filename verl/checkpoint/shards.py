@@ -34,7 +34,7 @@ from verl.checkpoint.files import UNREADABLE
 from verl.checkpoint.locate import WORLD_SIZE_FILE
 from verl.checkpoint.public_shards import extra_state, load_file, model_rows, optimizer_rows
 from verl.checkpoint.ranks import on_all_ranks
-from verl.checkpoint.states import rng_state, set_rng_state
+from verl.checkpoint.states import State, rng_state, set_rng_state
 from verl.errors import CheckpointError
 from verl.utils.sharded_tensor import local_rows
 
@@ -67,7 +67,7 @@ class TrainingState:
 
     # ---- out of the model -----------------------------------------------------------------------
 
-    def states(self, contents: Sequence[str], numbers: Mapping[str, int], copied: bool) -> dict[str, dict[str, Any]]:
+    def states(self, contents: Sequence[str], numbers: Mapping[str, int], copied: bool) -> dict[str, dict[str, object]]:
         """Collect the contents of this rank's files, by file name.
 
         Args:
@@ -75,7 +75,7 @@ class TrainingState:
             numbers: stored with ``extra``; :meth:`load` and :meth:`restore` return them.
             copied: copy the tensors, so that later steps do not change them.
         """
-        states: dict[str, dict[str, Any]] = {}
+        states: dict[str, dict[str, object]] = {}
         if "model" in contents:
             states["model"] = _rows_of(self.tensors, copied)
         if "optimizer" in contents and self.optimizer is not None:
@@ -85,10 +85,10 @@ class TrainingState:
         world_size, rank = dist.get_world_size(), dist.get_rank()
         return {shard_file(kind, world_size, rank): state for kind, state in states.items()}
 
-    def _optimizer_state(self, optimizer: Optimizer, copied: bool) -> dict[str, Any]:
+    def _optimizer_state(self, optimizer: Optimizer, copied: bool) -> dict[str, object]:
         """Moments as rows like the weights, under ``<weight>/<moment>``; other entries unchanged."""
         rows: dict[str, Tensor] = {}
-        other: dict[str, Any] = {}
+        other: dict[str, object] = {}
         for name, parameter in self.parameters.items():
             for key, value in optimizer.state.get(parameter, {}).items():
                 is_rows = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
@@ -145,7 +145,7 @@ class TrainingState:
             load_extra(self.scheduler, tensors["extra_state"], has_own_rng=True)
         return tensors.get("extra_state", {})
 
-    def _load_optimizer(self, optimizer: Optimizer, shards: list[dict[str, Any]]) -> None:
+    def _load_optimizer(self, optimizer: Optimizer, shards: list[State]) -> None:
         check_kind(optimizer, shards[0].get("optimizer"))
         optimizer.state.clear()
         moments: dict[str, Tensor] = {}
@@ -164,7 +164,7 @@ class TrainingState:
         _load_rows(moments, shards)
 
 
-def copied_to_cpu(entries: Mapping[str, Any]) -> dict[str, Any]:
+def copied_to_cpu(entries: Mapping[str, object]) -> dict[str, object]:
     """Copy entries of an optimizer's state, tensors among them to the CPU."""
     return {
         key: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
@@ -172,7 +172,7 @@ def copied_to_cpu(entries: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def for_optimizer(optimizer: Optimizer, parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
+def for_optimizer(optimizer: Optimizer, parameter: Tensor, entries: Mapping[str, object]) -> dict[str, object]:
     """Copy saved entries that are not shaped like the weight to the device where the optimizer reads them.
 
     Kernels that are fused, or captured in a CUDA graph, read the number of steps on the device of the weight; others
@@ -188,7 +188,7 @@ def for_optimizer(optimizer: Optimizer, parameter: Tensor, entries: Mapping[str,
     }
 
 
-def extra_of(scheduler: LambdaLR | None, numbers: Mapping[str, int]) -> dict[str, Any]:
+def extra_of(scheduler: LambdaLR | None, numbers: Mapping[str, int]) -> dict[str, object]:
     """Collect schedule, random states and ``numbers``."""
     schedule = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
     return {"format": FORMAT, "lr_scheduler": schedule, "rng": rng_state(), **numbers}
@@ -206,14 +206,14 @@ _MORE_STATE = ("amsgrad", "centered", "momentum")
 """Settings of PyTorch's optimizers that need further state for each weight when they are on."""
 
 
-def kind_of(optimizer: Optimizer) -> dict[str, Any]:
+def kind_of(optimizer: Optimizer) -> State:
     """Class of an optimizer and the settings that decide what its state holds."""
     return {"class": type(optimizer).__name__} | {
         name: bool(optimizer.defaults[name]) for name in _MORE_STATE if name in optimizer.defaults
     }
 
 
-def check_kind(optimizer: Optimizer, saved: Mapping[str, Any] | None) -> None:
+def check_kind(optimizer: Optimizer, saved: Mapping[str, object] | None) -> None:
     """Refuse the state of another kind of optimizer; None is a checkpoint that does not say which it was."""
     now = kind_of(optimizer)
     added = [name for name in _MORE_STATE if saved and now.get(name) and not saved.get(name)]
@@ -235,7 +235,7 @@ def _go_to_step(scheduler: LambdaLR, step: int) -> None:
         group["lr"] = rate
 
 
-def _rows_of(tensors: Mapping[str, Tensor], copied: bool) -> dict[str, Any]:
+def _rows_of(tensors: Mapping[str, Tensor], copied: bool) -> dict[str, object]:
     """The rows of each tensor that this rank holds, with the full shape and the index of the first row."""
     parts = {name: local_rows(tensor) for name, tensor in tensors.items()}
     return {
@@ -246,7 +246,7 @@ def _rows_of(tensors: Mapping[str, Tensor], copied: bool) -> dict[str, Any]:
     }
 
 
-def drop_copies(shards: list[dict[str, Any]], known: Set[str]) -> None:
+def drop_copies(shards: list[State], known: Set[str]) -> None:
     """Remove tensors that are not in ``known`` and equal one that is: tied weights, which verl 0.8 saves twice."""
     shapes = shards[0]["shapes"]
     for name in [name for name in shapes if name not in known]:
@@ -257,7 +257,7 @@ def drop_copies(shards: list[dict[str, Any]], known: Set[str]) -> None:
                     del shard[part][name]
 
 
-def _load_rows(tensors: Mapping[str, Tensor], shards: list[dict[str, Any]]) -> None:
+def _load_rows(tensors: Mapping[str, Tensor], shards: list[State]) -> None:
     drop_copies(shards, tensors.keys())
     saved = shards[0]["shapes"]
     missing, unknown = sorted(tensors.keys() - saved.keys()), sorted(saved.keys() - tensors.keys())
@@ -297,13 +297,13 @@ def saved_world_size(folder: Path) -> int:
     return ranks
 
 
-def read_shards(folder: Path, kind: str, world_size: int, trained: Set[str] = frozenset()) -> list[dict[str, Any]]:
+def read_shards(folder: Path, kind: str, world_size: int, trained: Set[str] = frozenset()) -> list[State]:
     """Read one kind of shard of every rank, validated; tensors are memory-mapped until they are used.
 
     ``trained`` are the names of the optimizer's weights, which the moments that verl 0.8 saved do not have.
     """
     paths: list[Path] = []
-    states: list[dict[str, Any]] = []
+    states: list[State] = []
     for rank in range(world_size):  # one by one: a damaged number of ranks ends at the first file that is missing
         paths.append(folder / shard_file(kind, world_size, rank))
         states.append(read_state(paths[-1]))
@@ -313,7 +313,7 @@ def read_shards(folder: Path, kind: str, world_size: int, trained: Set[str] = fr
     return [_checked_rows(path, state) for path, state in zip(paths, states, strict=True)]
 
 
-def _public_rows(paths: list[Path], kind: str, states: list[dict[str, Any]], trained: Set[str]) -> list[dict[str, Any]]:
+def _public_rows(paths: list[Path], kind: str, states: list[State], trained: Set[str]) -> list[State]:
     if kind == "model":
         return [
             _converted(path, functools.partial(model_rows, state, rank))
@@ -338,7 +338,7 @@ def _converted(path: Path, convert: Callable[[], T]) -> T:
         ) from error
 
 
-def _checked_rows(path: Path, state: dict[str, Any]) -> dict[str, Any]:
+def _checked_rows(path: Path, state: State) -> State:
     """Validate a result of :func:`_rows_of`; its shapes decide how much memory loading allocates."""
     parts = [part for key in ("tensors", "shapes", "first_rows") if isinstance(part := state.get(key), Mapping)]
     names = {frozenset(part) for part in parts}
@@ -364,7 +364,7 @@ def _is_part(local: Any, shape: Any, first: Any) -> bool:
     return not shape or (list(local.shape[1:]) == shape[1:] and first + local.shape[0] <= shape[0])
 
 
-def read_state(path: Path) -> dict[str, Any]:
+def read_state(path: Path) -> State:
     """Read one ``.pt`` file, of this version or of verl 0.8, without running code from it, else ``CheckpointError``."""
     try:
         state = load_file(path)
@@ -389,7 +389,7 @@ def is_own(state: Mapping[str, Any]) -> bool:
     return "format" in state
 
 
-def assemble(shards: list[dict[str, Any]], name: str, start: int, stop: int) -> Tensor:
+def assemble(shards: list[State], name: str, start: int, stop: int) -> Tensor:
     """Assemble rows ``start`` to ``stop`` of tensor ``name``; a ``CheckpointError`` if the shards lack some."""
     shape = shards[0]["shapes"][name]
     if not shape:  # a scalar, which every rank holds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,11 @@ from torch import Tensor
 STATE, DATA, RNG = "trainer_state.json", "data.pt", "driver_rng.pt"
 """Files of the driver in the folder of a step."""
 
+State = dict[str, Any]
+"""Content of a ``.pt`` file, or of a snapshot of one rank: tensors, numbers, strings, and lists and dicts of them.
+
+The values are ``Any`` because each kind of file has its own entries; what reads a file checks them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
@@ -21,13 +27,13 @@ class RunState:
 
     global_step: int
     """Number of finished steps."""
-    dataloader: dict[str, Any] | None
+    dataloader: dict[str, object] | None
     """Position of the training data loader, with the state of its sampler and data set if they have one.
 
     None: only the number of steps is known."""
-    controllers: dict[str, Any]
+    controllers: dict[str, object]
     """Values that change from step to step besides the weights (KL and entropy coefficients, epochs), by name."""
-    rng: dict[str, Any] | None
+    rng: dict[str, object] | None
     """Random generators of the driver process, if they were saved."""
 
 
@@ -41,10 +47,10 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
-def rng_state() -> dict[str, Any]:
+def rng_state() -> dict[str, object]:
     """Return the state of every random generator of this process, as tensors and plain numbers."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         "torch": torch.get_rng_state(),
         "numpy": [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
         "python": random.getstate(),
@@ -54,7 +60,7 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
-def set_rng_state(state: dict[str, Any]) -> None:
+def set_rng_state(state: State) -> None:
     """Restore the state from :func:`rng_state`."""
     torch.set_rng_state(state["torch"])
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -98,7 +104,7 @@ def from_arrays(state: Any) -> Any:
     return _mapped(state, from_arrays)
 
 
-def _mapped(state: Any, function: Any) -> Any:
+def _mapped(state: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(state, dict):
         return {key: function(value) for key, value in state.items()}
     if type(state) in (list, tuple):

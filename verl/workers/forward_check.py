@@ -59,6 +59,6 @@ def short_windows(model: nn.Module, tokens: int) -> Iterator[None]:
             owner.sliding_window = window
 
 
-def _window_of(owner: Any) -> int:
+def _window_of(owner: object) -> int:
     window = getattr(owner, "sliding_window", None)
     return window if isinstance(window, int) else 0

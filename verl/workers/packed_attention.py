@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -118,7 +118,7 @@ def packed_attention_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **extras: Any,
+    **extras: object,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer, with the signature that Transformers expects.
 
@@ -153,7 +153,9 @@ def packed_attention_forward(
     return gather_heads_scatter_seq(attend_packed(q, k, v, packing, rule), 2, 1, packing.group), None
 
 
-def refuse_unsupported(module: nn.Module, how: str, attention_mask: Tensor | None, extras: Mapping[str, Any]) -> None:
+def refuse_unsupported(
+    module: nn.Module, how: str, attention_mask: Tensor | None, extras: Mapping[str, object]
+) -> None:
     """Raise ConfigError if a layer needs what our attention lacks: sinks, a position bias, a mask, later tokens."""
     wanted = [name for name in ("s_aux", "position_bias") if extras.get(name) is not None]
     wanted += ["attention_mask"] if attention_mask is not None else []
@@ -282,7 +284,7 @@ def _torch_varlen() -> VarlenKernel | None:
     return _varlen_kernel_of(varlen_attn)
 
 
-def _varlen_kernel_of(varlen_attn: Callable[..., Any]) -> VarlenKernel:
+def _varlen_kernel_of(varlen_attn: Callable[..., object]) -> VarlenKernel:
     """Wrap a ``varlen_attn`` of PyTorch 2.11 or newer; 2.11 does not take ``enable_gqa``."""
     takes_grouped_heads = "enable_gqa" in inspect.signature(varlen_attn).parameters
 

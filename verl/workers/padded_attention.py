@@ -7,7 +7,6 @@ masks that Transformers makes would be those of a part, so this attention makes 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -41,7 +40,7 @@ def padded_attention_forward(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **extras: Any,
+    **extras: object,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer for this rank's part of the rows. Collective over ``padding.group``.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -59,7 +59,7 @@ class MemoryTool:
         settings: further arguments of PyTorch's recorder, such as ``stacks``.
     """
 
-    def __init__(self, max_entries: int = 100_000, **settings: Any) -> None:
+    def __init__(self, max_entries: int = 100_000, **settings: object) -> None:
         self._settings = {"max_entries": max_entries, **settings}
 
     def start(self, path: Path) -> None:
@@ -78,7 +78,7 @@ class RecordingPlan:
     """What a role's processes record at one step."""
 
     tool: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     """Arguments of the tool."""
     folder: str
     step: int

@@ -102,15 +102,15 @@ class Routers:
         """Whether somebody keeps what routers return."""
         return self._watched is not None
 
-    def _hook(self, number: int) -> Any:
-        def keep(router: nn.Module, inputs: Any, output: Any) -> None:
+    def _hook(self, number: int) -> Callable[[nn.Module, object, Any], None]:
+        def keep(router: nn.Module, inputs: object, output: Any) -> None:
             if self._watched is not None and (found := _choice(output)) is not None:
                 self._watched.add(number, output[0], found)
 
         return keep
 
-    def _forward(self, number: int, own: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+    def _forward(self, number: int, own: Callable[..., object]) -> Callable[..., object]:
+        def forward(*args: object, **kwargs: object) -> object:
             if self._replayed is None:
                 return own(*args, **kwargs)
             wanted = self._replayed[:, number]
@@ -166,7 +166,7 @@ class Routers:
             self._replayed = None
 
 
-def _choice(output: Any) -> Tensor | None:
+def _choice(output: object) -> Tensor | None:
     """Return the chosen experts in what a router returned, if it says them."""
     chosen = output[-1] if isinstance(output, tuple) else None
     return chosen if isinstance(chosen, Tensor) and not chosen.is_floating_point() else None
@@ -183,7 +183,7 @@ class _Chosen(TorchFunctionMode):
         super().__init__()
         self._wanted, self._experts = wanted, experts
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return result

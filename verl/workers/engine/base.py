@@ -212,7 +212,7 @@ class BaseEngine(ABC):
         """Return the size in bytes of the tensors of :meth:`state`, with the moments that the first step makes."""
 
     @abstractmethod
-    def load_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_state(self, states: Mapping[str, Mapping[str, object]]) -> None:
         """Restore the ``states`` of :meth:`state`, bit for bit, on the same rank of the same number of ranks.
 
         Raises:

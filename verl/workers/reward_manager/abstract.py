@@ -31,7 +31,7 @@ class RewardTensor(torch.Tensor):
     operation gives a plain tensor; ``reward_tensor.unbind()`` has the rows.
     """
 
-    extra_info: Mapping[str, Sequence[Any]]
+    extra_info: Mapping[str, Sequence[object]]
 
     __torch_function__ = torch.nn.Parameter.__torch_function__  # type: ignore[assignment]
 
@@ -63,9 +63,9 @@ class AbstractRewardManager(ABC):
         self,
         tokenizer: Any,
         num_examine: int,
-        compute_score: Callable[..., Any] | None = None,
+        compute_score: Callable[..., object] | None = None,
         reward_fn_key: str = "data_source",
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None: ...
 
     @abstractmethod
@@ -84,7 +84,7 @@ class AbstractRewardManager(ABC):
 
     def start(self, data: DataProto) -> Deferred[torch.Tensor | Result]:
         """Start to score a batch and return at once; ``result()`` waits and returns what ``__call__`` does."""
-        future: Future[Any] = ThreadPoolExecutor(1).submit(call, self, data)
+        future: Future[torch.Tensor | Result] = ThreadPoolExecutor(1).submit(call, self, data)
         return Deferred([future], future.result)
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class AbstractRewardManager(ABC):
         """
 
 
-def call(manager: Callable[..., Any], data: DataProto) -> torch.Tensor | Result:
+def call(manager: Callable[..., torch.Tensor | Result], data: DataProto) -> torch.Tensor | Result:
     """Call a manager or function with ``return_dict=True`` if it has such a parameter."""
     parameters = inspect.signature(manager).parameters
     takes = "return_dict" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

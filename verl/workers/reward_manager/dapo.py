@@ -80,7 +80,7 @@ class DAPORewardManager(NaiveRewardManager):
         self,
         tokenizer: Any,
         num_examine: int,
-        compute_score: Callable[..., Any] | None = None,
+        compute_score: Callable[..., object] | None = None,
         reward_fn_key: str = "data_source",
         max_resp_len: int | None = None,
         overlong_buffer_cfg: Mapping[str, Any] | None = None,

@@ -63,10 +63,10 @@ class RewardSample:
 
     data_source: str
     solution_str: str
-    ground_truth: Any
-    extra_info: dict[str, Any]
+    ground_truth: object
+    extra_info: dict[str, object]
     uid: str = ""
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, object] = field(default_factory=dict)
     """Further columns of the row, for parameters of these names."""
 
 
@@ -76,9 +76,9 @@ class RewardBatch(DataProto):
     responses: list[str]
     """What the policy wrote in each response, without special tokens; see
     :class:`verl.workers.reward_manager.texts.ResponseTexts`."""
-    ground_truth_answers: list[Any]
+    ground_truth_answers: list[object]
     """Ground truth of each sample, None if the data has none."""
-    extra_infos: list[dict[str, Any]]
+    extra_infos: list[dict[str, object]]
     """What functions of the other forms get as ``extra_info``."""
 
     @classmethod
@@ -103,7 +103,7 @@ def tensors_of(data: DataProto) -> TensorDict:
     return with_response_mask(data).batch
 
 
-def form_of(function: Callable[..., Any], bound: Mapping[str, Any]) -> Form:
+def form_of(function: Callable[..., object], bound: Mapping[str, object]) -> Form:
     """Determine the form of a reward function.
 
     Args:
@@ -162,7 +162,7 @@ class RowParameters:
     shown: str = ""
 
     @classmethod
-    def of(cls, function: Callable[..., Any], form: Form, bound: Mapping[str, Any]) -> RowParameters:
+    def of(cls, function: Callable[..., object], form: Form, bound: Mapping[str, object]) -> RowParameters:
         """Return those of a function; a scorer of verl, or one for a ``DataProto``, has none.
 
         Args:
@@ -222,8 +222,8 @@ class RewardFunction:
 
     def __init__(
         self,
-        function: Callable[..., Any],
-        kwargs: Mapping[str, Any],
+        function: Callable[..., object],
+        kwargs: Mapping[str, object],
         max_concurrent: int = 64,
         num_workers: int = 1,
         budget: Budget | None = None,
@@ -319,7 +319,7 @@ class RewardFunction:
         named = {name: [getattr(sample, attributes[name]) for sample in samples] for name in self._wanted}
         return named | {name: [sample.columns.get(name) for sample in samples] for name in self._columns(samples)}
 
-    def _arguments(self, sample: RewardSample) -> dict[str, Any]:
+    def _arguments(self, sample: RewardSample) -> dict[str, object]:
         named = {name: getattr(sample, name) for name in self._wanted}
         return named | {name: sample.columns[name] for name in self._columns([sample])}
 
@@ -362,7 +362,7 @@ def _texts_scores(result: CallResult, size: int) -> list[Score]:
         return [Score.failed("error", f"{type(error).__name__}: {error}")] * size
 
 
-def _call_on_batch(function: Callable[..., Any], data: DataProto, samples: Sequence[RewardSample]) -> Any:
+def _call_on_batch(function: Callable[..., object], data: DataProto, samples: Sequence[RewardSample]) -> object:
     return function(data=RewardBatch.of(data, samples))
 
 
@@ -373,7 +373,7 @@ def _kind(source: str) -> Kind:
         return "plain"  # it may be registered in the worker only; if it is not, the worker raises the error
 
 
-def _checked_list(result: Any, size: int) -> list[Any]:
+def _checked_list(result: object, size: int) -> list[object]:
     if not isinstance(result, list):
         raise RewardError(f"the reward function returned {type(result).__name__}, not a list. {FORMS}")
     if len(result) != size:
@@ -381,7 +381,7 @@ def _checked_list(result: Any, size: int) -> list[Any]:
     return result
 
 
-def _checked_tensor(result: Any, shape: tuple[int, int]) -> torch.Tensor:
+def _checked_tensor(result: object, shape: tuple[int, int]) -> torch.Tensor:
     if not isinstance(result, list):
         raise RewardError(f"the reward function returned {type(result).__name__}, not a torch.Tensor. {FORMS}")
     tensor = torch.tensor(result, dtype=torch.float64)  # float32 would hide the value of a score that it cannot hold

@@ -74,7 +74,7 @@ class NaiveRewardManager(AbstractRewardManager):
         self,
         tokenizer: Any,
         num_examine: int,
-        compute_score: Callable[..., Any] | None = None,
+        compute_score: Callable[..., object] | None = None,
         reward_fn_key: str = "data_source",
         max_error_rate: float = 0.5,
         max_concurrent: int = 64,
@@ -83,7 +83,7 @@ class NaiveRewardManager(AbstractRewardManager):
         memory_limit_mb: int | None = 4096,
         batch_timeout_s: float | None = None,
         kill_retries: int = Budget.kill_retries,
-        **scorer_kwargs: Any,
+        **scorer_kwargs: object,
     ) -> None:
         self.tokenizer = tokenizer
         self.num_examine = num_examine
@@ -251,10 +251,10 @@ class NaiveRewardManager(AbstractRewardManager):
             for i in rows
         ]
 
-    def _extra_infos(self, data: DataProto, texts: Sequence[ResponseTexts]) -> list[dict[str, Any]]:
+    def _extra_infos(self, data: DataProto, texts: Sequence[ResponseTexts]) -> list[dict[str, object]]:
         columns, tensors = data.non_tensor_batch, tensors_of(data)
         extras = [dict(info or {}) for info in columns.get("extra_info", [None] * len(data))]
-        beside: dict[str, Sequence[Any]] = {
+        beside: dict[str, Sequence[object]] = {
             "last_turn_str": [text.last_turn_str for text in texts],
             "conversation_str": [text.conversation_str for text in texts],
         }
@@ -378,11 +378,11 @@ def _check_truths(dataset: RLHFDataset, reward_format: str | None = None, reward
         )
 
 
-def _truth(reward_model: Any, column: Any) -> Any:
+def _truth(reward_model: object, column: object) -> object:
     """The ground truth of a row: that of ``reward_model``, else of the column ``ground_truth``."""
     truth = _ground_truth(reward_model)
     return column if truth is None else truth
 
 
-def _ground_truth(reward_model: Any) -> Any:
+def _ground_truth(reward_model: object) -> object:
     return reward_model.get("ground_truth") if isinstance(reward_model, dict) else None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -29,7 +28,7 @@ class Score:
     """Result of one sample: a finite score, or 0 with ``status`` and ``error``."""
 
     value: float
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, object] = field(default_factory=dict)
     error: str | None = None
     status: Status = "ok"
     turn_scores: tuple[float, ...] | None = None
@@ -54,7 +53,7 @@ def score_of(result: CallResult) -> Score:
     return checked_score(result.value) if result.status == "ok" else Score.failed(result.status, result.message)
 
 
-def checked_score(result: Any) -> Score:
+def checked_score(result: object) -> Score:
     """Convert a result by :func:`to_score`; an invalid one gives a failed sample."""
     try:
         return to_score(result)
@@ -62,7 +61,7 @@ def checked_score(result: Any) -> Score:
         return Score.failed("error", f"{type(error).__name__}: {error}")
 
 
-def to_score(result: Any) -> Score:
+def to_score(result: object) -> Score:
     """Check and convert the result of a per-sample function.
 
     Args:
@@ -197,16 +196,16 @@ def placed(scores: Scores, response_mask: torch.Tensor) -> Scores:
     return Scores(samples, tokens)
 
 
-def extra_info(scores: Sequence[Score]) -> dict[str, list[Any]]:
+def extra_info(scores: Sequence[Score]) -> dict[str, list[object]]:
     """Collect score, status and further values as one list per name; None if a sample lacks the value."""
     names = dict.fromkeys(name for score in scores for name in score.extra)
-    columns: dict[str, list[Any]] = {name: [score.extra.get(name) for score in scores] for name in names}
+    columns: dict[str, list[object]] = {name: [score.extra.get(name) for score in scores] for name in names}
     columns["score"] = [score.value for score in scores]
     columns["reward_status"] = [score.status for score in scores]
     return columns
 
 
-def usable(value: Any) -> float:
+def usable(value: object) -> float:
     """Return a score as float.
 
     Raises:

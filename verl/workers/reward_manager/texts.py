@@ -25,7 +25,7 @@ class ResponseTexts:
     chat template wrote between them."""
 
 
-def response_texts(data: DataProto, tokenizer: Any) -> list[ResponseTexts]:
+def response_texts(data: DataProto, tokenizer: object) -> list[ResponseTexts]:
     """Decode the responses of a batch.
 
     Text that a tool, a user or an environment wrote is not the policy's, so that it cannot score by making others say

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -41,7 +41,7 @@ class PartialResponse:
     """A request to an engine, and the tokens drawn for it so far."""
 
     request: RolloutRequest
-    params: dict[str, Any]
+    params: dict[str, object]
     """The sampling parameters in the engine's own format."""
     is_end: Callable[[list[int]], bool] | None = None
     """Whether the last of the given tokens ends the response; None if the engine itself detects every end."""
@@ -165,11 +165,11 @@ class ServedRequests:
 
 async def serve_each(
     requests: ServedRequests,
-    ask: Callable[[int, PartialResponse], Coroutine[Any, Any, None]],
+    ask: Callable[[int, PartialResponse], Coroutine[object, object, None]],
     aborted: Event,
     *,
-    cancel: Callable[[int], Coroutine[Any, Any, object]] | None = None,
-    abort_all: Callable[[], Coroutine[Any, Any, object]] | None = None,
+    cancel: Callable[[int], Coroutine[object, object, object]] | None = None,
+    abort_all: Callable[[], Coroutine[object, object, object]] | None = None,
 ) -> None:
     """Ask an engine for each request by itself as soon as it comes, until there is none.
 

@@ -46,7 +46,9 @@ class _BufferedLayer(DynamicLayer):
     def _show(self, filled: int) -> None:
         self.keys, self.values = self._key_buffer[:, :, :filled], self._value_buffer[:, :, :filled]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Append the states of new tokens; return all states so far, (rows, heads, filled, width)."""
         assert self.keys is not None
         start = self.keys.shape[2]

@@ -37,7 +37,7 @@ class Launch:
     hang_limits: HangLimits = field(default_factory=HangLimits)
 
 
-def extra_arguments(config: RolloutConfig, decided: Iterable[str]) -> dict[str, Any]:
+def extra_arguments(config: RolloutConfig, decided: Iterable[str]) -> dict[str, object]:
     """Engine arguments that the user gave for ``rollout.name``, without those that are null.
 
     Raises:

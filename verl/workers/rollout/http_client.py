@@ -60,7 +60,7 @@ class HttpClient:
         """``time.monotonic()`` of the last answer, or part of one; health checks and aborts do not count."""
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run a coroutine and return its result; an interruption (Ctrl-C) cancels its requests."""
         future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
@@ -101,10 +101,10 @@ class HttpClient:
     async def post_all(
         self,
         path: str,
-        bodies: Sequence[Any],
+        bodies: Sequence[object],
         cancelled: threading.Event,
-        cancel: tuple[str, Any] | None,
-        take: Callable[[int, Any], object] | None,
+        cancel: tuple[str, object] | None,
+        take: Callable[[int, object], object] | None,
     ) -> list[Any]:
         """See :meth:`verl.workers.rollout.server.EngineServer.post_many`."""
 
@@ -120,7 +120,7 @@ class HttpClient:
 
         tasks = [asyncio.ensure_future(post(number, body)) for number, body in enumerate(bodies)]
         try:
-            waiting: set[asyncio.Future[Any]] = set(tasks)
+            waiting: set[asyncio.Future[object]] = set(tasks)
             while waiting:
                 pause = None if cancel is None else _CANCEL_AGAIN_S
                 ended, waiting = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_EXCEPTION)
@@ -135,7 +135,7 @@ class HttpClient:
                 task.cancel()
 
     async def stream_all(
-        self, path: str, bodies: Sequence[Any], take: Callable[[int, Any], bool], cancelled: threading.Event
+        self, path: str, bodies: Sequence[object], take: Callable[[int, object], bool], cancelled: threading.Event
     ) -> None:
         """See :meth:`verl.workers.rollout.server.EngineServer.stream_many`."""
         tasks = [
@@ -148,7 +148,7 @@ class HttpClient:
             for task in tasks:
                 task.cancel()
 
-    async def stream(self, path: str, body: Any, take: Callable[[Any], bool], cancelled: threading.Event) -> None:
+    async def stream(self, path: str, body: object, take: Callable[[object], bool], cancelled: threading.Event) -> None:
         """Send one of the requests of ``stream_all``."""
         async with self._slots:
             if cancelled.is_set():
@@ -171,7 +171,7 @@ class HttpClient:
                         raise httpx2.RemoteProtocolError("the stream of events ended before its last one")
 
 
-def _made(body: Any) -> AbstractContextManager[Any]:
+def _made(body: object) -> AbstractContextManager[object]:
     """Return a context in which a body holds that is made when its request is sent."""
     return body if isinstance(body, AbstractContextManager) else contextlib.nullcontext(body)
 

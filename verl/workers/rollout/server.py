@@ -153,7 +153,7 @@ class EngineServer:
         self._max_connections = max_connections
         self._guard: subprocess.Popen[bytes] | None = None
         self._http: HttpClient | None = None
-        self._end: weakref.finalize[Any, Any] | None = None
+        self._end: weakref.finalize[..., EngineServer] | None = None
 
     # ---- life
 
@@ -302,11 +302,11 @@ class EngineServer:
     def post_many(
         self,
         path: str,
-        bodies: Sequence[Any],
+        bodies: Sequence[object],
         *,
         cancelled: threading.Event | None = None,
-        cancel: tuple[str, Any] | None = None,
-        take: Callable[[int, Any], object] | None = None,
+        cancel: tuple[str, object] | None = None,
+        take: Callable[[int, object], object] | None = None,
     ) -> list[Any]:
         """POST all bodies as JSON at once and return the answers in their order.
 
@@ -330,8 +330,8 @@ class EngineServer:
     def stream_many(
         self,
         path: str,
-        bodies: Sequence[Any],
-        take: Callable[[int, Any], bool],
+        bodies: Sequence[object],
+        take: Callable[[int, object], bool],
         *,
         cancelled: threading.Event | None = None,
     ) -> None:
@@ -347,7 +347,7 @@ class EngineServer:
         http = self._running()
         self._result(http, http.stream_all(path, bodies, take, cancelled or threading.Event()))
 
-    def run(self, work: Callable[[HttpClient], Coroutine[Any, Any, None]]) -> None:
+    def run(self, work: Callable[[HttpClient], Coroutine[object, object, None]]) -> None:
         """Run a coroutine that sends requests of its own, while the server is watched; raises as ``post_many``."""
         http = self._running()
         self._result(http, work(http))
@@ -359,7 +359,7 @@ class EngineServer:
             raise EngineLostError(f"the {self.name} server does not run.{self._log_after_exit()}")
         return self._http
 
-    def _result(self, http: HttpClient, work: Coroutine[Any, Any, T]) -> T:
+    def _result(self, http: HttpClient, work: Coroutine[object, object, T]) -> T:
         try:
             return http.run(self._unless_lost(http, work))
         except httpx2.HTTPStatusError as error:
@@ -377,7 +377,7 @@ class EngineServer:
             problem = str(error)
         raise EngineLostError(f"the {self.name} server {problem}.{self._log_after_exit()}")
 
-    async def _unless_lost(self, http: HttpClient, work: Coroutine[Any, Any, T]) -> T:
+    async def _unless_lost(self, http: HttpClient, work: Coroutine[object, object, T]) -> T:
         """Return the result of the work; raise _LostError if the server dies or hangs before it is done."""
         task, timer = asyncio.ensure_future(work), HangTimer(self._hang_limits)
         try:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import torch
@@ -147,7 +146,7 @@ class SharedPart:
     nbytes: int
     """Of the tensors, without the gaps between them."""
 
-    def description(self) -> dict[str, Any]:
+    def description(self) -> dict[str, object]:
         """JSON of which ``verl_engine.weights_in_part`` makes the tensors."""
         tensors = [
             [name, str(dtype).removeprefix("torch."), list(shape), start]

@@ -35,6 +35,7 @@ from verl.vision.families import TOWER
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+    from peft.tuners.lora import LoraLayer
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +184,7 @@ def _joined_experts(hf: nn.Module) -> list[str]:
     return [_own_name(name) for name, weight in hf.named_parameters() if ".experts." in name and weight.dim() == 3]
 
 
-def _is_of_experts(layer: Any) -> bool:
+def _is_of_experts(layer: object) -> bool:
     """Whether one of the :func:`adapter_layers` adapts a parameter of a module in place of a linear layer."""
     return isinstance(layer, peft().tuners.lora.ParamWrapper)
 
@@ -324,7 +325,7 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, layer_class)}
 
 
-def require_linear(layers: Mapping[str, Any]) -> None:
+def require_linear(layers: Mapping[str, object]) -> None:
     """Raise ConfigError if adapters are on experts, which engines that apply adapters by themselves do not know."""
     if of_experts := [name for name, layer in layers.items() if _is_of_experts(layer)]:
         raise ConfigError(
@@ -334,7 +335,7 @@ def require_linear(layers: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def without_adapters(layers: Iterable[Any]) -> Iterator[None]:
+def without_adapters(layers: Iterable[LoraLayer]) -> Iterator[None]:
     """Compute with the base weights of the layers inside the context."""
     # peft's enable_adapters(False) does this and also clears requires_grad, which FSDP2 reads when it gathers weights.
     layers = list(layers)
@@ -363,7 +364,7 @@ def _target(name: str, layer: Any) -> AdapterTarget:
     return AdapterTarget(_own_name(f"{name}.{parameter}"), float(layer.scaling[_ADAPTER]))
 
 
-def targets_of(layers: Mapping[str, Any]) -> dict[str, AdapterTarget]:
+def targets_of(layers: Mapping[str, object]) -> dict[str, AdapterTarget]:
     """Return the weight and the scale of each of the :func:`adapter_layers`."""
     return {name: _target(name, layer) for name, layer in layers.items()}
 

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -53,7 +52,7 @@ class WeightFiles:
 
     own: dict[str, dict[str, Tensor]]
     """Weights in CPU memory, by the name of the file and their name in it."""
-    index: dict[str, Any] | None
+    index: dict[str, object] | None
     """Which file has which weight, over all ranks; None if there is one file."""
 
     @classmethod

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -99,7 +98,7 @@ class ModelInputs:
 
     def to(self, device: torch.device) -> ModelInputs:
         """Move all tensors to ``device``."""
-        moved: dict[str, Any] = {
+        moved: dict[str, object] = {
             name: to_device(value, device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
         if self.packing is not None:

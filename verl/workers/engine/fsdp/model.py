@@ -91,7 +91,7 @@ class HeadedModel(nn.Module):
         ``values`` or ``scores``. Checks of a model use ``hidden``, (N, hidden_size), and ``reference``, the log-probs
         by the Transformers model's own forward; each must be requested alone.
         """
-        arguments: dict[str, Any] = {
+        arguments: dict[str, object] = {
             "input_ids": inputs.input_ids,
             "attention_mask": inputs.attention_mask,
             "position_ids": inputs.position_ids,

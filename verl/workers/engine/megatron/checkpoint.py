@@ -49,11 +49,11 @@ class MegatronState:
 
     # ---- out of the model -----------------------------------------------------------------------
 
-    def states(self, contents: Sequence[str], numbers: Mapping[str, int], copied: bool) -> dict[str, dict[str, Any]]:
+    def states(self, contents: Sequence[str], numbers: Mapping[str, int], copied: bool) -> dict[str, dict[str, object]]:
         """Collect the contents of this rank's files, by file name. Collective; see :class:`TrainingState`."""
-        states: dict[str, dict[str, Any]] = {}
+        states: dict[str, dict[str, object]] = {}
         kinds: dict[str, dict[str, Tensor]] = {"main": dict(self.parameters)}
-        other: dict[str, Any] = {}
+        other: dict[str, object] = {}
         if self.optimizer is not None and {"model", "optimizer"} & set(contents):
             kinds, other = self.optimizer.state()
         if "model" in contents:
@@ -160,7 +160,7 @@ class MegatronState:
         return state.get("other", {})
 
     @torch.no_grad()
-    def _put(self, kinds: dict[str, dict[str, Tensor]], other: Mapping[str, Any]) -> None:
+    def _put(self, kinds: dict[str, dict[str, Tensor]], other: Mapping[str, object]) -> None:
         if self.optimizer is not None:
             self.optimizer.load(kinds, other)
         elif "main" in kinds:

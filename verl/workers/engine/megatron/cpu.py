@@ -17,7 +17,6 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +43,7 @@ class _Stream:
 class _Cuda(ModuleType):
     """``torch.cuda``, with the CPU as its only device."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(torch.cuda, name)
 
     @staticmethod
@@ -52,11 +51,11 @@ class _Cuda(ModuleType):
         return _CPU
 
     @staticmethod
-    def set_device(device: Any) -> None:
+    def set_device(device: object) -> None:
         """Do nothing: there is one device."""
 
     @staticmethod
-    def synchronize(device: Any = None) -> None:
+    def synchronize(device: object = None) -> None:
         """Do nothing: the CPU computes in order."""
 
     Stream = _Stream
@@ -74,11 +73,11 @@ class _Cuda(ModuleType):
         torch.manual_seed(seed)
 
     @staticmethod
-    def get_rng_state(device: Any = None) -> Tensor:
+    def get_rng_state(device: object = None) -> Tensor:
         return torch.get_rng_state()
 
     @staticmethod
-    def set_rng_state(state: Tensor, device: Any = None) -> None:
+    def set_rng_state(state: Tensor, device: object = None) -> None:
         torch.set_rng_state(state)
 
 
@@ -87,15 +86,15 @@ class _Torch(ModuleType):
 
     cuda = _Cuda("torch.cuda")
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(torch, name)
 
 
-def _factory(name: str) -> Any:
+def _factory(name: str) -> object:
     original = getattr(torch, name)
 
     @wraps(original)
-    def make(*args: Any, **options: Any) -> Tensor:
+    def make(*args: object, **options: object) -> Tensor:
         if options.get("device") == "cuda":
             options["device"] = _CPU
         return original(*args, **options)
@@ -119,5 +118,5 @@ def install() -> None:
     library.token_dispatcher.maybe_move_tensor_to_cpu = _counts_on_cpu
 
 
-def _counts_on_cpu(counts: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+def _counts_on_cpu(counts: object, as_numpy: bool = False, record_stream: bool = False) -> object:
     return counts.numpy() if as_numpy and isinstance(counts, Tensor) else counts

@@ -103,7 +103,7 @@ class MegatronEngine(BaseEngine):
         self.memory = OffloadedMemory()
         self._has_gradients = False
         self.model: BuiltModel
-        self._wrapped: list[Any]
+        self._wrapped: list[object]
         self._contexts = 0
 
     # ---- set-up -------------------------------------------------------------------------------
@@ -448,7 +448,7 @@ class MegatronEngine(BaseEngine):
 
         return RankState(states, describe)
 
-    def load_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_state(self, states: Mapping[str, Mapping[str, object]]) -> None:
         """Restore what :meth:`state` returned; see :class:`BaseEngine`."""
         with self._awake(optimizer=True):
             self._take(self._state().restore(states))

@@ -63,7 +63,7 @@ class Experts:
             sparse=sizes.sparse,
         )
 
-    def settings(self, layout: Layout) -> dict[str, Any]:
+    def settings(self, layout: Layout) -> dict[str, object]:
         """Return the fields of megatron-core's ``TransformerConfig``."""
         return {
             "num_moe_experts": self.count,
@@ -83,7 +83,7 @@ class TokenRouter(TopKRouter):
     megatron-core's own computes its logits by TransformerEngine, and fails where that is not installed.
     """
 
-    def __init__(self, experts: Experts, **settings: Any) -> None:
+    def __init__(self, experts: Experts, **settings: object) -> None:
         super().__init__(**settings)
         self.experts = experts
         self.number = 0

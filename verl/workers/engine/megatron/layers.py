@@ -48,11 +48,11 @@ class Rotation(nn.Module):
         self.register_buffer("frequencies", frequencies, persistent=False)
         self.positions: tuple[Tensor, bool] | None = None
 
-    def get_rotary_seq_len(self, *settings: Any) -> int:
+    def get_rotary_seq_len(self, *settings: object) -> int:
         """Return 0: the length is that of the positions."""
         return 0
 
-    def forward(self, length: int, **settings: Any) -> Tensor:
+    def forward(self, length: int, **settings: object) -> Tensor:
         """Return the angles, (tokens, 1, head_dim) of a packed row, (length, bsz, 1, head_dim) of padded rows."""
         assert self.positions is not None
         positions, is_packed = self.positions
@@ -106,7 +106,7 @@ def freeze_row(embedding: Any, token: int) -> None:
 class RMSNorm(nn.Module):
     """x / √(mean x² + ε) · w, computed in fp32 as Transformers does (arXiv:1910.07467)."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float, **settings: Any) -> None:
+    def __init__(self, config: Any, hidden_size: int, eps: float, **settings: object) -> None:
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
@@ -126,7 +126,7 @@ class CausalAttention(nn.Module):
     heads (:mod:`verl.utils.ulysses`). megatron-core's own exchange needs TransformerEngine.
     """
 
-    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **settings: Any) -> None:
+    def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **settings: object) -> None:
         super().__init__()
         self.group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
         self.rule = AttentionRule(softmax_scale or config.kv_channels**-0.5)
@@ -142,7 +142,7 @@ class CausalAttention(nn.Module):
         value: Tensor,
         attention_mask: Tensor | None,
         packed_seq_params: PackedRow | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> Tensor:
         """Attend; ``query`` is (tokens, heads, head_dim) if packed, (length, bsz, heads, head_dim) if padded.
 
@@ -186,7 +186,7 @@ class HiddenHead(nn.Module):
         self.bias = bias
         self.sequence_parallel = sequence_parallel
 
-    def forward(self, hidden: Tensor, weight: Tensor | None = None, **settings: Any) -> tuple[Tensor, None]:
+    def forward(self, hidden: Tensor, weight: Tensor | None = None, **settings: object) -> tuple[Tensor, None]:
         """Return the hidden states of all tokens; their gradients must be the same on all tensor-parallel ranks."""
         if self.sequence_parallel:
             gather = tensor_parallel.gather_from_sequence_parallel_region

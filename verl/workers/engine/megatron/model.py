@@ -127,7 +127,7 @@ def _transformer_config(
     dtype: torch.dtype,
     experts: Experts | None,
 ) -> Any:
-    recompute: dict[str, Any] = {}
+    recompute: dict[str, object] = {}
     if model.enable_gradient_checkpointing and not engine.forward_only:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if "recompute_granularity" in engine.override_transformer_config and not engine.forward_only:

@@ -182,14 +182,14 @@ class MegatronOptimizer:
 
     # ---- state by parameter -----------------------------------------------------------------------
 
-    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, object]]:
         """Return tensors with the shape of their parameter, and other entries. Collective.
 
         The tensors are by kind, then by parameter: ``main``, and the optimizer's moments under their names. The other
         entries are those that all parameters have alike, such as the number of steps.
         """
         kinds: dict[str, list[Tensor]] = {"main": [share.main for share in self._shares]}
-        other: dict[str, Any] = {}
+        other: dict[str, object] = {}
         for key in sorted({key for share in self._shares for key in self.torch.state.get(share.main, {})}):
             values = [self.torch.state[share.main][key] for share in self._shares]
             if all(
@@ -213,7 +213,7 @@ class MegatronOptimizer:
         return states
 
     @torch.no_grad()
-    def load(self, kinds: Mapping[str, Mapping[str, Tensor]], other: Mapping[str, Any]) -> None:
+    def load(self, kinds: Mapping[str, Mapping[str, Tensor]], other: Mapping[str, object]) -> None:
         """Restore what :meth:`state` returned; of kinds that are absent nothing changes. Collective."""
         for share in self._shares:
             if "main" in kinds:

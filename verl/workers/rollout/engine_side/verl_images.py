@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ def modality_of(grid: np.ndarray) -> str:
     return "image" if grid[0] == 1 else "video"
 
 
-def image_item(pixels: Tensor, grid: Tensor, seconds: float | None) -> Any:
+def image_item(pixels: Tensor, grid: Tensor, seconds: float | None) -> object:
     """Return an image or a video as vLLM's ``MultiModalKwargsItem``.
 
     Args:

@@ -50,7 +50,7 @@ def _load_sampling() -> ModuleType:
 sampling = _load_sampling()
 
 
-def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
+def run_scheduler_process(*args: object, **kwargs: object) -> object:
     """Run SGLang's scheduler with verl's sampler."""
     from sglang.srt.lora.lora import LoRAAdapter
     from sglang.srt.managers import scheduler
@@ -93,7 +93,7 @@ class RowParams:
 class PassParams(CustomLogitProcessor):
     """Leave the logits unchanged. SGLang passes ``custom_params`` to the sampler only if a request has a processor."""
 
-    def __call__(self, logits: Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> Tensor:
+    def __call__(self, logits: Tensor, custom_param_list: list[dict[str, object]] | None = None) -> Tensor:
         """Return the logits unchanged."""
         return logits
 
@@ -111,7 +111,7 @@ class ContractSampler(sglang_sampler.Sampler):
     def __init__(self) -> None:
         super().__init__()
         ContractSampler.made = True
-        self._known: dict[int, tuple[int, dict[str, Any]]] = {}
+        self._known: dict[int, tuple[int, dict[str, object]]] = {}
         """id() of a request's params: its row in the token sampler, and the params, so that the id is not reused."""
         self._most_rows = 0
         self._raw = False
@@ -234,7 +234,7 @@ def read_adapters(adapter: Any) -> None:
     )
 
 
-def _tell(path: str, report: dict[str, Any]) -> None:
+def _tell(path: str, report: dict[str, object]) -> None:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     Path(f"{path}-{rank}.json").write_text(json.dumps(report))
 

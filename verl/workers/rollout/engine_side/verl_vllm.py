@@ -29,7 +29,7 @@ class WeightLoader:
         """Return the identity of the GPU on which this worker holds its weights; None on a CPU."""
         return device_uuid(self.device)
 
-    def load_weights_part(self, part: dict[str, Any], is_first: bool) -> dict[str, Any]:
+    def load_weights_part(self, part: dict[str, object], is_first: bool) -> dict[str, object]:
         """Load a part of the new weights; return ``{"checksums": {name: checksum}}`` of it.
 
         vLLM keeps the tensors of a layer until all of them have come.
@@ -56,7 +56,7 @@ class WeightLoader:
         self.model_runner.reset_encoder_cache()
         self.model_runner.reset_mm_cache()
 
-    def load_adapters(self, name: str, number: int, folder: str) -> dict[str, Any]:
+    def load_adapters(self, name: str, number: int, folder: str) -> dict[str, object]:
         """Replace the LoRA adapters of that name by those in a folder of peft; return the checksums of their files."""
         from vllm.lora.request import LoRARequest
 
@@ -74,7 +74,7 @@ class RequireToken:
         self.app = app
         self.expected = f"Bearer {os.environ[TOKEN_VARIABLE]}".encode()
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+    async def __call__(self, scope: MutableMapping[str, Any], receive: object, send: Any) -> None:
         """Pass a request with the token on; answer 401 to others."""
         if scope["type"] in ("http", "websocket") and scope["path"] not in _OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
@@ -103,12 +103,12 @@ class ReadImages:
         mm_features.decode_mm_kwargs_item = read_image
         self.app = app
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+    async def __call__(self, scope: MutableMapping[str, object], receive: object, send: object) -> None:
         """Pass a request on."""
         await self.app(scope, receive, send)
 
 
 @functools.lru_cache(_RECENT_IMAGES)  # the responses to a prompt share its images
-def read_image(number_and_path: str) -> Any:
+def read_image(number_and_path: str) -> object:
     """Return an image in a file as vLLM's ``MultiModalKwargsItem``; see :func:`verl_images.read_image_file`."""
     return image_item(*read_image_file(number_and_path, "vLLM's server"))

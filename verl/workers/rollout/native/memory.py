@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -196,11 +195,13 @@ class KeyValueMemory(ABC):
 
     @property
     @abstractmethod
-    def places(self) -> Any:
+    def places(self) -> object:
         """Where each row's next token goes and what it attends to: the last argument of :meth:`decode`."""
 
     @abstractmethod
-    def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, places: Any) -> Tensor:
+    def decode(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, places: object
+    ) -> Tensor:
         """Store key and value of each row's next token, then attend to all of the row's tokens.
 
         ``query`` and the result are (rows, heads, head_dim); ``key`` and ``value`` are (rows, kv_heads, head_dim);

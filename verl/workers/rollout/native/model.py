@@ -230,7 +230,7 @@ class NativeModel:
         native_pass: Pass,
         images: ImageInputs | None = None,
     ) -> Tensor:
-        arguments: dict[str, Any] = {
+        arguments: dict[str, object] = {
             "input_ids": ids[None],
             "position_ids": positions.unsqueeze(-2),  # (1, tokens), or (4, 1, tokens)
             "use_cache": False,
@@ -359,7 +359,7 @@ class Pass(Protocol):
     """One pass of the model, which computes the attention of its layers."""
 
     def attend(
-        self, layer: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **settings: Any
+        self, layer: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **settings: object
     ) -> Tensor:
         """Map query, key and value, (1, heads, tokens, head_dim), to the output, (1, tokens, heads, head_dim)."""
         ...
@@ -388,7 +388,7 @@ class PrefillPass:
 class DecodePass:
     """Pass over the newest token of each running row in ``memory``, at ``places`` there."""
 
-    def __init__(self, memory: KeyValueMemory, places: Any) -> None:
+    def __init__(self, memory: KeyValueMemory, places: object) -> None:
         self.memory, self.places = memory, places
 
     def attend(
@@ -412,7 +412,7 @@ def native_attention_forward(
     value: Tensor,
     attention_mask: Tensor | None,
     native_pass: Pass | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer in the current pass, with the signature that Transformers expects.
 

@@ -59,7 +59,7 @@ class EngineRanks:
         """Return the value of the first rank; it must be picklable."""
         if self._control is None:
             return value
-        values: list[Any] = [value]
+        values: list[object] = [value]
         dist.broadcast_object_list(values, self._first, self._control)
         return cast(T, values[0])
 
@@ -101,7 +101,7 @@ class EngineRanks:
         return start, end - start
 
 
-def _own_group(size: int, **settings: Any) -> dist.ProcessGroup:
+def _own_group(size: int, **settings: object) -> dist.ProcessGroup:
     group, _ = dist.new_subgroups(size, **settings)
     assert isinstance(group, dist.ProcessGroup)
     return group

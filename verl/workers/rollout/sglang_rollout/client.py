@@ -100,7 +100,7 @@ class SGLangClient(EngineClient):
     def serve(self, requests: ServedRequests, aborted: Event) -> None:
         """See :meth:`EngineClient.serve`."""
 
-        def work(http: HttpClient) -> Coroutine[Any, Any, None]:
+        def work(http: HttpClient) -> Coroutine[object, object, None]:
             names: dict[int, str] = {}
 
             async def ask(number: int, response: PartialResponse) -> None:
@@ -116,7 +116,7 @@ class SGLangClient(EngineClient):
                     # Without this SGLang finds out after seconds that the connection was closed.
                     await http.request("POST", "/abort_request", {"rid": names[number]}, is_work=False)
 
-            def abort_all() -> Coroutine[Any, Any, Any]:
+            def abort_all() -> Coroutine[object, object, object]:
                 return http.request("POST", *_ABORT_ALL, is_work=False)
 
             return serve_each(requests, ask, aborted, cancel=cancel, abort_all=abort_all)
@@ -171,7 +171,7 @@ class SGLangClient(EngineClient):
         return sum(tensor.nbytes for tensor in tensors.values())
 
     @contextlib.contextmanager
-    def _asked(self, responses: Sequence[PartialResponse], name: str | None = None) -> Iterator[dict[str, Any]]:
+    def _asked(self, responses: Sequence[PartialResponse], name: str | None = None) -> Iterator[dict[str, object]]:
         """Give :func:`request_of` with the images of the responses, whose files are there in the context."""
         arguments = request_of(responses, name)
         placed = [PlacedImages.of(response.request, self._vision) for response in responses]
@@ -202,7 +202,7 @@ class SGLangClient(EngineClient):
         """See :meth:`EngineClient.wake`."""
         self._call("resume_memory_occupation", tags=[tag for part in parts for tag in _MEMORY_TAGS[part]])
 
-    def _call(self, action: str, **arguments: Any) -> None:
+    def _call(self, action: str, **arguments: object) -> None:
         """Call an action of SGLang, the server's path of the same name.
 
         Raises:
@@ -213,9 +213,9 @@ class SGLangClient(EngineClient):
             raise RolloutError(f"SGLang refused {action}: {answer.get('message') or answer.get('error_message', '')}")
 
 
-def request_of(responses: Sequence[PartialResponse], name: str | None = None) -> dict[str, Any]:
+def request_of(responses: Sequence[PartialResponse], name: str | None = None) -> dict[str, object]:
     """Arguments of SGLang's ``generate`` for all responses in one call; ``name`` is for aborting a single one."""
-    arguments: dict[str, Any] = {} if name is None else {"rid": [name]}
+    arguments: dict[str, object] = {} if name is None else {"rid": [name]}
     arguments |= {
         "input_ids": [list(response.request.prompt_ids) for response in responses],
         "sampling_params": [response.params for response in responses],
@@ -286,5 +286,5 @@ class _Bytes:
     def __init__(self, data: bytes) -> None:
         self._data = data
 
-    def __reduce__(self) -> tuple[Any, tuple[list[int]]]:
+    def __reduce__(self) -> tuple[object, tuple[list[int]]]:
         return torch.ByteTensor, (list(self._data),)

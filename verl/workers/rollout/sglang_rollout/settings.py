@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -43,7 +42,7 @@ def engine_arguments(
     hf_config: PretrainedConfig,
     max_model_len: int,
     device: torch.device,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the fields of SGLang's ``ServerArgs``.
 
     Raises:
@@ -54,7 +53,7 @@ def engine_arguments(
     _refuse(config, hf_config.model_type, vision)
     path = resolve_model_path(model_config.path)
     context = max_model_len + _SPARE_POSITIONS
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "model_path": path,
         "tokenizer_path": resolve_model_path(model_config.tokenizer_path or path),
         "trust_remote_code": model_config.trust_remote_code,
@@ -106,13 +105,13 @@ def engine_arguments(
     return arguments | extra
 
 
-def _adapter_arguments(model_config: HFModelConfig, of_experts: bool, device: torch.device) -> dict[str, Any]:
+def _adapter_arguments(model_config: HFModelConfig, of_experts: bool, device: torch.device) -> dict[str, object]:
     """Arguments with which SGLang applies LoRA adapters by itself; adapters of experts are not among them."""
     allowed = ATTENTION if of_experts else LAYERS
     chosen = adapted_modules(model_config)
     if not isinstance(chosen, str):  # the layers of an expression are checked with the first update
         check_layers(chosen, allowed)
-    arguments: dict[str, Any] = {
+    arguments: dict[str, object] = {
         "enable_lora": True,
         "max_lora_rank": largest_rank(model_config),
         "lora_target_modules": list(allowed),

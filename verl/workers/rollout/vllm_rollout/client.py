@@ -30,7 +30,7 @@ _GENERATE = "/inference/v1/generate"
 _ROUTES = ("--tokens-only",)
 # The route for tokens, with the tokenizer that vLLM starts no model with images without; it reads images from files.
 _ROUTES_WITH_IMAGES = ("--enable-scale-out", "--middleware", "verl_vllm.ReadImages")
-_ABORT_ALL: tuple[str, Any] = ("/abort_requests", {})
+_ABORT_ALL: tuple[str, object] = ("/abort_requests", {})
 _UNKNOWN_ARGUMENTS = "unrecognized arguments:"
 # vLLM's server reports a log-prob of nan or minus infinity as -9999.
 _NOT_FINITE = -9000.0
@@ -48,7 +48,7 @@ class VLLMClient(EngineClient):
 
     def __init__(
         self,
-        arguments: Mapping[str, Any],
+        arguments: Mapping[str, object],
         device: torch.device,
         launch: Launch,
         devices: str | None = None,
@@ -81,7 +81,7 @@ class VLLMClient(EngineClient):
     def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
         """See :meth:`EngineClient.generate`. With stop texts, tokens are streamed so that work ends at a stop text."""
 
-        def take(number: int, answer: Any) -> bool:
+        def take(number: int, answer: object) -> bool:
             return self.take(responses[number], answer)
 
         if any(response.is_end is not None for response in responses):
@@ -94,9 +94,9 @@ class VLLMClient(EngineClient):
     def serve(self, requests: ServedRequests, aborted: Event) -> None:
         """See :meth:`EngineClient.serve`. vLLM drops a request whose connection is closed."""
 
-        def work(http: HttpClient) -> Coroutine[Any, Any, None]:
+        def work(http: HttpClient) -> Coroutine[object, object, None]:
             async def ask(number: int, response: PartialResponse) -> None:
-                def take(answer: Any) -> bool:
+                def take(answer: object) -> bool:
                     is_done = self.take(response, answer)
                     if not is_done:
                         requests.tell(number, response)
@@ -109,7 +109,7 @@ class VLLMClient(EngineClient):
                     else:
                         self.take(response, await http.request("POST", _GENERATE, body))
 
-            def abort_all() -> Coroutine[Any, Any, Any]:
+            def abort_all() -> Coroutine[object, object, object]:
                 return http.request("POST", *_ABORT_ALL, is_work=False)
 
             return serve_each(requests, ask, aborted, abort_all=abort_all)
@@ -117,10 +117,10 @@ class VLLMClient(EngineClient):
         self.server.run(work)
 
     @contextlib.contextmanager
-    def _body(self, response: PartialResponse, stream: bool = False) -> Iterator[dict[str, Any]]:
+    def _body(self, response: PartialResponse, stream: bool = False) -> Iterator[dict[str, object]]:
         """Return a request in the server's format; the files of its images are there in the context."""
         request = response.request
-        body: dict[str, Any] = {"token_ids": request.prompt_ids, "sampling_params": response.params}
+        body: dict[str, object] = {"token_ids": request.prompt_ids, "sampling_params": response.params}
         if stream:
             body["stream"] = True
         if response.has_adapters:
@@ -199,7 +199,7 @@ class VLLMClient(EngineClient):
                 )
             time.sleep(0.05)
 
-    def _call_workers(self, method: str, *arguments: Any) -> list[Any]:
+    def _call_workers(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of ``verl_vllm.WeightLoader`` in each of vLLM's workers."""
         return self.server.post("/collective_rpc", {"method": method, "args": arguments})["results"]
 

@@ -125,7 +125,7 @@ def _max_lora_rank(model_config: HFModelConfig) -> int:
     return allowed[0]
 
 
-def command_line(arguments: Mapping[str, Any]) -> list[str]:
+def command_line(arguments: Mapping[str, object]) -> list[str]:
     """Convert arguments to flags: true is ``--name``, false ``--no-name``, a mapping JSON, a list several values."""
     flags: list[str] = []
     for name, value in arguments.items():
