@@ -98,6 +98,7 @@ def test_on_ray_a_step_that_does_not_end_is_not_waited_for(tmp_path: Path) -> No
         "ray_kwargs.ray_init.num_cpus": 2,
         "custom_reward_function.path": tmp_path / "reward.py",
         "reward_model.timeout_s": 600,
+        "trainer.recovery.snapshot_freq": 1,  # steps this short would not have one each
     }
     process = start(paths, tmp_path / "taken_away", **changes)
     while not (tmp_path / "waits").exists():  # in the third step
