@@ -163,7 +163,7 @@ proofs: $(PEERS) ## every algorithm against its proofs, the comparison with TRL 
 bench: $(PEERS) ## speed and memory against generate, vLLM (if .venv-vllm is built), TRL; writes docs/performance.md, or PAGE=agents_performance
 	$(BIN)/python -m benchmarks.performance --page $(PAGE) --write --vllm_python $(VLLM_PYTHON)
 
-chaos: $(RUN) ## break a run on purpose, and compare with the undisturbed one; ROUNDS=16 for longer, WRITE=--write for docs/reliability.md
+chaos: $(RUN) ## break a run on purpose, and compare with the undisturbed one; ROUNDS=16 for longer, WRITE=--write for docs/internals/lost_processes.md
 	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS) --seed $(SEED) $(WRITE)
 
 bench-gpu: $(DEV) ## correctness, training, rollout and agreement on one GPU, into outputs/gpu.json

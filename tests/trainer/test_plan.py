@@ -225,6 +225,9 @@ def test_options_out_of_range_are_said(folder, capsys, words, said):
         (["actor_rollout_ref.actor.fsdp_config.fsdp_size=3", "--gpus", "8"], "must divide"),
         (["trainer.n_gpus_per_node=0", "--gpus", "8"], "must be a whole number above 0"),
         (["--config-name", "ppo_megatron"], "Known are ppo_megatron_trainer, ppo_trainer"),
+        (["--config-dir", "nowhere", "--config-name", "mine"], "Cannot find primary config 'mine'"),
+        (["--config-path", "nowhere"], "Primary config directory not found"),
+        (["--cfg", "job"], "verl train ... --cfg job"),
         (["--response_tokens", "3585"], "no response is longer than data.max_response_length=3584"),
         (["actor_rollout_ref.actor.ulysses_sequence_parallel_size=8", "--gpus", "8"], "28 attention heads"),
         ([NATIVE, f"{ROLLOUT_RANKS}=2", "--gpus", "4", "trainer.n_gpus_per_node=1"], "does not divide trainer.n_gpus"),
@@ -238,6 +241,13 @@ def test_options_out_of_range_are_said(folder, capsys, words, said):
 def test_what_cannot_be_planned_is_said(folder, words, said):
     with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
         _ = plan_of(folder, *words).stages
+
+
+@pytest.mark.parametrize("flag", ["--config-dir", "--config-path"])
+def test_a_yaml_file_of_the_user_is_planned_as_verl_train_reads_it(folder, flag):
+    (folder / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 512}\n")
+    plan = plan_of(folder, flag, str(folder), "--config-name", "mine", "--gpus", "16")
+    assert (plan.config.data.train_batch_size, plan.config.trainer.nnodes) == (512, 2)
 
 
 def test_small_models_and_one_node_are_said_so(folder, capsys):

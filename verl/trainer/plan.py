@@ -19,7 +19,9 @@ import math
 import sys
 from typing import Any
 
-from hydra.errors import MissingConfigException
+import yaml
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
 
 from verl.config import PPOConfig
 from verl.config.machine import assumed_gpus, local_gpus
@@ -58,7 +60,8 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="verl plan",
         usage="verl plan KEY=VALUE ... --gpus N --gpu NAME",
-        description="Memory and time of a run before it starts. KEY=VALUE are the settings of verl train.",
+        description="Memory and time of a run before it starts. KEY=VALUE, --config-name, --config-dir and "
+        "--config-path are those of verl train.",
     )
     parser.add_argument(
         "--gpus",
@@ -77,7 +80,6 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--network_gbit_s", type=float, default=400, help="bandwidth between nodes per GPU, in Gbit/s (400)"
     )
     parser.add_argument("--json", action="store_true", help="write the plan as JSON")
-    parser.add_argument("--config-name", "-cn", default="ppo_trainer", help="configuration file (ppo_trainer)")
     options, rest = parser.parse_known_args(words)
     for name in ("gpus", "memory_gb", "prompt_tokens", "response_tokens", "mfu", "bandwidth_use", "network_gbit_s"):
         value = getattr(options, name)
@@ -102,15 +104,22 @@ def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace]:
     """
     options, settings = arguments(words)
     gpu = gpu_named(options.gpu)
-    if problems := read_words(settings, PPOConfig).problems:
-        raise ConfigError(report(problems))
+    read = read_words(settings, PPOConfig)
+    if read.problems:
+        raise ConfigError(report(read.problems))
+    for flag in {"--cfg", "--package", "--resolve"}.intersection(read.flags):
+        raise ConfigError(f"{flag}: verl plan does not print settings. Write verl train ... --cfg job.")
+    settings = read.overrides
     if options.gpus:
-        settings = [*settings, *_placement(options.gpus, settings)]
+        settings.extend(_placement(options.gpus, settings))
     try:
-        composed = compose(settings, options.config_name)
-    except MissingConfigException as error:
-        known = ", ".join(sorted(file.stem for file in CONFIG_DIR.glob("ppo*trainer.yaml")))
-        raise ConfigError(f"--config-name {options.config_name}: there is no such file. Known are {known}.") from error
+        composed = compose(read)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+        if isinstance(error, MissingConfigException) and read.flags.keys() <= {"--config-name"}:
+            known = ", ".join(sorted(file.stem for file in CONFIG_DIR.glob("ppo*trainer.yaml")))
+            name = read.flags.get("--config-name")
+            raise ConfigError(f"--config-name {name}: there is no such file. Known are {known}.") from error
+        raise ConfigError(f"the configuration cannot be composed: {error}") from error
     with assumed_gpus(PER_NODE if options.gpus else local_gpus() or PER_NODE):
         config = load_config(composed, explicit=keys_set(settings), with_rules=False, with_algorithms=False)
     config, unshared = without_sharing(config)

@@ -43,9 +43,9 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 # ---- composition ---------------------------------------------------------------------------------------
 
 
-def compose(overrides: Sequence[str] = (), config_name: str = "ppo_trainer") -> DictConfig:
-    """Compose the configuration as ``python -m verl.trainer... <overrides>`` does, without a command line."""
-    composed = _compose(Words(overrides=[*overrides]), config_name)
+def compose(words: Words | Sequence[str] = (), config_name: str = "ppo_trainer") -> DictConfig:
+    """Compose the configuration as ``python -m verl.trainer... <words>`` does; plain words are all overrides."""
+    composed = _compose(words if isinstance(words, Words) else Words(overrides=[*words]), config_name)
     with open_dict(composed):
         del composed["hydra"]
     return composed
