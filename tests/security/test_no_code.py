@@ -71,6 +71,8 @@ RUNS_CODE = {
 ALLOWED = {
     # What the parent of these processes wrote; the way back is JSON.
     ("supervision/killable_pool/child.py", "pickle.loads"): 4,
+    # A handle of GPU memory that the trainer made, in an order with the token of its own engine.
+    ("workers/rollout/engine_side/verl_engine.py", "pickle.loads"): 1,
     # A name in our own code, or from a fixed list.
     ("supervision/killable_pool/child.py", "importlib.import_module"): 1,
     ("utils/tracking/base.py", "importlib.import_module"): 1,

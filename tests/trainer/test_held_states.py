@@ -30,6 +30,9 @@ class Ranks:
         assert method == "snapshot"
         return step
 
+    def wait_until_made(self, step: int) -> None:
+        pass
+
     def outputs_arrived(self, step: int) -> bool:
         return step in self.arriving
 

@@ -111,13 +111,13 @@ class Case:
             for place, length in zip(torch.as_tensor(places).tolist(), used.tolist(), strict=True):
                 memory[:, place, :, :length] = kept[:, place, :, :length]
         places = RowsOfMemory(slots, lengths, prompts, prompt_lengths[prompts])
-        return {"embeddings": draw(self.rows, self.hidden), "own": own, "shared": shared, "rows": places}
+        return {"embeddings": draw(self.rows, self.hidden), "responses": own, "shared": shared, "rows": places}
 
 
 def select(batch: dict[str, Any], wanted: list[int]) -> dict[str, Any]:
     """Some of the rows, with memory of their own."""
     rows = RowsOfMemory(*(part[wanted] for part in batch["rows"]))
-    copies = {name: tuple(part.clone() for part in batch[name]) for name in ("own", "shared")}
+    copies = {name: tuple(part.clone() for part in batch[name]) for name in ("responses", "shared")}
     return {"embeddings": batch["embeddings"][wanted].clone(), **copies, "rows": rows}
 
 
@@ -154,7 +154,7 @@ def one_row(decoder: Decoder, batch: dict[str, Any], row: int) -> tuple[Tensor, 
         kept.append((key, value))
         keys, values = (
             torch.cat([s[number, prompt, :, :prompt_length], o[number, slot, :, :length], new[:, None]], dim=1).double()
-            for s, o, new in zip(batch["shared"], batch["own"], (key, value), strict=True)
+            for s, o, new in zip(batch["shared"], batch["responses"], (key, value), strict=True)
         )
         first = max(0, keys.shape[1] - layer.window) if layer.window else 0
         group = len(query) // len(key)
@@ -170,18 +170,18 @@ def one_row(decoder: Decoder, batch: dict[str, Any], row: int) -> tuple[Tensor, 
 
 def check(kernels: CPUKernels, case: Case, atol: float = 2e-5) -> None:
     decoder, batch = case.decoder(), case.batch()
-    before = [part.clone() for part in (*batch["own"], *batch["shared"])]
+    before = [part.clone() for part in (*batch["responses"], *batch["shared"])]
     found = kernels.decoder_pass(decoder)(**batch)
     assert found.shape == (case.rows, case.vocab)
     for row in range(case.rows):
-        (slot, length), now = (int(part[row]) for part in batch["rows"][:2]), batch["own"]
-        logits, kept = one_row(decoder, {**batch, "own": before[:2], "shared": before[2:]}, row)
+        (slot, length), now = (int(part[row]) for part in batch["rows"][:2]), batch["responses"]
+        logits, kept = one_row(decoder, {**batch, "responses": before[:2], "shared": before[2:]}, row)
         torch.testing.assert_close(found[row].double(), logits, atol=atol, rtol=1e-5)
         for number, states in enumerate(kept):
             for i, state in enumerate(states):
                 torch.testing.assert_close(now[i][number, slot, :, length].double(), state, atol=atol, rtol=1e-5)
                 before[i][number, slot, :, length] = now[i][number, slot, :, length]
-    for memory, kept in zip((*batch["own"], *batch["shared"]), before, strict=True):
+    for memory, kept in zip((*batch["responses"], *batch["shared"]), before, strict=True):
         assert memory.nan_to_num(7e7).equal(kept.nan_to_num(7e7))  # nothing else was written
 
 
@@ -258,7 +258,7 @@ def test_no_bit_of_a_row_depends_on_the_others(kernels: CPUKernels, wanted: list
     assert compiled(**together)[wanted].equal(compiled(**alone))
     for row in wanted:
         slot, length = (int(part[row]) for part in together["rows"][:2])
-        for ours, others in zip(together["own"], alone["own"], strict=True):
+        for ours, others in zip(together["responses"], alone["responses"], strict=True):
             assert ours[:, slot, :, length].equal(others[:, slot, :, length])
 
 

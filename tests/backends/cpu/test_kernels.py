@@ -138,7 +138,7 @@ class Case:
             "query": normal(rows, heads, self.head_dim, seed=8) * self.size,
             "key": normal(rows, self.kv_heads, self.head_dim, seed=10),
             "value": normal(rows, self.kv_heads, self.head_dim, seed=11),
-            "own": tuple(own),
+            "responses": tuple(own),
             "shared": tuple(shared),
             "rows": RowsOfMemory(slots, lengths, prompts, torch.tensor(self.prompt_lengths)[prompts]),
             "scale": 0.3,
@@ -150,7 +150,7 @@ def attended(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    own: tuple[Tensor, Tensor],
+    responses: tuple[Tensor, Tensor],
     shared: tuple[Tensor, Tensor],
     rows: RowsOfMemory,
     scale: float,
@@ -164,7 +164,7 @@ def attended(
             kv = head // group
             keys, values = (
                 torch.cat([s[prompt, kv, :prompt_length].double(), o[slot, kv, :length].double(), new[row, kv, None]])
-                for s, o, new in zip(shared, own, (key, value.double()), strict=True)
+                for s, o, new in zip(shared, responses, (key, value.double()), strict=True)
             )
             scores = (keys @ query[row, head] * scale)[-window if window else 0 :]
             out[row, head] = scores.softmax(0) @ values[-window if window else 0 :]
@@ -175,13 +175,13 @@ def check(kernels: CPUKernels, case: Case, atol: float = 2e-6) -> None:
     # A score is a sum of head_dim products: its rounding, which depends on the CPU's vectors, grows with them.
     atol *= max(1.0, case.head_dim / 64)
     arguments = case.arguments()
-    before = [memory.clone() for memory in (*arguments["own"], *arguments["shared"])]
+    before = [memory.clone() for memory in (*arguments["responses"], *arguments["shared"])]
     expected = attended(**arguments)
     torch.testing.assert_close(kernels.decode_attention(**arguments).double(), expected, atol=atol, rtol=2e-6)
     slots, lengths = arguments["rows"].slots, arguments["rows"].lengths
     before[0][slots, :, lengths] = arguments["key"]
     before[1][slots, :, lengths] = arguments["value"]
-    for memory, kept in zip((*arguments["own"], *arguments["shared"]), before, strict=True):
+    for memory, kept in zip((*arguments["responses"], *arguments["shared"]), before, strict=True):
         assert memory.equal(kept) or memory.nan_to_num(7e7).equal(kept.nan_to_num(7e7))  # nothing else was written
 
 

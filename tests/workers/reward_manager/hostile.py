@@ -121,11 +121,11 @@ def writes_on_the_connection(value):
 def forges_its_reply(value, reply):
     """Write a reply of one's own making, under the number of one's own job."""
     frame = sys._getframe()
-    while "number" not in frame.f_locals:
+    while "call_id" not in frame.f_locals:
         frame = frame.f_back
     body = reply.encode()
     for connection in _connections():
-        connection.sendall(struct.pack("<QId", frame.f_locals["number"], len(body), 0.0) + body)
+        connection.sendall(struct.pack("<QId", frame.f_locals["call_id"], len(body), 0.0) + body)
     time.sleep(600)
 
 
