@@ -249,8 +249,7 @@ class _Fetching:
     def run(self) -> None:
         self._fetch(0)
         while not self.queue.is_closed:
-            [reference], _ = ray.wait(list(self._fetched), num_returns=1)
-            self._follow(reference)
+            self._follow(*ray.wait(list(self._fetched), num_returns=1)[0])  # no variable: it would keep images alive
 
     def _fetch(self, router: int) -> None:
         self._fetched[self._routers[router].fetch.remote(*self._engine)] = router
