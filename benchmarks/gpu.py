@@ -334,9 +334,9 @@ def graphs(setting: Setting) -> dict[str, Any]:
                 drawn[name] = engine.generate_sequences(prompts_of(setting.work, 1))
             setting.synchronize()
             seconds[name] = time.perf_counter() - started
-    own, reference = drawn["recorded"].batch, drawn["one by one"].batch
-    agrees = passes.records and all(bool((own[n] == reference[n]).all()) for n in ("responses", "rollout_log_probs"))
-    return {"seconds": seconds, "agrees": agrees, "rows": []}
+    recorded, reference = drawn["recorded"].batch, drawn["one by one"].batch
+    same = all(bool((recorded[n] == reference[n]).all()) for n in ("responses", "rollout_log_probs"))
+    return {"seconds": seconds, "recorded": passes.recorded, "agrees": same and passes.recorded > 0, "rows": []}
 
 
 # ---- agreement ------------------------------------------------------------------------------------

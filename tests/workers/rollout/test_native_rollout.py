@@ -393,6 +393,7 @@ def test_rows_that_come_and_go_keep_their_own_past(kind: str, family: str) -> No
                 assert sorted(order.tolist()) == stay
                 texts = [texts[i] for i in order.tolist()]
     assert checked > 40
+    assert (model.graphs is not None and model.graphs.recorded > 0) == (kind == "graphs")
 
 
 def last_logits(model: nn.Module, text: list[int]) -> Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,7 +46,6 @@ class DecodeGraphs:
         self._logits, self._sizes = logits, sorted(sizes)
         self._memory: weakref.ref[CopiedPromptMemory] | None = None
         self._graphs: dict[tuple[int, int], _Pass] = {}
-        self._uses: Counter[tuple[int, int]] = Counter()
         self._pool: Any = None
         self.records = True
         """Whether passes are recorded; False computes them one by one, in the same shapes."""
@@ -55,7 +53,6 @@ class DecodeGraphs:
     def forget(self) -> None:
         """Drop all graphs: they hold addresses of weights, keys and values."""
         self._graphs.clear()
-        self._uses.clear()
         self._pool = None
 
     def __call__(self, memory: CopiedPromptMemory, tokens: Tensor) -> Tensor:
@@ -70,18 +67,22 @@ class DecodeGraphs:
         if rows is None:
             return self._logits(tokens, memory.offsets, memory.places, memory)
         size = min(rows, memory.room), tokens_of_graph(memory.bound, memory.text_room)
-        found = self._graphs.get(size)
-        if found is None:
-            found = self._graphs[size] = _Pass(self._logits, memory, *size)
-        self._uses[size] += 1
-        found.take(tokens, memory)
-        if self.records and self._uses[size] == _RECORDED_AT:
-            self._record(found)
-        return found.run()[: len(tokens)].clone()
+        if size not in self._graphs:
+            self._graphs[size] = _Pass(self._logits, memory, *size)
+        decode_pass = self._graphs[size]
+        decode_pass.take(tokens, memory)
+        if self.records and not decode_pass.is_recorded and decode_pass.uses >= _RECORDED_AT:
+            self._record(decode_pass)
+        return decode_pass.run()[: len(tokens)].clone()  # the next pass writes to the same memory
 
-    def _record(self, found: _Pass) -> None:
+    @property
+    def recorded(self) -> int:
+        """Number of passes that are recorded."""
+        return sum(decode_pass.is_recorded for decode_pass in self._graphs.values())
+
+    def _record(self, decode_pass: _Pass) -> None:
         try:
-            self._pool = found.record(self._pool)
+            self._pool = decode_pass.record(self._pool)
         except RuntimeError as error:  # the model's code waits for the device, as some mixtures of experts do
             self.records = False
             logger.warning(
@@ -103,9 +104,16 @@ class _Pass:
         ).unbind()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._output: Tensor | None = None
+        self.uses = 0
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether :meth:`record` has been called."""
+        return self._output is not None
 
     def take(self, tokens: Tensor, memory: CopiedPromptMemory) -> None:
         """Copy the newest token of each row, and its place."""
+        self.uses += 1
         count = len(tokens)
         self._tokens[:count] = tokens
         self._positions[:count] = memory.positions
