@@ -86,10 +86,11 @@ def no_hang():
     def hung(*_):
         pytest.fail("the comparison does not end")
 
-    before = signal.signal(signal.SIGALRM, hung)
+    before, timer = signal.signal(signal.SIGALRM, hung), signal.getitimer(signal.ITIMER_REAL)
     yield lambda: signal.alarm(20)
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_REAL, *timer)  # that of pytest-timeout
 
 
 @pytest.mark.parametrize("answer", HANGING)

@@ -24,19 +24,24 @@ REQUESTS = [request(prompt, seed, max_tokens=LONG, ignore_eos=True) for seed, pr
 
 @contextmanager
 def interrupted_after(seconds: float) -> Iterator[None]:
-    """Ctrl-C after so many seconds, wherever the main thread is then."""
+    """Ctrl-C after so many seconds, wherever the main thread is then.
+
+    Python drops an exception that comes inside of a destructor or a callback of the garbage collector, so the signal
+    comes again every 5 seconds. The timer is also that of pytest-timeout, which gets back what was left of it.
+    """
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before, timer = signal.signal(signal.SIGALRM, interrupt), signal.getitimer(signal.ITIMER_REAL)
     try:
         with pytest.raises(KeyboardInterrupt):  # noqa: PT012  # it may come before the block has begun
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+            signal.setitimer(signal.ITIMER_REAL, seconds, 5)
             yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])

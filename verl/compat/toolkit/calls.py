@@ -51,12 +51,13 @@ def _by_signal(function: Callable[..., object], args: tuple, kwargs: dict[str, o
         raise _too_long(function, seconds)
 
     before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         return function(*args, **kwargs)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, *timer)  # of the caller, later by the time that the function took
 
 
 def _in_child(function: Callable[..., object], args: tuple, kwargs: dict[str, object], seconds: float) -> object:
