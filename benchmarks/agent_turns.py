@@ -24,8 +24,8 @@ import ray
 from benchmarks.standin import StandInWorker
 from tests.support.tiny_run import make_tiny_run, overrides
 from verl.agents.columns import SequenceColumns
+from verl.agents.policy import SampleId
 from verl.agents.ray import RayAgents
-from verl.agents.servers import SampleId
 from verl.agents.worker import Trajectory
 from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
 from verl.trainer.config.command_line import compose

@@ -44,7 +44,7 @@ WAYS = ("OpenAI's client", "plain HTTP", "direct")
 
 
 class EngineCalls:
-    """The way from the conversations to the engine's queue; see :class:`verl.agents.servers.Connection`."""
+    """The way from the conversations to the engine's queue; see :class:`verl.agents.policy.Connection`."""
 
     def __init__(self) -> None:
         from verl.workers.rollout.request_queue import RequestQueue
@@ -148,7 +148,7 @@ def conversations(folder: str, count: int, turns: int, way: str) -> Callable[[],
     from verl.agents.endpoint.recorder import RecorderSettings, TrajectoryRecorder
     from verl.agents.endpoint.server import TrajectoryEndpoint
     from verl.agents.parsers import get_tool_parser
-    from verl.agents.servers import AsyncLLMServerManager, SampleId
+    from verl.agents.policy import AsyncLLMServerManager, SampleId
     from verl.utils import hf_tokenizer
     from verl.workers.config import HFModelConfig, RolloutConfig
     from verl.workers.rollout.base import SamplingParams, get_rollout_class

@@ -105,7 +105,7 @@ def rollout(arguments: Any, folder: Path, work: Work, is_in_lock_step: bool) -> 
     from verl.agents.columns import SequenceColumns
     from verl.agents.local import LocalAgents
     from verl.agents.loop import register
-    from verl.agents.servers import SampleId
+    from verl.agents.policy import SampleId
     from verl.agents.worker import Trajectory
     from verl.trainer.config.command_line import compose
     from verl.trainer.config.load import load_config

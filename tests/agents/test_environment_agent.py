@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.agents.script import END, Script
 from tests.support.tiny_run import make_tiny_run, overrides
 from verl.agents.loop import AgentLoopOutput
-from verl.agents.servers import SampleId
+from verl.agents.policy import SampleId
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
 from verl.config import PPOConfig
 from verl.environments.base import Environment

@@ -11,7 +11,7 @@ from tests.agents.script import Script
 from tests.agents.test_tool_agent_prompts import CALL, TOOL
 from tests.support.tiny_run import make_tiny_run, overrides
 from verl.agents.loop import AgentLoopOutput
-from verl.agents.servers import SampleId
+from verl.agents.policy import SampleId
 from verl.agents.worker import AgentLoopWorker, Trajectory
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config

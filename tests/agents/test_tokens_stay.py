@@ -11,7 +11,7 @@ import torch
 
 from tests.support.tiny_run import make_tiny_run, overrides
 from verl.agents.columns import SequenceColumns
-from verl.agents.servers import SampleId
+from verl.agents.policy import SampleId
 from verl.agents.worker import Trajectory
 from verl.protocol import DataProto
 from verl.protocol.rows import fill_column

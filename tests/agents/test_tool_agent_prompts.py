@@ -10,7 +10,7 @@ import pytest
 
 from tests.agents.script import Script
 from tests.support.tiny_run import make_tiny_run, overrides
-from verl.agents.servers import SampleId
+from verl.agents.policy import SampleId
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config

@@ -27,8 +27,8 @@ from verl.single_controller.ray import session
 from verl.workers.config import RolloutConfig
 from verl.workers.rollout.client import ENGINE_SIDE
 from verl.workers.rollout.engine_kwargs import Launch, extra_arguments
+from verl.workers.rollout.engine_process import EngineProcess, new_token
 from verl.workers.rollout.engine_side.verl_engine import TOKEN_VARIABLE
-from verl.workers.rollout.server import EngineServer, new_token
 from verl.workers.rollout.sglang_rollout.client import SGLangClient
 from verl.workers.rollout.vllm_rollout.client import VLLMClient
 
@@ -50,9 +50,9 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 @pytest.fixture
-def server() -> Iterator[EngineServer]:
+def server() -> Iterator[EngineProcess]:
     token = new_token()
-    server = EngineServer(
+    server = EngineProcess(
         "test",
         lambda port: [sys.executable, "-c", ENGINE, str(port)],
         token=token,
@@ -68,7 +68,7 @@ def family() -> list[psutil.Process]:
     return [psutil.Process(), *psutil.Process().children(recursive=True)]
 
 
-def test_the_token_stands_on_no_command_line_and_in_no_message(server: EngineServer):
+def test_the_token_stands_on_no_command_line_and_in_no_message(server: EngineProcess):
     assert len(server.token) >= 32
     children = family()[1:]
     assert any(str(server.port) in process.cmdline() for process in children)
@@ -84,12 +84,12 @@ def test_the_token_stands_on_no_command_line_and_in_no_message(server: EngineSer
     assert server.token not in str(caught.value)
 
 
-def test_what_the_server_has_belongs_to_this_account_alone(server: EngineServer):
+def test_what_the_server_has_belongs_to_this_account_alone(server: EngineProcess):
     for folder in (server.folder, server.memory_folder):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_it_listens_on_loopback_alone(server: EngineServer):
+def test_it_listens_on_loopback_alone(server: EngineProcess):
     listening = [
         connection.laddr
         for process in family()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from verl.agents.servers import AsyncLLMServerManager, SampleId
+from verl.agents.policy import AsyncLLMServerManager, SampleId
 from verl.config import RolloutConfig
 from verl.vision.prompts import ImagePrompts
 from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest, SamplingParams
@@ -44,7 +44,7 @@ class ScriptedEngine:
     def send(
         self, conversation: str, request: RolloutRequest, on_part: Callable[[DrawnPart], object] | None = None
     ) -> ScriptedCall:
-        """See :class:`verl.agents.servers.Connection`. A response that streams is told token by token."""
+        """See :class:`verl.agents.policy.Connection`. A response that streams is told token by token."""
         call = ScriptedCall(self, on_part)
         with self._sending:
             self.requests.append(request)

@@ -184,7 +184,7 @@ def test_no_duration_is_taken_from_the_clock_on_the_wall():
         "verl/agents/endpoint/chat.py",
         "verl/agents/endpoint/completions.py",
         "verl/agents/endpoint/responses.py",
-        "verl/agents/servers.py",  # spans
+        "verl/agents/policy.py",  # spans
         "verl/agents/tool_agent.py",
         "verl/agents/tool_calls.py",
         "verl/environments/verifiers_environment.py",

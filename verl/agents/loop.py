@@ -23,7 +23,7 @@ import yaml
 from pydantic import BaseModel, Field, model_validator
 
 from verl.agents.images import FOR_TEXT, INPUTS, VIDEOS_APART, as_inputs, expanded, token_counts
-from verl.agents.servers import AsyncLLMServerManager
+from verl.agents.policy import AsyncLLMServerManager
 from verl.base.import_utils import load_module
 from verl.base.registry import Registry
 from verl.base.types import JsonObject

@@ -13,7 +13,7 @@ import numpy as np
 from verl.agents.columns import ColumnsInParts, SequenceColumns, images_of
 from verl.agents.images import FOR_TEXT, INPUTS
 from verl.agents.loop import JUDGE_ADDRESS, AgentLoopOutput
-from verl.agents.servers import SampleId
+from verl.agents.policy import SampleId
 from verl.agents.worker import Trajectory, TrajectoryResult, agent_loops
 from verl.config import PPOConfig
 from verl.config.agent import TrajectoryStatus

@@ -34,8 +34,8 @@ from verl.agents.loop import (
     require_judge,
 )
 from verl.agents.parsers import is_built_in_parser
+from verl.agents.policy import AsyncLLMServerManager, ContextFullError, SampleId
 from verl.agents.program_agent import ProgramAgentLoop
-from verl.agents.servers import AsyncLLMServerManager, ContextFullError, SampleId
 from verl.agents.single_turn import SingleTurnAgentLoop
 from verl.agents.tool_agent import ToolAgentLoop
 from verl.agents.turns import DrawnTurn, drawn_log_probs, drawn_routing, preemptions, sampled_like

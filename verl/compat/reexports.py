@@ -26,7 +26,7 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
     "verl.experimental.agent_loop.agent_loop": {
         "verl.protocol": "DataProto",
         _SECTIONS: "HFModelConfig RolloutConfig",
-        "verl.agents.servers": "LLMServerClient",
+        "verl.agents.policy": "LLMServerClient",
         "verl.utils.dataset": "RLHFDataset",
         _CALLS: "auto_await get_event_loop",
         "verl.compat.toolkit.chat": "apply_chat_template get_processor_token_id initialize_system_prompt",
@@ -40,7 +40,7 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
     "verl.experimental.agent_loop.tool_agent_loop": {
         _AGENT_LOOP: "AgentLoopBase AgentLoopOutput register",
         "verl.agents.parsers": "FunctionCall ToolParser",
-        "verl.agents.servers": "TokenOutput",
+        "verl.agents.policy": "TokenOutput",
         "verl.tools.function_tool": "FunctionTool",
         "verl.tools.schemas": "OpenAIFunctionCallSchema OpenAIFunctionParsedSchema ToolResponse",
         _TRACES: "rollout_trace_op",

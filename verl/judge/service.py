@@ -30,7 +30,7 @@ from verl.agents.endpoint.calls import (
     refuse_unmet,
 )
 from verl.agents.endpoint.server import LoopbackServer
-from verl.agents.servers import AsyncLLMServerManager, ContextFullError, SampleId, TokenOutput
+from verl.agents.policy import AsyncLLMServerManager, ContextFullError, SampleId, TokenOutput
 from verl.base.types import JsonObject
 from verl.config import ActorRolloutRefConfig, PPOConfig, RolloutConfig, local_copies
 from verl.errors import ConfigError, DataError, EngineLostError, RolloutError, VerlError

@@ -15,7 +15,7 @@ from verl.agents.endpoint.recorder import RecorderSettings, TrajectoryRecorder
 from verl.agents.endpoint.server import Access, TrajectoryEndpoint
 from verl.agents.loop import AgentLoopOutput
 from verl.agents.parsers import get_tool_parser
-from verl.agents.servers import AsyncLLMServerManager
+from verl.agents.policy import AsyncLLMServerManager
 
 TOKENIZER = chat_tokenizer("chatml")
 TEMPLATE = ChatTemplate(TOKENIZER)

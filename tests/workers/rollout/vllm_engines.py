@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl.config import PrometheusConfig
 from verl.testing.rollout_conformance import EngineUnderTest
-from verl.workers.rollout.client import EngineClient, PartialResponse, ServedRequests
+from verl.workers.rollout.client import EngineClient, PartialResponse, PendingRequests
 from verl.workers.rollout.vllm_rollout import VLLMRollout
 
 REQUIRED = os.environ.get("VERL_TEST_VLLM") == "1"
@@ -61,7 +61,7 @@ class Lease(EngineClient):
         self._take_over()
         self.shared.engine.generate(responses, aborted)
 
-    def serve(self, requests: ServedRequests, aborted: threading.Event) -> None:
+    def serve(self, requests: PendingRequests, aborted: threading.Event) -> None:
         self._take_over()
         self.shared.engine.serve(requests, aborted)
 

@@ -39,7 +39,7 @@ from verl.agents.endpoint.streamed_text import StreamedText, cut
 from verl.agents.loop import AgentLoopMetrics, AgentLoopOutput
 from verl.agents.parsers import FunctionCall, ToolParser
 from verl.agents.parsers.base import END_OF_THINK
-from verl.agents.servers import AsyncLLMServerManager, ContextFullError, TokenOutput
+from verl.agents.policy import AsyncLLMServerManager, ContextFullError, TokenOutput
 from verl.base.import_utils import user_code
 from verl.config.agent import TrajectoryStatus
 from verl.errors import ConfigError, DataError, RolloutError

@@ -21,10 +21,10 @@ from torch import Tensor
 from verl.errors import EngineLostError, RolloutError
 from verl.workers.rollout import engine_side
 from verl.workers.rollout.engine_kwargs import Launch
+from verl.workers.rollout.engine_process import EngineProcess, new_token
 from verl.workers.rollout.engine_side.verl_engine import TOKEN_VARIABLE
 from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest
 from verl.workers.rollout.request_queue import TELL_EVERY_S, RequestQueue
-from verl.workers.rollout.server import EngineServer, new_token
 from verl.workers.rollout.state import fields_of, samples_of
 
 MEMORY = ("kv_cache", "weights")
@@ -75,7 +75,7 @@ class PartialResponse:
         return self.is_done
 
 
-class ServedRequests:
+class PendingRequests:
     """The requests of a queue in an engine's own format; those that a lost engine did not answer are given out again.
 
     Args:
@@ -163,8 +163,8 @@ class ServedRequests:
         return self._queue.listening(listener)
 
 
-async def serve_each(
-    requests: ServedRequests,
+async def ask_each(
+    requests: PendingRequests,
     ask: Callable[[int, PartialResponse], Coroutine[object, object, None]],
     aborted: Event,
     *,
@@ -259,7 +259,7 @@ class EngineClient(ABC):
         }
         if devices is not None:
             variables["CUDA_VISIBLE_DEVICES"] = devices
-        self.server = EngineServer(
+        self.server = EngineProcess(
             name,
             command,
             token=token,
@@ -274,7 +274,7 @@ class EngineClient(ABC):
         """Draw tokens until all responses are done; return soon after ``aborted`` is set."""
 
     @abstractmethod
-    def serve(self, requests: ServedRequests, aborted: Event) -> None:
+    def serve(self, requests: PendingRequests, aborted: Event) -> None:
         """Answer requests, and those that come meanwhile, until there is none.
 
         After ``aborted`` is set, answer those that were taken with what there is, and return soon.

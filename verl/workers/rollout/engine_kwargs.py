@@ -13,7 +13,7 @@ from verl.base.engine_python import engine_python
 from verl.base.redact import is_secret
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError
-from verl.workers.rollout.server import HangLimits
+from verl.workers.rollout.engine_process import HangLimits
 
 PYTHON = "python"
 """Key: Python interpreter of the environment that has the engine installed."""

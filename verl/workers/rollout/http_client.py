@@ -106,7 +106,7 @@ class HttpClient:
         cancel: tuple[str, object] | None,
         take: Callable[[int, object], object] | None,
     ) -> list[Any]:
-        """See :meth:`verl.workers.rollout.server.EngineServer.post_many`."""
+        """See :meth:`verl.workers.rollout.engine_process.EngineProcess.post_many`."""
 
         async def post(number: int, body: Any) -> Any:
             async with self._slots:
@@ -137,7 +137,7 @@ class HttpClient:
     async def stream_all(
         self, path: str, bodies: Sequence[object], take: Callable[[int, object], bool], cancelled: threading.Event
     ) -> None:
-        """See :meth:`verl.workers.rollout.server.EngineServer.stream_many`."""
+        """See :meth:`verl.workers.rollout.engine_process.EngineProcess.stream_many`."""
         tasks = [
             asyncio.ensure_future(self.stream(path, body, functools.partial(take, number), cancelled))
             for number, body in enumerate(bodies)

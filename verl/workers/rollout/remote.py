@@ -27,7 +27,7 @@ from verl.protocol import DataProto
 from verl.utils.model import empty_causal_lm, torch_dtype
 from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRequest, Weights
-from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, ServedRequests
+from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, PendingRequests
 from verl.workers.rollout.engine_kwargs import applies_adapters, launch_settings
 from verl.workers.rollout.ranks import RankExchange, devices_of_the_engine, engine_group
 from verl.workers.rollout.request_queue import RequestQueue
@@ -382,7 +382,7 @@ class RemoteRollout(BaseRollout):
         lost engine's requests, and those that still come, are answered with EngineLostError, so that other engines can
         take them, and the lost engine is replaced at the end.
         """
-        requests = ServedRequests(
+        requests = PendingRequests(
             queue,
             self.config.max_num_seqs,
             lambda request: self.check_requests([request]),
@@ -397,7 +397,7 @@ class RemoteRollout(BaseRollout):
             self._queue = None
         self._losses.clear()
 
-    def _answer(self, requests: ServedRequests) -> None:
+    def _answer(self, requests: PendingRequests) -> None:
         """Answer requests until there will be no more; raise EngineLostError if the engine was lost meanwhile."""
         try:
             while self.leads and requests.wait():

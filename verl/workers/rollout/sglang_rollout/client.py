@@ -24,8 +24,8 @@ from verl.workers.rollout.client import (
     ENGINE_SIDE,
     EngineClient,
     PartialResponse,
-    ServedRequests,
-    serve_each,
+    PendingRequests,
+    ask_each,
 )
 from verl.workers.rollout.engine_kwargs import Launch
 from verl.workers.rollout.engine_side.verl_engine import ADAPTER_REPORT, checksum
@@ -97,7 +97,7 @@ class SGLangClient(EngineClient):
             (answers,) = self.server.post_many("/generate", bodies, cancelled=aborted, cancel=_ABORT_ALL)
             take(responses, answers or [])
 
-    def serve(self, requests: ServedRequests, aborted: Event) -> None:
+    def serve(self, requests: PendingRequests, aborted: Event) -> None:
         """See :meth:`EngineClient.serve`."""
 
         def work(http: HttpClient) -> Coroutine[object, object, None]:
@@ -119,7 +119,7 @@ class SGLangClient(EngineClient):
             def abort_all() -> Coroutine[object, object, object]:
                 return http.request("POST", *_ABORT_ALL, is_work=False)
 
-            return serve_each(requests, ask, aborted, cancel=cancel, abort_all=abort_all)
+            return ask_each(requests, ask, aborted, cancel=cancel, abort_all=abort_all)
 
         self.server.run(work)
 

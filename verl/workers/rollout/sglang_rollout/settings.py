@@ -23,7 +23,7 @@ from verl.workers.rollout.engine_kwargs import (
     extra_arguments,
     largest_rank,
 )
-from verl.workers.rollout.server import SERVER_KEEPALIVE_S
+from verl.workers.rollout.engine_process import SERVER_KEEPALIVE_S
 from verl.workers.rollout.sglang_rollout.adapters import ATTENTION, LAYERS, check_layers
 
 # SGLang reserves a few positions of its context for itself.

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from verl.errors import ConfigError, EngineLostError, RolloutError
 from verl.vision.families import VisionConfig
-from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, ServedRequests, serve_each
+from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, PendingRequests, ask_each
 from verl.workers.rollout.engine_kwargs import Launch
+from verl.workers.rollout.engine_process import LOOPBACK
 from verl.workers.rollout.engine_side.verl_engine import checksum
 from verl.workers.rollout.http_client import HttpClient, refusals
 from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
-from verl.workers.rollout.server import LOOPBACK
 from verl.workers.rollout.vllm_rollout.settings import ADAPTER_ID, METRICS, command_line, process_environment
 from verl.workers.rollout.weights import ADAPTER, SharedBuffer, check_arrival, shared_buffer, write_adapters
 
@@ -91,7 +91,7 @@ class VLLMClient(EngineClient):
             bodies = [self._body(response) for response in responses]
             self.server.post_many(_GENERATE, bodies, cancelled=aborted, cancel=_ABORT_ALL, take=take)
 
-    def serve(self, requests: ServedRequests, aborted: Event) -> None:
+    def serve(self, requests: PendingRequests, aborted: Event) -> None:
         """See :meth:`EngineClient.serve`. vLLM drops a request whose connection is closed."""
 
         def work(http: HttpClient) -> Coroutine[object, object, None]:
@@ -112,7 +112,7 @@ class VLLMClient(EngineClient):
             def abort_all() -> Coroutine[object, object, object]:
                 return http.request("POST", *_ABORT_ALL, is_work=False)
 
-            return serve_each(requests, ask, aborted, abort_all=abort_all)
+            return ask_each(requests, ask, aborted, abort_all=abort_all)
 
         self.server.run(work)
 

@@ -13,7 +13,7 @@ from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError
 from verl.utils.model import ATTN_IMPLEMENTATION, resolve_model_path
 from verl.workers.rollout.engine_kwargs import applies_adapters, extra_arguments, largest_rank
-from verl.workers.rollout.server import SERVER_KEEPALIVE_S
+from verl.workers.rollout.engine_process import SERVER_KEEPALIVE_S
 
 ADAPTER_ID = 1
 """Number of the only adapters in vLLM."""

@@ -2,6 +2,6 @@
 
 from verl.agents.loop import AgentLoopBase as AgentLoopBase
 from verl.agents.manager import AgentLoopManager as AgentLoopManager
-from verl.agents.servers import AsyncLLMServerManager as AsyncLLMServerManager
+from verl.agents.policy import AsyncLLMServerManager as AsyncLLMServerManager
 from verl.agents.single_turn import SingleTurnAgentLoop as SingleTurnAgentLoop
 from verl.agents.worker import AgentLoopWorker as AgentLoopWorker

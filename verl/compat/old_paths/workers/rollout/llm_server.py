@@ -1,3 +1,3 @@
 """Public path of the policy as agent loops see it."""
 
-from verl.agents.servers import LLMServerClient as LLMServerClient
+from verl.agents.policy import LLMServerClient as LLMServerClient

@@ -1,3 +1,3 @@
 """Public path of a response of the policy."""
 
-from verl.agents.servers import TokenOutput as TokenOutput
+from verl.agents.policy import TokenOutput as TokenOutput

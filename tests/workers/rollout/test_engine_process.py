@@ -21,7 +21,7 @@ import pytest
 
 from tests.support.waiting import eventually, is_alive
 from verl.errors import RolloutError
-from verl.workers.rollout.server import LOOPBACK, EngineServer, new_token
+from verl.workers.rollout.engine_process import LOOPBACK, EngineProcess, new_token
 
 ENGINE = r"""
 import json, os, signal, subprocess, sys, threading, time
@@ -125,10 +125,11 @@ ThreadingHTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
 
 OWNER = """
 import os, sys, time
-from verl.workers.rollout.server import EngineServer
+from verl.workers.rollout.engine_process import EngineProcess
 
 python, script, how = sys.argv[1:]
-server = EngineServer("test", lambda port: [python, script, port, "fine"], token="t", environment={"ENGINE_TOKEN": "t"})
+environment = {"ENGINE_TOKEN": "t"}
+server = EngineProcess("test", lambda port: [python, script, port, "fine"], token="t", environment=environment)
 server.start()
 child = server.post("/spawn", {})["pid"]
 print(server.port, child, server.folder, server.memory_folder, flush=True)
@@ -143,10 +144,10 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def engine(script: Path, mode: str = "fine", **settings: Any) -> EngineServer:
+def engine(script: Path, mode: str = "fine", **settings: Any) -> EngineProcess:
     token = settings.pop("token", new_token())
     environment = {"ENGINE_TOKEN": token} | settings.pop("environment", {})
-    return EngineServer(
+    return EngineProcess(
         "test",
         lambda port: [sys.executable, str(script), str(port), mode],
         token=token,
@@ -156,10 +157,10 @@ def engine(script: Path, mode: str = "fine", **settings: Any) -> EngineServer:
 
 
 @pytest.fixture
-def start(script: Path) -> Iterator[Callable[..., EngineServer]]:
+def start(script: Path) -> Iterator[Callable[..., EngineProcess]]:
     started = []
 
-    def make(mode: str = "fine", **settings: Any) -> EngineServer:
+    def make(mode: str = "fine", **settings: Any) -> EngineProcess:
         started.append(engine(script, mode, **settings))
         started[-1].start()
         return started[-1]
@@ -170,7 +171,7 @@ def start(script: Path) -> Iterator[Callable[..., EngineServer]]:
 
 
 @pytest.fixture(scope="module")
-def server(script: Path) -> Iterator[EngineServer]:
+def server(script: Path) -> Iterator[EngineProcess]:
     """One for all tests that leave it as it was."""
     running = engine(script)
     running.start()
@@ -178,14 +179,14 @@ def server(script: Path) -> Iterator[EngineServer]:
     running.stop()
 
 
-def folders_of(server: EngineServer) -> list[Path]:
+def folders_of(server: EngineProcess) -> list[Path]:
     return [server.folder, server.memory_folder]
 
 
 # ---- start
 
 
-def test_a_started_server_answers_and_a_stopped_one_leaves_nothing(start: Callable[..., EngineServer]) -> None:
+def test_a_started_server_answers_and_a_stopped_one_leaves_nothing(start: Callable[..., EngineProcess]) -> None:
     server = start()
     assert server.is_running
     assert server.post("/double", {"x": 21}) == {"twice": 42}
@@ -230,7 +231,7 @@ def test_one_that_is_not_ready_in_time_is_ended(script: Path) -> None:
 
 
 def test_a_command_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    server = EngineServer("test", lambda port: [str(tmp_path / "python"), str(port)], token="t")
+    server = EngineProcess("test", lambda port: [str(tmp_path / "python"), str(port)], token="t")
     with pytest.raises(RolloutError, match=rf"No such file or directory: '{tmp_path}/python'"):
         server.start()
 
@@ -244,7 +245,7 @@ def test_nobody_else_gets_the_port_before_the_server_listens(script: Path) -> No
         tried.append(port)
         return [sys.executable, str(script), str(port), "fine"]
 
-    server = EngineServer("test", command, token="t", environment={"ENGINE_TOKEN": "t"})
+    server = EngineProcess("test", command, token="t", environment={"ENGINE_TOKEN": "t"})
     server.start()
     assert tried == [server.port]
     server.stop()
@@ -254,7 +255,7 @@ def test_nobody_else_gets_the_port_before_the_server_listens(script: Path) -> No
 
 
 def test_the_environment_is_changed_for_the_server_alone(
-    start: Callable[..., EngineServer], monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., EngineProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERL_TEST_KEPT", "kept")
     monkeypatch.setenv("VERL_TEST_GONE", "gone")
@@ -270,7 +271,7 @@ def test_the_environment_is_changed_for_the_server_alone(
 # ---- the token
 
 
-def test_every_request_bears_the_token_which_no_command_line_shows(server: EngineServer) -> None:
+def test_every_request_bears_the_token_which_no_command_line_shows(server: EngineProcess) -> None:
     assert server.get("/state")["working"] == 0
     for headers in ({}, {"Authorization": "Bearer guess"}):
         asked = urllib.request.Request(server.base_url + "/double", data=b'{"x": 1}', headers=headers)
@@ -287,14 +288,14 @@ def test_every_request_bears_the_token_which_no_command_line_shows(server: Engin
 # ---- requests
 
 
-def test_answers_come_in_the_order_of_the_bodies(server: EngineServer) -> None:
+def test_answers_come_in_the_order_of_the_bodies(server: EngineProcess) -> None:
     bodies = [{"x": i, "delay": 0.05 * (i < 3)} for i in range(60)]
     assert server.post_many("/double", bodies) == [{"twice": 2 * i} for i in range(60)]
     assert server.post_many("/double", []) == []
     assert server.post("/nothing", {}) is None
 
 
-def test_several_threads_may_ask_at_once(server: EngineServer) -> None:
+def test_several_threads_may_ask_at_once(server: EngineProcess) -> None:
     found: dict[int, list[Any]] = {}
 
     def ask(first: int) -> None:
@@ -308,13 +309,13 @@ def test_several_threads_may_ask_at_once(server: EngineServer) -> None:
     assert found == {100 * t: [{"twice": 2 * (100 * t + i)} for i in range(20)] for t in range(4)}
 
 
-def test_large_bodies_go_both_ways(server: EngineServer) -> None:
+def test_large_bodies_go_both_ways(server: EngineProcess) -> None:
     answer = server.post("/large", {"text": "ä" * 5_000_000, "wanted": 20_000_000})
     assert answer["received"] == 5_000_000
     assert len(answer["text"]) == 20_000_000
 
 
-def test_a_refusal_and_a_failure_say_why(server: EngineServer) -> None:
+def test_a_refusal_and_a_failure_say_why(server: EngineProcess) -> None:
     with pytest.raises(RolloutError) as refused:
         server.post("/work", {"refuse": True})
     expected = "the test server refused POST /work with status 400: a temperature of -1 is no temperature"
@@ -326,7 +327,7 @@ def test_a_refusal_and_a_failure_say_why(server: EngineServer) -> None:
     assert server.post("/double", {"x": 1}) == {"twice": 2}
 
 
-def test_a_server_that_dies_at_work_is_an_error_with_its_last_words(start: Callable[..., EngineServer]) -> None:
+def test_a_server_that_dies_at_work_is_an_error_with_its_last_words(start: Callable[..., EngineProcess]) -> None:
     server = start(max_connections=4)
     with pytest.raises(RolloutError) as error:
         server.post_many("/die", [{}] * 10)
@@ -337,7 +338,7 @@ def test_a_server_that_dies_at_work_is_an_error_with_its_last_words(start: Calla
         server.post("/double", {"x": 1})
 
 
-def test_an_answer_that_does_not_come_in_time_is_an_error(start: Callable[..., EngineServer]) -> None:
+def test_an_answer_that_does_not_come_in_time_is_an_error(start: Callable[..., EngineProcess]) -> None:
     server = start(request_timeout_s=0.3)
     with pytest.raises(RolloutError, match=r"the test server did not answer within 0.3 s\."):
         server.post("/work", {})
@@ -346,7 +347,7 @@ def test_an_answer_that_does_not_come_in_time_is_an_error(start: Callable[..., E
 # ---- cancellation
 
 
-def test_cancelled_requests_are_ended_by_the_server_and_others_not_sent(start: Callable[..., EngineServer]) -> None:
+def test_cancelled_requests_are_ended_by_the_server_and_others_not_sent(start: Callable[..., EngineProcess]) -> None:
     server = start(max_connections=3)
     cancelled = threading.Event()
 
@@ -364,7 +365,7 @@ def test_cancelled_requests_are_ended_by_the_server_and_others_not_sent(start: C
     assert server.post_many("/double", [{"x": 1}] * 2) == [{"twice": 2}] * 2
 
 
-def test_an_error_leaves_no_request_behind(start: Callable[..., EngineServer]) -> None:
+def test_an_error_leaves_no_request_behind(start: Callable[..., EngineProcess]) -> None:
     """The refused one is everyone's error, and nobody waits for those that still work."""
     server = start(max_connections=2)
     with pytest.raises(RolloutError, match="refused"):
@@ -372,7 +373,7 @@ def test_an_error_leaves_no_request_behind(start: Callable[..., EngineServer]) -
     assert server.post_many("/double", [{"x": 1}] * 2) == [{"twice": 2}] * 2
 
 
-def test_streams_come_event_by_event_until_no_more_are_wanted(server: EngineServer) -> None:
+def test_streams_come_event_by_event_until_no_more_are_wanted(server: EngineProcess) -> None:
     taken: dict[int, list[int]] = {0: [], 1: [], 2: []}
 
     def take(number: int, event: Any) -> bool:
@@ -384,7 +385,7 @@ def test_streams_come_event_by_event_until_no_more_are_wanted(server: EngineServ
     eventually(lambda: server.get("/state")["streams"] == 0, "the end of the stream that nobody reads")
 
 
-def test_cancelled_streams_are_closed(server: EngineServer) -> None:
+def test_cancelled_streams_are_closed(server: EngineProcess) -> None:
     cancelled, taken = threading.Event(), []
 
     def take(number: int, event: Any) -> bool:

@@ -1,6 +1,6 @@
 """Run a rollout engine as an HTTP server on loopback: start it, send requests, detect that it died or hangs, end it.
 
-    server = EngineServer("vllm", command=lambda port: [python, "-m", "...", "--port", str(port)], token=new_token())
+    server = EngineProcess("vllm", command=lambda port: [python, "-m", "...", "--port", str(port)], token=new_token())
     server.start()                                   # returns when the server is healthy, or raises
     server.post("/generate", {"input_ids": [1, 2]})  # JSON in, JSON out
     server.post_many("/generate", bodies)            # all at once; the answers in the order of the bodies
@@ -11,7 +11,7 @@ The server never outlives this process, even if this process is killed: a guard 
 (:mod:`verl.supervision.server_guard`) leads the server's process group and then kills all of it.
 
 While requests are running the server is checked: see :class:`HangLimits`. A server that died or hangs raises
-EngineLostError with the end of its log; after :meth:`EngineServer.stop` or ``kill`` it can be started again.
+EngineLostError with the end of its log; after :meth:`EngineProcess.stop` or ``kill`` it can be started again.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def new_token() -> str:
     return secrets.token_urlsafe(24)
 
 
-class EngineServer:
+class EngineProcess:
     """A server process that ends with this process. Requests may be sent from several threads.
 
     Args:
@@ -153,7 +153,7 @@ class EngineServer:
         self._max_connections = max_connections
         self._guard: subprocess.Popen[bytes] | None = None
         self._http: HttpClient | None = None
-        self._end: weakref.finalize[..., EngineServer] | None = None
+        self._end: weakref.finalize[..., EngineProcess] | None = None
 
     # ---- life
 
