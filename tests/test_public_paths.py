@@ -13,7 +13,7 @@ import pytest
 import verl
 from docs.generate.stubs import stubs
 from verl.compat.absent_names import ABSENT, why_absent
-from verl.compat.import_hooks import load
+from verl.compat.import_hooks import MOVED, load
 from verl.compat.reexports import REEXPORTS
 from verl.workers.rollout.hf_rollout import HFRollout
 
@@ -271,6 +271,26 @@ def test_an_old_path_gives_the_objects_of_their_home(address: str):
             assert ast.unparse(node).startswith(REST_OF_A_DOOR), f"{file}:{node.lineno} is no re-export"
 
 
+def moved_modules() -> dict[str, str]:
+    """The public names of the modules of moved packages, and their names here."""
+    modules = {}
+    for public, home in MOVED.items():
+        folder = Path(verl.__path__[0]).joinpath(*home.split(".")[1:])
+        for file in sorted(folder.rglob("*.py")):
+            parts = file.relative_to(folder).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            modules[".".join((public, *parts))] = ".".join((home, *parts))
+    return modules
+
+
+def test_a_module_of_a_moved_package_is_the_same_under_both_names():
+    for public, home in moved_modules().items():
+        module = importlib.import_module(public)
+        assert module is importlib.import_module(home)
+        assert module.__spec__ is not None and module.__name__ == module.__spec__.name == home
+        assert getattr(importlib.import_module(public.rpartition(".")[0]), public.rpartition(".")[2]) is module
+
+
 REST_OF_A_DOOR = (
     "'",
     '"',
@@ -363,7 +383,7 @@ def test_a_module_that_guides_name_is_here_or_says_why_not(path: str):
 
 def test_type_checkers_see_the_same_old_paths():
     texts = stubs()
-    assert len(texts) == len(old_paths()) + 1
+    assert len(texts) == len(old_paths()) + len(moved_modules()) + 1
     assert texts["trainer/main_ppo_v0/__init__.pyi"].splitlines() == [
         "from verl.trainer.main_ppo import TaskRunner as BaseTaskRunner",
         "from verl.trainer.main_ppo import TaskRunner as TaskRunner",

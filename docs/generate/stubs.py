@@ -1,4 +1,4 @@
-"""Write verl-stubs, by which type checkers and editors find the old import paths, from verl/compat/old_paths.
+"""Write verl-stubs, by which type checkers and editors find old import paths: verl/compat/old_paths, moved packages.
 
 python -m docs.generate.stubs
 
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import argparse
 import ast
+import runpy
 import shutil
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 OLD_PATHS = ROOT / "verl" / "compat" / "old_paths"
+MOVED: dict[str, str] = runpy.run_path(str(ROOT / "verl" / "compat" / "import_hooks.py"))["MOVED"]
 
 
 def stubs() -> dict[str, str]:
-    """Text of each file of verl-stubs by its path there: the re-exports of one file of verl/compat/old_paths.
+    """Text of each file of verl-stubs by its path there: the re-exports of one old path.
 
     Each module is written as a package, ``roles/__init__.pyi``: for a type checker that merges the stubs with the
     installed package the folder is there then, and it does not report a module without source.
@@ -34,6 +36,13 @@ def stubs() -> dict[str, str]:
             # In a stub, `A as B` alone keeps B private.
             lines.append(f"__all__ = {[here for _, here in names if here is not None]}")
         files[str(folder / "__init__.pyi")] = "".join(f"{line}\n" for line in lines)
+    for public, home in MOVED.items():
+        package = ROOT.joinpath(*home.split("."))
+        for file in sorted(package.rglob("*.py")):
+            parts = file.relative_to(package).with_suffix("").parts
+            parts = parts[:-1] if parts[-1] == "__init__" else parts
+            text = f"from {'.'.join((home, *parts))} import *\n"
+            files[str(Path(*public.split(".")[1:], *parts, "__init__.pyi"))] = text
     return files
 
 

@@ -2,6 +2,9 @@
 
 - **Paths.** There is no ``verl/workers/roles.py``: ``import verl.workers.roles`` runs
   ``verl/compat/old_paths/workers/roles.py``, a file of re-exports, as the module ``verl.workers.roles``.
+- **Moved packages.** There is no folder ``verl/utils/dataset``: ``verl.utils.dataset.rl_dataset`` is the module
+  ``verl.datasets.rl_dataset`` itself under a second name (:data:`MOVED`). So what a program sets in the one is set in
+  the other.
 - **Names.** A module that lacks a name looks it up in :mod:`verl.compat.reexports`. So nothing is imported before it
   is asked for, and modules of verl know nothing of names that other versions show in them.
 - **Absent paths, names and attributes** raise the sentence of :mod:`verl.compat.absent_names`.
@@ -10,13 +13,17 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
+
+MOVED: dict[str, str] = {}
+"""Public name of a package → the package that it is here. The tables of other names go by the public name."""
 
 CLASSES = {
     "verl.compat.own_fit.ray_trainer": {"RayPPOTrainer": "verl.trainer.ppo.ray_trainer.RayPPOTrainer"},
@@ -38,12 +45,15 @@ class PublicPaths:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Find a module ``verl.a.b`` as ``verl/compat/old_paths/a/b.py`` or as ``verl/a/b.py``."""
+        """Find ``verl.a.b`` as ``verl/compat/old_paths/a/b.py``, in a moved package, or as ``verl/a/b.py``."""
         if not name.startswith("verl."):
             return None
         folders = name.split(".")[1:-1]
         mirrors = [os.path.join(root, "compat", "old_paths", *folders) for root in sys.modules["verl"].__path__]
         spec = PathFinder.find_spec(name, mirrors, target)
+        if (spec is None or spec.loader is None) and (home := _replace_prefix(name, MOVED)):
+            moved = importlib.util.find_spec(home)
+            return moved and ModuleSpec(name, LoaderOfMovedModules(home), origin=moved.origin)
         if spec is None or spec.loader is None:  # a folder without __init__.py only leads to the files in it
             spec = PathFinder.find_spec(name, path, target)
         if spec is None or spec.loader is None:
@@ -76,6 +86,20 @@ class LoaderOfPublicNames(Loader):
         _offer_names(module)
 
 
+class LoaderOfMovedModules(Loader):
+    """Gives a module a second name."""
+
+    def __init__(self, home: str) -> None:
+        self.home = home
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """See :meth:`importlib.abc.Loader.create_module`."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the module of the home in the place of the new one; ``import`` takes what stands there after this."""
+        sys.modules[module.__name__] = importlib.import_module(self.home)
+
+
 class AbsentPaths:
     """Meta path finder that stands last, and says of a path that none has found why it is absent."""
 
@@ -100,7 +124,7 @@ def install() -> None:
 def _offer_names(module: ModuleType) -> None:
     """Give a module a ``__getattr__`` that falls back to the names of other versions (PEP 562)."""
     of_module: Callable[[str], Any] | None = vars(module).get("__getattr__")
-    address = module.__name__
+    address = _replace_prefix(module.__name__, {home: public for public, home in MOVED.items()}) or module.__name__
 
     def look_up(name: str) -> Any:
         if of_module is None:
@@ -113,6 +137,14 @@ def _offer_names(module: ModuleType) -> None:
     vars(module)["__getattr__"] = look_up
     for name, public in CLASSES.get(address, {}).items():
         getattr(module, name).__getattr__ = _refusal_of_absent_attributes(public)
+
+
+def _replace_prefix(name: str, packages: Mapping[str, str]) -> str | None:
+    """Return the name of a module below one of the packages with the other name of the package; None for the rest."""
+    for package, other in packages.items():
+        if name == package or name.startswith(f"{package}."):
+            return other + name.removeprefix(package)
+    return None
 
 
 def _other_name(module: str, name: str) -> Any:
