@@ -35,10 +35,10 @@ from tests.support.vision_models import heads_of_32, picture_rows, tiny_vision_m
 from verl.config import HFModelConfig, RolloutConfig
 from verl.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.config.rollout import OTHER_PROGRAMS, OWN_ENGINES
+from verl.datasets.rl_dataset import RLHFDataset, collate_fn
 from verl.protocol import DataProto
 from verl.testing.models import MIXTURES, tiny_model_dir
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.utils.sharded_tensor import full_tensor, local_rows
 from verl.vision.families import FAMILIES
 from verl.workers.engine import EngineRegistry, MicroBatchConfig

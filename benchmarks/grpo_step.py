@@ -93,6 +93,7 @@ def our_steps(arguments: Any, folder: Path, work: Work) -> Iterator[dict[str, fl
 
 def steps_of(overrides: list[str]) -> Iterator[dict[str, float]]:
     """The metrics of one step after the other of a run; assembled as ``verl.trainer.main_ppo`` does."""
+    from verl.datasets import collate_fn, create_rl_dataset, create_rl_sampler
     from verl.single_controller import local
     from verl.trainer.config.command_line import compose
     from verl.trainer.config.load import load_config
@@ -100,7 +101,6 @@ def steps_of(overrides: list[str]) -> Iterator[dict[str, float]]:
     from verl.trainer.ppo.reward import load_reward_manager
     from verl.trainer.ppo.trainer import PPOTrainer
     from verl.utils import hf_tokenizer
-    from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
 
     config = load_config(compose(overrides))
     runner = TaskRunner()

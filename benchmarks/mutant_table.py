@@ -361,24 +361,24 @@ AGENTS = (
 DATA = (
     Mutant(
         "data",
-        "utils/dataset/sampler.py",
+        "datasets/sampler.py",
         "generator.manual_seed(offset + epoch)",
         "generator.manual_seed(offset)",
-        "utils/dataset/samplers",
+        "datasets/samplers",
     ),
     Mutant(
         "data",
-        "utils/dataset/sampler.py",
+        "datasets/sampler.py",
         "            self.pending = sampler.draw()\n            sampler.batches += 1\n",
         "            self.pending = sampler.draw()\n",
-        "utils/dataset/samplers",
+        "datasets/samplers",
     ),
     Mutant(
         "data",
-        "utils/dataset/loss_mask.py",
+        "datasets/loss_mask.py",
         "mask[begin:end] = [1] * (end - begin)",
         "mask[begin : end - 1] = [1] * (end - 1 - begin)",
-        "utils/dataset/loss_mask",
+        "datasets/loss_mask",
     ),
     Mutant(
         "data",

@@ -13,8 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl.datasets.files import SUFFIXES, open_files, require_columns
 from verl.errors import DataError
-from verl.utils.dataset.files import SUFFIXES, open_files, require_columns
 
 Row = dict[str, Any]
 

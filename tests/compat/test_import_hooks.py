@@ -19,10 +19,12 @@ LIGHT = {"verl.base", "verl.base.lazy", "verl.compat", "verl.compat.import_hooks
 assert not [name for name in sys.modules if name.startswith("verl.") and name not in LIGHT]
 from verl.experimental import dataset
 import verl.base_config
+import verl.utils.dataset.files
 from verl.config.base import BaseConfig
 assert dataset.__doc__
 assert verl.base_config.__file__.endswith(os.path.join("verl", "compat", "old_paths", "base_config.py"))
 assert "BaseConfig as BaseConfig" in inspect.getsource(verl.base_config)
+assert sys.modules["verl.datasets.files"] is verl.utils.dataset.files
 assert pickle.loads(b"cverl.base_config\\nBaseConfig\\n.") is BaseConfig
 for statement in ("import verl.no_such_module", "from verl.utils import no_such_module", "import verl.errors.x"):
     try:
@@ -46,7 +48,11 @@ def run(*arguments: str, path: Path) -> str:
 def test_old_paths_work_wherever_the_package_lies(tmp_path: Path, packed: bool):
     copy = tmp_path / "site" / "verl"
     shutil.copytree(ROOT / "verl", copy, ignore=shutil.ignore_patterns("__pycache__"))
-    for left_behind in ("experimental", "base_config"):  # as `git pull` leaves a folder whose modules have moved
+    for left_behind in (
+        "experimental",
+        "base_config",
+        "utils/dataset",
+    ):  # as `git pull` leaves a folder whose modules have moved
         (copy / left_behind / "__pycache__").mkdir(parents=True)
     site = copy.parent
     if packed:

@@ -21,17 +21,17 @@ from examples.data_preprocess import (
     gsm8k_multiturn_w_tool,
 )
 from examples.data_preprocess import math as math_script
+from verl.datasets import RLHFDataset
 from verl.errors import DataError
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 from verl.testing.models import tiny_tokenizer
 from verl.tools.utils.tool_registry import initialize_tools_from_config
 from verl.trainer.config import DataConfig
-from verl.utils.dataset import RLHFDataset
 from verl.utils.reward_score import default_compute_score
 from verl.utils.reward_score.countdown import evaluate
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "data_preprocess"
-SAMPLE = Path(__file__).parents[1] / "utils" / "dataset" / "gsm8k_sample.jsonl"
+SAMPLE = Path(__file__).parents[1] / "datasets" / "gsm8k_sample.jsonl"
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from examples.quickstart_agent.reward import compute_score
 from examples.quickstart_agent.settings import rl_settings, sft_settings
 from tests.forks import run
 from verl.agents.parsers import get_tool_parser
+from verl.datasets.chat import as_messages
 from verl.tools.utils.tool_registry import initialize_tools
 from verl.trainer.config import PPOConfig, SFTConfig
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
-from verl.utils.dataset.chat import as_messages
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,11 +12,11 @@ import torch
 
 from tests.support.chat_templates import chat_tokenizer
 from verl.config import AgentLoopConfig, DataConfig, MultiTurnConfig, RolloutConfig
+from verl.datasets import RLHFDataset
 from verl.errors import ConfigError, DataError
 from verl.experience.trajectories import check_tools, complete_scores, rows_to_score
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import get_adv_estimator_fn
-from verl.utils.dataset import RLHFDataset
 
 CASES = [
     # mask, status, reward_score, turn_scores; scores on tokens, reward_status

@@ -24,14 +24,14 @@ from verl.base.fs import name_problem
 from verl.base.redact import redacted, without_secrets
 from verl.checkpoint import steps
 from verl.checkpoint.shards import assemble, read_shards, saved_world_size
+from verl.datasets.chat import as_messages
+from verl.datasets.files import open_files
 from verl.errors import CheckpointError, ConfigError, DataError, RewardError
 from verl.protocol import DataProto
 from verl.sandbox.fusion import outcome_of, run_code_url
 from verl.sandbox.types import Limits, SandboxError
 from verl.supervision.killable_pool.calls import Reply
 from verl.trainer.config.overrides import force_overrides, keys_set
-from verl.utils.dataset.chat import as_messages
-from verl.utils.dataset.files import open_files
 from verl.utils.reward_score import llm_judge, math_reward
 from verl.utils.reward_score.math_equality import readings
 from verl.utils.reward_score.prime_code.cases import ValueCase, read_cases

@@ -24,6 +24,7 @@ from tests.trainer.config.support import Run
 from verl.checkpoint.resume import CheckpointPlan
 from verl.checkpoint.run import TrainerCheckpoint
 from verl.checkpoint.shards import read_state
+from verl.datasets.files import open_files
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
 from verl.model_merger import merge
 from verl.protocol import DataProto
@@ -34,7 +35,6 @@ from verl.supervision.killable_pool.calls import Reply
 from verl.testing.models import tiny_model_dir
 from verl.trainer.config import load_config
 from verl.trainer.config.command_line import compose
-from verl.utils.dataset.files import open_files
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "verl").rglob("*.py"))

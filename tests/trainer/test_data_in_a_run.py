@@ -39,7 +39,7 @@ class Diary(AbstractCurriculumSampler):
             file.write(json.dumps(rows) + "\\n")
 """
 GENERATOR = """
-from verl.utils.dataset.dynamicgen_dataset import AbstractDataGenerator
+from verl.datasets.dynamicgen_dataset import AbstractDataGenerator
 
 class Harder(AbstractDataGenerator):
     def generate(self, dataset):

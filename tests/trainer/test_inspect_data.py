@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tests.datasets.templates import QWEN, tokenizer_with
 from tests.forks import run
-from tests.utils.dataset.templates import QWEN, tokenizer_with
+from verl.datasets import MultiTurnSFTDataset, RLHFDataset, RMDataset
+from verl.datasets.inspection import Sample, histogram, inspect_dataset, mask_runs, quantiles
 from verl.testing.models import tiny_tokenizer
 from verl.trainer.config import DataConfig, PreferenceDataConfig, SFTDataConfig
 from verl.trainer.inspect_data import KINDS, _sample_text
-from verl.utils.dataset import MultiTurnSFTDataset, RLHFDataset, RMDataset
-from verl.utils.dataset.inspection import Sample, histogram, inspect_dataset, mask_runs, quantiles
 
 TOKENIZER = tiny_tokenizer()
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from verl.datasets.chat import require_chat_template
 from verl.errors import ConfigError, DataError
 from verl.testing.models import FAMILIES, tiny_model_dir, tiny_tokenizer
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.dataset.chat import require_chat_template
 from verl.utils.tokenizer import normalize_token_ids
 
 MESSAGES = [{"role": "user", "content": "1 + 2?"}]

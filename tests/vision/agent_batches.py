@@ -13,12 +13,12 @@ from tests.support.tiny_run import make_tiny_run, overrides
 from tests.support.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
 from tests.workers.support import make_engine
 from verl.agents.manager import AgentLoopManager
+from verl.datasets.rl_dataset import RLHFDataset, collate_fn
 from verl.protocol import DataProto
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 

@@ -10,9 +10,9 @@ from transformers import AutoModelForImageTextToText
 
 from tests.support.vision_models import film_rows, picture_rows, write_parquet
 from tests.workers.support import EPS, LR, naive_policy_loss
+from verl.datasets.rl_dataset import RLHFDataset, collate_fn
 from verl.protocol import DataProto
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.vision.positions import continued
 from verl.workers.config import ActorConfig
 

@@ -15,6 +15,8 @@ from transformers import AutoModelForImageTextToText
 from tests.support.preferences import numbers_of
 from tests.support.vision_models import film, picture, png, tiny_vision_model_dir, write_parquet
 from tests.vision.test_videos import IMAGE, VIDEO, arguments_of
+from verl.datasets import RMDataset
+from verl.datasets.rm_dataset import pair_collate_fn
 from verl.errors import DataError
 from verl.model_merger import merge
 from verl.trainer.config import PreferenceDataConfig
@@ -22,8 +24,6 @@ from verl.trainer.config.command_line import compose
 from verl.trainer.dpo_trainer import run_dpo
 from verl.trainer.rm_trainer import run_rm
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.dataset import RMDataset
-from verl.utils.dataset.rm_dataset import pair_collate_fn
 from verl.utils.image_reward_models import sequence_classifier
 from verl.vision.families import FAMILIES
 

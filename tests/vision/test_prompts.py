@@ -15,12 +15,12 @@ from transformers import AutoModelForImageTextToText
 from tests.support.vision_models import picture, picture_rows, png, tiny_vision_model_dir, write_parquet
 from verl.agents.endpoint.calls import CallRefusedError
 from verl.agents.endpoint.requests import checked_messages
+from verl.datasets.rl_dataset import RLHFDataset, collate_fn
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors, bytes_held
 from verl.testing.models import tiny_model_dir
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.vision.data_urls import url_of
 from verl.vision.families import FAMILIES, VisionConfig
 from verl.vision.images import process_image, read_image, smart_resize

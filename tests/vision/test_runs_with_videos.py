@@ -18,12 +18,12 @@ from tests.vision.one_family import ONE_FAMILY
 from tests.vision.test_videos import VIDEO, P, arguments_of
 from tests.workers.support import make_engine
 from verl.agents.images import apart, together
+from verl.datasets import MultiTurnSFTDataset
 from verl.serving.sent_images import ImageReceiver, ImageSender
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.sft_trainer import run_sft
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.dataset import MultiTurnSFTDataset
 from verl.vision.families import FAMILIES
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.engine import MicroBatchConfig

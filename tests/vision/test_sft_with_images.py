@@ -12,12 +12,12 @@ from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
 from tests.support.vision_models import picture, png, tiny_vision_model_dir, write_parquet
+from verl.datasets import MultiTurnSFTDataset, SFTDataset
 from verl.errors import DataError
 from verl.trainer.config import SFTDataConfig
 from verl.trainer.config.command_line import compose
 from verl.trainer.sft_trainer import run_sft
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.dataset import MultiTurnSFTDataset, SFTDataset
 from verl.vision.families import FAMILIES
 
 IMAGE = 106

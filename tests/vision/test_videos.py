@@ -18,10 +18,10 @@ from transformers import AutoModelForImageTextToText
 from tests.support.vision_models import film, film_rows, picture, tiny_vision_model_dir, write_parquet
 from tests.vision.batches import film_prompts
 from tests.workers.support import EPS, LR, make_engine, naive_policy_loss, run_ranks, share, weights_of, with_log_probs
+from verl.datasets.rl_dataset import RLHFDataset
 from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.vision.families import FAMILIES, VisionConfig
 from verl.vision.positions import continued, mrope_positions
 from verl.vision.prompts import ImagePrompts

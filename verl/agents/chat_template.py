@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from verl.base.types import JsonMapping, JsonObject
 from verl.config import PPOConfig
-from verl.errors import DataError
-from verl.utils.control_tokens import MARK, Author, ControlTokens
-from verl.utils.dataset.chat import (
+from verl.datasets.chat import (
     Message,
     as_messages,
     common_prefix_length,
@@ -23,7 +21,9 @@ from verl.utils.dataset.chat import (
     render,
     require_chat_template,
 )
-from verl.utils.dataset.template_probes import TemplateForms, with_arguments
+from verl.datasets.template_probes import TemplateForms, with_arguments
+from verl.errors import DataError
+from verl.utils.control_tokens import MARK, Author, ControlTokens
 from verl.utils.model import eos_token_ids
 from verl.utils.transformers_private import json_renderer
 

@@ -31,10 +31,10 @@ from verl.agents.chat_template import Tools
 from verl.agents.images import FOR_TEXT, apart, as_inputs, expanded, opened, together, token_counts
 from verl.agents.rendering_check import KINDS, REFUSED, Difference, differences
 from verl.base.types import JsonMapping
+from verl.datasets.chat import Message, Truncation, common_prefix_length, truncate
 from verl.errors import ConfigError, DataError
 from verl.protocol.shared import SharedTensors
 from verl.utils.control_tokens import Author, Side
-from verl.utils.dataset.chat import Message, Truncation, common_prefix_length, truncate
 from verl.vision.messages import is_image_part, texts_of, without_images
 from verl.vision.prompts import ImagePrompts
 

@@ -21,9 +21,9 @@ from verl.agents.parsers import ParsedTurn, ToolParser, get_tool_parser
 from verl.base.types import JsonObject
 from verl.config import PPOConfig
 from verl.config.agent import TrajectoryStatus
+from verl.datasets.chat import Message, as_messages
 from verl.environments.registry import EnvironmentEntry, environment_of_row, read_environments
 from verl.tools.threads import LoopThreads
-from verl.utils.dataset.chat import Message, as_messages
 from verl.utils.transformers_private import decoded
 from verl.vision.prompts import ImagePrompts
 from verl.workers.rollout.request import sample_seed

@@ -22,11 +22,11 @@ from verl.agents.images import read_messages
 from verl.agents.loop import TrajectoryError
 from verl.agents.user_thread import UserThread
 from verl.base.types import JsonMapping, JsonObject
+from verl.datasets.chat import Message
 from verl.environments.base import Environment, ImageObservation
 from verl.environments.registry import EnvironmentEntry
 from verl.errors import ConfigError, DataError
 from verl.tools.threads import LoopThreads
-from verl.utils.dataset.chat import Message
 from verl.vision.messages import texts_of, without_images
 from verl.vision.prompts import ImagePrompts
 from verl.workers.reward_manager.scores import UNUSABLE, usable

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from verl.agents.turns import DrawnTurn, drawn_log_probs
+from verl.datasets.chat import Message, as_messages
 from verl.errors import ConfigError
 from verl.protocol.shared import SharedTensors, joined
-from verl.utils.dataset.chat import Message, as_messages
 from verl.vision.families import IMAGE_INPUTS, SECONDS, TEXT_PLACES, VisionConfig
 from verl.vision.messages import has_image_parts, held_by, kind_of, timed, with_images, without_images
 from verl.vision.positions import image_tokens, mrope_positions

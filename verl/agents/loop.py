@@ -28,8 +28,8 @@ from verl.base.import_utils import load_module
 from verl.base.registry import Registry
 from verl.base.types import JsonObject
 from verl.config.agent import TrajectoryStatus
+from verl.datasets.chat import as_messages, encode, render, render_prompt
 from verl.errors import ConfigError, DataError, RolloutError
-from verl.utils.dataset.chat import as_messages, encode, render, render_prompt
 from verl.vision.messages import has_video_parts, without_images
 from verl.vision.prompts import ImagePrompts
 
@@ -200,7 +200,7 @@ class AgentLoopBase(ABC):
     ) -> list[int]:
         """Render messages and the header of the policy's turn, and tokenize them.
 
-        Texts of special tokens inside the messages stay texts, see :func:`verl.utils.dataset.chat.render_prompt`.
+        Texts of special tokens inside the messages stay texts, see :func:`verl.datasets.chat.render_prompt`.
 
         Args:
             messages: the conversation, or its newest part.

@@ -22,9 +22,9 @@ from verl.base.redact import redacted
 from verl.base.requirements import install_command
 from verl.base.types import JsonMapping, JsonObject
 from verl.config import PPOConfig
+from verl.datasets.chat import Message, as_messages
+from verl.datasets.template_probes import with_arguments
 from verl.errors import ConfigError, VerlError
-from verl.utils.dataset.chat import Message, as_messages
-from verl.utils.dataset.template_probes import with_arguments
 from verl.utils.model import eos_token_ids
 from verl.vision.data_urls import url_of
 from verl.vision.messages import has_video_parts, with_images

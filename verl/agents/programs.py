@@ -21,10 +21,10 @@ import psutil
 from verl.base import env
 from verl.base.import_utils import load_module
 from verl.base.redact import redacted
+from verl.datasets.chat import Message
 from verl.errors import ConfigError, RolloutError
 from verl.supervision.processes import family_of, kill, kill_group
 from verl.tools.threads import in_thread
-from verl.utils.dataset.chat import Message
 
 ROW_FILE = "VERL_ROW"
 """Environment variable of a command with the path of its row."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from verl.utils.dataset.chat import common_prefix_length
+from verl.datasets.chat import common_prefix_length
 
 REFUSED = "refused"
 KINDS: Mapping[str, str] = MappingProxyType(

@@ -34,10 +34,10 @@ from verl.agents.tool_calls import CallFailure, ToolCallResult, ToolLimits, Tool
 from verl.base.types import JsonMapping, JsonObject
 from verl.config import PPOConfig, RolloutConfig
 from verl.config.agent import TrajectoryStatus
+from verl.datasets.chat import as_messages
 from verl.interactions.base import BaseInteraction
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 from verl.tools.utils.tool_registry import initialize_tools
-from verl.utils.dataset.chat import as_messages
 from verl.vision.prompts import ImagePrompts
 
 if TYPE_CHECKING:

@@ -32,11 +32,11 @@ from verl.agents.slots import Slots, no_limit, slots_of_run
 from verl.base.redact import redacted
 from verl.base.registry import suggest
 from verl.base.types import JsonMapping, JsonObject
+from verl.datasets.chat import Message
 from verl.errors import ConfigError, DataError
 from verl.tools.base_tool import BaseTool, ToolTimeoutError
 from verl.tools.schemas import ToolResponse
 from verl.tools.threads import LoopThread, LoopThreads, called
-from verl.utils.dataset.chat import Message
 from verl.vision.prompts import ImagePrompts
 
 logger = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl.datasets.chat import common_prefix_length
 from verl.protocol.shared import SharedTensors
-from verl.utils.dataset.chat import common_prefix_length
 from verl.workers.rollout.request import SamplingParams
 from verl.workers.routers import unknown
 

@@ -43,7 +43,7 @@ def as_rows(data: Rows, what: str) -> list[JsonObject]:
         DataError: it is none of the kinds, has no rows, or a file cannot be read.
     """
     if isinstance(data, (str, Path)) or (_is_list(data) and data and all(isinstance(one, (str, Path)) for one in data)):
-        from verl.utils.dataset.files import SUFFIXES, open_files
+        from verl.datasets.files import SUFFIXES, open_files
 
         paths = [str(one) for one in ([data] if isinstance(data, (str, Path)) else data)]
         if text := next((path for path in paths if not path.endswith(SUFFIXES) and not Path(path).exists()), None):

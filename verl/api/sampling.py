@@ -16,9 +16,9 @@ from verl.api.result import TrainingResult, path_of
 from verl.api.settings import checked_config, keys_of_call, placement, settings_of
 from verl.base.types import JsonMapping, JsonObject
 from verl.config import EvalConfig, GenerationConfig
+from verl.datasets.files import SUFFIXES
 from verl.errors import DataError, RewardError
 from verl.utils.console import restart_clock
-from verl.utils.dataset.files import SUFFIXES
 
 if TYPE_CHECKING:
     from verl.workers.reward_manager.scores import Score

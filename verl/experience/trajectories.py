@@ -15,11 +15,11 @@ from verl.agents.rendering_check import KINDS
 from verl.agents.tool_calls import CallFailure
 from verl.config import AgentLoopConfig, RolloutConfig
 from verl.config.agent import SINGLE_TURN, TrajectoryStatus
+from verl.datasets.rl_dataset import FOR_AGENTS, RLHFDataset
 from verl.errors import ConfigError, DataError
 from verl.experience.rewards import OF_TRAJECTORY, Scored
 from verl.experience.sequences import Trajectories
 from verl.protocol import DataProto, prompt_lengths, response_lengths
-from verl.utils.dataset.rl_dataset import FOR_AGENTS, RLHFDataset
 from verl.utils.metric import Metrics, distribution
 from verl.workers.reward_manager.scores import Score, Scores, checked_score, placed
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from verl.base.import_utils import load_object
 from verl.config import EvalConfig, local_copies
+from verl.datasets.files import DataFile, open_files, require_columns
+from verl.datasets.rl_dataset import UNKNOWN_SOURCE
 from verl.errors import ConfigError, DataError, RewardError
-from verl.utils.dataset.files import DataFile, open_files, require_columns
-from verl.utils.dataset.rl_dataset import UNKNOWN_SOURCE
 from verl.utils.reward_score import UnknownDataSourceError, check_truth, default_compute_score
 from verl.workers.reward_manager.function import RewardFunction, RewardSample
 from verl.workers.reward_manager.scores import Score

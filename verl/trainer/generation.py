@@ -19,6 +19,11 @@ from typing import Any, cast
 import numpy as np
 
 from verl.config import GenerationConfig, local_copies
+from verl.datasets import collate_fn
+from verl.datasets.chat import encode, render_prompt, truncate
+from verl.datasets.files import Row, open_files, require_columns
+from verl.datasets.rl_dataset import left_pad
+from verl.datasets.row_conversation import require_written_calls, row_messages, row_template_kwargs
 from verl.errors import DataError
 from verl.experience.prompts import repeat_prompts
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
@@ -26,11 +31,6 @@ from verl.trainer.config.sizes import resolve_device
 from verl.trainer.driver import load_controller
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import status
-from verl.utils.dataset import collate_fn
-from verl.utils.dataset.chat import encode, render_prompt, truncate
-from verl.utils.dataset.files import Row, open_files, require_columns
-from verl.utils.dataset.rl_dataset import left_pad
-from verl.utils.dataset.row_conversation import require_written_calls, row_messages, row_template_kwargs
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class GenerationRunner:
 
 def read_prompts(config: GenerationConfig, tokenizer: Any) -> list[Prompt]:
     """Read all prompts of ``data.path``, render and tokenize them; one beyond ``rollout.prompt_length`` is an error."""
-    from verl.utils.dataset.chat import require_chat_template
+    from verl.datasets.chat import require_chat_template
 
     require_chat_template(tokenizer)
     data = config.data

@@ -28,7 +28,7 @@ from verl.trainer.config.command_line import command
 from verl.utils.console import console, show
 
 if TYPE_CHECKING:
-    from verl.utils.dataset.inspection import DataReport, Sample
+    from verl.datasets.inspection import DataReport, Sample
 
 NO_COLOR = "--no-color"
 BAR = 40
@@ -53,7 +53,7 @@ class Kind:
 
 
 def _open_prompts(files: Any, data: Any, tokenizer: Any, processor: Any, max_samples: int) -> Any:
-    from verl.utils.dataset import create_rl_dataset
+    from verl.datasets import create_rl_dataset
 
     # Prompts with images are measured although the rest is cut: no length is refused here.
     open_config = replace(data, truncation="right", filter_overlong_prompts=False, max_prompt_length=sys.maxsize)
@@ -61,14 +61,14 @@ def _open_prompts(files: Any, data: Any, tokenizer: Any, processor: Any, max_sam
 
 
 def _open_conversations(files: Any, data: Any, tokenizer: Any, processor: Any, max_samples: int) -> Any:
-    from verl.utils.dataset import create_sft_dataset
+    from verl.datasets import create_sft_dataset
 
     open_config = replace(data, truncation="right", max_length=sys.maxsize)
     return create_sft_dataset(files, open_config, tokenizer, processor, max_samples)
 
 
 def _open_pairs(files: Any, data: Any, tokenizer: Any, processor: Any, max_samples: int) -> Any:
-    from verl.utils.dataset.build import create_rm_dataset
+    from verl.datasets.build import create_rm_dataset
 
     return create_rm_dataset(files, replace(data, max_length=sys.maxsize), tokenizer, processor, max_samples)
 
@@ -114,9 +114,9 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
         number of rows at which a run would stop.
     """
     # Here, not above: they need torch and transformers, and --help does not.
+    from verl.datasets.inspection import inspect_dataset
+    from verl.datasets.mixing import check_weights
     from verl.utils import hf_processor, hf_tokenizer
-    from verl.utils.dataset.inspection import inspect_dataset
-    from verl.utils.dataset.mixing import check_weights
 
     config = local_copies(config)
     model, data = kind.model(config), config.data
@@ -154,7 +154,7 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
 
 def _truth_findings(config: Any, dataset: Any) -> tuple[list[str], int]:
     """Describe the ground truths, and count those that their scorer cannot read, at which a run would stop."""
-    from verl.utils.dataset.rl_dataset import RLHFDataset
+    from verl.datasets.rl_dataset import RLHFDataset
     from verl.utils.reward_score import FORMATS, UnknownDataSourceError
     from verl.workers.reward_manager.naive import unreadable_truths
 
@@ -202,7 +202,7 @@ def _sources_table(report: DataReport, weights: dict[str, float]) -> Table:
 
 
 def _lengths_table(report: DataReport, kind: Kind) -> Table:
-    from verl.utils.dataset.inspection import histogram, quantiles
+    from verl.datasets.inspection import histogram, quantiles
 
     summary = "  ".join(f"{name} {value:,.0f}" for name, value in quantiles(report.lengths).items())
     table = Table("tokens", "rows", "", title=f"tokens of a {kind.sequence}: {summary}", title_justify="left")

@@ -18,6 +18,7 @@ from verl.checkpoint.resume import CheckpointPlan
 from verl.checkpoint.run import TrainerCheckpoint
 from verl.checkpoint.states import RunState, rng_state, set_rng_state
 from verl.checkpoint.steps import saved_steps, step_folder
+from verl.datasets.loading import batches, load_position, skip_batches
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.supervision.lock import FolderLock
@@ -26,7 +27,6 @@ from verl.trainer.health import HealthWatch
 from verl.trainer.recovery import BadSteps, PassLimits, Recovery
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import Progress, status
-from verl.utils.dataset.loading import batches, load_position, skip_batches
 from verl.utils.metric import Metrics
 from verl.utils.run_log import rank_columns
 from verl.utils.step_context import StepContext

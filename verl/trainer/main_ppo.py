@@ -22,10 +22,10 @@ from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from verl.datasets import create_rl_dataset, create_rl_sampler
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
     from verl.trainer.ppo.reward import load_reward_manager
     from verl.trainer.ppo.trainer import PPOTrainer
-    from verl.utils.dataset import create_rl_dataset, create_rl_sampler
 
 __all__ = [
     "TaskRunner",
@@ -43,8 +43,8 @@ __all__ = [
 __getattr__ = on_first_use(
     __name__,
     {
-        "create_rl_dataset": "verl.utils.dataset",
-        "create_rl_sampler": "verl.utils.dataset",
+        "create_rl_dataset": "verl.datasets",
+        "create_rl_sampler": "verl.datasets",
         "get_ppo_ray_runtime_env": "verl.trainer.constants_ppo",
         "load_reward_manager": "verl.trainer.ppo.reward",
         "migrate_legacy_reward_impl": "verl.trainer.config.reward_section",
@@ -52,7 +52,7 @@ __getattr__ = on_first_use(
 )
 
 
-_IMPORTED_BY_RUN = ("verl.trainer.ppo.trainer", "verl.workers.fsdp_workers", "verl.utils.dataset")
+_IMPORTED_BY_RUN = ("verl.trainer.ppo.trainer", "verl.workers.fsdp_workers", "verl.datasets")
 
 
 def _typed(config: PPOConfig | DictConfig) -> PPOConfig:
@@ -144,6 +144,7 @@ class TaskRunner:
         with importing():
             from verl.agents.tool_agent import described_tools
             from verl.agents.worker import check_agent_loops
+            from verl.datasets import collate_fn
             from verl.environments.registry import read_environments
             from verl.experience.trajectories import check_tools, wanted_agents
             from verl.trainer.config.load import load_config
@@ -151,7 +152,6 @@ class TaskRunner:
             from verl.trainer.ppo.rows import rl_datasets
             from verl.utils import hf_processor, hf_tokenizer
             from verl.utils.console import show, status
-            from verl.utils.dataset import collate_fn
             from verl.utils.model import check_has_experts, check_tokenizer_fits, hf_config_of
             from verl.workers.reward_input import RewardInput
             from verl.workers.reward_manager import AbstractRewardManager

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from verl.datasets.loading import batches
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.trainer.supervised import SupervisedRunner, SupervisedTrainer, processor_of
-from verl.utils.dataset.loading import batches
 from verl.utils.metric import Metrics
 from verl.workers.engine import BatchTotals, LossFunction, PartialSum
 from verl.workers.engine.images import COLUMN as IMAGES
@@ -104,12 +104,12 @@ class PreferenceRunner(SupervisedRunner):
 
     def open_data(self, config: PreferenceConfig, tokenizer: Any, files: Any, max_samples: int) -> Dataset:
         """Open the data set of pairs."""
-        from verl.utils.dataset.build import create_rm_dataset
+        from verl.datasets.build import create_rm_dataset
 
         return create_rm_dataset(files, config.data, tokenizer, processor_of(config), max_samples)
 
     def collate_fn(self, config: PreferenceConfig, tokenizer: Any) -> Callable:
         """A function that pads pairs on the right into a batch."""
-        from verl.utils.dataset import pair_collate_fn
+        from verl.datasets import pair_collate_fn
 
         return pair_collate_fn(tokenizer, config.data)

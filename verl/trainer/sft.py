@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.config import SFTConfig
+from verl.datasets.loading import batches
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.trainer.supervised import SupervisedRunner, SupervisedTrainer, processor_of
-from verl.utils.dataset.loading import batches
 from verl.utils.metric import Metrics
 
 if TYPE_CHECKING:
@@ -88,12 +88,12 @@ class SFTRunner(SupervisedRunner):
 
     def open_data(self, config: SFTConfig, tokenizer: Any, files: Any, max_samples: int) -> Dataset:
         """Open the data set of conversations, or of prompts and responses."""
-        from verl.utils.dataset import create_sft_dataset
+        from verl.datasets import create_sft_dataset
 
         return create_sft_dataset(files, config.data, tokenizer, processor_of(config), max_samples)
 
     def collate_fn(self, config: SFTConfig, tokenizer: Any) -> Callable:
         """A function that pads items on the right into a batch."""
-        from verl.utils.dataset import sft_collate_fn
+        from verl.datasets import sft_collate_fn
 
         return sft_collate_fn(tokenizer, config.data)

@@ -14,6 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.checkpoint.resume import CheckpointPlan
 from verl.config import local_copies
+from verl.datasets.loading import bound_to_driver
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.trainer.balance import deal
@@ -22,7 +23,6 @@ from verl.trainer.driver import load_controller
 from verl.trainer.loop import Schedule, TrainingLoop
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import status
-from verl.utils.dataset.loading import bound_to_driver
 from verl.utils.flops_counter import Arithmetic
 from verl.utils.metric import Metrics
 from verl.utils.step_context import StepContext
@@ -189,8 +189,8 @@ class SupervisedRunner:
             DataError: a data file or the tokenizer is unusable.
             ResourceError: fewer processes or devices are available than configured.
         """
+        from verl.datasets import create_rl_sampler
         from verl.utils import hf_tokenizer
-        from verl.utils.dataset import create_rl_sampler
         from verl.utils.model import check_has_experts, check_tokenizer_fits, hf_config_of
 
         status("reading the tokenizer and the data")

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from verl.datasets.chat import require_chat_template
 from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors
 from verl.schema import require
-from verl.utils.dataset.chat import require_chat_template
 from verl.utils.model import load_hf_config, require_on_hub, resolve_model_path
 from verl.utils.model_facts import model_files
 from verl.utils.tokenizer import hf_processor, hf_tokenizer

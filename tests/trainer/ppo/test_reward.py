@@ -5,10 +5,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.datasets.test_rl_dataset import jsonl
 from tests.forks import run
-from tests.utils.dataset.test_rl_dataset import jsonl
 from tests.workers.reward_manager.batches import LENGTH, TOKENIZER, batch_of
 from verl import DataProto
+from verl.datasets import RLHFDataset
 from verl.errors import ConfigError, DataError, RewardError, SchemaError
 from verl.trainer.config import DataConfig, PPOConfig
 from verl.trainer.config.command_line import compose
@@ -19,7 +20,6 @@ from verl.trainer.ppo.reward import (
     get_custom_reward_fn,
     load_reward_manager,
 )
-from verl.utils.dataset import RLHFDataset
 from verl.utils.reward_score import UnknownDataSourceError
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
 
@@ -283,7 +283,7 @@ from tests.workers.reward_manager.batches import TOKENIZER
 from verl.errors import ConfigError
 from verl.trainer.config import DataConfig, PPOConfig
 from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
-from verl.utils.dataset import RLHFDataset
+from verl.datasets import RLHFDataset
 from verl.sandbox import bubblewrap
 
 bubblewrap.TOOLS = "/nowhere"

@@ -9,7 +9,7 @@ import pytest
 @pytest.mark.parametrize(
     "module",
     [
-        "verl.utils.dataset.rl_dataset",
+        "verl.datasets.rl_dataset",
         "verl.utils.reward_score.math_dapo",
         "verl.utils.reward_score.math_equality",
         "verl.utils.reward_score.parts",

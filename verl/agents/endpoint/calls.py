@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from verl.base.types import JsonObject
+from verl.datasets.chat import Message
 from verl.errors import VerlError
-from verl.utils.dataset.chat import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

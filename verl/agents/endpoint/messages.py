@@ -21,8 +21,8 @@ from verl.agents.endpoint.requests import (
     tools_to_call,
 )
 from verl.base.types import JsonObject
+from verl.datasets.chat import Message
 from verl.errors import DataError
-from verl.utils.dataset.chat import Message
 from verl.vision.data_urls import data_url
 
 THOUGHTS = ("thinking", "redacted_thinking")

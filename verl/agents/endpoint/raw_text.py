@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Self
 
 from verl.agents.conversation import Turn, Written
-from verl.utils.dataset.chat import Message
+from verl.datasets.chat import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

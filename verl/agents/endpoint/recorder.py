@@ -42,8 +42,8 @@ from verl.agents.parsers.base import END_OF_THINK
 from verl.agents.policy import AsyncLLMServerManager, ContextFullError, TokenOutput
 from verl.base.import_utils import user_code
 from verl.config.agent import TrajectoryStatus
+from verl.datasets.chat import Message
 from verl.errors import ConfigError, DataError, RolloutError
-from verl.utils.dataset.chat import Message
 from verl.utils.transformers_private import decoded
 from verl.vision.messages import has_image_parts
 from verl.vision.prompts import ImagePrompts

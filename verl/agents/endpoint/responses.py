@@ -24,7 +24,7 @@ from verl.agents.endpoint.requests import (
     unmet_detail,
 )
 from verl.base.types import JsonObject
-from verl.utils.dataset.chat import Message
+from verl.datasets.chat import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

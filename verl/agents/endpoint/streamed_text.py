@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from verl.agents.parsers.base import settled
-from verl.utils.dataset.chat import common_prefix_length
+from verl.datasets.chat import common_prefix_length
 
 
 class StreamedText:

@@ -13,7 +13,7 @@ from verl.errors import ConfigError
 
 
 class SFTTensorCollator:
-    """Collate function for items of :class:`~verl.utils.dataset.MultiTurnSFTDataset` and the like.
+    """Collate function for items of :class:`~verl.datasets.MultiTurnSFTDataset` and the like.
 
     Without padding, tensors become jagged nested tensors, (bsz, length of each), and other values lists; padded items,
     all of one length, are stacked to (bsz, length).

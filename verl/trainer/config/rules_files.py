@@ -15,9 +15,9 @@ from verl.base.registry import suggest
 from verl.base.remote import driver_problem, expand, is_remote, version
 from verl.checkpoint.locate import shards_below
 from verl.config import DPOConfig, EvalConfig, GenerationConfig, PPOConfig, Problem, SupervisedConfig
+from verl.datasets.files import SUFFIXES
 from verl.errors import DataError
 from verl.trainer.config.rules_sizes import needs_critic
-from verl.utils.dataset.files import SUFFIXES
 from verl.utils.model_facts import model_files
 
 Problems = Iterator[Problem]

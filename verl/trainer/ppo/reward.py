@@ -11,12 +11,12 @@ import torch
 
 from verl.base.import_utils import load_object
 from verl.config import PPOConfig
+from verl.datasets.rl_dataset import RLHFDataset
 from verl.errors import ConfigError
 from verl.experience.scoring import compute_reward
 from verl.protocol import DataProto
 from verl.schema import require
 from verl.trainer.config.load import load_config
-from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.reward_score import FORMATS, check_settings, default_compute_score, scorer_for_all
 from verl.utils.reward_score.prime_code import code_settings
 from verl.workers.reward_manager import AbstractRewardManager, NaiveRewardManager, get_reward_manager_cls

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl.agents.tool_agent import described_tools
 from verl.config import PPOConfig, local_copies
-from verl.utils.dataset import create_rl_dataset, create_rl_sampler
+from verl.datasets import create_rl_dataset, create_rl_sampler
 
 
 def rl_datasets(config: PPOConfig, tokenizer: Any, processor: Any = None) -> tuple[Any, Any, Any]:

@@ -47,6 +47,9 @@ from verl.base.redact import secrets_in
 from verl.checkpoint.resume import CheckpointPlan
 from verl.checkpoint.states import rng_state, set_rng_state
 from verl.config import PPOConfig
+from verl.datasets import collate_fn as default_collate_fn
+from verl.datasets.loading import bound_to_driver
+from verl.datasets.sampler import AbstractCurriculumSampler
 from verl.errors import ConfigError, DataError
 from verl.experience.lockstep import Lockstep
 from verl.experience.records import RecordFolder
@@ -88,9 +91,6 @@ from verl.trainer.ppo.utils import (
 from verl.trainer.ppo.validation import Validator
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import status
-from verl.utils.dataset import collate_fn as default_collate_fn
-from verl.utils.dataset.loading import bound_to_driver
-from verl.utils.dataset.sampler import AbstractCurriculumSampler
 from verl.utils.flops_counter import Arithmetic
 from verl.utils.metric import Metrics
 from verl.utils.step_context import StepContext

@@ -13,17 +13,17 @@ from verl.errors import ConfigError
 
 if TYPE_CHECKING:
     from verl.config import PPOConfig
+    from verl.datasets import create_rl_dataset as create_rl_dataset
+    from verl.datasets import create_rl_sampler as create_rl_sampler
     from verl.single_controller.base.worker import WorkerType as WorkerType
-    from verl.utils.dataset import create_rl_dataset as create_rl_dataset
-    from verl.utils.dataset import create_rl_sampler as create_rl_sampler
 
 # The roles need neither torch nor transformers, these public names do.
 __getattr__ = on_first_use(
     __name__,
     {
         "WorkerType": "verl.single_controller.base.worker",
-        "create_rl_dataset": "verl.utils.dataset",
-        "create_rl_sampler": "verl.utils.dataset",
+        "create_rl_dataset": "verl.datasets",
+        "create_rl_sampler": "verl.datasets",
     },
 )
 

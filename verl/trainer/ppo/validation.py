@@ -12,6 +12,7 @@ import torch
 
 from verl.base.redact import secrets_in
 from verl.config import PPOConfig
+from verl.datasets.loading import batches
 from verl.experience.prompts import repeat_prompts
 from verl.experience.records import RecordFolder, generation_records
 from verl.experience.sequences import Trajectories, trajectory_scores, with_prompts
@@ -19,7 +20,6 @@ from verl.experience.trajectories import how_trajectories_ended, validation_traj
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.token_dump import TokenDump, token_table
-from verl.utils.dataset.loading import batches
 from verl.utils.metric import number_or_nan
 from verl.utils.token_page import TokenPage
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from verl.base.registry import Registry
+from verl.datasets.rl_dataset import RLHFDataset
 from verl.protocol import DataProto
-from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.deferred import Deferred
 
 Result = dict[str, Any]

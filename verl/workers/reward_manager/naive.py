@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from verl.datasets.rl_dataset import RLHFDataset
 from verl.errors import ConfigError, DataError, RewardError
 from verl.protocol import DataProto, compute_response_mask
 from verl.schema import require
 from verl.supervision.killable_pool import Budget, RateLimit, unwrapped
-from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.deferred import Deferred
 from verl.utils.reward_score import (
     UnknownDataSourceError,

@@ -1,1 +1,1 @@
-"""Public path of :mod:`verl.utils.dataset.sampler`; see :mod:`verl.experimental.dataset.sampler`."""
+"""Public path of :mod:`verl.datasets.sampler`; see :mod:`verl.experimental.dataset.sampler`."""

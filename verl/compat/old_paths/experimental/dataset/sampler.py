@@ -1,4 +1,4 @@
-"""Public path of the base classes for custom samplers, :mod:`verl.utils.dataset.sampler`."""
+"""Public path of the base classes for custom samplers, :mod:`verl.datasets.sampler`."""
 
-from verl.utils.dataset.sampler import AbstractCurriculumSampler as AbstractCurriculumSampler
-from verl.utils.dataset.sampler import AbstractSampler as AbstractSampler
+from verl.datasets.sampler import AbstractCurriculumSampler as AbstractCurriculumSampler
+from verl.datasets.sampler import AbstractSampler as AbstractSampler

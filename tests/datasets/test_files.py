@@ -6,8 +6,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from verl.datasets.files import DataFile, choose_rows, open_files, require_columns
 from verl.errors import DataError
-from verl.utils.dataset.files import DataFile, choose_rows, open_files, require_columns
 
 ROWS = [{"prompt": "a", "truth": {"target": 3}}, {"prompt": "b\u2028c", "truth": {"target": 4}}]
 

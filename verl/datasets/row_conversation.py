@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from verl.datasets.chat import Message, as_messages, shown
+from verl.datasets.template_probes import TemplateForms
 from verl.errors import DataError
-from verl.utils.dataset.chat import Message, as_messages, shown
-from verl.utils.dataset.template_probes import TemplateForms
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

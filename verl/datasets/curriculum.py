@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from verl.datasets.sampler import AbstractCurriculumSampler, BatchSampler, require_rows
 from verl.errors import SchemaError
-from verl.utils.dataset.sampler import AbstractCurriculumSampler, BatchSampler, require_rows
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from verl.datasets.chat import Message, render, require_usable, token_lengths
+from verl.datasets.content_checks import ContentChecks
+from verl.datasets.files import DataFile, Row, choose_rows, open_files, require_columns
+from verl.datasets.loss_mask import SWITCHES, is_trained, mask_assistant, require_learnable
+from verl.datasets.multiturn_sft_dataset import DECODERS, VIDEO_COLUMN, Item, right_pad, right_padded
+from verl.datasets.prompt_images import ImagePrompt, Media, PromptImages, RowImages
+from verl.datasets.row_conversation import require_written_calls, row_messages, row_template_kwargs
 from verl.errors import DataError
 from verl.protocol.shared import SharedTensors
-from verl.utils.dataset.chat import Message, render, require_usable, token_lengths
-from verl.utils.dataset.content_checks import ContentChecks
-from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
-from verl.utils.dataset.loss_mask import SWITCHES, is_trained, mask_assistant, require_learnable
-from verl.utils.dataset.multiturn_sft_dataset import DECODERS, VIDEO_COLUMN, Item, right_pad, right_padded
-from verl.utils.dataset.prompt_images import ImagePrompt, Media, PromptImages, RowImages
-from verl.utils.dataset.row_conversation import require_written_calls, row_messages, row_template_kwargs
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.datasets.templates import GEMMA, LLAMA, QWEN, QWEN_THINKING, tokenizer_with
 from tests.support.chat_templates import chat_tokenizer
-from tests.utils.dataset.templates import GEMMA, LLAMA, QWEN, QWEN_THINKING, tokenizer_with
+from verl.datasets.loss_mask import mask_assistant
 from verl.errors import DataError
-from verl.utils.dataset.loss_mask import mask_assistant
 
 TOKENIZERS = {template: tokenizer_with(template) for template in (QWEN, QWEN_THINKING, LLAMA, GEMMA)}
 END = {QWEN: "<|im_end|>", QWEN_THINKING: "<|im_end|>", LLAMA: "<|eot_id|>", GEMMA: "<end_of_turn>"}

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from verl.datasets.chat import Message, common_prefix_length, encode, render
 from verl.errors import DataError
-from verl.utils.dataset.chat import Message, common_prefix_length, encode, render
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,8 +8,8 @@ import sys
 import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl.utils.dataset import torchdata_private as private
-from verl.utils.dataset.sampler import InOrder
+from verl.datasets import torchdata_private as private
+from verl.datasets.sampler import InOrder
 
 ROWS = list(range(12))
 
@@ -65,7 +65,7 @@ def test_the_handler_that_a_loader_sets_is_known():
     script = """
 import signal
 from torch.utils.data import DataLoader
-from verl.utils.dataset.torchdata_private import is_handler_of_torch
+from verl.datasets.torchdata_private import is_handler_of_torch
 print(is_handler_of_torch(signal.getsignal(signal.SIGCHLD)))
 next(iter(DataLoader(range(2), num_workers=1)))
 print(is_handler_of_torch(signal.getsignal(signal.SIGCHLD)))

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.support.chat_templates import FAMILIES, chat_tokenizer
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.loop import AgentLoopBase
+from verl.datasets.chat import encode, render_prompt, token_lengths
+from verl.datasets.rl_dataset import RLHFDataset
 from verl.errors import DataError
 from verl.testing.models import tiny_tokenizer
-from verl.utils.dataset.chat import encode, render_prompt, token_lengths
-from verl.utils.dataset.rl_dataset import RLHFDataset
 
 TOKENIZERS = {family: chat_tokenizer(family) for family in ("llama", "mistral", "chatml", "gpt_oss", "deepseek")}
 TEMPLATES = {family: ChatTemplate(tokenizer) for family, tokenizer in TOKENIZERS.items()}

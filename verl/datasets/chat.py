@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeVar
 
 from jinja2.exceptions import TemplateError
 
+from verl.datasets.template_probes import TemplateForms
 from verl.errors import ConfigError, DataError
 from verl.utils.control_tokens import control_tokens_of, has_special, is_marked
-from verl.utils.dataset.template_probes import TemplateForms
 from verl.vision.messages import bare_part, has_image_parts, is_image_part
 
 Message = dict[str, Any]

@@ -11,15 +11,15 @@ from torch.utils.data import Dataset, Sampler
 from verl.base.import_utils import load_object, users_class
 from verl.base.registry import Registry, suggest
 from verl.config import BaseConfig, DataConfig
+from verl.datasets.curriculum import DifficultyCurriculum
+from verl.datasets.dynamicgen_dataset import DynamicGenDataset
+from verl.datasets.mixing import WeightedSources
+from verl.datasets.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.datasets.rl_dataset import RLHFDataset, check_item
+from verl.datasets.rm_dataset import RMDataset
+from verl.datasets.sampler import AbstractCurriculumSampler, InOrder, SeededShuffle
+from verl.datasets.sft_dataset import SFTDataset
 from verl.errors import ConfigError, DataError
-from verl.utils.dataset.curriculum import DifficultyCurriculum
-from verl.utils.dataset.dynamicgen_dataset import DynamicGenDataset
-from verl.utils.dataset.mixing import WeightedSources
-from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
-from verl.utils.dataset.rl_dataset import RLHFDataset, check_item
-from verl.utils.dataset.rm_dataset import RMDataset
-from verl.utils.dataset.sampler import AbstractCurriculumSampler, InOrder, SeededShuffle
-from verl.utils.dataset.sft_dataset import SFTDataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -45,7 +45,7 @@ def create_rl_dataset(
 
     Training prompts with ``data.datagen.path`` are a :class:`DynamicGenDataset` by default. A custom class is called as
     ``cls(files, tokenizer=..., config=..., processor=..., max_samples=...)`` and must be a torch ``Dataset``
-    whose items are prompts (:func:`verl.utils.dataset.rl_dataset.check_item`). ``max_samples=-1`` keeps all rows.
+    whose items are prompts (:func:`verl.datasets.rl_dataset.check_item`). ``max_samples=-1`` keeps all rows.
 
     Raises:
         DataError: the data set is empty, or its items are no prompts.

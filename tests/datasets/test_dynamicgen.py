@@ -8,16 +8,16 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.config import DatagenConfig
+from verl.datasets import RLHFDataset, collate_fn, create_rl_dataset, create_rl_sampler
+from verl.datasets.dynamicgen_dataset import DynamicGenDataset
 from verl.errors import ConfigError, DataError
 from verl.testing.models import tiny_tokenizer
 from verl.trainer.config import DataConfig
 from verl.trainer.config.load import load_config
-from verl.utils.dataset import RLHFDataset, collate_fn, create_rl_dataset, create_rl_sampler
-from verl.utils.dataset.dynamicgen_dataset import DynamicGenDataset
 
 TOKENIZER = tiny_tokenizer()
 GENERATORS = '''
-from verl.utils.dataset.dynamicgen_dataset import AbstractDataGenerator
+from verl.datasets.dynamicgen_dataset import AbstractDataGenerator
 
 
 def row(text, **changes):

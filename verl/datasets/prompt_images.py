@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
+from verl.datasets.chat import Message
+from verl.datasets.files import DataFile, refuse_media
+from verl.datasets.row_conversation import row_messages
 from verl.errors import DataError
-from verl.utils.dataset.chat import Message
-from verl.utils.dataset.files import DataFile, refuse_media
-from verl.utils.dataset.row_conversation import row_messages
 from verl.vision.messages import PLACEHOLDERS, in_order, with_image_parts, with_placeholders, with_times
 from verl.vision.prompts import ImagePrompts, Picture
 from verl.vision.videos import Clip, Video

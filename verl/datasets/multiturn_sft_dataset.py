@@ -11,14 +11,14 @@ import torch
 from torch.utils.data import Dataset
 
 from verl.config import SFTDataConfig
+from verl.datasets.chat import render, require_usable, token_lengths, truncate
+from verl.datasets.content_checks import ContentChecks
+from verl.datasets.files import DataFile, Row, choose_rows, open_files, require_columns
+from verl.datasets.loss_mask import mask_assistant, require_learnable
+from verl.datasets.prompt_images import ImagePrompt, PromptImages, RowImages
+from verl.datasets.row_conversation import require_written_calls, row_template_kwargs
 from verl.errors import DataError
 from verl.protocol.shared import SharedTensors
-from verl.utils.dataset.chat import render, require_usable, token_lengths, truncate
-from verl.utils.dataset.content_checks import ContentChecks
-from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
-from verl.utils.dataset.loss_mask import mask_assistant, require_learnable
-from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages, RowImages
-from verl.utils.dataset.row_conversation import require_written_calls, row_template_kwargs
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -34,7 +34,7 @@ class MultiTurnSFTDataset(Dataset):
     """Conversations as token ids with a loss mask.
 
     ``loss_mask`` is 1 on each assistant turn after its header, the end-of-turn token included (see
-    :mod:`verl.utils.dataset.loss_mask`).
+    :mod:`verl.datasets.loss_mask`).
 
     An item holds ``input_ids``, ``attention_mask``, ``position_ids`` and ``loss_mask``, int64 of shape (max_length,),
     right-padded, or unpadded with ``pad_mode=no_padding``. Columns of the file: ``data.messages_key``, and optionally

@@ -7,17 +7,17 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.utils.dataset.templates import QWEN, QWEN_THINKING, tokenizer_with
-from verl.errors import ConfigError, DataError
-from verl.testing.models import tiny_tokenizer
-from verl.trainer.config import SFTDataConfig
-from verl.utils.dataset import (
+from tests.datasets.templates import QWEN, QWEN_THINKING, tokenizer_with
+from verl.datasets import (
     MultiTurnSFTDataset,
     SFTDataset,
     create_rl_sampler,
     create_sft_dataset,
     sft_collate_fn,
 )
+from verl.errors import ConfigError, DataError
+from verl.testing.models import tiny_tokenizer
+from verl.trainer.config import SFTDataConfig
 from verl.utils.dataset.dataset_utils import DatasetPadMode, SFTTensorCollator
 
 TOKENIZER = tiny_tokenizer()  # <user>…<assistant>…<eos>; ids: pad 0, eos 1, user 2, assistant 3, "0" 4, "a" 14

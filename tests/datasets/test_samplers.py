@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.config import CurriculumConfig, SamplerConfig
+from verl.datasets import create_rl_sampler
+from verl.datasets.curriculum import DifficultyCurriculum
+from verl.datasets.mixing import WeightedSources, round_shares
+from verl.datasets.sampler import InOrder, SeededShuffle
 from verl.errors import CheckpointError, ConfigError, SchemaError
 from verl.experimental.dataset.sampler import AbstractCurriculumSampler, AbstractSampler
 from verl.protocol import DataProto
 from verl.trainer.config import DataConfig
-from verl.utils.dataset import create_rl_sampler
-from verl.utils.dataset.curriculum import DifficultyCurriculum
-from verl.utils.dataset.mixing import WeightedSources, round_shares
-from verl.utils.dataset.sampler import InOrder, SeededShuffle
 
 CONFIG = DataConfig(train_batch_size=4, seed=5, dataloader_num_workers=0)
 
@@ -247,7 +247,7 @@ def test_the_built_in_is_chosen_by_its_name():
     sampler = create_rl_sampler(chosen, range(9))
     assert isinstance(sampler, DifficultyCurriculum)
     assert isinstance(sampler, AbstractCurriculumSampler)
-    by_path = SamplerConfig(class_path="pkg://verl.utils.dataset.curriculum", class_name="DifficultyCurriculum")
+    by_path = SamplerConfig(class_path="pkg://verl.datasets.curriculum", class_name="DifficultyCurriculum")
     assert type(create_rl_sampler(config(sampler=by_path), range(9))) is DifficultyCurriculum
     with pytest.raises(ConfigError, match=r"Set dataloader_num_workers=0"):
         create_rl_sampler(dataclasses.replace(chosen, dataloader_num_workers=2), range(9))

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl.datasets.chat import as_messages, encode, render, token_lengths, truncate
 from verl.errors import DataError
 from verl.testing.models import tiny_tokenizer
-from verl.utils.dataset.chat import as_messages, encode, render, token_lengths, truncate
 
 USER = {"role": "user", "content": "hi"}
 

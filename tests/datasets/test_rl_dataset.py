@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.config import CustomClassConfig
+from verl.datasets import RLHFDataset, collate_fn, create_rl_dataset, create_rl_sampler
+from verl.datasets.sampler import SeededShuffle
 from verl.errors import ConfigError, DataError
 from verl.testing.models import tiny_tokenizer
 from verl.trainer.config import DataConfig
-from verl.utils.dataset import RLHFDataset, collate_fn, create_rl_dataset, create_rl_sampler
-from verl.utils.dataset.sampler import SeededShuffle
 
 TOKENIZER = tiny_tokenizer()
 CONFIG = DataConfig(max_prompt_length=8, seed=3)
@@ -257,7 +257,7 @@ def test_a_section_of_public_code_with_keys_of_its_own(file, caplog):
 def test_items_of_a_data_set_of_ones_own_are_prompts(tmp_path, file, item, says):
     (tmp_path / "mine.py").write_text(
         "from torch.utils.data import Dataset\n"
-        "from verl.utils.dataset.rl_dataset import left_pad\n"
+        "from verl.datasets.rl_dataset import left_pad\n"
         "class Mine(Dataset):\n"
         "    def __init__(self, data_files, tokenizer, config, processor, max_samples):\n"
         "        pass\n"
@@ -323,7 +323,7 @@ def test_source_column_follows_the_choice(file):
 
 def test_custom_class(tmp_path, file):
     (tmp_path / "mine.py").write_text(
-        "from verl.utils.dataset.rl_dataset import RLHFDataset\n"
+        "from verl.datasets.rl_dataset import RLHFDataset\n"
         "class Mine(RLHFDataset):\n"
         "    def __getitem__(self, item):\n"
         "        return super().__getitem__(item) | {'mine': item}\n"
@@ -473,7 +473,7 @@ READS_A_FOLDER = """
 import json
 import os
 import pandas
-from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.datasets.rl_dataset import RLHFDataset
 
 class Tasks(RLHFDataset):
     def _read_files_and_tokenize(self):

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from verl.base.registry import suggest
+from verl.datasets.sampler import BatchSampler, require_rows, seeded_permutation
 from verl.errors import ConfigError
-from verl.utils.dataset.sampler import BatchSampler, require_rows, seeded_permutation
 
 
 class WeightedSources(BatchSampler):

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from tests.utils.dataset.templates import (
+from tests.datasets.templates import (
     GEMMA,
     LLAMA,
     MISTRAL,
@@ -18,9 +18,9 @@ from tests.utils.dataset.templates import (
     QWEN_THINKING,
     tokenizer_with,
 )
+from verl.datasets import MultiTurnSFTDataset
 from verl.errors import DataError
 from verl.trainer.config import SFTDataConfig
-from verl.utils.dataset import MultiTurnSFTDataset
 
 U1, A1, U2, A2 = "What is 2 + 2?", "It is 4.", "And twice that?", "Eight (8) é."
 TALK = [

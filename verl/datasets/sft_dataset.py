@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from verl.datasets.chat import Message
+from verl.datasets.files import Row
+from verl.datasets.loss_mask import SWITCHES
+from verl.datasets.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.datasets.prompt_images import ImagePrompt
 from verl.errors import DataError
-from verl.utils.dataset.chat import Message
-from verl.utils.dataset.files import Row
-from verl.utils.dataset.loss_mask import SWITCHES
-from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
-from verl.utils.dataset.prompt_images import ImagePrompt
 
 
 class SFTDataset(MultiTurnSFTDataset):

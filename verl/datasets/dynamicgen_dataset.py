@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.base.import_utils import load_object
+from verl.datasets.files import DataFile, Row
+from verl.datasets.rl_dataset import RLHFDataset
 from verl.errors import ConfigError, DataError
-from verl.utils.dataset.files import DataFile, Row
-from verl.utils.dataset.rl_dataset import RLHFDataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin

@@ -20,11 +20,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.stateful_dataloader import _StatefulMultiProcessingDataLoaderIter
 
 from tests.support.waiting import eventually
+from verl.datasets import loading
+from verl.datasets.loading import MAX_LOSSES, batches, bound_to_driver, load_position
+from verl.datasets.sampler import InOrder, SeededShuffle
 from verl.errors import CheckpointError
 from verl.supervision.killable_pool import output
-from verl.utils.dataset import loading
-from verl.utils.dataset.loading import MAX_LOSSES, batches, bound_to_driver, load_position
-from verl.utils.dataset.sampler import InOrder, SeededShuffle
 
 
 class Numbers(Dataset):
@@ -168,7 +168,7 @@ def test_processes_that_always_die_end_the_run_with_advice(caplog):
 ORPHANS = """
 import sys, time
 from torchdata.stateful_dataloader import StatefulDataLoader
-from verl.utils.dataset.loading import batches, bound_to_driver
+from verl.datasets.loading import batches, bound_to_driver
 
 class Rows:
     def __len__(self):

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from verl.datasets.chat import token_lengths
+from verl.datasets.files import DataFile
+from verl.datasets.prompt_images import PromptImages, RowImages
 from verl.errors import DataError
-from verl.utils.dataset.chat import token_lengths
-from verl.utils.dataset.files import DataFile
-from verl.utils.dataset.prompt_images import PromptImages, RowImages
 from verl.vision.families import IMAGE_TOKEN, VIDEO_TOKEN
 
 EXAMPLES = 3  # rows shown for each problem

@@ -27,21 +27,21 @@ from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from verl.config import DataConfig
-from verl.errors import DataError
-from verl.protocol.shared import SharedTensors
-from verl.schema import COLUMNS
-from verl.utils.control_tokens import plain
-from verl.utils.dataset.chat import (
+from verl.datasets.chat import (
     encode,
     render_prompt,
     require_usable,
     token_lengths,
     truncate,
 )
-from verl.utils.dataset.content_checks import ContentChecks
-from verl.utils.dataset.files import DataFile, Row, RowsInMemory, choose_rows, open_files, require_columns
-from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages, RowImages
-from verl.utils.dataset.row_conversation import require_written_calls, row_template_kwargs
+from verl.datasets.content_checks import ContentChecks
+from verl.datasets.files import DataFile, Row, RowsInMemory, choose_rows, open_files, require_columns
+from verl.datasets.prompt_images import ImagePrompt, PromptImages, RowImages
+from verl.datasets.row_conversation import require_written_calls, row_template_kwargs
+from verl.errors import DataError
+from verl.protocol.shared import SharedTensors
+from verl.schema import COLUMNS
+from verl.utils.control_tokens import plain
 from verl.vision.positions import left_padded
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class RLHFDataset(Dataset):
         return self.images.maker.expanded(ids, counts)
 
     def texts(self, item: int) -> list[str]:
-        """The rendered prompt, as :func:`verl.utils.dataset.chat.encode` takes it, in a list of one."""
+        """The rendered prompt, as :func:`verl.datasets.chat.encode` takes it, in a list of one."""
         return [self._render(self._prompt(self.source_row(item), self.place(item)), self.rows[item])]
 
     def sequences(self, item: int) -> list[tuple[list[int], list[int]]]:
@@ -251,7 +251,7 @@ class RLHFDataset(Dataset):
         return [value or UNKNOWN_SOURCE for value in self.source_column(self.config.reward_fn_key)]
 
     def require_columns(self, wanted: dict[str, str]) -> None:
-        """Check that every file has the columns; see :func:`verl.utils.dataset.files.require_columns`."""
+        """Check that every file has the columns; see :func:`verl.datasets.files.require_columns`."""
         require_columns(self.files, wanted)
 
     def _side_columns(self, item: int, source: Row) -> Row:

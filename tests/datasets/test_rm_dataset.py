@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from tests.utils.dataset.templates import GEMMA, LLAMA, QWEN, QWEN_THINKING, tokenizer_with
+from tests.datasets.templates import GEMMA, LLAMA, QWEN, QWEN_THINKING, tokenizer_with
+from verl.datasets import RMDataset, pair_collate_fn
 from verl.errors import DataError
 from verl.testing.models import tiny_tokenizer
 from verl.trainer.config import PreferenceDataConfig
-from verl.utils.dataset import RMDataset, pair_collate_fn
 
 TOKENIZER = tiny_tokenizer()  # <user>…<assistant>…<eos>; ids: pad 0, eos 1, user 2, assistant 3, "0" 4, "a" 14
 

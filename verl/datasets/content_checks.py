@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from verl.utils.dataset.chat import Message
+from verl.datasets.chat import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,14 +14,14 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from verl.errors import CheckpointError
-from verl.supervision.killable_pool.output import PrintedOutput
-from verl.utils.dataset.torchdata_private import (
+from verl.datasets.torchdata_private import (
     for_other_processes,
     has_dataset_state,
     is_handler_of_torch,
     reading_processes,
 )
+from verl.errors import CheckpointError
+from verl.supervision.killable_pool.output import PrintedOutput
 
 logger = logging.getLogger(__name__)
 
