@@ -121,7 +121,7 @@ class Memory:
                 started = time.perf_counter()
                 if holds:
                     held = group.execute_all_async("snapshot", step)
-                given = prompts(work.responses, step)
+                given = prompts(work.responses, seed=step, step=step)
                 one_step(group, given.select([]) | group.generate_sequences(given))
                 seconds[holds].append(time.perf_counter() - started)
             alone = [timed(lambda: group.wait_for(group.execute_all_async("snapshot", 0))) for _ in range(5)]

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+import ray
 import torch
 
 from benchmarks.standin import StandInRunner
@@ -199,7 +200,7 @@ class SimulatedRunner(StandInRunner):
 
 def one_size(ranks: int, response: int) -> dict[str, float]:
     """Means over all steps but the first, which imports and starts the processes of the reward function."""
-    stored._values_of = Store.values_of
+    ray.get = Store.values_of  # of a stored column that is read (verl/protocol/stored.py)
     keep_freed_memory(of_any_size=True)  # as a Ray session does
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
