@@ -12,7 +12,7 @@ import argparse
 
 import pyarrow.parquet as pq
 
-from verl.utils.reward_score import gsm8k, math_dapo, math_reward, prime_math
+from verl.scorers import gsm8k, math_dapo, math_reward, prime_math
 
 ENDINGS = {
     "gsm8k": (gsm8k.compute_score, "#### **${}**"),

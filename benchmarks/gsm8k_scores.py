@@ -11,7 +11,7 @@ import argparse
 
 import pyarrow.parquet as pq
 
-from verl.utils.reward_score.gsm8k import compute_score
+from verl.scorers.gsm8k import compute_score
 
 
 def main() -> None:

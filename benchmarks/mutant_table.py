@@ -465,10 +465,10 @@ REWARDS = (
     ),
     Mutant(
         "rewards",
-        "utils/reward_score/countdown.py",
+        "scorers/countdown.py",
         "value == target and Counter(numbers) == allowed",
         "value == target and set(numbers) == set(allowed)",
-        "utils/reward_score/countdown",
+        "scorers/countdown",
     ),
     Mutant(
         "rewards",

@@ -35,6 +35,7 @@ LAYERS = {
     "verl.backends": 3,
     "verl.checkpoint": 1,
     "verl.sandbox": 1,
+    "verl.scorers": 1,
     "verl.supervision": 1,
     "verl.datasets": 2,
     "verl.environments": 2,

@@ -50,7 +50,7 @@ EXCEPTIONS = {
     "view/report.py": "tells by which setting a run writes the file that a report is made of",
     "view/samples.py": "tells by which settings a run writes samples",
     "view/command.py": "tells by which setting a run writes the file that the page shows",
-    "utils/reward_score/registry.py": "a user's own scorer is chosen by a setting; no argument takes it",
+    "scorers/registry.py": "a user's own scorer is chosen by a setting; no argument takes it",
 }
 DOTTED = re.compile(r"(?<![\w./-])[a-z_]\w*(?:\.[a-z_]\w*)+")
 

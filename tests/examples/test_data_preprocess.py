@@ -24,11 +24,11 @@ from examples.data_preprocess import math as math_script
 from verl.datasets import RLHFDataset
 from verl.errors import DataError
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
+from verl.scorers import default_compute_score
+from verl.scorers.countdown import evaluate
 from verl.testing.models import tiny_tokenizer
 from verl.tools.utils.tool_registry import initialize_tools_from_config
 from verl.trainer.config import DataConfig
-from verl.utils.reward_score import default_compute_score
-from verl.utils.reward_score.countdown import evaluate
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "data_preprocess"
 SAMPLE = Path(__file__).parents[1] / "datasets" / "gsm8k_sample.jsonl"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from verl.interactions.gsm8k_interaction import RIGHT, WRONG
-from verl.utils.reward_score import gsm8k
+from verl.scorers import gsm8k
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "gsm8k_agents.md").read_text(), re.DOTALL)

@@ -6,10 +6,10 @@ import pytest
 from examples.quickstart.quickstart import Outcome
 from examples.quickstart.settings import command, megatron_settings, rl_settings, sft_settings
 from tests.forks import run
+from verl.scorers.countdown import compute_score
 from verl.trainer.config import PPOConfig, SFTConfig
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
-from verl.utils.reward_score.countdown import compute_score
 
 ROOT = Path(__file__).parents[2]
 

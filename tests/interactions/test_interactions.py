@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.utils.reward_score.judge_server import judge_server
+from tests.scorers.judge_server import judge_server
 from verl.errors import ConfigError, RolloutError
 from verl.interactions.base import BaseInteraction
 from verl.interactions.gsm8k_interaction import Gsm8kInteraction

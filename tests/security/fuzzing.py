@@ -19,7 +19,7 @@ import pydantic
 import torch
 from hypothesis import strategies as st
 
-from tests.utils.reward_score.test_hostile_text import PIECES, PURE
+from tests.scorers.test_hostile_text import PIECES, PURE
 from verl.base.fs import name_problem
 from verl.base.redact import redacted, without_secrets
 from verl.checkpoint import steps
@@ -30,12 +30,12 @@ from verl.errors import CheckpointError, ConfigError, DataError, RewardError
 from verl.protocol import DataProto
 from verl.sandbox.fusion import outcome_of, run_code_url
 from verl.sandbox.types import Limits, SandboxError
+from verl.scorers import llm_judge, math_reward
+from verl.scorers.math_equality import readings
+from verl.scorers.prime_code.cases import ValueCase, read_cases
+from verl.scorers.prime_code.compare import same_text, same_value
 from verl.supervision.killable_pool.calls import Reply
 from verl.trainer.config.overrides import force_overrides, keys_set
-from verl.utils.reward_score import llm_judge, math_reward
-from verl.utils.reward_score.math_equality import readings
-from verl.utils.reward_score.prime_code.cases import ValueCase, read_cases
-from verl.utils.reward_score.prime_code.compare import same_text, same_value
 
 SAID = (RewardError, DataError, ConfigError, CheckpointError, SandboxError)
 """How a parser may refuse."""

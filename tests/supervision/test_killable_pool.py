@@ -379,7 +379,7 @@ def test_no_calls(pool):
 
 
 def test_a_plain_scorer_loads_no_torch():
-    code = "import sys, verl.utils.reward_score; print([m for m in ('torch', 'numpy', 'ray') if m in sys.modules])"
+    code = "import sys, verl.scorers; print([m for m in ('torch', 'numpy', 'ray') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 

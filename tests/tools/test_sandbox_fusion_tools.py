@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.sandbox.requirements import needs_sandbox
-from tests.utils.reward_score.fusion_server import service
+from tests.scorers.fusion_server import service
 from verl.tools.sandbox_fusion_tools import SandboxFusionTool
 
 pytestmark = needs_sandbox

@@ -8,8 +8,8 @@ import pytest
 from examples.data_preprocess import _common, geo3k
 from tests.support.vision_models import picture, png, tiny_vision_model_dir, write_parquet
 from verl.datasets import RLHFDataset
+from verl.scorers import default_compute_score
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.reward_score import default_compute_score
 
 
 def call(monkeypatch, *arguments):

@@ -22,7 +22,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-MOVED: dict[str, str] = {"verl.utils.dataset": "verl.datasets"}
+MOVED: dict[str, str] = {"verl.utils.dataset": "verl.datasets", "verl.utils.reward_score": "verl.scorers"}
 """Public name of a package → the package that it is here. The tables of other names go by the public name."""
 
 CLASSES = {

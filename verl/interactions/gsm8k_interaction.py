@@ -7,7 +7,7 @@ import threading
 from verl.base.types import JsonObject
 from verl.errors import ConfigError
 from verl.interactions.base import BaseInteraction
-from verl.utils.reward_score import gsm8k
+from verl.scorers import gsm8k
 
 RIGHT = "Yes, that is right."
 WRONG = "That is not right. Look for the mistake, and give your answer again."

@@ -28,8 +28,8 @@ from verl.base.requirements import install_command
 from verl.base.types import JsonObject
 from verl.errors import ConfigError, RolloutError
 from verl.interactions.base import BaseInteraction
+from verl.scorers.llm_judge import CONTROL_TOKEN
 from verl.tools.threads import in_thread
-from verl.utils.reward_score.llm_judge import CONTROL_TOKEN
 
 if TYPE_CHECKING:
     import openai

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 
 from verl.base.types import JsonObject
+from verl.scorers import gsm8k
 from verl.tools.base_tool import BaseTool, created_with, schema
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.utils.reward_score import gsm8k
 
 NOT_BETTER = -0.05
 """Reward of a call whose answer is no better than the one before."""

@@ -17,7 +17,7 @@ from verl.config import EvalConfig, local_copies
 from verl.datasets.files import DataFile, open_files, require_columns
 from verl.datasets.rl_dataset import UNKNOWN_SOURCE
 from verl.errors import ConfigError, DataError, RewardError
-from verl.utils.reward_score import UnknownDataSourceError, check_truth, default_compute_score
+from verl.scorers import UnknownDataSourceError, check_truth, default_compute_score
 from verl.workers.reward_manager.function import RewardFunction, RewardSample
 from verl.workers.reward_manager.scores import Score
 

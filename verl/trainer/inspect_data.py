@@ -155,7 +155,7 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
 def _truth_findings(config: Any, dataset: Any) -> tuple[list[str], int]:
     """Describe the ground truths, and count those that their scorer cannot read, at which a run would stop."""
     from verl.datasets.rl_dataset import RLHFDataset
-    from verl.utils.reward_score import FORMATS, UnknownDataSourceError
+    from verl.scorers import FORMATS, UnknownDataSourceError
     from verl.workers.reward_manager.naive import unreadable_truths
 
     model = config.reward_model

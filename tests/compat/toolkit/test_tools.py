@@ -39,7 +39,7 @@ from verl.compat.toolkit.scoring import parallel_compute_score_async
 from verl.compat.toolkit.traces import rollout_trace_op
 from verl.errors import CheckpointError, ConfigError, DataError, SchemaError
 from verl.protocol import DataProto
-from verl.utils.reward_score import default_compute_score
+from verl.scorers import default_compute_score
 
 # ---- files ----------------------------------------------------------------------------------------
 

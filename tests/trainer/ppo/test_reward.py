@@ -11,6 +11,7 @@ from tests.workers.reward_manager.batches import LENGTH, TOKENIZER, batch_of
 from verl import DataProto
 from verl.datasets import RLHFDataset
 from verl.errors import ConfigError, DataError, RewardError, SchemaError
+from verl.scorers import UnknownDataSourceError
 from verl.trainer.config import DataConfig, PPOConfig
 from verl.trainer.config.command_line import compose
 from verl.trainer.ppo.reward import (
@@ -20,7 +21,6 @@ from verl.trainer.ppo.reward import (
     get_custom_reward_fn,
     load_reward_manager,
 )
-from verl.utils.reward_score import UnknownDataSourceError
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls
 
 PER_SAMPLE = """

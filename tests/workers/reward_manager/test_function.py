@@ -13,7 +13,7 @@ import torch
 from tests.workers.reward_manager.batches import batch_of
 from verl import DataProto
 from verl.errors import ConfigError, RewardError
-from verl.utils.reward_score import UnknownDataSourceError, default_compute_score, scorer_for_all
+from verl.scorers import UnknownDataSourceError, default_compute_score, scorer_for_all
 from verl.workers.reward_manager.function import RewardFunction, RewardSample, form_of
 from verl.workers.reward_manager.scores import on_turns, to_score, token_scores
 
@@ -205,7 +205,7 @@ def test_async_scorers_by_data_source_run_side_by_side(tmp_path, monkeypatch):
     # One source is async, the other is not; each sample gets its own score, in order.
     code = """
 import asyncio
-from verl.utils.reward_score import register_scorer
+from verl.scorers import register_scorer
 
 @register_scorer("test/slow")
 async def slow(solution_str, ground_truth):
@@ -235,7 +235,7 @@ def test_no_more_timed_scorers_at_once_than_processes(tmp_path, monkeypatch):
     code = f"""
 import os, time
 from pathlib import Path
-from verl.utils.reward_score import register_scorer
+from verl.scorers import register_scorer
 
 @register_scorer("test/timed", is_timed=True)
 def timed(solution_str, ground_truth):

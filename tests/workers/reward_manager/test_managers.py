@@ -18,10 +18,10 @@ from verl.errors import ConfigError, RewardError
 from verl.experience.rewards import EqualScores, RewardRecord, component_metrics, status_metrics
 from verl.experience.scoring import leave_out_failed, score_columns, submit_scores
 from verl.protocol import replace_columns
+from verl.scorers.remote import RemoteScorer
 from verl.supervision.killable_pool import RateLimit
 from verl.trainer.config import PPOConfig
 from verl.trainer.ppo.reward import compute_reward, load_reward_manager
-from verl.utils.reward_score.remote import RemoteScorer
 from verl.workers.reward_manager import (
     BatchRewardManager,
     DAPORewardManager,

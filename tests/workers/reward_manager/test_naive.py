@@ -12,8 +12,8 @@ from tests.workers.reward_manager.batches import LENGTH, TOKENIZER, batch_of
 from tests.workers.reward_manager.hostile import length_of
 from verl.datasets import RLHFDataset
 from verl.errors import ConfigError, DataError, RewardError, SchemaError
+from verl.scorers import UnknownDataSourceError, scorer_for_all
 from verl.trainer.config import DataConfig
-from verl.utils.reward_score import UnknownDataSourceError, scorer_for_all
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls, register
 from verl.workers.reward_manager.scores import on_last_token
 

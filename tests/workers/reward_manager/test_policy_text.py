@@ -6,7 +6,7 @@ import torch
 from tests.workers.reward_manager.batches import TOKENIZER
 from verl import DataProto
 from verl.experience.sequences import with_earlier_turns
-from verl.utils.reward_score.parts import format_reward, repetition_penalty
+from verl.scorers.parts import format_reward, repetition_penalty
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.reward_input import RewardInput
 from verl.workers.reward_manager import NaiveRewardManager, response_texts

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from verl.scorers import default_compute_score, scorer_for_all
 from verl.supervision.killable_pool import Budget, KillablePool
-from verl.utils.reward_score import default_compute_score, scorer_for_all
 from verl.workers.reward_manager.scores import score_of
 
 TIMEOUT_S = 300.0

@@ -34,6 +34,7 @@ from verl.config.agent import SINGLE_TURN
 from verl.config.rollout import OWN_ENGINES
 from verl.datasets.build import SAMPLERS
 from verl.errors import ConfigError
+from verl.scorers import FORMATS, SCORERS
 from verl.trainer.config import rules_engines as rollouts
 from verl.trainer.config import rules_files as files
 from verl.trainer.config import rules_megatron as megatron
@@ -44,7 +45,6 @@ from verl.trainer.config.rules_resume import own_checkpoints
 from verl.trainer.config.rules_sizes import needs_critic, profilers
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.model_facts import model_files
-from verl.utils.reward_score import FORMATS, SCORERS
 from verl.workers.reward_manager import get_reward_manager_cls
 
 Problems = Iterator[Problem]

@@ -9,7 +9,7 @@ from typing import Any
 from verl.base.registry import suggest
 from verl.errors import ConfigError
 from verl.protocol import DataProto
-from verl.utils.reward_score.parts import soft_overlong_penalty
+from verl.scorers.parts import soft_overlong_penalty
 from verl.workers.policy_turns import own_tokens
 from verl.workers.reward_manager.abstract import register
 from verl.workers.reward_manager.function import tensors_of

@@ -38,10 +38,10 @@ from verl.base.registry import suggest
 from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto, compute_response_mask, with_response_mask
 from verl.schema import require
+from verl.scorers import UnknownDataSourceError, default_compute_score, kind_of, source_of
+from verl.scorers.registry import Kind
 from verl.supervision.killable_pool import Budget, CallResult, KillablePool, RateLimit, is_async, unwrapped
 from verl.utils.deferred import Deferred
-from verl.utils.reward_score import UnknownDataSourceError, default_compute_score, kind_of, source_of
-from verl.utils.reward_score.registry import Kind
 from verl.workers.reward_manager.scores import FORMS, UNUSABLE, Score, Scores, checked_score, score_of, token_scores
 
 SAMPLE_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -17,15 +17,15 @@ from verl.datasets.rl_dataset import RLHFDataset
 from verl.errors import ConfigError, DataError, RewardError
 from verl.protocol import DataProto, compute_response_mask
 from verl.schema import require
-from verl.supervision.killable_pool import Budget, RateLimit, unwrapped
-from verl.utils.deferred import Deferred
-from verl.utils.reward_score import (
+from verl.scorers import (
     UnknownDataSourceError,
     check_settings,
     check_truth,
     default_compute_score,
     source_of,
 )
+from verl.supervision.killable_pool import Budget, RateLimit, unwrapped
+from verl.utils.deferred import Deferred
 from verl.workers.reward_manager.abstract import AbstractRewardManager, Result, RewardTensor, register
 from verl.workers.reward_manager.function import Form, RewardFunction, RewardSample, tensors_of
 from verl.workers.reward_manager.scores import Score, Scores, extra_info, placed, token_scores
@@ -52,7 +52,7 @@ class NaiveRewardManager(AbstractRewardManager):
 
     Args:
         compute_score: a function of one of the forms of :mod:`verl.workers.reward_manager.function`;
-            default: the scorer of each data source, :func:`verl.utils.reward_score.default_compute_score`.
+            default: the scorer of each data source, :func:`verl.scorers.default_compute_score`.
         max_error_rate: largest fraction of a batch that may fail.
         max_concurrent: concurrent calls over all processes.
         num_workers: processes that score.

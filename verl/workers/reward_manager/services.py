@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.scorers import default_compute_score
+from verl.scorers.remote import RemoteScorer
 from verl.supervision.killable_pool import RateLimit, unwrapped
-from verl.utils.reward_score import default_compute_score
-from verl.utils.reward_score.remote import RemoteScorer
 from verl.workers.reward_manager.abstract import register
 from verl.workers.reward_manager.function import Form, RewardSample
 from verl.workers.reward_manager.naive import NaiveRewardManager
@@ -76,7 +76,7 @@ class RateLimitedRewardManager(NaiveRewardManager):
 
 @register("remote")
 class RemoteRewardManager(NaiveRewardManager):
-    """Posts each sample to an HTTP service, which returns the score (see :mod:`verl.utils.reward_score.remote`).
+    """Posts each sample to an HTTP service, which returns the score (see :mod:`verl.scorers.remote`).
 
     Args:
         compute_score: must be unset, since the service scores.

@@ -1,3 +1,3 @@
-"""Public address of functions in :mod:`verl.utils.reward_score.parts`."""
+"""Public address of functions in :mod:`verl.scorers.parts`."""
 
-from verl.utils.reward_score.parts import weighted_sum as weighted_sum
+from verl.scorers.parts import weighted_sum as weighted_sum

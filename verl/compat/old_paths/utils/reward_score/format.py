@@ -1,4 +1,4 @@
-"""Public address of functions in :mod:`verl.utils.reward_score.parts`."""
+"""Public address of functions in :mod:`verl.scorers.parts`."""
 
-from verl.utils.reward_score.parts import format_reward as format_reward
-from verl.utils.reward_score.parts import last_tag as last_tag
+from verl.scorers.parts import format_reward as format_reward
+from verl.scorers.parts import last_tag as last_tag

@@ -1,4 +1,4 @@
-"""Public address of functions in :mod:`verl.utils.reward_score.parts`."""
+"""Public address of functions in :mod:`verl.scorers.parts`."""
 
-from verl.utils.reward_score.parts import cosine_length_reward as cosine_length_reward
-from verl.utils.reward_score.parts import soft_overlong_penalty as soft_overlong_penalty
+from verl.scorers.parts import cosine_length_reward as cosine_length_reward
+from verl.scorers.parts import soft_overlong_penalty as soft_overlong_penalty

@@ -1,3 +1,3 @@
 """Old address of the function that runs a program against tests."""
 
-from verl.utils.reward_score.prime_code import run_test as run_test
+from verl.scorers.prime_code import run_test as run_test

@@ -1,0 +1,268 @@
+"""Cutting out programs, reading tests, comparing answers: all that happens outside the sandbox."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.errors import RewardError
+from verl.scorers.prime_code.cases import TextCase, ValueCase, extract_code, read_cases
+from verl.scorers.prime_code.compare import plain, same_text, same_value
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("Here:\n```python\nprint(1)\n```\ndone", "print(1)\n"),
+        ("```python\na\n```\nbetter:\n```python\nb\n```", "b\n"),
+        ("```py\na\n```\nand output\n```\n1\n```", "a\n"),  # a marked block wins over a later one without a mark
+        ("```\na\n```\n```\nb\n```", "b\n"),
+        ("```Python3 title=x\na\n```", "a\n"),
+        ("```python\nfor x in y:\n    print(x)", "for x in y:\n    print(x)"),  # cut off
+        ("```python\ns = '```'\n```", "s = '```'\n"),  # a fence stands at the start of a line
+        ("``` Python title=x\n1\n```", "1\n"),
+        ("```\n1\n```\n```python\n2\n```\n```c++\n3\n```", "2\n"),
+        ("1. Read:\n\n   ```python\n   for x in y:\n       a\n   ```\n2. Done", "for x in y:\n    a\n"),
+        ("- ```python\n  if x:\n      a\n  ```", "if x:\n    a\n"),
+        ("- Code:\n  ```python\na\n  ```", "a\n"),  # only the fence is indented
+        ("```python\n    a\n      b\n```", "a\n  b\n"),  # only the code is
+        ("\t```python\n\tif x:\n\t\ta\n\t```", "if x:\n\ta\n"),
+        ("~~~python\na\n~~~\nb", "a\n"),
+        ('~~~\ns = """\n```\n"""\n~~~', 's = """\n```\n"""\n'),
+        ("> So:\n> ```python\n> if x:\n>     a\n> ```\n> done", "if x:\n    a\n"),
+        (">> ```python\n>> >>> a\n>> ```", ">>> a\n"),
+        ("> ~~~ python\n> a\n>\n> b\n> ~~~", "a\n\nb\n"),
+        ('````python\ns = """\n```\n"""\n````', 's = """\n```\n"""\n'),
+        ("````markdown\n```python\na\n```\n````", "a\n"),
+        ("```{.python .numberLines}\na\n```", "a\n"),
+        ("```python3.11\na\n```\n```text\nb\n```", "a\n"),
+        ("```python", None),  # cut off before the program
+        ("```python\r\na\r\n```", "a\r\n"),
+        ("```cpp\nint main() {}\n```", None),
+        ("print(1)", "print(1)"),  # a program as a whole
+        ("import sys\nThen I print it.", None),
+        ("Yes", None),
+        ("", None),
+        ("```python```", None),
+    ],
+)
+def test_the_program_of_a_response(response, code):
+    assert extract_code(response) == code
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("1 2\n3\n", "1 2\n3"),
+        ("  1   2 \r\n\r\n3", "1 2\n3\n\n"),
+        ("YES", "YES\n"),
+        ("0.1000001", "0.1"),  # off by 1e-7
+        ("1000000.5", "1000000.0"),  # 5e-7 relative
+        ("2", "2.0"),
+        ("2.", "2.0"),
+        (".5", "0.5"),
+        ("1e3", "1000"),
+        ("-0.0000001", "0.0"),
+        ("", "\n"),
+        ("nan", "nan"),  # the same text
+        ("9" * 350, "9" * 350),
+    ],
+)
+def test_texts_that_are_the_same(answer, expected):
+    assert same_text(answer, expected)
+    assert same_text(expected, answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("1\n2", "1 2"),  # lines count
+        ("12", "1 2"),
+        ("yes", "YES"),
+        ("1 2 3", "1 2"),
+        ("", "0"),
+        ("0.100002", "0.1"),  # off by 2e-6
+        ("1000002.5", "1000000.0"),  # 2.5e-6 relative
+        ("1000001", "1000000"),  # integers are exact, though 1e-6 apart
+        ("007", "7"),
+        ("1e999", "1e888"),  # beyond all floats
+        ("9" * 350 + ".0", "8" * 350 + ".0"),
+        ("inf", "1e999"),
+        ("1_0.0", "10.0"),
+        ("0x10", "16.0"),
+        ("--1.0", "1.0"),
+        ("١.٠", "1.0"),
+    ],
+)
+def test_texts_that_differ(answer, expected):
+    assert not same_text(answer, expected)
+    assert not same_text(expected, answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "same"),
+    [
+        (3, 3, True),
+        (3, 3.0, True),
+        (3, 4, False),
+        (10**30 + 1, 10**30, False),  # exact, where floats would not see it
+        (10**400, 1.0, False),
+        (0.3, 0.30000001, True),
+        (0.3, 0.30001, False),
+        (True, 1, False),
+        (0, False, False),
+        (True, True, True),
+        (None, 0, False),
+        (None, None, True),
+        ("1", 1, False),
+        ("a", "a", True),
+        ([1, [2.0, "x"]], [1, [2, "x"]], True),
+        ([1, 2], [2, 1], False),
+        ([1, 2], [1, 2, 3], False),
+        ({"a": 1, "b": [1.0]}, {"b": [1], "a": 1}, True),
+        ({"a": 1}, {"b": 1}, False),
+        ({"a": 1}, {"a": 1, "b": 1}, False),
+        (float("nan"), float("nan"), False),
+        (float("inf"), float("inf"), True),
+        ([], None, False),
+    ],
+)
+def test_values(answer, expected, same):
+    assert same_value(answer, expected) is same
+    assert same_value(expected, answer) is same
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(json_values)
+def test_every_value_is_the_same_as_itself_after_json(value):
+    assert same_value(json.loads(json.dumps(value)), value)
+
+
+@given(st.text(alphabet="ab1.\n \t"), st.text(alphabet="ab1.\n \t"))
+def test_text_comparison_is_symmetric_and_ignores_trailing_blanks(left, right):
+    assert same_text(left, right) == same_text(right, left)
+    assert same_text(left + " \n\n", left)
+
+
+def test_plain_values():
+    assert plain((1, [np.int64(2)], {3: {4, 0}}, np.array([[1.5]]))) == [1, [2], {"3": [0, 4]}, [[1.5]]]
+
+
+def test_text_tests_of_every_form():
+    expected = [TextCase("1\n2", "3"), TextCase("4", "5\n6")]
+    truth = {"inputs": ["1\n2", ["4"]], "outputs": ["3", ["5", "6"]]}
+    assert read_cases(truth) == expected
+    assert read_cases(json.dumps(truth)) == expected
+    arrays = {"inputs": np.array(["1\n2", "4"], object), "outputs": np.array(["3", "5\n6"], object), "fn_name": None}
+    assert read_cases(arrays) == expected  # as a parquet file gives it
+    assert read_cases({**truth, "fn_name": ""}) == expected
+    assert read_cases({"inputs": [5], "outputs": [6]}) == [TextCase("5", "6")]
+
+
+def test_calls_of_every_form():
+    call = {"function": "f", "arguments": [[1, 2], "x"]}
+    for inputs in (['[1, 2]\n"x"'], [[[1, 2], "x"]]):
+        for output in ("3", 3):
+            assert read_cases({"fn_name": "f", "inputs": inputs, "outputs": [output]}) == [ValueCase(call, (3,))]
+    assert read_cases({"fn_name": "f", "inputs": [[1]], "outputs": ["no json"]})[0].expected == ("no json",)
+
+
+def test_lists_of_one_are_read_both_ways_where_all_outputs_are():
+    both = read_cases({"fn_name": "f", "inputs": [[1], [2]], "outputs": [[3], [4]]})
+    assert [case.expected for case in both] == [([3], 3), ([4], 4)]
+    assert both[0].is_answered_by("3")
+    assert both[0].is_answered_by("[3]")
+    assert not both[0].is_answered_by("4")
+    one = read_cases({"fn_name": "f", "inputs": [[1], [2]], "outputs": [[3], [4, 5]]})
+    assert [case.expected for case in one] == [([3],), ([4, 5],)]
+    assert not one[0].is_answered_by("3")
+
+
+def test_assertions_are_split_into_expression_and_literal():
+    tests = [
+        "assert f(1) == (2, [3])",
+        "assert -4 == f(2), 'message'",
+        "assert f(3) is None",
+        "assert f(4)",
+        "assert not f(5)",
+        "assert f(6) == 7 and not f(8)",
+        "assert three_equal(1, 1, [2 for _ in (3,)]) == 2",
+    ]
+    cases = read_cases({"assert_case": tests})
+    assert [case.request["expression"] for case in cases] == [
+        "f(1)",
+        "f(2)",
+        "f(3)",
+        "not not f(4)",
+        "not not f(5)",  # as for f(4): which of the two is right is not told
+        "(f(6), not not f(8))",
+        "three_equal(1, 1, [2 for _ in (3,)])",
+    ]
+    assert [case.expected[0] for case in cases] == [[2, [3]], -4, None, True, False, [7, False], 2]
+
+
+@pytest.mark.parametrize(
+    ("test", "complaint"),
+    [
+        ("assert f(1) == g(1)", "no side is a literal"),
+        ("assert f(1) < 3", "other"),
+        ("assert 1 < f(1) < 3", "other"),
+        ("assert f(1) == 2 or f(1) == 3", "would decide"),
+        ("assert f(1) == 2 and f(2) < 3", "other"),
+        ("assert not f(1) == 2", "denies"),
+        ("assert all(f(n) == n for n in range(3))", "would decide"),
+        ("assert [f(n) == n for n in range(3)] == [True, True, True]", "would decide"),
+        ("assert f(1).__eq__(2)", "would decide"),
+        ("assert math.isclose(f(1), 0.5)", "would decide"),
+        ("assert (lambda: f(1) == 2)() is True", "would decide"),
+        ("f(1)", "Expr"),
+        ("assert f(", "never closed"),
+        ("assert f(1) == 1; import os", "too many values"),
+    ],
+)
+def test_assertions_that_only_the_program_could_decide_are_refused(test, complaint):
+    with pytest.raises(RewardError, match=complaint):
+        read_cases({"assert_case": [test]})
+
+
+@pytest.mark.parametrize(
+    ("truth", "complaint"),
+    [
+        ("{", "no JSON"),
+        ("[1]", "list"),
+        (3, "int"),
+        ({}, "0 inputs"),
+        ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        (
+            {"inputs": False, "outputs": ["1"]},
+            "'inputs' of the ground truth .* is False; expected a list",
+        ),
+        ({"inputs": ["1"], "outputs": "1"}, "'outputs' .* is '1'; expected a list"),
+        ({"assert_case": "assert f(1) == 1"}, "'assert_case' .* expected a list"),
+        ({"assert_case": [None]}, "the test None cannot be used"),
+        ({"inputs": ["not json"], "outputs": ["1"], "fn_name": "f"}, "one JSON value per line"),
+    ],
+)
+def test_ground_truths_that_are_no_tests(truth, complaint):
+    with pytest.raises(RewardError, match=complaint):
+        read_cases(truth)
+
+
+def test_the_expected_answer_is_not_in_what_the_program_reads():
+    case = read_cases({"fn_name": "f", "inputs": [[1]], "outputs": [918273]})[0]
+    assert "918273" not in case.stdin
+    case = read_cases({"assert_case": ["assert f(1) == 918273"]})[0]
+    assert "918273" not in case.stdin
+
+
+@pytest.mark.parametrize("stdout", ["", "{", "[" * 100_000, "9" * 10_000, "\0", "1 2"])
+def test_answers_made_to_break_the_parser_are_wrong(stdout):
+    assert not ValueCase({}, (1,)).is_answered_by(stdout)
