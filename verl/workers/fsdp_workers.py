@@ -138,7 +138,7 @@ class ActorRolloutRefWorker(EngineWorker):
                 queue = entered.enter_context(requests.of_engine(engine_index, rollout.weight_version))
                 queue.on_abort = rollout.abort
             else:  # the engine's requests are for its first rank alone
-                queue = RequestQueue(lambda number, answer: None)
+                queue = RequestQueue(lambda request, answer: None)
                 queue.close()
             rollout.serve(queue)
 
@@ -177,7 +177,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def post_engine_state(self, board: Board) -> None:
-        """Let the rollout engine post its state to a board, under the number of this rank, from now on."""
+        """Let the rollout engine post its state to a board, under the index of this rank, from now on."""
         rollout = _present(self.rollout, "rollout")
         if rollout.leads:
             rollout.on_state = functools.partial(board.post, self.rank)
@@ -198,8 +198,8 @@ class ActorRolloutRefWorker(EngineWorker):
             shares_prompts=self.config.actor.use_prefix_grouper,
         )
         with self.trained.eval_mode():
-            found = self.trained.infer_batch(data, set(self._log_prob_columns), micro, self.temperature)
-        return DataProto.from_dict(tensors={column: found[name] for name, column in self._log_prob_columns.items()})
+            outputs = self.trained.infer_batch(data, set(self._log_prob_columns), micro, self.temperature)
+        return DataProto.from_dict(tensors={column: outputs[name] for name, column in self._log_prob_columns.items()})
 
     @property
     def _log_prob_columns(self) -> dict[str, str]:
@@ -226,8 +226,8 @@ class ActorRolloutRefWorker(EngineWorker):
             shares_prompts=self.config.actor.use_prefix_grouper,
         )
         with engine.eval_mode(), engine.disable_adapter() if is_actor else nullcontext():
-            found = engine.infer_batch(data, {"log_probs"}, micro, self.temperature)
-        return DataProto.from_dict(tensors={"ref_log_prob": found["log_probs"]})
+            outputs = engine.infer_batch(data, {"log_probs"}, micro, self.temperature)
+        return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(
@@ -267,13 +267,13 @@ class ActorRolloutRefWorker(EngineWorker):
                 f"{plan.epochs} times over, are more than one optimizer step: they need old_log_probs. Call "
                 "compute_log_prob first."
             )
-        seen, own = TokenRecord(len(data)), TokenRecord(len(data))
+        update_record, forward_record = TokenRecord(len(data)), TokenRecord(len(data))
         if record_tokens:
-            loss = RecordedLoss(loss, seen)
+            loss = RecordedLoss(loss, update_record)
         if own_forward:
-            loss = OwnForwardLoss(loss, own)
+            loss = OwnForwardLoss(loss, forward_record)
         if record_tokens or own_forward:
-            data = own.numbered(data)
+            data = forward_record.numbered(data)
         steps = OptimizerSteps()
         with engine.train_mode():
             for rows in plan.mini_batches(len(data), engine.weight_version, mini_batch_sizes):
@@ -281,7 +281,7 @@ class ActorRolloutRefWorker(EngineWorker):
                 steps.add(report, engine.non_finite, rows, engine.expert_counts)
             metrics = steps.metrics("actor", engine.lr_scheduler_step())
         width = data.batch["response_mask"].shape[1]
-        made = (own.columns(width, missing=0.0), seen.columns(width, missing=math.nan))
+        made = (forward_record.columns(width, missing=0.0), update_record.columns(width, missing=math.nan))
         return self.report(metrics, steps.problems, engine, steps.expert_counts) | made[0] | made[1]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

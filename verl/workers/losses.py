@@ -95,10 +95,10 @@ class PolicyLoss:
         mask = columns["response_mask"]
         counts = denominators(totals, mode, columns) | LossTotals(loss_scale_factor=config.loss_scale_factor)
         weights = self._token_weights(columns)
-        loss, found = evaluate_policy_loss(
+        loss, loss_metrics = evaluate_policy_loss(
             self.info, log_probs, columns, weights, mode, config, counts, self.entropy_coeff
         )
-        metrics: dict[str, Any] = {**found, "actor/pg_loss": PartialSum(loss.detach() / totals.dp_size)}
+        metrics: dict[str, Any] = {**loss_metrics, "actor/pg_loss": PartialSum(loss.detach() / totals.dp_size)}
         if "entropy" in outputs:
             entropy = agg_loss(outputs["entropy"], mask, mode, **counts)
             metrics["actor/entropy_loss"] = PartialSum(entropy.detach() / totals.dp_size)
@@ -124,10 +124,10 @@ class PolicyLoss:
 
 
 class TokenRecord:
-    """Numbers of the tokens of a rank's rows, taken from micro-batches as they come; the last ones of a row count.
+    """Values of each token of a rank's rows, collected from its micro-batches; later values of a row replace earlier.
 
     Args:
-        bsz: rows of this rank, which the column ``row`` of a micro-batch numbers.
+        bsz: rows of this rank, to which the column ``row`` of a micro-batch points.
     """
 
     def __init__(self, bsz: int) -> None:
@@ -138,32 +138,32 @@ class TokenRecord:
         """Add the column ``row``, the position of each row in this rank's batch."""
         return batch | DataProto.from_dict(tensors={"row": torch.arange(self._bsz)})
 
-    def add(self, micro_batch: DataProto, numbers: Mapping[str, Tensor]) -> None:
-        """Keep numbers, each (rows of the micro-batch, response_length).
+    def add(self, micro_batch: DataProto, columns: Mapping[str, Tensor]) -> None:
+        """Keep the values of a micro-batch, each (rows of the micro-batch, response_length).
 
-        Nothing is read from the device here, where the next pass would wait for it.
+        Nothing is copied from the device here, because the next pass would wait for it.
         """
-        kept = {name: values.detach() for name, values in numbers.items()}
+        kept = {name: values.detach() for name, values in columns.items()}
         self._seen.append((micro_batch.batch["row"], micro_batch.batch["response_mask"].bool(), kept))
 
     def columns(self, response_length: int, missing: float) -> DataProto:
-        """The numbers by name, (bsz, response_length) float32 on the CPU, ``missing`` where ``response_mask`` is 0.
+        """Return the values by name, (bsz, response_length) float32 on the CPU, ``missing`` outside ``response_mask``.
 
-        Rows without tokens are left out: they come in passes that only keep the ranks in step.
+        Rows without tokens are left out: they are those of filler passes.
         """
-        found: dict[str, Tensor] = {}
-        for rows, mask, numbers in self._seen:
+        columns: dict[str, Tensor] = {}
+        for rows, mask, recorded in self._seen:
             there = mask.any(-1).cpu()
-            for name, values in numbers.items():
-                column = found.setdefault(name, torch.full((self._bsz, response_length), missing))
+            for name, values in recorded.items():
+                column = columns.setdefault(name, torch.full((self._bsz, response_length), missing))
                 column[rows.cpu()[there]] = values.float().masked_fill(~mask, missing).cpu()[there]
-        return DataProto.from_dict(tensors=found) if found else DataProto()
+        return DataProto.from_dict(tensors=columns) if columns else DataProto()
 
 
 class RecordedLoss:
-    """A policy loss that keeps, for a dump of tokens, the log-probs that it was computed from and where it clipped.
+    """A policy loss that records, for a dump of tokens, the log-probs of the update and which tokens it clipped.
 
-    With several epochs those of the last one remain.
+    With several epochs the values of the last one remain.
 
     Args:
         loss: that is computed.
@@ -184,8 +184,8 @@ class RecordedLoss:
         require(micro_batch, ("row", *self.loss.required), "the record of the policy update")
         log_probs = outputs["log_probs"].detach()
         clipped = clipped_tokens(self.loss.info, log_probs, micro_batch.batch, self.loss.config)
-        found = {"update_log_probs": log_probs} | ({} if clipped is None else {"update_clipped": clipped})
-        self.record.add(micro_batch, found)
+        recorded = {"update_log_probs": log_probs} | ({} if clipped is None else {"update_clipped": clipped})
+        self.record.add(micro_batch, recorded)
         return self.loss(outputs, micro_batch, totals)
 
 
@@ -352,8 +352,8 @@ class DirectPreferenceLoss(PairLoss):
         metrics |= {f"logps/{side}": self.part_of_mean(getattr(sides, side), totals) for side in Pairs._fields}
         if config.sft_coef:
             # By the mean of each response's tokens, as in iterative RPO (arXiv:2404.19733).
-            own = split_pairs(-sequence_log_probs(outputs["log_probs"], mask, average=True)).chosen
-            loss = loss + config.sft_coef * self.mean(own, totals)
-            metrics["sft_loss"] = self.part_of_mean(own, totals)
+            sft_losses = split_pairs(-sequence_log_probs(outputs["log_probs"], mask, average=True)).chosen
+            loss = loss + config.sft_coef * self.mean(sft_losses, totals)
+            metrics["sft_loss"] = self.part_of_mean(sft_losses, totals)
             metrics["loss"] = PartialSum(loss.detach() / totals.dp_size)
         return loss, metrics

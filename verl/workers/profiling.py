@@ -70,7 +70,7 @@ class MemoryTool:
     def stop(self) -> None:
         """See :class:`ProfilerTool`."""
         torch.cuda.memory._dump_snapshot(f"{self._path}.pickle")
-        torch.cuda.memory._record_memory_history(enabled=None)
+        torch.cuda.memory._record_memory_history(enabled=None)  # None ends the recording
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class ProcessRecording:
     roles: list[str] = field(default_factory=list)
 
     def start(self, plan: RecordingPlan, rank: int) -> None:
-        """Begin to record for a role; what an earlier step that failed has left is thrown away.
+        """Begin to record for a role; a recording that a failed step left is dropped.
 
         Raises:
             ConfigError: the tool records a GPU, and this process sees none.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from verl.config import RewardModelModelConfig
 
-_OF_PIXELS = (
+_PIXEL_SETTINGS = (
     "patch_size", "temporal_patch_size", "merge_size", "do_rescale", "rescale_factor", "do_normalize", "image_mean",
     "image_std",
 )  # fmt: skip
@@ -66,18 +66,18 @@ class RewardInput:
             return cls(max_length=max_length, vision=vision)
         policy = hf_tokenizer(model.input_tokenizer, trust_remote_code=model.trust_remote_code)
         try:
-            own = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+            tokenizer = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         except ConfigError as error:
             raise ConfigError(
                 f"whether the reward model reads the policy's tokens cannot be told: {error} If it does, set "
                 "reward_model.model.input_tokenizer=null."
             ) from error
-        if own.get_vocab() == policy.get_vocab() and own.chat_template == policy.chat_template:
+        if tokenizer.get_vocab() == policy.get_vocab() and tokenizer.chat_template == policy.chat_template:
             if vision is not None:
                 _require_same_pixels(model, model.input_tokenizer)
             return cls(max_length=max_length, vision=vision)
         if vision is not None and hf_processor(model.input_tokenizer, trust_remote_code=model.trust_remote_code):
-            what = "chat template" if own.get_vocab() == policy.get_vocab() else "vocabulary"
+            what = "chat template" if tokenizer.get_vocab() == policy.get_vocab() else "vocabulary"
             raise ConfigError(
                 f"reward_model.model.path={model.path}: its {what} is not that of the policy, {model.input_tokenizer}. "
                 "A conversation with images is not rendered anew for a reward model, which would need other image "
@@ -85,8 +85,8 @@ class RewardInput:
                 "or, if both have the same token ids and it was trained on the policy's template, set "
                 "reward_model.model.input_tokenizer=null."
             )
-        require_chat_template(own)
-        return cls(policy, own, max_length)
+        require_chat_template(tokenizer)
+        return cls(policy, tokenizer, max_length)
 
     def read(self, batch: DataProto) -> DataProto:
         """Return the columns that the engine reads; ``response_mask`` is 1 only on the last token of each row.
@@ -121,41 +121,42 @@ class RewardInput:
         return DataProto.from_dict(tensors=columns, non_tensors={COLUMN: self._images(batch, self.vision)})
 
     def _require_uncut(self, batch: DataProto, mask: Tensor) -> None:
-        for number, (row, length) in enumerate(zip(batch.non_tensor_batch[COLUMN], mask.sum(-1).tolist(), strict=True)):
-            if self.max_length is not None and length > self.max_length and IMAGE_INPUTS[0] in row:
+        lengths = mask.sum(-1).tolist()
+        for i, row in enumerate(batch.non_tensor_batch[COLUMN]):
+            if self.max_length is not None and lengths[i] > self.max_length and IMAGE_INPUTS[0] in row:
                 raise SchemaError(
-                    f"row {number} of the batch has images and {length} tokens, more than reward_model.max_length="
+                    f"row {i} of the batch has images and {lengths[i]} tokens, more than reward_model.max_length="
                     f"{self.max_length}. A sequence with images is not cut: raise it, or set it to null."
                 )
 
     def _images(self, batch: DataProto, vision: VisionConfig) -> np.ndarray:
-        """The images of each row; tokens with the id of images that the policy drew are named as texts."""
-        # Here the policy's mask is at hand; in the columns for the engine only the last token of a row is marked.
+        """Return the images of each row; tokens that the policy drew with the id of image tokens are marked as text."""
+        # This needs the policy's response_mask: in the columns for the engine only the last token of a row has a 1.
         columns, rows = batch.batch, list(batch.non_tensor_batch[COLUMN])
         ids, mask = columns["input_ids"], columns["attention_mask"]
         of_images = image_tokens(ids, mask, columns["response_mask"], rows, vision)
         texts = vision.marked(ids) & mask.bool() & ~of_images
-        found = np.empty(len(rows), dtype=object)
-        for number, row in enumerate(rows):
-            places = texts[number][mask[number].bool()].nonzero().flatten()
-            found[number] = SharedTensors({**row, TEXT_PLACES: places}) if len(places) else row
-        return found
+        images = np.empty(len(rows), dtype=object)
+        for row_index, row in enumerate(rows):
+            places = texts[row_index][mask[row_index].bool()].nonzero().flatten()
+            images[row_index] = SharedTensors({**row, TEXT_PLACES: places}) if len(places) else row
+        return images
 
     def _translate(self, batch: DataProto) -> list[list[int]]:
-        """Token ids of each prompt, and what the policy wrote as its answer, in the reward model's chat template."""
+        """Tokenize each prompt and the policy's answer in the reward model's chat template."""
         assert self.own_tokenizer is not None
         require(batch, ("raw_prompt",), "a reward model with another tokenizer (set data.return_raw_chat=true);")
         rows = []
         for turns, messages in zip(policy_turns(batch), batch.non_tensor_batch["raw_prompt"], strict=True):
-            text = "\n".join(map(self._text, turns))
+            text = "\n".join(map(self._turn_text, turns))
             chat: list[dict[str, Any]] = [*messages, {"role": "assistant", "content": text}]
             rendered = cast(str, self.own_tokenizer.apply_chat_template(chat, tokenize=False))
             # The score is read at the end token of the turn; some templates put a line break behind it.
             rows.append(self.own_tokenizer(rendered.rstrip(), add_special_tokens=False)["input_ids"])
         return rows
 
-    def _text(self, turn: Tensor) -> str:
-        """Text of a turn of the policy without the special tokens at its end, as the template adds its own."""
+    def _turn_text(self, turn: Tensor) -> str:
+        """Decode a turn of the policy without the special tokens at its end, as the template adds its own."""
         assert self.policy_tokenizer is not None
         ids = turn.tolist()
         while ids and ids[-1] in self.policy_tokenizer.all_special_ids:
@@ -164,19 +165,13 @@ class RewardInput:
 
     def place(self, scores: Tensor, batch: DataProto) -> Tensor:
         """Put (bsz,) scores on the last response token: (bsz, response_length). An empty response gets no score."""
-        lengths = _lengths(batch)
-        columns = torch.arange(batch.batch["responses"].shape[1])
-        return scores.unsqueeze(-1) * (columns == (lengths - 1).unsqueeze(-1))
-
-
-def _lengths(batch: DataProto) -> Tensor:
-    """(bsz,) number of tokens of each response, including those of tools."""
-    response_length = batch.batch["responses"].shape[1]
-    return batch.batch["attention_mask"][:, -response_length:].sum(-1)
+        response_length = batch.batch["responses"].shape[1]
+        lengths = batch.batch["attention_mask"][:, -response_length:].sum(-1)  # (bsz,), including tokens of tools
+        return scores.unsqueeze(-1) * (torch.arange(response_length) == (lengths - 1).unsqueeze(-1))
 
 
 def _vision_of(model: RewardModelModelConfig) -> VisionConfig | None:
-    """What images need of a reward model's config; None for a model of text."""
+    """Return the image settings of a reward model's config; None for a model of text."""
     path = resolve_model_path(model.path)
     if Path(path).is_dir():
         kind = model_files.model_type(Path(path))
@@ -191,20 +186,24 @@ def _vision_of(model: RewardModelModelConfig) -> VisionConfig | None:
 
 def _require_same_pixels(model: RewardModelModelConfig, policy_path: str) -> None:
     """Raise ConfigError unless the image processor of the reward model makes the policy's pixels of an image."""
-    own, policy = (hf_processor(path, trust_remote_code=model.trust_remote_code) for path in (model.path, policy_path))
-    if policy is None:  # a policy of text
+    reward_processor, policy_processor = (
+        hf_processor(path, trust_remote_code=model.trust_remote_code) for path in (model.path, policy_path)
+    )
+    if policy_processor is None:  # a policy of text
         return
-    if own is None:
+    if reward_processor is None:
         raise ConfigError(
             f"reward_model.model.path={model.path} has no preprocessor_config.json, so whether the reward model sees "
             "images as the policy does cannot be told. Put the files of its processor there; if it was trained on the "
             "policy's images, set reward_model.model.input_tokenizer=null."
         )
-    for name in _OF_PIXELS:
-        of_own, of_policy = (getattr(processor.image_processor, name, None) for processor in (own, policy))
-        if of_own != of_policy:
+    for name in _PIXEL_SETTINGS:
+        of_reward_model, of_policy = (
+            getattr(processor.image_processor, name, None) for processor in (reward_processor, policy_processor)
+        )
+        if of_reward_model != of_policy:
             raise ConfigError(
-                f"reward_model.model.path={model.path}: its image processor has {name}={of_own}, and that of the "
-                f"policy ({policy_path}), whose pixels it would be given, {of_policy}. Take a reward model "
+                f"reward_model.model.path={model.path}: its image processor has {name}={of_reward_model}, and that of "
+                f"the policy ({policy_path}), whose pixels it would be given, {of_policy}. Take a reward model "
                 "that was trained with the policy's image processor."
             )

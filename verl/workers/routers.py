@@ -41,17 +41,17 @@ class Choices:
     """
 
     def __init__(self, real: Tensor | None) -> None:
-        self._found: dict[int, tuple[Tensor, Tensor]] = {}
+        self._returned: dict[int, tuple[Tensor, Tensor]] = {}
         self._real = None if real is None else real.flatten().bool()
 
     def add(self, router: int, logits: Tensor, chosen: Tensor) -> None:
         """Keep what a router returned, (tokens, experts) and (tokens, experts per token), padding included."""
-        # As it is: an operation here would be part of what gradient checkpointing computes again.
-        self._found[router] = logits, chosen
+        # No operation here: gradient checkpointing would compute it again.
+        self._returned[router] = logits, chosen
 
     def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the number, the logits and the choice of each router, without padding."""
-        for router, (logits, chosen) in sorted(self._found.items()):
+        """Yield the index, the logits and the choice of each router, without padding."""
+        for router, (logits, chosen) in sorted(self._returned.items()):
             if self._real is None:
                 yield router, logits, chosen
             else:
@@ -60,7 +60,7 @@ class Choices:
     @property
     def per_token(self) -> int:
         """Experts per token; 0 if no router returned its choice."""
-        return next((chosen.shape[-1] for _, chosen in self._found.values()), 0)
+        return next((chosen.shape[-1] for _, chosen in self._returned.values()), 0)
 
     def stacked(self, model: nn.Module) -> Tensor:
         """Return the choices, (tokens, layers, experts per token), in the format in which they travel.
@@ -68,17 +68,17 @@ class Choices:
         Raises:
             ConfigError: the routers of ``model`` do not return what they choose, or it has none.
         """
-        if not self._found:
+        if not self._returned:
             raise ConfigError(
                 f"{type(model).__name__} has no routers that return what they choose, so that router replay has "
                 "nothing to repeat. Set actor.router_replay.mode=disabled."
             )
-        dtype = choice_dtype(next(iter(self._found.values()))[0].shape[-1])
+        dtype = choice_dtype(next(iter(self._returned.values()))[0].shape[-1])
         return torch.stack([chosen for _, _, chosen in self], dim=1).to(dtype)
 
 
 class Routers:
-    """The routers of a model: what they choose, and what they are made to choose.
+    """The routers of a model: records what they choose, and replays choices.
 
     Args:
         model: its routers get hooks; it may have none, or some that do not return their choice.
@@ -89,9 +89,9 @@ class Routers:
         self._replayed: Tensor | None = None
         self._is_checked = False
         self._routers = routers_of(model)
-        for number, router in enumerate(self._routers):
-            router.register_forward_hook(self._hook(number))
-            router.forward = self._forward(number, router.forward)
+        for index, router in enumerate(self._routers):
+            router.register_forward_hook(self._hook(index))
+            router.forward = self._forward(index, router.forward)
 
     def __len__(self) -> int:
         """Return the number of routers."""
@@ -99,32 +99,38 @@ class Routers:
 
     @property
     def are_watched(self) -> bool:
-        """Whether somebody keeps what routers return."""
+        """Whether what routers return is being recorded."""
         return self._watched is not None
 
-    def _hook(self, number: int) -> Callable[[nn.Module, object, Any], None]:
+    def _hook(self, index: int) -> Callable[[nn.Module, object, Any], None]:
+        """Return a forward hook that records what router ``index`` chose."""
+
         def keep(router: nn.Module, inputs: object, output: Any) -> None:
-            if self._watched is not None and (found := _choice(output)) is not None:
-                self._watched.add(number, output[0], found)
+            if self._watched is not None and (chosen := _choice(output)) is not None:
+                self._watched.add(index, output[0], chosen)
 
         return keep
 
-    def _forward(self, number: int, own: Callable[..., object]) -> Callable[..., object]:
+    def _forward(self, index: int, original: Callable[..., object]) -> Callable[..., object]:
         def forward(*args: object, **kwargs: object) -> object:
             if self._replayed is None:
-                return own(*args, **kwargs)
-            wanted = self._replayed[:, number]
-            with _Chosen(wanted, _experts(self._routers[number])):
-                output = own(*args, **kwargs)
+                return original(*args, **kwargs)
+            wanted = self._replayed[:, index]
+            with _Chosen(wanted, _experts(self._routers[index])):
+                output = original(*args, **kwargs)
             if not self._is_checked:
-                self._check(self._routers[number], _choice(output), wanted)
+                self._check(self._routers[index], _choice(output), wanted)
             return output
 
         return forward
 
-    def _check(self, router: nn.Module, found: Tensor | None, wanted: Tensor) -> None:
+    def _check(self, router: nn.Module, chosen: Tensor | None, wanted: Tensor) -> None:
         known = wanted != unknown(wanted.dtype)
-        if found is None or found.shape != wanted.shape or not torch.equal(found[known], wanted[known].to(found.dtype)):
+        if (
+            chosen is None
+            or chosen.shape != wanted.shape
+            or not torch.equal(chosen[known], wanted[known].to(chosen.dtype))
+        ):
             raise ConfigError(
                 f"{type(router).__name__} does not choose its experts by torch.topk over all of them, so that their "
                 "choice cannot be replayed. Set actor.router_replay.mode=disabled."
@@ -133,7 +139,7 @@ class Routers:
 
     @contextmanager
     def watched(self, real: Tensor | None) -> Iterator[Choices]:
-        """Keep what routers return inside; ``real``, (rows, length), is 0 on padding, None without padding."""
+        """Record what routers return inside; ``real``, (rows, length), is 0 on padding, None without padding."""
         # Not in the backward pass: gradient checkpointing runs routers again there.
         self._watched = choices = Choices(real)
         try:
@@ -187,10 +193,10 @@ class _Chosen(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return result
-        scores, (_, own) = args[0], result
+        scores, (_, indices) = args[0], result
         # Routers that choose among groups of experts first call it with other shapes.
-        if scores.shape != (len(self._wanted), self._experts) or own.shape != self._wanted.shape:
+        if scores.shape != (len(self._wanted), self._experts) or indices.shape != self._wanted.shape:
             return result
         known = self._wanted != unknown(self._wanted.dtype)
-        chosen = torch.where(known, self._wanted.to(own.dtype), own)
+        chosen = torch.where(known, self._wanted.to(indices.dtype), indices)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))

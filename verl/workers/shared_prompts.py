@@ -67,27 +67,27 @@ class Siblings:
         prompts = {self._group_of[row]: self.prompts[row] for row in rows}
         return sum(prompts.values()) + sum(self.responses[row] for row in rows)
 
-    @cached_property
+    @cached_property  # asked for every set of rows that is tried
     def _group_of(self) -> dict[int, int]:
-        return {row: number for number, group in enumerate(self.groups) for row in group}
+        return {row: index for index, group in enumerate(self.groups) for row in group}
 
     def bundles(self, budget: int, count: int = 1) -> list[list[int]]:
         """Cut the groups into siblings that fit a pass of ``budget`` tokens, and into ``count`` or more if possible.
 
         A row over the budget is a bundle of its own.
         """
-        found: list[list[int]] = []
+        bundles: list[list[int]] = []
         for group in self.groups:
-            found.append([])
+            bundles.append([])
             for row in group:
-                if found[-1] and self.tokens([*found[-1], row]) > budget:
-                    found.append([])
-                found[-1].append(row)
-        while len(found) < min(count, len(self.prompts)):
-            longest = max((n for n, rows in enumerate(found) if len(rows) > 1), key=lambda n: self.tokens(found[n]))
-            half = len(found[longest]) // 2
-            found[longest : longest + 1] = [found[longest][:half], found[longest][half:]]
-        return found
+                if bundles[-1] and self.tokens([*bundles[-1], row]) > budget:
+                    bundles.append([])
+                bundles[-1].append(row)
+        while len(bundles) < min(count, len(self.prompts)):
+            longest = max((n for n, rows in enumerate(bundles) if len(rows) > 1), key=lambda n: self.tokens(bundles[n]))
+            half = len(bundles[longest]) // 2
+            bundles[longest : longest + 1] = [bundles[longest][:half], bundles[longest][half:]]
+        return bundles
 
     def repeated(self) -> list[int]:
         """Lengths of the prompts that a single pass over all rows leaves out."""

@@ -138,7 +138,7 @@ class EngineWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def stop_recording(self, role: str) -> None:
-        """End it for a role; the last one of a process writes the file."""
+        """End the profile of a role; the last role of a process writes the file."""
         OF_PROCESS.stop(role)
 
     def weights_replaced(self) -> None:
@@ -267,8 +267,8 @@ class EngineWorker(Worker):
         state = self.trained.state(contents=[])
         with tempfile.TemporaryDirectory() as folder:
             state.write(Path(folder))
-            found = [path for path in Path(folder).rglob("*") if path.is_file()]
-            return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+            files = [path for path in Path(folder).rglob("*") if path.is_file()]
+            return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def restore(self, snapshot: dict[str, Any]) -> None:
@@ -415,5 +415,5 @@ class DirectPreferenceWorker(TrainingWorker):
         if reference is None or self.config.loss.reference_free:
             raise ConfigError("reference_free=true: there is no reference whose log-probs could be computed.")
         with reference.eval_mode(), reference.disable_adapter() if is_policy else nullcontext():
-            found = reference.infer_batch(batch, {"log_probs"}, self.micro)
-        return DataProto.from_dict(tensors={"ref_log_prob": found["log_probs"]})
+            outputs = reference.infer_batch(batch, {"log_probs"}, self.micro)
+        return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})

@@ -98,7 +98,7 @@ class OptimizerSteps:
         rows: Sequence[int],
         expert_counts: Tensor | None = None,
     ) -> None:
-        """Add what an engine has of a step on ``rows`` of this rank's batch."""
+        """Add an engine's report of a step on ``rows`` of this rank's batch."""
         self.reports.append(report)
         if expert_counts is not None:
             self.expert_counts = expert_counts if self.expert_counts is None else self.expert_counts + expert_counts
@@ -116,16 +116,13 @@ class OptimizerSteps:
             the steps that were not skipped, the number of skipped ones as ``{prefix}/skipped_steps``, and
             ``{prefix}/lr``.
         """
-        own = {"grad_norm", "skipped_steps"}
-        names = sorted({key for report in self.reports for key in report} - own)
-        metrics = {name: _over_steps(name, self.reports) for name in names}
+        metrics: Metrics = {}
+        for name in sorted({key for report in self.reports for key in report} - {"grad_norm", "skipped_steps"}):
+            values = [report[name] for report in self.reports if name in report]
+            is_extreme = name.endswith(("_max", "_min"))
+            metrics[name] = extreme(name, values) if is_extreme else sum(values) / len(values)
         taken = [report["grad_norm"] for report in self.reports if not report["skipped_steps"]]
         metrics[f"{prefix}/grad_norm"] = sum(taken) / len(taken) if taken else math.nan
         metrics[f"{prefix}/skipped_steps"] = sum(report["skipped_steps"] for report in self.reports)
         metrics[f"{prefix}/lr"] = lr
         return metrics
-
-
-def _over_steps(name: str, steps: list[dict[str, float]]) -> float:
-    values = [step[name] for step in steps if name in step]
-    return extreme(name, values) if name.endswith(("_max", "_min")) else sum(values) / len(values)

@@ -85,7 +85,7 @@ def on_two_ranks(rank, world_size, folder, paths):
         given = ((key, weights[key]) for key, _ in model.named_parameters())
         files = WeightFiles.collect(given, model.hf, 8 * MIB if name == "large" else 1)
         files.write(folder / name)
-        found[f"{name}, held"] = {file: sum(w.nbytes for w in part.values()) for file, part in files.own.items()}
+        found[f"{name}, held"] = {file: sum(w.nbytes for w in part.values()) for file, part in files.tensors.items()}
     torch.save(found, folder / f"rank_{rank}.pt")
 
 
@@ -166,7 +166,7 @@ def test_no_rank_holds_the_model_during_an_export(ranks):
 def test_a_small_model_is_one_file(paths, tmp_path):
     engine = make_engine(paths["backbone"], trained=False)
     files = WeightFiles.collect(engine.get_per_tensor_param(), engine.model.hf)
-    assert (list(files.own), files.index) == (["model.safetensors"], None)
+    assert (list(files.tensors), files.index) == (["model.safetensors"], None)
 
 
 def test_the_format_of_files(paths, tmp_path):

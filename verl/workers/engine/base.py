@@ -282,12 +282,12 @@ class EngineRegistry:
         ``device`` and ``vendor`` may be stated, as elsewhere; an engine is found whatever the device is.
         """
 
-        def file(engine: type) -> type:
+        def decorator(engine: type) -> type:
             for name in [backend] if isinstance(backend, str) else backend:
                 cls._engines.register(f"{model_type}/{name}")(engine)
             return engine
 
-        return file
+        return decorator
 
     @classmethod
     def get_engine_cls(cls, model_type: str, backend: str) -> type[BaseEngine]:

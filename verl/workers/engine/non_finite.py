@@ -81,7 +81,7 @@ class LossWatch:
         }
         self._passes.append((rows, data, kept, loss.detach(), terms))
 
-    def found(self) -> list[NonFinite]:
+    def problems(self) -> list[NonFinite]:
         """Locate the non-finite values of the first pass with a non-finite loss.
 
         They are in its input columns, else in its outputs; and in terms of the loss. Empty if all losses are finite.

@@ -141,7 +141,7 @@ def _unit_lengths(batch: DataProto, rows_per_unit: int) -> list[int]:
 
 
 def _filler(batch: DataProto, rows_per_unit: int) -> DataProto:
-    """The first unit with empty responses."""
+    """Return a copy of the first unit in which no token counts."""
     unit = batch.select_idxs(list(range(rows_per_unit)))
     columns = dict(unit.batch.items())
     columns["response_mask"] = torch.zeros_like(columns["response_mask"])

@@ -17,12 +17,13 @@ def activations_on_cpu() -> Iterator[None]:
     """
 
     def to_cpu(tensor: Tensor) -> tuple[torch.device, Tensor]:
+        # A linear layer saves a transposed view of its weight, whose base is the parameter.
         is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
         return tensor.device, tensor if is_weight else tensor.to("cpu")
 
-    def back(saved: tuple[torch.device, Tensor]) -> Tensor:
+    def to_device(saved: tuple[torch.device, Tensor]) -> Tensor:
         device, tensor = saved
         return tensor.to(device)
 
-    with torch.autograd.graph.saved_tensors_hooks(to_cpu, back):
+    with torch.autograd.graph.saved_tensors_hooks(to_cpu, to_device):
         yield

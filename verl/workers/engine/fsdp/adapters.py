@@ -101,17 +101,17 @@ def add_adapters(hf: PreTrainedModel, head_name: str, config: HFModelConfig, wit
     linear = _linear_layers(hf, head_name)
     if chosen.target_modules == ALL_LINEAR:
         chosen.target_modules = _endings(linear)
-    _of_language(hf, chosen, linear)
+    _restrict_to_language_model(hf, chosen, linear)
     try:
         peft().inject_adapter_in_model(chosen, hf)
     except ValueError as error:
-        raise ConfigError(f"{_settings(config)}: {error} {_those_that_exist(linear)}") from error
+        raise ConfigError(f"{_settings(config)}: {error} {_known_layers(linear)}") from error
     _check_bound(hf, chosen, head_name, linear, config)
     for name, parameter in hf.named_parameters():
         parameter.requires_grad_(".lora_" in name or (head_name != "lm_head" and name.startswith(f"{head_name}.")))
         if parameter.requires_grad and parameter.dtype.itemsize < 4:
             parameter.data = parameter.data.float()
-    _tell(hf)
+    _log_trained(hf)
     if config.lora_adapter_path and with_weights:
         _load(hf, Path(config.lora_adapter_path))
 
@@ -189,10 +189,6 @@ def _is_of_experts(layer: object) -> bool:
     return isinstance(layer, peft().tuners.lora.ParamWrapper)
 
 
-def _last_parts(names: Iterable[str]) -> list[str]:
-    return sorted({name.rsplit(".", 1)[-1] for name in names})
-
-
 def _own_name(name: str) -> str:
     """Return the name that a weight has in the model without adapters."""
     return ".".join(part for part in name.split(".") if part != "base_layer")
@@ -202,8 +198,8 @@ def _in_tower(name: str) -> bool:
     return TOWER in name.split(".")
 
 
-def _of_language(hf: PreTrainedModel, chosen: LoraConfig, linear: Sequence[str]) -> None:
-    """Restrict endings of names to the language model, as layers of a vision tower may have the same ones."""
+def _restrict_to_language_model(hf: PreTrainedModel, chosen: LoraConfig, linear: Sequence[str]) -> None:
+    """Replace endings of names by whole names, as layers of a vision tower may have the same endings."""
     if not isinstance(chosen.target_modules, (set, list)) or not any(_in_tower(name) for name, _ in hf.named_modules()):
         return
     endings = set(chosen.target_modules)
@@ -225,7 +221,8 @@ def _settings(config: HFModelConfig) -> str:
     return ", ".join(f"model.{name}={value}" for name, value in settings.items() if value)
 
 
-def _those_that_exist(linear: Sequence[str]) -> str:
+def _known_layers(linear: Sequence[str]) -> str:
+    """Name the layers that may have adapters, for an error."""
     example = f" (such as {linear[0]})" if linear else ""
     return (
         f"The model's linear layers are {', '.join(_endings(linear))}{example}. Use {ALL_LINEAR}, a list of these "
@@ -240,7 +237,7 @@ def _check_bound(
     if tower := [name for name in bound if _in_tower(name)]:
         raise ConfigError(
             f"{_settings(config)} gives adapters to {tower[0]}, a layer of the vision tower; adapters are for the "
-            f"language model alone. {_those_that_exist(linear)}"
+            f"language model alone. {_known_layers(linear)}"
         )
     _check_experts(hf, chosen, bound, config)
     others = {name: layer for name, layer in bound.items() if not _is_of_experts(layer)}
@@ -248,19 +245,20 @@ def _check_bound(
     if other:
         raise ConfigError(
             f"{_settings(config)} gives adapters to {', '.join(other[:3])}, which is no linear layer below the head. "
-            f"{_those_that_exist(linear)}"
+            f"{_known_layers(linear)}"
         )
     wanted = chosen.target_modules if isinstance(chosen.target_modules, (set, list)) else ()
     unbound = sorted(w for w in wanted if not any(name == w or name.endswith(f".{w}") for name in bound))
     if unbound or not bound:
         named = f" has no layer for {', '.join(unbound)}" if unbound else " binds adapters to no layer"
-        raise ConfigError(f"{_settings(config)}: {type(hf).__name__}{named}. {_those_that_exist(linear)}")
+        raise ConfigError(f"{_settings(config)}: {type(hf).__name__}{named}. {_known_layers(linear)}")
 
 
 def _check_experts(hf: PreTrainedModel, chosen: LoraConfig, bound: Mapping[str, Any], config: HFModelConfig) -> None:
     """Refuse adapters of parameters other than weights (experts, out, in), and endings that name none."""
     joined = _joined_experts(hf)
-    known = f"Its weights of several experts are {', '.join(_last_parts(joined)) or 'none'}."
+    endings_of_joined = sorted({name.rsplit(".", 1)[-1] for name in joined})
+    known = f"Its weights of several experts are {', '.join(endings_of_joined) or 'none'}."
     expert_weights = [(_target(name, layer).weight, layer) for name, layer in bound.items() if _is_of_experts(layer)]
     for weight, layer in expert_weights:
         if weight not in joined or getattr(layer.get_base_layer(), "is_transposed", False):
@@ -275,7 +273,7 @@ def _check_experts(hf: PreTrainedModel, chosen: LoraConfig, bound: Mapping[str, 
         raise ConfigError(f"{_settings(config)}: {type(hf).__name__} has no {', '.join(absent)}. {known}")
 
 
-def _tell(hf: PreTrainedModel) -> None:
+def _log_trained(hf: PreTrainedModel) -> None:
     """Log how much is trained, and which weights of several experts are not."""
     trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
     layers = adapter_layers(hf)
@@ -383,10 +381,7 @@ def merged(weights: Iterable[tuple[str, Tensor]], targets: Mapping[str, AdapterT
         of base and adapter.
     """
     scales = {one.weight: one.scale for one in targets.values()}
-    module, adapters = (
-        "",
-        dict[str, dict[str, Tensor]](),
-    )  # the module under way: of each of its adapted weights the parts
+    module, adapters = "", dict[str, dict[str, Tensor]]()  # the current module, and the parts of its adapted weights
     for name, tensor in weights:
         model_name = _own_name(name)
         if adapters and not model_name.startswith(f"{module}."):
@@ -417,7 +412,7 @@ def _merge(parts: Mapping[str, Tensor], scale: float) -> Tensor:
 
 
 def base_of(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a model with adapters but theirs, by the names of the model without adapters."""
+    """Yield the weights of a model without those of its adapters, by the names that it has without adapters."""
     for name, tensor in weights:
         if ".lora_" not in name:
             yield _own_name(name), tensor

@@ -80,8 +80,9 @@ class FSDPEngine(ShardedModel):
 
     # ---- computing ----------------------------------------------------------------------------
 
-    def _look_for_images(self, batch: DataProto) -> None:
-        """Let the vision tower run in all passes of a batch if any rank has an image in it. Collective with a tower."""
+    def _set_runs_tower(self, batch: DataProto) -> None:
+        """Run the vision tower in all passes of a batch if any rank has an image in it. Collective with a tower."""
+        # Every rank must run the same collectives, and FSDP gathers the tower's weights by some.
         if self.model.vision is not None:
             self._runs_tower = bool(largest_of_ranks(int(has_images(batch)), self.device))
 
@@ -108,9 +109,7 @@ class FSDPEngine(ShardedModel):
             )
         shape = batch.batch["response_mask"].shape
         micro = micro.shared_by(self.sequence_ranks)
-
-        self._look_for_images(batch)
-
+        self._set_runs_tower(batch)
         columns: dict[str, Tensor] = {}
         with self.backend.frozen_weights():
             for attempt in self._attempts("infer"):
@@ -162,7 +161,7 @@ class FSDPEngine(ShardedModel):
         self._check_request(loss_fn.outputs, temperature)
         group, micro = self.get_data_parallel_group(), micro.shared_by(self.sequence_ranks)
         totals = BatchTotals.of(batch, self.get_data_parallel_size(), self.device, group)
-        self._look_for_images(batch)
+        self._set_runs_tower(batch)
 
         metrics, watch, load = MetricSum(totals), LossWatch(self.get_data_parallel_rank()), ExpertLoad()
         with self.backend.frozen_weights():
@@ -179,7 +178,7 @@ class FSDPEngine(ShardedModel):
                         watch.add(part.rows, part.data, columns, loss, part_metrics)
                         if not part.is_filler:
                             metrics.add(part_metrics, part.num_tokens)
-        reduced, self.non_finite = metrics.reduce(watch.found(), group)
+        reduced, self.non_finite = metrics.reduce(watch.problems(), group)
         if self.model_type != "language_model":  # a critic's metrics would have the names of the actor's
             return reduced
         counts = self._total(load)
@@ -245,19 +244,14 @@ class FSDPEngine(ShardedModel):
                     # all ranks.
                     loss = loss + self.balance_weight * totals.dp_size * self.sequence_ranks * balance
                     if self.model_type == "language_model":
-                        metrics = {**metrics, "moe/aux_loss": PartialSum(self._of_sharing_ranks(balance.detach()))}
+                        of_sequences = balance.detach().clone()
+                        if self.sequence_group is not None:
+                            dist.all_reduce(of_sequences, group=self.sequence_group)
+                        metrics = {**metrics, "moe/aux_loss": PartialSum(of_sequences)}
             if not loss.requires_grad:  # every rank must run the same backward collectives
                 loss = loss + 0.0 * torch.stack([column.sum() for column in columns.values()]).sum()
             loss.backward()
         return columns, loss, metrics
-
-    def _of_sharing_ranks(self, value: Tensor) -> Tensor:
-        """Sum a value over the ranks that share the sequences. Collective."""
-        if self.sequence_group is None:
-            return value
-        value = value.clone()
-        dist.all_reduce(value, group=self.sequence_group)
-        return value
 
     def _balance(self, choices: Choices, counts: Tensor) -> Tensor:
         if not choices.per_token:

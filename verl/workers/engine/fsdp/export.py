@@ -50,7 +50,7 @@ def weights_on_first_rank(per_tensor: Iterator[tuple[str, Tensor]]) -> dict[str,
 class WeightFiles:
     """The safetensors files of an exported model that this rank writes."""
 
-    own: dict[str, dict[str, Tensor]]
+    tensors: dict[str, dict[str, Tensor]]
     """Weights in CPU memory, by the name of the file and their name in it."""
     index: dict[str, object] | None
     """Which file has which weight, over all ranks; None if there is one file."""
@@ -73,8 +73,10 @@ class WeightFiles:
         held: dict[int, dict[str, Tensor]] = {}
         file_index, size, unit = 0, 0, ""
         for name, tensor in per_tensor:  # every rank must iterate to the end: gathering is collective
-            # What Transformers joins when it reads, such as the experts of a layer, is in one file.
-            if (next_unit := _unit(name)) != unit and size >= file_bytes:
+            # What Transformers joins when it reads, such as the experts of a layer, is in one file. So a unit is the
+            # layer of a weight, model.layers.3; outside of layers the weight itself.
+            next_unit = re.sub(r"(\.\d+)\..*", r"\1", name)
+            if next_unit != unit and size >= file_bytes:
                 file_index, size = file_index + 1, 0
             unit, size = next_unit, size + tensor.nbytes
             if file_index % ranks == rank:
@@ -103,17 +105,12 @@ class WeightFiles:
     def write(self, folder: Path) -> None:
         """Write this rank's files and, on rank 0, the index."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, weights in self.own.items():
+        for name, weights in self.tensors.items():
             parts = {key: weight.contiguous() for key, weight in weights.items()}
             save_file(parts, folder / name, metadata={"format": "pt"})
         if self.index is not None and dist.get_rank() == 0:
             text = json.dumps(self.index, indent=2, sort_keys=True)
             (folder / "model.safetensors.index.json").write_text(f"{text}\n")
-
-
-def _unit(name: str) -> str:
-    """Return the layer that a weight belongs to, ``model.layers.3``; outside of layers the weight itself."""
-    return re.sub(r"(\.\d+)\..*", r"\1", name)
 
 
 def _file_name(index: int, count: int) -> str:

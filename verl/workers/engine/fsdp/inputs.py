@@ -156,7 +156,7 @@ def prepare_inputs(
         first_rows = same_prompts(batch) if shares_prompts else list(range(len(mask)))
         kept, place_of, packing = _packed_tokens(mask, prompt_length, first_rows)
         input_ids = columns["input_ids"][kept].unsqueeze(0)
-        position_ids = _of_tokens(columns["position_ids"], kept)
+        position_ids = _packed_positions(columns["position_ids"], kept)
         take = place_of[rows, where]
         attention_mask = None
         routed = None if routed is None else routed[kept]
@@ -198,13 +198,13 @@ def _packed_tokens(mask: Tensor, prompt_length: int, first_rows: Sequence[int]) 
     """Choose the tokens of a packed row, in the order of the batch's rows.
 
     Args:
-        mask: (bsz, length), whether a place has a token.
+        mask: (bsz, length), False on padding.
         prompt_length: width of the prompts.
-        first_rows: of each row the first one with the same prompt, whose prompt serves both; itself if there is none.
+        first_rows: for each row the index of the first row with the same prompt, whose prompt is kept for both.
 
     Returns:
-        (bsz, length) which tokens are kept; (bsz, length) the place of each token in the packed row, of a shared prompt
-        that of the kept one; and the packing, in which responses continue a shared prompt.
+        (bsz, length) which tokens are kept; (bsz, length) the index of each token in the packed row, where tokens of a
+        shared prompt have the index of the kept copy; and the packing, in which responses continue a shared prompt.
     """
     first = torch.tensor(first_rows, device=mask.device)
     kept = mask.clone()
@@ -214,7 +214,7 @@ def _packed_tokens(mask: Tensor, prompt_length: int, first_rows: Sequence[int]) 
     shared = {of for row, of in enumerate(first_rows) if of != row}
     lengths: list[int] = []
     before: list[int | None] = []
-    prompt_of: dict[int, int] = {}  # row with a shared prompt: number of its sequence
+    prompt_of: dict[int, int] = {}  # row with a shared prompt: index of the prompt's sequence
     bounds = zip(mask[:, :prompt_length].sum(-1).tolist(), mask[:, prompt_length:].sum(-1).tolist(), strict=True)
     for row, (prompt, response) in enumerate(bounds):
         if row in shared:
@@ -229,18 +229,18 @@ def _packed_tokens(mask: Tensor, prompt_length: int, first_rows: Sequence[int]) 
     return kept, place_of, Packing.continuing(lengths, before, mask.device)
 
 
-def _of_tokens(positions: Tensor, mask: Tensor) -> Tensor:
-    """Positions of the tokens of a packed row: (1, tokens), or (4, 1, tokens) of (bsz, 4, length)."""
+def _packed_positions(positions: Tensor, mask: Tensor) -> Tensor:
+    """Lay out the positions of a packed row: (1, tokens), or (4, 1, tokens) from (bsz, 4, length)."""
     if positions.dim() == 2:
         return positions[mask].unsqueeze(0)
     return positions.transpose(0, 1)[:, mask].unsqueeze(1)
 
 
 def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
-    """Take this rank's part of every row: the r-th of equal contiguous parts, after padding at the end.
+    """Return this rank's part of every row: the r-th of equal contiguous parts, after padding at the end.
 
     The padding of a packed row becomes one more sequence, which no other attends to. The vision tower runs over all
-    images on every rank, and each takes the features of those image tokens that it has.
+    images on every rank, and each rank takes the features of its own image tokens.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     length = inputs.input_ids.shape[1]

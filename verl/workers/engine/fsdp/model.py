@@ -72,7 +72,7 @@ class HeadedModel(nn.Module):
         self.add_module(head_name, getattr(hf, head_name))
         self.rule = LogitRule.of(hf.config)
         self.vision = VisionConfig.of(hf.config)
-        """What passes with images need; None for a model of text."""
+        """Settings for passes with images; None for a model of text."""
 
     @property
     def hf(self) -> PreTrainedModel:
@@ -134,7 +134,7 @@ class HeadedModel(nn.Module):
 
 
 def check_sequence_sharing(config: PretrainedConfig, ranks: int) -> None:
-    """Refuse a model whose sequences so many ranks cannot share, from its config alone.
+    """Check, from its config alone, that ``ranks`` ranks can share the sequences of a model.
 
     Raises:
         ConfigError: ``ranks`` does not divide its query heads, or its rotary embedding depends on the longest sequence
@@ -351,6 +351,7 @@ def _require_parts(hf: PreTrainedModel, head_name: str, path: str) -> None:
 def enable_gradient_checkpointing(model: HeadedModel) -> None:
     """Keep only each layer's input for the backward pass, which computes the layer again."""
     hf = model.hf
+    # The reentrant variant computes no gradients of a layer none of whose inputs has one, as over frozen embeddings.
     enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
@@ -361,7 +362,7 @@ def layer_classes(model: HeadedModel) -> set[str]:
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """Return the further names of tied parameters, without the first name of each."""
+    """Return all names of tied parameters except the first name of each."""
     first = {name for name, _ in model.named_parameters()}
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
 

@@ -69,18 +69,18 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
         layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
         squares[layout].append(torch.linalg.vector_norm(part, dtype=torch.float32).square())
     total = torch.stack(
-        [_over_ranks(torch.stack(parts_of_layout).sum(), *layout) for layout, parts_of_layout in squares.items()]
+        [_sum_over_shards(torch.stack(parts_of_layout).sum(), *layout) for layout, parts_of_layout in squares.items()]
     ).sum()
     norm = total.sqrt().item()
-    factor = max_norm / (norm + 1e-6)
+    factor = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
     if math.isfinite(norm) and factor < 1:
         for part in parts:
             part.mul_(factor)
     return norm
 
 
-def _over_ranks(total: Tensor, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> Tensor:
-    """Sum over the ranks that have different parts. Collective."""
+def _sum_over_shards(total: Tensor, mesh: DeviceMesh | None, placements: Sequence[Placement]) -> Tensor:
+    """Sum over the ranks that have different parts, not over those with copies of the same part. Collective."""
     for dimension, placement in enumerate(placements):
         assert mesh is not None
         if placement.is_shard() and mesh.size(dimension) > 1:

@@ -30,8 +30,8 @@ _WINDOW = 2  # tokens of sliding windows during the check, fewer than the sequen
 class PackingCheck:
     """Comparison of log-probs of a few tokens with the model's own forward pass. Collective.
 
-    For a model with a scalar head hidden states are compared. The model must be placed on its ranks already; the
-    tolerance follows from ``dtype``, the format in which it computes. With ``group`` its ranks will share sequences.
+    For a model with a scalar head, hidden states are compared. The model must be sharded already; the tolerance follows
+    from ``dtype``, the format in which it computes. With ``group`` its ranks will share sequences.
 
     Raises:
         ConfigError: log-probs differ even with padded inputs, so this engine cannot run the model.
@@ -111,9 +111,9 @@ class PackingCheck:
     def _run(self, packed: bool, reference: bool = False) -> Tensor:
         batches = [self._sequences] if packed else [[ids] for ids in self._sequences]
         with short_windows(self._model.hf, _WINDOW):
-            return torch.cat([self._numbers(batch, packed, reference) for batch in batches])
+            return torch.cat([self._outputs(batch, packed, reference) for batch in batches])
 
-    def _numbers(self, sequences: list[Tensor], packed: bool, reference: bool) -> Tensor:
+    def _outputs(self, sequences: list[Tensor], packed: bool, reference: bool) -> Tensor:
         """Return at each token its log-prob, or its hidden state if the head is scalar."""
         # The log-prob is that of the same token, not of the next one: it serves a comparison as well.
         ids = torch.cat(sequences)
@@ -143,7 +143,7 @@ def shared_prompt_difference(
 ) -> float | None:
     """Compare the packed log-probs of two responses to one prompt with those of a pass that has the prompt once.
 
-    Collective. Of a model with a scalar head hidden states are compared. The model must run packed already; arguments
+    Collective. For a model with a scalar head, hidden states are compared. The model must run packed already; arguments
     are as for :class:`PackingCheck`.
 
     Returns:
@@ -153,7 +153,7 @@ def shared_prompt_difference(
     whole = [torch.cat([prompt, first]), torch.cat([prompt, second])]
     ids = torch.cat(whole)
     positions = torch.cat([torch.arange(len(part), device=device) for part in whole])
-    shared = [*range(5), *range(3), *range(5, 8)]  # the place of each of the 11 tokens among the 8 that are kept
+    shared = [*range(5), *range(3), *range(5, 8)]  # the index of each of the 11 tokens among the 8 that are kept
     kept = torch.tensor([*range(5), *range(8, 11)], device=device)
     passes = {
         "apart": (ids, positions, Packing.of([5, 6], device), list(range(len(ids)))),

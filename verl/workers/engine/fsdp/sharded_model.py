@@ -59,8 +59,8 @@ from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler
 from verl.workers.engine.fsdp.packing_check import PackingCheck
 from verl.workers.engine.fsdp.sharding import (
     allocate_weights,
+    drop_weights,
     fill,
-    forget_weights,
     make_mesh,
     make_sequence_mesh,
     mixed_precision,
@@ -171,7 +171,7 @@ class ShardedModel(BaseEngine):
             source = build(stored or dtype, with_weights=True, is_trained=is_trained, frozen=self.frozen)
         model = build(dtype, with_weights=not is_divided, is_trained=is_trained, frozen=self.frozen)
         if is_divided:
-            forget_weights(model)
+            drop_weights(model)
         if self.model_config.enable_gradient_checkpointing and not config.forward_only:
             enable_gradient_checkpointing(model)
         self.adapters = adapter_layers(model) if self.has_adapters else {}
@@ -293,10 +293,12 @@ class ShardedModel(BaseEngine):
         return base_of(self.backend.whole_weights())
 
     def _adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return scaled_adapters(self._whole_adapters(), targets_of(self.adapters))
+
+    def _whole_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Gather the trained parameters one after the other. Collective: every rank iterates to the end."""
         self._reshard()
-        trained = trained_parameters(self.model).items()
-        whole = ((name, full_tensor(parameter, self.device)) for name, parameter in trained)
-        return scaled_adapters(whole, targets_of(self.adapters))
+        return ((name, full_tensor(weight, self.device)) for name, weight in trained_parameters(self.model).items())
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
@@ -343,7 +345,9 @@ class ShardedModel(BaseEngine):
         numbers = {"weight_version": self.weight_version, "global_step": global_step}
         states = self._training_state().states(contents, numbers, copied)
         export = WeightFiles.collect(self.get_per_tensor_param(), self.model.hf) if "hf_model" in contents else None
-        adapters = self._whole_adapters() if self.has_adapters and "model" in contents else None
+        adapters = None
+        if self.has_adapters and "model" in contents:
+            adapters = weights_on_first_rank(self._whole_adapters())
 
         def describe(folder: Path) -> None:
             if export is not None:
@@ -364,12 +368,6 @@ class ShardedModel(BaseEngine):
         weights = sum(local_rows(tensor)[0].nbytes for tensor in state.tensors.values())
         moments = sum(local_rows(parameter)[0].nbytes for parameter in state.parameters.values())
         return weights + (0 if self.optimizer is None else 2 * moments)  # Adam has two of each weight
-
-    def _whole_adapters(self) -> dict[str, Tensor]:
-        """Copy the adapters to CPU memory on rank 0. Collective."""
-        self._reshard()
-        trained = trained_parameters(self.model).items()
-        return weights_on_first_rank((name, full_tensor(parameter, self.device)) for name, parameter in trained)
 
     def load_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore what :meth:`state` returned; see :class:`BaseEngine`."""

@@ -106,6 +106,7 @@ def shard_model(model: HeadedModel, config: FSDPEngineConfig, mesh: DeviceMesh) 
             offload_policy=offload,
             reshard_after_forward=config.reshard_after_forward,
         )
+    # What the root holds is needed as soon as the backward pass begins: freed, it would be gathered again at once.
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
     if config.forward_prefetch:
         for unit, following in pairwise(units):
@@ -114,8 +115,8 @@ def shard_model(model: HeadedModel, config: FSDPEngineConfig, mesh: DeviceMesh) 
             unit.set_modules_to_forward_prefetch([following])
 
 
-def forget_weights(model: HeadedModel) -> None:
-    """Leave of each parameter its shape and format, so that sharding moves nothing; buffers stay."""
+def drop_weights(model: HeadedModel) -> None:
+    """Move parameters to the meta device, where they have no memory, so that sharding copies nothing; buffers stay."""
     for parameter in model.parameters():
         swap_tensors(parameter, nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad))
 

@@ -34,7 +34,7 @@ class Mixtures:
         self.weight = weight if self.has_experts else 0.0
         self._routers = [module for module in pieces.modules() if isinstance(module, TokenRouter)]
         for index, router in enumerate(self._routers):
-            router.number = index
+            router.index = index
         self.begin()
 
     def begin(self) -> None:

@@ -278,7 +278,7 @@ class MegatronEngine(BaseEngine):
         """Reduce metrics where they are, on the last pipeline stage, and tell the others."""
         sums: list[tuple[dict[str, float], list[NonFinite]]] = [({}, [])]
         if self.model.last.post_process:
-            sums = [metrics.reduce(watch.found(), group)]
+            sums = [metrics.reduce(watch.problems(), group)]
         if self.layout.pipeline > 1:
             stages = parallel_state.get_pipeline_model_parallel_group()
             last = parallel_state.get_pipeline_model_parallel_last_rank()

@@ -86,7 +86,8 @@ class TokenRouter(TopKRouter):
     def __init__(self, experts: Experts, **settings: object) -> None:
         super().__init__(**settings)
         self.experts = experts
-        self.number = 0
+        self.index = 0
+        """Of this router among those of this rank."""
         self.choices: Choices | None = None
         """Where to keep what is chosen."""
         self.pull: Tensor | None = None
@@ -109,7 +110,7 @@ class TokenRouter(TopKRouter):
         weights = top.new_zeros(logits.shape).scatter(1, chosen, top)
         real = slice(None) if padding_mask is None else ~padding_mask.flatten()
         if self.choices is not None:
-            self.choices.add(self.number, logits.detach()[real], chosen[real])
+            self.choices.add(self.index, logits.detach()[real], chosen[real])
         if self.pull is not None and torch.is_grad_enabled():
             weights = _WithLoss.apply(weights, (probabilities[real] * self.pull).sum())
         return weights, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)

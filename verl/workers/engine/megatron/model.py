@@ -174,7 +174,7 @@ def _transformer_config(
 def _gpt_model(
     hf: PretrainedConfig, settings: Any, layout: Layout, is_tied: bool, experts: Experts | None, piece_index: int
 ) -> Any:
-    """Build piece ``number`` of this rank, from 0."""
+    """Build one piece of this rank's part; ``piece_index`` counts from 0."""
     stage = piece_index if layout.pieces > 1 else None
     column, row = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
     norm = RMSNorm if settings.qk_layernorm else None

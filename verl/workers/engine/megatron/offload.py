@@ -27,10 +27,11 @@ class OffloadedMemory:
         """Free the device memory of a part; without ``keep`` it is zero when it is back. Nothing if it left before."""
         if part in self._left or part not in self._parts:
             return
-        tensors = [tensor.detach() for tensor in self._parts[part]() if tensor.untyped_storage().nbytes()]
-        memories = {tensor.untyped_storage().data_ptr(): _memory_of(tensor) for tensor in tensors}
-        self._left[part] = [(m, m.to("cpu", copy=True) if keep else None) for m in memories.values()]
-        for memory in memories.values():
+        storages = {s.data_ptr(): s for s in (tensor.untyped_storage() for tensor in self._parts[part]()) if s.nbytes()}
+        # All bytes of each storage once, however many of the tensors view it.
+        memories = [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in storages.values()]
+        self._left[part] = [(memory, memory.to("cpu", copy=True) if keep else None) for memory in memories]
+        for memory in memories:
             memory.untyped_storage().resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -43,8 +44,3 @@ class OffloadedMemory:
                 memory.zero_()
             else:
                 memory.copy_(saved)
-
-
-def _memory_of(tensor: Tensor) -> Tensor:
-    """All bytes of the memory that ``tensor`` views."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

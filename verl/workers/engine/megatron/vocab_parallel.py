@@ -73,7 +73,7 @@ class _VocabParallel(torch.autograd.Function):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
             shifted = logits.sub_(largest.unsqueeze(-1))
             exp = shifted.exp()
-            chosen = _of_targets(shifted, targets[part], first)
+            chosen = _values_at_targets(shifted, targets[part], first)
             sums = torch.stack([exp.sum(-1), chosen, (exp * shifted).sum(-1), exp.square().sum(-1)])
             dist.all_reduce(sums, group=group)
             total, chosen, weighted, square = sums
@@ -124,8 +124,8 @@ def _columns(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
     return torch.where(is_here, columns, 0), is_here
 
 
-def _of_targets(values: Tensor, targets: Tensor, first: int) -> Tensor:
-    """Values (N, count) in the columns of the targets, 0 where another rank has the column; without a host sync."""
+def _values_at_targets(values: Tensor, targets: Tensor, first: int) -> Tensor:
+    """Pick each target's column of ``values`` (N, count), 0 where another rank has it; without waiting for the GPU."""
     column, is_here = _columns(targets, first, values.shape[-1])
     if not values.shape[-1]:
         return values.new_zeros(len(values))
