@@ -33,8 +33,8 @@ def test_a_number_is_guessed():
 def way(environment: GridWorldEnvironment) -> list[str]:
     """The shortest way to the goal, by trying all."""
     moves = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
-    ways: list[tuple[tuple[int, int], list[str]]] = [(environment.place, [])]
-    seen = {environment.place}
+    ways: list[tuple[tuple[int, int], list[str]]] = [(environment.position, [])]
+    seen = {environment.position}
     for place, path in ways:
         if place == environment.goal:
             return path
@@ -60,9 +60,9 @@ def test_a_grid_is_walked_through():
             assert reward == (1.0 if terminated else -0.05)
     environment = GridWorldEnvironment({"max_steps": 2, "size": 2, "walls": 0})
     environment.reset(seed=0, messages=[])
-    before = environment.place
+    before = environment.position
     assert environment.step("hm")[1:] == (-0.05, False, False, {"move": None})
-    assert environment.place == before
+    assert environment.position == before
     assert environment.step("well")[2:4] == (False, True)
 
 

@@ -43,7 +43,7 @@ OF_COMPLETIONS = ("completions", "prompts")
 _OF_RESPONSES = ("solution_str", "solution_strs", "completions", "prompts")
 """Arguments that are never a column of the data, whatever that has."""
 _OF_TRUTH = ("ground_truth", "ground_truths")
-"""Arguments that need a column with the truth; without it the error names the column."""
+"""Arguments that need a column with the ground truth; without it the error names the column."""
 _TAKEN = ("score", "reward_status", "turn_scores")
 """Names of columns that verl writes; a reward function or a further value of it is not called so."""
 
@@ -200,8 +200,8 @@ class _Rewards:
     Its signature names the columns that the functions take; the run passes those.
     """
 
-    own: tuple[str, ...] = ()
-    """Arguments beside the columns."""
+    arguments: tuple[str, ...] = ()
+    """Names of the arguments beside the columns; the first is required."""
 
     def __init__(self, rewards: Sequence[Reward], columns: Sequence[str], prompt_key: str, text_prompts: bool) -> None:
         self.rewards = list(rewards)
@@ -213,7 +213,7 @@ class _Rewards:
         takes_any = any(p.kind is p.VAR_KEYWORD for parameters in functions for p in parameters.values())
         named = {name for parameters in functions for name in parameters}
         wanted = [name for name in columns if (takes_any or name in named) and name not in _OF_RESPONSES]
-        first, *others = self.own
+        first, *others = self.arguments
         parameters = [inspect.Parameter(first, inspect.Parameter.KEYWORD_ONLY)]
         parameters += [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -222,16 +222,16 @@ class _Rewards:
         self.__signature__ = inspect.Signature(parameters)
 
     def prompt_of(self, row: JsonMapping) -> JsonObject:
-        """The prompt as the data has it, a text or messages, under the names by which functions ask for it."""
+        """Return the prompt of a row, a text or messages, under both names that functions may have for it."""
         prompt = row.get("prompt") or row.get(self.prompt_key)
         if self.text_prompts and prompt and not isinstance(prompt, str):
             prompt = prompt[-1]["content"]
         return {self.prompt_key: prompt, "prompt": prompt}
 
     def total(self, scores: Sequence[Any]) -> Any:
-        """Add up what the functions returned for one response: its weighted sum, and each score by name.
+        """Return the weighted sum of the functions' scores of one response, and each score by name.
 
-        None of a function means that it does not judge this response.
+        A function that returns None does not judge this response.
         """
         result: JsonObject = {}
         values: list[float] = []
@@ -265,7 +265,7 @@ class _Rewards:
 class SampleRewards(_Rewards):
     """Functions that get one response each."""
 
-    own = ("solution_str", "data_source", "ground_truth", "extra_info")
+    arguments = ("solution_str", "data_source", "ground_truth", "extra_info")
 
     def __call__(self, **row: object) -> object:
         """Score one response, with what the row has."""
@@ -289,7 +289,7 @@ class AsyncSampleRewards(SampleRewards):
 class BatchRewards(_Rewards):
     """Functions of which one or more get all responses of a step; the others are called for each response."""
 
-    own = ("solution_strs", "data_sources", "ground_truths", "extra_infos")
+    arguments = ("solution_strs", "data_sources", "ground_truths", "extra_infos")
 
     def __call__(self, **lists: Any) -> list[Any]:
         """Score all responses, with what the rows have in lists."""
@@ -299,7 +299,7 @@ class BatchRewards(_Rewards):
         columns = lists | {name: [prompt[name] for prompt in prompts] for name in (self.prompt_key, "prompt")}
         columns["prompts"] = columns["prompt"]
         answers = texts if self.text_prompts else [[{"role": "assistant", "content": text}] for text in texts]
-        of_trl = {name: values for name, values in columns.items() if name not in (*self.own, "prompt")}
+        of_trl = {name: values for name, values in columns.items() if name not in (*self.arguments, "prompt")}
         arguments: Mapping[Form, JsonObject] = {
             "texts": columns,
             "completions": of_trl | {"completions": answers},
@@ -329,7 +329,7 @@ class BatchRewards(_Rewards):
         return [self.total_or_unusable(scores) for scores in zip(*by_function, strict=True)]
 
     def total_or_unusable(self, scores: Sequence[object]) -> object:
-        """Add up as :meth:`total`; where that is not possible, return what is no number: this response alone fails."""
+        """Add up as :meth:`total`; if a score is no number, return it, so that only this response fails."""
         try:
             return self.total(scores)
         except RewardError:

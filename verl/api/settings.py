@@ -83,7 +83,7 @@ def _keys(name: str, value: object, known: Collection[str], root: type[BaseConfi
         return dict(flat(value, f"{name}."))
     if "." in name:
         return {name: value}
-    other, short = other_name(name), _short(name, known)
+    other, short = other_name(name), _keys_with_last_part(name, known)
     if other is not None and (other[1].settable(known) or not short):
         return other[1].settings(value, known, other[0])
     if len(short) > 1:
@@ -91,7 +91,8 @@ def _keys(name: str, value: object, known: Collection[str], root: type[BaseConfi
     return {short[0] if short else name: value}
 
 
-def _short(name: str, known: Collection[str]) -> list[str]:
+def _keys_with_last_part(name: str, known: Collection[str]) -> list[str]:
+    """Return the keys that a short name may mean; several if it is ambiguous."""
     first = [key for section in FIRST_MEANT if (key := f"{section}.{name}".lstrip(".")) in known]
     return first[:1] or [key for section in THEN_MEANT if (key := f"{section}.{name}") in known]
 

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 from packaging.version import Version
@@ -67,7 +67,7 @@ sys.exit(cpu_kernels() is None)
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one thing."""
+    """Result of one check."""
 
     name: str
     verdict: Verdict
@@ -83,7 +83,7 @@ def examine() -> list[Finding]:
         *_packages(),
         *_devices(),
         *(_optional(name, distribution, remedy) for name, distribution, remedy in _ENGINES),
-        _program("bubblewrap", ("bwrap",), "rewards that run generated programs", "apt-get install bubblewrap"),
+        _bubblewrap(),
         *_limits(),
     ]
 
@@ -125,11 +125,12 @@ def _packages() -> Iterator[Finding]:
 
 def _devices() -> Iterator[Finding]:
     driver = _output(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
-    known = _torch()
-    if known is None:
+    output = _output([sys.executable, "-c", _ASK_TORCH])
+    if not output:
         yield Finding("PyTorch", "fail", "cannot be imported", f"run {sys.executable} -c 'import torch' and read why")
         return
-    gpus, cuda = known["gpus"], known["cuda"]
+    build = json.loads(output.splitlines()[-1])
+    gpus, cuda = build["gpus"], build["cuda"]
     if gpus:
         yield Finding("GPUs", "ok", f"{len(gpus)} × {gpus[0]}; PyTorch for CUDA {cuda}")
     elif driver:
@@ -142,10 +143,10 @@ def _devices() -> Iterator[Finding]:
     if driver:
         yield Finding("GPU driver", "ok", driver.splitlines()[0].rpartition(",")[2].strip())
     if gpus:
-        remedy = "" if known["nccl"] else "install a build of PyTorch with NCCL for more than one GPU"
-        yield Finding("NCCL", "ok" if known["nccl"] else "warn", known["nccl"] or "not in this PyTorch", remedy)
+        remedy = "" if build["nccl"] else "install a build of PyTorch with NCCL for more than one GPU"
+        yield Finding("NCCL", "ok" if build["nccl"] else "warn", build["nccl"] or "not in this PyTorch", remedy)
         yield _ran("GPU compiler", _COMPILE_FOR_GPU, "a function compiled and ran", "apt-get install g++ python3-dev")
-    yield _flash_attention(known["capability"])
+    yield _flash_attention(build["capability"])
 
 
 def unseen_gpu_remedy(cuda: str | None, driver: str) -> str:
@@ -156,11 +157,6 @@ def unseen_gpu_remedy(cuda: str | None, driver: str) -> str:
     if oldest and driver.split(".")[0].isdecimal() and int(driver.split(".")[0]) < oldest:
         return f"PyTorch for CUDA {cuda} needs driver R{oldest} or newer: update the driver, or install an older build"
     return "look at CUDA_VISIBLE_DEVICES"
-
-
-def _torch() -> dict[str, Any] | None:
-    output = _output([sys.executable, "-c", _ASK_TORCH])
-    return json.loads(output.splitlines()[-1]) if output else None
 
 
 def _flash_attention(capability: list[int] | None) -> Finding:
@@ -202,9 +198,11 @@ def _optional(name: str, distribution: str, remedy: str) -> Finding:
         return Finding(name, "absent", "not installed", remedy)
 
 
-def _program(name: str, candidates: tuple[str, ...], use: str, remedy: str) -> Finding:
-    path = next(filter(None, map(shutil.which, candidates)), None)
-    return Finding(name, "ok", path) if path else Finding(name, "absent", f"needed for {use}", remedy)
+def _bubblewrap() -> Finding:
+    if path := shutil.which("bwrap"):
+        return Finding("bubblewrap", "ok", path)
+    use = "needed for rewards that run generated programs"
+    return Finding("bubblewrap", "absent", use, "apt-get install bubblewrap")
 
 
 def _this_folder() -> Finding:
@@ -231,7 +229,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _limit(name: str, kind: int, wanted: int, command: str) -> Finding:
-    """Compare a limit of this process with what is wanted; it can raise it itself up to the hard limit."""
+    """Compare a limit of this process with what is wanted; the process may raise it up to the hard limit."""
     soft, hard = (math.inf if one == resource.RLIM_INFINITY else one for one in resource.getrlimit(kind))
     least = math.inf if wanted == resource.RLIM_INFINITY else wanted
     text = "no limit" if soft == math.inf else f"{soft:,}"
@@ -241,15 +239,15 @@ def _limit(name: str, kind: int, wanted: int, command: str) -> Finding:
     return Finding(name, "warn", text, remedy)
 
 
-def _enough(name: str, there: int, wanted: int, remedy: str) -> Finding:
-    text = f"{there / 2**30:,.1f} GiB"
-    if there >= wanted:
+def _enough(name: str, available: int, wanted: int, remedy: str) -> Finding:
+    text = f"{available / 2**30:,.1f} GiB"
+    if available >= wanted:
         return Finding(name, "ok", text)
     return Finding(name, "warn", f"{text}; runs of usual size want {wanted / 2**30:,.0f} GiB", remedy)
 
 
 def _output(command: list[str]) -> str:
-    """Return what a program prints; empty if it is not there, fails or takes too long."""
+    """Return what a program prints; empty if it is not installed, fails or takes too long."""
     if shutil.which(command[0]) is None:
         return ""
     try:

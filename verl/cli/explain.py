@@ -25,7 +25,7 @@ from verl.trainer.config.other_libraries import lines_about, other_name
 from verl.trainer.config.translate import ALIASES, RETIRED
 
 MOST_KEYS = 60
-MOST_PLACES = 8
+MOST_LINES = 8
 MOST_GUESSES = 6
 
 
@@ -108,7 +108,7 @@ def explanation(word: str) -> tuple[RenderableType, bool]:
 
 
 def other_keys(word: str) -> Iterator[str]:
-    """Yield what is said of a key that is another spelling, of another library, or that nothing reads here."""
+    """Yield notes on a key that is another spelling, belongs to another library, or is not read by verl."""
     yield from lines_about(word)
     keys = {setting.path for setting in all_settings()}
     for alias in ALIASES:
@@ -160,10 +160,10 @@ def read_at(path: str, alone: bool = True) -> list[str]:
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load)
     }
-    places = [place for place, owner in reads.items() if owner == section]
-    if not places and alone and [one.path.rpartition(".")[2] for one in _by_path(all_settings())].count(name) == 1:
-        places = [place for place, owner in reads.items() if owner != "self"]
-    return [f"{file.relative_to(root.parent)}:{line}" for file, line in sorted(places)]
+    lines = [file_and_line for file_and_line, owner in reads.items() if owner == section]
+    if not lines and alone and [one.path.rpartition(".")[2] for one in _by_path(all_settings())].count(name) == 1:
+        lines = [file_and_line for file_and_line, owner in reads.items() if owner != "self"]
+    return [f"{file.relative_to(root.parent)}:{line}" for file, line in sorted(lines)]
 
 
 def _owner_of(node: ast.Attribute) -> str:
@@ -199,10 +199,10 @@ def _page(setting: Setting, settings: list[Setting]) -> RenderableType:
         rows.add_row("  followed by", Text("\n".join(followers)))
     if others := [path for path in of_other_sections(setting, settings) if path not in followers]:
         rows.add_row("  see also", Text("\n".join(others)))
-    places = [] if setting.is_section else read_at(setting.path, alone=not followers)
-    if places:
-        rest = f"\n… and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else ""
-        rows.add_row("  read at", Text("\n".join(places[:MOST_PLACES]) + rest))
+    lines = [] if setting.is_section else read_at(setting.path, alone=not followers)
+    if lines:
+        rest = f"\n… and {len(lines) - MOST_LINES} more" if len(lines) > MOST_LINES else ""
+        rows.add_row("  read at", Text("\n".join(lines[:MOST_LINES]) + rest))
     elif followers and not setting.is_section:
         rows.add_row("  read at", Text("no line: its value is read through the settings that follow it"))
     return Group(Text(setting.path, style="bold"), rows)

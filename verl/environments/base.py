@@ -99,13 +99,13 @@ class Environment(ABC):
 
 
 def last_word(text: str, words: Iterable[str]) -> str | None:
-    """Return the one of some words, or groups of words, that a text names last, in capitals or not; None for none.
+    """Return the one of ``words``, which may be phrases, that comes last in a text, ignoring case; None for none.
 
     >>> last_word("Not left. I go UP.", ["left", "up"])
     'up'
     """
     by_lower = {word.lower(): word for word in words}
-    # The longest at a place: "turn left" is not "left".
+    # The first alternative that matches counts, so the longest comes first: "turn left" is not "left".
     longest_first = sorted(by_lower, key=len, reverse=True)
     pattern = rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)"
     matches = re.findall(pattern, text.lower())

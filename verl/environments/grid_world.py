@@ -1,4 +1,4 @@
-"""A way through a grid: a small environment in which one action leads to the next, for first runs and tests."""
+"""A walk through a grid: a small environment of several steps, for first runs and tests."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ class GridWorldEnvironment(Environment):
             raise ConfigError(f"{values}: size is at least 2, walls 0 to size, max_steps at least 1.")
 
     def reset(self, *, seed: int, messages: list[JsonObject], **kwargs: object) -> str:
-        """Begin with another grid, in which there is a way."""
+        """Begin with a new grid in which the goal can be reached."""
         values = CONFIG | self.config
         self.size, self.left = values["size"], values["max_steps"]
         draw = random.Random(seed)
         cells = [(row, column) for row in range(self.size) for column in range(self.size)]
         while True:
-            self.place, self.goal, *walls = draw.sample(cells, 2 + min(values["walls"], len(cells) - 2))
+            self.position, self.goal, *walls = draw.sample(cells, 2 + min(values["walls"], len(cells) - 2))
             self.walls = set(walls)
             if self.goal in self._reached():
                 return f"Walk from A to G. Answer up, down, left or right.\n{self._picture()}"
 
     def step(self, action: str, **kwargs: object) -> tuple[str, float, bool, bool, JsonObject]:
-        """Make a move; one against a wall, or none, stays where it is."""
+        """Make a move; without one, or against a wall, the position stays."""
         self.left -= 1
         move = last_word(action, MOVES)
         if move is not None:
-            row, column = self.place[0] + MOVES[move][0], self.place[1] + MOVES[move][1]
-            self.place = (row, column) if self._is_free(row, column) else self.place
-        is_there = self.place == self.goal
+            row, column = self.position[0] + MOVES[move][0], self.position[1] + MOVES[move][1]
+            self.position = (row, column) if self._is_free(row, column) else self.position
+        is_there = self.position == self.goal
         return self._picture(), 1.0 if is_there else -0.05, is_there, not is_there and self.left == 0, {"move": move}
 
     def _is_free(self, row: int, column: int) -> bool:
         return 0 <= row < self.size and 0 <= column < self.size and (row, column) not in self.walls
 
     def _reached(self) -> set[tuple[int, int]]:
-        """The cells to which there is a way."""
-        reached, new = {self.place}, [self.place]
+        """Return the cells that can be reached from the position."""
+        reached, new = {self.position}, [self.position]
         while new:
             row, column = new.pop()
             around = {(row + down, column + right) for down, right in MOVES.values()}
@@ -69,5 +69,5 @@ class GridWorldEnvironment(Environment):
         return reached
 
     def _picture(self) -> str:
-        signs = {self.goal: "G", **dict.fromkeys(self.walls, "#"), self.place: "A"}
+        signs = {self.goal: "G", **dict.fromkeys(self.walls, "#"), self.position: "A"}
         return "\n".join("".join(signs.get((r, c), ".") for c in range(self.size)) for r in range(self.size))

@@ -1,4 +1,4 @@
-"""A number is to be guessed: a small environment, for first runs and tests."""
+"""Guessing a number: a small environment for first runs and tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GuessNumberEnvironment(Environment):
             raise ConfigError(f"{config}: low must be less than high, and max_guesses at least 1.")
 
     def reset(self, *, seed: int, messages: list[JsonObject], number: int | None = None, **kwargs: object) -> str:
-        """Begin with another number."""
+        """Draw a new number, unless the row gives one."""
         self.low, self.high = self.config.get("low", 0), self.config.get("high", 9)
         self.number = random.Random(seed).randint(self.low, self.high) if number is None else number
         self.left = self.config.get("max_guesses", 4)
@@ -40,7 +40,7 @@ class GuessNumberEnvironment(Environment):
         """Answer a guess."""
         self.left -= 1
         said = NUMBER.findall(action)
-        # Python reads no number of thousands of digits.
+        # int() refuses thousands of digits (sys.set_int_max_str_digits).
         guess = int(said[-1]) if said and len(said[-1]) < 20 else None
         if guess == self.number:
             return "Right.", 1.0, True, False, {"guess": guess}

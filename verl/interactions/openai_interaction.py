@@ -1,4 +1,4 @@
-"""A user whose part a language model plays, behind an OpenAI-compatible chat-completions endpoint.
+"""A user played by a language model behind an OpenAI-compatible chat-completions endpoint.
 
 ::
 
@@ -162,14 +162,16 @@ class OpenAIInteraction(BaseInteraction):
 
 
 def _exchanged(messages: list[JsonObject]) -> list[dict[str, str]]:
-    """What was said, seen by the user; calls, results of tools and the policy's instructions are not shown.
+    """Return the conversation as the user sees it, without calls, results of tools and the policy's instructions.
 
-    Roles alternate from the user's on, as many chat templates demand. Control tokens of common templates are broken
-    up, so that the policy cannot write the user's part.
+    Roles alternate, and the user's comes first, as many chat templates demand. Control tokens of common templates are
+    broken up, so that the policy cannot write the user's part.
     """
     seen = [{"role": "user", "content": BEGINNING}]
     for message in messages:
-        role, text = OTHER_SIDE.get(message["role"]), _text_of(message.get("content"))
+        role, text = OTHER_SIDE.get(message["role"]), message.get("content") or ""
+        if isinstance(text, list):  # an image is only named
+            text = "".join(part.get("text") or f"[{part['type']}]" for part in text)
         if not (role and text):
             continue
         text = CONTROL_TOKEN.sub(r"\g<0> ", text)
@@ -178,10 +180,3 @@ def _exchanged(messages: list[JsonObject]) -> list[dict[str, str]]:
         else:
             seen.append({"role": role, "content": text})
     return seen
-
-
-def _text_of(content: str | list[JsonObject] | None) -> str:
-    """The text of a message; an image is only named."""
-    if isinstance(content, list):
-        return "".join(part.get("text") or f"[{part['type']}]" for part in content)
-    return content or ""

@@ -58,13 +58,13 @@ ASLEEP = (
     "(reward_model.enable_resource_pool=true) also while agent loops hold conversations."
 )
 OF_JUDGES = frozenset({"seed", "chat_template_kwargs"})
-"""Parameters of a call that a judge keeps beyond those of every model."""
+"""Parameters of a call that a judge supports beyond those that every model supports."""
 RESERVED = frozenset({"messages", "conversation", "tools", "tokenize", "add_generation_prompt"})
 """Names that are no variables of a chat template."""
 COUNTED = ("calls", "failed_calls", "prompt_tokens", "tokens", "wake_s")
 """What is counted: calls and those refused, tokens read and drawn, and seconds until the engines were awake."""
 KEPT_TEMPLATES = 16
-"""Chat templates kept, one for each set of variables that calls give."""
+"""Largest number of cached chat templates, one for each set of variables that calls give."""
 
 
 class JudgeService:
@@ -112,7 +112,7 @@ class JudgeService:
 
         Args:
             group: the worker group of the judge.
-            step: number of the training step, from which the random numbers of answers follow.
+            step: index of the training step, which seeds the answers.
             start: starts the work; called once the engines are awake.
 
         Returns:
@@ -126,7 +126,7 @@ class JudgeService:
 
         def awake() -> Future[T]:
             self._backend.wake(self._session, step, time.monotonic() - began)
-            return _waited_for(start())
+            return _future_of(start())
 
         scoring = self._session.serve_while(group, awake)
 
@@ -178,7 +178,7 @@ class JudgeBackend:
         self._engine = self._model(f"step {step}")
 
     def _model(self, name: str) -> AsyncLLMServerManager:
-        """The model, with random numbers that follow from a name."""
+        """Return a client of the engines whose random numbers are seeded by ``name``."""
         assert self._engines is not None
         rollout = self._settings.rollout
         default = SamplingParams(max_tokens=rollout.response_length, seed=0)
@@ -242,7 +242,7 @@ class JudgeBackend:
         return [self._read(call, len(ids), output) for output in drawn]
 
     def _tokens(self, call: ModelCall) -> list[int]:
-        """Tokens of a call; texts of messages never become control tokens."""
+        """Tokenize a call; texts of messages never become control tokens."""
         if call.prompt is not None:
             return self.tokenizer(call.prompt)["input_ids"] if isinstance(call.prompt, str) else call.prompt
         variables = call.extra.get("chat_template_kwargs") or {}
@@ -263,10 +263,10 @@ class JudgeBackend:
 
     def _read(self, call: ModelCall, prompt_tokens: int, output: TokenOutput) -> ModelAnswer:
         text = cast(str, self.tokenizer.decode(output.token_ids, skip_special_tokens=True))
-        found = {stop: text.find(stop) for stop in call.stop if stop in text}
-        stop = min(found, key=lambda each: found[each], default=None)
+        positions = {stop: text.find(stop) for stop in call.stop if stop in text}
+        stop = min(positions, key=lambda each: positions[each], default=None)
         return ModelAnswer(
-            content=text if stop is None else text[: found[stop]],
+            content=text if stop is None else text[: positions[stop]],
             finish="length" if output.stop_reason == "length" else "stop",
             stop_text=stop,
             prompt_tokens=prompt_tokens,
@@ -283,7 +283,7 @@ def _session(controller: str, rollout: RolloutConfig, loop: asyncio.AbstractEven
     return RaySession("the judge", rollout.max_num_seqs, rollout.agent.hang_timeout_s, ended=ASLEEP)
 
 
-def _waited_for(handle: Deferred[T]) -> Future[T]:
+def _future_of(handle: Deferred[T]) -> Future[T]:
     """Wait for a handle in a thread that does not delay the end of the process."""
     outcome: Future[T] = Future()
 

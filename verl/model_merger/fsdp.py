@@ -64,7 +64,7 @@ def merge(
     config = config_of(source, trust_remote_code)
     base = base_model
     if base is None:
-        with contextlib.suppress(CheckpointError):  # told later, if there are adapters that need it
+        with contextlib.suppress(CheckpointError):  # raised again below, if there are adapters that need it
             base = base_named_in(source)
     _check_target(target, {"--local_dir": source, "the model of the adapters": base})
     if is_value_model and not str((config.architectures or [""])[0]).endswith("ForTokenClassification"):
@@ -74,7 +74,11 @@ def merge(
     if adapted is not None:
         weights = adapted.merged_weights()
     if tie_word_embedding:
-        _tie(weights, config)
+        head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
+        if head is not None and (embedding is None or not torch.equal(head, embedding)):
+            raise CheckpointError("--tie-word-embedding: lm_head.weight and model.embed_tokens.weight differ.")
+        weights.pop("lm_head.weight", None)
+        config.tie_word_embeddings = True
     with torch.device("meta"):
         model = empty_model(config, trust_remote_code)
     weights = _fitted(weights, model, config, source, trust_remote_code)
@@ -106,10 +110,13 @@ def _check_target(target: Path, read: Mapping[str, str | Path | None]) -> None:
 def compare(
     local_dir: str | Path, hf_dir: str | Path, trust_remote_code: bool = False, base_model: str | None = None
 ) -> None:
-    """Check that a checkpoint and a model folder hold the same model, else ``CheckpointError``.
+    """Check that a checkpoint and a model folder hold the same model.
 
-    Weights are the same up to 1e-6, and logits up to rounding, so that a folder with another config is told too. LoRA
-    adapters are merged into ``base_model``, by default the model that they were trained on.
+    Weights must agree to 1e-6 and logits to rounding; the logits show a folder with another config. LoRA adapters are
+    merged into ``base_model``, by default the model that they were trained on.
+
+    Raises:
+        CheckpointError: the models differ, or one cannot be read.
     """
     source, target = Path(local_dir).expanduser(), Path(hf_dir).expanduser()
     weights, config = whole_weights(source), config_of(source, trust_remote_code)
@@ -136,7 +143,7 @@ def _adapted(
 
 
 def whole_weights(folder: Path) -> dict[str, Tensor]:
-    """Assemble all weights of a checkpoint, by their Transformers names, tied ones once."""
+    """Assemble all weights of a checkpoint by their Transformers names; tied weights come once."""
     if (folder / LAYOUT_FILE).is_file():
         boxes = Boxes.read(folder, "model")
         return {name: boxes.cut(name, (0,) * len(boxes.shape(name)), boxes.shape(name)) for name in boxes.names()}
@@ -153,7 +160,7 @@ def _auto_class(config: PretrainedConfig) -> Any:
     for ending, auto in _AUTO.items():
         if architecture.endswith(ending):
             return auto
-    raise CheckpointError(f"architecture '{architecture}' is none of ...{', ...'.join(_AUTO)}.")
+    raise CheckpointError(f"architecture '{architecture}' is not supported; supported are ...{', ...'.join(_AUTO)}.")
 
 
 def config_of(source: Path, trust_remote_code: bool) -> PretrainedConfig:
@@ -174,14 +181,6 @@ def empty_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTrained
     warn_if_code_runs(model, str(config.name_or_path))
     model.tie_weights()
     return model
-
-
-def _tie(weights: dict[str, Tensor], config: PretrainedConfig) -> None:
-    head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
-    if head is not None and (embedding is None or not torch.equal(head, embedding)):
-        raise CheckpointError("--tie-word-embedding: lm_head.weight and model.embed_tokens.weight differ.")
-    weights.pop("lm_head.weight", None)
-    config.tie_word_embeddings = True
 
 
 def _fitted(
@@ -279,7 +278,7 @@ def _compare_logits(
 ) -> None:
     """Compare the logits of ``model``, which was read from ``folder``, with those of the shards and their config.
 
-    Adapters are applied beside the weights of their layers there, so that what is compared is also the merging.
+    There adapters are applied beside the weights of their layers, so that an error in merging shows too.
     """
     if isinstance(adapted, Adapted):
         adapted.check_logits(model, folder)

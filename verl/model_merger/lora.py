@@ -177,9 +177,10 @@ class PublicAdapted:
         modules = dict(model.named_modules())
         for name in self._layers & modules.keys():
             base, down, up = (self._weights[f"{name}{part}"] for part in (BASE, LORA_A, LORA_B))
-            _add_apart(modules[name], base, down.float(), self._scale * up.float())
+            _add_adapter(modules[name], base, down.float(), self._scale * up.float())
 
 
-def _add_apart(layer: nn.Module, base: Tensor, down: Tensor, up: Tensor) -> None:
+def _add_adapter(layer: nn.Module, base: Tensor, down: Tensor, up: Tensor) -> None:
+    # A function of its own, because the hook of each layer needs its own matrices.
     layer.weight = nn.Parameter(base.float())
     layer.register_forward_hook(lambda _, inputs, output: output + inputs[0] @ down.T @ up.T)

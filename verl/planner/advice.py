@@ -55,7 +55,9 @@ def changes(plan: Plan) -> list[Change]:
 
 
 def _candidates(plan: Plan) -> Iterator[dict[str, object]]:
-    yield from _smaller_passes(plan)
+    for stage in plan.stages[1:]:
+        if stage.micro_batch is not None and stage.largest and stage.largest < stage.micro_batch:
+            yield {stage.micro_batch_key: stage.largest}
     yield from _recomputation(plan)
     if plan.config.actor_rollout_ref.actor.strategy == "megatron":
         yield {f"{_ROLES}.actor.megatron.optimizer_offload": True}
@@ -80,12 +82,6 @@ def _can_share_rollout(plan: Plan, size: int) -> bool:
     shape = plan.models["actor"].memory.shape
     ranks = size * plan.config.actor_rollout_ref.rollout.pipeline_model_parallel_size
     return plan.cluster.gpus_per_node % ranks == 0 and head_split_problem(shape.heads, shape.kv_heads, size) is None
-
-
-def _smaller_passes(plan: Plan) -> Iterator[dict[str, object]]:
-    for stage in plan.stages[1:]:
-        if stage.micro_batch is not None and stage.largest and stage.largest < stage.micro_batch:
-            yield {stage.micro_batch_key: stage.largest}
 
 
 def _recomputation(plan: Plan) -> Iterator[dict[str, object]]:

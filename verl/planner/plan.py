@@ -299,7 +299,7 @@ class Plan:
         if tokens is not None:
             sizes: Sequence[int] = range(least, max(least, most) + 1)
         elif trains:
-            # Each is looked at: one that cuts groups may take more than a larger one that does not.
+            # Each size is checked: one that cuts groups may take more than a larger one that does not.
             sizes = _divisors(max(1, self.mini_batch_rows(model)), most)
             sizes = [size for size in sizes if bytes_of(size) <= self.cluster.usable_bytes]
         else:
@@ -368,9 +368,9 @@ class Plan:
     @property
     def snapshot_steps(self) -> int:
         """Steps between two copies: :class:`~verl.trainer.recovery.SnapshotSchedule` lets them take 2 % of the time."""
-        given = self.config.trainer.recovery.snapshot_freq
-        if given is not None:
-            return given
+        snapshot_freq = self.config.trainer.recovery.snapshot_freq
+        if snapshot_freq is not None:
+            return snapshot_freq
         seconds = self.snapshot_bytes / self.ranks / _SNAPSHOT_BYTES_PER_S
         return math.ceil(seconds / _SNAPSHOT_SHARE / self.seconds)
 

@@ -178,7 +178,9 @@ def _missing() -> str | None:
     bwrap = shutil.which("bwrap", path=_path())
     if bwrap is None:
         return f"bubblewrap is not installed: {INSTALL}"
-    if (version := _version(bwrap)) < OLDEST:
+    text = subprocess.run([bwrap, "--version"], capture_output=True, text=True, check=False, timeout=10).stdout
+    version = tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+    if version < OLDEST:
         return (
             f"bubblewrap {'.'.join(map(str, version))} is too old, {'.'.join(map(str, OLDEST))} or newer is needed "
             f"(Debian 12, Ubuntu 23.04): upgrade, then {INSTALL}"
@@ -221,11 +223,6 @@ def _setting(name: str) -> int | None:
 
 def _path() -> str:
     return f"{os.environ.get('PATH', '')}:{TOOLS}"
-
-
-def _version(bwrap: str) -> tuple[int, ...]:
-    text = subprocess.run([bwrap, "--version"], capture_output=True, text=True, check=False, timeout=10).stdout
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
 
 
 def _at_most(kind: int, value: int) -> int:

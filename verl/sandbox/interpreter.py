@@ -21,7 +21,7 @@ from pathlib import Path
 from verl.sandbox import cells
 from verl.sandbox.bubblewrap import BubblewrapSetup
 from verl.sandbox.runner import (
-    LOOK_EVERY_S,
+    SAMPLE_EVERY_S,
     StartedSandbox,
     adopting_orphans,
     pidfd,
@@ -87,7 +87,7 @@ class Interpreter:
             return result
 
     def close(self) -> None:
-        """End all processes; code that still runs is ended too, and :meth:`run` says so."""
+        """End all processes; code that still runs is ended too, and its :meth:`run` returns that as its result."""
         self._is_closed = True
         if process := self._process:
             process.process.kill()
@@ -158,7 +158,10 @@ class _InterpreterProcess(StartedSandbox):
         if ended is None and self.read["answers"][:1] != b"+":
             status = Status.EXIT_ERROR
         elif ended is Status.CRASHED:
-            exit_code = self._exit_code()
+            self.end_processes()
+            self.take("status")
+            code = self.exit_code()
+            exit_code = 137 if code is None else code  # 128 + SIGKILL: bubblewrap itself was killed
             status, signal_name = end_of(exit_code, "")
             status = Status.EXIT_ERROR if status is Status.OK else status
             exit_code = None if signal_name else exit_code
@@ -180,7 +183,7 @@ class _InterpreterProcess(StartedSandbox):
 
         The answer is written after the output, so that what the pipe then holds is all of it.
         """
-        deadline, next_look = time.monotonic() + wall_s, 0.0
+        deadline, next_sample = time.monotonic() + wall_s, 0.0
         with selectors.DefaultSelector() as selector, pidfd(self.process.pid) as process_fd:
             for name, descriptor in self.streams.items():
                 selector.register(descriptor, selectors.EVENT_READ, name)
@@ -188,12 +191,15 @@ class _InterpreterProcess(StartedSandbox):
             if request:
                 selector.register(self._requests, selectors.EVENT_WRITE, "requests")
             while (now := time.monotonic()) < deadline:
-                for key, _ in selector.select(min(deadline - now, LOOK_EVERY_S)):
+                for key, _ in selector.select(min(deadline - now, SAMPLE_EVERY_S)):
                     if key.data == "end":
                         self._drain()
                         return Status.CRASHED
                     if key.data == "requests":
-                        request = request[self._send(request) :]
+                        with contextlib.suppress(
+                            BlockingIOError, BrokenPipeError
+                        ):  # if it has ended, its pidfd says so
+                            request = request[os.write(self._requests, request) :]
                         if not request:
                             selector.unregister(key.fd)
                     elif self.take(key.data):
@@ -201,10 +207,10 @@ class _InterpreterProcess(StartedSandbox):
                 if self.read["answers"]:
                     self._drain()
                     return None
-                if time.monotonic() >= next_look:
+                if time.monotonic() >= next_sample:
                     if self.is_out_of_memory():
                         return Status.OUT_OF_MEMORY
-                    next_look = time.monotonic() + LOOK_EVERY_S
+                    next_sample = time.monotonic() + SAMPLE_EVERY_S
         return Status.TIMEOUT
 
     def take(self, name: str) -> bool:
@@ -215,11 +221,6 @@ class _InterpreterProcess(StartedSandbox):
             self.read[name].clear()
         return is_closed
 
-    def _send(self, request: bytes) -> int:
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # if it has ended, its pidfd says so
-            return os.write(self._requests, request)
-        return 0
-
     def _drain(self) -> None:
         """Read the output that the pipe holds."""
         # A process that a cell has left behind may write on and on.
@@ -228,12 +229,6 @@ class _InterpreterProcess(StartedSandbox):
             self.take("stdout")
             if self._output.size == before:
                 return
-
-    def _exit_code(self) -> int:
-        self.end_processes()
-        self.take("status")
-        code = self.exit_code()
-        return 137 if code is None else code  # bubblewrap itself was killed
 
 
 class _HeadAndTail:

@@ -22,7 +22,7 @@ from verl.sandbox.watch import RunUsage, descendants
 from verl.supervision.prctl import adopt_orphans, adopts_orphans
 from verl.supervision.processes import is_stopped
 
-LOOK_EVERY_S = 0.02  # seconds between two readings of the memory in use
+SAMPLE_EVERY_S = 0.02  # seconds between two readings of the memory in use
 REMOVAL_S = 10.0
 """How long the kernel may take to remove the processes of a killed run."""
 CHUNK = 1 << 16  # bytes: a pipe of Linux holds as much
@@ -187,7 +187,7 @@ class StartedSandbox:
         """Take a sample of what all processes use; return whether they need more memory than they may."""
         if self.usage is None:
             return False
-        self.usage.look(self.limits.memory_mb * MIB)
+        self.usage.sample(self.limits.memory_mb * MIB)
         return self.usage.peak_memory > self.limits.memory_mb * MIB
 
     def exit_code(self) -> int | None:
@@ -268,7 +268,7 @@ class _Run(StartedSandbox):
         return self._outcome()
 
     def _follow(self, selector: selectors.BaseSelector) -> None:
-        next_look = self.start
+        next_sample = self.start
         while True:
             left = self.start + self.limits.wall_s - time.monotonic()
             if left <= 0:
@@ -276,18 +276,18 @@ class _Run(StartedSandbox):
                 family = [self.process.pid, *((self.usage.init, *descendants(self.usage.init)) if self.usage else ())]
                 self.was_stopped = any(map(is_stopped, family))
                 return
-            for key, _ in selector.select(min(left, LOOK_EVERY_S)):
+            for key, _ in selector.select(min(left, SAMPLE_EVERY_S)):
                 if key.data == "end":
                     return
                 if self.take(key.data):
                     selector.unregister(key.fd)
             if self.ended:
                 return
-            if self.usage and time.monotonic() >= next_look:
+            if self.usage and time.monotonic() >= next_sample:
                 if self.is_out_of_memory():
                     self.ended = Status.OUT_OF_MEMORY
                     return
-                next_look = time.monotonic() + LOOK_EVERY_S
+                next_sample = time.monotonic() + SAMPLE_EVERY_S
 
     def take(self, name: str) -> bool:
         """Read as :meth:`StartedSandbox.take` does; end the run if its output is too long."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICK = os.sysconf("SC_CLK_TCK")
-NAME = 1024
+FILE_BYTES = 1024
 """Approximate kernel memory of an empty file or folder, in bytes."""
 MOST = 4096
 """Most processes counted in one sample; the kernel's limit keeps a run far below it."""
@@ -28,13 +28,13 @@ class RunUsage:
 
     init: int
     peak_memory: int = 0
-    """Bytes: resident memory of all processes, and ``NAME`` for each of their files."""
+    """Bytes: resident memory of all processes, and ``FILE_BYTES`` for each of their files."""
     peak_tasks: int = 0
     """Concurrent processes and threads."""
     cpu_s: float = 0.0
     """CPU time of the process that used most."""
 
-    def look(self, memory_limit: int) -> None:
+    def sample(self, memory_limit: int) -> None:
         """Take a sample.
 
         Args:
@@ -47,7 +47,7 @@ class RunUsage:
         if memory > memory_limit and len(usages) > 1:
             memory = sum(_proportional(pid) for pid in pids)
         if pids:
-            memory += NAME * _names(pids[0])
+            memory += FILE_BYTES * _names(pids[0])
         self.peak_memory = max(self.peak_memory, memory)
         self.peak_tasks = max(self.peak_tasks, sum(usage.threads for usage in usages))
         self.cpu_s = max([self.cpu_s, *(usage.cpu_s for usage in usages)])
@@ -68,7 +68,7 @@ def _children(pid: int) -> list[int]:
         threads = os.listdir(f"/proc/{pid}/task")
         return [int(p) for t in threads for p in Path(f"/proc/{pid}/task/{t}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
-        return []  # it ended while we looked
+        return []  # it has ended meanwhile
 
 
 class _Usage(NamedTuple):

@@ -14,7 +14,7 @@ _SET_PDEATHSIG, _SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 1, 36, 37  # linux/
 
 
 def die_with_parent(signum: signal.Signals = signal.SIGKILL) -> None:
-    """Let the kernel send this process the signal ``number`` when the thread that started it ends.
+    """Let the kernel send this process the signal ``signum`` when the thread that started it ends.
 
     If the parent has ended before this call, no signal comes: compare ``os.getppid()`` with its pid afterwards.
     """

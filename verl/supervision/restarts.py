@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 # Signals after which a child is restarted; other signals mean that somebody wants it to end.
 DEATHS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 
-_LAST_WORD_S = 2.0  # for the child to end by itself after a second SIGINT; it may be in C code and not see signals
+_END_S = 2.0  # for the child to end by itself after a second SIGINT; it may be in C code and not see signals
 
 
 @contextmanager
@@ -97,10 +97,10 @@ class _ForwardedSignals:
     def __init__(self) -> None:
         self.is_terminated = False
         self._process = 0
-        self._early: list[int] = []
+        self._pending: list[int] = []
         self._interrupts = Interrupts(self._end)
-        self._last_word = threading.Timer(_LAST_WORD_S, end_at_once)
-        self._last_word.daemon = True
+        self._end_timer = threading.Timer(_END_S, end_at_once)
+        self._end_timer.daemon = True
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -110,30 +110,30 @@ class _ForwardedSignals:
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler or signal.SIG_DFL)
-        self._last_word.cancel()
+        self._end_timer.cancel()
 
     def forward_to(self, process: int) -> None:
         """Forward signals to this process, including those that came before this call."""
         self._process = process
-        for signum in self._early:
+        for signum in self._pending:
             os.kill(process, signum)
-        self._early.clear()
+        self._pending.clear()
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if signum == signal.SIGTERM:
             self.is_terminated = True
         elif not self._interrupts.note():
             return
-        self._pass_on(signum)
+        self._forward(signum)
 
     def _end(self) -> None:
-        """Let the child, which counts for itself, say that it ends; end all processes if it does not."""
-        self._last_word.start()
-        self._pass_on(signal.SIGINT)
+        """Forward the second SIGINT, at which the child ends itself; end all processes if it has not after a while."""
+        self._end_timer.start()
+        self._forward(signal.SIGINT)
 
-    def _pass_on(self, signum: int) -> None:
+    def _forward(self, signum: int) -> None:
         if not self._process:
-            self._early.append(signum)
+            self._pending.append(signum)
             return
         with suppress(ProcessLookupError):  # it has just ended
             if signum == signal.SIGINT and _is_in_foreground(self._process):

@@ -146,15 +146,13 @@ def read_stacks(folder: str | os.PathLike[str], pids: Sequence[int], timeout_s: 
         if sizes == earlier and all(sizes[pid] > before[pid] for pid in writing):
             break
         time.sleep(0.1)
-    return {pid: Snapshot(states[pid], _text(files[pid], before[pid]), pid in prepared) for pid in pids}
+    written = {pid: file.read_bytes()[before[pid] :] for pid, file in files.items() if file.exists()}
+    texts = {pid: data.decode(errors="replace") for pid, data in written.items()}
+    return {pid: Snapshot(states[pid], texts.get(pid, ""), pid in prepared) for pid in pids}
 
 
 def _size(file: Path) -> int:
     return file.stat().st_size if file.exists() else 0
-
-
-def _text(file: Path, start: int) -> str:
-    return file.read_bytes()[start:].decode(errors="replace") if file.exists() else ""
 
 
 def culprits(snapshots: Mapping[int, Snapshot], waiting: Sequence[int]) -> tuple[list[int], str]:

@@ -47,7 +47,7 @@ class CalculatorError(ValueError):
 
 
 class CalculatorTool(BaseTool):
-    """Compute an arithmetic expression. A wrong one is answered with what is wrong, which the model can mend."""
+    """Compute an arithmetic expression. For a wrong one the answer says what is wrong, for the model to correct it."""
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """See :meth:`BaseTool.get_openai_tool_schema`."""
@@ -95,7 +95,7 @@ def compute(expression: str) -> int | float:
 
 
 def show(value: int | float) -> str:
-    """Write a value; a float with the 12 digits that rounding leaves.
+    """Write a value, a float with 12 digits, which hides rounding errors.
 
     >>> show(0.1 + 0.2), show(3.0), show(7)
     ('0.3', '3', '7')
@@ -112,14 +112,14 @@ def _value(node: ast.expr) -> int | float:
         case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
             return OPERATORS[type(op)](_value(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
-            return _applied(op, _value(left), _value(right))
+            return _binary(op, _value(left), _value(right))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
             return _sized(FUNCTIONS[name](*map(_value, arguments)))
     raise CalculatorError(f"'{ast.unparse(node)}' is no arithmetic; allowed are numbers, + - * / // % ** and functions")
 
 
-def _applied(op: ast.operator, left: float, right: float) -> int | float:
-    # A whole power is counted before it is computed: 9 ** 9 ** 9 has 370 million digits.
+def _binary(op: ast.operator, left: float, right: float) -> int | float:
+    # The digits of a whole power are counted before it is computed: 9 ** 9 ** 9 has 370 million.
     whole = isinstance(op, ast.Pow) and isinstance(left, int) and isinstance(right, int)
     if whole and right > 0 and abs(left) > 1 and right * math.log10(abs(left)) > MOST_DIGITS:
         raise CalculatorError(f"the result has more than {MOST_DIGITS} digits")

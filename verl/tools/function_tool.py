@@ -173,8 +173,11 @@ def schema_of_function(function: Callable[..., object], name: str | None = None)
         ) from error
     described = schema["function"]
     for parameter in described["parameters"]["properties"].values():
-        _standard(parameter)
-    # An invented parameter is an error that the model sees.
+        # JSON schema has no "nullable"; it has the type "null".
+        if parameter.pop("nullable", False) and "type" in parameter:
+            kinds = parameter["type"] if isinstance(parameter["type"], list) else [parameter["type"]]
+            parameter["type"] = [*kinds, "null"]
+    # So a parameter that the model invents is an error that it is told.
     parameters = {**described["parameters"], "additionalProperties": False}
     return OpenAIFunctionToolSchema.model_validate(
         {
@@ -186,13 +189,6 @@ def schema_of_function(function: Callable[..., object], name: str | None = None)
             },
         }
     )
-
-
-def _standard(parameter: JsonObject) -> None:
-    """Write ``nullable``, which JSON schema does not have, as a type."""
-    if parameter.pop("nullable", False) and "type" in parameter:
-        kinds = parameter["type"] if isinstance(parameter["type"], list) else [parameter["type"]]
-        parameter["type"] = [*kinds, "null"]
 
 
 def load_function_tools(path: str) -> list[FunctionTool]:

@@ -176,9 +176,9 @@ class LoopThread:
 
 
 class LoopThreads:
-    """Event loops in threads, each lent to one borrower at a time and then used again: a new one costs a millisecond.
+    """A pool of event loops in threads, each used by one trajectory at a time: a new one costs a millisecond.
 
-    There are as many as were lent at once. Any thread may call the methods.
+    The pool grows to the largest number in use at once. Any thread may call the methods.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class LoopThreads:
         weakref.finalize(self, _stop_all, self._idle)
 
     def lend(self, name: str) -> LoopThread:
-        """Return a thread in which nothing runs, under a new name."""
+        """Return a thread in which nothing runs, under the name ``name``."""
         with self._lock:
             while self._idle:
                 thread = self._idle.pop()

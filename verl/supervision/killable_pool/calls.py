@@ -117,10 +117,10 @@ class PoolCall:
     """Cost under a limit of tokens."""
     timeout_s: float
     batch: CallBatch
-    place: int
-    """Index in its batch."""
-    number: int = 0
-    """Identifies the call in its present process; each attempt has a new number."""
+    index: int
+    """Of the call in its batch."""
+    call_id: int = 0
+    """Identifies the call in its present process; each attempt has a new one."""
     started: float = 0.0
     """When it was sent to its present process, in seconds of the monotonic clock."""
     spent_s: float = 0.0
@@ -134,7 +134,7 @@ class PoolCall:
 
     def done(self, result: CallResult) -> None:
         """Deliver the result."""
-        self.batch.done(self.place, result)
+        self.batch.done(self.index, result)
 
     def left_s(self, now: float) -> float:
         """Seconds left of its timeout."""

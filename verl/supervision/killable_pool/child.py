@@ -32,14 +32,14 @@ from types import TracebackType
 from typing import Any
 
 HEADER = struct.Struct("<QId")
-"""Message header: number of the call (0 in the first, which loads the function), bytes of the body, timeout in s."""
+"""Message header: id of the call (0 in the first, which loads the function), bytes of the body, timeout in s."""
 RUNNING = struct.Struct("<Qd")
-"""Start of the shared page of an async worker: number of the call whose code runs now (0 for none), and its start."""
+"""Start of the shared page of an async worker: id of the call whose code runs now (0 for none), and its start."""
 TAKEN_BACK = struct.Struct("<QQ")
-"""Next on the page, written by the parent: (a, b) takes back all calls with numbers up to b, except a."""
+"""Next on the page, written by the parent: (a, b) takes back all calls with ids up to b, except a."""
 PAGE_SIZE = RUNNING.size + TAKEN_BACK.size
 CHECK_PAGE = 0
-"""Call number of an empty message to an async worker: cancel the calls that the shared page takes back."""
+"""Call id of an empty message to an async worker: cancel the calls that the shared page takes back."""
 MAX_TEXT = 20_000  # characters of an error's text sent to the parent
 __tracebackhide__ = True
 CANNOT_FORK = 71
@@ -185,8 +185,12 @@ class _Worker:
         _, body = self._read(stream.read)
         start = pickle.loads(body)
         with _Attempt() as attempt:
-            self._load(start)
-            self._limit_memory(start["memory_mb"])
+            sys.path[:] = start["path"]
+            sys.argv = sys.argv[:1]  # the others are this program's own
+            for module, function, arguments in start["first"]:
+                getattr(importlib.import_module(module), function)(*arguments)
+            self.function, self.fatal = pickle.loads(start["function"])
+            self._limit_memory(start["memory_mb"])  # last, so that a call's memory does not include the imports
         self._send(0, attempt.reply or {"status": "ok", "pid": self.pid, "memory": _memory("VmRSS")})
         if attempt.reply:
             return
@@ -201,13 +205,6 @@ class _Worker:
             if os.getpid() != self.pid:
                 os._exit(0)  # a fork of the function's that returned from it
             self._send(call_id, reply)
-
-    def _load(self, start: Mapping[str, Any]) -> None:
-        sys.path[:] = start["path"]
-        sys.argv = sys.argv[:1]
-        for module, function, arguments in start["first"]:
-            getattr(importlib.import_module(module), function)(*arguments)
-        self.function, self.fatal = pickle.loads(start["function"])
 
     def _limit_memory(self, memory_mb: int | None) -> None:
         """Limit the memory beyond the present use; RLIMIT_DATA counts the heap and private mappings."""
@@ -252,11 +249,8 @@ class _Worker:
                 os._exit(0)  # the parent has ended; a task that ignores its cancellation would delay a normal exit
             if call_id == CHECK_PAGE:
                 for task in list(tasks):
-                    if (
-                        (watched := task.get_coro())
-                        and isinstance(watched, _TrackedCoroutine)
-                        and watched.is_taken_back()
-                    ):
+                    coroutine = task.get_coro()
+                    if isinstance(coroutine, _TrackedCoroutine) and coroutine.is_taken_back():
                         task.cancel()
                 continue
             CALL.set(call_id)
@@ -288,18 +282,18 @@ class _Worker:
 class _TrackedCoroutine(Coroutine[Any, Any, Any]):
     """Coroutine that records on the shared page when its code runs, and is cancelled when its call is taken back.
 
-    The parent so finds the call that blocks the event loop or ends the process. It gives the other calls to another
-    process; when the loop is free again, they do not continue here.
+    By the page the parent finds the call that blocks the event loop or ends the process. It gives the other calls to
+    another process; when the loop is free again, they do not continue here.
     """
 
     def __init__(self, coroutine: Coroutine[object, object, object], call_id: int, page: mmap.mmap) -> None:
-        self.coroutine, self.number, self.page = coroutine, call_id, page
+        self.coroutine, self.call_id, self.page = coroutine, call_id, page
         self.was_cancelled = False
 
     def is_taken_back(self) -> bool:
         """Whether its call has been taken back; true only the first time, so that it is cancelled once."""
         kept, last = TAKEN_BACK.unpack_from(self.page, RUNNING.size)
-        if self.was_cancelled or self.number > last or self.number == kept:
+        if self.was_cancelled or self.call_id > last or self.call_id == kept:
             return False
         self.was_cancelled = True
         return True
@@ -319,11 +313,11 @@ class _TrackedCoroutine(Coroutine[Any, Any, Any]):
         self.coroutine.close()
 
     def _step(self, step: Callable[..., object], *arguments: object) -> object:
-        RUNNING.pack_into(self.page, 0, self.number, time.monotonic())
+        RUNNING.pack_into(self.page, 0, self.call_id, time.monotonic())
         try:
             return step(*arguments)
         finally:
-            # When an exception ends the process, the page keeps the call's number, by which the parent finds it.
+            # When an exception ends the process, the page keeps the call's id, by which the parent finds it.
             if not isinstance(sys.exc_info()[1], (SystemExit, KeyboardInterrupt)):
                 RUNNING.pack_into(self.page, 0, 0, 0.0)
 
@@ -337,6 +331,7 @@ def _message(call_id: int, reply: Mapping[str, object]) -> bytes:
 
 
 async def _finished(value: Any) -> object:
+    """Await a value: ``asyncio.run`` takes coroutines alone."""
     return await value
 
 

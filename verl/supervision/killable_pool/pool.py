@@ -218,7 +218,8 @@ class _Engine:
             self.closed = True
             if self.thread is None or not self.thread.is_alive():
                 return
-            self.loop.call_soon_threadsafe(self._stop)
+            self.loop.call_soon_threadsafe(self.stopping.set)
+            self.loop.call_soon_threadsafe(self.awake.set)
         if threading.current_thread() is not self.thread:
             self.thread.join(timeout=10)
 
@@ -260,10 +261,6 @@ class _Engine:
                     self.queue.extendleft(reversed(worker.release()))
             self._schedule()
         await self._shut_down()
-
-    def _stop(self) -> None:
-        self.stopping.set()
-        self.awake.set()
 
     async def _shut_down(self) -> None:
         for worker in list(self.workers):

@@ -64,7 +64,7 @@ class WorkerProcess:
         self.budget, self.slots, self.output = budget, slots, output
         self.on_reply, self.on_end = on_reply, on_end
         self.calls: dict[int, PoolCall] = {}
-        self.numbers = itertools.count(1)
+        self.call_ids = itertools.count(1)  # 0 is that of the message that loads the function
         self.ready = False
         self.ended = False
         self.answered = 0
@@ -142,9 +142,9 @@ class WorkerProcess:
         """Send a call to the worker."""
         if not self.calls:
             self.oom_kills = oom_kills()
-        call.started, call.number = time.monotonic(), next(self.numbers)
-        self.calls[call.number] = call
-        self._write(call.number, call.body, call.left_s(call.started))
+        call.started, call.call_id = time.monotonic(), next(self.call_ids)
+        self.calls[call.call_id] = call
+        self._write(call.call_id, call.body, call.left_s(call.started))
 
     def check(self, now: float, patience_s: float) -> None:
         """Check that the process lives, and the time and memory of its calls; update ``stuck``."""
@@ -183,10 +183,10 @@ class WorkerProcess:
         others = [call for call in self.calls.values() if call is not running]
         if others:
             last = max(self.calls)
-            TAKEN_BACK.pack_into(self.page, RUNNING.size, running.number if running is not None else 0, last)
+            TAKEN_BACK.pack_into(self.page, RUNNING.size, running.call_id if running is not None else 0, last)
             self._write(CHECK_PAGE, b"", 0.0)
         for call in others:
-            del self.calls[call.number]
+            del self.calls[call.call_id]
         return others
 
     def is_frozen(self) -> bool:

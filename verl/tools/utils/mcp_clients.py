@@ -28,7 +28,7 @@ START_S = 60.0
 CLOSE_S = 10.0
 """How long the end of a connection may take."""
 ATTEMPTS = 3
-"""How often a call that does no harm twice is made, if the server is lost each time."""
+"""How often a call that may be repeated is made, if the server is lost each time."""
 SIGN_OF_LIFE_S = 5.0
 """How long a server may take to list its tools, after a call of it has timed out."""
 logger = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ class McpConnection:
     """One server. It is connected at the first use, and again after it was lost.
 
     All connections of a process live on one event loop in a thread of its own. A call that was under way when the
-    server was lost, by this call or by another, is made again only where the server says that this does no harm; any
-    other may have had an effect.
+    server was lost is made again only if the server declares the tool as read-only or idempotent; any other call may
+    have had an effect.
 
     Args:
         name: name of the server, for messages.
@@ -152,8 +152,9 @@ class McpConnection:
                 self._client = ready.result()
                 return self._client
             holder.cancel()
-            [ended] = await asyncio.gather(holder, return_exceptions=True)
-            error = _innermost(ended)
+            [error] = await asyncio.gather(holder, return_exceptions=True)
+            while isinstance(error, BaseExceptionGroup):  # those of anyio's task groups, inside each other
+                error = error.exceptions[0]
             if not (isinstance(error, MCPError) and error.code == CONNECTION_CLOSED):
                 break  # else the server was lost while it started, and no call has reached it
         is_late = isinstance(error, asyncio.CancelledError)
@@ -207,7 +208,7 @@ _checks: set[asyncio.Task[None]] = set()
 
 @asynccontextmanager
 async def _noticing_the_end(transport: Any, ended: asyncio.Event) -> AsyncIterator[Any]:
-    """A transport that sets an event once its server writes no more, also between calls."""
+    """Wrap a transport so that an event is set when the server closes its output, also between calls."""
     async with transport as (read, write), anyio.create_task_group() as group:
         send, receive = anyio.create_memory_object_stream[Any](0)
 
@@ -224,13 +225,6 @@ async def _noticing_the_end(transport: Any, ended: asyncio.Event) -> AsyncIterat
         group.start_soon(pass_on)
         yield receive, write
         group.cancel_scope.cancel()
-
-
-def _innermost(error: BaseException | None) -> BaseException | None:
-    """Return the first error in nested groups of errors."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 @functools.cache
