@@ -113,7 +113,7 @@ def register_adv_est(
         ConfigError: a parameter is neither a column nor a setting, or a name is taken.
     """
 
-    def file(function: F) -> F:
+    def decorator(function: F) -> F:
         parameters = inspect.signature(function).parameters
         for parameter in parameters.values():
             refuse_unknown(f"advantage estimator '{_plain(name_or_enum)}'", parameter, COLUMNS.keys() | SETTINGS)
@@ -133,7 +133,7 @@ def register_adv_est(
             ESTIMATORS.add(known_as, needs)
         return function
 
-    return file
+    return decorator
 
 
 def _advantages_of_the_program(**_: Any) -> tuple[Tensor, Tensor]:

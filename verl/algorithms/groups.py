@@ -37,7 +37,7 @@ class Groups:
     hold, and receive the statistics of their group's members.
     """
 
-    number: Tensor
+    index: Tensor
     """(n,) the group of each row, from 0."""
     is_member: Tensor
     """(n,) whether the row counts."""
@@ -51,18 +51,19 @@ class Groups:
         Such a response was rejected or failed. Its reward says nothing about the policy, and counting it as 0 would
         shift the baseline of its siblings.
         """
-        number = _numbered(index)
-        if len(number) != len(response_mask):
+        indices = _numbered(index)
+        if len(indices) != len(response_mask):
             raise SchemaError(
-                f"index has {len(number)} group ids, and there are {len(response_mask)} rows: give one id for each row."
+                f"index has {len(indices)} group ids, and there are {len(response_mask)} rows: give one id for each "
+                "row."
             )
-        rows = torch.tensor(number, dtype=torch.int64, device=response_mask.device)
-        return cls(rows, response_mask.bool().any(-1), max(number, default=-1) + 1)
+        of_rows = torch.tensor(indices, dtype=torch.int64, device=response_mask.device)
+        return cls(of_rows, response_mask.bool().any(-1), max(indices, default=-1) + 1)
 
     @cached_property
     def size(self) -> Tensor:
         """(n,) float64 number of members in the row's group."""
-        return self.total(torch.ones_like(self.number))
+        return self.total(torch.ones_like(self.index))
 
     @property
     def is_alone(self) -> Tensor:
@@ -73,18 +74,18 @@ class Groups:
         """Sum over the members of each group: (groups, ...) from x, (n, ...)."""
         member = self.is_member.view(-1, *[1] * (x.dim() - 1))
         totals = torch.zeros(self.groups, *x.shape[1:], dtype=torch.float64, device=x.device)
-        return totals.index_add_(0, self.number, zero_masked(x, member).double())
+        return totals.index_add_(0, self.index, zero_masked(x, member).double())
 
     def total(self, x: Tensor) -> Tensor:
         """Sum over the members of the row's group; x is (n, ...)."""
-        return self.sums(x)[self.number]
+        return self.sums(x)[self.index]
 
     def largest(self, x: Tensor) -> Tensor:
         """Maximum over the members of the row's group, -inf in a group without members; x is (n, ...)."""
         per_row = (-1, *[1] * (x.dim() - 1))
         kept = x.double().masked_fill(~self.is_member.view(per_row), -torch.inf)
         maxima = torch.full((self.groups, *x.shape[1:]), -torch.inf, dtype=torch.float64, device=x.device)
-        return maxima.scatter_reduce_(0, self.number.view(per_row).expand_as(x), kept, "amax")[self.number]
+        return maxima.scatter_reduce_(0, self.index.view(per_row).expand_as(x), kept, "amax")[self.index]
 
     def levelled(self, x: Tensor, rounding: Tensor) -> Tensor:
         """Make the values of a group equal if no two of its members differ by more than their roundings together.

@@ -141,14 +141,18 @@ def register_policy_loss(
         ConfigError: a parameter is unknown and has no default, or the name is taken.
     """
 
-    def file(function: F) -> F:
+    def decorator(function: F) -> F:
         parameters = inspect.signature(function).parameters
         usual = set(TENSORS) | _SETTINGS if returns_terms else set(LOSS_ARGUMENTS)
         for parameter in parameters.values():
             if prepare is None or parameter.default is not None:  # what is prepared may have any name
                 refuse_unknown(f"policy loss '{name}'", parameter, _LOSS_COLUMNS | usual)
         named = {key: p for key, p in parameters.items() if key not in usual}
-        prepared = {key for key, p in named.items() if prepare and p.default is None and _may_be_prepared(key)}
+        prepared = {
+            key
+            for key, p in named.items()
+            if prepare and p.default is None and (key not in COLUMNS or COLUMNS[key].producer == PREPARED)
+        }
         columns = {key for key in named if key in _LOSS_COLUMNS} - prepared
         info = PolicyLossInfo(
             name=name,
@@ -167,11 +171,7 @@ def register_policy_loss(
         POLICY_LOSSES.add(name, info)
         return function
 
-    return file
-
-
-def _may_be_prepared(name: str) -> bool:
-    return name not in COLUMNS or COLUMNS[name].producer == PREPARED
+    return decorator
 
 
 # ---- looking up -------------------------------------------------------------------------------

@@ -277,7 +277,7 @@ def compute_optimal_token_baseline_advantage(
     baseline = groups.sums(returns * weight) / (groups.sums(weight) + epsilon)  # (groups, response_length)
     siblings = groups.sums(valid) if handle_zero_tail else groups.sums(groups.is_member).unsqueeze(-1)
     baseline = baseline.masked_fill(siblings <= 1, 0.0)
-    advantages = zero_masked(returns - baseline[groups.number], valid)
+    advantages = zero_masked(returns - baseline[groups.index], valid)
     advantages = advantages.masked_fill(advantages.abs() <= rounding + groups.largest(rounding), 0.0)
     return _as_given((advantages, returns), token_level_rewards)
 
@@ -370,7 +370,7 @@ def compute_grpo_per_turn_advantage(
 
     rounding = returns_of(kept.abs()) * rounding_unit(token_level_rewards.dtype)
     rows = Groups.of(index, valid)
-    groups = Groups((rows.number.unsqueeze(-1) * turns + turn_index).flatten(), has_turn.flatten(), rows.groups * turns)
+    groups = Groups((rows.index.unsqueeze(-1) * turns + turn_index).flatten(), has_turn.flatten(), rows.groups * turns)
     returns = groups.levelled(returns_of(kept), rounding)
     scores = group_relative(returns, groups, epsilon, norm_adv_by_std_in_grpo).view(has_turn.shape)
     advantages = zero_masked(scores.gather(1, turn.clamp(min=0)), valid)

@@ -95,7 +95,8 @@ def user_code(problem: str) -> Iterator[None]:
     except VerlError:
         raise
     except (Exception, SystemExit) as error:  # SystemExit: a script without `if __name__ == "__main__"`
-        raise UserCodeError(f"{problem}:\n  {_user_line(error)}\n  {type(error).__name__}: {_text(error)}") from error
+        message = error.msg if isinstance(error, SyntaxError) else str(error)  # str() of it repeats file and line
+        raise UserCodeError(f"{problem}:\n  {_user_line(error)}\n  {type(error).__name__}: {message}") from error
 
 
 def users_class(cls: Callable[..., T], setting: str) -> Callable[..., T]:
@@ -116,10 +117,6 @@ def _user_line(error: BaseException) -> str:
     user_frames = [frame for frame in frames if not frame.filename.startswith(("<frozen ", *_LIBRARIES))]
     frame = (user_frames or frames)[-1]
     return f"{frame.filename}:{frame.lineno}: {frame.line}"
-
-
-def _text(error: BaseException) -> str:
-    return error.msg if isinstance(error, SyntaxError) else str(error)
 
 
 def source_digest(module: ModuleType) -> str:

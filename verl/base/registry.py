@@ -52,7 +52,7 @@ class Registry(Generic[T]):
             )
 
     def remove(self, name: str) -> None:
-        """Forget the object called ``name``.
+        """Remove the object called ``name``.
 
         Raises:
             KeyError: there is none.
@@ -62,11 +62,11 @@ class Registry(Generic[T]):
     def register(self, name: str) -> Callable[[T], T]:
         """Register the decorated object under ``name``."""
 
-        def file(entry: T) -> T:
+        def decorator(entry: T) -> T:
             self.add(name, entry)
             return entry
 
-        return file
+        return decorator
 
     def get(self, name: str) -> T:
         """Return the object called ``name``.

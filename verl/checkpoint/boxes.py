@@ -68,14 +68,15 @@ class StoredBox:
 def boxes_state(boxes: Sequence[StoredBox], copied: bool) -> dict[str, object]:
     """Collect boxes as the content of a ``.pt`` file."""
     entries = [
-        {"name": box.name, "shape": list(box.shape), "start": list(box.start), "values": _own(box.values, copied)}
+        {"name": box.name, "shape": list(box.shape), "start": list(box.start), "values": _compact(box.values, copied)}
         for box in boxes
     ]
     return {"format": FORMAT, "boxes": entries}
 
 
-def _own(values: Tensor, copied: bool) -> Tensor:
-    """The box on the CPU in memory of its own: a view would store all of the tensor that it views."""
+def _compact(values: Tensor, copied: bool) -> Tensor:
+    """Return the box on the CPU in memory of its own size, copied if need be or if ``copied``."""
+    # torch.save stores the whole storage of a view, here the tensor that the box was cut from.
     values = values.detach()
     is_whole = values.is_contiguous() and values.untyped_storage().nbytes() == values.numel() * values.element_size()
     return values.to("cpu", copy=True) if copied or not is_whole else values.cpu()
@@ -147,7 +148,7 @@ class Boxes:
 def _overlap(
     box: StoredBox, start: Sequence[int], size: Sequence[int]
 ) -> tuple[tuple[slice, ...] | None, tuple[slice, ...] | None]:
-    """Where a stored box and a wanted one meet, in each of both; None if they do not."""
+    """Return the overlap of a stored box and a wanted one as slices of each of them; None if there is none."""
     theirs, mine = [], []
     for first, count, wanted, length in zip(box.start, box.values.shape, start, size, strict=True):
         begin, end = max(first, wanted), min(first + count, wanted + length)

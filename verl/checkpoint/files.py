@@ -22,7 +22,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 22  # bytes read at once
 
 UNREADABLE = (
     OSError, EOFError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, struct.error,
@@ -153,15 +153,15 @@ PARTIAL, REPLACED = ".partial", ".replaced"
 
 
 class NewFolder:
-    """A folder that is written under a temporary name, then renamed to ``place``, replacing what is there."""
+    """A folder that is written under a temporary name, then renamed to ``path``, replacing what is there."""
 
     def __init__(self, path: str | Path) -> None:
-        self.place = Path(path).expanduser().absolute()
-        self.partial = self.place.with_name(self.place.name + PARTIAL)
+        self.path = Path(path).expanduser().absolute()
+        self.partial = self.path.with_name(self.path.name + PARTIAL)
 
     def begin(self) -> Path:
         """Create the empty temporary folder; leftovers of an interrupted save are removed."""
-        put_back(self.place)
+        put_back(self.path)
         if self.partial.exists():
             shutil.rmtree(self.partial)
         self.partial.mkdir(parents=True)
@@ -174,11 +174,11 @@ class NewFolder:
         """
         for folder in [path for path in self.partial.rglob("*") if path.is_dir()] + [self.partial]:
             sync_folder(folder)
-        old = self.place.with_name(self.place.name + REPLACED)
-        if self.place.exists():
-            self.place.rename(old)
-        self.partial.rename(self.place)
-        sync_folder(self.place.parent)
+        old = self.path.with_name(self.path.name + REPLACED)
+        if self.path.exists():
+            self.path.rename(old)
+        self.partial.rename(self.path)
+        sync_folder(self.path.parent)
         if old.exists():
             _remove(old)
 

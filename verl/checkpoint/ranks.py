@@ -40,7 +40,7 @@ class RankState:
         self.describe(rank_folder)
         described = sync_tree(rank_folder)
         for name in described:
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)  # maybe by another rank before
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)  # another rank may have made it
             (rank_folder / name).replace(folder / name)
         shutil.rmtree(rank_folder)
         return files | described
@@ -57,7 +57,7 @@ def save_together(folder: Path, write: Callable[[Path], object]) -> None:
     ``CheckpointError``.
     """
     new = NewFolder(folder)
-    task = f"write the checkpoint {new.place}"
+    task = f"write the checkpoint {new.path}"
     with on_all_ranks(task):
         if dist.get_rank() == 0:
             new.begin()

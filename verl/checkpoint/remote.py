@@ -232,8 +232,8 @@ class RemoteSteps:
             folder.discard()
             raise
         replace_text(into / LATEST, str(step))
-        logger.info("copied %s to %s", source, folder.place)
-        return folder.place
+        logger.info("copied %s to %s", source, folder.path)
+        return folder.path
 
     def _require_same_run(self, fetched: Path, newest_here: int | None) -> None:
         """The steps of another run must not go on from here, nor be hidden by newer ones."""

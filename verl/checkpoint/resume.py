@@ -91,7 +91,9 @@ class ResumeChoice:
                 logger.warning("starting anew in a folder where another run saved: %s", ", ".join(map(str, others)))
             return None
         if mode == "resume_path" and is_remote(str(self._plan.resume_from_path)):
-            return self._fetched(str(self._plan.resume_from_path))
+            parent, _, name = str(self._plan.resume_from_path).rstrip("/").rpartition("/")
+            # Below the folder of the run, which all ranks see.
+            return RemoteSteps(parent, self._root).fetch(int(name.rpartition("_")[2]), self._root / FETCHED)
         if mode == "resume_path":
             folder = Path(str(self._plan.resume_from_path)).expanduser().absolute()
             if problem := self._problem(folder):
@@ -104,11 +106,6 @@ class ResumeChoice:
         if self._remote is not None:
             self._remote.bring(self._plan.on_damaged)
         return self._newest_whole()
-
-    def _fetched(self, url: str) -> Path:
-        """A verified local copy of a remote step, below the folder of the run, which all ranks see."""
-        parent, _, name = url.rstrip("/").rpartition("/")
-        return RemoteSteps(parent, self._root).fetch(int(name.rpartition("_")[2]), self._root / FETCHED)
 
     def _newest_whole(self) -> Path | None:
         """The latest step, or the newest intact one before it if it is damaged."""

@@ -214,7 +214,11 @@ def kind_of(optimizer: Optimizer) -> State:
 
 
 def check_kind(optimizer: Optimizer, saved: Mapping[str, object] | None) -> None:
-    """Refuse the state of another kind of optimizer; None is a checkpoint that does not say which it was."""
+    """Check that a saved state is of this kind of optimizer; None is a checkpoint that does not record the kind.
+
+    Raises:
+        CheckpointError: it is of another kind.
+    """
     now = kind_of(optimizer)
     added = [name for name in _MORE_STATE if saved and now.get(name) and not saved.get(name)]
     if saved is None or (saved["class"] == now["class"] and not added):

@@ -114,7 +114,7 @@ def commit(root: Path, step: int, files: Mapping[str, FileEntry], lineage: Linea
     write_bytes(folder.partial / MANIFEST, json.dumps({"format": 1, **described}, indent=1).encode())
     folder.commit()
     replace_text(root / LATEST, str(step))
-    return folder.place
+    return folder.path
 
 
 def discard(root: Path, step: int) -> None:

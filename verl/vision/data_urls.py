@@ -27,7 +27,7 @@ def data_url(media_type: object, data: object, where: str) -> str:
         where: for errors.
 
     Raises:
-        DataError: the type is another, or the data are no text; the message names ``place``.
+        DataError: the type is another, or the data are no text; the message names ``where``.
     """
     if not isinstance(media_type, str) or not _BEGIN.fullmatch(f"data:{media_type};base64,"):
         raise DataError(f"{where}: the media type of an image is {media_type!r:.100}. {_EXPECTED}.")
@@ -47,7 +47,7 @@ def base64_of(url: str, where: str) -> str:
     """Return the base64 text of a ``data:`` URL.
 
     Raises:
-        DataError: it is another address, or no picture; the message names ``place``.
+        DataError: it is another address, or no picture; the message names ``where``.
     """
     begin = _BEGIN.match(url)
     if begin is not None:

@@ -38,7 +38,7 @@ def read_image(value: object, where: str) -> Image.Image:
         where: file and row, for errors.
 
     Raises:
-        DataError: it is none of these, or cannot be decoded; the message names ``place``.
+        DataError: it is none of these, or cannot be decoded; the message names ``where``.
     """
     source = _source(value, where)
     try:
@@ -120,7 +120,7 @@ def _source(value: object, where: str) -> Image.Image | io.BytesIO | str:
     return value.removeprefix("file://")
 
 
-def process_image(image: object, image_patch_size: int = 14, place: str = "process_image") -> Image.Image:
+def process_image(image: object, image_patch_size: int = 14, where: str = "process_image") -> Image.Image:
     """Decode an image and bring it to the size that it asks for.
 
     A mapping may have ``min_pixels`` and ``max_pixels``, or ``resized_height`` and ``resized_width``; see
@@ -129,18 +129,22 @@ def process_image(image: object, image_patch_size: int = 14, place: str = "proce
     Args:
         image: see :func:`read_image`.
         image_patch_size: edge of a patch in pixels; edges become multiples of twice that.
-        place: file and row, for errors.
+        where: file and row, for errors.
 
     Raises:
         DataError: it cannot be decoded, or its edges differ too much.
     """
-    picture = read_image(image, place)
+    picture = read_image(image, where)
     limits = {key: image[key] for key in _LIMITS if image.get(key) is not None} if isinstance(image, Mapping) else {}
     if not limits:
         return picture
-    invalid = {key: value for key, value in limits.items() if not _is_size(value)}
+    invalid = {
+        key: value
+        for key, value in limits.items()
+        if not (isinstance(value, int | float) and math.isfinite(value) and value >= 1)
+    }
     if invalid:
-        raise DataError(f"{place}: an image has {invalid}; limits of pixels are numbers of at least 1.")
+        raise DataError(f"{where}: an image has {invalid}; limits of pixels are numbers of at least 1.")
     factor = MERGE * image_patch_size
     least, most = limits.get("min_pixels", MIN_PIXELS), limits.get("max_pixels", MAX_PIXELS)
     height = limits.get("resized_height", picture.height)
@@ -148,12 +152,8 @@ def process_image(image: object, image_patch_size: int = 14, place: str = "proce
     try:
         height, width = smart_resize(int(height), int(width), factor, int(least), int(most))
     except ValueError as error:
-        raise DataError(f"{place}: {error}") from error
+        raise DataError(f"{where}: {error}") from error
     return picture.resize((width, height))
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value >= 1
 
 
 def smart_resize(

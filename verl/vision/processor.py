@@ -33,7 +33,7 @@ FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocesso
 
 
 def load_processor(path: str, tokenizer: Callable[[], Any], **kwargs: Any) -> ProcessorMixin | None:
-    """Load the processor of a model folder or hub name; None if Transformers makes none of its files.
+    """Load the processor of a model folder or hub name; None if the model has none.
 
     Args:
         path: model folder or hub name.
@@ -41,12 +41,12 @@ def load_processor(path: str, tokenizer: Callable[[], Any], **kwargs: Any) -> Pr
         kwargs: for ``from_pretrained``.
 
     Raises:
-        OSError, ValueError: the files cannot be read, as Transformers has it.
+        OSError, ValueError: Transformers cannot read the files.
     """
     family = _family_in(path, kwargs.get("trust_remote_code", False))
     if family is None:
-        found = AutoProcessor.from_pretrained(path, **kwargs)
-        return found if isinstance(found, ProcessorMixin) else None
+        processor_or_tokenizer = AutoProcessor.from_pretrained(path, **kwargs)
+        return processor_or_tokenizer if isinstance(processor_or_tokenizer, ProcessorMixin) else None
     images = AutoImageProcessor.from_pretrained(path, backend="pil", **kwargs)
     processor: Any
     if find_spec("torchvision") is None:
@@ -64,7 +64,7 @@ _SHARED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "ima
 
 
 def _video_settings(path: str, images: object, trust_remote_code: bool) -> JsonObject:
-    """What the files of a model say of its videos: limits of pixels, None without any, and its count of seconds.
+    """Read a model's settings of videos from its files: limits of pixels, None without any, and its count of seconds.
 
     ``unlike_images`` are settings of frames that its images have otherwise.
     """

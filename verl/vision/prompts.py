@@ -70,7 +70,7 @@ class ImagePrompts:
         """Return the number of tokens at each place that the prompt has for an image or a video.
 
         Raises:
-            DataError: the image is too narrow; the message names ``place``.
+            DataError: the image is too narrow; the message names ``where``.
         """
         if isinstance(image, Clip):
             return [self.config.tokens_of(grid) for grid in self._grid(image)]
@@ -138,7 +138,9 @@ class ImagePrompts:
         processor = self._images
         size, merge, frames = processor.patch_size, self.config.merge_size, processor.temporal_patch_size
         pixels, grids = (inputs[name] for name in IMAGE_INPUTS)
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in self._normalization())
+        is_normalized = processor.do_normalize
+        colours = (processor.image_mean, processor.image_std) if is_normalized else ([0.0] * 3, [1.0] * 3)
+        mean, std = (torch.tensor(of_colours).view(3, 1, 1) for of_colours in colours)
         pictures = []
         parts = pixels.split([int(count) for count in grids.prod(-1)])
         for part, (_, rows, columns) in zip(parts, grids.tolist(), strict=True):
@@ -150,16 +152,11 @@ class ImagePrompts:
             pictures.append(Image.fromarray(bytes_of.to(torch.uint8).permute(1, 2, 0).contiguous().numpy()))
         return pictures
 
-    def _normalization(self) -> tuple[Sequence[float], Sequence[float]]:
-        """Mean and standard deviation of each colour, which the image processor takes out."""
-        processor = self._images
-        return (processor.image_mean, processor.image_std) if processor.do_normalize else ([0.0] * 3, [1.0] * 3)
-
     def repeats(self, ids: Sequence[int], counts: Sequence[int], where: str) -> list[int]:
         """Return how often each token of a rendered text stands in the model's input: ``counts[n]`` times, or once.
 
         Raises:
-            DataError: there is another number of image tokens than of images; the message names ``place``.
+            DataError: the number of image tokens is not that of images; the message names ``where``.
         """
         tokens = self.config.token_ids
         placeholders = sum(token in tokens for token in ids)

@@ -110,7 +110,7 @@ class Clip:
 
 
 def open_video(value: object, limits: VideoLimits, where: str) -> Clip:
-    """Choose frames and size of a video; a list of pictures is not decoded but for the first, a file only begun.
+    """Choose frames and size of a video, decoding only the first picture of a list, and only the start of a file.
 
     Args:
         value: a list of pictures (see :func:`verl.vision.images.read_image`), the path or the bytes of a file, or a
@@ -121,7 +121,7 @@ def open_video(value: object, limits: VideoLimits, where: str) -> Clip:
         where: file and row, for errors.
 
     Raises:
-        DataError: it is none of these, has no frames, or cannot be read; the message names ``place``.
+        DataError: it is none of these, has no frames, or cannot be read; the message names ``where``.
         ConfigError: it is a file, and the package ``av`` is not installed.
     """
     source, settings = _source(value, where)
@@ -234,7 +234,7 @@ def _size(height: int, width: int, count: int, settings: JsonMapping, limits: Vi
 def _of_list(clip: Clip, pictures: Sequence[object]) -> Iterator[Image.Image]:
     size = None
     for frame_index in sorted(set(clip.chosen)):
-        image = process_image(pictures[frame_index], place=f"{clip.where}, frame {frame_index}")
+        image = process_image(pictures[frame_index], where=f"{clip.where}, frame {frame_index}")
         size = size or image.size
         if image.size != size:
             raise DataError(
