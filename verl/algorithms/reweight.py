@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,8 +10,6 @@ from verl.algorithms.groups import rewards_of_responses
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.schema import require
-
-ReweightMethod = Literal["pow", "max_min", "max_random"]
 
 
 def compute_pf_ppo_reweight_data(

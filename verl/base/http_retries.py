@@ -11,6 +11,7 @@ from tenacity import RetryCallState, retry_if_exception, stop_after_attempt, wai
 RETRIED = (408, 429, 500, 502, 503, 504)
 """Status codes of a service that is busy or fails for now."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
+"""Bounds of the random pause: before the first repetition, and at most."""
 
 
 def retry_rule(retries: int, first_pause_s: float = FIRST_PAUSE_S) -> dict[str, Any]:

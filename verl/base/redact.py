@@ -16,6 +16,7 @@ MASK = "***"
 SHORTEST = 6
 """A shorter text is not looked for in other texts: it would be found by accident."""
 
+# Names under which everything is a secret.
 _ALWAYS = re.compile(
     r"(^|[_.-])("
     r"secrets?|password|passwd|passphrase|credentials?|cookies?"
@@ -23,15 +24,22 @@ _ALWAYS = re.compile(
     r")([_.-]|$)",
     re.IGNORECASE,
 )
+# Names under which a text is a secret; a number is one of tokens, as in max_token.
 _TEXT_ONLY = re.compile(r"(^|[_.-])(token|authorization)$", re.IGNORECASE)
+# Names under which a text is a secret if it looks random: prompt_key is the name of a column.
 _KEY = re.compile(r"(^|[_.-])key$", re.IGNORECASE)
+# Names of settings that say where a secret is, such as api_key_env.
 _TELLS_WHERE = re.compile(r"[_.-](env|var|path|file|name)$", re.IGNORECASE)
+# Tokens of a tokenizer.
 _OF_A_VOCABULARY = re.compile(r"(^|[_.-])(pad|eos|bos|unk|sep|cls|mask|image|video|audio)_token$", re.IGNORECASE)
+# Where a word begins in a name such as apiKey.
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _LOOKS_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{16,}")
 _REFERENCE = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
 """What is filled in later, from the environment or from another key, and says nothing itself."""
 
+# Secrets by how they look: logins of URLs, HTTP's Authorization, secrets in queries, keys of OpenAI, Hugging Face,
+# GitHub, GitLab and Slack, and of AWS.
 _IN_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"(?<=://)[^/@\s]+@"), f"{MASK}@"),
     (re.compile(r"\b(Bearer|Basic)(\s+)[\w.~+/=-]{6,}"), rf"\1\2{MASK}"),

@@ -16,7 +16,7 @@ from typing import Any
 from verl.base.requirements import install_command
 from verl.errors import DataError, VerlError
 
-REMOTE = "://"
+REMOTE = "://"  # in a URL, and in no path of this machine
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 """Protocol → the extra of verl that installs its driver; that of ``hdfs`` is part of pyarrow."""
 _LIBRARIES = {

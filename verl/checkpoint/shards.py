@@ -40,8 +40,8 @@ from verl.utils.sharded_tensor import local_rows
 
 T = TypeVar("T")
 
-FORMAT = 1
-KINDS = ("model", "optim", "extra_state")
+FORMAT = 1  # of the .pt files; another one is refused
+KINDS = ("model", "optim", "extra_state")  # as in the names of the files
 
 
 def shard_file(kind: str, world_size: int, rank: int) -> str:

@@ -74,7 +74,7 @@ def set_rng_state(state: State) -> None:
 # ---- states as arrays ----------------------------------------------------------------------------
 # Ray copies a torch tensor into the pickled message, but passes the buffer of a NumPy array without copying.
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element: integers of that size
 
 
 @dataclass(frozen=True)

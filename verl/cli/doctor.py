@@ -27,7 +27,7 @@ from verl.utils.available_memory import available_memory
 
 Verdict = Literal["ok", "absent", "warn", "fail"]
 
-OLDEST_PYTHON = (3, 11)
+OLDEST_PYTHON = (3, 11)  # as requires-python in pyproject.toml
 FILES = 65_536
 """Open files that Ray and its workers take on a machine with many cores."""
 PROCESSES = 8_192

@@ -24,6 +24,7 @@ from verl.trainer.config.keys import FORWARD_PASSES, PAIRS, Key, all_inactive, a
 from verl.trainer.config.other_libraries import lines_about, other_name
 from verl.trainer.config.translate import ALIASES, RETIRED
 
+# How much is shown: keys that match a word, lines of the code, and keys like one that does not exist.
 MOST_KEYS = 60
 MOST_LINES = 8
 MOST_GUESSES = 6

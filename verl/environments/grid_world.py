@@ -10,7 +10,7 @@ from verl.errors import ConfigError
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 """Row and column that each action adds."""
-CONFIG = {"size": 4, "walls": 3, "max_steps": 12}
+CONFIG = {"size": 4, "walls": 3, "max_steps": 12}  # where `config` says nothing else
 
 
 class GridWorldEnvironment(Environment):

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 OTHER_SIDE = {"user": "assistant", "assistant": "user"}
 """The model that plays the user sees its own messages as the assistant's."""
-BEGINNING = "The conversation begins. Say what you want."
+BEGINNING = "The conversation begins. Say what you want."  # many chat templates demand that the user speaks first
 JUDGE = "reward_router_address"
 FIELD = re.compile(r"\{(\w+)\}")
 """A field of the system prompt or of the address, filled from the row."""

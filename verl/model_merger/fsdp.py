@@ -31,8 +31,9 @@ from verl.workers.forward_check import is_rounding, largest_difference
 
 logger = logging.getLogger(__name__)
 
-_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")  # in names of weights that Transformers 4 kept apart for each expert
 
+# Ending of an architecture's name: the class of Transformers that loads it.
 _AUTO = {
     "ForCausalLM": transformers.AutoModelForCausalLM,
     "LMHeadModel": transformers.AutoModelForCausalLM,

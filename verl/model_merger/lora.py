@@ -35,6 +35,7 @@ from verl.workers.engine.fsdp.adapters import (
 from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state, trained_parameters
 from verl.workers.forward_check import is_rounding, largest_difference
 
+# Of verl 0.8: what stands before the names in its shards, and the file with the scale of the adapters.
 PUBLIC_PREFIX, PUBLIC_SCALE = "base_model.model.", "lora_train_meta.json"
 _TYPES: dict[str, ModelType] = {
     "ForTokenClassification": "value_model",

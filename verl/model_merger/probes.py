@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from verl.vision.families import VisionConfig
 from verl.workers.forward_check import probe_sequences
 
-_BEFORE, _AFTER = 3, 4
+_BEFORE, _AFTER = 3, 4  # tokens of text around the picture
 
 
 def probes(config: PretrainedConfig) -> list[dict[str, Tensor]]:

@@ -8,8 +8,6 @@ from verl.base.registry import suggest
 from verl.errors import ConfigError
 from verl.utils.flops_counter import published_peak
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Gpu:

@@ -35,8 +35,8 @@ OLDEST = (0, 7)
 """First bubblewrap that can limit the size of /tmp."""
 NOBODY = 65534  # the id of Linux for a user without rights
 MIB = 1 << 20
-PROGRAM = "/sandbox/program.py"
-TOOLS = "/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/bin"
+PROGRAM = "/sandbox/program.py"  # inside the sandbox
+TOOLS = "/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/bin"  # searched after PATH, which may lack them
 ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",

@@ -18,7 +18,7 @@ from tenacity import Retrying
 from verl.base.http_retries import FIRST_PAUSE_S, retry_rule
 from verl.sandbox.types import Limits, ProgramResult, SandboxError, Status, end_of
 
-RETRIES = 4
+RETRIES = 4  # attempts after the first
 CONNECT_S = 10.0  # a server that runs accepts at once, so that a wrong address is reported soon
 QUEUE_S = 30.0
 """Extra seconds of a request for waiting in the service's queue."""

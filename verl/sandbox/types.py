@@ -106,6 +106,7 @@ class ProgramResult:
         return f"{self.status}{detail}{': ' + last if last and not self.ok else ''}"
 
 
+# Python's errors where the kernel allows no further process or thread: fork() fails with EAGAIN.
 _REFUSED_PROCESS = ("BlockingIOError: [Errno 11]", "RuntimeError: can't start new thread")
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
-TICK = os.sysconf("SC_CLK_TCK")
+PAGE = os.sysconf("SC_PAGE_SIZE")  # bytes of a page, the unit of memory in /proc
+TICK = os.sysconf("SC_CLK_TCK")  # ticks of a second, the unit of CPU time in /proc
 FILE_BYTES = 1024
 """Approximate kernel memory of an empty file or folder, in bytes."""
 MOST = 4096

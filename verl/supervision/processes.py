@@ -28,7 +28,7 @@ STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})  # by S
 
 MARK_VARIABLE = "VERL_HELPER_PROCESS"  # environment variable with the value of new_mark()
 KILL_S = 10.0  # for killed processes to end: on a busy machine one ends only when it gets a core
-_PAUSE_S = 0.01
+_PAUSE_S = 0.01  # between two searches for marked processes
 
 
 # ---- inspection -----------------------------------------------------------------------------------

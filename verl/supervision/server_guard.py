@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-POLL_S = 0.5
+POLL_S = 0.5  # between two checks that the owner lives
 GRACE_S = 10.0  # for the command to end after SIGTERM, before the group is killed
 ENDED = " ended with status "  # written to the log, after the command's name, if the command ended by itself
 

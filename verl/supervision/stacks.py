@@ -23,6 +23,7 @@ import psutil
 from verl.supervision.processes import STOPPED, state_of
 
 SIGNAL = signal.SIGUSR2
+# A frame as faulthandler writes it.
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$', re.MULTILINE)
 _files: list[TextIO] = []  # kept open for faulthandler until the process ends
 

@@ -139,11 +139,6 @@ class LoopThread:
         """Whether it still runs coroutines."""
         return self._thread.is_alive() and not self.loop.is_closed()
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the caller runs in it."""
-        return threading.current_thread() is self._thread
-
     def rename(self, name: str) -> None:
         """Change the name of the thread."""
         self._thread.name = name

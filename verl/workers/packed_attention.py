@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 PACKED_ATTENTION = "verl_packed"
 
-_HALF = (torch.float16, torch.bfloat16)
+_HALF = (torch.float16, torch.bfloat16)  # the only formats of FlashAttention
+_MAX_HEAD_DIM = 256  # of FlashAttention 2
 
 
 @dataclass(frozen=True)
@@ -230,7 +231,7 @@ def _varlen_kernel(query: Tensor, value_dim: int, rule: AttentionRule) -> Varlen
     if query.device.type == "cpu":
         is_plain = rule.softcap is None and not rule.dropout
         return _compiled if dtype is torch.float32 and is_plain and cpu_kernels() is not None else None
-    if query.device.type != "cuda" or dtype not in _HALF or head_dim > 256:
+    if query.device.type != "cuda" or dtype not in _HALF or head_dim > _MAX_HEAD_DIM:
         return None
     if _imports_flash_attn():
         return _flash_attn

@@ -45,6 +45,7 @@ __tracebackhide__ = True
 CANNOT_FORK = 71
 """Exit code (EX_OSERR) of a monitor that cannot fork its worker, because of the system's limits."""
 
+# Id of the call whose tasks are being created, 0 for none: tasks that a call's function starts belong to the call too.
 CALL: contextvars.ContextVar[int] = contextvars.ContextVar("CALL", default=0)
 
 

@@ -27,6 +27,7 @@ SPARE_WORKERS = 16
 PATIENCE_S, ASYNC_PATIENCE_S = 0.5, 1.0
 """A worker is stuck when one call occupies it for longer than this, or than a tenth of the timeout if that is less."""
 MAX_START_FAILURES = 3
+"""How often in a row a worker may end by itself before it is ready, until the function counts as not loadable."""
 MAX_ATTEMPTS = 3
 """Attempts of a call whose processes end, each time possibly because of another call."""
 KILLS_SHOWN = 5

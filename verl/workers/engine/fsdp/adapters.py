@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 ADAPTER_FOLDER = "lora_adapter"
 """Folder of a checkpoint with the adapters as files of peft."""
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # as peft names them
 
 _ADAPTER = "default"  # peft's name of a model's only adapter
 _PREFIX = "base_model.model."  # before each name in a file of peft
 BASE, LORA_A, LORA_B = ".base_layer.weight", f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
 """Endings of the names of a layer's weight, and of its adapter's two."""
-_MAGNITUDE = f".lora_magnitude_vector.{_ADAPTER}.weight"
-_TASKS = {"lm_head": "CAUSAL_LM", "score": "TOKEN_CLS"}
+_MAGNITUDE = f".lora_magnitude_vector.{_ADAPTER}.weight"  # m of DoRA (arXiv:2402.09353), one number for each row of W
+_TASKS = {"lm_head": "CAUSAL_LM", "score": "TOKEN_CLS"}  # head: peft's name of the task
 _HEADS_OF_PEFT = {"classifier", "score"}  # those that peft saves of a model that classifies, whether it has both or one
 # Of a model whose experts are joined peft takes these names for those of the experts, wherever the layers stand.
 _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj")

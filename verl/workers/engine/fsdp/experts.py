@@ -13,6 +13,8 @@ from transformers import PretrainedConfig
 from verl.errors import ConfigError
 from verl.workers.routers import Choices
 
+# Fields of Transformers' configs. Model folders have the first one whether or not they were trained with the loss, so
+# only what the user sets counts.
 _COEFFICIENT, _SWITCH = "router_aux_loss_coef", "output_router_logits"
 
 
@@ -66,6 +68,7 @@ def load_metrics(counts: Tensor) -> dict[str, float]:
     """
     if not counts.numel():
         return {}
+    # Without any token of a layer both are 0, not NaN.
     load = counts / counts.float().mean(dim=1, keepdim=True).clamp(min=1e-9)
     share = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
     of_layers: dict[str, float] = {}

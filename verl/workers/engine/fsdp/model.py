@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 ModelType = Literal["language_model", "value_model", "reward_model"]
 
+# Ending of an architecture's name: the class of Transformers that loads it.
 _CLASSIFIERS = {
     "ForTokenClassification": AutoModelForTokenClassification,
     "ForSequenceClassification": AutoModelForSequenceClassification,

@@ -23,7 +23,7 @@ from verl.workers.padded_attention import PADDED_ATTENTION
 
 logger = logging.getLogger(__name__)
 
-_LENGTHS = (5, 3)
+_LENGTHS = (5, 3)  # tokens of the two sequences
 _WINDOW = 2  # tokens of sliding windows during the check, fewer than the sequences have, or windows would not matter
 
 

@@ -14,6 +14,7 @@ from verl.errors import ConfigError
 from verl.utils.model import weights_folder
 from verl.workers.engine.megatron.weights import Box
 
+# Transformers' names of the weights of all experts of a layer, each of which the files may have apart.
 _EXPERTS = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
 _IN_FILES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
 """Of each matrix of an expert, its name in the files of Qwen3-MoE and in those of Mixtral."""

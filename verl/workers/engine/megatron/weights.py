@@ -54,8 +54,10 @@ class Place:
         view.copy_(values.reshape(view.shape))
 
 
+# Names of weights in Transformers: of the experts of a layer, and of a module in a layer.
 _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+# Module of a layer in Transformers: the one in megatron-core that has its weight, or a part of whose weight it is.
 _INSIDE = {
     "input_layernorm": "input_layernorm",
     "post_attention_layernorm": "pre_mlp_layernorm",
