@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 from verl.errors import ConfigError
 from verl.workers.routers import Choices
 
-# Fields of Transformers' configs. Model folders have the first one whether or not they were trained with the loss, so
-# only what the user sets counts.
+# Fields of Transformers' configs. By default their coefficient is above 0 (0.001 for Mixtral and Qwen3-MoE), so only
+# what the user sets asks for the loss.
 _COEFFICIENT, _SWITCH = "router_aux_loss_coef", "output_router_logits"
 
 
