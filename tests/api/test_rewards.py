@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from verl.api.functions import with_resolved_types, write_module
-from verl.api.rewards import BatchRewards, check_columns, combined, named_rewards
+from verl.api.rewards import BatchRewards, check_columns, combine, named_rewards
 from verl.base.import_utils import load_object
 from verl.errors import ConfigError, RewardError
 from verl.workers.reward_manager.function import RewardFunction, RewardSample
@@ -42,7 +42,7 @@ def row(text: str, prompt: str = "?", **columns: Any) -> dict[str, Any]:
 
 def scored(functions: list[Any], rows: list[dict[str, Any]], weights: Any = None, text_prompts: bool = True) -> Any:
     """What the combined function returns for each response."""
-    function = combined(named_rewards(functions, weights), list(rows[0]), "prompt", text_prompts)
+    function = combine(named_rewards(functions, weights), list(rows[0]), "prompt", text_prompts)
     if isinstance(function, BatchRewards):
         lists = {name: [one[name] for one in rows] for name in rows[0]}
         return function(solution_strs=lists.pop("solution_str"), **lists)
@@ -64,7 +64,7 @@ def test_functions_of_two_forms_are_weighed_and_added() -> None:
 
 def test_a_failure_in_its_own_process_is_the_status_of_its_sample() -> None:
     bonus = 0.5
-    reward = combined(named_rewards([lambda solution_str, answer: bonus / len(answer)], None), ["prompt", "answer"])
+    reward = combine(named_rewards([lambda solution_str, answer: bonus / len(answer)], None), ["prompt", "answer"])
     function = RewardFunction(reward, {})
     samples = [RewardSample("unknown", "x", None, {}, columns={"answer": answer}) for answer in ("", "ab")]
     scores = function.score_samples(samples)

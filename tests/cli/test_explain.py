@@ -13,7 +13,7 @@ from rich.console import Console
 
 import verl
 from tests.checkpoint.test_run import Run
-from verl.cli.differences import ABSENT, differences, differences_table, kinds, kinds_told, read_settings
+from verl.cli.differences import ABSENT, describe_kinds, differences, differences_table, kinds, read_settings
 from verl.cli.explain import all_settings, explanation, follows_from, matching, of_other_sections, other_keys, read_at
 from verl.errors import ConfigError
 from verl.trainer.loop import RunSettings
@@ -85,9 +85,9 @@ def test_runs_of_two_kinds_are_told():
     assert "verl sft" in kinds(sft)
     assert kinds(grpo) == ["verl train"]
     assert kinds({"unknown": 1}) == []
-    assert "A has settings of verl sft" in str(kinds_told(kinds(sft), kinds(grpo), "A", "B"))
-    assert kinds_told(kinds({"data.seed": 1}), kinds(grpo), "A", "B") is None, "a few settings may be of either"
-    assert kinds_told([], kinds(grpo), "A", "B") is None
+    assert "A has settings of verl sft" in str(describe_kinds(kinds(sft), kinds(grpo), "A", "B"))
+    assert describe_kinds(kinds({"data.seed": 1}), kinds(grpo), "A", "B") is None, "a few settings may be of either"
+    assert describe_kinds([], kinds(grpo), "A", "B") is None
 
 
 def test_a_misspelt_key_is_unknown_and_the_right_one_is_told():

@@ -161,7 +161,7 @@ def write_jsonl(rows: Iterable[Mapping[str, object]], path: Path, what: str) -> 
 
 
 def read_jsonl(path: Path) -> list[JsonObject]:
-    """Read what :func:`write_jsonl` wrote, or a file of a run that does not exist as no rows."""
+    """Read the rows of a file that :func:`write_jsonl` or a run wrote; none if it does not exist."""
     if not path.is_file():
         return []
     # Not str.splitlines: it also breaks at characters that JSON allows inside a string (U+2028).

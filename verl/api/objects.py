@@ -8,7 +8,7 @@ from types import FunctionType
 
 from verl.api.data import DataFiles
 from verl.api.functions import with_resolved_types, write_module
-from verl.api.rewards import Reward, check_columns, combined, named_rewards, no_reward
+from verl.api.rewards import Reward, check_columns, combine, named_rewards, no_reward
 from verl.base.types import JsonObject
 from verl.environments.base import Environment
 from verl.errors import ConfigError
@@ -53,7 +53,7 @@ def write_rewards(
             raise ConfigError(NO_REWARD)
         return {}
     check_columns(rewards, files.columns, files.has_truth)
-    module = write_module({REWARD: combined(rewards, files.columns, files.prompt_key, files.text_prompts)}, folder)
+    module = write_module({REWARD: combine(rewards, files.columns, files.prompt_key, files.text_prompts)}, folder)
     return {"custom_reward_function.path": str(module), "custom_reward_function.name": REWARD}
 
 
@@ -74,10 +74,10 @@ def write_objects(
     named: list[tuple[str, object]] = []
     if rewards:
         check_columns(rewards, files.columns, files.has_truth)
-        named.append((REWARD, combined(rewards, files.columns, files.prompt_key, files.text_prompts)))
+        named.append((REWARD, combine(rewards, files.columns, files.prompt_key, files.text_prompts)))
     if not isinstance(tools, Sequence):
         raise ConfigError(f"tools={tools!r:.100} is {type(tools).__name__}. Give a list: tools=[f].")
-    named += [(tool.__name__, tool) for tool in map(_marked, tools)]
+    named += [(tool.__name__, tool) for tool in map(_as_tool, tools)]
     named += [(environment.__name__, environment) for environment in environments]
     names = [name for name, _ in named]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -115,7 +115,7 @@ def check_environments(environments: Sequence[type]) -> None:
             )
 
 
-def _marked(tool: Callable[..., object]) -> Callable[..., object]:
+def _as_tool(tool: Callable[..., object]) -> Callable[..., object]:
     """Return a function as a tool that can be sent to other processes; the function itself stays as it is.
 
     Raises:

@@ -166,7 +166,7 @@ def check_columns(
             )
 
 
-def combined(
+def combine(
     rewards: Sequence[Reward], columns: Collection[str], prompt_key: str = "prompt", text_prompts: bool = True
 ) -> Function:
     """Return one reward function for all; it is async if any of them is and all take single responses.
@@ -270,7 +270,7 @@ class SampleRewards(_Rewards):
     def __call__(self, **row: object) -> object:
         """Score one response, with what the row has."""
         arguments = row | self.prompt_of(row)
-        return self.total([called(reward.function, arguments) for reward in self.rewards])
+        return self.total([call(reward.function, arguments) for reward in self.rewards])
 
 
 class AsyncSampleRewards(SampleRewards):
@@ -281,7 +281,7 @@ class AsyncSampleRewards(SampleRewards):
         arguments = row | self.prompt_of(row)
         scores = []
         for reward in self.rewards:
-            score = called(reward.function, arguments)
+            score = call(reward.function, arguments)
             scores.append(await score if inspect.isawaitable(score) else score)
         return self.total(scores)
 
@@ -312,12 +312,12 @@ class BatchRewards(_Rewards):
         by_function: list[list[Any]] = []
         for reward in self.rewards:
             if reward.form == "sample":
-                results = [called(reward.function, row) for row in rows]
+                results = [call(reward.function, row) for row in rows]
                 by_function.append(
                     asyncio.run(_awaited(cast(list[Awaitable[object]], results))) if _is_async(reward) else results
                 )
                 continue
-            result: Any = called(reward.function, arguments[reward.form])
+            result: Any = call(reward.function, arguments[reward.form])
             result = asyncio.run(_awaited([result]))[0] if inspect.isawaitable(result) else result
             result = result.tolist() if hasattr(result, "tolist") else result
             if not isinstance(result, (list, tuple)) or len(result) != len(texts):
@@ -341,7 +341,7 @@ async def _awaited(results: Sequence[Awaitable[object]]) -> list[object]:
     return list(await asyncio.gather(*results))
 
 
-def called(function: Function, arguments: Mapping[str, object]) -> object:
+def call(function: Function, arguments: Mapping[str, object]) -> object:
     """Call a function with those of the arguments that it takes."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

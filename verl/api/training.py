@@ -84,7 +84,7 @@ def train(
         DataError: the rows cannot be used.
         RewardError: too many responses could not be scored.
     """
-    values, counted = _given(settings, more_settings, PPOConfig)
+    values, counted = _split_settings(settings, more_settings, PPOConfig)
     estimator = values.setdefault("algorithm.adv_estimator", _ALGORITHMS.get(algorithm, algorithm))
     if algorithm not in (estimator, "grpo", "ppo"):
         raise ConfigError(f"algorithm={algorithm!r} and algorithm.adv_estimator={estimator!r} differ. Keep one.")
@@ -160,7 +160,7 @@ def sft(
         ConfigError: lists all problems of the settings, before a model loads.
         DataError: the rows cannot be used.
     """
-    values, counted = _given(settings, more_settings, SFTConfig)
+    values, counted = _split_settings(settings, more_settings, SFTConfig)
     with _folder(output_dir, "sft") as (folder, checked):
         rows, keys = supervised_rows(as_rows(data, "data"), "data", values)
         write_jsonl(rows, folder / "data" / "train.jsonl", "data")
@@ -210,7 +210,7 @@ OF_TRL = {"reward_funcs": "reward", "train_dataset": "data", "eval_dataset": "ev
 """Arguments of TRL's trainers whose values are objects, and ours."""
 
 
-def _given(
+def _split_settings(
     settings: Mapping[str, object] | None, more: Mapping[str, object], root: type[BaseConfig]
 ) -> tuple[JsonObject, JsonObject]:
     """Return the call's settings by key, and TRL's counts of completions by name.
@@ -228,10 +228,7 @@ def _given(
     if "trainer.logger" in values:
         loggers = values["trainer.logger"]
         loggers = [loggers] if isinstance(loggers, str) else list(loggers)
-        values["trainer.logger"] = [
-            *loggers,
-            *(["file"] if "file" not in loggers else []),
-        ]  # which the result reads
+        values["trainer.logger"] = loggers if "file" in loggers else [*loggers, "file"]  # which the result reads
     return values, counted
 
 

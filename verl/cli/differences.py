@@ -86,7 +86,7 @@ def kinds(settings: Mapping[str, object]) -> list[str]:
     return [name for name, count in known.items() if count == most > 0]
 
 
-def kinds_told(one: list[str], other: list[str], name: str, other_name: str) -> Text | None:
+def describe_kinds(one: list[str], other: list[str], name: str, other_name: str) -> Text | None:
     """Say that two runs are of different kinds; None if they may be of one."""
     if not one or not other or {*one} & {*other}:
         return None

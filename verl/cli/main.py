@@ -132,14 +132,14 @@ def diff_command(one: str, other: str, as_json: bool) -> None:
     folders with one of these. Of runs of different kinds (SFT and PPO) only the keys of both are shown; --json has all.
     Exit status 1 says that they differ.
     """
-    from verl.cli.differences import ABSENT, differences, differences_table, kinds, kinds_told, read_settings
+    from verl.cli.differences import ABSENT, describe_kinds, differences, differences_table, kinds, read_settings
     from verl.utils.console import console
 
     left, right = read_settings(one), read_settings(other)
     changes = differences(left, right)
     if as_json:
         click.echo(json.dumps(changes, indent=2, default=str))
-    elif kinds_text := kinds_told(kinds(left), kinds(right), one, other):
+    elif kinds_text := describe_kinds(kinds(left), kinds(right), one, other):
         console().print(kinds_text)
         common = {key: pair for key, pair in changes.items() if ABSENT not in pair}
         console().print(differences_table(common, one, other))

@@ -33,7 +33,7 @@ class GymnasiumEnvironment(Environment):
 
     def __init__(self, config: JsonObject) -> None:
         super().__init__(config)
-        self._env = _made(config)
+        self._env = _make_env(config)
         self._actions: list[str] = list(config.get("actions") or ())
         self._is_text = _is_text(self._env.observation_space)
 
@@ -42,7 +42,7 @@ class GymnasiumEnvironment(Environment):
         """See :meth:`verl.environments.base.Environment.check`."""
         if unknown := sorted(set(config) - set(KEYS)):
             raise ConfigError(f"unknown: {', '.join(unknown)}. Known: {', '.join(KEYS)}.")
-        env = _made(config)
+        env = _make_env(config)
         try:
             _check_spaces(env, config)
         finally:
@@ -51,7 +51,7 @@ class GymnasiumEnvironment(Environment):
     def reset(self, *, seed: int, messages: list[JsonObject], **kwargs: Any) -> str | ImageObservation:
         """Begin an episode."""
         observation, _ = self._env.reset(seed=seed, options=kwargs or None)
-        return self._shown(observation)
+        return self._observation_of(observation)
 
     def step(self, action: str, **kwargs: Any) -> tuple[str | ImageObservation, Any, Any, Any, JsonMapping]:
         """Take the action that the text names."""
@@ -64,7 +64,7 @@ class GymnasiumEnvironment(Environment):
             )
             return said, self.config.get("invalid_reward", 0.0), False, False, {"is_invalid": True}
         observation, reward, terminated, truncated, info = self._env.step(value)
-        return self._shown(observation), reward, terminated, truncated, info
+        return self._observation_of(observation), reward, terminated, truncated, info
 
     def close(self) -> None:
         """Close the environment."""
@@ -77,14 +77,14 @@ class GymnasiumEnvironment(Environment):
         word = last_word(action, self._actions)
         return None if word is None else int(self._env.action_space.start) + self._actions.index(word)
 
-    def _shown(self, observation: Any) -> str | ImageObservation:
+    def _observation_of(self, observation: Any) -> str | ImageObservation:
         text = observation if self._is_text else ""
         if self._env.render_mode == "rgb_array":
             return ImageObservation(images=[Image.fromarray(self._env.render())], text=text)
         return text if self._is_text else str(self._env.render())
 
 
-def _made(config: JsonMapping) -> Any:
+def _make_env(config: JsonMapping) -> Any:
     try:
         import gymnasium
     except ImportError as error:

@@ -33,7 +33,7 @@ class VerifiersEnvironment(Environment):
 
     def __init__(self, config: JsonObject) -> None:
         super().__init__(config)
-        load = _loaded if config.get("per_episode") else _shared
+        load = _load_env if config.get("per_episode") else _cached_env
         self._env = load(config["env_id"], json.dumps(config.get("env_args") or {}))
         self._requests: asyncio.Queue[list[JsonObject]] = asyncio.Queue()
         self._known: list[JsonObject] = []
@@ -47,7 +47,7 @@ class VerifiersEnvironment(Environment):
             raise ConfigError(f"unknown: {', '.join(unknown)}. Known: {', '.join(KEYS)}.")
         if not isinstance(config.get("env_id"), str):
             raise ConfigError(f"env_id={config.get('env_id')!r} must be the name of an installed environment.")
-        env = _shared(config["env_id"], json.dumps(config.get("env_args") or {}))
+        env = _cached_env(config["env_id"], json.dumps(config.get("env_args") or {}))
         if env.requires_group_rollouts:
             raise ConfigError(f"{config['env_id']} scores groups of rollouts, and an episode is scored by itself here.")
 
@@ -118,8 +118,8 @@ class VerifiersEnvironment(Environment):
             self._run.cancel()
             await asyncio.wait([self._run])
 
-    async def asked(self, messages: list[JsonObject], tools: list[JsonObject]) -> object:
-        """Wait for the policy's turn; called by the client."""
+    async def ask_policy(self, messages: list[JsonObject], tools: list[JsonObject]) -> object:
+        """Hand a request to the agent loop and wait for the policy's turn; called by the client."""
         self.tools = tools
         self._turn = asyncio.get_running_loop().create_future()
         self._requests.put_nowait(messages)
@@ -143,7 +143,7 @@ class VerifiersEnvironment(Environment):
         return outcome
 
 
-def _loaded(env_id: str, arguments: str) -> Any:
+def _load_env(env_id: str, arguments: str) -> Any:
     try:
         import verifiers
     except ImportError as error:
@@ -156,7 +156,7 @@ def _loaded(env_id: str, arguments: str) -> Any:
     return verifiers.load_environment(env_id, **json.loads(arguments))
 
 
-_shared = functools.cache(_loaded)
+_cached_env = functools.cache(_load_env)
 """One for all episodes: loading may read a data set."""
 
 
@@ -172,7 +172,7 @@ def _client(environment: VerifiersEnvironment) -> object:
                 {"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools or []
             ]
             descriptions = [{"type": "function", "function": function} for function in functions]
-            return await environment.asked([_message(one) for one in prompt], descriptions)
+            return await environment.ask_policy([_message(one) for one in prompt], descriptions)
 
         def _unused(self, *args: object) -> object:
             raise NotImplementedError("the policy answers requests as they are")

@@ -122,16 +122,16 @@ class OpenAIInteraction(BaseInteraction):
         wanted = {"max_tokens": end.max_tokens, "temperature": end.temperature, "extra_body": end.extra_body}
         base_url = FIELD.sub(lambda match: str(kwargs[match[1]]), end.base_url) if self.asks_judge else end.base_url
         reply = await in_thread(
-            self._asked,
+            self._request_reply,
             base_url,
             model=end.model,
-            messages=[{"role": "system", "content": self._instructions(kwargs)}, *_exchanged(messages)],
+            messages=[{"role": "system", "content": self._instructions(kwargs)}, *_swap_roles(messages)],
             **{name: value for name, value in wanted.items() if value is not None},
         )
         text, marker, _ = reply.partition(end.end_marker)
         return bool(marker), text.strip(), None, {}
 
-    def _asked(self, base_url: str, **request: Any) -> str:
+    def _request_reply(self, base_url: str, **request: Any) -> str:
         import openai
 
         client = self._client.with_options(base_url=base_url) if self.asks_judge else self._client
@@ -161,7 +161,7 @@ class OpenAIInteraction(BaseInteraction):
         return FIELD.sub(value, self.endpoint.system_prompt)
 
 
-def _exchanged(messages: list[JsonObject]) -> list[dict[str, str]]:
+def _swap_roles(messages: list[JsonObject]) -> list[dict[str, str]]:
     """Return the conversation as the user sees it, without calls, results of tools and the policy's instructions.
 
     Roles alternate, and the user's comes first, as many chat templates demand. Control tokens of common templates are

@@ -71,7 +71,7 @@ def merge(
     if is_value_model and not str((config.architectures or [""])[0]).endswith("ForTokenClassification"):
         raise CheckpointError(f"{source} holds a {(config.architectures or ['?'])[0]}, not a value model.")
     weights = whole_weights(source)
-    adapted = _adapted(weights, source, config, base_model, trust_remote_code)
+    adapted = _adapters_among(weights, source, config, base_model, trust_remote_code)
     if adapted is not None:
         weights = adapted.merged_weights()
     if tie_word_embedding:
@@ -82,7 +82,7 @@ def merge(
         config.tie_word_embeddings = True
     with torch.device("meta"):
         model = empty_model(config, trust_remote_code)
-    weights = _fitted(weights, model, config, source, trust_remote_code)
+    weights = _fit_names(weights, model, config, source, trust_remote_code)
     target.mkdir(parents=True, exist_ok=True)
     # An earlier merge may have split the weights into other files.
     for old in target.glob("*.safetensors*"):
@@ -121,18 +121,18 @@ def compare(
     """
     source, target = Path(local_dir).expanduser(), Path(hf_dir).expanduser()
     weights, config = whole_weights(source), config_of(source, trust_remote_code)
-    adapted = _adapted(weights, source, config, base_model, trust_remote_code)
+    adapted = _adapters_among(weights, source, config, base_model, trust_remote_code)
     if adapted is not None:
         weights = adapted.merged_weights()
     with torch.device("meta"):
         empty = empty_model(config, trust_remote_code)
-    weights = _fitted(weights, empty, config, source, trust_remote_code)
+    weights = _fit_names(weights, empty, config, source, trust_remote_code)
     model = _compare(weights, target, trust_remote_code, tolerance=1e-6)
     _compare_logits(weights, adapted, config, model, target, trust_remote_code)
     logger.info("%s and %s hold the same %d weights", local_dir, hf_dir, len(weights))
 
 
-def _adapted(
+def _adapters_among(
     weights: dict[str, Tensor], source: Path, config: PretrainedConfig, base_model: str | None, trust_remote_code: bool
 ) -> Adapted | PublicAdapted | None:
     """Return what merges the adapters among the weights of shards; None if there are none."""
@@ -184,7 +184,7 @@ def empty_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTrained
     return model
 
 
-def _fitted(
+def _fit_names(
     weights: dict[str, Tensor], model: PreTrainedModel, config: PretrainedConfig, source: Path, trust_remote_code: bool
 ) -> dict[str, Tensor]:
     """Return the weights under the names of ``model``, tied ones once.

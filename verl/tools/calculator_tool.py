@@ -16,7 +16,7 @@ MOST_DIGITS = 1000
 """Digits of a whole number above which the calculator gives up."""
 
 
-def _rounded(value: float, digits: int = 0) -> float:
+def _round(value: float, digits: int = 0) -> float:
     # round(1, -10**9) would compute a power of a billion digits.
     return round(value, max(-MOST_DIGITS, min(int(digits), MOST_DIGITS))) if digits else round(value)
 
@@ -33,7 +33,7 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.USub: operator.neg,
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs, "round": _rounded, "min": min, "max": max, "sqrt": math.sqrt, "exp": math.exp, "log": math.log,
+    "abs": abs, "round": _round, "min": min, "max": max, "sqrt": math.sqrt, "exp": math.exp, "log": math.log,
     "log2": math.log2, "log10": math.log10, "sin": math.sin, "cos": math.cos, "tan": math.tan, "asin": math.asin,
     "acos": math.acos, "atan": math.atan, "floor": math.floor, "ceil": math.ceil, "gcd": math.gcd, "lcm": math.lcm,
 }  # fmt: skip
@@ -114,7 +114,7 @@ def _value(node: ast.expr) -> int | float:
         case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
             return _binary(op, _value(left), _value(right))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
-            return _sized(FUNCTIONS[name](*map(_value, arguments)))
+            return _checked_size(FUNCTIONS[name](*map(_value, arguments)))
     raise CalculatorError(f"'{ast.unparse(node)}' is no arithmetic; allowed are numbers, + - * / // % ** and functions")
 
 
@@ -123,10 +123,10 @@ def _binary(op: ast.operator, left: float, right: float) -> int | float:
     whole = isinstance(op, ast.Pow) and isinstance(left, int) and isinstance(right, int)
     if whole and right > 0 and abs(left) > 1 and right * math.log10(abs(left)) > MOST_DIGITS:
         raise CalculatorError(f"the result has more than {MOST_DIGITS} digits")
-    return _sized(OPERATORS[type(op)](left, right))
+    return _checked_size(OPERATORS[type(op)](left, right))
 
 
-def _sized(value: Any) -> int | float:
+def _checked_size(value: Any) -> int | float:
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         raise CalculatorError("the result is no finite real number")
     if isinstance(value, int) and value.bit_length() > MOST_DIGITS * math.log2(10):

@@ -141,7 +141,7 @@ def _servers(path: object, where: str) -> Mapping[str, Mapping[str, object]]:
     if not path or not file.is_file():
         raise ConfigError(f"{where}: mcp.mcp_servers_config_path={path} is no file. Give a JSON file of servers.")
     try:
-        content = json.loads(file.read_text(), object_hook=_expanded)
+        content = json.loads(file.read_text(), object_hook=_expand_variables)
     except ValueError as error:
         raise ConfigError(f"{where}: {file} is no JSON: {error}") from error
     servers = content.get("mcpServers") if isinstance(content, dict) else None
@@ -150,7 +150,7 @@ def _servers(path: object, where: str) -> Mapping[str, Mapping[str, object]]:
     return servers
 
 
-def _expanded(values: JsonObject) -> JsonObject:
+def _expand_variables(values: JsonObject) -> JsonObject:
     """An object of the file with the environment's values in its texts."""
 
     def fill(value: object) -> object:

@@ -102,7 +102,7 @@ class SandboxFusionTool(BaseTool):
             if not self.sandbox_fusion_url:
                 raise ValueError(f"the language {language!r} needs sandbox_fusion_url; the sandbox here runs python.")
             self._runners[language] = FusionSandbox(self.sandbox_fusion_url, language=language)
-        return ToolResponse(text=printed(self._runners[language].run(code, limits=limits)))
+        return ToolResponse(text=output_text(self._runners[language].run(code, limits=limits)))
 
     async def calc_reward(self, instance_id: str, **kwargs: object) -> float:
         """The reward that a subclass has put into ``_instance_dict[instance_id]["reward"]``; else 0."""
@@ -113,7 +113,7 @@ class SandboxFusionTool(BaseTool):
         self._instance_dict.pop(instance_id, None)
 
 
-def printed(result: ProgramResult) -> str:
+def output_text(result: ProgramResult) -> str:
     """Return the output of a program, and how it ended unless it succeeded."""
     text = result.stdout + result.stderr
     # A traceback says it all; a limit that ended the program is seen nowhere else.

@@ -53,7 +53,11 @@ class CorpusSearchTool(BaseTool):
             return ToolResponse(text="Error: query_list is empty."), 0.0, {"query_count": 0, "total_results": 0}
         results = await in_thread(self.search, queries)
         total = sum(map(len, results))
-        return ToolResponse(text=written(queries, results)), 0.0, {"query_count": len(queries), "total_results": total}
+        return (
+            ToolResponse(text=format_results(queries, results)),
+            0.0,
+            {"query_count": len(queries), "total_results": total},
+        )
 
     @abstractmethod
     def search(self, queries: Sequence[str]) -> list[list[str]]:
@@ -109,8 +113,8 @@ class SearchTool(CorpusSearchTool):
         return contents
 
 
-def written(queries: Sequence[str], results: Sequence[Sequence[str]]) -> str:
-    """Documents as a model reads them, under their query where there are several."""
+def format_results(queries: Sequence[str], results: Sequence[Sequence[str]]) -> str:
+    """Write the documents for a model, under their query if there are several queries."""
     parts = []
     for query, documents in zip(queries, results, strict=True):
         heading = f"Results for {query!r}:\n" if len(queries) > 1 else ""

@@ -91,10 +91,10 @@ class McpConnection:
         attempts = ATTEMPTS if name in self._repeatable else 1
         for _ in range(attempts - 1):
             with suppress(McpServerError):
-                return await self._called(name, arguments)
-        return await self._called(name, arguments)
+                return await self._call_once(name, arguments)
+        return await self._call_once(name, arguments)
 
-    async def _called(self, name: str, arguments: JsonObject) -> CallToolResult:
+    async def _call_once(self, name: str, arguments: JsonObject) -> CallToolResult:
         return await asyncio.wrap_future(_thread().submit(self._call_tool(name, arguments)))
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class McpConnection:
             logger.warning("the MCP server '%s' does not end its connection within %g s", self.name, CLOSE_S)
 
     async def _list_tools(self) -> list[Tool]:
-        client = await self._connected()
+        client = await self._connected_client()
         tools, cursor = [], None
         while True:
             page = await client.list_tools(cursor=cursor, cache_mode="bypass")
@@ -117,7 +117,7 @@ class McpConnection:
                 return tools
 
     async def _call_tool(self, name: str, arguments: JsonObject) -> CallToolResult:
-        client, leave = await self._connected(), self._leave
+        client, leave = await self._connected_client(), self._leave
         try:
             return await client.call_tool(name, arguments)
         except MCPError as error:
@@ -133,7 +133,7 @@ class McpConnection:
             self._start_check(client, leave)
             raise
 
-    async def _connected(self) -> Client:
+    async def _connected_client(self) -> Client:
         if self._client is not None and self._holder and not self._holder.done() and not self._leave.is_set():
             return self._client
         if self._connecting is None or self._connecting.done():

@@ -35,11 +35,11 @@ def initialize_tools_from_config(tools_config_file: Entries) -> list[BaseTool]:
     tools: list[BaseTool] = []
     for where, entry in read_entries(tools_config_file, SETTING, "tools", KEYS):
         tools += _tools_of_entry(entry, where)
-    _check(tools, _shown(tools_config_file))
+    _check(tools, _source_name(tools_config_file))
     return tools
 
 
-def _shown(source: Entries) -> str:
+def _source_name(source: Entries) -> str:
     return str(source) if isinstance(source, str | Path) else SETTING
 
 
@@ -51,7 +51,7 @@ def initialize_tools(tool_config_path: Entries | None, function_tool_path: str |
     """
     tools = initialize_tools_from_config(tool_config_path) if tool_config_path else []
     tools += load_function_tools(function_tool_path) if function_tool_path else []
-    _check(tools, " and ".join(_shown(source) for source in (tool_config_path, function_tool_path) if source))
+    _check(tools, " and ".join(_source_name(source) for source in (tool_config_path, function_tool_path) if source))
     return tools
 
 

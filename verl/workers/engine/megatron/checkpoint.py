@@ -86,12 +86,12 @@ class MegatronState:
             if "model" in contents:
                 model = Boxes.read(folder, "model")
                 model.check(self.weights.shapes)
-                kinds["main"] = self._filled(lambda weight: model.cut(weight.name, *weight.box))
+                kinds["main"] = self._fill_places(lambda weight: model.cut(weight.name, *weight.box))
             if "optimizer" in contents and self.optimizer is not None:
                 moments = Boxes.read(folder, "optim")
                 other = self._check_moments(moments, self.optimizer)
                 for kind in _moments_of(moments):
-                    kinds[kind] = self._filled(
+                    kinds[kind] = self._fill_places(
                         lambda weight, kind=kind: moments.cut(f"{weight.name}/{kind}", *weight.box)
                     )
             if "extra" in contents:
@@ -116,21 +116,21 @@ class MegatronState:
         kinds: dict[str, dict[str, Tensor]] = {}
         other: Mapping[str, Any] = {}
         if "model" in tensors:
-            kinds["main"] = self._gathered(Boxes([tensors["model"]], "in memory"), "")
+            kinds["main"] = self._gather(Boxes([tensors["model"]], "in memory"), "")
         if "optim" in tensors and self.optimizer is not None:
             moments = Boxes([tensors["optim"]], "in memory")
             other = self._check_moments(moments, self.optimizer)
             names: list[set[str]] = [set()] * ranks
             dist.all_gather_object(names, _moments_of(moments))  # a rank may own no box, and so know no kind
             for kind in sorted(set().union(*names)):
-                kinds[kind] = self._gathered(moments, f"/{kind}")
+                kinds[kind] = self._gather(moments, f"/{kind}")
         self._put(kinds, other)
         extra = tensors.get("extra_state", {})
         if extra:
             load_extra(self.scheduler, extra, has_own_rng=True)
         return extra
 
-    def _gathered(self, boxes: Boxes, ending: str) -> dict[str, Tensor]:
+    def _gather(self, boxes: Boxes, ending: str) -> dict[str, Tensor]:
         """Fill the parameters from boxes of which each rank has those that it owned. Collective."""
         mine: dict[str, list[Place]] = {}
         for weight in self.places:
@@ -147,7 +147,7 @@ class MegatronState:
                 weight.write(tensors[weight.parameter], whole[part])
         return tensors
 
-    def _filled(self, cut: Callable[[Place], Tensor]) -> dict[str, Tensor]:
+    def _fill_places(self, cut: Callable[[Place], Tensor]) -> dict[str, Tensor]:
         tensors = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
         for weight in self.places:
             weight.write(tensors[weight.parameter], cut(weight))
