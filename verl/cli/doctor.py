@@ -167,7 +167,7 @@ def _flash_attention(capability: list[int] | None) -> Finding:
         return finding
     if capability is None:
         return Finding(name, "absent", f"{finding.found}; of no use without a GPU")
-    if capability < [8, 0]:
+    if capability < [8, 0]:  # FlashAttention supports Ampere GPUs and newer ones
         remedy = f"a GPU of compute capability 8.0 (Ampere) or newer, {use}"
         return Finding(name, "warn", f"{finding.found}; this GPU has {'.'.join(map(str, capability))}", remedy)
     return _ran(name, "import flash_attn", finding.found, "build it again for this PyTorch: pip install --no-cache-dir")

@@ -337,12 +337,14 @@ def complaint(result: ProgramResult) -> str | None:
             report["children"] != PROBE_LIMITS.max_processes - 1
         ),
         "the program runs as root": report["uid"] == 0,
+        # CapInh, CapPrm and CapEff come first in /proc/self/status.
         "the program has capabilities": any(int(mask, 16) for mask in report["capabilities"][:3]),
         "the program could gain privileges": report["privileges"] != ["1"],
         "the program sees a network besides its own loopback": report["links"] not in ([], ["lo"]),
         f"the program could write to {report['writable']}": bool(report["writable"]),
         "a memory limit does not hold": report["memory"] != "limited",
         "the program could make a namespace": report["unshare"] == 0,
+        # In a namespace of its own it has one of the first pids.
         "the program shares the pid namespace": report["pid"] > 100,
     }
     broken = [what for what, is_broken in checks.items() if is_broken]

@@ -160,8 +160,8 @@ class _InterpreterProcess(StartedSandbox):
         elif ended is Status.CRASHED:
             self.end_processes()
             self.take("status")
-            code = self.exit_code()
-            exit_code = 137 if code is None else code  # 128 + SIGKILL: bubblewrap itself was killed
+            reported = self.exit_code()
+            exit_code = 137 if reported is None else reported  # 128 + SIGKILL: bubblewrap itself was killed
             status, signal_name = end_of(exit_code, "")
             status = Status.EXIT_ERROR if status is Status.OK else status
             exit_code = None if signal_name else exit_code

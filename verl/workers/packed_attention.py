@@ -278,6 +278,7 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: Attenti
 @cache
 def _torch_varlen() -> VarlenKernel | None:
     """Return PyTorch's variable-length attention, if this build and this GPU have it."""
+    # It is FlashAttention too, which needs an Ampere GPU or a newer one.
     if find_spec("torch.nn.attention.varlen") is None or torch.cuda.get_device_capability() < (8, 0):
         return None
     from torch.nn.attention.varlen import varlen_attn

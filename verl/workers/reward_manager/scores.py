@@ -87,7 +87,7 @@ def to_score(result: object) -> Score:
         raise RewardError(f"the reward function returned turn_scores={turns!r:.100}, not a list of numbers.")
     values = tuple(usable(turn) for turn in turns)
     score = usable(result.get("score", math.fsum(values)))
-    if not math.isclose(score, math.fsum(values), rel_tol=1e-6, abs_tol=1e-6):
+    if not math.isclose(score, math.fsum(values), rel_tol=1e-6, abs_tol=1e-6):  # up to rounding
         raise RewardError(
             f"the reward function returned score={score:g}, and turn_scores whose sum is {math.fsum(values):g}. Leave "
             "'score' out, or give it another name if it is only to be logged."
