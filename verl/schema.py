@@ -348,8 +348,8 @@ def check_columns(batch: DataProto | Mapping[str, Any]) -> None:
 def _check_dtype(column: Column, value: Any) -> None:
     is_tensor = not isinstance(value, np.ndarray)
     if column.is_tensor != is_tensor:
-        place = "a tensor, in batch" if column.is_tensor else "an array, in non_tensor_batch"
-        raise SchemaError(f"column '{column.name}' is a {type(value).__name__}; it should be {place}.")
+        expected = "a tensor, in batch" if column.is_tensor else "an array, in non_tensor_batch"
+        raise SchemaError(f"column '{column.name}' is a {type(value).__name__}; it should be {expected}.")
     dtype = str(value.dtype).removeprefix("torch.")
     if is_tensor and dtype not in column.dtype.split(" or "):
         raise SchemaError(

@@ -83,7 +83,8 @@ def told(record: Mapping[str, Any], with_tokens: bool = False) -> Iterator[Text]
     if trajectory["message"]:
         yield Text(trajectory["message"], style="red")
     conversation = trajectory["conversation"]
-    begins = _first_turn(conversation)
+    # Messages of the prompt have no ``seconds``, unless no message has.
+    begins = next((index for index, message in enumerate(conversation) if "seconds" in message), 0)
     turns = [index for index, message in enumerate(conversation) if message["role"] == "assistant"]
     turns = [index for index in turns if index >= begins]
     # A turn that another sequence of the trajectory trains has no score here.
@@ -98,11 +99,6 @@ def told(record: Mapping[str, Any], with_tokens: bool = False) -> Iterator[Text]
     if with_tokens:
         for name in ("prompt_ids", "response_ids", "response_mask"):
             yield Text(f"{name}: {trajectory[name]}", style="dim")
-
-
-def _first_turn(conversation: Sequence[Mapping[str, Any]]) -> int:
-    """The number of the first message that is not the prompt's: those have no ``seconds``, unless none has."""
-    return next((index for index, message in enumerate(conversation) if "seconds" in message), 0)
 
 
 def _heading(message: Mapping[str, Any], score: float | None) -> str:

@@ -29,7 +29,7 @@ from verl.config.problems import report
 from verl.errors import ConfigError, VerlError
 from verl.planner.advice import Change, changes, with_settings
 from verl.planner.hardware import GPUS, Cluster, gpu_named
-from verl.planner.plan import OtherModels, Plan, Stage
+from verl.planner.plan import OtherModels, Plan
 from verl.planner.shapes import config_file
 from verl.trainer.config import rules_engines, rules_megatron, rules_sizes
 from verl.trainer.config.command_line import compose
@@ -248,7 +248,8 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
         time.add_column(name, justify="left" if name in ("stage", "key") else "right")
     for stage in plan.stages:
         now = "not set" if stage.micro_batch is None else f"{stage.micro_batch:,}"
-        time.add_row(stage.name, f"{stage.seconds:.1f}", now, f"{stage.largest:,}", _short(stage))
+        key = stage.micro_batch_key.removeprefix("actor_rollout_ref.")
+        time.add_row(stage.name, f"{stage.seconds:.1f}", now, f"{stage.largest:,}", key)
     console().print(time)
     work, speed = plan.work(1), plan.tokens_per_step / plan.seconds
     show(
@@ -273,10 +274,6 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
         show(f"  {change}   ({change.bytes / _GB:.1f} GB{', fits' if change.fits else ''})")
     if not advice or not advice[-1].fits:
         show("  No setting makes room enough: take more GPUs, shorter responses, or LoRA (model.lora_rank).")
-
-
-def _short(stage: Stage) -> str:
-    return stage.micro_batch_key.removeprefix("actor_rollout_ref.")
 
 
 def main() -> None:

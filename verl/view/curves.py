@@ -81,7 +81,9 @@ class MetricsFile:
             size = self.path.stat().st_size
             if size < self._offset or self._fingerprint != _fingerprint(self.path, self._offset):
                 self._forget()
-                self._clear(index)
+                with index.writing() as database:
+                    for table in ("metrics_file", "chunk", "series"):
+                        database.execute(f"DELETE FROM {table} WHERE run = ?", (self.run,))
             if size == self._offset:
                 return False
             with self.path.open("rb") as file:
@@ -179,11 +181,6 @@ class MetricsFile:
             )
         self._chunk_end = self._offset
         self._tail = []
-
-    def _clear(self, index: Index) -> None:
-        with index.writing() as database:
-            for table in ("metrics_file", "chunk", "series"):
-                database.execute(f"DELETE FROM {table} WHERE run = ?", (self.run,))
 
 
 def thinned(curve: Curve, points: int) -> dict[str, Any]:

@@ -159,7 +159,8 @@ def began(start: Mapping[str, object]) -> float:
 def _run_files(metrics: Path, name: str) -> RunFiles:
     starts = read_starts(run_log_path(metrics))
     writers = {str(start["run"]) for start in starts if start.get("run")} or {writer_of(metrics)} - {""}
-    run = RunFiles(metrics, _id_of(metrics), name, frozenset(writers), starts)
+    run_id = hashlib.blake2s(str(metrics).encode(), digest_size=6).hexdigest()
+    run = RunFiles(metrics, run_id, name, frozenset(writers), starts)
     run.named = [one for start in starts for one in _named_folders(start, metrics)]
     return run
 
@@ -242,10 +243,6 @@ def _json(line: str | bytes) -> object:
         return json.loads(line)
     except ValueError:
         return None
-
-
-def _id_of(path: Path) -> str:
-    return hashlib.blake2s(str(path).encode(), digest_size=6).hexdigest()
 
 
 def _short_names(paths: list[Path]) -> dict[Path, str]:
