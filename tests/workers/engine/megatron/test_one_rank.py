@@ -241,11 +241,11 @@ def test_a_model_that_left_the_device_goes_on_bit_by_bit(paths, dtype, distribut
         engine.train_batch(batch, sft_loss, WHOLE)
         parts = [*engine.model.pieces.parameters(), *engine.optimizer.tensors(), *engine.optimizer.buffers()]
         for part in ("weights", "optimizer", "gradients") if leaves else ():
-            engine.memory.leave(part)
-            engine.memory.leave(part)
+            engine.memory.offload(part)
+            engine.memory.offload(part)
         assert leaves == (not any(tensor.untyped_storage().nbytes() for tensor in parts))
         for part in ("weights", "optimizer", "gradients"):
-            engine.memory.back(part)
+            engine.memory.restore(part)
         found.append((engine.train_batch(batch, sft_loss, WHOLE), weights_of(engine)))
     assert same(*found)
 
@@ -257,8 +257,8 @@ def test_gradients_are_kept_or_zero_when_they_are_back(paths):
     before = [gradient.clone() for gradient in engine.optimizer.buffers()]
     assert any(gradient.any() for gradient in before)
     for keep, after in ((True, before), (False, [torch.zeros_like(gradient) for gradient in before])):
-        engine.memory.leave("gradients", keep)
-        engine.memory.back("gradients")
+        engine.memory.offload("gradients", keep)
+        engine.memory.restore("gradients")
         assert same(list(engine.optimizer.buffers()), after)
 
 

@@ -35,21 +35,21 @@ class Mixtures:
         self._routers = [module for module in pieces.modules() if isinstance(module, TokenRouter)]
         for index, router in enumerate(self._routers):
             router.index = index
-        self.begin()
+        self.reset()
 
-    def begin(self) -> None:
-        """Forget the passes of the last mini-batch."""
+    def reset(self) -> None:
+        """Drop what was counted in the last mini-batch."""
         self.counts: Tensor | None = None
         """(layers, experts) tokens of each expert, over all ranks; known once :meth:`metrics` was called."""
         self._load = ExpertLoad()
         self._counts: Tensor | None = None
         self._balance = torch.zeros(())
         for router in self._routers:
-            router.pull = None
+            router.balance_grad = None
 
     @contextmanager
     def watched(self, is_counted: bool) -> Iterator[None]:
-        """Count what is chosen in a forward pass inside; after :meth:`aim` compute its part of the balance loss."""
+        """Count what a forward pass inside chooses; after :meth:`add_loss` compute its part of the balance loss."""
         # Not in the backward pass: recomputation runs routers again there.
         choices = Choices(None)
         for router in self._routers if is_counted else ():
@@ -64,8 +64,8 @@ class Mixtures:
         elif choices.per_token:
             self._balance = self._balance + balance_loss(choices, self._counts).cpu()
 
-    def aim(self, copies: dist.ProcessGroup | None) -> None:
-        """Let the passes from here on add the balance loss of all tokens that were counted. Collective.
+    def add_loss(self, copies: dist.ProcessGroup | None) -> None:
+        """Add the balance loss of all tokens counted so far to the passes from here on. Collective.
 
         It is :func:`balance_loss`: E · Σ_e f_e P_e with P the mean of router probabilities, so that each real token's
         probability of expert e has the gradient weight · E · f_e / N in every layer.
@@ -74,10 +74,10 @@ class Mixtures:
         tokens = counts.sum() / self.per_token  # N, over all layers
         # The gradient buffers divide by the copies and by the ranks that share a sequence.
         ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-        pull = self.weight * ranks * counts.shape[-1] * counts.sum(0) / tokens.square()
+        balance_grad = self.weight * ranks * counts.shape[-1] * counts.sum(0) / tokens.square()
         for router in self._routers:
-            router.pull = pull.to(router.weight.device)
-        self._counts = counts.to(pull.device)
+            router.balance_grad = balance_grad.to(router.weight.device)
+        self._counts = counts.to(balance_grad.device)
 
     def metrics(self, copies: dist.ProcessGroup | None) -> dict[str, float]:
         """Compute the metrics of the mini-batch, the same on all ranks. Collective."""

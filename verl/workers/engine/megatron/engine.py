@@ -186,7 +186,7 @@ class MegatronEngine(BaseEngine):
         self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload)
         # Buffers of gradients that were used are zeros: freed, they cost an allocation at the next update.
         if self.device.type != "cpu" and (config.grad_offload or not self._has_gradients):
-            self.memory.leave("gradients", keep=self._has_gradients)
+            self.memory.offload("gradients", keep=self._has_gradients)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move weights, and the state of the optimizer with the gradients that it reads. No-op on a CPU."""
@@ -194,11 +194,11 @@ class MegatronEngine(BaseEngine):
             return
         for part in [*(["weights"] if model else []), *(["optimizer"] if optimizer else [])]:
             if device == "cpu":
-                self.memory.leave(part)
+                self.memory.offload(part)
             else:
-                self.memory.back(part)
+                self.memory.restore(part)
         if device != "cpu" and optimizer:
-            self.memory.back("gradients")
+            self.memory.restore("gradients")
 
     # ---- computing ----------------------------------------------------------------------------
 
@@ -260,12 +260,12 @@ class MegatronEngine(BaseEngine):
         for attempt in self._attempts("train"):
             with attempt as limit:
                 metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
-                self.mixtures.begin()
+                self.mixtures.reset()
                 parts = self._parts(batch, micro, loss_fn.rows_per_unit, limit)
                 if self.mixtures.weight:  # the loss needs the load of all tokens before the first gradient
                     with torch.no_grad():
                         self._passes(parts, frozenset(), temperature, nothing, forward_only=True, is_counted=True)
-                    self.mixtures.aim(group)
+                    self.mixtures.add_loss(group)
                 self._passes(parts, loss_fn.outputs, temperature, add, forward_only=False, is_counted=True)
         reduced = self._on_all_stages(metrics, watch, group)
         if self.model_type != "language_model":  # a critic's metrics would have the names of the actor's
@@ -451,14 +451,14 @@ class MegatronEngine(BaseEngine):
     def load_state(self, states: Mapping[str, Mapping[str, object]]) -> None:
         """Restore what :meth:`state` returned; see :class:`BaseEngine`."""
         with self._awake(optimizer=True):
-            self._take(self._state().restore(states))
+            self._restore_version(self._state().restore(states))
 
     def load_checkpoint(self, local_path: str, contents: Sequence[str] = ("model", "optimizer", "extra")) -> None:
         """Restore from a checkpoint folder; see :class:`BaseEngine`."""
         with self._awake(optimizer=True):
-            self._take(self._state().load(Path(local_path).expanduser(), contents))
+            self._restore_version(self._state().load(Path(local_path).expanduser(), contents))
 
-    def _take(self, numbers: Mapping[str, Any]) -> None:
+    def _restore_version(self, numbers: Mapping[str, Any]) -> None:
         self.weight_version = int(numbers.get("weight_version", self.weight_version))
 
 

@@ -90,7 +90,7 @@ class TokenRouter(TopKRouter):
         """Of this router among those of this rank."""
         self.choices: Choices | None = None
         """Where to keep what is chosen."""
-        self.pull: Tensor | None = None
+        self.balance_grad: Tensor | None = None
         """(experts,): gradient of the balance loss with respect to the router probability of each real token."""
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -111,8 +111,8 @@ class TokenRouter(TopKRouter):
         real = slice(None) if padding_mask is None else ~padding_mask.flatten()
         if self.choices is not None:
             self.choices.add(self.index, logits.detach()[real], chosen[real])
-        if self.pull is not None and torch.is_grad_enabled():
-            weights = _WithLoss.apply(weights, (probabilities[real] * self.pull).sum())
+        if self.balance_grad is not None and torch.is_grad_enabled():
+            weights = _WithLoss.apply(weights, (probabilities[real] * self.balance_grad).sum())
         return weights, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
 
 

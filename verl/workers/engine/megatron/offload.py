@@ -17,28 +17,28 @@ class OffloadedMemory:
 
     def __init__(self) -> None:
         self._parts: dict[str, Callable[[], Iterable[Tensor]]] = {}
-        self._left: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
+        self._offloaded: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
 
     def add(self, part: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """Name a part; ``tensors`` returns views of its memory, where several may view the same."""
         self._parts[part] = tensors
 
-    def leave(self, part: str, keep: bool = True) -> None:
-        """Free the device memory of a part; without ``keep`` it is zero when it is back. Nothing if it left before."""
-        if part in self._left or part not in self._parts:
+    def offload(self, part: str, keep: bool = True) -> None:
+        """Move a part to host memory; without ``keep`` it is zero once restored. No-op if it is there already."""
+        if part in self._offloaded or part not in self._parts:
             return
         storages = {s.data_ptr(): s for s in (tensor.untyped_storage() for tensor in self._parts[part]()) if s.nbytes()}
         # All bytes of each storage once, however many of the tensors view it.
         memories = [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in storages.values()]
-        self._left[part] = [(memory, memory.to("cpu", copy=True) if keep else None) for memory in memories]
+        self._offloaded[part] = [(memory, memory.to("cpu", copy=True) if keep else None) for memory in memories]
         for memory in memories:
             memory.untyped_storage().resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def back(self, part: str) -> None:
-        """Fill the device memory of a part again. Nothing if it did not leave."""
-        for memory, saved in self._left.pop(part, []):
+    def restore(self, part: str) -> None:
+        """Move a part back to the device. No-op if it was not offloaded."""
+        for memory, saved in self._offloaded.pop(part, []):
             memory.untyped_storage().resize_(memory.numel())
             if saved is None:
                 memory.zero_()
