@@ -148,7 +148,9 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
     for report, lines in zip(reports, truths, strict=True):
         _show_report(report, kind, config, filters, lines, is_plain)
     if len(reports) == 2:
-        _show_overlap(*reports)
+        train, val = (report.texts for report in reports)
+        overlap = f"{len(train & val):,} of {len(val):,} different validation rows are training rows too"
+        show(f"\noverlap: {overlap if train & val else 'no validation row is a training row'}")
     return unreadable + sum(len(report.unusable) for report in reports)
 
 
@@ -186,7 +188,11 @@ def _show_report(report: DataReport, kind: Kind, config: Any, filters: bool, tru
         show(line)
     if is_train:
         show(_tokens_per_step(report, kind, config, filters))
-    show(_legend(kind, is_plain))
+    legend = Text("\nsamples: ")
+    legend.append("context", style="" if is_plain else "dim")
+    legend.append(", ")
+    _append_trained(legend, "the response is sampled here" if kind.root is PPOConfig else "trained on", is_plain)
+    show(legend)
     for sample in report.samples:
         show(_sample_text(sample, kind, is_plain))
 
@@ -296,14 +302,6 @@ def _tokens_per_step(report: DataReport, kind: Kind, config: Any, filters: bool)
     )
 
 
-def _legend(kind: Kind, is_plain: bool) -> Text:
-    text = Text("\nsamples: ")
-    text.append("context", style="" if is_plain else "dim")
-    text.append(", ")
-    _append_trained(text, "the response is sampled here" if kind.root is PPOConfig else "trained on", is_plain)
-    return text
-
-
 def _sample_text(sample: Sample, kind: Kind, is_plain: bool) -> Text:
     text = Text(f"--- {sample.title}: {sample.tokens:,} tokens")
     if kind.root is not PPOConfig:
@@ -324,14 +322,6 @@ def _sample_text(sample: Sample, kind: Kind, is_plain: bool) -> Text:
 
 def _append_trained(text: Text, piece: str, is_plain: bool) -> None:
     text.append(f"[[{piece}]]" if is_plain else piece, style="" if is_plain else "green")
-
-
-def _show_overlap(train: DataReport, val: DataReport) -> None:
-    shared = len(train.texts & val.texts)
-    if shared:
-        show(f"\noverlap: {shared:,} of {len(val.texts):,} different validation rows are training rows too")
-    else:
-        show("\noverlap: no validation row is a training row")
 
 
 def main() -> None:

@@ -430,7 +430,10 @@ class BadSteps:
             self.in_a_row = self.in_a_row + 1 if step == self.last_step + 1 else 1
             self.total += 1
             self.last_step = step
-        self._texts = [_named(one, batch) for one in problems]
+        uids = batch.non_tensor_batch.get("uid")
+        self._texts = [
+            str(one) if one.row is None or uids is None else f"{one} [uid {uids[one.row]}]" for one in problems
+        ]
         if self.in_a_row <= SAVED_IN_A_ROW or self._kept is None:
             self._kept = self._keep(step, update, metrics, batch)
         logger.warning(
@@ -487,9 +490,3 @@ def _write(batch: DataProto, path: Path) -> None:
         logger.warning("%s holds the tensors and uid only: %s", path, error)
         names = [name for name in ("uid",) if name in batch.non_tensor_batch]
         batch.select(non_tensor_batch_keys=names).save_to_disk(path)
-
-
-def _named(problem: NonFinite, batch: DataProto) -> str:
-    """Describe a problem, with the ``uid`` of its sample if known."""
-    uids = batch.non_tensor_batch.get("uid")
-    return str(problem) if problem.row is None or uids is None else f"{problem} [uid {uids[problem.row]}]"

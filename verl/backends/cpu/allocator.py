@@ -40,7 +40,9 @@ def keep_freed_memory(of_any_size: bool = False) -> bool:
     Returns:
         False if nothing was set: the C library is not glibc, or the user's environment sets the allocator.
     """
-    if platform.libc_ver()[0] != "glibc" or _is_set_by_user():
+    tunables = os.environ.get("GLIBC_TUNABLES", "")
+    is_set_by_user = "glibc.malloc." in tunables or any(os.environ.get(name) for name in ENVIRONMENT)
+    if platform.libc_ver()[0] != "glibc" or is_set_by_user:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     is_set = bool(mallopt(M_TRIM_THRESHOLD, KEEP_BYTES) and mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK))
@@ -91,8 +93,3 @@ def _anonymous(nbytes: int) -> mmap.mmap:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             block.madvise(mmap.MADV_HUGEPAGE)
     return block
-
-
-def _is_set_by_user() -> bool:
-    tunables = os.environ.get("GLIBC_TUNABLES", "")
-    return "glibc.malloc." in tunables or any(os.environ.get(name) for name in ENVIRONMENT)

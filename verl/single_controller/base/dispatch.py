@@ -136,7 +136,9 @@ def take_part(batch: DataProto | TensorDict, index: int, parts: int, pad: Paddin
     size = -(-rows // parts)
     start, stop = index * size, (index + 1) * size
     if stop <= rows:
-        return BatchPart(_slice(batch, start, stop), 0)
+        # Pickling a view of a TensorDict includes its whole storage; pickling a DataProto does not.
+        part = batch.part(start, stop) if isinstance(batch, DataProto) else batch[start:stop].clone()
+        return BatchPart(part, 0)
     wrapped = torch.arange(start, stop) % rows
     return BatchPart(batch[wrapped], min(stop - rows, size))
 
@@ -145,11 +147,6 @@ def _may_pad(batch: DataProto | TensorDict, pad: Padding) -> bool:
     if pad != "if enabled":
         return pad == "always"
     return batch.is_padding_enabled() if isinstance(batch, DataProto) else DataProtoConfig.auto_padding
-
-
-def _slice(batch: DataProto | TensorDict, start: int, stop: int) -> DataProto | TensorDict:
-    # Pickling a view of a TensorDict includes its whole storage; pickling a DataProto does not.
-    return batch.part(start, stop) if isinstance(batch, DataProto) else batch[start:stop].clone()
 
 
 def receive(
@@ -287,7 +284,11 @@ def _check_argument(name: str | int, value: object, has_batch: bool) -> None:
     if isinstance(value, _ROWS):
         inside = f"a bare {type(value).__name__}"
     elif isinstance(value, Mapping | list | tuple) and (
-        not has_batch or any(isinstance(item, _ROWS) or is_batch(item) for item in _items(value))
+        not has_batch
+        or any(
+            isinstance(item, _ROWS) or is_batch(item)
+            for item in (value.values() if isinstance(value, Mapping) else value)
+        )
     ):
         inside = f"a {type(value).__name__}"
     else:
@@ -296,10 +297,6 @@ def _check_argument(name: str | int, value: object, has_batch: bool) -> None:
         f"argument {name!r} is {inside}: it could be meant for every rank, or be cut into one part for each. Put it "
         "into a DataProto (DataProto.from_dict) to have it cut, or use Dispatch.ONE_TO_ALL."
     )
-
-
-def _items(value: Mapping[object, object] | Sequence[object]) -> Iterable[object]:
-    return value.values() if isinstance(value, Mapping) else value
 
 
 def _has_columns(batch: DataProto | TensorDict) -> bool:

@@ -72,7 +72,9 @@ def derive(
     remarks += _engines(tree, raw, keys, explicit)
     _rows_in_driver(tree, keys, explicit)
     if "algorithm.adv_estimator" in keys:
-        _forward_passes(tree)
+        for size, source in FORWARD_PASSES:
+            if get(tree, size) is None:
+                put(tree, size, get(tree, source))
     return remarks
 
 
@@ -85,12 +87,6 @@ def derive_from_algorithm(tree: Tree, explicit: Collection[str], problems: list[
     remarks = _truncation(tree, explicit)
     remarks += _algorithm(tree, problems)
     return remarks
-
-
-def _forward_passes(tree: Tree) -> None:
-    for size, source in FORWARD_PASSES:
-        if get(tree, size) is None:
-            put(tree, size, get(tree, source))
 
 
 def expanded(path: Any) -> Any:

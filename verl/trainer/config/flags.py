@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,7 +93,11 @@ def read_words(words: Sequence[str], root: type[BaseConfig]) -> Words:
             if not is_assigned and rest and not rest[0].startswith("-"):  # a word that begins with "-" is the next flag
                 value = rest.pop(0)
             read.flags[flag] = value
-            read.problems.extend(_value_problems(name, flag, value))
+            if flag == "--cfg" and value not in ("job", "hydra", "all"):
+                cause = "it shows one of three configurations"
+                read.problems.append(Problem("", f"{name} {value}".strip(), cause, "job, hydra, all"))
+            elif not value:
+                read.problems.append(Problem("", name, "its value is missing", remedy=f"write {name} VALUE"))
         elif flag in _ALONE:
             read.flags[flag] = ""
         elif flag in _NOT_HERE:
@@ -125,13 +129,6 @@ def _joined(word: str, rest: Sequence[str]) -> tuple[str, int] | None:
     if word.endswith((":", "=")) and word.count("=") < 2 and len(word) > 1 and is_value[0]:
         return f"{word.rstrip(':=')}={following[0]}", 1
     return None
-
-
-def _value_problems(name: str, flag: str, value: str) -> Iterator[Problem]:
-    if flag == "--cfg" and value not in ("job", "hydra", "all"):
-        yield Problem("", f"{name} {value}".strip(), "it shows one of three configurations", "job, hydra, all")
-    elif not value:
-        yield Problem("", name, "its value is missing", remedy=f"write {name} VALUE")
 
 
 def _unknown_flag(word: str, name: str, value: str, root: type[BaseConfig]) -> Problem:

@@ -23,7 +23,7 @@ from verl.config import (
     RMConfig,
     SFTConfig,
 )
-from verl.trainer.config.keys import InactiveKey, Key, inactive_keys, iter_keys, plain, put
+from verl.trainer.config.keys import InactiveKey, inactive_keys, iter_keys, plain, put
 from verl.trainer.config.overrides import CONFIG_DIR
 
 logger = logging.getLogger(__name__)
@@ -173,17 +173,13 @@ def _lines(
         if key.section is not None and isinstance(key.default, BaseConfig):
             yield f"{indent}{key.name}:"
             yield from _lines(key.section, key.default, skip, f"{full}.", indent + "  ")
+        elif isinstance(value := plain(key.yaml_default), Mapping) and value:
+            yield from _block({key.name: value}, indent)
         else:
-            yield from _value(key, indent)
+            text = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+            scalar = text.removesuffix("\n...\n").strip()  # PyYAML ends a document of one scalar with dots
+            yield f"{indent}{key.name}: {scalar}"
     yield from _inactive(section, indent)
-
-
-def _value(key: Key, indent: str) -> Iterator[str]:
-    value = plain(key.yaml_default)
-    if isinstance(value, Mapping) and value:
-        yield from _block({key.name: value}, indent)
-    else:
-        yield f"{indent}{key.name}: {_scalar(value)}"
 
 
 def _inactive(section: type[BaseConfig], indent: str) -> Iterator[str]:
@@ -217,10 +213,6 @@ class _Dumper(yaml.SafeDumper):
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
-
-
-def _scalar(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
 
 
 def main() -> None:

@@ -166,7 +166,9 @@ def _no_numbers(tree: Tree, raw: Tree, keys: Mapping[str, Key], problems: list[P
         else:
             continue
         if not _is_derived(path, raw, key):  # else its source is reported
-            problems.append(Problem(path, value, cause, allowed=_in_range(key)))
+            numbers_in_range = f"integers up to 2^63 - 1, numbers between {SMALLEST_NUMBER} and {LARGEST_NUMBER}"
+            allowed = f"{allowed_values(key.field)}; {numbers_in_range}"
+            problems.append(Problem(path, value, cause, allowed=allowed))
         bad.add(path)
         drop(tree, path)
     return bad
@@ -177,13 +179,6 @@ def _fits(value: float) -> bool:
         return abs(value) <= LARGEST_INTEGER
     # Numbers that are not finite are of a wrong type; see verl.config.base.
     return value == 0 or not math.isfinite(value) or SMALLEST_NUMBER <= abs(value) <= LARGEST_NUMBER
-
-
-def _in_range(key: Key) -> str:
-    """Describe what a numeric key takes, and the range that all numbers share."""
-    return (
-        f"{allowed_values(key.field)}; integers up to 2^63 - 1, numbers between {SMALLEST_NUMBER} and {LARGEST_NUMBER}"
-    )
 
 
 def _build(

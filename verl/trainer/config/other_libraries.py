@@ -52,8 +52,9 @@ class OtherName:
         """
         shown = f"{self.name}={value!r}"
         if self.values is not None:
-            listed = next((ours for theirs, ours in self.values.items() if _is(theirs, value)), None)
-            if listed is None:
+            # Of the same type too: 1 equals True.
+            same = (ours for theirs, ours in self.values.items() if type(theirs) is type(value) and theirs == value)
+            if (listed := next(same, None)) is None:
                 offered = ", ".join(map(repr, self.values))
                 raise ConfigError(
                     f"{shown} of {library} has no counterpart here. Known: {offered}. {self.note}".rstrip()
@@ -94,20 +95,12 @@ class _Unset:
 UNSET = _Unset()
 
 
-def _is(theirs: Any, value: Any) -> bool:
-    return type(theirs) is type(value) and theirs == value
-
-
-def _first(key: str) -> str:
-    return key.split()[0]
-
-
 def _word(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _pairs(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{_first(key)}={_word(value)}" for key, value in settings.items()) or "the default"
+    return ", ".join(f"{key.split()[0]}={_word(value)}" for key, value in settings.items()) or "the default"
 
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -158,15 +151,8 @@ def _device(use_cpu: Any) -> list[Any]:
 
 
 def _lora(config: Any) -> list[Any]:
-    return [
-        config.r,
-        config.lora_alpha,
-        UNSET if config.target_modules is None else _listed(config.target_modules),
-    ]
-
-
-def _listed(names: Any) -> Any:
-    return names if isinstance(names, str) else sorted(names)
+    names = config.target_modules
+    return [config.r, config.lora_alpha, UNSET if names is None else names if isinstance(names, str) else sorted(names)]
 
 
 _PER_DEVICE = (

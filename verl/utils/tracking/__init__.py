@@ -328,7 +328,8 @@ class ValidationGenerationsLogger:
         Samples are mappings with some of the keys ``input``, ``output``, ``gts``, ``score``, which become columns, or
         tuples of input, output and score.
         """
-        records = [_record(sample) for sample in samples]
+        parts = ("input", "output", "score")
+        records = [one if isinstance(one, Mapping) else dict(zip(parts, one, strict=True)) for one in samples]
         columns = [name for name in ("input", "output", "gts", "score") if any(name in record for record in records)]
         rows = [[step, *(record.get(name, "") for name in columns)] for record in records]
         if rows:
@@ -345,10 +346,6 @@ class ValidationGenerationsLogger:
                 "a verl.utils.tracking.Tracking of these names first, or pass it as tracking=."
             )
         return trackers[-1]
-
-
-def _record(sample: Mapping[str, object] | Sequence[object]) -> Mapping[str, object]:
-    return sample if isinstance(sample, Mapping) else dict(zip(("input", "output", "score"), sample, strict=True))
 
 
 def require_trackers(names: Names) -> None:
