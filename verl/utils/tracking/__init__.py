@@ -328,8 +328,10 @@ class ValidationGenerationsLogger:
         Samples are mappings with some of the keys ``input``, ``output``, ``gts``, ``score``, which become columns, or
         tuples of input, output and score.
         """
-        parts: tuple[str, ...] = ("input", "output", "score")
-        records = [one if isinstance(one, Mapping) else dict(zip(parts, one, strict=True)) for one in samples]
+        parts = ("input", "output", "score")
+        records: list[Mapping[str, object]] = [
+            one if isinstance(one, Mapping) else dict[str, object](zip(parts, one, strict=True)) for one in samples
+        ]
         columns = [name for name in ("input", "output", "gts", "score") if any(name in record for record in records)]
         rows = [[step, *(record.get(name, "") for name in columns)] for record in records]
         if rows:
