@@ -43,7 +43,7 @@ class Band(NamedTuple):
     upper: float
 
     def contains(self, x: Tensor) -> Tensor:
-        """Where ``x`` is inside; NaN is not."""
+        """Whether each element of ``x`` is inside the bounds; NaN is not."""
         inside = x <= self.upper
         return inside if self.lower is None else inside & (x >= self.lower)
 
@@ -232,7 +232,7 @@ def rejection_statistic(log_ratio: Tensor, response_mask: Tensor, name: str) -> 
 
 
 def accepted(log_ratio: Tensor, response_mask: Tensor, criteria: tuple[Criterion, ...]) -> Tensor:
-    """Where every criterion accepts; (bsz, response_length) bool, true at masked positions of accepted responses."""
+    """Return where every criterion accepts, (bsz, response_length) bool; True also at masked positions of such rows."""
     kept = torch.ones(log_ratio.shape, dtype=torch.bool, device=log_ratio.device)
     for criterion in criteria:
         kept &= criterion.band.contains(rejection_statistic(log_ratio, response_mask, criterion.name))

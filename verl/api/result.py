@@ -96,7 +96,7 @@ class TrainingResult:
 
     @cached_property
     def eval_samples(self) -> list[JsonObject]:
-        """Every response of the validations, likewise."""
+        """Every response of the validations, with the same keys as :attr:`samples`."""
         return _samples(self.folder / SAMPLES / "validation")
 
     def view(self, wait: bool | None = None) -> str:

@@ -342,7 +342,7 @@ async def _awaited(results: Sequence[Awaitable[object]]) -> list[object]:
 
 
 def call(function: Function, arguments: Mapping[str, object]) -> object:
-    """Call a function with those of the arguments that it takes."""
+    """Call a function with the arguments that its signature names."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return function(**arguments)

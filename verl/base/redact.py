@@ -76,7 +76,7 @@ def redacted(text: str, known: Iterable[str] = ()) -> str:
 
 
 def redacted_texts(value: Any, known: Iterable[str] = ()) -> Any:
-    """A copy of nested values with :func:`redacted` texts, whatever the names under which they stand."""
+    """Copy nested values, with :func:`redacted` applied to all texts under any name."""
     return _redacted(value, [*_of_environment(), *known])
 
 

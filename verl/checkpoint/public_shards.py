@@ -126,7 +126,7 @@ def optimizer_rows(states: Sequence[Mapping[str, Any]], shapes: Mapping[str, lis
 
 
 def extra_state(state: Mapping[str, Any]) -> State:
-    """The position in the schedule; random states are those of other samplers and are left out."""
+    """Return the position in the schedule, without random states, which belong to other samplers."""
     schedule = state.get("lr_scheduler")
     return {"lr_scheduler": schedule and {"last_epoch": int(schedule["last_epoch"])}, "rng": None}
 

@@ -75,7 +75,7 @@ class RemoteSteps:
             self._thread = None
 
     def problem(self) -> CheckpointError | None:
-        """What went wrong since the last call; the step is then sent again by :meth:`finish`, or a later one is."""
+        """Return the failure since the last call, if any; :meth:`finish` tries again unless a later step was sent."""
         problem, self._problem = self._problem, None
         return problem
 

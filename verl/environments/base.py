@@ -87,19 +87,19 @@ class Environment(ABC):
         """
 
     def score(self) -> float | Awaitable[float | None] | None:
-        """Return the reward of the whole episode beside those of its steps, or None; it is added to the last turn's.
+        """Return a reward of the whole episode, or None; it is added to the reward of the last turn.
 
         Called once, after the last step, at a limit of turns or of tokens too.
         """
         return None
 
     def close(self) -> Awaitable[None] | None:
-        """Free what the episode has taken. Called once, whatever happened before; may be called again."""
+        """Release the resources of the episode. Called once, also after an error; may be called again."""
         return None
 
 
 def last_word(text: str, words: Iterable[str]) -> str | None:
-    """Return the one of ``words``, which may be phrases, that comes last in a text, ignoring case; None for none.
+    """Return the word (or phrase) of ``words`` that comes last in a text, ignoring case; None if none is there.
 
     >>> last_word("Not left. I go UP.", ["left", "up"])
     'up'

@@ -62,4 +62,4 @@ class BaseInteraction:
         return 0.0
 
     async def finalize_interaction(self, instance_id: str | None = None, **kwargs: object) -> None:
-        """Free what :meth:`start_interaction` has taken."""
+        """Release the resources that :meth:`start_interaction` acquired."""

@@ -46,7 +46,7 @@ SHOWN = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where the user's model is, and how it is asked: ``config`` of the YAML file."""
+    """Address and sampling settings of the user's model: ``config`` of the YAML file."""
 
     base_url: str
     """With ``http://{reward_router_address}/v1`` the judge of the run plays the user."""

@@ -105,7 +105,7 @@ class Adapted:
 
     @torch.no_grad()
     def check_logits(self, model: PreTrainedModel, folder: Path) -> None:
-        """Compare logits with those of the merged ``model``, both computed in fp32 (which they are converted to).
+        """Compare logits with those of the merged ``model``; both models are converted to fp32.
 
         Raises:
             CheckpointError: they differ by more than rounding of the weights explains.

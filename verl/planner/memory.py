@@ -121,7 +121,7 @@ class ModelMemory:
     # ---- what lies in memory between passes
 
     def _part(self, parameters: float, is_divided_further: bool = False) -> float:
-        """Return how many of all ``parameters`` of the model are on one rank; experts are divided otherwise.
+        """Return how many of ``parameters`` are on one rank; experts are divided over other ranks than the rest.
 
         With ``is_divided_further`` the ranks with equal parts divide them.
         """

@@ -82,10 +82,10 @@ class BaseTool:
         return 0.0
 
     async def release(self, instance_id: str, **kwargs: object) -> None:
-        """Free what :meth:`create` has taken."""
+        """Release the resources that :meth:`create` acquired."""
 
     def close(self) -> None:
-        """Free what the tool itself has taken, such as connections and processes; it is not called any more."""
+        """Release the tool's own resources, such as connections and processes; the tool is not called afterwards."""
 
 
 def created_with(kwargs: JsonObject) -> JsonObject:

@@ -63,7 +63,7 @@ class LocalSearchTool(CorpusSearchTool):
 
 
 def build_index(corpus: Path, index: Path) -> None:
-    """Build the index of a corpus if there is none of this state of the file; processes wait for each other.
+    """Build the index of a corpus unless it is up to date; processes wait for each other.
 
     Raises:
         ConfigError: a row of the corpus has no text.

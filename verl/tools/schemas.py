@@ -102,7 +102,7 @@ class ToolResponse(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def initialize_request(cls, values: object) -> object:
-        """Refuse a single image or video in the place of a list."""
+        """Check that images and videos are lists."""
         for key in ("image", "video"):
             if isinstance(values, dict) and not isinstance(values.get(key), list | None):
                 raise ValueError(f"{key} must be a list, not {type(values[key]).__name__}: write {key}=[...].")

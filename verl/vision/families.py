@@ -44,7 +44,7 @@ TOWER = "visual"
 
 @dataclass(frozen=True)
 class VisionConfig:
-    """What the computation needs of a vision-language model's config."""
+    """Fields of a vision-language model's config that the computation reads."""
 
     image_token_id: int
     """Token whose embedding is replaced by a feature of an image."""

@@ -94,7 +94,7 @@ def _file_of(path: str, name: str) -> Path | None:
 
 
 def _listed(value: object) -> object:
-    """A tuple as JSON has it, a list."""
+    """Convert a tuple to a list, as JSON would."""
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -44,7 +44,7 @@ class ImagePrompts:
 
     @classmethod
     def of(cls, processor: Any) -> ImagePrompts | None:
-        """Return those of a processor; None for a text model.
+        """Make the object for a processor; None for a text model.
 
         Raises:
             ConfigError: the processor is of another family.

@@ -42,14 +42,14 @@ _SOURCES = ("bytes", "video", "path")
 
 @dataclass(frozen=True)
 class Video:
-    """A video as a row has it."""
+    """A video in a row of data."""
 
     value: object
 
 
 @dataclass(frozen=True)
 class VideoLimits:
-    """How a model wants its videos."""
+    """Settings of videos in a model's files."""
 
     patch_size: int
     min_pixels: float

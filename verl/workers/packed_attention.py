@@ -59,7 +59,7 @@ class Packing:
 
     @classmethod
     def continuing(cls, lengths: list[int], before: Sequence[int | None], device: torch.device) -> Packing:
-        """Make the packing of sequences some of which continue another one of the row.
+        """Make the packing of a row in which some sequences continue another one.
 
         ``before`` has for each sequence the number of the one that it continues, such as the prompt of a response, or
         None. That one's keys and values are copied, and autograd adds up the gradients of the copies.

@@ -1,4 +1,4 @@
-"""What the policy itself wrote in a response, as against tools, users, environments and the chat template."""
+"""The tokens of a response that the policy wrote, without those of tools, users, environments and the template."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def own_tokens(batch: DataProto) -> Tensor:
 
 
 def policy_turns(batch: DataProto) -> list[list[Tensor]]:
-    """Return the token ids of the policy's turns, a list for each row: those of ``earlier_turns``, and its own.
+    """Return the token ids of the policy's turns in each row: those of ``earlier_turns``, then the response's.
 
     A turn is a run of tokens that the policy wrote.
     """

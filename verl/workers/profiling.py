@@ -75,7 +75,7 @@ class MemoryTool:
 
 @dataclass(frozen=True)
 class RecordingPlan:
-    """What a role's processes record at one step."""
+    """Settings of the recording of one role's processes at one step."""
 
     tool: str
     settings: Mapping[str, object]

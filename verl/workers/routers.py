@@ -34,7 +34,7 @@ def unknown(dtype: torch.dtype) -> int:
 
 
 class Choices:
-    """What the routers returned in one forward pass.
+    """Router outputs of one forward pass.
 
     Args:
         real: (rows, length) or (tokens,), 0 on padding, which is left out; None without padding.

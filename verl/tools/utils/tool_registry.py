@@ -44,7 +44,7 @@ def _source_name(source: Entries) -> str:
 
 
 def initialize_tools(tool_config_path: Entries | None, function_tool_path: str | None = None) -> list[BaseTool]:
-    """Make the tools of ``tool_config_path`` and of ``function_tool_path``, each of which may be null.
+    """Make the tools of ``tool_config_path`` and of ``function_tool_path``; either may be null.
 
     Raises:
         ConfigError: as in :func:`initialize_tools_from_config` and :func:`load_function_tools`; two tools of one name.

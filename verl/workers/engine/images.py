@@ -49,7 +49,7 @@ def image_places(batch: DataProto, vision: VisionConfig) -> Tensor:
 
 
 def images_of(batch: DataProto, places: Tensor) -> ImageInputs | None:
-    """Join the images of all rows; None if there are none. ``places`` are those of their tokens in the pass."""
+    """Join the images of all rows; None if there are none. ``places`` marks their tokens in the pass."""
     rows = batch.non_tensor_batch.get(COLUMN)
     if rows is None or not has_images(batch):
         return None

@@ -92,7 +92,7 @@ class RewardBatch(DataProto):
 
 
 def tensors_of(data: DataProto) -> TensorDict:
-    """Return the tensor columns of a batch that is to be scored.
+    """Return the tensor columns that scoring a batch reads.
 
     A batch without ``response_mask`` gets one from ``attention_mask``: every token of the response is the policy's.
 
@@ -163,7 +163,7 @@ class RowParameters:
 
     @classmethod
     def of(cls, function: Callable[..., object], form: Form, bound: Mapping[str, object]) -> RowParameters:
-        """Return those of a function; a scorer of verl, or one for a ``DataProto``, has none.
+        """Read the parameters of a function; verl's scorers and functions of a ``DataProto`` have none.
 
         Args:
             function: a reward function.

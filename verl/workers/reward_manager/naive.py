@@ -201,7 +201,7 @@ class NaiveRewardManager(AbstractRewardManager):
         self.function.warm_up()
 
     def shaped(self, data: DataProto, scores: Scores) -> Scores:
-        """Return the scores used in training; a hook for terms added to those of the function."""
+        """Return the scores used in training; a hook for adding terms to the function's scores."""
         return scores
 
     def _scores(self, data: DataProto, samples: Sequence[RewardSample]) -> Deferred[Scores]:

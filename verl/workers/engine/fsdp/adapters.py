@@ -318,7 +318,7 @@ def _load(hf: PreTrainedModel, folder: Path) -> None:
 
 
 def adapter_layers(model: nn.Module) -> dict[str, Any]:
-    """Return the layers with adapters by name, those of class ``peft.tuners.lora.LoraLayer``."""
+    """Return the layers with adapters (``peft.tuners.lora.LoraLayer``) by name."""
     layer_class = peft().tuners.lora.LoraLayer
     return {name: module for name, module in model.named_modules() if isinstance(module, layer_class)}
 
@@ -357,7 +357,7 @@ class AdapterTarget:
 
 
 def _target(name: str, layer: Any) -> AdapterTarget:
-    """What one of the :func:`adapter_layers` adapts."""
+    """Return the weight and the scale of one of the :func:`adapter_layers`."""
     parameter = layer.parameter_name if _is_of_experts(layer) else "weight"
     return AdapterTarget(_own_name(f"{name}.{parameter}"), float(layer.scaling[_ADAPTER]))
 
@@ -412,7 +412,7 @@ def _merge(parts: Mapping[str, Tensor], scale: float) -> Tensor:
 
 
 def base_of(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a model without those of its adapters, by the names that it has without adapters."""
+    """Yield the base weights of a model with adapters, by the names of the model without adapters."""
     for name, tensor in weights:
         if ".lora_" not in name:
             yield _own_name(name), tensor
@@ -445,7 +445,7 @@ def name_in_file(name: str) -> str:
 
 
 def check_same_scale(hf: PreTrainedModel, folder: Path) -> None:
-    """Refuse adapters of a checkpoint that this run would scale otherwise; nothing is checked without their config.
+    """Check that this run scales a checkpoint's adapters as they were trained; without their config, check nothing.
 
     Raises:
         CheckpointError: ``lora_alpha`` or the variant of LoRA has changed; the message names the setting.

@@ -59,10 +59,10 @@ class WeightFiles:
     def collect(
         cls, per_tensor: Iterator[tuple[str, Tensor]], hf: PreTrainedModel, file_bytes: int = FILE_BYTES
     ) -> WeightFiles:
-        """Divide all weights into files, and keep those of this rank's files, as they are trained. Collective.
+        """Divide all weights into files, and keep those of this rank's files in their training format. Collective.
 
-        No rank holds the whole model: files go to the ranks in turn, and of other ranks' files one weight at a time is
-        here. A file ends with the layer that fills it.
+        No rank holds the whole model: files are dealt to the ranks in turn, and a rank sees the weights of other ranks'
+        files one at a time. A file ends with the layer that fills it.
 
         Args:
             per_tensor: result of an engine's ``get_per_tensor_param``.

@@ -159,7 +159,7 @@ class ShardedModel(BaseEngine):
         self._offload()
 
     def build(self, dtype: torch.dtype) -> HeadedModel:
-        """Build the model and divide it over the ranks, none of which holds it whole meanwhile. Collective."""
+        """Build the model, sharded over the ranks; no rank ever holds all of it. Collective."""
         config = self.engine_config
         is_trained = not config.forward_only
         build = functools.partial(build_model, self.model_type, self.model_config)

@@ -18,7 +18,7 @@ from verl.workers.routers import Choices
 
 
 class Mixtures:
-    """What the routers of this rank choose in the passes of a mini-batch.
+    """Load and balance loss of the experts in one mini-batch, from the choices of this rank's routers.
 
     Args:
         pieces: this rank's part of a model; other pipeline stages may have routers where it has none.

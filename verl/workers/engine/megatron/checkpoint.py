@@ -131,7 +131,7 @@ class MegatronState:
         return extra
 
     def _gather(self, boxes: Boxes, ending: str) -> dict[str, Tensor]:
-        """Fill the parameters from boxes of which each rank has those that it owned. Collective."""
+        """Fill the parameters from the boxes that all ranks stored. Collective."""
         mine: dict[str, list[Place]] = {}
         for weight in self.places:
             mine.setdefault(weight.name, []).append(weight)

@@ -395,7 +395,7 @@ class MegatronEngine(BaseEngine):
         return parallel_state.get_data_parallel_world_size()
 
     def get_data_parallel_rank(self) -> int:
-        """Return the index of the copy of which this rank has a part."""
+        """Return the index of this rank's copy of the model."""
         return parallel_state.get_data_parallel_rank()
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:

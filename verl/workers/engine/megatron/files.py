@@ -76,7 +76,7 @@ class ModelFiles:
         return tensors
 
     def _read_under_other_name(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
-        """Read a box of a weight that Transformers renames, or puts together from those of each expert."""
+        """Read a box of a weight that the files have under another name, or apart for each expert."""
         start, size = box
         if match := _EXPERTS.fullmatch(name):
             stem, kind = match.groups()

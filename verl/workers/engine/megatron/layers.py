@@ -32,10 +32,10 @@ class PackedRow(PackedSeqParams):
 
 
 class Rotation(nn.Module):
-    """Rotary embedding (arXiv:2104.09864) by the tokens' own positions, in the place of megatron-core's.
+    """Rotary embedding (arXiv:2104.09864) by given positions of tokens; it replaces megatron-core's.
 
-    Its own takes a token's place in its row for its position, and divides rows in another way over ranks that share
-    them.
+    megatron-core's takes the index of a token in its row as its position, and divides rows in another way over ranks
+    that share them.
 
     Args:
         frequencies: (head_dim / 2,) in radians per position.
@@ -169,7 +169,7 @@ class CausalAttention(nn.Module):
 
 
 class HiddenHead(nn.Module):
-    """The last layer of a model, in the place of megatron-core's: it returns hidden states.
+    """The last layer of a model, which returns hidden states; it replaces megatron-core's.
 
     Logits and scalars are computed at chosen tokens only, from its weights.
 

@@ -225,7 +225,7 @@ def _replace_head(module: Any, skeleton: HeadedModel, settings: Any) -> None:
 
 
 def _set_rotation(module: Any, skeleton: HeadedModel) -> None:
-    """Take the rotary frequencies of the Transformers model, whatever rule computes them."""
+    """Use the rotary frequencies of the Transformers model, so that every kind of RoPE scaling is supported."""
     hf: Any = skeleton.hf.base_model
     with torch.device("cpu"):
         rotation = type(hf.rotary_emb)(skeleton.hf.config)

@@ -63,7 +63,7 @@ class _Share:
         return cls(nn.Parameter(weights.float()), weights, gradient, bounds, first, bucket_size, group)
 
     def ranges(self) -> Iterator[tuple[str, _Range]]:
-        """Iterate over the parameters of which the share has some elements."""
+        """Iterate over the parameters that have elements in the share."""
         end = self.first + self.weights.numel()
         for name, (start, stop) in self.bounds.items():
             begin, finish = max(start, self.first), min(stop, end)
