@@ -132,7 +132,7 @@ def in_shared_memory(path: str, filelock: str = ".file.lock", shared: Path = Pat
 
 
 def source_of(path: str) -> str:
-    """Return the path or URL of which ``path`` is a copy made here; ``path`` itself if it is none.
+    """Return the path or URL that ``path`` was copied from; ``path`` itself if verl did not copy it.
 
     Files that leave the machine or outlive the copy must name this, not the copy.
     """
