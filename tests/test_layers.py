@@ -44,6 +44,7 @@ LAYERS = {
     "verl.protocol": 2,
     "verl.schema": 2,
     "verl.tools": 2,
+    "verl.tracking": 1,
     "verl.utils": 1,
     "verl.vision": 1,
     "verl.config": 1,

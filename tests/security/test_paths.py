@@ -25,9 +25,9 @@ from verl.errors import CheckpointError, ConfigError, DataError
 from verl.model_merger import merge
 from verl.model_merger.fsdp import whole_weights
 from verl.testing.models import tiny_model_dir
+from verl.tracking import Tracking
 from verl.trainer.config import load_config
 from verl.trainer.config.command_line import compose
-from verl.utils.tracking import Tracking
 
 ESCAPES = ["..", "../x", "a/../../x", "a/..", "/etc/x", "/", "", ".", "./x", "a/./b", "x\0y", "a" * 300]
 NAMES = ["x", "a/b", "run-1", "qwen2.5_7b..v2", "...", "ünï", "a b", "-x", "~x", "a\\..\\b"]

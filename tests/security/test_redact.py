@@ -15,8 +15,8 @@ from verl.base.redact import MASK, is_secret, redacted, secrets_in, without_secr
 from verl.config.base import BaseConfig, section, setting, subsection
 from verl.config.problems import Problem
 from verl.errors import ConfigError
+from verl.tracking import TRACKERS, Tracker, Tracking
 from verl.trainer.config import PPOConfig, command_line, load_config
-from verl.utils.tracking import TRACKERS, Tracker, Tracking
 
 MARK = "s3cret-Marked-0451"
 

@@ -17,8 +17,8 @@ from tests.trainer.test_run import train  # noqa: F401
 from verl.config import GenerationConfig, PrometheusConfig, RolloutConfig
 from verl.errors import ConfigError
 from verl.single_controller.base.worker import free_port
-from verl.utils.prometheus import MetricsServer
-from verl.utils.tracking import Tracking
+from verl.tracking import Tracking
+from verl.tracking.prometheus import MetricsServer
 
 PREFIX = "actor_rollout_ref.rollout.prometheus"
 DASHBOARD = Path(__file__).parents[2] / "examples" / "monitoring" / "grafana_dashboard.json"

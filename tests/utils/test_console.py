@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from verl.tracking import Tracking
 from verl.utils.console import Progress, clock, metrics_line, show, showing_stage, status, working, write_step
-from verl.utils.tracking import Tracking
 
 METRICS = {
     "critic/score/mean": 0.43125,

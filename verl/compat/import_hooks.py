@@ -22,7 +22,11 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-MOVED: dict[str, str] = {"verl.utils.dataset": "verl.datasets", "verl.utils.reward_score": "verl.scorers"}
+MOVED: dict[str, str] = {
+    "verl.utils.dataset": "verl.datasets",
+    "verl.utils.reward_score": "verl.scorers",
+    "verl.utils.tracking": "verl.tracking",
+}
 """Public name of a package → the package that it is here. The tables of other names go by the public name."""
 
 CLASSES = {

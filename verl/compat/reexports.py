@@ -117,7 +117,7 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.trainer.ppo.reward": "extract_reward",
         "verl.datasets": "create_rl_dataset create_rl_sampler",
         "verl.utils.metric": "reduce_metrics",
-        "verl.utils.tracking": "ValidationGenerationsLogger",
+        "verl.tracking": "ValidationGenerationsLogger",
         "verl.utils.seqlen_balancing": "calculate_workload get_seqlen_balanced_partitions log_seqlen_unbalance",
         "verl.utils.torch_functional": "masked_mean",
         "verl.utils": "tu=tensordict_utils",

@@ -31,7 +31,7 @@ import torch
 
 from verl.base.redact import redacted_texts
 from verl.protocol import DataProto, compute_response_mask
-from verl.utils.tracking import Tracking
+from verl.tracking import Tracking
 from verl.vision.families import IMAGE_TOKEN, TEXT_PLACES, VIDEO_TOKEN
 from verl.vision.texts import decoded_with_images
 

@@ -23,6 +23,7 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.supervision.lock import FolderLock
 from verl.supervision.termination import EXIT_CODE, StepInterrupted, Termination, unwrapped
+from verl.tracking import Tracking
 from verl.trainer.health import HealthWatch
 from verl.trainer.recovery import BadSteps, PassLimits, Recovery
 from verl.trainer.worker_groups import WorkerGroups
@@ -30,7 +31,6 @@ from verl.utils.console import Progress, status
 from verl.utils.metric import Metrics
 from verl.utils.run_log import rank_columns
 from verl.utils.step_context import StepContext
-from verl.utils.tracking import Tracking
 
 if TYPE_CHECKING:
     from verl.config import BaseTrainerConfig, PPOConfig, SupervisedConfig

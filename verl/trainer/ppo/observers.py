@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from verl.single_controller.base.board import Board
+    from verl.tracking.prometheus import MetricsServer
     from verl.trainer.ppo.tracing import RolloutTraces
-    from verl.utils.prometheus import MetricsServer
     from verl.utils.step_context import StepContext
 
 
@@ -35,7 +35,7 @@ class Observers:
         self._traces: RolloutTraces | None = None
         self._board: Board | None = None
         if rollout.prometheus.enable:
-            from verl.utils.prometheus import MetricsServer  # needs the extra `prometheus`
+            from verl.tracking.prometheus import MetricsServer  # needs the extra `prometheus`
 
             self._server = MetricsServer(rollout.prometheus, trainer.project_name, trainer.experiment_name)
             self._server.total_steps = total_steps

@@ -26,8 +26,8 @@ import pyarrow as pa
 import torch
 
 from verl.protocol import DataProto, compute_response_mask
+from verl.tracking import Tracking
 from verl.utils.token_page import TokenPage, described
-from verl.utils.tracking import Tracking
 
 logger = logging.getLogger(__name__)
 

@@ -62,6 +62,7 @@ from verl.experience.trajectories import trajectory_metrics
 from verl.experience.workers import ExperienceWorkers
 from verl.protocol import DataProto, DataProtoFuture, replace_columns
 from verl.protocol.future import wait_for
+from verl.tracking import Tracking, ValidationGenerationsLogger
 from verl.trainer.balance import DealtBatch, deal
 from verl.trainer.config.load import load_config
 from verl.trainer.config.sizes import derived_sizes, resolve_device
@@ -94,7 +95,6 @@ from verl.utils.console import status
 from verl.utils.flops_counter import Arithmetic
 from verl.utils.metric import Metrics
 from verl.utils.step_context import StepContext
-from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 if TYPE_CHECKING:
     from verl.judge.service import JudgeService

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from verl.config.observation import PrometheusConfig
 from verl.errors import ConfigError
-from verl.utils.tracking import Tracking
+from verl.tracking import Tracking
 
 _SCRAPE_CONFIG = """\
 # Written by a run of verl that serves its metrics.

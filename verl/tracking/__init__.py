@@ -20,10 +20,10 @@ import torch
 
 from verl.base.redact import redacted, secrets_in, without_secrets
 from verl.errors import ConfigError, VerlError
+from verl.tracking import local, services  # noqa: F401 (they file their trackers)
+from verl.tracking.base import TRACKERS, Tracker
 from verl.utils.file_log import THIS_RUN
 from verl.utils.run_log import STAGE_NOTE
-from verl.utils.tracking import local, services  # noqa: F401 (they file their trackers)
-from verl.utils.tracking.base import TRACKERS, Tracker
 
 if TYPE_CHECKING:
     from verl.utils.token_page import TokenPage

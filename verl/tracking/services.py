@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
-from verl.utils.tracking.base import TRACKERS, Tracker, flatten, import_package, markdown_table
+from verl.tracking.base import TRACKERS, Tracker, flatten, import_package, markdown_table
 
 if TYPE_CHECKING:
     from verl.utils.token_page import TokenPage

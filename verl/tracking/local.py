@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from verl.base import env
 from verl.base.fs import below
 from verl.errors import ConfigError
+from verl.tracking.base import TRACKERS, Tracker, import_package, markdown_table
 from verl.utils.console import metrics_line, show, write_step
 from verl.utils.file_log import THIS_RUN, cut_own_end
 from verl.utils.run_log import RunLog, clock
-from verl.utils.tracking.base import TRACKERS, Tracker, import_package, markdown_table
 
 if TYPE_CHECKING:
     from verl.utils.token_page import TokenPage

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from tests.support.tiny_run import make_tiny_run, overrides
+from verl.tracking import TRACKERS, Tracker, Tracking
 from verl.utils.token_page import TokenPage
-from verl.utils.tracking import TRACKERS, Tracker, Tracking
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ RUN = """
 import os, sys
 from pathlib import Path
 from verl.utils.token_page import TokenPage
-from verl.utils.tracking import Tracking, ValidationGenerationsLogger
+from verl.tracking import Tracking, ValidationGenerationsLogger
 
 with Tracking("proj", "exp", sys.argv[1], {"optim": {"lr": 1e-6}, "hf_token": os.environ["OUR_TOKEN"]}) as tracking:
     for step in (1, 2):
@@ -99,7 +99,7 @@ def test_tensorboard_shows_a_step_that_is_done_again_once(tmp_path, monkeypatch)
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from verl.utils.tracking import Tracking
+    from verl.tracking import Tracking
 
     monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path))
     for resumed, values in ((0, {1: 1.0, 2: 2.0, 3: 3.0}), (2, {3: 30.0, 4: 40.0})):

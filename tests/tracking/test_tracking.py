@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 import torch
 
-import verl.utils.tracking
+import verl.tracking
 from verl.base.redact import without_secrets
 from verl.errors import ConfigError
+from verl.tracking import TRACKERS, Tracker, Tracking, ValidationGenerationsLogger, require_trackers
+from verl.tracking.base import flatten, markdown_table
 from verl.utils.file_log import THIS_RUN
 from verl.utils.step_context import StepContext
-from verl.utils.tracking import TRACKERS, Tracker, Tracking, ValidationGenerationsLogger, require_trackers
-from verl.utils.tracking.base import flatten, markdown_table
 
 
 @pytest.fixture(autouse=True)
@@ -190,7 +190,7 @@ def test_a_server_that_is_not_there_at_the_start_is_tried_again(caplog: pytest.L
 
 
 def test_a_client_that_takes_long_to_fail_rests(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(verl.utils.tracking, "SLOW_S", -1.0)  # whatever fails took longer than that
+    monkeypatch.setattr(verl.tracking, "SLOW_S", -1.0)  # whatever fails took longer than that
     cls = recorder(fail=(1, 2, 3, 5))
     tracking = Tracking("p", "e", "recorder", {})
     tracker = tracking.trackers["recorder"]
