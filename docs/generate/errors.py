@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 INTRO = (
     "# Errors\n\n"
-    "What you see when something is wrong, as `python -m docs.generate.errors` printed it: each mistake is made on "
-    "the command line of `verl.trainer.main_ppo`, and its error output is copied here. Folders are shortened to `…`.\n"
+    "The error messages of common mistakes, printed by `python -m docs.generate.errors`: it makes each mistake on the "
+    "command line of `verl.trainer.main_ppo` and copies the error output. Folders are shortened to `…`.\n"
 )
 
 

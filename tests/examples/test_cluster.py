@@ -112,8 +112,8 @@ def lines_of_page(heading: str) -> list[list[str]]:
 @pytest.mark.timeout(600)
 def test_a_job_of_ray_trains_as_the_page_says(tmp_path: Path):
     pytest.importorskip("aiohttp_cors", reason="pip install 'ray[default]'")
-    token, *_ = lines_of_page("By hand")
-    install, *exports, submit, logs = lines_of_page("As a job of Ray")
+    token, *_ = lines_of_page("Manually")
+    install, *exports, submit, logs = lines_of_page("As a Ray job")
     assert install == ["pip", "install", "ray[default]"]
     home = tmp_path / "home"
     (home / "bin").mkdir(parents=True)

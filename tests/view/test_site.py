@@ -35,10 +35,10 @@ def test_the_search_finds_a_page_and_leads_to_its_section(site, chromium):
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.goto(f"{site}/")
-    page.get_by_role("textbox", name="Search").fill("bug found with the view")
+    page.get_by_role("textbox", name="Search").fill("find a bug with the view")
     found = page.locator(".md-search-result__item", has_text="Debug a run").first
-    found.locator("a[href*='/debugging/#a-bug-found-with-the-view']").click()
-    page.get_by_role("heading", name="A bug found with the view").wait_for()
+    found.locator("a[href*='/debugging/#example-find-a-bug-with-the-view']").click()
+    page.get_by_role("heading", name="Example: find a bug with the view").wait_for()
     assert "/debugging/" in page.url
     page.get_by_role("textbox", name="Search").fill("qqzzxxyy")
     page.locator(".md-search-result__meta", has_text="No matching documents").wait_for()
