@@ -39,7 +39,7 @@ def test_the_examples_of_the_page(tmp_path: Path):
 
 def test_the_pages_name_every_failure_and_every_tool_in_the_box():
     calls = (DOCS / "tool_calls.md").read_text()
-    formats, failures = calls.split("## How a model writes its calls")[1].split("## What a bad call costs")
+    formats, failures = calls.split("## Format of calls")[1].split("## Failed calls")
     assert set(re.findall(r"^\| `([\w-]+)` \| ", failures, re.MULTILINE)) == set(CallFailure)
     assert sorted(re.findall(r"^\| `([\w-]+)` \| ", formats, re.MULTILINE)) == _parsers.names()
     for path in re.findall(r"^\| `(\w+\.\w+)` \|", PAGE, re.MULTILINE):
