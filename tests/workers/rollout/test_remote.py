@@ -31,7 +31,7 @@ from verl.testing.models import tiny_model_dir
 from verl.testing.rollout_conformance import PROMPTS, Serving, prompt_batch, shape_of, weights_of
 from verl.utils import hf_tokenizer
 from verl.workers.config import HFModelConfig, RolloutConfig
-from verl.workers.rollout import base, remote, server
+from verl.workers.rollout import base, engine_process, remote
 from verl.workers.rollout.base import NO_WEIGHTS, RolloutOutput, RolloutRequest, SamplingParams
 from verl.workers.rollout.client import PartialResponse
 from verl.workers.rollout.state import EngineState
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Short pauses, logs below the test's folder; and no process is left, dead or alive."""
     monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(server, "_CHECK_S", 0.1)
+    monkeypatch.setattr(engine_process, "_CHECK_S", 0.1)
     monkeypatch.setenv("SMALL_ENGINE_FOLDER", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
