@@ -143,6 +143,15 @@ def test_ranks_that_die_leave_no_trace_in_the_run(
 
 
 @pytest.mark.slow
+def test_what_was_sampled_ahead_survives_ranks_that_die(run: Run) -> None:
+    """The responses of the next step are those that weights drew which no rank has any more."""
+    ahead = {"trainer__async__lag": 1}
+    disturbed = run("ahead disturbed", [(2, "gen", 1), (3, "update_actor", 0)], **ahead)
+    assert_same_run(disturbed, run("ahead", [], **ahead))
+    assert disturbed[0][3]["recovery/restarts"] == 2
+
+
+@pytest.mark.slow
 def test_without_states_in_memory_the_run_goes_back_to_its_newest_checkpoint_or_the_beginning(
     run: Run, undisturbed: Outcome
 ) -> None:

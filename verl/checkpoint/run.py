@@ -29,11 +29,11 @@ from typing import Any
 import torch
 
 from verl.checkpoint import steps
-from verl.checkpoint.files import UNREADABLE, FileEntry, sync_folder, write_bytes, write_states
+from verl.checkpoint.files import UNREADABLE, FileEntry, sync_folder, sync_tree, write_bytes, write_states
 from verl.checkpoint.ranks import SaveReport
 from verl.checkpoint.remote import RemoteSteps
 from verl.checkpoint.resume import CheckpointPlan, ResumeChoice, is_public
-from verl.checkpoint.states import DATA, RNG, STATE, RunState, from_arrays
+from verl.checkpoint.states import DATA, PENDING, RNG, STATE, BatchForFile, RunState, from_arrays
 from verl.checkpoint.steps import (
     LINEAGE,
     Lineage,
@@ -42,7 +42,8 @@ from verl.checkpoint.steps import (
     saved_steps,
     step_folder,
 )
-from verl.errors import CheckpointError, VerlError
+from verl.errors import CheckpointError, DataError, VerlError
+from verl.utils.deferred import Deferred
 
 logger = logging.getLogger(__name__)
 
@@ -308,7 +309,14 @@ class TrainerCheckpoint:
         self._load_groups(folder)
         for key in ("format", LINEAGE):
             state.pop(key, None)
-        return RunState(global_step=state.pop("global_step"), dataloader=dataloader, controllers=state, rng=rng)
+        pending = {path.stem: path for path in (folder / PENDING).glob("*.safetensors")}
+        return RunState(
+            global_step=state.pop("global_step"),
+            dataloader=dataloader,
+            controllers=state,
+            rng=rng,
+            pending=Deferred.of(pending),
+        )
 
     def _read_public(self, folder: Path) -> RunState:
         """Restore from a step of verl 0.8; its data loader, controllers and random states are those of other code."""
@@ -340,10 +348,31 @@ def _write_driver(folder: Path, state: RunState, lineage: Lineage) -> dict[str, 
     assert state.rng is not None
     described = {"format": FORMAT, "global_step": state.global_step, LINEAGE: lineage} | state.controllers
     return {
+        **_write_pending(folder, state.pending.result()),
         DATA: write_bytes(folder / DATA, _loadable(state.dataloader)),
         RNG: write_bytes(folder / RNG, _loadable(state.rng)),
         STATE: write_bytes(folder / STATE, json.dumps(described).encode()),
     }
+
+
+def _write_pending(folder: Path, batches: Mapping[str, BatchForFile | Path]) -> dict[str, FileEntry]:
+    """Write a file for each batch.
+
+    Raises:
+        CheckpointError: a column holds what files cannot.
+    """
+    try:
+        for name, batch in batches.items():
+            path = folder / PENDING / f"{name}.safetensors"
+            if isinstance(batch, Path):  # of the checkpoint that the run has just resumed from
+                path.parent.mkdir(exist_ok=True)
+                shutil.copyfile(batch, path)
+            else:
+                batch.save_to_disk(path)
+    except DataError as error:
+        raise CheckpointError(f"responses that wait for their training step cannot be saved: {error}") from error
+    entries = sync_tree(folder / PENDING) if batches else {}
+    return {(Path(PENDING) / path).as_posix(): entry for path, entry in entries.items()}
 
 
 def _write_group(

@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verl.utils.deferred import Deferred
+
 STATE, DATA, RNG = "trainer_state.json", "data.pt", "driver_rng.pt"
 """Files of the driver in the folder of a step."""
+PENDING = "pending"
+"""Folder in it: one safetensors file for each batch that was sampled and not trained on yet."""
 
 State = dict[str, Any]
 """Content of a ``.pt`` file, or of a snapshot of one rank: tensors, numbers, strings, and lists and dicts of them.
 
 The values are ``Any`` because each kind of file has its own entries; what reads a file checks them."""
+
+
+class BatchForFile(Protocol):
+    """A batch: :class:`verl.protocol.DataProto`, which this room does not know."""
+
+    def save_to_disk(self, filepath: Path) -> None:
+        """Write the batch to a file."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +48,8 @@ class RunState:
     """Values that change from step to step besides the weights (KL and entropy coefficients, epochs), by name."""
     rng: dict[str, object] | None
     """Random generators of the driver process, if they were saved."""
+    pending: Deferred[Mapping[str, BatchForFile | Path]] = field(default_factory=lambda: Deferred.of({}))
+    """Batches that were sampled and not trained on yet, by name; of a checkpoint that was read, their files."""
 
 
 # ---- random generators ---------------------------------------------------------------------------

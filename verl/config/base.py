@@ -19,13 +19,15 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import keyword
 import logging
+import operator
 import sys
 import types
 import typing
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Any, Self, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transform
 
 from omegaconf import DictConfig
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
@@ -46,7 +48,9 @@ T = TypeVar("T")
 SectionT = TypeVar("SectionT", bound="BaseConfig")
 
 # Numbers are turned into strings where a string is wanted: YAML reads experiment_name=7 as a number.
-_RULES = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)
+_RULES = ConfigDict(
+    extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False, validate_by_name=True, validate_by_alias=True
+)
 # What validates a section of ours is built when one is validated: `--help`, `--cfg job` and `verl explain` read fields
 # and defaults alone. One of a user's may go to other processes by value, which takes what is built.
 _OUR_RULES = _RULES | ConfigDict(defer_build=True)
@@ -88,6 +92,7 @@ class _SectionType(ABCMeta):
         def __call__(cls, *args: Any, **values: Any) -> Any:
             if is_section(cls):
                 fields = config_fields(cls)
+                values = {cls.key_of_field.get(name, name): value for name, value in values.items()}
                 for name in [name for name, value in values.items() if value is None and _null_is_default(cls, name)]:
                     del values[name]
                 if others := values.keys() - fields.keys():
@@ -166,6 +171,9 @@ class BaseConfig(Mapping[str, Any], metaclass=_SectionType):
 
     Sections are frozen; a value that is derived from several fields is a property with a name of its own.
     """
+
+    key_of_field: ClassVar[Mapping[str, str]] = {}
+    """Key of each field whose key is a keyword of Python: ``async`` of the field ``async_``."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuse a class whose own fields the standard library's decorator made, on top of a section's.
@@ -274,7 +282,8 @@ def setting(default: Any = dataclasses.MISSING, *, factory: Callable[..., Any] |
     Args:
         default: the default value; every section must be constructible without arguments.
         factory: makes the default instead; may take a dict with the values of the fields declared before.
-        about: fields of ``Meta``, and bounds for pydantic (``ge``, ``gt``, ``le``, ``lt``).
+        about: fields of ``Meta``, bounds for pydantic (``ge``, ``gt``, ``le``, ``lt``), and ``alias``, the key of a
+            field whose key is a keyword of Python.
     """
     meta = Meta(**{field.name: about.pop(field.name) for field in dataclasses.fields(Meta) if field.name in about})
     extra: dict[str, Any] = {_META: meta}
@@ -302,7 +311,8 @@ def defaults_of(cls: type[SectionT], **changes: Any) -> SectionT:
     if changes:
         raise TypeError(f"{cls.__name__} has no {', '.join(changes)}")
     made = cls.__new__(cls)
-    vars(made).update(values)
+    field_of_key = {key: name for name, key in cls.key_of_field.items()}
+    vars(made).update({field_of_key.get(key, key): value for key, value in values.items()})
     return made
 
 
@@ -315,6 +325,11 @@ def section(cls: type[T]) -> type[T]:
             rebuild_dataclass(users, raise_errors=False, _parent_namespace_depth=3)
         return users
     made: Any = pydantic_dataclass(frozen=True, eq=False, kw_only=True, repr=False, config=_OUR_RULES)(cls)
+    aliases = {name: field.alias for name, field in made.__pydantic_fields__.items() if field.alias}
+    if aliases:
+        made.key_of_field = aliases
+        for name, key in aliases.items():
+            setattr(made, key, property(operator.attrgetter(name)))
     made.__eq__, made.__hash__ = _equal, _hashed  # the decorator's would be compiled for each section
     return made
 
@@ -365,10 +380,12 @@ def local_copies(section: SectionT, without: Collection[str] = ()) -> SectionT:
 
 
 def config_fields(cls: type) -> Mapping[str, FieldInfo]:
-    """Map field name to pydantic's field info, in the order of the class."""
+    """Map key to pydantic's field info, in the order of the class; a key is the field's name or its alias."""
     if not is_section(cls):  # a plain dataclass of a user's
         return {field.name: FieldInfo() for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    return cls.__pydantic_fields__  # type: ignore[attr-defined]
+    fields: Mapping[str, FieldInfo] = cls.__pydantic_fields__  # type: ignore[attr-defined]
+    keys = getattr(cls, "key_of_field", {})
+    return {keys.get(name, name): field for name, field in fields.items()} if keys else fields
 
 
 def is_section(cls: type) -> bool:
@@ -413,7 +430,8 @@ def _sentences(module: str) -> dict[tuple[str, str], str]:
                 case ast.FunctionDef(name=name), _:
                     read(one.body, f"{prefix}{name}.<locals>.")
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(sentence))):
-                    sentences[prefix.removesuffix("."), name] = " ".join(sentence.split())
+                    key = name[:-1] if keyword.iskeyword(name[:-1]) else name
+                    sentences[prefix.removesuffix("."), key] = " ".join(sentence.split())
 
     read(ast.parse(source).body, "")
     return sentences

@@ -189,6 +189,14 @@ class BaseTrainerConfig(PlacementConfig):
 
 
 @section
+class AsyncConfig(BaseConfig):
+    """Training on responses that were sampled some steps ago."""
+
+    lag: int = setting(0, ge=0)
+    """Steps between sampling and training: step s trains on responses of the weights before step s - lag."""
+
+
+@section
 class TrainerConfig(BaseTrainerConfig):
     """A reinforcement-learning run."""
 
@@ -220,6 +228,8 @@ class TrainerConfig(BaseTrainerConfig):
     """Delete the checkpoint that was resumed from, once the next one is complete."""
     max_rollout_actor_probs_diff: float | None = setting(None, gt=0, le=1)
     """Stop when a token's probability under rollout and trainer differs by more; null only logs the difference."""
+    async_: AsyncConfig = setting(factory=AsyncConfig, alias="async")
+    """Training on responses that were sampled some steps ago."""
 
     @property
     def saves(self) -> bool:
@@ -241,6 +251,10 @@ class TrainerConfig(BaseTrainerConfig):
         if self.rollout_only and self.val_only:
             cause = f"{path}.val_only=true stops before the first step"
             yield Problem(f"{path}.rollout_only", True, cause, "false", "set only one of both")
+        if self.async_.lag and self.max_rollout_actor_probs_diff is not None:
+            cause = f"with {path}.async.lag={self.async_.lag} the difference is that of {self.async_.lag} updates"
+            key = f"{path}.max_rollout_actor_probs_diff"
+            yield Problem(key, self.max_rollout_actor_probs_diff, cause, "null", f"or set {path}.async.lag=0")
         if self.val_only and not self.val_before_train:
             cause = f"the run would do nothing: {path}.val_before_train=false"
             yield Problem(f"{path}.val_only", True, cause, remedy=f"set {path}.val_before_train=true")

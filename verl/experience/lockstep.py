@@ -69,7 +69,7 @@ class Lockstep(ExperienceSource):
         draws = self._draws(context, rewards)
         batch, metrics = fill_batch(draws, filters, self.config.data.train_batch_size, self._n)
         context.metrics |= metrics
-        return Experience(batch, Deferred.of(DataProto()), rewards)  # the batch has its scores already
+        return Experience(batch, Deferred.of(DataProto()), rewards, draws_once=False)
 
     def updated(self, version: int) -> None:
         """See :meth:`ExperienceSource.updated`; engines take the newest weights whenever they generate."""

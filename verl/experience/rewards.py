@@ -6,7 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,13 +26,24 @@ OF_TRAJECTORY = "trajectory: "
 """What the ``reward_status`` of a sample begins with whose trajectory failed, so that there was nothing to score."""
 
 
+class ScoredDraw(NamedTuple):
+    """Responses that were drawn and scored together; see :meth:`RewardRecord.add`."""
+
+    batch: DataProto
+    names: list[str]
+    rates: Metrics
+
+
 class RewardRecord:
     """All responses scored in one step, including those that dynamic sampling dropped."""
 
     def __init__(self) -> None:
-        self.batches: list[DataProto] = []
-        self._names: dict[str, None] = {}
-        self._rates: list[Metrics] = []
+        self.draws: list[ScoredDraw] = []
+
+    @property
+    def batches(self) -> list[DataProto]:
+        """The scored batches."""
+        return [draw.batch for draw in self.draws]
 
     def add(self, batch: DataProto, names: Sequence[str], rates: Metrics) -> None:
         """Add a scored batch.
@@ -42,9 +53,7 @@ class RewardRecord:
             names: the columns made from the reward function's values.
             rates: the second result of :func:`verl.experience.scoring.leave_out_failed`.
         """
-        self.batches.append(batch)
-        self._names |= dict.fromkeys(names)
-        self._rates.append(rates)
+        self.draws.append(ScoredDraw(batch, list(names), rates))
 
     def generated_tokens(self) -> int:
         """Number of tokens in all responses."""
@@ -55,7 +64,8 @@ class RewardRecord:
         scored_rows = [Trajectories.of(batch).scored_rows for batch in self.batches]
         sizes = [len(rows) for rows in scored_rows]
         metrics = {
-            name: float(np.average([rates[name] for rates in self._rates], weights=sizes)) for name in self._rates[0]
+            name: float(np.average([draw.rates[name] for draw in self.draws], weights=sizes))
+            for name in self.draws[0].rates
         }
         extra = {
             name: [
@@ -63,7 +73,7 @@ class RewardRecord:
                 for batch, rows in zip(self.batches, scored_rows, strict=True)
                 for value in batch.non_tensor_batch.get(name, np.full(len(batch), None))[rows]
             ]
-            for name in self._names
+            for name in dict.fromkeys(name for draw in self.draws for name in draw.names)
         }
         scored = DataProto.concat(
             [

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl.errors import CheckpointError
 from verl.experience.rewards import RewardRecord
 from verl.protocol import DataProto
 from verl.utils.deferred import Deferred
@@ -24,6 +25,9 @@ class Experience:
     exclude samples that could not be scored. Columns that replace those of the batch; wait for them once."""
     rewards: RewardRecord
     """All responses scored for the step, those that dynamic sampling dropped too; complete once :attr:`scores` are."""
+    draws_once: bool = True
+    """Whether the batch is all that was drawn for the step: false with dynamic sampling, where it has its scores
+    already."""
 
 
 class ExperienceSource(ABC):
@@ -45,6 +49,25 @@ class ExperienceSource(ABC):
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """State between two steps for a checkpoint, as JSON."""
+
+    def pending(self) -> Deferred[Mapping[str, DataProto]]:
+        """Return what was sampled and not trained on yet, by name, for files of a checkpoint.
+
+        Called between two steps; waited for when a checkpoint is written, or the run goes back to this state.
+        """
+        return Deferred.of({})
+
+    def load_pending(self, batches: Mapping[str, DataProto]) -> None:
+        """Take back what :meth:`pending` gave, after :meth:`load_state_dict`.
+
+        Raises:
+            CheckpointError: the source trains on what it samples at once, and ``batches`` is not empty.
+        """
+        if batches:
+            raise CheckpointError(
+                f"the checkpoint has responses of {len(batches)} batches that were sampled ahead (trainer.async.lag), "
+                "and this run samples in each step. Resume with the lag that the checkpoint was made with."
+            )
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

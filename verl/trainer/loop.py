@@ -28,6 +28,7 @@ from verl.trainer.health import HealthWatch
 from verl.trainer.recovery import BadSteps, PassLimits, Recovery
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import Progress, status
+from verl.utils.deferred import Deferred
 from verl.utils.metric import Metrics
 from verl.utils.run_log import rank_columns
 from verl.utils.step_context import StepContext
@@ -432,7 +433,15 @@ class TrainingLoop:
             dataloader=copy.deepcopy(self.train_dataloader.state_dict()),
             controllers={name: copy.deepcopy(part.state_dict()) for name, part in self.controllers.items()},
             rng=rng_state(),
+            pending=self.pending(),
         )
+
+    def pending(self) -> Deferred[Mapping[str, DataProto]]:
+        """What was sampled and not trained on yet; a subclass that samples ahead overrides both methods."""
+        return Deferred.of({})
+
+    def load_pending(self, batches: Mapping[str, DataProto]) -> None:
+        """Take back what :meth:`pending` gave."""
 
     def go_on_from(self, state: RunState) -> None:
         """Restore the driver to ``state``."""
@@ -445,6 +454,10 @@ class TrainingLoop:
         for name, controller in self.controllers.items():
             if state.controllers.get(name) is not None:  # the checkpoint may be older than a controller's activation
                 controller.load_state_dict(state.controllers[name])
+        pending = state.pending.result()
+        self.load_pending(
+            {name: DataProto.load_from_disk(b) if isinstance(b, Path) else b for name, b in pending.items()}
+        )
         if state.rng is not None:
             set_rng_state(state.rng)
 

@@ -227,8 +227,13 @@ class RayPPOTrainer(PPOTrainer):
             caller's timer measures the call.
 
         Raises:
-            ConfigError: an agent loop returned several sequences.
+            ConfigError: an agent loop returned several sequences, or ``trainer.async.lag`` is set.
         """
+        if lag := self.typed_config.trainer.async_.lag:
+            raise ConfigError(
+                f"trainer.async.lag={lag} samples ahead in verl's own step, and a fit of your own samples when it says "
+                "so. Set trainer.async.lag=0, or build on step()."
+            )
         if "sample_index" not in prompts.non_tensor_batch:
             step, drawn = self._sampled
             drawn = drawn if step == self.global_steps else 0

@@ -84,7 +84,7 @@ def derive_from_algorithm(tree: Tree, explicit: Collection[str], problems: list[
     Returns:
         messages about settings that were changed.
     """
-    remarks = _truncation(tree, explicit)
+    remarks = _importance_weights(tree, explicit)
     remarks += _algorithm(tree, problems)
     return remarks
 
@@ -291,13 +291,22 @@ def truncating(settings: Mapping[str, Any]) -> tuple[str, float] | None:
     return next(((name, off) for name, truncates, off in candidates if truncates), None)
 
 
-def _truncation(tree: Tree, explicit: Collection[str]) -> list[str]:
-    """Weigh truncated samples by default: they come from another distribution than the policy."""
+def _other_distribution(tree: Tree) -> str | None:
+    """Say why samples come from another distribution than the policy that trains on them; None if they do not."""
+    settings, lag = get(tree, _ROLLOUT), get(tree, "trainer.async.lag")
+    if cut := truncating(settings) if isinstance(settings, Mapping) else None:
+        return f"{_ROLLOUT}.{cut[0]}={settings[cut[0]]} samples from a truncated distribution"
+    if isinstance(lag, int) and lag > 0:
+        return f"trainer.async.lag={lag} trains on samples of earlier weights"
+    return None
+
+
+def _importance_weights(tree: Tree, explicit: Collection[str]) -> list[str]:
+    """Weigh samples by default where they come from another distribution than the policy."""
     correction = "algorithm.rollout_correction"
-    settings, chosen = get(tree, _ROLLOUT), get(tree, correction)
-    cut = truncating(settings) if isinstance(settings, Mapping) else None
+    reason, chosen = _other_distribution(tree), get(tree, correction)
     key = f"{correction}.rollout_is"
-    if cut is None or not isinstance(chosen, Mapping) or chosen.get("rollout_is") is not None or key in explicit:
+    if reason is None or not isinstance(chosen, Mapping) or chosen.get("rollout_is") is not None or key in explicit:
         return []
     if chosen.get("bypass_mode") is True and chosen.get("loss_type") == "ppo_clip":
         return []  # the ratio that is clipped is the weight
@@ -305,10 +314,7 @@ def _truncation(tree: Tree, explicit: Collection[str]) -> list[str]:
     if loss != "reinforce" and not takes_weights(loss):
         return []  # the rules tell that this gradient is biased
     put(tree, key, "token")
-    return [
-        f"{key}: token, because {_ROLLOUT}.{cut[0]}={settings[cut[0]]} samples from a truncated "
-        "distribution; without these weights the gradient is biased"
-    ]
+    return [f"{key}: token, because {reason}; without these weights the gradient is biased"]
 
 
 def takes_weights(loss_mode: Any) -> bool:

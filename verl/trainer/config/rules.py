@@ -27,6 +27,7 @@ from verl.config import (
     Problem,
     RMConfig,
     RolloutConfig,
+    RolloutCorrectionConfig,
     SFTConfig,
     SupervisedConfig,
 )
@@ -287,8 +288,7 @@ def truncated_sampling(config: PPOConfig) -> Problems:
     key, value = f"{ROLLOUT}.{name}", rollout[name]
     if rollout.logprobs_mode == "raw_logprobs":
         yield _raw(rollout, f"{key}={value}")
-    corrects = chosen.rollout_is is not None or (chosen.bypass_mode and chosen.loss_type == "ppo_clip")
-    if not corrects:
+    if not _weighs_samples(chosen):
         yield Problem(
             key,
             value,
@@ -302,6 +302,25 @@ def truncated_sampling(config: PPOConfig) -> Problems:
     if limit is not None:
         cause = f"with {key}={value} the rollout's probabilities are larger than the trainer's by design"
         yield Problem(GAP_LIMIT, limit, cause, "null", f"leave it null, or set {key}={off}")
+
+
+def _weighs_samples(chosen: RolloutCorrectionConfig) -> bool:
+    return chosen.rollout_is is not None or (chosen.bypass_mode and chosen.loss_type == "ppo_clip")
+
+
+def lag(config: PPOConfig) -> Problems:
+    """Training corrects for samples of earlier weights."""
+    steps = config.trainer.async_.lag
+    if steps and not _weighs_samples(config.algorithm.rollout_correction):
+        yield Problem(
+            "trainer.async.lag",
+            steps,
+            "the samples then come from earlier weights, and a gradient that takes them for samples of the policy is "
+            "biased",
+            remedy=f"weigh them with {CORRECTION}.rollout_is=token, or clip against the policy that drew them with "
+            f"{CORRECTION}.bypass_mode=true",
+            advice=True,
+        )
 
 
 def _raw(rollout: RolloutConfig, because: str) -> Problem:
@@ -483,6 +502,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         agent_loops,
         rollout_correction,
         truncated_sampling,
+        lag,
         rewards,
         judge,
         critic_warmup,

@@ -51,6 +51,7 @@ from verl.datasets import collate_fn as default_collate_fn
 from verl.datasets.loading import bound_to_driver
 from verl.datasets.sampler import AbstractCurriculumSampler
 from verl.errors import ConfigError, DataError
+from verl.experience.ahead import Ahead
 from verl.experience.lockstep import Lockstep
 from verl.experience.records import RecordFolder
 from verl.experience.response_source import ResponseSource
@@ -92,6 +93,7 @@ from verl.trainer.ppo.utils import (
 from verl.trainer.ppo.validation import Validator
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import status
+from verl.utils.deferred import Deferred
 from verl.utils.flops_counter import Arithmetic
 from verl.utils.metric import Metrics
 from verl.utils.step_context import StepContext
@@ -297,6 +299,8 @@ class PPOTrainer(TrainingLoop):
             self.reward_fn,
             self.dump,
         )
+        if lag := self.typed_config.trainer.async_.lag:
+            self.experience = Ahead(self.experience, lag, self.total_training_steps)
         self.controllers["experience"] = self.experience
         self.validator = None
         if self.val_dataloader is not None and self.val_reward_fn is not None:
@@ -308,6 +312,14 @@ class PPOTrainer(TrainingLoop):
                 self.val_reward_fn,
                 self.val_dataloader,
             )
+
+    def pending(self) -> Deferred[Mapping[str, DataProto]]:
+        """See :meth:`TrainingLoop.pending`."""
+        return self.experience.pending()
+
+    def load_pending(self, batches: Mapping[str, DataProto]) -> None:
+        """See :meth:`TrainingLoop.load_pending`."""
+        self.experience.load_pending(batches)
 
     @property
     def trained_groups(self) -> dict[str, Any]:
