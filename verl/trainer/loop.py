@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -456,7 +456,10 @@ class TrainingLoop:
                 controller.load_state_dict(state.controllers[name])
         pending = state.pending.result()
         self.load_pending(
-            {name: DataProto.load_from_disk(b) if isinstance(b, Path) else b for name, b in pending.items()}
+            {
+                name: DataProto.load_from_disk(batch) if isinstance(batch, Path) else cast("DataProto", batch)
+                for name, batch in pending.items()
+            }
         )
         if state.rng is not None:
             set_rng_state(state.rng)

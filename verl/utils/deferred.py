@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-T = TypeVar("T")
+T = TypeVar("T", covariant=True)
 S = TypeVar("S")
 
 
@@ -21,9 +21,9 @@ class Deferred(Generic[T]):
     """Computes the value from the results of the futures; waits for those that are not done."""
 
     @classmethod
-    def of(cls, value: T) -> Deferred[T]:
+    def of(cls, value: S) -> Deferred[S]:
         """Return a handle of a value that is there already."""
-        return cls([], lambda: value)
+        return Deferred([], lambda: value)
 
     def result(self) -> T:
         """Wait for the value in this thread."""
