@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from verl.config.base import BaseConfig, OneOrMany, config_fields, section, setting, subsection
 from verl.config.machine import DTYPE, STORED_DTYPE, stored_dtype
@@ -205,6 +206,10 @@ class OptimizerConfig(BaseConfig):
     """Decay of the running mean and of the running square of the gradient."""
     clip_grad: float = setting(1.0, gt=0)
     """Largest norm of the gradient of one step; the same setting as `grad_clip` of the actor and the critic."""
+
+    def with_length(self, steps: int) -> Self:
+        """Return the section with the length of its schedule, which is that of the run unless the section has one."""
+        return self if self.total_training_steps > 0 else replace(self, total_training_steps=steps)
 
     def problems(self, path: str) -> Iterator[Problem]:
         """Running means forget, and a step does not overwrite the weights."""

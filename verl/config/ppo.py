@@ -87,6 +87,13 @@ class PPOConfig(BaseConfig):
     composed: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, metadata=INTERNAL)
     """The keys as they were composed, with those that nothing reads, for a ``fit`` of a user's own."""
 
+    def with_schedules(self, steps: int) -> PPOConfig:
+        """Return the configuration of a run of so many steps: learning-rate schedules have their length."""
+        roles, critic = self.actor_rollout_ref, self.critic
+        actor = replace(roles.actor, optim=roles.actor.optim.with_length(steps))
+        critic = replace(critic, optim=critic.optim.with_length(steps))
+        return replace(self, actor_rollout_ref=replace(roles, actor=actor), critic=critic)
+
     @property
     def judge_answers_agents(self) -> bool:
         """Whether the judge is awake while conversations are held, too: on ranks that have no other work."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sized
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -75,6 +76,7 @@ class SupervisedTrainer(TrainingLoop):
                 val_dataset, batch_size=data.train_batch_size, generator=self.own_draws(), collate_fn=collate_fn
             )
         self.total_training_steps = total_steps(config, len(train_dataset))
+        self.typed_config = replace(config, optim=config.optim.with_length(self.total_training_steps))
         self.schedule = Schedule.of(trainer, self.total_training_steps)
 
     @property
@@ -84,9 +86,8 @@ class SupervisedTrainer(TrainingLoop):
 
     def start_workers(self) -> None:
         """See :meth:`TrainingLoop.start_workers`."""
-        arguments = {"config": self.typed_config, "total_steps": self.total_training_steps}
         (role,) = self.worker_groups.worker_classes
-        self.workers: Any = self.worker_groups.start({role: arguments})[role]
+        self.workers: Any = self.worker_groups.start({role: {"config": self.typed_config}})[role]
         self.pass_limits.send_to([self.workers])
         self.arithmetic = Arithmetic.of_ranks(self.workers.arithmetic())
         self.checkpoint.workers_replaced(self.trained_groups)

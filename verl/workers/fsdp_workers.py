@@ -58,7 +58,6 @@ class ActorRolloutRefWorker(EngineWorker):
     Args:
         role: ``actor``, ``rollout``, ``ref``, ``actor_rollout`` or ``actor_rollout_ref``.
         device_name: see :class:`EngineWorker`.
-        total_steps: see :class:`EngineWorker`.
 
     Raises:
         ConfigError: the role is unknown.
@@ -69,12 +68,11 @@ class ActorRolloutRefWorker(EngineWorker):
         config: ActorRolloutRefConfig | DictConfig,
         role: str,
         device_name: str | None = None,
-        total_steps: int = 0,
     ) -> None:
         if role not in _PARTS:
             raise ConfigError(f"role '{role}' of ActorRolloutRefWorker is unknown. Use one of: {', '.join(_PARTS)}.")
         config = local_copies(ActorRolloutRefConfig.of(config))
-        super().__init__(config.actor.checkpoint, device_name, config.nccl_timeout, total_steps)
+        super().__init__(config.actor.checkpoint, device_name, config.nccl_timeout)
         self.config = config
         self.parts = _PARTS[role]
         self.ref: BaseEngine | None = None
@@ -308,13 +306,11 @@ AsyncActorRolloutRefWorker = ActorRolloutRefWorker
 
 
 class CriticWorker(EngineWorker):
-    """Worker with the value model; see :class:`EngineWorker` for ``device_name`` and ``total_steps``."""
+    """Worker with the value model; see :class:`EngineWorker` for ``device_name``."""
 
-    def __init__(
-        self, config: FSDPCriticConfig | DictConfig, device_name: str | None = None, total_steps: int = 0
-    ) -> None:
+    def __init__(self, config: FSDPCriticConfig | DictConfig, device_name: str | None = None) -> None:
         config = local_copies(FSDPCriticConfig.of(config))
-        super().__init__(config.checkpoint, device_name, total_steps=total_steps)
+        super().__init__(config.checkpoint, device_name)
         self.config = config
         self.value_loss = ValueLoss(config)
 

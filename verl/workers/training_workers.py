@@ -50,7 +50,6 @@ class EngineWorker(Worker):
         checkpoint: contents of checkpoints.
         device_name: ``"cuda"``, ``"cpu"``, or None to use a GPU if there is one.
         timeout_s: seconds after which an unfinished collective is an error.
-        total_steps: length of the run, where learning-rate schedules end; 0 if unknown.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class EngineWorker(Worker):
         checkpoint: CheckpointConfig,
         device_name: str | None = None,
         timeout_s: float = 600,
-        total_steps: int = 0,
     ) -> None:
         super().__init__()
         prepare_process()
@@ -70,7 +68,6 @@ class EngineWorker(Worker):
         self.checkpoint = checkpoint
         self.device_name = device_name
         self.timeout_s = timeout_s
-        self.total_steps = total_steps
         self._saved: list[str] = []
         self._writing: Writing | None = None
 
@@ -92,7 +89,6 @@ class EngineWorker(Worker):
             optimizer_config=optimizer,
             device_name=self.device_name,
             timeout_s=self.timeout_s,
-            total_steps=self.total_steps,
             **({"frozen": frozen} if frozen else {}),
         )
         engine.initialize()
@@ -305,15 +301,15 @@ def _remove(path: str) -> None:
 class TrainingWorker(EngineWorker):
     """Worker that trains one model on given batches; by default a language model with the supervised loss.
 
-    See :class:`EngineWorker` for ``device_name`` and ``total_steps``.
+    See :class:`EngineWorker` for ``device_name``.
     """
 
     model_type = "language_model"
     outputs: ClassVar[set[str]] = {"log_probs"}
     """What :meth:`infer_batch` computes."""
 
-    def __init__(self, config: SupervisedConfig, device_name: str | None = None, total_steps: int = 0) -> None:
-        super().__init__(config.checkpoint, device_name, total_steps=total_steps)
+    def __init__(self, config: SupervisedConfig, device_name: str | None = None) -> None:
+        super().__init__(config.checkpoint, device_name)
         self.config = config = local_copies(config, without=["data"])
         self.loss_fn: LossFunction = self.make_loss()
         self.micro = MicroBatchConfig(

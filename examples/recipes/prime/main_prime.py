@@ -45,7 +45,7 @@ class PrimeTrainer(RecipeTrainer):
             "ppo_mini_batch_size": self.config.data.train_batch_size,
         }
         own = OmegaConf.merge(roles, {"actor": changes})
-        model = {"config": own, "role": "actor", "total_steps": self.total_training_steps}
+        model = {"config": own, "role": "actor"}
         reference = {"config": roles, "role": "ref"}
         return {Role.RefPolicy: reference, Role.RewardModel: model, **super().worker_arguments()}
 

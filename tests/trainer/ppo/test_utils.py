@@ -24,5 +24,12 @@ def test_the_rollout_is_loaded_last():
     """vLLM takes its share of the memory that others left, and refuses to start while they still load."""
     config = load_config(compose(["reward_model.enable=true"]), PPOConfig, with_rules=False, with_algorithms=False)
     everything = Needs(**{field.name: field.name != "judge" for field in dataclasses.fields(Needs)})
-    roles = list(worker_arguments(config, everything, total_steps=1))
+    roles = list(worker_arguments(config, everything))
     assert roles == [Role.Critic, Role.RefPolicy, Role.RewardModel, Role.ActorRollout]
+
+
+def test_a_schedule_is_as_long_as_the_run_unless_its_section_says_otherwise():
+    words = ["critic.optim.total_training_steps=9"]
+    config = load_config(compose(words), PPOConfig, with_rules=False, with_algorithms=False).with_schedules(4)
+    assert config.actor_rollout_ref.actor.optim.total_training_steps == 4
+    assert config.critic.optim.total_training_steps == 9

@@ -242,6 +242,7 @@ class PPOTrainer(TrainingLoop):
                 f"data.{key}={data[key]}. Give more data, or lower data.{key}."
             )
         self.total_training_steps = derived_sizes(self.typed_config, len(train_dataset)).total_steps
+        self.typed_config = self.typed_config.with_schedules(self.total_training_steps)
         self.schedule = Schedule.of(self.typed_config.trainer, self.total_training_steps)
         self.profiles = StepProfiles(self.typed_config, self.total_training_steps)
         self.val_dataloader = None
@@ -278,7 +279,7 @@ class PPOTrainer(TrainingLoop):
 
         A subclass may add a role of ``role_worker_mapping``; its worker group is then ``worker_groups.groups[role]``.
         """
-        return worker_arguments(self.typed_config, self.needs, self.total_training_steps)
+        return worker_arguments(self.typed_config, self.needs)
 
     def _use_workers(self) -> None:
         """Learn from newly started workers what the steps need to know, and let checkpoints save these."""

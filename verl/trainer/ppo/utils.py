@@ -123,12 +123,12 @@ def _with_attributes(config: Any) -> Any:
     return OmegaConf.create(config)
 
 
-def worker_arguments(config: PPOConfig, needs: Needs, total_steps: int) -> dict[Role, dict[str, Any]]:
+def worker_arguments(config: PPOConfig, needs: Needs) -> dict[Role, dict[str, Any]]:
     """Constructor arguments of each role's workers, in the order in which models are loaded."""
     roles = config.actor_rollout_ref
     arguments: dict[Role, dict[str, Any]] = {}
     if needs.critic:
-        arguments[Role.Critic] = {"config": config.critic, "total_steps": total_steps}
+        arguments[Role.Critic] = {"config": config.critic}
     if needs.reference and not roles.model.has_adapters:
         arguments[Role.RefPolicy] = {"config": roles, "role": "ref"}
     if needs.reward_model:
@@ -136,5 +136,5 @@ def worker_arguments(config: PPOConfig, needs: Needs, total_steps: int) -> dict[
     if needs.judge:
         arguments[Role.RewardModel] = {"config": config.judge, "role": "rollout"}
     # The actor comes last: its rollout engine takes its share of the memory that the others left.
-    arguments[Role.ActorRollout] = {"config": roles, "role": "actor_rollout", "total_steps": total_steps}
+    arguments[Role.ActorRollout] = {"config": roles, "role": "actor_rollout"}
     return arguments

@@ -88,15 +88,15 @@ def _sum_over_shards(total: Tensor, mesh: DeviceMesh | None, placements: Sequenc
     return total
 
 
-def build_scheduler(optimizer: Optimizer, config: FSDPOptimizerConfig, total_steps: int = 0) -> LambdaLR:
+def build_scheduler(optimizer: Optimizer, config: FSDPOptimizerConfig) -> LambdaLR:
     """Make the learning-rate schedule: linear warm-up, then constant or a cosine down to ``min_lr_ratio``.
 
-    Its length is ``config.total_training_steps`` if that is positive, else ``total_steps``; 0 means unknown.
+    Its length is ``config.total_training_steps``; the trainer has set -1 to the length of the run.
 
     Raises:
         ConfigError: the schedule needs a length and none is known.
     """
-    total = config.total_training_steps if config.total_training_steps > 0 else total_steps
+    total = config.total_training_steps
     shape = config.lr_scheduler_type
     by_ratio = config.lr_warmup_steps <= 0 and config.lr_warmup_steps_ratio > 0
     if total <= 0 and (shape == "cosine" or by_ratio):

@@ -80,7 +80,6 @@ class ShardedModel(BaseEngine):
         engine_config: with ``forward_only`` the model is frozen and needs no ``optimizer_config``.
         device_name: ``"cuda"``, ``"cpu"``, or None to use a GPU if there is one.
         timeout_s: seconds after which an unfinished collective is an error.
-        total_steps: length of the run, where learning-rate schedules end; 0 if unknown.
         frozen: parts of module names, such as ``visual``, whose weights are not trained.
     """
 
@@ -93,14 +92,12 @@ class ShardedModel(BaseEngine):
         optimizer_config: FSDPOptimizerConfig | None = None,
         device_name: str | None = None,
         timeout_s: float = 600,
-        total_steps: int = 0,
         frozen: Sequence[str] = (),
     ) -> None:
         self.frozen = frozen
         self.model_config = model_config
         self.engine_config = engine_config
         self.optimizer_config = optimizer_config
-        self.total_steps = total_steps
         self.device = get_device(device_name)
         self.backend = backend_for(self.device)
         ensure_process_group(self.device, timeout_s)
@@ -155,7 +152,7 @@ class ShardedModel(BaseEngine):
             if self.optimizer_config is None:
                 raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
             self.optimizer = build_optimizer(trained_parameters(model).values(), self.optimizer_config)
-            self.scheduler = build_scheduler(self.optimizer, self.optimizer_config, self.total_steps)
+            self.scheduler = build_scheduler(self.optimizer, self.optimizer_config)
         self._offload()
 
     def build(self, dtype: torch.dtype) -> HeadedModel:

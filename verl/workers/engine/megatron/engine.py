@@ -69,7 +69,6 @@ class MegatronEngine(BaseEngine):
         engine_config: with ``forward_only`` the model is frozen and needs no ``optimizer_config``.
         device_name: ``"cuda"``, ``"cpu"``, or None to use a GPU if there is one.
         timeout_s: seconds after which an unfinished collective is an error.
-        total_steps: length of the run, where learning-rate schedules end; 0 if unknown.
     """
 
     model_type: ModelType = "language_model"
@@ -82,14 +81,12 @@ class MegatronEngine(BaseEngine):
         optimizer_config: FSDPOptimizerConfig | None = None,
         device_name: str | None = None,
         timeout_s: float = 600,
-        total_steps: int = 0,
     ) -> None:
         for problem in (*engine_config.problems("megatron"), *engine_config.pipeline_problems("megatron")):
             raise ConfigError(str(problem))
         self.model_config = model_config
         self.engine_config = engine_config
         self.optimizer_config = optimizer_config
-        self.total_steps = total_steps
         # CUDA reads it when it starts: with one queue, kernels and collectives of tensor parallelism run in the order
         # in which megatron-core launches them, so that they overlap.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -139,7 +136,7 @@ class MegatronEngine(BaseEngine):
         )
         self.memory.add("optimizer", self.optimizer.tensors)
         self.memory.add("gradients", self.optimizer.buffers)
-        self.scheduler = build_scheduler(self.optimizer.torch, self.optimizer_config, self.total_steps)
+        self.scheduler = build_scheduler(self.optimizer.torch, self.optimizer_config)
         self._offload()
 
     def _counted(self) -> set[str]:
