@@ -181,7 +181,7 @@ ENGINE = (
     ),
     Mutant(
         "engine",
-        "workers/engine/fsdp/optimizer.py",
+        "workers/engine/optimizer.py",
         "            part.mul_(factor)",
         "            part.mul(factor)",
         "workers/engine/engine",

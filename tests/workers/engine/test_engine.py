@@ -30,8 +30,8 @@ from verl.errors import ConfigError, SchemaError
 from verl.testing.models import tiny_model_dir
 from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.engine import EngineRegistry, FunctionLoss, MicroBatchConfig, PartialSum
-from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler
 from verl.workers.engine.loss import as_loss_function
+from verl.workers.engine.optimizer import build_optimizer, build_scheduler
 from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
 
 FAMILIES = {

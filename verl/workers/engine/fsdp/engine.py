@@ -23,7 +23,6 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.activations import activations_on_cpu
 from verl.workers.engine.fsdp.experts import ExpertLoad, balance_loss, load_metrics
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
-from verl.workers.engine.fsdp.optimizer import clip_gradients
 from verl.workers.engine.fsdp.packing_check import shared_prompt_difference
 from verl.workers.engine.fsdp.sharded_model import ShardedModel
 from verl.workers.engine.images import has_images
@@ -38,6 +37,7 @@ from verl.workers.engine.loss import (
     gathered,
 )
 from verl.workers.engine.non_finite import LossWatch, in_gradients
+from verl.workers.engine.optimizer import clip_gradients
 from verl.workers.engine.passes import (
     MicroBatch,
     MicroBatchConfig,

@@ -55,7 +55,6 @@ from verl.workers.engine.fsdp.model import (
     own_state,
     trained_parameters,
 )
-from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler
 from verl.workers.engine.fsdp.packing_check import PackingCheck
 from verl.workers.engine.fsdp.sharding import (
     allocate_weights,
@@ -67,6 +66,7 @@ from verl.workers.engine.fsdp.sharding import (
     needs_sharding,
     shard_model,
 )
+from verl.workers.engine.optimizer import build_optimizer, build_scheduler
 from verl.workers.routers import Routers
 
 logger = logging.getLogger(__name__)

@@ -29,7 +29,6 @@ from verl.workers.engine.fsdp.experts import balance_coefficient
 from verl.workers.engine.fsdp.export import WeightFiles, write_model_folder, write_tokenizer
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_token_ids
 from verl.workers.engine.fsdp.model import ModelType
-from verl.workers.engine.fsdp.optimizer import build_scheduler
 from verl.workers.engine.loss import (
     BatchTotals,
     LossCallable,
@@ -55,6 +54,7 @@ from verl.workers.engine.megatron.optimizer import MegatronOptimizer
 from verl.workers.engine.megatron.outputs import outputs_at
 from verl.workers.engine.megatron.weights import WeightGatherer
 from verl.workers.engine.non_finite import LossWatch, NonFinite, in_gradients
+from verl.workers.engine.optimizer import build_scheduler
 from verl.workers.engine.passes import MicroBatch, MicroBatchConfig, PassAttempt, PassSizes, split_micro_batches
 
 PassFunction = Callable[[MicroBatch, ModelInputs, dict[str, Tensor]], Tensor]

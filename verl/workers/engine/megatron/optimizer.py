@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from verl.checkpoint.shards import for_optimizer
 from verl.config import FSDPOptimizerConfig
-from verl.workers.engine.fsdp.optimizer import build_optimizer
 from verl.workers.engine.megatron.library import parallel_state
+from verl.workers.engine.optimizer import build_optimizer
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Public address of :mod:`verl.config.model` and :mod:`verl.workers.engine.fsdp.optimizer`."""
+"""Public address of :mod:`verl.config.model` and :mod:`verl.workers.engine.optimizer`."""
 
 from verl.config.model import FSDPOptimizerConfig as FSDPOptimizerConfig
 from verl.config.model import OptimizerConfig as OptimizerConfig
-from verl.workers.engine.fsdp.optimizer import build_optimizer as build_optimizer
+from verl.workers.engine.optimizer import build_optimizer as build_optimizer

@@ -1,4 +1,4 @@
-"""Optimizer, gradient clipping and learning-rate schedule of the FSDP2 engine."""
+"""Optimizer, gradient clipping and learning-rate schedule of the training engines."""
 
 from __future__ import annotations
 
