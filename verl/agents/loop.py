@@ -303,11 +303,11 @@ AGENT_LOOPS: Registry[LoopEntry] = Registry("agent loop", origin=lambda entry: e
 def register(agent_name: str) -> Callable[[Loop], Loop]:
     """Register the decorated class as the agent loop of rows with this ``agent_name``."""
 
-    def file(cls: Loop) -> Loop:
+    def decorator(cls: Loop) -> Loop:
         AGENT_LOOPS.add(agent_name, LoopEntry(cls))
         return cls
 
-    return file
+    return decorator
 
 
 def require_judge(config: Any, who: str) -> None:

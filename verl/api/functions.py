@@ -12,7 +12,7 @@ from pathlib import Path
 
 import cloudpickle
 
-from verl.base.import_utils import forget_module
+from verl.base.import_utils import unload_module
 from verl.errors import ConfigError
 
 MODULE = "functions.py"
@@ -63,7 +63,7 @@ def write_module(objects: Mapping[str, object], folder: Path) -> Path:
     path = folder / MODULE
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-    forget_module(path)
+    unload_module(path)
     return path
 
 

@@ -77,7 +77,7 @@ def _module_name(file: Path) -> str:
     return f"{USER_MODULE}{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
 
 
-def forget_module(file: Path) -> None:
+def unload_module(file: Path) -> None:
     """Let the next :func:`load_module` of a file import it again, as it was written anew."""
     sys.modules.pop(_module_name(file.resolve()), None)
     # Python takes compiled code for current whose source has the same size and the same second of its last change.

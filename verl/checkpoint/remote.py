@@ -161,7 +161,7 @@ class RemoteSteps:
 
     # ---- fetching -----------------------------------------------------------------------------
 
-    def bring(self, on_damaged: str) -> None:
+    def fetch_newest(self, on_damaged: str) -> None:
         """Make the newest remote step a local one, if it is newer than the local ones and of the same run.
 
         Args:

@@ -104,7 +104,7 @@ class ResumeChoice:
             return folder
         steps.repair(self._root)
         if self._remote is not None:
-            self._remote.bring(self._plan.on_damaged)
+            self._remote.fetch_newest(self._plan.on_damaged)
         return self._newest_whole()
 
     def _newest_whole(self) -> Path | None:

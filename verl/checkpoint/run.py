@@ -159,7 +159,7 @@ class TrainerCheckpoint:
         Raises:
             CheckpointError: it cannot be written.
         """
-        self.forget_writing()
+        self.discard_writing()
         if state.global_step in self._own_steps[-1:]:
             return
         try:
@@ -175,7 +175,7 @@ class TrainerCheckpoint:
             self.remote.begin(state.global_step)
             self.remote.finish()
 
-    def forget_writing(self) -> None:
+    def discard_writing(self) -> None:
         """Discard the save in progress, because the workers that write it have ended."""
         if self._writing is not None:
             steps.discard(self.root, self._writing.global_step)
@@ -193,7 +193,7 @@ class TrainerCheckpoint:
     def workers_replaced(self, groups: dict[str, Any]) -> None:
         """Continue with new workers; the save that the old ones were writing is lost and due again."""
         self.groups = groups
-        self.forget_writing()
+        self.discard_writing()
 
     def metrics(self) -> dict[str, float]:
         """``recovery/failed_saves`` and ``recovery/failed_uploads`` since the start of the run, if any."""

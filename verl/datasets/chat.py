@@ -87,7 +87,10 @@ def _refuse_json(text: str, where: str) -> None:
 def _content(message: Message, where: str, with_images: bool = False) -> str | list[Message] | None:
     content = message.get("content")
     if with_images and has_image_parts(content):
-        parts = [bare_part(part) if is_image_part(part) else _text_part(part, where) for part in content or ()]
+        parts: list[Message] = [
+            bare_part(part) if is_image_part(part) else {"type": "text", "text": _content({"content": [part]}, where)}
+            for part in content or ()
+        ]
         return [part for part in parts if part.get("text") != ""]
     if content is None and message.get("tool_calls"):
         return None
@@ -100,10 +103,6 @@ def _content(message: Message, where: str, with_images: bool = False) -> str | l
             f"{where} holds half a character, {error.object[error.start]!r}, which no tokenizer reads."
         ) from error
     return content
-
-
-def _text_part(part: Any, where: str) -> Message:
-    return {"type": "text", "text": _content({"content": [part]}, where)}
 
 
 def _parts(content: Any, where: str) -> Iterator[str]:

@@ -12,7 +12,6 @@ import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -45,7 +44,9 @@ class StoredRollouts:
         rollout, default = config.actor_rollout_ref.rollout, Path(config.trainer.default_local_dir) / "rollouts"
         self.folder = Path(rollout.skip_dump_dir or default) if rollout.skip_rollout else None
         self._draw = draw
-        self._settings = {name: _listed(rollout[name]) for name in SETTINGS}
+        settings = ((name, rollout[name]) for name in SETTINGS)
+        # Lists, which is what files have of tuples.
+        self._settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings}
         self._model = config.actor_rollout_ref.model.path
         self._rows = {"read": 0, "drawn": 0}
 
@@ -64,7 +65,8 @@ class StoredRollouts:
             self._rows["read"] += len(prompts)
             return batch
         drawn = self._draw(prompts)
-        (drawn | DataProto(meta_info={DRAWN_FOR: self._drawn_for(prompts)})).save_to_disk(path)
+        drawn_for = {"prompts": _fingerprint(prompts), "settings": self._settings, "model": self._model}
+        (drawn | DataProto(meta_info={DRAWN_FOR: drawn_for})).save_to_disk(path)
         self._rows["drawn"] += len(prompts)
         return drawn
 
@@ -74,9 +76,6 @@ class StoredRollouts:
         share = self._rows["read"] / total if total else 0.0
         self._rows = {"read": 0, "drawn": 0}
         return {} if self.folder is None else {"training/stored_rollouts": share}
-
-    def _drawn_for(self, prompts: DataProto) -> dict[str, Any]:
-        return {"prompts": _fingerprint(prompts), "settings": self._settings, "model": self._model}
 
     def _read(self, path: Path, prompts: DataProto) -> DataProto:
         batch = DataProto.load_from_disk(path)
@@ -96,10 +95,6 @@ class StoredRollouts:
         if was["model"] != self._model:
             logger.warning("%s: these responses were drawn by %s, and %s is trained.", path, was["model"], self._model)
         return batch
-
-
-def _listed(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _remedy(folder: Path) -> str:

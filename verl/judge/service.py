@@ -138,7 +138,7 @@ class JudgeService:
 
         return Deferred(scoring.futures, result)
 
-    def forget(self) -> None:
+    def cancel(self) -> None:
         """Cancel scoring whose result is not needed, because the ranks have ended."""
         self._backend.sleep()
         self._session.close()
@@ -149,7 +149,7 @@ class JudgeService:
 
     def close(self) -> None:
         """End the endpoint."""
-        self.forget()
+        self.cancel()
         self._server.close()
 
 

@@ -90,12 +90,12 @@ def register_scorer(
             ``reward_model.num_workers`` samples are scored at once, however long they take.
     """
 
-    def file(scorer: S) -> S:
+    def decorator(scorer: S) -> S:
         for source in data_sources:
             SCORERS.add(source, ScorerInfo(function=scorer, check=check, truth=truth, is_timed=is_timed))
         return scorer
 
-    return file
+    return decorator
 
 
 def also_called(**names: str) -> Callable[[S], S]:

@@ -270,7 +270,7 @@ class PPOTrainer(TrainingLoop):
         """See :meth:`TrainingLoop.end_workers`."""
         self.response_source.end_agent_loops()
         if self.judge is not None:
-            self.judge.forget()
+            self.judge.cancel()
         self.observers.unwatch()
         super().end_workers()
 

@@ -33,6 +33,7 @@ class RewardTensor(torch.Tensor):
 
     extra_info: Mapping[str, Sequence[object]]
 
+    # Parameter's is the one that keeps no subclass in results.
     __torch_function__ = torch.nn.Parameter.__torch_function__  # type: ignore[assignment]
 
     @classmethod

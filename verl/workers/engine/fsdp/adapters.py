@@ -110,7 +110,7 @@ def add_adapters(hf: PreTrainedModel, head_name: str, config: HFModelConfig, wit
     for name, parameter in hf.named_parameters():
         parameter.requires_grad_(".lora_" in name or (head_name != "lm_head" and name.startswith(f"{head_name}.")))
         if parameter.requires_grad and parameter.dtype.itemsize < 4:
-            parameter.data = parameter.data.float()
+            parameter.data = parameter.data.float()  # it stays the parameter that peft's layer has
     _log_trained(hf)
     if config.lora_adapter_path and with_weights:
         _load(hf, Path(config.lora_adapter_path))

@@ -123,6 +123,7 @@ def drop_weights(model: HeadedModel) -> None:
 
 def allocate_weights(model: HeadedModel, device: torch.device) -> None:
     """Give memory on ``device`` to this rank's part of parameters without any; its content is arbitrary."""
+    # As nn.Module.to_empty, which would drop buffers too.
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
