@@ -212,10 +212,11 @@ def _flat_moments(states: Sequence[Mapping[int, Mapping[str, Any]]], shapes: Map
     for index, names in enumerate(units.values()):
         for key in states[0][index]:
             values = [state[index][key] for state in states]
-            if not isinstance(values[0], Tensor) or values[0].dim() == 0:
+            if not isinstance(values[0], Tensor) or values[0].dim() == 0:  # the number of steps, the same on all ranks
                 other |= {f"{name}/{key}": values[0] for name in names}
                 continue
             total = sum(sizes[name] for name in names)
+            # FSDP pads a flat parameter so that all ranks have equal parts of it.
             if {value.numel() for value in values} != {-(-total // len(values))}:
                 raise CheckpointError(f"its flat moments '{key}' number {index} do not fit {total} weights. {_ONCE}")
             start = 0

@@ -145,6 +145,7 @@ class ImagePrompts:
         parts = pixels.split([int(count) for count in grids.prod(-1)])
         for part, (_, rows, columns) in zip(parts, grids.tolist(), strict=True):
             blocks = part.view(rows // merge, columns // merge, merge, merge, 3, frames, size, size)[:, :, :, :, :, 0]
+            # (3, rows / merge, merge, size, columns / merge, merge, size): patches lie in blocks of merge x merge.
             image = blocks.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * size, columns * size)
             bytes_of = (
                 ((image * std + mean) / (processor.rescale_factor if processor.do_rescale else 1)).round().clamp(0, 255)

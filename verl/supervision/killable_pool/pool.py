@@ -493,6 +493,7 @@ class _Engine:
                 elif self.stopping.is_set() or call.attempts >= MAX_ATTEMPTS:
                     call.done(end_result)
                 else:
+                    # It may be the culprit only if the culprit is unknown.
                     call.attempts += culprit is None and not worker.retired
                     self.queue.appendleft(call)
         self._schedule()

@@ -100,6 +100,7 @@ class WorkerProcess:
                 if self.slots > 1:
                     descriptors[1] = self._make_page()
                     shared.callback(os.close, descriptors[1])
+                # -P: modules beside the script must not hide those that a function imports.
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", str(CHILD), *map(str, descriptors), str(os.getpid())],
                     stdin=subprocess.DEVNULL,

@@ -40,7 +40,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerCon
         hint = suggest(config.optimizer, known)
         raise ConfigError(f"optim.optimizer={config.optimizer}: {config.optimizer_impl} has no such class.{hint}")
     settings: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
-    if "betas" in cls.__init__.__code__.co_varnames:
+    if "betas" in cls.__init__.__code__.co_varnames:  # SGD and others have none
         settings["betas"] = tuple(config.betas)
     settings |= config.override_optimizer_config or {}
     if cls is AdamW and not settings.keys() & {"fused", "foreach"}:

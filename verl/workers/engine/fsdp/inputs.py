@@ -248,6 +248,7 @@ def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
     part = (length + extra) // ranks
     first = rank * part
     share = slice(first, first + part)
+    # Padding is a sequence of its own, whose positions begin at 0.
     positions = torch.arange(extra, device=inputs.position_ids.device).expand(*inputs.position_ids.shape[:-1], extra)
     packing, padding = inputs.packing, None
     if packing is not None:
@@ -261,10 +262,12 @@ def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
         places = functional.pad(images.places, (0, extra))
         is_own = torch.zeros_like(places)
         is_own[:, share] = True
+        # Of the features of all image tokens, in order, those of this rank's tokens; a filler has none.
         in_pass = None if images.is_filler else is_own[places]
         images = replace(images, places=places[:, share], in_pass=in_pass)
     routed = inputs.routed_experts
     if routed is not None:
+        # The routers choose for padding themselves.
         of_rows = routed.view(*inputs.input_ids.shape, *routed.shape[1:])
         routed = functional.pad(of_rows, (0, 0, 0, 0, 0, extra), value=unknown(routed.dtype))[:, share].flatten(0, 1)
     row, column = inputs.take // length, inputs.take % length

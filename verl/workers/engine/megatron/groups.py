@@ -103,6 +103,6 @@ def join(layout: Layout, device: torch.device, seed: int) -> None:
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
-        create_gloo_process_groups=False,
+        create_gloo_process_groups=False,  # for megatron-core's own optimizer, which is not used
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

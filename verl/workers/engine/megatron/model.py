@@ -99,6 +99,7 @@ def build(
         _set_rotation(piece, skeleton)
         _set_windows(piece, hf)
         pieces.append(piece)
+    # Transformers computes no gradient of the padding token's embedding; megatron-core has no such index.
     padding: Any = skeleton.hf.get_input_embeddings().padding_idx
     first: Any = pieces[0]
     if first.pre_process and padding is not None:
@@ -205,7 +206,7 @@ def _gpt_model(
     return DecoderModel(
         config=settings,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
-        vocab_size=-(-hf.vocab_size // layout.tensor) * layout.tensor,
+        vocab_size=-(-hf.vocab_size // layout.tensor) * layout.tensor,  # padded: each rank has as many rows
         max_sequence_length=hf.max_position_embeddings,
         pre_process=piece_index == 0 and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
         post_process=piece_index == layout.pieces - 1 and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
