@@ -12,7 +12,8 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.ppo.utils import Role
 from verl.utils.flops_counter import Arithmetic
-from verl.workers.rollout.request import RolloutOutput, columns_from_outputs
+from verl.workers.rollout.columns import columns_from_outputs
+from verl.workers.rollout.request import RolloutOutput
 from verl.workers.rollout.request_queue import EngineRequests
 
 VOCABULARY = 100

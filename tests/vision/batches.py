@@ -13,7 +13,6 @@ from tests.workers.support import EPS, LR, naive_policy_loss
 from verl.datasets.rl_dataset import RLHFDataset, collate_fn
 from verl.protocol import DataProto
 from verl.utils import hf_processor, hf_tokenizer
-from verl.vision.positions import continued
 from verl.workers.config import ActorConfig
 
 P, R = 34, 5
@@ -55,6 +54,16 @@ def picture_batch(path: str, folder: Any, count: int = 6, text_every: int = 3) -
         "noise": torch.randn(count, R, generator=g) * 0.4 * response_mask,
     }
     return DataProto.from_dict(tensors=tensors, non_tensors=batch.non_tensor_batch)
+
+
+def continued(prompt: Tensor, response_mask: Tensor) -> Tensor:
+    """Positions of prompts, (bsz, 4, prompt_length), and of responses of text, each one further than the token before.
+
+    Padding repeats the position of the last token.
+    """
+    steps = response_mask.cumsum(-1)[:, None]  # (bsz, 1, response_length): 1, 2, ...
+    last = torch.stack([prompt[:, 0].amax(-1), *[prompt[:, 1:].amax((1, 2))] * 3], dim=1)  # (bsz, 4)
+    return torch.cat([prompt, last[..., None] + steps], dim=-1)
 
 
 def arguments_of(batch: DataProto, row: int) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from verl.vision.data_urls import url_of
 from verl.vision.families import FAMILIES, VisionConfig
 from verl.vision.images import process_image, read_image, smart_resize
 from verl.vision.messages import with_image_parts, with_placeholders
-from verl.vision.positions import continued, mrope_positions
+from verl.vision.positions import mrope_positions, sequence_positions
 from verl.vision.prompts import ImagePrompts
 
 START, END, IMAGE = 104, 105, 106
@@ -58,15 +58,14 @@ def test_positions_by_hand():
 
 
 def test_responses_go_on_from_the_largest_position():
-    prompt = torch.nn.functional.pad(
-        mrope_positions(torch.tensor([5, *[IMAGE] * 4]), torch.tensor([[1, 4, 4]]), QWEN), (1, 0)
-    )
-    found = continued(prompt[None], torch.tensor([[1, 1, 0]]))
-    assert found[0, :, 1:].tolist() == [
-        [0, 1, 2, 3, 4, 5, 6, 6],
-        [0, 1, 1, 1, 1, 3, 4, 4],
-        [0, 1, 1, 2, 2, 3, 4, 4],
-        [0, 1, 2, 1, 2, 3, 4, 4],
+    ids = torch.tensor([[0, 5, *[IMAGE] * 4, 7, 8, 0]])
+    mask, drawn = torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 0]]), torch.tensor([[1, 1, 0]])
+    positions = sequence_positions(ids, mask, drawn, [{"image_grid_thw": torch.tensor([[1, 4, 4]])}], QWEN)
+    assert positions[0].tolist() == [
+        [0, 0, 1, 2, 3, 4, 5, 6, 6],
+        [0, 0, 1, 1, 1, 1, 3, 4, 4],
+        [0, 0, 1, 1, 2, 2, 3, 4, 4],
+        [0, 0, 1, 2, 1, 2, 3, 4, 4],
     ]
 
 

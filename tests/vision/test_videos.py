@@ -16,14 +16,14 @@ from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
 from tests.support.vision_models import film, film_rows, picture, tiny_vision_model_dir, write_parquet
-from tests.vision.batches import film_prompts
+from tests.vision.batches import continued, film_prompts
 from tests.workers.support import EPS, LR, make_engine, naive_policy_loss, run_ranks, share, weights_of, with_log_probs
 from verl.datasets.rl_dataset import RLHFDataset
 from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
 from verl.utils import hf_processor, hf_tokenizer
 from verl.vision.families import FAMILIES, VisionConfig
-from verl.vision.positions import continued, mrope_positions
+from verl.vision.positions import mrope_positions
 from verl.vision.prompts import ImagePrompts
 from verl.vision.videos import Clip, Video, VideoLimits, open_video
 from verl.workers.config import ActorConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from verl.agents.images import INPUTS, NO_IMAGES, sequence_positions
+from verl.agents.images import INPUTS, NO_IMAGES
 from verl.agents.loop import AgentLoopOutput
 from verl.agents.worker import Trajectory, TrajectoryResult
 from verl.config import RolloutConfig
@@ -15,7 +15,7 @@ from verl.protocol import DataProto
 from verl.protocol.rows import fill_column
 from verl.protocol.shared import SharedTensors
 from verl.vision.prompts import ImagePrompts
-from verl.workers.rollout.request import joined_columns, padded, routing_column
+from verl.workers.rollout.columns import ResponseRow, padded_prompts, sequence_columns
 from verl.workers.routers import unknown
 
 if TYPE_CHECKING:
@@ -45,27 +45,20 @@ class SequenceColumns:
         """Return a row for each sequence, in their order.
 
         Returns:
-            the columns of :func:`verl.workers.rollout.request.joined_columns`, ``response_mask``, 1 on the policy's
-            tokens alone, ``rollout_log_probs``, and ``routed_experts`` if the experts of some token are known. For a
-            model with images ``position_ids`` are (bsz, 4, length).
+            the columns of :mod:`verl.workers.rollout.columns`; ``response_mask`` is 1 on the policy's tokens alone.
         """
         rows = [(trajectory, output) for trajectory, result in ended for output in result.outputs]
         outputs = [output for _, output in rows]
-        longest = self._rollout.response_length
-        response_mask, _ = padded([output.response_mask for output in outputs], longest, 0)
-        log_probs, _ = padded([output.response_logprobs or [] for output in outputs], longest, 0.0)
-        prompt_ids = [output.prompt_ids for output in outputs]
-        prompts = padded(prompt_ids, self._rollout.prompt_length, self._pad, left=True)
-        responses = padded([output.response_ids for output in outputs], longest, self._pad)
-        columns = joined_columns(prompts, responses)
-        if self._images is not None:
-            images = [images_of(*row) for row in rows]
-            positions = sequence_positions(prompts, responses, response_mask, images, self._images.config)
-            columns["position_ids"] = positions
-        columns |= routing_column(
-            [output.routed_experts for output in outputs], list(map(len, prompt_ids)), prompts[0].shape[1], longest
+        log_probs = [output.response_logprobs or [] for output in outputs]
+        responses = [
+            ResponseRow(output.response_ids, values, output.routed_experts, output.response_mask)
+            for output, values in zip(outputs, log_probs, strict=True)
+        ]
+        images = None if self._images is None else ([images_of(*row) for row in rows], self._images.config)
+        prompts = padded_prompts([output.prompt_ids for output in outputs], self._rollout.prompt_length, self._pad)
+        return DataProto.from_dict(
+            tensors=sequence_columns(prompts, responses, self._rollout.response_length, self._pad, images)
         )
-        return DataProto.from_dict(tensors={**columns, "response_mask": response_mask, "rollout_log_probs": log_probs})
 
 
 def images_of(trajectory: Trajectory, output: AgentLoopOutput) -> SharedTensors:

@@ -16,7 +16,6 @@ from verl.errors import ConfigError
 from verl.protocol.shared import SharedTensors, joined
 from verl.vision.families import IMAGE_INPUTS, SECONDS, TEXT_PLACES, VisionConfig
 from verl.vision.messages import has_image_parts, held_by, kind_of, timed, with_images, without_images
-from verl.vision.positions import image_tokens, mrope_positions
 from verl.vision.prompts import ImagePrompts
 from verl.vision.videos import Clip, Video
 from verl.workers.rollout.placed_images import digests, note_digests
@@ -304,38 +303,3 @@ def _first(images: SharedTensors, count: int, counts: Sequence[int]) -> SharedTe
     patches = int(grid[:count].prod(-1).sum())
     first = dict(zip(IMAGE_INPUTS, (pixels[:patches], grid[:count]), strict=True))
     return SharedTensors(first | ({SECONDS: images[SECONDS][:count]} if SECONDS in images else {}))
-
-
-def sequence_positions(
-    prompts: tuple[Tensor, Tensor],
-    responses: tuple[Tensor, Tensor],
-    response_mask: Tensor,
-    images: Sequence[SharedTensors],
-    vision: VisionConfig,
-) -> Tensor:
-    """Return the position ids of sequences with images in prompts and responses.
-
-    Args:
-        prompts: (bsz, prompt_length) tokens and their mask, padded on the left.
-        responses: (bsz, response_length) tokens and their mask, padded on the right.
-        response_mask: (bsz, response_length) 1 on tokens that the policy drew, which stand for no image.
-        images: of each row, with the places of other tokens that stand for none.
-        vision: the policy's.
-
-    Returns:
-        (bsz, 4, prompt_length + response_length), as :func:`verl.vision.positions.continued` makes them of responses
-        of text: zeros on the left, and on the right the largest position before.
-    """
-    ids = torch.cat([prompts[0], responses[0]], dim=-1)
-    mask = torch.cat([prompts[1], responses[1]], dim=-1).bool()
-    is_image = image_tokens(ids, mask, response_mask, images, vision)
-    width = prompts[0].shape[1]
-    result = torch.zeros(len(ids), 4, ids.shape[1], dtype=torch.int64)
-    for row, shown in enumerate(images):
-        there = mask[row]
-        grid = shown.get(IMAGE_INPUTS[1])
-        row_positions = mrope_positions(ids[row][there], grid, vision, is_image[row][there], shown.get(SECONDS))
-        result[row][:, there] = row_positions
-        last = torch.stack([row_positions[0].amax(), *[row_positions[1:].amax()] * 3])
-        result[row][:, width:][:, ~there[width:]] = last.unsqueeze(-1)
-    return result

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import DataError
-from verl.vision.families import IMAGE_INPUTS, TEXT_PLACES, VisionConfig
+from verl.vision.families import IMAGE_INPUTS, SECONDS, TEXT_PLACES, VisionConfig
 
 AXES = 4
 """Of positions: that of text, and time, height and width of images."""
@@ -111,18 +111,38 @@ def left_padded(positions: Tensor, length: int) -> Tensor:
     return torch.nn.functional.pad(positions, (length - positions.shape[-1], 0))
 
 
-def continued(prompt: Tensor, response_mask: Tensor) -> Tensor:
-    """Append the positions of responses, which are text, to those of prompts.
+def sequence_positions(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    response_mask: Tensor,
+    images: Sequence[Mapping[str, Tensor]],
+    config: VisionConfig,
+) -> Tensor:
+    """Return the positions of padded sequences with images in prompts and responses.
 
     Args:
-        prompt: (bsz, 4, prompt_length), padded on the left.
-        response_mask: (bsz, response_length), 1 on tokens, padded on the right.
+        input_ids: (bsz, prompt_length + response_length), prompts padded on the left, responses on the right.
+        attention_mask: the same shape, 1 on tokens.
+        response_mask: (bsz, response_length) 1 on tokens that the policy drew, which stand for no image.
+        images: ``multi_modal_inputs`` of each row, which name other tokens that stand for none; empty without images.
+        config: of the model.
 
     Returns:
-        (bsz, 4, prompt_length + response_length); padding repeats the position of the last token.
+        (bsz, 4, prompt_length + response_length): zeros on the left, and on the right the largest position before.
+
+    Raises:
+        DataError: the image tokens are not those of the images.
     """
-    numbers = response_mask.cumsum(-1)  # (bsz, response_length): 1, 2, ...
-    last = torch.stack([prompt[:, 0].amax(-1), prompt[:, 1:].amax((1, 2))], dim=1)  # (bsz, 2)
-    text, rest = (last[:, axis, None] + numbers for axis in (0, 1))
-    response = torch.stack([text, rest, rest, rest], dim=1)
-    return torch.cat([prompt, response], dim=-1)
+    mask = attention_mask.bool()
+    is_image = image_tokens(input_ids, attention_mask, response_mask, images, config)
+    width = input_ids.shape[1] - response_mask.shape[1]
+    positions = torch.zeros(len(input_ids), AXES, input_ids.shape[1], dtype=torch.int64)
+    for row, inputs in enumerate(images):
+        there = mask[row]
+        of_row = mrope_positions(
+            input_ids[row][there], inputs.get(IMAGE_INPUTS[1]), config, is_image[row][there], inputs.get(SECONDS)
+        )
+        positions[row][:, there] = of_row
+        last = torch.stack([of_row[0].amax(), *[of_row[1:].amax()] * 3])
+        positions[row][:, width:][:, ~there[width:]] = last.unsqueeze(-1)
+    return positions

@@ -14,7 +14,7 @@ from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.trainer.ppo.stages import compute_advantage
 from verl.workers.reward_manager.scores import on_last_token
 from verl.workers.rollout.base import RolloutOutput
-from verl.workers.rollout.request import columns_from_outputs
+from verl.workers.rollout.columns import columns_from_outputs
 
 
 def batch_of(outputs, rewards):

@@ -30,13 +30,13 @@ from verl.protocol import DataProto
 from verl.utils.model import check_tokenizer_fits, eos_token_ids, hf_config_of, unknown_ids
 from verl.vision.families import IMAGE_INPUTS, VisionConfig
 from verl.workers.adapted_weights import AdaptedWeights
+from verl.workers.rollout.columns import columns_from_outputs
 from verl.workers.rollout.request import (
     NO_WEIGHTS,
     FinishReason,
     RolloutOutput,
     RolloutRequest,
     SamplingParams,
-    columns_from_outputs,
     requests_from_prompts,
 )
 from verl.workers.rollout.request_queue import RequestQueue
@@ -222,7 +222,10 @@ class BaseRollout(ABC):
         self.on_state(self.state())
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Draw one response to each row of ``prompts``; ``verl.workers.rollout.request`` lists the columns.
+        """Draw one response to each row of ``prompts``.
+
+        ``verl.workers.rollout.request`` lists the columns of prompts, ``verl.workers.rollout.columns`` those of the
+        responses; ``finish_reason`` and ``weight_version`` are one per row.
 
         Returns an empty batch, to be ignored, on a rank that does not generate (``leads`` is false).
         """
@@ -233,7 +236,7 @@ class BaseRollout(ABC):
         if not isinstance(pad, int):
             raise RolloutError("the tokenizer has no pad token; load it with verl.utils.hf_tokenizer.")
         outputs = self.generate(requests_from_prompts(prompts, self.config))
-        return columns_from_outputs(prompts, outputs, self.config.response_length, pad)
+        return columns_from_outputs(prompts, outputs, self.config.response_length, pad, self._vision)
 
     def serve(self, queue: RequestQueue) -> None:
         """Answer the requests of ``queue`` as they come, until it is closed. Called inside :meth:`awake`.

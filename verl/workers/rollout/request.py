@@ -1,33 +1,22 @@
-"""Requests to a rollout engine, its responses, and their conversion from and to columns of a batch.
+"""Requests to a rollout engine, made of the prompts of a batch, and its responses; ``columns.py`` makes their columns.
 
-Input (rows are prompts, each already repeated ``n`` times by the driver):
+Prompts (each row already repeated ``n`` times by the driver):
     input_ids, attention_mask    (bsz, prompt_length), padded on the left
     uid, sample_index            id of the prompt, and position of the response within its group
-    multi_modal_inputs           of a model with images: those of each row, (see verl.vision)
+    multi_modal_inputs           of a model with images: those of each row (see verl.vision)
     position_ids                 of a model with images: (bsz, 4, prompt_length)
     meta_info                    global_steps; validate: sample with rollout.val_kwargs;
                                  do_sample: overrides the configured one (False: greedy)
-
-Output:
-    prompts                          (bsz, prompt_length), the given input_ids, not copied if on the CPU
-    responses, response_mask,
-    rollout_log_probs                (bsz, response_length), padded on the right
-    input_ids, attention_mask,
-    position_ids                     (bsz, prompt_length + response_length), with images (bsz, 4, ...)
-    routed_experts                   (bsz, prompt_length + response_length, layers, experts per token), with
-                                     rollout.enable_rollout_routing_replay, but not to validate
-    finish_reason, weight_version    one per row
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from verl.config import RolloutConfig
@@ -35,8 +24,6 @@ from verl.errors import ConfigError, RolloutError, SchemaError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors
 from verl.schema import require
-from verl.vision.positions import continued
-from verl.workers.routers import unknown
 
 FinishReason = Literal["stop", "length", "abort"]
 NO_WEIGHTS = -1
@@ -234,81 +221,3 @@ def _unpadded(input_ids: Tensor, attention_mask: Tensor, uids: np.ndarray, promp
             )
         rows.append(ids[-length:])
     return rows
-
-
-def columns_from_outputs(
-    prompts: DataProto, outputs: list[RolloutOutput], response_length: int, pad_token_id: int
-) -> DataProto:
-    """Pad the responses to ``response_length`` and return the columns listed at the top of this module."""
-    responses, response_mask = padded([output.token_ids for output in outputs], response_length, pad_token_id)
-    log_probs, _ = padded([output.log_probs for output in outputs], response_length, 0.0)
-    prompt = prompts.batch["input_ids"].cpu(), prompts.batch["attention_mask"].cpu()
-    joined = joined_columns(prompt, (responses, response_mask))
-    if "position_ids" in prompts.batch.keys() and prompts.batch["position_ids"].dim() == 3:
-        joined["position_ids"] = continued(prompts.batch["position_ids"].cpu(), response_mask)
-    return DataProto.from_dict(
-        tensors={
-            **joined,
-            "response_mask": response_mask,
-            "rollout_log_probs": log_probs,
-            **routing_column(
-                [output.routed_experts for output in outputs],
-                prompt[1].sum(-1).tolist(),
-                prompt[0].shape[1],
-                response_length,
-            ),
-        },
-        non_tensors={
-            "finish_reason": np.array([output.finish_reason for output in outputs], dtype=object),
-            "weight_version": np.array([output.weight_version for output in outputs]),
-        },
-    )
-
-
-def routing_column(
-    found: Sequence[Tensor | None], prompt_lengths: Sequence[int], width: int, response_length: int
-) -> dict[str, Tensor]:
-    """Return the column ``routed_experts`` if a row has it.
-
-    Args:
-        found: of each row (tokens of prompt and response, layers, experts per token); None where it is unknown.
-        prompt_lengths: tokens of each prompt.
-        width: of the padded prompts.
-        response_length: width of the padded responses.
-    """
-    known = [routing for routing in found if routing is not None]
-    if not known:
-        return {}
-    first = known[0]
-    size = len(found), width + response_length, *first.shape[1:]
-    column = torch.full(size, unknown(first.dtype), dtype=first.dtype)
-    for row, routing, length in zip(column, found, prompt_lengths, strict=True):
-        if routing is not None:
-            row[width - length : width - length + len(routing)] = routing.cpu()
-    return {"routed_experts": column}
-
-
-def padded(rows: Sequence[Sequence[float]], length: int, padding: float, left: bool = False) -> tuple[Tensor, Tensor]:
-    """Pad rows to (bsz, length); return them, and the mask that is 1 on their values.
-
-    The values are float32 if ``padding`` is a float, else int64.
-    """
-    counts = torch.tensor([len(row) for row in rows])
-    places = torch.arange(length)
-    chosen = places >= length - counts[:, None] if left else places < counts[:, None]  # (bsz, length)
-    dtype = torch.float32 if isinstance(padding, float) else torch.long
-    values = torch.full((len(rows), length), padding, dtype=dtype)
-    values[chosen] = torch.tensor([value for row in rows for value in row], dtype=dtype)
-    return values, chosen.long()
-
-
-def joined_columns(prompt: tuple[Tensor, Tensor], response: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Return the columns that prompts and responses make together; each is given by its tokens and their mask."""
-    attention_mask = torch.cat([prompt[1], response[1]], dim=-1)
-    return {
-        "prompts": prompt[0],
-        "responses": response[0],
-        "input_ids": torch.cat([prompt[0], response[0]], dim=-1),
-        "attention_mask": attention_mask,
-        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
-    }
