@@ -23,7 +23,7 @@ def test_parts_come_before_the_answer_and_a_cancelled_stream_ends(ray_cluster: N
         assert came == request
         parts = [DrawnPart(0, [7]), DrawnPart(1, [8])]
         for part in parts:
-            engine.tell(number, part)
+            engine.answer_part(number, part)
             assert told.get(timeout=60) == part
         engine.answer(number, output)
         assert call.future().result(60) == output

@@ -355,12 +355,12 @@ def test_rows_that_come_and_go_keep_their_own_past(kind: str, family: str) -> No
     sizes = (2, 4) if kind == "graphs" else ()  # five rows run without, other numbers are filled up
     model = NativeModel(reference.config, torch.float32, torch.device("cpu"), graph_sizes=sizes)
     model.load(reference.state_dict().items())
-    room, prompt_room, own_room = 5, 6, 12
+    room, prompt_room, response_room = 5, 6, 12
     assert model.kernels is not None
     memory: KeyValueMemory = (
-        SharedPromptMemory(model.kernels, model.shape, room, prompt_room, own_room)
+        SharedPromptMemory(model.kernels, model.shape, room, prompt_room, response_room)
         if kind == "shared"
-        else CopiedPromptMemory(model.shape, room, prompt_room, own_room)
+        else CopiedPromptMemory(model.shape, room, prompt_room, response_room)
     )
     generator = torch.Generator().manual_seed(1)
 
@@ -388,7 +388,7 @@ def test_rows_that_come_and_go_keep_their_own_past(kind: str, family: str) -> No
                 for text, row in zip(texts, logits, strict=True):
                     torch.testing.assert_close(row, last_logits(reference, text), atol=2e-4, rtol=1e-4)
                     checked += 1
-                stay = [i for i in range(len(texts)) if draw(4) and len(texts[i]) < own_room]
+                stay = [i for i in range(len(texts)) if draw(4) and len(texts[i]) < response_room]
                 order = memory.keep(torch.tensor(stay, dtype=torch.long))
                 assert sorted(order.tolist()) == stay
                 texts = [texts[i] for i in order.tolist()]

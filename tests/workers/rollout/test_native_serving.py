@@ -275,7 +275,7 @@ def test_tokens_of_requests_that_stream_are_told_while_they_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of the response but its last token, in order; the response itself is as without."""
-    monkeypatch.setattr(generation, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(generation, "STREAM_EVERY_S", 0.0)
     engine = loaded(tiny_model("qwen3").eval(), tmp_path, prompt_length=16, response_length=40)
     asked = [request([5 + n, 6, 7], seed=n, max_tokens=12, ignore_eos=True) for n in range(3)]
     expected = engine.generate(asked)

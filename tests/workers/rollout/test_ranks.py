@@ -61,9 +61,9 @@ class RequestsOfOneEngine:
         self.answers: dict[int, Answer] = {}
 
     @contextmanager
-    def of_engine(self, number: int, weight_version: int) -> Iterator[RequestQueue]:
+    def of_engine(self, engine_index: int, weight_version: int) -> Iterator[RequestQueue]:
         """Yield a queue that is closed with the last answer."""
-        self.opened.append(number)
+        self.opened.append(engine_index)
         queue = RequestQueue(self._take)
         self._close = queue.close
         for i, prompt in enumerate(PROMPTS[:3]):

@@ -251,15 +251,15 @@ class BaseRollout(ABC):
         while taken := queue.take(self.config.max_num_seqs, wait=True):
             queue.take_cancelled()  # a batch runs to its end, and nobody gets these answers
             servable = []
-            for number, request in taken:
+            for request_id, request in taken:
                 try:
                     self.check_requests([request])
-                    servable.append((number, request))
+                    servable.append((request_id, request))
                 except RolloutError as error:
-                    queue.answer(number, error)
+                    queue.answer(request_id, error)
             outputs = self.generate([request for _, request in servable]) if servable else []
-            for (number, _), output in zip(servable, outputs, strict=True):
-                queue.answer(number, output)
+            for (request_id, _), output in zip(servable, outputs, strict=True):
+                queue.answer(request_id, output)
 
     def check_requests(self, requests: list[RolloutRequest]) -> None:
         """Check that all requests can be served. Engines call this before any other work.
@@ -297,16 +297,17 @@ class BaseRollout(ABC):
                     f"{self.max_model_len} in all. Raise max_model_len, or ask for fewer."
                 )
 
-    def _check_images(self, number: int, request: RolloutRequest) -> None:
+    def _check_images(self, request_index: int, request: RolloutRequest) -> None:
         """Check that the image tokens of a request are those of its images."""
         if self._vision is None:
             return
         wanted = 0 if request.images is None else self._vision.tokens_of(request.images[IMAGE_INPUTS[1]])
-        found = sum(map(request.prompt_ids.count, self._vision.token_ids)) - len(request.text_places)
-        if found != wanted:
+        image_tokens = sum(map(request.prompt_ids.count, self._vision.token_ids)) - len(request.text_places)
+        if image_tokens != wanted:
             raise RolloutError(
-                f"request {number} has {found} image tokens, and its images make {wanted}. Give the tokens that the "
-                "processor makes of the text and the images, and all images of the conversation in their order."
+                f"request {request_index} has {image_tokens} image tokens, and its images make {wanted}. Give the "
+                "tokens that the processor makes of the text and the images, and all images of the conversation in "
+                "their order."
             )
 
     def check_finite(self, outputs: Iterable[RolloutOutput]) -> None:

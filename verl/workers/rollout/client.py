@@ -24,7 +24,7 @@ from verl.workers.rollout.engine_kwargs import Launch
 from verl.workers.rollout.engine_process import EngineProcess, new_token
 from verl.workers.rollout.engine_side.verl_engine import TOKEN_VARIABLE
 from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest
-from verl.workers.rollout.request_queue import TELL_EVERY_S, RequestQueue
+from verl.workers.rollout.request_queue import STREAM_EVERY_S, RequestQueue
 from verl.workers.rollout.state import fields_of, samples_of
 
 MEMORY = ("kv_cache", "weights")
@@ -54,9 +54,9 @@ class PartialResponse:
     """The response has ended, or the engine aborted it."""
     num_preempted: int | None = None
     """How often the engine interrupted it for want of memory; None where the engine does not tell."""
-    told: int = 0
-    """How many of the tokens were told, of a request that streams."""
-    told_at: float = -math.inf
+    streamed: int = 0
+    """How many of the tokens were given in parts, of a request that streams."""
+    streamed_at: float = -math.inf
 
     def take(self, token_ids: Sequence[int], log_probs: Sequence[float], finish_reason: str | None) -> bool:
         """Append tokens from the engine; return whether the response is done. Tokens after an end are dropped."""
@@ -112,51 +112,51 @@ class PendingRequests:
 
     def take(self) -> list[tuple[int, PartialResponse]]:
         """Take the requests that have come, as many as there is room for; an unservable one is answered here."""
-        numbers, self._again = self._again, []
-        for number, request in self._queue.take(self._room - len(self._unanswered)):
+        request_ids, self._again = self._again, []
+        for request_id, request in self._queue.take(self._room - len(self._unanswered)):
             try:
                 self._check(request)
             except RolloutError as error:
-                self._queue.answer(number, error)
+                self._queue.answer(request_id, error)
                 continue
-            self._unanswered[number] = request
-            numbers.append(number)
-        return [(number, self._partial(self._unanswered[number])) for number in numbers]
+            self._unanswered[request_id] = request
+            request_ids.append(request_id)
+        return [(request_id, self._partial(self._unanswered[request_id])) for request_id in request_ids]
 
     def take_cancelled(self) -> set[int]:
         """Return the requests that were cancelled since the last call; the engine drops them."""
         cancelled = self._queue.take_cancelled()
-        for number in cancelled:
-            self._unanswered.pop(number, None)
-        self._again = [number for number in self._again if number not in cancelled]
+        for request_id in cancelled:
+            self._unanswered.pop(request_id, None)
+        self._again = [request_id for request_id in self._again if request_id not in cancelled]
         return cancelled
 
-    def tell(self, number: int, response: PartialResponse) -> None:
-        """Tell the tokens that have come since this was last done, if the request streams."""
-        now, new = time.monotonic(), response.token_ids[response.told :]
-        if response.request.streams and new and now - response.told_at >= TELL_EVERY_S:
-            self._queue.tell(number, DrawnPart(response.told, new))
-            response.told, response.told_at = len(response.token_ids), now
+    def answer_part(self, request_id: int, response: PartialResponse) -> None:
+        """Give the tokens that have come since the last part, if the request streams."""
+        now, new = time.monotonic(), response.token_ids[response.streamed :]
+        if response.request.streams and new and now - response.streamed_at >= STREAM_EVERY_S:
+            self._queue.answer_part(request_id, DrawnPart(response.streamed, new))
+            response.streamed, response.streamed_at = len(response.token_ids), now
 
-    def answer(self, number: int, response: PartialResponse) -> None:
+    def answer(self, request_id: int, response: PartialResponse) -> None:
         """Answer a request with its response."""
         output = self._output(response)
-        del self._unanswered[number]
+        del self._unanswered[request_id]
         self.has_progress = True
-        self._queue.answer(number, output)
+        self._queue.answer(request_id, output)
 
-    def refuse(self, number: int, error: RolloutError) -> None:
+    def refuse(self, request_id: int, error: RolloutError) -> None:
         """Answer a request with the reason why it cannot be served."""
-        del self._unanswered[number]
-        self._queue.answer(number, error)
+        del self._unanswered[request_id]
+        self._queue.answer(request_id, error)
 
     def refuse_all(self, error: RolloutError) -> None:
         """Answer all requests, also those that still come, with an error, until the queue is closed."""
-        for number in list(self._unanswered):
-            self.refuse(number, error)
+        for request_id in list(self._unanswered):
+            self.refuse(request_id, error)
         while self._queue.wait():
-            for number, _ in self._queue.take():
-                self._queue.answer(number, error)
+            for request_id, _ in self._queue.take():
+                self._queue.answer(request_id, error)
 
     def listening(self, listener: Callable[[], object]) -> AbstractContextManager[None]:
         """See :meth:`RequestQueue.listening`."""
@@ -187,21 +187,21 @@ async def ask_each(
         try:
             while True:
                 changed.clear()
-                for number in requests.take_cancelled() & tasks.keys():
+                for request_id in requests.take_cancelled() & tasks.keys():
                     if cancel is not None:
-                        await cancel(number)
-                    tasks.pop(number)[0].cancel()
-                for number, response in [] if aborted.is_set() else requests.take():
-                    task = loop.create_task(ask(number, response))
+                        await cancel(request_id)
+                    tasks.pop(request_id)[0].cancel()
+                for request_id, response in [] if aborted.is_set() else requests.take():
+                    task = loop.create_task(ask(request_id, response))
                     task.add_done_callback(lambda _: changed.set())
-                    tasks[number] = task, response
-                for number in [number for number, (task, _) in tasks.items() if task.done()]:
-                    task, response = tasks.pop(number)
+                    tasks[request_id] = task, response
+                for request_id in [request_id for request_id, (task, _) in tasks.items() if task.done()]:
+                    task, response = tasks.pop(request_id)
                     error = task.exception()
                     if error is None:
-                        requests.answer(number, response)
+                        requests.answer(request_id, response)
                     elif isinstance(error, RolloutError) and not isinstance(error, EngineLostError):
-                        requests.refuse(number, error)
+                        requests.refuse(request_id, error)
                     else:
                         raise error
                     changed.set()  # there is room for another one

@@ -108,9 +108,9 @@ class PromptWithImages:
 
     def is_image(self, vision: VisionConfig) -> Tensor:
         """Return which tokens stand for images, (tokens,) bool."""
-        found = vision.marked(torch.tensor(self.ids))
-        found[list(self.text_places)] = False
-        return found
+        is_image = vision.marked(torch.tensor(self.ids))
+        is_image[list(self.text_places)] = False
+        return is_image
 
 
 class DecodingBatch:

@@ -43,16 +43,16 @@ def extra_arguments(config: RolloutConfig, decided: Iterable[str]) -> dict[str, 
     Raises:
         ConfigError: the user gave a secret, or one of ``decided``, the arguments that other settings determine.
     """
-    extra = {name: value for name, value in _given(config).items() if name not in _OWN and value is not None}
+    extra = {name: value for name, value in _user_arguments(config).items() if name not in _OWN and value is not None}
     doubled = sorted(extra.keys() & set(decided))
     if doubled:
         raise ConfigError(
             f"rollout.engine_kwargs.{config.name} sets {', '.join(doubled)}, which other settings decide: see the "
             f"table of docs/rollout_engines.md. Take it out of engine_kwargs.{config.name}."
         )
-    if found := [name for name, value in extra.items() if is_secret(name, value)]:
+    if secrets := [name for name, value in extra.items() if is_secret(name, value)]:
         raise ConfigError(
-            f"rollout.engine_kwargs.{config.name}.{found[0]} is a secret, and would stand on the command line of the "
+            f"rollout.engine_kwargs.{config.name}.{secrets[0]} is a secret, and would stand on the command line of the "
             "server, which everybody on the machine can read. Set it in the environment where the run starts "
             "(HF_TOKEN for the Hugging Face hub); the server has a token of its own."
         )
@@ -84,8 +84,8 @@ def largest_rank(model_config: HFModelConfig) -> int:
     """Return the largest rank of a model's LoRA adapters."""
     if model_config.lora_adapter_path is None:
         return model_config.lora_rank
-    found = _saved_adapters(model_config.lora_adapter_path)
-    return max([found["r"], *found.get("rank_pattern", {}).values()])
+    adapter_config = _saved_adapters(model_config.lora_adapter_path)
+    return max([adapter_config["r"], *adapter_config.get("rank_pattern", {}).values()])
 
 
 def adapted_modules(model_config: HFModelConfig) -> str | Sequence[str]:
@@ -100,7 +100,7 @@ def _saved_adapters(path: str) -> dict[str, Any]:
 
 
 def _python(config: RolloutConfig) -> str:
-    python = _given(config).get(PYTHON)
+    python = _user_arguments(config).get(PYTHON)
     if python is None:
         return engine_python(config.name) or sys.executable
     path = Path(str(python)).expanduser()
@@ -113,7 +113,7 @@ def _python(config: RolloutConfig) -> str:
 
 
 def _seconds(config: RolloutConfig, name: str, default: float) -> float:
-    value = _given(config).get(name)
+    value = _user_arguments(config).get(name)
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
@@ -124,5 +124,5 @@ def _seconds(config: RolloutConfig, name: str, default: float) -> float:
     return float(value)
 
 
-def _given(config: RolloutConfig) -> Mapping[str, Any]:
+def _user_arguments(config: RolloutConfig) -> Mapping[str, Any]:
     return config.engine_kwargs.get(config.name) or {}

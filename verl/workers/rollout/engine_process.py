@@ -246,8 +246,8 @@ class EngineProcess:
         with self.log_path.open("rb") as log:
             log.seek(max(0, self.log_path.stat().st_size - _SHOWN_LOG_BYTES))
             text = log.read().decode(errors="replace")
-        found = redacted(text, [self.token]).splitlines()  # engines log their arguments
-        return "\n".join(f"    {line}" for line in found[-(lines or 0) :]) or "(empty log)"
+        log_lines = redacted(text, [self.token]).splitlines()  # engines log their arguments
+        return "\n".join(f"    {line}" for line in log_lines[-(lines or 0) :]) or "(empty log)"
 
     def stop(self) -> None:
         """End the server and all processes that it started: SIGTERM, then SIGKILL. Idempotent."""

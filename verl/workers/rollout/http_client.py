@@ -108,17 +108,17 @@ class HttpClient:
     ) -> list[Any]:
         """See :meth:`verl.workers.rollout.engine_process.EngineProcess.post_many`."""
 
-        async def post(number: int, body: Any) -> Any:
+        async def post(index: int, body: Any) -> Any:
             async with self._slots:
                 if cancelled.is_set():
                     return None
                 with _made(body) as made:
                     answer = await self.request("POST", path, made)
                 if take is not None:
-                    take(number, answer)
+                    take(index, answer)
                 return answer
 
-        tasks = [asyncio.ensure_future(post(number, body)) for number, body in enumerate(bodies)]
+        tasks = [asyncio.ensure_future(post(index, body)) for index, body in enumerate(bodies)]
         try:
             waiting: set[asyncio.Future[object]] = set(tasks)
             while waiting:
@@ -139,8 +139,8 @@ class HttpClient:
     ) -> None:
         """See :meth:`verl.workers.rollout.engine_process.EngineProcess.stream_many`."""
         tasks = [
-            asyncio.ensure_future(self.stream(path, body, functools.partial(take, number), cancelled))
-            for number, body in enumerate(bodies)
+            asyncio.ensure_future(self.stream(path, body, functools.partial(take, index), cancelled))
+            for index, body in enumerate(bodies)
         ]
         try:
             await asyncio.gather(*tasks)

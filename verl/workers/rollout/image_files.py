@@ -32,7 +32,7 @@ class ImageFiles:
 
     @contextlib.contextmanager
     def of(self, images: PlacedImages) -> Iterator[list[str]]:
-        """Give ``number:path`` of each image of a request; the files are there in the context.
+        """Give ``index:path`` of each image of a request; the files are there in the context.
 
         Raises:
             RolloutError: no folder has enough free space.
@@ -47,7 +47,7 @@ class ImageFiles:
                     self._paths[digest] = self._written(digest, pixels, grid, seconds)
                 self._users[digest] += 1
                 taken.append(digest)
-            yield [f"{number}:{self._paths[digest]}" for number, digest in enumerate(taken)]
+            yield [f"{image_index}:{self._paths[digest]}" for image_index, digest in enumerate(taken)]
         finally:
             for digest in taken:
                 self._users[digest] -= 1

@@ -157,12 +157,12 @@ class NativeRollout(BaseRollout):
                 return []
             answers: dict[int, Answer | DrawnPart] = {}
             queue = RequestQueue(answers.__setitem__)
-            for number, request in enumerate(requests):
-                queue.put(number, request)
+            for request_id, request in enumerate(requests):
+                queue.put(request_id, request)
             prompt = max(len(request.prompt_ids) for request in requests)
-            own = max(request.sampling.max_tokens for request in requests) - 1
-            self._answer_all(queue, self._memory_for(len(requests), prompt, own))
-        return [cast(RolloutOutput, answers[number]) for number in range(len(requests))]
+            response = max(request.sampling.max_tokens for request in requests) - 1
+            self._answer_all(queue, self._memory_for(len(requests), prompt, response))
+        return [cast(RolloutOutput, answers[request_id]) for request_id in range(len(requests))]
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """See :meth:`BaseRollout.generate_sequences`. Collective over the ranks that share the model."""
@@ -232,16 +232,16 @@ class NativeRollout(BaseRollout):
             # Masked values are multiplied by 0, so a NaN or infinity left there would spoil later rows.
             self._model.buffers.free()
 
-    def _memory_for(self, rows: int, prompt: int, own: int, caches: bool = False) -> KeyValueMemory:
+    def _memory_for(self, rows: int, prompt: int, response: int, caches: bool = False) -> KeyValueMemory:
         """Return memory for requests that may run at once; reuse what is allocated if it is large enough.
 
         Args:
             rows: number of requests; as many as ``rollout.max_num_seqs`` and the memory allow run at once.
             prompt: longest prompt.
-            own: largest number of response tokens to store.
+            response: largest number of response tokens to store.
             caches: make a cache of prefixes too, unless there is one.
         """
-        wanted = min(rows, self.config.max_num_seqs), prompt, own
+        wanted = min(rows, self.config.max_num_seqs), prompt, response
         is_small = self._memory is None or any(new > old for new, old in zip(wanted, self._sized_for, strict=True))
         if is_small or (caches and self._cache is None):
             if self._memory is not None:  # training and validation alternate; one memory fits both
@@ -252,15 +252,15 @@ class NativeRollout(BaseRollout):
         assert self._memory is not None
         return self._memory
 
-    def _allocate(self, rows: int, prompt: int, own: int, caches: bool) -> None:
+    def _allocate(self, rows: int, prompt: int, response: int, caches: bool) -> None:
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
         free = self._ranks.smallest(free)  # all ranks of an engine run the same rows
-        shape, text = self._model.shape, min(prompt + own, self.max_model_len - 1)
+        shape, text = self._model.shape, min(prompt + response, self.max_model_len - 1)
         allowed = int(free * self.config.gpu_memory_utilization) // shape.bytes_per_token  # tokens
         affordable = int(allowed * (1 - _CACHE_SHARE if caches else 1)) // text
         if affordable < rows:
             logger.warning("native engine: memory for %d rows of %d tokens at once, not %d", affordable, text, rows)
-        self._memory = self._model.memory(max(1, min(rows, affordable)), prompt, own, text)
+        self._memory = self._model.memory(max(1, min(rows, affordable)), prompt, response, text)
         mib = self._memory.nbytes / 2**20
         logger.info("native engine: room for %d rows at once, up to %.1f MiB", self._memory.room, mib)
         if caches:

@@ -82,10 +82,10 @@ class PlacedImages:
 
     def by_modality(self, values: Sequence[T]) -> dict[str, list[T]]:
         """Sort one value for each image or video by what vLLM takes it for."""
-        found: dict[str, list[T]] = {}
+        by_modality: dict[str, list[T]] = {}
         for grid, value in zip(self.tensors.arrays()[IMAGE_INPUTS[1]], values, strict=True):
-            found.setdefault(modality_of(grid), []).append(value)
-        return found
+            by_modality.setdefault(modality_of(grid), []).append(value)
+        return by_modality
 
     def before(self, end: int) -> tuple[bytes, ...]:
         """Hashes of the images that begin before place ``end``."""
@@ -98,12 +98,12 @@ _known: WeakKeyDictionary[SharedTensors, tuple[bytes, ...]] = WeakKeyDictionary(
 
 def digests(images: SharedTensors) -> tuple[bytes, ...]:
     """Return a hash of the pixels, the grid and the speed of each image or video."""
-    found = _known.get(images)
-    if found is None:
+    hashes = _known.get(images)
+    if hashes is None:
         # The same frames at another speed have other positions.
         parts = (pixels_of_each(images), images.arrays()[IMAGE_INPUTS[1]], seconds_of_each(images))
-        found = _known[images] = tuple(map(image_digest, *parts))
-    return found
+        hashes = _known[images] = tuple(map(image_digest, *parts))
+    return hashes
 
 
 def note_digests(images: SharedTensors, known: tuple[bytes, ...]) -> None:

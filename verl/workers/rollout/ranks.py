@@ -38,21 +38,21 @@ def devices_of_the_engine(rank: int, ranks_per_engine: int, device: torch.device
     """
     visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     index = device.index or 0
-    own = (socket.gethostname(), visible[index] if visible and device.type == "cuda" else str(index))
-    places = [own]
+    host_and_gpu = (socket.gethostname(), visible[index] if visible and device.type == "cuda" else str(index))
+    devices = [host_and_gpu]
     if ranks_per_engine > 1:
-        places = [own] * dist.get_world_size()
-        dist.all_gather_object(places, own)
+        devices = [host_and_gpu] * dist.get_world_size()
+        dist.all_gather_object(devices, host_and_gpu)
         first = rank - rank % ranks_per_engine
-        places = places[first : first + ranks_per_engine]
-        hosts = sorted({host for host, _ in places})
+        devices = devices[first : first + ranks_per_engine]
+        hosts = sorted({host for host, _ in devices})
         if len(hosts) > 1:
             raise ConfigError(
                 f"ranks {first} to {first + ranks_per_engine - 1} share a rollout engine but live on different "
                 f"machines ({', '.join(hosts)}). Use a tensor_model_parallel_size that divides "
                 "n_gpus_per_node."
             )
-    return ",".join(device_id for _, device_id in places) if device.type == "cuda" else None
+    return ",".join(device_id for _, device_id in devices) if device.type == "cuda" else None
 
 
 class RankExchange:
@@ -74,6 +74,6 @@ class RankExchange:
         """Return the values of all ranks, in the order of ranks."""
         if self._group is None:
             return [value]
-        found = [torch.zeros(1, dtype=torch.long) for _ in range(self._group.size())]
-        dist.all_gather(found, torch.tensor([value]), group=self._group)
-        return [int(one) for one in found]
+        gathered = [torch.zeros(1, dtype=torch.long) for _ in range(self._group.size())]
+        dist.all_gather(gathered, torch.tensor([value]), group=self._group)
+        return [int(one) for one in gathered]

@@ -221,9 +221,9 @@ class RemoteRollout(BaseRollout):
             _finish(weights)
 
     def _send_adapters(self, adapters: Iterable[tuple[str, Tensor]], version: int) -> None:
-        found = self._expected.checked_adapters(adapters, version)
+        checked = self._expected.checked_adapters(adapters, version)
         if self._engine is not None:
-            self.sent_bytes += self._engine.load_adapters(self._adapters_of(found))
+            self.sent_bytes += self._engine.load_adapters(self._adapters_of(checked))
 
     def _weights_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Return weights as the engine takes them."""
@@ -290,15 +290,15 @@ class RemoteRollout(BaseRollout):
 
     def state(self) -> EngineState:
         """See :meth:`BaseRollout.state`. Requests that wait for the engine here count as waiting."""
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         if self._engine is not None:
             with contextlib.suppress(EngineLostError):  # whoever waits for its answers replaces it
-                found.update(self._engine.statistics())
+                values.update(self._engine.statistics())
                 if not self._draws:  # it counts what was aborted until it draws again
-                    found |= dict.fromkeys(found.keys() & OF_REQUESTS, 0)
-        if self._queue is not None and "requests_waiting" in found:
-            found["requests_waiting"] += self._queue.waiting
-        return EngineState(weight_version=self.weight_version, **found)
+                    values |= dict.fromkeys(values.keys() & OF_REQUESTS, 0)
+        if self._queue is not None and "requests_waiting" in values:
+            values["requests_waiting"] += self._queue.waiting
+        return EngineState(weight_version=self.weight_version, **values)
 
     @contextmanager
     def _drawing(self) -> Iterator[None]:
@@ -344,11 +344,15 @@ class RemoteRollout(BaseRollout):
             while not self._collectively(lambda: self._ask(requests, outputs, aborted)):
                 self._make_ready()
         self._losses.clear()
-        return [outputs[number] for number in range(len(requests))]
+        return [outputs[request_id] for request_id in range(len(requests))]
 
     def _ask(self, requests: list[RolloutRequest], outputs: dict[int, RolloutOutput], aborted: Event) -> None:
         """Generate for all requests without an output and add the results, also the finished ones of a lost engine."""
-        left = {number: self._partial(request) for number, request in enumerate(requests) if number not in outputs}
+        left = {
+            request_id: self._partial(request)
+            for request_id, request in enumerate(requests)
+            if request_id not in outputs
+        }
         if not left:
             return
         try:
@@ -360,16 +364,18 @@ class RemoteRollout(BaseRollout):
                 with self._drawing():
                     self._engine.generate([*left.values()], aborted)
         except EngineLostError:
-            outputs |= self._outputs({number: response for number, response in left.items() if response.is_done})
+            outputs |= self._outputs(
+                {request_id: response for request_id, response in left.items() if response.is_done}
+            )
             raise
         outputs |= self._outputs(left)
 
     def _outputs(self, responses: Mapping[int, PartialResponse]) -> dict[int, RolloutOutput]:
         outputs = {
-            number: RolloutOutput(
+            request_id: RolloutOutput(
                 one.token_ids, one.log_probs, one.finish_reason, self.weight_version, num_preempted=one.num_preempted
             )
-            for number, one in responses.items()
+            for request_id, one in responses.items()
         }
         self.check_finite(outputs.values())
         return outputs

@@ -171,10 +171,10 @@ def requests_from_prompts(prompts: DataProto, config: RolloutConfig) -> list[Rol
         RolloutRequest(
             row,
             replace(template, seed=sample_seed(config.seed, step, uid, int(index))),
-            _shared(found),
+            _shared(inputs),
             returns_routing=routing,
         )
-        for row, uid, index, found in zip(rows, uids, indices, images, strict=True)
+        for row, uid, index, inputs in zip(rows, uids, indices, images, strict=True)
     ]
 
 

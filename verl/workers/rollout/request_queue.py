@@ -3,9 +3,9 @@
 ::
 
     queue = RequestQueue(on_answer)              # filled from any thread
-    queue.put(7, RolloutRequest(...))            # 7: chosen by the caller
+    queue.put(7, RolloutRequest(...))            # 7: its request_id, chosen by the caller
     rollout.serve(queue)                         # in the engine's thread; calls on_answer(7, RolloutOutput(...))
-    queue.cancel(7)                              # nobody waits for it any more: its place is free at once
+    queue.cancel(7)                              # no longer wanted: there is room for another at once
     queue.close()                                # `serve` answers what it has taken, and returns
 """
 
@@ -23,8 +23,8 @@ from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutReques
 Answer = RolloutOutput | RolloutError
 """What became of a request: a response, or why this request cannot be served."""
 
-TELL_EVERY_S = 0.05
-"""Tokens of a response that streams are told together after this time."""
+STREAM_EVERY_S = 0.05
+"""Seconds between two parts of a response that streams: one for each token would cost too much."""
 _SIGNALS_S = 1.0  # how long a handler of a signal may be held up by the main thread's wait
 
 
@@ -32,7 +32,7 @@ class RequestQueue:
     """The requests to one engine and the way back of its answers. All methods may be called from any thread.
 
     Args:
-        on_answer: called once with the number and the answer of each request that was neither cancelled nor left when
+        on_answer: called once with the id and the answer of each request that was neither cancelled nor left when
             the queue was closed, and before that with parts of the response if the request streams; in the engine's
             thread, so it must return at once.
     """
@@ -50,8 +50,8 @@ class RequestQueue:
 
     # ---- those who ask
 
-    def put(self, number: int, request: RolloutRequest) -> None:
-        """Add a request under a number that no other request of this queue has.
+    def put(self, request_id: int, request: RolloutRequest) -> None:
+        """Add a request under an id that no other request of this queue has.
 
         Raises:
             RolloutError: the queue is closed.
@@ -59,19 +59,19 @@ class RequestQueue:
         with self._changed:
             if self._is_closed:
                 raise RolloutError("the rollout has ended, so its engine takes no more requests.")
-            self._waiting.append((number, request))
+            self._waiting.append((request_id, request))
             self._changed.notify()
-        self._tell()
+        self._notify_listener()
 
-    def cancel(self, number: int) -> None:
-        """Withdraw a request. It gets no answer, also if the engine is at work on it; unknown numbers are ignored."""
+    def cancel(self, request_id: int) -> None:
+        """Withdraw a request. It gets no answer, also if the engine is at work on it; unknown ids are ignored."""
         with self._changed:
-            if number in self._running:
-                self._running.discard(number)
-                self._cancelled.add(number)
+            if request_id in self._running:
+                self._running.discard(request_id)
+                self._cancelled.add(request_id)
             else:
-                self._waiting = deque(pair for pair in self._waiting if pair[0] != number)
-        self._tell()
+                self._waiting = deque(pair for pair in self._waiting if pair[0] != request_id)
+        self._notify_listener()
 
     def abort(self) -> None:
         """Let the engine answer what it draws now with the tokens there are; requests that it has not begun stay."""
@@ -84,7 +84,7 @@ class RequestQueue:
             self._is_closed = True
             self._waiting.clear()
             self._changed.notify()
-        self._tell()
+        self._notify_listener()
 
     # ---- the engine
 
@@ -109,7 +109,7 @@ class RequestQueue:
         with self._changed:
             count = len(self._waiting) if room is None else min(room, len(self._waiting))
             taken = [self._waiting.popleft() for _ in range(count)]
-            self._running.update(number for number, _ in taken)
+            self._running.update(request_id for request_id, _ in taken)
             return taken
 
     def take_cancelled(self) -> set[int]:
@@ -118,20 +118,20 @@ class RequestQueue:
             cancelled, self._cancelled = self._cancelled, set()
             return cancelled
 
-    def tell(self, number: int, part: DrawnPart) -> None:
+    def answer_part(self, request_id: int, part: DrawnPart) -> None:
         """Give a part of the response to a taken request; ignored if it was cancelled."""
         with self._changed:
-            if number not in self._running:
+            if request_id not in self._running:
                 return
-        self._on_answer(number, part)
+        self._on_answer(request_id, part)
 
-    def answer(self, number: int, answer: Answer) -> None:
+    def answer(self, request_id: int, answer: Answer) -> None:
         """Give the answer of a taken request; ignored if it was cancelled."""
         with self._changed:
-            if number not in self._running:
+            if request_id not in self._running:
                 return
-            self._running.discard(number)
-        self._on_answer(number, answer)
+            self._running.discard(request_id)
+        self._on_answer(request_id, answer)
 
     @contextmanager
     def listening(self, listener: Callable[[], object]) -> Iterator[None]:
@@ -142,7 +142,7 @@ class RequestQueue:
         finally:
             self._listener = None
 
-    def _tell(self) -> None:
+    def _notify_listener(self) -> None:
         listener = self._listener
         if listener is not None:
             listener()
@@ -161,9 +161,9 @@ class RequestQueue:
 class EngineRequests(Protocol):
     """The requests of a rollout, as every rank gets them; travels to the ranks."""
 
-    def of_engine(self, number: int, weight_version: int) -> AbstractContextManager[RequestQueue]:
+    def of_engine(self, engine_index: int, weight_version: int) -> AbstractContextManager[RequestQueue]:
         """Open the requests to one engine, which is awake with weights of this version.
 
-        Engines are numbered from 0 in the order of their leading ranks.
+        Engines are counted from 0 in the order of their leading ranks.
         """
         ...

@@ -283,13 +283,13 @@ class StopRules:
         return (was_going & ~ends_now).nonzero().squeeze(-1)
 
     def _completes_text(self, tokens: Tensor, rows: Tensor, was_going: Tensor, step: int | Tensor) -> Tensor:
-        found = torch.zeros_like(was_going)
+        completes = torch.zeros_like(was_going)
         ends = (torch.zeros_like(rows) + step + 1).tolist()
-        for place, (row, going, end) in enumerate(zip(rows.tolist(), was_going.tolist(), ends, strict=True)):
+        for index, (row, going, end) in enumerate(zip(rows.tolist(), was_going.tolist(), ends, strict=True)):
             if going and (texts := self._texts.get(row)):
                 tail = tokens[row, max(0, end - _tokens_to_decode(texts)) : end].tolist()
-                found[place] = completes_stop_text(tail, texts, self._tokenizer)
-        return found
+                completes[index] = completes_stop_text(tail, texts, self._tokenizer)
+        return completes
 
     def results(self, drawn: int | Tensor = 0, rows: Tensor | None = None) -> tuple[list[int], list[FinishReason]]:
         """Length and finish reason of each of the given rows, by default of all.

@@ -64,14 +64,14 @@ class ExpectedWeights:
                 unknown, missing or of another shape.
         """
         problems, seen = [], set()
-        for given, tensor in weights:
-            name = self._first_names.get(given)
+        for sent_name, tensor in weights:
+            name = self._first_names.get(sent_name)
             if name is None:
-                problems.append(f"{given} is unknown")
+                problems.append(f"{sent_name} is unknown")
             elif name in self._skipped or name in seen:
                 continue
             elif tensor.shape != self.shapes[name]:
-                problems.append(f"{given} has shape {list(tensor.shape)} where {list(self.shapes[name])} is needed")
+                problems.append(f"{sent_name} has shape {list(tensor.shape)} where {list(self.shapes[name])} is needed")
                 seen.add(name)
             else:
                 seen.add(name)
@@ -85,7 +85,7 @@ class ExpectedWeights:
         Raises:
             RolloutError: an adapter is of no layer of the model, or of another shape; the message names it.
         """
-        problems, found = [], {}
+        problems, converted = [], {}
         for name, tensor in adapters:
             layer, _, part = name.rpartition(".lora_")
             shape = self.shapes.get(f"{layer}.weight")
@@ -95,9 +95,9 @@ class ExpectedWeights:
             elif tensor.shape[side] != shape[side]:
                 problems.append(f"{name} has shape {list(tensor.shape)}, and the layer's weight {list(shape)}")
             else:
-                found[name] = tensor.detach().to(self._dtype or tensor.dtype)
+                converted[name] = tensor.detach().to(self._dtype or tensor.dtype)
         check_fit(problems, version, self.model_name)
-        return found
+        return converted
 
 
 def check_fit(problems: Sequence[str], version: int, model_name: str) -> None:
@@ -122,11 +122,11 @@ def check_arrival(sent: Mapping[str, str], arrived: Mapping[str, str], where: st
     Raises:
         RolloutError: the names or a checksum differ.
     """
-    wrong = sorted(name for name in sent.keys() | arrived.keys() if sent.get(name) != arrived.get(name))
-    if wrong:
-        shown = ", ".join(wrong[:_SHOWN_NAMES]) + (" and more" if len(wrong) > _SHOWN_NAMES else "")
+    mismatches = sorted(name for name in sent.keys() | arrived.keys() if sent.get(name) != arrived.get(name))
+    if mismatches:
+        shown = ", ".join(mismatches[:_SHOWN_NAMES]) + (" and more" if len(mismatches) > _SHOWN_NAMES else "")
         raise RolloutError(
-            f"{len(wrong)} of {len(sent)} weights did not arrive in {where} as they were sent: {shown}. Their "
+            f"{len(mismatches)} of {len(sent)} weights did not arrive in {where} as they were sent: {shown}. Their "
             "checksums differ; the engine's weights cannot be trusted."
         )
 
@@ -409,8 +409,8 @@ def folder_with_room(folders: Sequence[Path], size: int, what: str) -> Path:
     for folder, room in free.items():
         if room > size + _SPARE_BYTES:
             return folder
-    found = ", ".join(f"{folder} ({room / 2**20:.0f} MiB free)" for folder, room in free.items())
+    tried = ", ".join(f"{folder} ({room / 2**20:.0f} MiB free)" for folder, room in free.items())
     raise RolloutError(
-        f"{size / 2**20:.0f} MiB of {what} fit into none of {found}. Make room, or point TMPDIR at a folder that "
+        f"{size / 2**20:.0f} MiB of {what} fit into none of {tried}. Make room, or point TMPDIR at a folder that "
         "has it."
     )

@@ -43,15 +43,15 @@ def checksum(tensor: Tensor) -> int:
     return int(signed_checksum(tensor)) % 2**64
 
 
-def with_checksums(weights: Iterable[tuple[str, Tensor]], found: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights unchanged; at the end store each one's checksum in ``found``."""
+def with_checksums(weights: Iterable[tuple[str, Tensor]], checksums: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights unchanged; at the end store each one's checksum in ``checksums``."""
     signed: dict[str, Tensor] = {}
     try:
         for name, tensor in weights:
             signed[name] = signed_checksum(tensor)
             yield name, tensor
     finally:
-        found.update(as_text(signed))
+        checksums.update(as_text(signed))
 
 
 def signed_checksum(tensor: Tensor) -> Tensor:

@@ -40,11 +40,11 @@ def image_item(pixels: Tensor, grid: Tensor, seconds: float | None) -> object:
     return MultiModalKwargsItems.from_hf_inputs(inputs, fields)[kind][0]
 
 
-def read_image_file(number_and_path: str, engine: str) -> tuple[Tensor, Tensor, float | None]:
+def read_image_file(index_and_path: str, engine: str) -> tuple[Tensor, Tensor, float | None]:
     """Return pixels, grid and seconds of an image, as :func:`image_item` takes them.
 
     Args:
-        number_and_path: its number in the prompt, a colon, and its file, whose name is the hash of its content.
+        index_and_path: its index in the prompt, a colon, and its file, whose name is the hash of its content.
         engine: whose process this is, for messages.
 
     Raises:
@@ -53,15 +53,15 @@ def read_image_file(number_and_path: str, engine: str) -> tuple[Tensor, Tensor, 
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    number, path = number_and_path.split(":", 1)
+    image_index, path = index_and_path.split(":", 1)
     try:
-        found = load_file(path)
+        tensors = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"image {number} of the prompt did not reach {engine}: {error}") from None
-    pixels, grid = found["pixel_values"], found["image_grid_thw"]  # (patches, values), (3,)
-    seconds = float(found["second_per_grid_ts"]) if "second_per_grid_ts" in found else None
+        raise ValueError(f"image {image_index} of the prompt did not reach {engine}: {error}") from None
+    pixels, grid = tensors["pixel_values"], tensors["image_grid_thw"]  # (patches, values), (3,)
+    seconds = float(tensors["second_per_grid_ts"]) if "second_per_grid_ts" in tensors else None
     if image_digest(pixels.numpy(), grid.numpy(), seconds).hex() != Path(path).stem:
-        raise ValueError(f"image {number} of the prompt did not reach {engine} as it was sent: its hash differs.")
+        raise ValueError(f"image {image_index} of the prompt did not reach {engine} as it was sent: its hash differs.")
     return pixels, grid, seconds
 
 

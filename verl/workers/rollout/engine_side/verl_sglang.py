@@ -250,7 +250,7 @@ def read_images_from_files() -> None:
 
     @functools.wraps(process)
     async def with_pixels(self: Any, image_data: Any, *args: Any, **kwargs: Any) -> Any:
-        prompts = [json.loads(given) for given in image_data or ()]
+        prompts = [json.loads(encoded) for encoded in image_data or ()]
         made = await process(self, [_with_pixels(images) for images in prompts], *args, **kwargs)
         if prompts:
             _tell_apart(made, [step for images in prompts for step in _identities(images["files"])])
@@ -288,8 +288,8 @@ def _with_pixels(images: dict[str, Any]) -> dict[str, Any]:
             step; ``mrope_positions``, (3, tokens) of the prompt, and ``mrope_position_delta``.
     """
     read = [_image_in(file) for file in images["files"]]
-    given = {name: value for name, value in images.items() if name != "files"}
-    return given | {
+    placement = {name: value for name, value in images.items() if name != "files"}
+    return placement | {
         "format": "processor_output",
         "modality": "image",
         "pixel_values": torch.cat([pixels for pixels, _, _ in read]),

@@ -37,13 +37,13 @@ class WeightLoader:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        found: dict[str, str] = {}
+        checksums: dict[str, str] = {}
         with set_current_vllm_config(self.vllm_config):
             if is_first:
                 initialize_layerwise_reload(self.model_runner.get_model())
             weights = weights_in_part(part, self.device)
-            self.model_runner.get_model().load_weights(with_checksums(weights, found))
-        return {"checksums": found}
+            self.model_runner.get_model().load_weights(with_checksums(weights, checksums))
+        return {"checksums": checksums}
 
     def end_weights(self) -> None:
         """Finish an update, also one that broke off, and drop what vLLM has computed from the weights before."""
@@ -56,15 +56,15 @@ class WeightLoader:
         self.model_runner.reset_encoder_cache()
         self.model_runner.reset_mm_cache()
 
-    def load_adapters(self, name: str, number: int, folder: str) -> dict[str, object]:
+    def load_adapters(self, name: str, adapter_id: int, folder: str) -> dict[str, object]:
         """Replace the LoRA adapters of that name by those in a folder of peft; return the checksums of their files."""
         from vllm.lora.request import LoRARequest
 
-        self.add_lora(LoRARequest(name, number, folder, load_inplace=True))
-        found: dict[str, str] = {}
-        for _ in with_checksums(weights_in_files(map(str, Path(folder).glob("*.safetensors"))), found):
+        self.add_lora(LoRARequest(name, adapter_id, folder, load_inplace=True))
+        checksums: dict[str, str] = {}
+        for _ in with_checksums(weights_in_files(map(str, Path(folder).glob("*.safetensors"))), checksums):
             pass
-        return {"checksums": found}
+        return {"checksums": checksums}
 
 
 class RequireToken:
@@ -77,8 +77,8 @@ class RequireToken:
     async def __call__(self, scope: MutableMapping[str, Any], receive: object, send: Any) -> None:
         """Pass a request with the token on; answer 401 to others."""
         if scope["type"] in ("http", "websocket") and scope["path"] not in _OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self.expected):
+            authorization = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(authorization, self.expected):
                 await send({"type": "http.response.start", "status": 401, "headers": []})
                 await send({"type": "http.response.body", "body": b'{"error": "the token of this server is missing"}'})
                 return
@@ -109,6 +109,6 @@ class ReadImages:
 
 
 @functools.lru_cache(_RECENT_IMAGES)  # the responses to a prompt share its images
-def read_image(number_and_path: str) -> object:
+def read_image(index_and_path: str) -> object:
     """Return an image in a file as vLLM's ``MultiModalKwargsItem``; see :func:`verl_images.read_image_file`."""
-    return image_item(*read_image_file(number_and_path, "vLLM's server"))
+    return image_item(*read_image_file(index_and_path, "vLLM's server"))

@@ -36,20 +36,20 @@ def check_model(model: NativeModel) -> bool:
     images = _with_an_image(model, sequences)
     with short_windows(model.module, _WINDOW):
         try:
-            found = torch.cat(_prefill_and_decode(model, sequences, images))
+            native_logits = torch.cat(_prefill_and_decode(model, sequences, images))
         except (ConfigError, RuntimeError, TypeError, IndexError, AttributeError) as error:
             raise cannot_serve(model.module, f"stops its code with: {error}".rstrip(".")) from error
         finally:
             model.forget()  # it has stored the shortened windows
         logits = [
-            model.standard_logits(ids, **given)[n - 1 :]
-            for ids, n, given in zip(sequences, _PROMPT_TOKENS, images, strict=True)
+            model.standard_logits(ids, **inputs)[n - 1 :]
+            for ids, n, inputs in zip(sequences, _PROMPT_TOKENS, images, strict=True)
         ]
     expected = torch.cat([torch.cat([rows, rows[-1:]]) for rows in logits])
     if not expected.isfinite().all():
         return False
-    if not is_rounding(found, expected, model.dtype):
-        difference = largest_difference(found, expected)
+    if not is_rounding(native_logits, expected, model.dtype):
+        difference = largest_difference(native_logits, expected)
         raise cannot_serve(model.module, f"gives logits that differ by {difference:.2g} from those of its own forward")
     return True
 
@@ -78,9 +78,9 @@ def _placed(model: NativeModel, ids: list[int], images: dict[str, Tensor]) -> Pl
 def _prefill_and_decode(model: NativeModel, sequences: list[Tensor], images: list[dict[str, Tensor]]) -> list[Tensor]:
     """Return (_NEW_TOKENS + 2, vocab) logits for each sequence, from the end of its prompt on; the last ones twice."""
     lengths = [len(ids) for ids in sequences]
-    memory = model.memory(room=len(sequences), prompt_room=max(lengths), own_room=_NEW_TOKENS)
+    memory = model.memory(room=len(sequences), prompt_room=max(lengths), response_room=_NEW_TOKENS)
     prompts = [ids[:n].tolist() for ids, n in zip(sequences, _PROMPT_TOKENS, strict=True)]
-    placed = [_placed(model, ids, given) for ids, given in zip(prompts, images, strict=True)]
+    placed = [_placed(model, ids, inputs) for ids, inputs in zip(prompts, images, strict=True)]
     offsets = [0 if one is None else one.offset for one in placed]
     memory.admit(_PROMPT_TOKENS, [1] * len(sequences), offsets=offsets)
     logits = [model.prefill(memory, prompts, images=placed)]
@@ -92,6 +92,6 @@ def _prefill_and_decode(model: NativeModel, sequences: list[Tensor], images: lis
     memory.admit(lengths, [1] * len(sequences), known)
     starts = [_KNOWN_TOKENS, *[0] * (len(sequences) - 1)]
     whole = [ids.tolist() for ids in sequences]
-    placed = [_placed(model, ids, given) for ids, given in zip(whole, images, strict=True)]
+    placed = [_placed(model, ids, inputs) for ids, inputs in zip(whole, images, strict=True)]
     logits.append(model.prefill(memory, whole, starts, placed))
     return list(torch.stack(logits, dim=1))

@@ -19,7 +19,7 @@ from verl.workers.rollout.native.model import NativeModel
 from verl.workers.rollout.native.prefixes import PAGE, Prefix, PrefixCache
 from verl.workers.rollout.placed_images import ImageSpan, PlacedImages
 from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest, SamplingParams
-from verl.workers.rollout.request_queue import TELL_EVERY_S, RequestQueue
+from verl.workers.rollout.request_queue import STREAM_EVERY_S, RequestQueue
 from verl.workers.rollout.routing import RoutingTable
 from verl.workers.rollout.sampling import StopRules, TokenSampler, enlarged
 from verl.workers.routers import unknown
@@ -38,7 +38,7 @@ class Group:
     prompt_ids: list[int]
     images: PlacedImages | None = None
     members: list[tuple[int, SamplingParams]] = field(default_factory=list)
-    """Number and sampling parameters of each request."""
+    """Id and sampling parameters of each request."""
     known: Prefix = field(default_factory=Prefix)
     """The beginning of the prompt whose keys and values are cached."""
 
@@ -59,9 +59,9 @@ class Arrivals:
 
     is_aborted: bool
     cancelled: set[int]
-    """Numbers of the requests that nobody waits for any more."""
+    """Ids of the requests that nobody waits for any more."""
     requests: list[tuple[int, RolloutRequest]]
-    """New requests with their numbers."""
+    """New requests with their ids."""
 
 
 class Generation:
@@ -113,17 +113,17 @@ class Generation:
         self._waited = 0
         """Tokens that were drawn for running rows since a request began to wait."""
         self._running: dict[int, tuple[int, Group]] = {}
-        """Number and group of the request of each row."""
+        """Id and group of the request of each row."""
         self._free = list(range(memory.room))
         """A heap of the rows that are not in use."""
         none = torch.zeros(0, dtype=torch.long, device=model.device)
         self._routing: RoutingTable | None = None
         """What routers chose for the rows, once a request has asked for it."""
         self._routed: set[int] = set()
-        """Numbers of the requests that asked."""
-        self._told: dict[int, int] = {}
-        """Of each request that streams, how many of its tokens were told."""
-        self._told_at = 0.0
+        """Ids of the requests that asked."""
+        self._streamed: dict[int, int] = {}
+        """Of each request that streams, how many of its tokens were given in parts."""
+        self._streamed_at = 0.0
         self._drawn = none
         """(rows,) number of tokens drawn."""
         self._tokens = none.view(0, 0)
@@ -156,13 +156,13 @@ class Generation:
             if logits is None:
                 return
             rows, newest = self._draw(logits, rows)
-            if self._told:
-                self._tell()
+            if self._streamed:
+                self._stream_parts()
             logits = self._decode(rows, newest) if len(rows) else None
         self._finish(rows, places=None)
         for group in self._waiting:
-            for number, _ in group.members:
-                self._queue.answer(number, self._answer([], [], "abort"))
+            for request_id, _ in group.members:
+                self._queue.answer(request_id, self._answer([], [], "abort"))
 
     # ---- requests that come
 
@@ -173,12 +173,12 @@ class Generation:
 
     def _take(self, requests: Sequence[tuple[int, RolloutRequest]]) -> None:
         """Group new requests by prompt, in the order of arrival."""
-        for number, request in requests:
+        for request_id, request in requests:
             if self._check is not None:
                 try:
                     self._check(request)
                 except RolloutError as error:
-                    self._queue.answer(number, error)
+                    self._queue.answer(request_id, error)
                     continue
             images = PlacedImages.of(request, self._model.vision)
             new = Group(request.prompt_ids, images)
@@ -186,12 +186,12 @@ class Generation:
             if group is None or len(group.members) == self._memory.room:
                 group = self._open[new.identity] = new
                 self._waiting.append(group)
-            group.members.append((number, request.sampling))
+            group.members.append((request_id, request.sampling))
             if request.returns_routing:
                 self._routing = self._routing or RoutingTable()
-                self._routed.add(number)
+                self._routed.add(request_id)
             if request.streams:
-                self._told[number] = 0
+                self._streamed[request_id] = 0
 
     def _admit(self, aborted: Event) -> list[tuple[Tensor, Tensor]]:
         """Prefill requests for which there is room; one pair of rows and logits of their first tokens per pass."""
@@ -246,8 +246,8 @@ class Generation:
     def _start(self, groups: Sequence[Group], rows: list[int]) -> Tensor:
         """Give the requests of the groups their rows."""
         params = [sampling for group in groups for _, sampling in group.members]
-        numbers = [(number, group) for group in groups for number, _ in group.members]
-        self._running.update(zip(rows, numbers, strict=True))
+        members = [(request_id, group) for group in groups for request_id, _ in group.members]
+        self._running.update(zip(rows, members, strict=True))
         self._sampler.put(rows, params)
         self._stop.put(rows, params)
         count, longest = max(rows) + 1, max(p.max_tokens for p in params)
@@ -281,8 +281,8 @@ class Generation:
             repeated = [x for x, count in zip(of_prompts, counts, strict=True) for _ in range(count)]
             self._routing.start(rows, repeated)
         if cache is not None:
-            for place, group in enumerate(groups):
-                cache.add(group.prompt_ids, functools.partial(self._memory.prompt_states, place), group.spans)
+            for prompt_index, group in enumerate(groups):
+                cache.add(group.prompt_ids, functools.partial(self._memory.prompt_states, prompt_index), group.spans)
         return logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
 
     def _decode(self, rows: Tensor, newest: Tensor) -> Tensor:
@@ -313,18 +313,18 @@ class Generation:
             rows, newest = rows[places], newest[places]
         return rows, newest
 
-    def _tell(self) -> None:
-        """Tell the newest tokens of the requests that stream."""
+    def _stream_parts(self) -> None:
+        """Give the newest tokens of the requests that stream."""
         now = time.monotonic()
-        if now - self._told_at < TELL_EVERY_S:  # each telling waits for the device
+        if now - self._streamed_at < STREAM_EVERY_S:  # each part waits for the device
             return
-        self._told_at = now
-        for row, (number, _) in self._running.items():
-            told = self._told.get(number)
-            if told is not None:
-                new = self._tokens[row, told : int(self._drawn[row])].tolist()
-                self._told[number] = told + len(new)
-                self._queue.tell(number, DrawnPart(told, new))
+        self._streamed_at = now
+        for row, (request_id, _) in self._running.items():
+            start = self._streamed.get(request_id)
+            if start is not None:
+                new = self._tokens[row, start : int(self._drawn[row])].tolist()
+                self._streamed[request_id] = start + len(new)
+                self._queue.answer_part(request_id, DrawnPart(start, new))
 
     def _finish(self, rows: Tensor, places: list[int] | None) -> None:
         """Answer the requests of rows that have ended, and free the rows; keep states of those in ``places``."""
@@ -333,20 +333,20 @@ class Generation:
         longest = max(lengths, default=0)
         tokens, log_probs = (table[rows, :longest].tolist() for table in (self._tokens, self._log_probs))
         for at, (row, n, reason) in enumerate(zip(rows.tolist(), lengths, reasons, strict=True)):
-            number, group = self._running[row]
+            request_id, group = self._running[row]
             answer = self._answer(tokens[at][:n], log_probs[at][:n], reason)
-            if self._routing is not None and number in self._routed:
+            if self._routing is not None and request_id in self._routed:
                 answer = replace(answer, routed_experts=self._routing.of(row, n))
             if self._cache is not None and places is not None:  # the last token has not gone into the model
                 text = group.prompt_ids + answer.token_ids[:-1]
                 self._cache.add(text, functools.partial(self._memory.row_states, places[at]), group.spans)
-            self._queue.answer(number, answer)
+            self._queue.answer(request_id, answer)
         self._release(rows.tolist())
 
     def _without(self, cancelled: set[int], rows: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Drop cancelled requests; return the rows that go on, and their logits."""
-        for number in cancelled:
-            self._told.pop(number, None)
+        for request_id in cancelled:
+            self._streamed.pop(request_id, None)
         for group in self._waiting:
             group.members = [member for member in group.members if member[0] not in cancelled]
         for prompt, group in list(self._open.items()):
@@ -367,7 +367,7 @@ class Generation:
         if self._routing is not None:
             self._routing.drop(rows)
         for row in rows:
-            number, _ = self._running.pop(row)
-            self._routed.discard(number)
-            self._told.pop(number, None)
+            request_id, _ = self._running.pop(row)
+            self._routed.discard(request_id)
+            self._streamed.pop(request_id, None)
             heapq.heappush(self._free, row)

@@ -68,15 +68,15 @@ class KeyValueMemory(ABC):
     Args:
         room: largest number of rows at once.
         prompt_room: length of the longest prompt, in tokens.
-        own_room: largest number of response tokens to store: all but the last, which is never attended to.
+        response_room: largest number of response tokens to store: all but the last, which is never attended to.
         text_room: largest number of tokens of a prompt and its response to store; None is the sum of both.
     """
 
     def __init__(
-        self, shape: CacheShape, room: int, prompt_room: int, own_room: int, text_room: int | None = None
+        self, shape: CacheShape, room: int, prompt_room: int, response_room: int, text_room: int | None = None
     ) -> None:
-        self.shape, self.room, self.prompt_room, self.own_room = shape, room, prompt_room, own_room
-        self.text_room = prompt_room + own_room if text_room is None else text_room
+        self.shape, self.room, self.prompt_room, self.response_room = shape, room, prompt_room, response_room
+        self.text_room = prompt_room + response_room if text_room is None else text_room
         none = torch.zeros(0, dtype=torch.long, device=shape.device)
         self.prompt_lengths = none
         """(rows,) length of each row's prompt."""
@@ -117,7 +117,7 @@ class KeyValueMemory(ABC):
                 than the prompt has; None where there are none.
             offsets: of each prompt, see the attribute; None: all 0.
         """
-        places = self._make_places(counts)
+        places = self._allocate_places(counts)
         lengths, new_offsets = (
             torch.tensor(values).repeat_interleave(torch.tensor(counts)).to(self.shape.device)
             for values in (prompt_lengths, offsets or [0] * len(counts))
@@ -134,7 +134,7 @@ class KeyValueMemory(ABC):
                     memory[..., :known_length, :] = part[:, None]
 
     @abstractmethod
-    def _make_places(self, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    def _allocate_places(self, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """Choose places for new prompts and their rows, before these are counted.
 
         Returns:
@@ -182,15 +182,15 @@ class KeyValueMemory(ABC):
         )
         return keys, values
 
-    def prompt_states(self, number: int, start: int, end: int) -> Tensor:
+    def prompt_states(self, prompt_index: int, start: int, end: int) -> Tensor:
         """Return a copy of the states of tokens ``start`` to ``end`` of a prompt of the last :meth:`admit`.
 
         States are keys, then values: (2, layers, kv_heads, tokens, head_dim).
         """
-        return torch.stack([memory[:, 0, :, start:end] for memory in self._newest[number].views])
+        return torch.stack([memory[:, 0, :, start:end] for memory in self._newest[prompt_index].views])
 
     @abstractmethod
-    def row_states(self, place: int, start: int, end: int) -> Tensor:
+    def row_states(self, row: int, start: int, end: int) -> Tensor:
         """Return a copy of the states of tokens ``start`` to ``end`` of a row's prompt and response so far."""
 
     @property
@@ -218,16 +218,18 @@ class SharedPromptMemory(KeyValueMemory):
         shape: CacheShape,
         room: int,
         prompt_room: int,
-        own_room: int,
+        response_room: int,
         text_room: int | None = None,
     ) -> None:
-        super().__init__(shape, room, prompt_room, own_room, text_room)
+        super().__init__(shape, room, prompt_room, response_room, text_room)
         self._kernels = kernels
         self.shared = shape.allocate(room, prompt_room)
         """Keys and values of prompts, (layers, prompts, kv_heads, room, head_dim) each."""
-        self.own = shape.allocate(room, max(1, own_room))
+        self.responses = shape.allocate(room, max(1, response_room))
         """Keys and values of responses, (layers, slots, kv_heads, room, head_dim) each."""
-        self._shared_of, self._own_of = (list(zip(*memory, strict=True)) for memory in (self.shared, self.own))
+        self._shared_of, self._responses_of = (
+            list(zip(*memory, strict=True)) for memory in (self.shared, self.responses)
+        )
         self._slots, self._prompts = self.lengths, self.lengths
 
     @property
@@ -239,9 +241,9 @@ class SharedPromptMemory(KeyValueMemory):
     @property
     def nbytes(self) -> int:
         """Bytes reserved; the operating system provides pages when they are first written."""
-        return sum(part.nbytes for part in (*self.shared, *self.own))
+        return sum(part.nbytes for part in (*self.shared, *self.responses))
 
-    def _make_places(self, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    def _allocate_places(self, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         free = _missing(self._slots, self.room)
         self._slots = torch.cat([self._slots, torch.tensor(free[: sum(counts)])])
         newest = _missing(self._prompts, self.room)[: len(counts)]
@@ -255,16 +257,18 @@ class SharedPromptMemory(KeyValueMemory):
         self._slots, self._prompts = self._slots[places], self._prompts[places]
         return super().keep(places)
 
-    def row_states(self, place: int, start: int, end: int) -> Tensor:
+    def row_states(self, row: int, start: int, end: int) -> Tensor:
         """See :meth:`KeyValueMemory.row_states`."""
-        slot, prompt, length = int(self._slots[place]), int(self._prompts[place]), int(self.prompt_lengths[place])
+        slot, prompt, length = int(self._slots[row]), int(self._prompts[row]), int(self.prompt_lengths[row])
         shared = torch.stack([memory[:, prompt, :, start : min(end, length)] for memory in self.shared])
-        own = torch.stack([memory[:, slot, :, max(start - length, 0) : max(end - length, 0)] for memory in self.own])
-        return torch.cat([shared, own], dim=3)
+        response = torch.stack(
+            [memory[:, slot, :, max(start - length, 0) : max(end - length, 0)] for memory in self.responses]
+        )
+        return torch.cat([shared, response], dim=3)
 
     @property
     def places(self) -> RowsOfMemory:
-        """Places of the rows in ``own`` and ``shared``; see :meth:`KeyValueMemory.places`."""
+        """Places of the rows in ``responses`` and ``shared``; see :meth:`KeyValueMemory.places`."""
         return RowsOfMemory(self._slots, self.lengths, self._prompts, self.prompt_lengths)
 
     def decode(
@@ -275,7 +279,7 @@ class SharedPromptMemory(KeyValueMemory):
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
-            self._own_of[layer],
+            self._responses_of[layer],
             self._shared_of[layer],
             places,
             rule.scale,
@@ -311,9 +315,9 @@ class CopiedPromptMemory(KeyValueMemory):
     """Memory with row i in slot i, so that attention reads views; the last rows move into gaps of removed ones."""
 
     def __init__(
-        self, shape: CacheShape, room: int, prompt_room: int, own_room: int, text_room: int | None = None
+        self, shape: CacheShape, room: int, prompt_room: int, response_room: int, text_room: int | None = None
     ) -> None:
-        super().__init__(shape, room, prompt_room, own_room, text_room)
+        super().__init__(shape, room, prompt_room, response_room, text_room)
         self._memory = shape.allocate(room, self.text_room)
         self._filled = 0
 
@@ -333,7 +337,7 @@ class CopiedPromptMemory(KeyValueMemory):
         super().admit(prompt_lengths, counts, known, offsets)
         self._filled = max(self._filled, *prompt_lengths)
 
-    def _make_places(self, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    def _allocate_places(self, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         keys, values = self._memory
         ends = list(accumulate(counts, initial=self.rows))
         return [(keys[:, start:end], values[:, start:end]) for start, end in pairwise(ends)]
@@ -357,9 +361,9 @@ class CopiedPromptMemory(KeyValueMemory):
         self._filled = int(self.positions.max()) if count else 0
         return order
 
-    def row_states(self, place: int, start: int, end: int) -> Tensor:
+    def row_states(self, row: int, start: int, end: int) -> Tensor:
         """See :meth:`KeyValueMemory.row_states`."""
-        return torch.stack([memory[:, place, :, start:end] for memory in self._memory])
+        return torch.stack([memory[:, row, :, start:end] for memory in self._memory])
 
     @property
     def bound(self) -> int:

@@ -79,8 +79,8 @@ class NativeModel:
         self.routers = Routers(self.module)
         self.kernels = cpu_kernels() if device.type == "cpu" and dtype is torch.float32 else None
         self._standard_attention = attention_of(self.module.config.get_text_config())
-        self._places = _places_of_parameters(self.module, splits)
-        self._count = len(set(self._places.values()))
+        self._weights = _weights_by_name(self.module, splits)
+        self._count = len(set(self._weights.values()))
         # The compiled step computes all layers in one call, and a split model exchanges sums between them.
         is_whole = self.kernels is not None and self.ranks.size == 1
         self._compiled = compiled_decoder(self.module) if is_whole else None
@@ -105,27 +105,27 @@ class NativeModel:
         """
         problems, loaded, changed = [], set(), False
         for name, tensor in weights:
-            place = self._places.get(name)
-            if place is not None and place.holds(tensor):
-                loaded.add(place)
+            weight = self._weights.get(name)
+            if weight is not None and weight.holds(tensor):
+                loaded.add(weight)
                 continue
             changed = True
-            buffer = self._buffer(name) if place is None else None
-            shape = place.shape if place is not None else None if buffer is None else buffer.shape
+            buffer = self._buffer(name) if weight is None else None
+            shape = weight.shape if weight is not None else None if buffer is None else buffer.shape
             if shape is None:
                 problems.append(f"{name} is unknown")
             elif shape != tensor.shape:
                 problems.append(f"{name} has shape {list(tensor.shape)} where {list(shape)} is needed")
             elif buffer is not None:
                 buffer.copy_(tensor)
-            elif place is not None:
-                place.put(tensor.detach(), self.device, self.dtype)
-                loaded.add(place)
+            elif weight is not None:
+                weight.put(tensor.detach(), self.device, self.dtype)
+                loaded.add(weight)
         if changed:
             self.forget()
         if len(loaded) == self._count:
             return problems
-        missing = {place: name for name, place in reversed(self._places.items()) if place not in loaded}
+        missing = {weight: name for name, weight in reversed(self._weights.items()) if weight not in loaded}
         return problems + [f"{name} is missing" for name in reversed(missing.values())]
 
     def _buffer(self, name: str) -> Tensor | None:
@@ -134,8 +134,8 @@ class NativeModel:
     def drop(self) -> None:
         """Release all weights."""
         self.forget()
-        for place in self._places.values():
-            place.drop()
+        for weight in self._weights.values():
+            weight.drop()
 
     def forget(self) -> None:
         """Discard what was derived from weights or attention windows; call it when they are replaced."""
@@ -151,11 +151,11 @@ class NativeModel:
 
     # ---- passes
 
-    def memory(self, room: int, prompt_room: int, own_room: int, text_room: int | None = None) -> KeyValueMemory:
+    def memory(self, room: int, prompt_room: int, response_room: int, text_room: int | None = None) -> KeyValueMemory:
         """Allocate memory for keys and values; see :class:`KeyValueMemory`."""
         if self.kernels is not None and not self._caps_scores:
-            return SharedPromptMemory(self.kernels, self.shape, room, prompt_room, own_room, text_room)
-        return CopiedPromptMemory(self.shape, room, prompt_room, own_room, text_room)
+            return SharedPromptMemory(self.kernels, self.shape, room, prompt_room, response_room, text_room)
+        return CopiedPromptMemory(self.shape, room, prompt_room, response_room, text_room)
 
     @property
     def shape(self) -> CacheShape:
@@ -206,7 +206,7 @@ class NativeModel:
     def decode(self, memory: KeyValueMemory, tokens: Tensor) -> Tensor:
         """Append one token to each running row; return (rows, vocab) logits of the next."""
         if self._compiled is not None and isinstance(memory, SharedPromptMemory):
-            logits = self._compiled(tokens, memory.own, memory.shared, memory.places)
+            logits = self._compiled(tokens, memory.responses, memory.shared, memory.places)
         elif self.graphs is not None and isinstance(memory, CopiedPromptMemory) and not self.routers.are_watched:
             logits = self.graphs(memory, tokens)
         else:
@@ -248,11 +248,11 @@ class NativeModel:
         ``images`` are ``pixel_values`` and ``image_grid_thw``.
         """
         use_attention(self.module, self._standard_attention or "eager")
-        given: dict[str, Tensor] = dict(images)
+        inputs: dict[str, Tensor] = dict(images)
         if self.vision is not None:
-            given["mm_token_type_ids"] = (ids == self.vision.image_token_id).int()[None]
+            inputs["mm_token_type_ids"] = (ids == self.vision.image_token_id).int()[None]
         try:
-            return self.module(input_ids=ids[None], use_cache=False, **given).logits[0]
+            return self.module(input_ids=ids[None], use_cache=False, **inputs).logits[0]
         finally:
             self.use_native_attention()
 
@@ -261,7 +261,7 @@ class NativeModel:
         use_attention(self.module, NATIVE_ATTENTION)
 
 
-class _Place:
+class _Weight:
     """A parameter and the modules that hold it, several if it is tied.
 
     Args:
@@ -269,10 +269,10 @@ class _Place:
         split: the part of the weight that it is; None if it is the whole.
     """
 
-    __slots__ = ("_dtype", "_places", "_pointer", "_split", "_without_memory", "shape")
+    __slots__ = ("_dtype", "_holders", "_pointer", "_split", "_without_memory", "shape")
 
     def __init__(self, without_memory: nn.Parameter, split: Split | None = None) -> None:
-        self._places: list[tuple[nn.Module, str]] = []
+        self._holders: list[tuple[nn.Module, str]] = []
         self._without_memory, self._split = without_memory, split
         # `holds` runs for each weight at each update, with cold caches, so what it compares is kept here.
         self._pointer: int | None = None
@@ -282,7 +282,7 @@ class _Place:
         """Shape of the whole weight."""
 
     def add(self, module: nn.Module, name: str) -> None:
-        self._places.append((module, name))
+        self._holders.append((module, name))
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the parameter and ``tensor`` share memory, shape and format."""
@@ -309,19 +309,19 @@ class _Place:
         self._register(self._without_memory)
 
     def _register(self, parameter: nn.Parameter) -> None:
-        for module, name in self._places:
+        for module, name in self._holders:
             module.register_parameter(name, parameter)
 
 
-def _places_of_parameters(model: nn.Module, splits: Mapping[nn.Parameter, Split]) -> dict[str, _Place]:
-    places: dict[int, _Place] = {}
-    names = {}
+def _weights_by_name(model: nn.Module, splits: Mapping[nn.Parameter, Split]) -> dict[str, _Weight]:
+    by_parameter: dict[int, _Weight] = {}
+    by_name = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            place = places.setdefault(id(parameter), _Place(parameter, splits.get(parameter)))
-            place.add(module, name)
-            names[f"{prefix}.{name}" if prefix else name] = place
-    return names
+            weight = by_parameter.setdefault(id(parameter), _Weight(parameter, splits.get(parameter)))
+            weight.add(module, name)
+            by_name[f"{prefix}.{name}" if prefix else name] = weight
+    return by_name
 
 
 def _check_architecture(module: PreTrainedModel, ranks: int) -> None:

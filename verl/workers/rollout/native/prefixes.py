@@ -24,7 +24,7 @@ class _Page:
     parent: _Page | None
     key: bytes
     """Its tokens, and the hashes of the images that they stand for."""
-    number: int
+    index: int
     """Its index in the memory of all pages."""
     children: dict[bytes, _Page] = field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class PrefixCache:
         """
         pages = list(self._walk(_keys(tokens[:-1], images)))
         self._use(pages)
-        return Prefix(tuple(page.number for page in pages))
+        return Prefix(tuple(page.index for page in pages))
 
     def states(self, prefix: Prefix) -> Tensor:
         """Return a copy of the states of a prefix just found, (2, layers, kv_heads, tokens, head_dim)."""
@@ -85,17 +85,17 @@ class PrefixCache:
         self._use(pages)
         known = len(pages)
         for key in keys[known:]:
-            number = self._free_page(pages)
-            if number is None:
+            page_index = self._free_page(pages)
+            if page_index is None:
                 break
             parent = pages[-1] if pages else self._root
-            page = parent.children[key] = _Page(parent, key, number)
+            page = parent.children[key] = _Page(parent, key, page_index)
             self._order[page] = None
             pages.append(page)
         if len(pages) == known:
             return
         self._use(pages)
-        chosen = torch.tensor([page.number for page in pages[known:]], device=self._states[0].device)
+        chosen = torch.tensor([page.index for page in pages[known:]], device=self._states[0].device)
         for memory, part in zip(self._states, states_of(known * PAGE, len(pages) * PAGE), strict=True):
             memory[:, chosen] = part.unflatten(2, (-1, PAGE)).transpose(1, 2)
 
@@ -108,10 +108,10 @@ class PrefixCache:
     def _walk(self, keys: Sequence[bytes]) -> Iterator[_Page]:
         page = self._root
         for key in keys:
-            found = page.children.get(key)
-            if found is None:
+            child = page.children.get(key)
+            if child is None:
                 return
-            page = found
+            page = child
             yield page
 
     def _use(self, path: Sequence[_Page]) -> None:
@@ -119,16 +119,16 @@ class PrefixCache:
             self._order.move_to_end(page)
 
     def _free_page(self, path: Sequence[_Page]) -> int | None:
-        """Return the number of a free page, dropping the oldest one if need be, but none of ``path``, just used."""
-        number = next(self._free, None)
-        if number is not None:
-            return number
+        """Return the index of a free page, dropping the oldest one if need be, but none of ``path``, just used."""
+        page_index = next(self._free, None)
+        if page_index is not None:
+            return page_index
         oldest = next(iter(self._order))
         if oldest.children or oldest is (path[-1] if path else None):
             return None
         assert oldest.parent is not None
         del self._order[oldest], oldest.parent.children[oldest.key]
-        return oldest.number
+        return oldest.index
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,8 @@ class EngineRanks:
 
     def __init__(self, size: int, device: torch.device) -> None:
         rank, self.leads = engine_group(size, f"rollout.tensor_model_parallel_size={size}")
-        self.size, self.place = size, rank % size
-        self._first = rank - self.place
+        self.size, self.rank_in_engine = size, rank % size
+        self._first = rank - self.rank_in_engine
         self._control: dist.ProcessGroup | None = None
         self._compute: dist.ProcessGroup | None = None
         if size > 1:
@@ -63,13 +63,13 @@ class EngineRanks:
         dist.broadcast_object_list(values, self._first, self._control)
         return cast(T, values[0])
 
-    def smallest(self, number: int) -> int:
-        """Return the smallest of all ranks' numbers."""
+    def smallest(self, value: int) -> int:
+        """Return the smallest of all ranks' values."""
         if self._control is None:
-            return number
-        found = torch.tensor([number])
-        dist.all_reduce(found, dist.ReduceOp.MIN, self._control)
-        return int(found)
+            return value
+        minimum = torch.tensor([value])
+        dist.all_reduce(minimum, dist.ReduceOp.MIN, self._control)
+        return int(minimum)
 
     def of_first(self, tensor: Tensor) -> Tensor:
         """Return the tensor of the first rank; the others give one of the same shape and format."""
@@ -91,13 +91,15 @@ class EngineRanks:
         part = nn.functional.pad(part, (0, widest - part.shape[-1])).contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part, group=self._compute)
-        lengths = [self.bounds(count, place)[1] for place in range(self.size)]
-        return torch.cat([found[..., :length] for found, length in zip(parts, lengths, strict=True)], dim=-1)
+        lengths = [self.bounds(count, rank)[1] for rank in range(self.size)]
+        return torch.cat(
+            [padded_part[..., :length] for padded_part, length in zip(parts, lengths, strict=True)], dim=-1
+        )
 
-    def bounds(self, count: int, place: int | None = None) -> tuple[int, int]:
+    def bounds(self, count: int, rank_in_engine: int | None = None) -> tuple[int, int]:
         """Return start and length of a rank's part of ``count`` elements; by default of this rank's part."""
-        place = self.place if place is None else place
-        start, end = (number * count // self.size for number in (place, place + 1))
+        rank_in_engine = self.rank_in_engine if rank_in_engine is None else rank_in_engine
+        start, end = (rank * count // self.size for rank in (rank_in_engine, rank_in_engine + 1))
         return start, end - start
 
 
@@ -190,7 +192,7 @@ def split_model(module: PreTrainedModel, ranks: EngineRanks) -> dict[nn.Paramete
     query = tuple(n * head_dim for n in ranks.bounds(heads))
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     kv_count = kv_heads_per_rank(module.config, ranks.size)
-    key = ranks.place * kv_heads // ranks.size * head_dim, kv_count * head_dim
+    key = ranks.rank_in_engine * kv_heads // ranks.size * head_dim, kv_count * head_dim
     base: Any = module.base_model
     plan = text.base_model_tp_plan or {}
     for name, layer in list(base.named_modules()):
@@ -206,7 +208,7 @@ def split_model(module: PreTrainedModel, ranks: EngineRanks) -> dict[nn.Paramete
             start, length = query if in_attention else ranks.bounds(layer.in_features)
             splits[layer.weight] = Part(layer.weight.shape, 1, start, length)
             if layer.bias is not None:
-                splits[layer.bias] = OnFirst(layer.bias.shape, ranks.place == 0)
+                splits[layer.bias] = OnFirst(layer.bias.shape, ranks.rank_in_engine == 0)
             layer.in_features = length
             layer.register_forward_hook(lambda _, __, output: ranks.added(output))
     _split_vocabulary(module, ranks, splits)
@@ -237,12 +239,12 @@ def _split_vocabulary(module: PreTrainedModel, ranks: EngineRanks, splits: dict[
     size = embedding.num_embeddings
     start, length = ranks.bounds(size)
     _split_rows(embedding, (start, length), splits)
-    own, embedding.padding_idx = embedding.forward, None  # that row need not be here
+    look_up, embedding.padding_idx = embedding.forward, None  # that row need not be here
 
     def forward(ids: Tensor) -> Tensor:
         places = ids - start
         is_here = (places >= 0) & (places < length)
-        rows = own(places.clamp(0, length - 1))
+        rows = look_up(places.clamp(0, length - 1))
         return ranks.added(rows.masked_fill(~is_here[..., None], 0))
 
     embedding.forward = forward

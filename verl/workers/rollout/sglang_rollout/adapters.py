@@ -44,14 +44,14 @@ def completed(
     layers = {name.split(".lora_")[0]: name for name in adapters}
     check_layers(layers, allowed)
     rank = max(tensor.shape[0] for name, tensor in adapters.items() if ".lora_A." in name)
-    found: dict[str, Tensor] = {}
+    completed_adapters: dict[str, Tensor] = {}
     for layer, some in layers.items():
-        parent, own = layer.rsplit(".", 1)
-        for other in next((group for group in _FUSED if own in group), (own,)):
+        parent, last = layer.rsplit(".", 1)
+        for other in next((group for group in _FUSED if last in group), (last,)):
             side, weight = f"{parent}.{other}", shapes[f"{parent}.{other}.weight"]
             for part, shape in (("A", (rank, weight[1])), ("B", (weight[0], rank))):
                 name = f"{side}.lora_{part}.weight"
-                given = adapters.get(name, adapters[some].new_zeros(shape))
-                missing = [size - has for size, has in zip(shape, given.shape, strict=True)]
-                found[name] = functional.pad(given, (0, missing[1], 0, missing[0]))
-    return found
+                adapter = adapters.get(name, adapters[some].new_zeros(shape))
+                missing = [size - has for size, has in zip(shape, adapter.shape, strict=True)]
+                completed_adapters[name] = functional.pad(adapter, (0, missing[1], 0, missing[0]))
+    return completed_adapters

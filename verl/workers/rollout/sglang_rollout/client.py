@@ -103,18 +103,18 @@ class SGLangClient(EngineClient):
         def work(http: HttpClient) -> Coroutine[object, object, None]:
             names: dict[int, str] = {}
 
-            async def ask(number: int, response: PartialResponse) -> None:
-                names[number] = uuid.uuid4().hex
+            async def ask(request_id: int, response: PartialResponse) -> None:
+                names[request_id] = uuid.uuid4().hex
                 try:
-                    with refusals(), self._asked([response], names[number]) as body:
+                    with refusals(), self._asked([response], names[request_id]) as body:
                         take([response], await http.request("POST", "/generate", body))
                 finally:
-                    del names[number]
+                    del names[request_id]
 
-            async def cancel(number: int) -> None:
-                if number in names:  # else it was not sent yet
+            async def cancel(request_id: int) -> None:
+                if request_id in names:  # else it was not sent yet
                     # Without this SGLang finds out after seconds that the connection was closed.
-                    await http.request("POST", "/abort_request", {"rid": names[number]}, is_work=False)
+                    await http.request("POST", "/abort_request", {"rid": names[request_id]}, is_work=False)
 
             def abort_all() -> Coroutine[object, object, object]:
                 return http.request("POST", *_ABORT_ALL, is_work=False)
@@ -235,10 +235,10 @@ def take(responses: Sequence[PartialResponse], answers: Sequence[Mapping[str, An
     """
     for response, answer in zip(responses, answers, strict=bool(answers)):
         tokens, meta = answer["output_ids"], answer["meta_info"]
-        found = [entry[0] for entry in meta.get("output_token_logprobs") or ()][: len(tokens)]
-        if len(found) != len(tokens):
-            raise RolloutError(f"SGLang gave {len(found)} log-probs for {len(tokens)} tokens.")
-        log_probs = [math.nan if value is None else value for value in found]
+        reported = [entry[0] for entry in meta.get("output_token_logprobs") or ()][: len(tokens)]
+        if len(reported) != len(tokens):
+            raise RolloutError(f"SGLang gave {len(reported)} log-probs for {len(tokens)} tokens.")
+        log_probs = [math.nan if value is None else value for value in reported]
         response.num_preempted = meta.get("num_retractions")
         response.take(tokens, log_probs, meta["finish_reason"]["type"])
 
@@ -276,7 +276,7 @@ def check_report(sent: Mapping[str, str], report: Mapping[str, Any], rank: int) 
     if not report["sampler"]:
         raise RolloutError("SGLang does not use verl's sampler: this version of SGLang is not supported.")
     check_arrival(sent, report["arrived"], f"SGLang (rank {rank})")
-    held = {name: found for name, found in report["held"].items() if name in sent}
+    held = {name: value for name, value in report["held"].items() if name in sent}
     check_arrival({name: sent[name] for name in held}, held, f"the model of SGLang (rank {rank})")
 
 

@@ -81,8 +81,8 @@ class VLLMClient(EngineClient):
     def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
         """See :meth:`EngineClient.generate`. With stop texts, tokens are streamed so that work ends at a stop text."""
 
-        def take(number: int, answer: object) -> bool:
-            return self.take(responses[number], answer)
+        def take(index: int, answer: object) -> bool:
+            return self.take(responses[index], answer)
 
         if any(response.is_end is not None for response in responses):
             streamed = [self._body(response, stream=True) for response in responses]
@@ -95,11 +95,11 @@ class VLLMClient(EngineClient):
         """See :meth:`EngineClient.serve`. vLLM drops a request whose connection is closed."""
 
         def work(http: HttpClient) -> Coroutine[object, object, None]:
-            async def ask(number: int, response: PartialResponse) -> None:
+            async def ask(request_id: int, response: PartialResponse) -> None:
                 def take(answer: object) -> bool:
                     is_done = self.take(response, answer)
                     if not is_done:
-                        requests.tell(number, response)
+                        requests.answer_part(request_id, response)
                     return is_done
 
                 streams = response.is_end is not None or response.request.streams
@@ -146,8 +146,8 @@ class VLLMClient(EngineClient):
         if not answer["choices"]:
             return False
         choice = answer["choices"][0]
-        found = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or []]
-        log_probs = [value if value > _NOT_FINITE else -math.inf for value in found]
+        reported = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or []]
+        log_probs = [value if value > _NOT_FINITE else -math.inf for value in reported]
         return response.take(choice["token_ids"] or [], log_probs, choice["finish_reason"])
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
@@ -156,8 +156,8 @@ class VLLMClient(EngineClient):
         try:
             for index, part in enumerate(self._buffer.parts(weights, bucket_bytes)):
                 loaded = self._call_workers("load_weights_part", part.description(), index == 0)
-                for number, worker in enumerate(loaded):
-                    check_arrival(part.checksums, worker["checksums"], f"vLLM (worker {number})")
+                for worker_index, worker in enumerate(loaded):
+                    check_arrival(part.checksums, worker["checksums"], f"vLLM (worker {worker_index})")
                 size += part.nbytes
         except EngineLostError:
             is_lost = True
@@ -176,8 +176,10 @@ class VLLMClient(EngineClient):
             if not self._knows_adapters:  # the server's front end must know the name; the workers load them below
                 self.server.post("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(folder)})
                 self._knows_adapters = True
-            for number, worker in enumerate(self._call_workers("load_adapters", ADAPTER, ADAPTER_ID, str(folder))):
-                check_arrival(sent, worker["checksums"], f"vLLM (worker {number})")
+            for worker_index, worker in enumerate(
+                self._call_workers("load_adapters", ADAPTER, ADAPTER_ID, str(folder))
+            ):
+                check_arrival(sent, worker["checksums"], f"vLLM (worker {worker_index})")
         finally:
             shutil.rmtree(folder)
         self._reset_cache()
