@@ -21,11 +21,11 @@ class RecordingLink:
         self.cancelled: list[int] = []
         self.aborted = self.closed = 0
 
-    def put(self, number: int, request: RolloutRequest) -> None:
-        self.sent.append((number, request.prompt_ids[0]))
+    def put(self, request_id: int, request: RolloutRequest) -> None:
+        self.sent.append((request_id, request.prompt_ids[0]))
 
-    def cancel(self, number: int) -> None:
-        self.cancelled.append(number)
+    def cancel(self, request_id: int) -> None:
+        self.cancelled.append(request_id)
 
     def abort(self) -> None:
         self.aborted += 1

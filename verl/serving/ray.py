@@ -69,11 +69,11 @@ class _Mailbox:
         self._arrived = asyncio.Event()
         self.was_asked = asyncio.Event()
 
-    def put(self, number: int, request: RolloutRequest) -> None:
-        self.add(("put", number, request))
+    def put(self, request_id: int, request: RolloutRequest) -> None:
+        self.add(("put", request_id, request))
 
-    def cancel(self, number: int) -> None:
-        self.add(("cancel", number, None))
+    def cancel(self, request_id: int) -> None:
+        self.add(("cancel", request_id, None))
 
     def abort(self) -> None:
         self.add(("abort", 0, None))

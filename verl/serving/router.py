@@ -39,11 +39,11 @@ class RolloutEndedError(RolloutError):
 class EngineLink(Protocol):
     """The way to one engine; none of its methods waits. A ``RequestQueue`` is one."""
 
-    def put(self, number: int, request: RolloutRequest) -> None:
-        """Send a request under a number that is new to the engine."""
+    def put(self, request_id: int, request: RolloutRequest) -> None:
+        """Send a request under an id that is new to the engine."""
         ...
 
-    def cancel(self, number: int) -> None:
+    def cancel(self, request_id: int) -> None:
         """Withdraw a request."""
         ...
 
@@ -135,9 +135,9 @@ class Router:
         finally:
             self._forget(number)
 
-    def take_answer(self, number: int, answer: Answer | DrawnPart) -> None:
+    def take_answer(self, request_id: int, answer: Answer | DrawnPart) -> None:
         """Pass on an engine's answer, or a part of it; that of a cancelled request is ignored."""
-        pending = self._pending.get(number)
+        pending = self._pending.get(request_id)
         if pending is None or pending.engine is None or pending.answer.done():
             return
         self._engines[pending.engine].heard_at = time.monotonic()

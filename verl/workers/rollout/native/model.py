@@ -261,7 +261,7 @@ class NativeModel:
         use_attention(self.module, NATIVE_ATTENTION)
 
 
-class _Weight:
+class _TiedWeight:
     """A parameter and the modules that hold it, several if it is tied.
 
     Args:
@@ -313,12 +313,12 @@ class _Weight:
             module.register_parameter(name, parameter)
 
 
-def _weights_by_name(model: nn.Module, splits: Mapping[nn.Parameter, Split]) -> dict[str, _Weight]:
-    by_parameter: dict[int, _Weight] = {}
+def _weights_by_name(model: nn.Module, splits: Mapping[nn.Parameter, Split]) -> dict[str, _TiedWeight]:
+    by_parameter: dict[int, _TiedWeight] = {}
     by_name = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            weight = by_parameter.setdefault(id(parameter), _Weight(parameter, splits.get(parameter)))
+            weight = by_parameter.setdefault(id(parameter), _TiedWeight(parameter, splits.get(parameter)))
             weight.add(module, name)
             by_name[f"{prefix}.{name}" if prefix else name] = weight
     return by_name
