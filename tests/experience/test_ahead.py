@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.tiny_run import make_tiny_run, overrides, same
+from tests.support.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
 from verl.config import PPOConfig
 from verl.errors import CheckpointError, ConfigError
 from verl.experience.lockstep import Lockstep
@@ -70,6 +71,8 @@ def test_a_step_trains_on_responses_of_the_weights_so_many_updates_before(
     assert steps[5]["rollout_corr/kl"] > 1e-4
 
 
+IMAGES = {"data__max_prompt_length": 40}
+CRITIC = {"algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": "true", "trainer__critic_warmup": 1}
 FILTERS = {
     "algorithm__filter_groups__enable": "true",
     "algorithm__filter_groups__metric": "seq_reward",
@@ -80,12 +83,20 @@ FILTERS = {
 
 @pytest.mark.parametrize(
     "changes",
-    [{"reward_model__launch_reward_fn_async": "true"}, FILTERS],
-    ids=["scores_under_way", "dynamic_sampling"],
+    [
+        pytest.param({"reward_model__launch_reward_fn_async": "true"}, id="scores_under_way"),
+        pytest.param(FILTERS, id="dynamic_sampling"),
+        pytest.param(CRITIC, id="critic", marks=pytest.mark.slow),
+        pytest.param(IMAGES, id="images", marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_run_trains_on_what_was_sampled_before(
     train: Train, changes: Mapping[str, object], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    if changes is IMAGES:
+        pictures = write_parquet(tmp_path / "train.parquet", picture_rows(8, text_every=4))
+        model = tiny_vision_model_dir(tmp_path / "vision")
+        changes = IMAGES | {"data__train_files": pictures, "actor_rollout_ref__model__path": model}
     common = {"trainer__async__lag": 2, "actor_rollout_ref__rollout__name": "native"} | dict(changes)
     straight = train("straight", trainer__total_training_steps=5, **common)
     folder = tmp_path / "stopped"

@@ -17,6 +17,7 @@ from tests.protocol.batches import batches, four_rows, same
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.protocol.files import FORMAT, TREE
+from verl.protocol.shared import SharedTensors
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -49,6 +50,18 @@ def test_nested_values_keep_their_types(tmp_path: Path):
     assert read["tensor"].dtype == torch.bfloat16
     assert read["texts"].tolist() == ["a", "bcd"]
     assert [read[key] for key in ("scalar", "tuple", "bytes", 1)] == [0.5, (1, [None, True]), b"\x00\xff", value[1]]
+
+
+def test_rows_that_share_tensors_share_them_again(tmp_path: Path):
+    pixels = torch.arange(200_000, dtype=torch.float32).view(2, -1)
+    first, second = SharedTensors({"pixels": pixels}), SharedTensors({"pixels": pixels + 1})
+    rows = {"images": [first, first, {}, second], "more": [[first], None, None, None]}
+    DataProto.from_dict(non_tensors=rows).save_to_disk(tmp_path / "batch")
+    read = DataProto.load_from_disk(tmp_path / "batch")
+    assert read.images[0] is read.images[1] is read.more[0][0]
+    assert torch.equal(read.images[1]["pixels"], pixels)
+    assert torch.equal(read.images[3]["pixels"], pixels + 1)
+    assert (tmp_path / "batch").stat().st_size < 2.1 * pixels.nbytes
 
 
 def test_what_is_read_is_the_readers_own(tmp_path: Path):

@@ -13,6 +13,7 @@ import torch
 
 from tests.support.tiny_run import make_tiny_run, overrides, same
 from tests.trainer.own_fit import OwnFitRunner, OwnFitTrainer, OwnRunner
+from verl.errors import ConfigError
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
@@ -143,3 +144,8 @@ def test_ppo_with_all_models_on_two_ranks(train: Run, ray_cluster: None) -> None
     own, ours = train(OwnRunner, "own", **settings), train(TaskRunner, "ours", **settings)
     assert_same(own, ours)
     assert {"critic/vf_loss", "actor/reward_kl_penalty"} <= own[0][1].keys()
+
+
+def test_a_fit_that_samples_by_itself_does_not_sample_ahead(train: Run) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.async\.lag=1 samples ahead in verl's own step"):
+        train(OwnFitRunner, "ahead", trainer__total_training_steps=1, trainer__async__lag=1)

@@ -4,7 +4,8 @@ Reading never runs code from a file, so files of any origin are safe; pickles ar
 arrays, tensors and bytes inside other values, are entries of the file; the rest is one entry of JSON text.
 
 Non-tensor columns and ``meta_info`` may hold None, bool, int, float, str, bytes, numpy scalars, numpy arrays (numbers,
-booleans, strings, objects of these kinds), tensors, and lists, tuples and dicts of all these.
+booleans, strings, objects of these kinds), tensors, :class:`~verl.protocol.shared.SharedTensors`, and lists, tuples and
+dicts of all these. Shared tensors are written once, and rows that share them share them again when they are read.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from verl.errors import DataError
 from verl.protocol.columns import describe, object_array
+from verl.protocol.shared import SharedTensors
 
 FORMAT = "verl.DataProto.1"
 TREE = "tree"
@@ -91,6 +93,7 @@ class _Encoder:
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._shared: dict[SharedTensors, int] = {}
 
     def encode(self, value: object, where: str) -> Any:
         if value is None or type(value) in (bool, int, float, str):
@@ -110,6 +113,11 @@ class _Encoder:
             return {TAG: "bytes", "value": self._add_tensor(_bytes_tensor(value))}
         if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in NUMBERS + OBJECTS:
             return self._array(np.asarray(value), where)
+        if isinstance(value, SharedTensors):
+            is_new = value not in self._shared
+            index = self._shared.setdefault(value, len(self._shared))
+            arrays = {name: self._array(array, where) for name, array in value.arrays().items()} if is_new else None
+            return {TAG: "shared", "index": index, "value": arrays}
         if isinstance(value, tuple):
             return {TAG: "tuple", "value": [self.encode(item, where) for item in value]}
         if type(value) is dict:
@@ -136,6 +144,7 @@ class _Encoder:
 class _Decoder:
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
+        self._shared: dict[int, SharedTensors] = {}
 
     def decode(self, value: object) -> Any:
         if isinstance(value, list):
@@ -156,6 +165,11 @@ class _Decoder:
                 return _shaped(np.frombuffer(self._bytes(content), _dtype(value, NUMBERS)).copy(), value)
             case "objects":
                 return _shaped(object_array(self.decode(content)).astype(_dtype(value, OBJECTS)), value)
+            case "shared":
+                if content is not None:
+                    arrays = self.decode(content)
+                    self._shared[value["index"]] = SharedTensors({k: torch.from_numpy(a) for k, a in arrays.items()})
+                return self._shared[value["index"]]
             case "tuple":
                 return tuple(self.decode(content))
             case "dict":
