@@ -32,7 +32,7 @@ MOVED: dict[str, str] = {
 CLASSES = {
     "verl.compat.own_fit.ray_trainer": {"RayPPOTrainer": "verl.trainer.ppo.ray_trainer.RayPPOTrainer"},
     "verl.compat.toolkit.rollouts": {"RolloutSkip": "verl.utils.rollout_skip.RolloutSkip"},
-    "verl.utils.dataset.rl_dataset": {"RLHFDataset": "verl.utils.dataset.rl_dataset.RLHFDataset"},
+    "verl.datasets.rl_dataset": {"RLHFDataset": "verl.utils.dataset.rl_dataset.RLHFDataset"},
     "verl.workers.fsdp_workers": {"ActorRolloutRefWorker": "verl.workers.fsdp_workers.ActorRolloutRefWorker"},
     "verl.workers.rollout.base": {"BaseRollout": "verl.workers.rollout.base.BaseRollout"},
     "verl.workers.training_workers": {"TrainingWorker": "verl.workers.engine_workers.TrainingWorker"},
@@ -139,7 +139,7 @@ def _offer_names(module: ModuleType) -> None:
             return _other_name(address, name)
 
     vars(module)["__getattr__"] = look_up
-    for name, public in CLASSES.get(address, {}).items():
+    for name, public in CLASSES.get(module.__name__, {}).items():
         getattr(module, name).__getattr__ = _refusal_of_absent_attributes(public)
 
 
