@@ -117,7 +117,7 @@ class RunSettings:
         if changed:
             rest = [f"and {len(changed) - self.SHOWN} more"] if len(changed) > self.SHOWN else []
             logger.warning(
-                "The checkpoint was made with other settings. The run goes on with its own:\n  %s",
+                "The checkpoint was made with other settings. This run uses those of its command:\n  %s",
                 "\n  ".join(changed[: self.SHOWN] + rest),
             )
 
