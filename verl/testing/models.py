@@ -132,10 +132,10 @@ def tiny_model(
         fields["num_labels"] = 1
     if family == "qwen2":
         del fields["head_dim"]
-    prefix, own = MIXTURES[family] if family in MIXTURES else (FAMILIES[family], {})
+    prefix, family_fields = MIXTURES[family] if family in MIXTURES else (FAMILIES[family], {})
     if family == "deepseek_v3":
         del fields["head_dim"]  # of its parts: qk_rope_head_dim and qk_nope_head_dim
-    fields |= own | overrides
+    fields |= family_fields | overrides
     config = getattr(transformers, f"{prefix}Config")(**fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -99,9 +99,9 @@ class EngineUnderTest:
         assert [output.finish_reason for output in outputs] == [other.finish_reason for other in others]
         self.assert_close([output.log_probs for output in outputs], [other.log_probs for other in others])
 
-    def assert_close(self, found: list[list[float]], expected: list[list[float]]) -> None:
+    def assert_close(self, actual: list[list[float]], expected: list[list[float]]) -> None:
         """The same log-probs, up to the engine's tolerance."""
-        for some, others in zip(found, expected, strict=True):
+        for some, others in zip(actual, expected, strict=True):
             assert len(some) == len(others)
             np.testing.assert_allclose(some, others, atol=self.log_prob_tolerance, rtol=1e-5)
 

@@ -44,11 +44,11 @@ def check_log_probs_are_of_the_distribution_that_is_drawn_from(engine: EngineUnd
     for family in engine.families:
         requests = [request(p, seed=7 * i, **way) for i, p in enumerate(PROMPTS) for way in WAYS]
         outputs = engine.ready(family).generate(requests)
-        for asked, given in zip(requests, outputs, strict=True):
-            assert len(given.log_probs) == len(given.token_ids) >= 1
-            expected = oracle_processed_log_probs(asked, given.token_ids, family)
+        for asked, output in zip(requests, outputs, strict=True):
+            assert len(output.log_probs) == len(output.token_ids) >= 1
+            expected = oracle_processed_log_probs(asked, output.token_ids, family)
             torch.testing.assert_close(
-                torch.tensor(given.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5
+                torch.tensor(output.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5
             )
 
 
@@ -57,9 +57,9 @@ def check_raw_log_probs_equal_a_full_forward_pass(engine: EngineUnderTest) -> No
     requests = [request(p, seed=7 * i, **way) for i, p in enumerate(PROMPTS) for way in WAYS]
     outputs = engine.ready(logprobs_mode="raw_logprobs").generate(requests)
     assert tokens_of(outputs) == tokens_of(engine.ready().generate(requests))
-    for asked, given in zip(requests, outputs, strict=True):
-        expected = oracle_log_probs(asked.prompt_ids, given.token_ids, 1.0, "qwen3")
-        torch.testing.assert_close(torch.tensor(given.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5)
+    for asked, output in zip(requests, outputs, strict=True):
+        expected = oracle_log_probs(asked.prompt_ids, output.token_ids, 1.0, "qwen3")
+        torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5)
 
 
 def check_untruncated_log_probs_are_what_the_trainer_computes(engine: EngineUnderTest) -> None:
@@ -67,11 +67,11 @@ def check_untruncated_log_probs_are_what_the_trainer_computes(engine: EngineUnde
     for family in engine.families:
         requests = [request(p, seed=7 * i, **way) for i, p in enumerate(PROMPTS) for way in ways]
         outputs = engine.ready(family).generate(requests)
-        for asked, given in zip(requests, outputs, strict=True):
-            assert len(given.log_probs) == len(given.token_ids) >= 1
-            expected = oracle_log_probs(asked.prompt_ids, given.token_ids, asked.sampling.temperature, family)
+        for asked, output in zip(requests, outputs, strict=True):
+            assert len(output.log_probs) == len(output.token_ids) >= 1
+            expected = oracle_log_probs(asked.prompt_ids, output.token_ids, asked.sampling.temperature, family)
             torch.testing.assert_close(
-                torch.tensor(given.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5
+                torch.tensor(output.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5
             )
 
 
@@ -246,8 +246,8 @@ def check_each_request_has_its_own_length(engine: EngineUnderTest) -> None:
     """Rows end one by one; those that go on must go on from their own past."""
     lengths = [2, 12, 1, 9, 3, 6]
     requests = [greedy(p, max_tokens=n) for p, n in zip(PROMPTS, lengths, strict=True)]
-    for asked, given, length in zip(requests, engine.ready().generate(requests), lengths, strict=True):
-        assert given.token_ids == oracle_greedy(asked.prompt_ids, length)
-        assert given.finish_reason == "length"
-        expected = oracle_log_probs(asked.prompt_ids, given.token_ids, 1.0, "qwen3")
-        torch.testing.assert_close(torch.tensor(given.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5)
+    for asked, output, length in zip(requests, engine.ready().generate(requests), lengths, strict=True):
+        assert output.token_ids == oracle_greedy(asked.prompt_ids, length)
+        assert output.finish_reason == "length"
+        expected = oracle_log_probs(asked.prompt_ids, output.token_ids, 1.0, "qwen3")
+        torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5)

@@ -52,13 +52,13 @@ class Serving:
             with self._came:
                 self._came.notify_all()
 
-    def _take(self, number: int, answer: Answer | DrawnPart) -> None:
+    def _take(self, request_id: int, answer: Answer | DrawnPart) -> None:
         with self._came:
-            assert number not in self.answers, f"request {number} was answered twice"
+            assert request_id not in self.answers, f"request {request_id} was answered twice"
             if isinstance(answer, DrawnPart):
-                self.parts.setdefault(number, []).append(answer)
+                self.parts.setdefault(request_id, []).append(answer)
                 return
-            self.answers[number] = answer
+            self.answers[request_id] = answer
             self._came.notify_all()
 
     def __enter__(self) -> Serving:
@@ -74,8 +74,8 @@ class Serving:
 
     def put(self, requests: list[RolloutRequest], first: int = 0) -> list[int]:
         """Put all requests, numbered from ``first`` on."""
-        for number, asked in enumerate(requests, first):
-            self.queue.put(number, asked)
+        for request_id, asked in enumerate(requests, first):
+            self.queue.put(request_id, asked)
         return list(range(first, first + len(requests)))
 
     def answered(self, numbers: list[int]) -> list[RolloutOutput]:
@@ -84,10 +84,10 @@ class Serving:
             self._came.wait_for(lambda: self._failure or all(n in self.answers for n in numbers), timeout=120)
         if self._failure:
             raise self._failure[0]
-        found = [self.answers[number] for number in numbers]
-        for answer in found:
+        answers = [self.answers[request_id] for request_id in numbers]
+        for answer in answers:
             assert isinstance(answer, RolloutOutput), answer
-        return found  # type: ignore[return-value]
+        return answers  # type: ignore[return-value]
 
 
 def check_arrival_changes_no_response(engine: EngineUnderTest) -> None:
@@ -101,8 +101,8 @@ def check_arrival_changes_no_response(engine: EngineUnderTest) -> None:
         numbers = serving.put([requests[i] for i in order], first=100)
         engine.assert_same(serving.answered(numbers), [expected[i] for i in order])
         asked = [asked for pair in zip(beside, requests, strict=False) for asked in pair]
-        for number, one in enumerate(asked, 200):
-            serving.queue.put(number, one)
+        for request_id, one in enumerate(asked, 200):
+            serving.queue.put(request_id, one)
             time.sleep(0.003)
         engine.assert_same(serving.answered(list(range(201, 200 + len(asked), 2))), expected)
         alone = [serving.answered(serving.put([one], first=300 + i))[0] for i, one in enumerate(requests[:4])]
@@ -120,9 +120,9 @@ def check_what_cannot_be_served_costs_only_itself(engine: EngineUnderTest) -> No
     with Serving(running) as serving:
         numbers = serving.put(good[:3]) + serving.put(bad, first=50) + serving.put(good[3:], first=3)
         engine.assert_same(serving.answered([n for n in numbers if n < 50]), expected)
-    for number, words in ((50, "empty prompt"), (51, "vocabulary of 104"), (52, "there is room for 20")):
-        assert isinstance(serving.answers[number], RolloutError)
-        assert words in str(serving.answers[number])
+    for request_id, words in ((50, "empty prompt"), (51, "vocabulary of 104"), (52, "there is room for 20")):
+        assert isinstance(serving.answers[request_id], RolloutError)
+        assert words in str(serving.answers[request_id])
 
 
 def check_a_cancelled_request_is_dropped_and_others_go_on(engine: EngineUnderTest) -> None:
@@ -135,8 +135,8 @@ def check_a_cancelled_request_is_dropped_and_others_go_on(engine: EngineUnderTes
         serving.put(long)
         time.sleep(0.05)
         serving.put([short[0], long[2], short[1]], first=10)
-        for number in (11, *range(8), 77):
-            serving.queue.cancel(number)
+        for request_id in (11, *range(8), 77):
+            serving.queue.cancel(request_id)
         engine.assert_same(serving.answered([10, 12]), expected)
         serving.put(short[:1], first=20)
         time.sleep(0.05)
@@ -176,13 +176,13 @@ def check_a_response_that_streams_is_told_while_it_is_drawn(engine: EngineUnderT
     with Serving(running) as serving:
         numbers = serving.put([replace(asked[0], streams=True), asked[1], replace(asked[2], streams=True)])
         engine.assert_same(serving.answered(numbers), expected)
-    for number, parts in serving.parts.items():
+    for request_id, parts in serving.parts.items():
         drawn: list[int] = []
         for part in parts:
             assert (part.start, bool(part.token_ids)) == (len(drawn), True)
             drawn += part.token_ids
         assert len(parts[0].token_ids) < 600
-        assert drawn == expected[number].token_ids[: len(drawn)]
+        assert drawn == expected[request_id].token_ids[: len(drawn)]
     assert set(serving.parts) == ({0, 2} if engine.streams else set())
     interrupted = {output.num_preempted for output in [*expected, *serving.answered(numbers)]}
     assert interrupted == ({0} if engine.counts_preemptions else {None})
@@ -238,15 +238,15 @@ def check_abort_gives_back_what_there_is(engine: EngineUnderTest) -> None:
 def _generate_and_abort_after(
     running: BaseRollout, requests: list[RolloutRequest], delay: float
 ) -> list[RolloutOutput]:
-    found: list[RolloutOutput] = []
-    thread = threading.Thread(target=lambda: found.extend(running.generate(requests)))
+    outputs: list[RolloutOutput] = []
+    thread = threading.Thread(target=lambda: outputs.extend(running.generate(requests)))
     thread.start()
     time.sleep(delay)
     running.abort()
     thread.join(timeout=60)
     assert not thread.is_alive(), "generate did not return after abort()"
-    assert len(found) == len(requests)
-    return found
+    assert len(outputs) == len(requests)
+    return outputs
 
 
 def check_abort_without_a_running_generate_does_nothing(engine: EngineUnderTest) -> None:

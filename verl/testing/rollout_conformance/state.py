@@ -33,11 +33,11 @@ def check_sleep_gives_the_memory_back(engine: EngineUnderTest) -> None:
     asked, size = [greedy(p) for p in PROMPTS], sum(tensor.nbytes for _, tensor in weights_of())
     held = [engine.held_bytes(running)]
     for version in range(11):
-        given = [(name, tensor.clone()) for name, tensor in weights_of()]
-        references = [weakref.ref(tensor) for _, tensor in given]
-        with running.awake(lambda given=given: iter(given), version):
+        weights_before = [(name, tensor.clone()) for name, tensor in weights_of()]
+        references = [weakref.ref(tensor) for _, tensor in weights_before]
+        with running.awake(lambda weights_before=weights_before: iter(weights_before), version):
             assert tokens_of(running.generate(asked)) == [oracle_greedy(p, 12) for p in PROMPTS]
-            del given
+            del weights_before
             if version == 0:
                 assert engine.held_bytes(running) >= held[0] + size or engine.keeps_memory
         alive = sum(reference() is not None for reference in references)
