@@ -211,7 +211,7 @@ def test_an_empty_token_is_no_token(verl_vllm: ModuleType, monkeypatch: pytest.M
 
 def test_tokens_are_compared_in_constant_time(verl_vllm: ModuleType):
     assert verl_vllm.hmac.compare_digest is hmac.compare_digest
-    assert "compare_digest(given, self.expected)" in inspect.getsource(verl_vllm.RequireToken)
+    assert "compare_digest(authorization, self.expected)" in inspect.getsource(verl_vllm.RequireToken)
 
 
 # ---- Ray -----------------------------------------------------------------------------------------
