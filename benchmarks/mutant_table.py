@@ -88,8 +88,8 @@ ALGORITHMS = (
     Mutant(
         "algorithms",
         "algorithms/groups.py",
-        "return cls(rows, response_mask.bool().any(-1), max(number, default=-1) + 1)",
-        "return cls(rows, torch.ones_like(rows, dtype=torch.bool), max(number, default=-1) + 1)",
+        "return cls(of_rows, response_mask.bool().any(-1), max(indices, default=-1) + 1)",
+        "return cls(of_rows, torch.ones_like(of_rows, dtype=torch.bool), max(indices, default=-1) + 1)",
         "algorithms/advantages algorithms/advantage_laws trainer/failures_in_a_run",
     ),
     Mutant(
@@ -383,8 +383,8 @@ DATA = (
     Mutant(
         "data",
         "trainer/balance.py",
-        "place = {row: n for n, row in enumerate(self.order) if n not in self.padding}",
-        "place = {row: n for n, row in enumerate(self.order)}",
+        "position = {row: n for n, row in enumerate(self.order) if n not in self.padding}",
+        "position = {row: n for n, row in enumerate(self.order)}",
         "trainer/ppo/sequences",
     ),
     Mutant(
@@ -397,9 +397,9 @@ DATA = (
     Mutant(
         "vision",
         "vision/positions.py",
-        "text, rest = (last[:, axis, None] + numbers for axis in (0, 1))",
-        "text, rest = (last[:, axis, None] + numbers for axis in (0, 0))",
-        "vision/rollout_with_images vision/prompts",
+        "last = torch.stack([of_row[0].amax(), *[of_row[1:].amax()] * 3])",
+        "last = torch.stack([of_row[0].amax()] * 4)",
+        "vision/prompts vision/rollout_with_images",
     ),
     Mutant(
         "vision",

@@ -24,6 +24,7 @@ from benchmarks import (
     prefix_reuse,
     prompt_sharing,
     rollout_speed,
+    sampling_roads,
     shape,
     tool_latency,
     weight_update,
@@ -152,6 +153,13 @@ def test_rollout_speed(tmp_path, monkeypatch):
     found = run(monkeypatch, tmp_path / "found", rollout_speed, *TINY, "--vllm_python", str(tmp_path / "none"))
     times = {name: times["min"] for name, times in found["seconds"].items()}
     assert [row["ratio"] for row in found["rows"]] == [times["generate, 1 thread"] / times["native"], None]
+
+
+@pytest.mark.slow
+def test_sampling_roads(tmp_path, monkeypatch):
+    result = run(monkeypatch, tmp_path / "result", sampling_roads, *TINY)
+    assert [row["what"].split()[0] for row in result["rows"]] == ["gen", "step"]
+    assert set(result["seconds"]) == {"batch", "requests"}
 
 
 def test_conversations_of_both_contestants_come_to_their_end(tmp_path):

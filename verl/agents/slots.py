@@ -115,12 +115,12 @@ class SlotTable:
 
 
 MakeSlots = Callable[[str, int], Slots]
-"""Makes the slots of a tool by its name and their number."""
-_make: MakeSlots = lambda tool, number: ProcessSlots(number)  # noqa: E731
+"""Makes the slots of a tool by its name and their limit."""
+_make: MakeSlots = lambda tool, limit: ProcessSlots(limit)  # noqa: E731
 
 
 def slots_of_run(tool: str, limit: int) -> Slots:
-    """Slots that all processes of a run share: at most ``number`` calls of the tool at once."""
+    """Slots that all processes of a run share: at most ``limit`` calls of the tool at once."""
     return _make(tool, limit)
 
 

@@ -135,7 +135,7 @@ def values_of(batch: DataProto, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """
     if metric in ("seq_reward", "seq_final_reward"):
         of_tokens = batch.batch["token_level_scores"].double()
-        of_rows = Trajectories.of(batch).number
+        of_rows = Trajectories.of(batch).indices
         scores, magnitudes = (trajectory_scores(batch, each).numpy()[of_rows] for each in (of_tokens, of_tokens.abs()))
         return scores, FLOAT32 * magnitudes
     if metric not in batch.non_tensor_batch:

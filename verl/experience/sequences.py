@@ -53,7 +53,7 @@ def with_prompts(prompts: DataProto, responses: DataProto) -> DataProto:
 class Trajectories:
     """Which rows belong to which trajectory, and to which agent of it."""
 
-    number: list[int]
+    indices: list[int]
     """The trajectory of each row, from 0."""
     agents: list[str]
     """The agent of each row."""
@@ -68,7 +68,7 @@ class Trajectories:
 
     @cached_property
     def _count(self) -> int:
-        return len(set(self.number))
+        return len(set(self.indices))
 
     def __len__(self) -> int:
         return self._count
@@ -76,13 +76,13 @@ class Trajectories:
     @property
     def are_split(self) -> bool:
         """Whether some trajectory has several rows."""
-        return len(self) < len(self.number)
+        return len(self) < len(self.indices)
 
     @property
     def scored_rows(self) -> list[int]:
         """Of each trajectory the row that is scored: the last of the agent ``main``, else the last of all."""
         rows: dict[int, int] = {}
-        for row, (trajectory, agent) in enumerate(zip(self.number, self.agents, strict=True)):
+        for row, (trajectory, agent) in enumerate(zip(self.indices, self.agents, strict=True)):
             if agent == MAIN or trajectory not in rows or self.agents[rows[trajectory]] != MAIN:
                 rows[trajectory] = row
         return [rows[trajectory] for trajectory in range(len(rows))]
@@ -90,12 +90,12 @@ class Trajectories:
     @cached_property
     def of_agents(self) -> list[int]:
         """The number of each row's trajectory and agent, from 0 in order of appearance."""
-        return group_numbers(list(zip(self.number, self.agents, strict=True))).tolist()
+        return group_numbers(list(zip(self.indices, self.agents, strict=True))).tolist()
 
     def members(self) -> list[list[int]]:
         """Return the rows of each trajectory."""
         members: list[list[int]] = [[] for _ in range(len(self))]
-        for row, trajectory in enumerate(self.number):
+        for row, trajectory in enumerate(self.indices):
             members[trajectory].append(row)
         return members
 

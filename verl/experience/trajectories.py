@@ -118,14 +118,14 @@ def complete_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
     of_trajectories, of_turns = _own_scores(batch)
     shared = [score or Score(0.0) for score in of_trajectories]
     for row, value in zip(rows, map(float, scores.sum(-1, dtype=torch.float64) if rows else []), strict=True):
-        shared[trajectories.number[row]] = Score(value)
+        shared[trajectories.indices[row]] = Score(value)
     of_rows = [
         Score(0.0)
         if treatment != "train"
         else shared[trajectory]
         if shared[trajectory].error
         else turns or shared[trajectory]
-        for trajectory, treatment, turns in zip(trajectories.number, treatments, of_turns, strict=True)
+        for trajectory, treatment, turns in zip(trajectories.indices, treatments, of_turns, strict=True)
     ]
     known = placed(Scores(of_rows), batch.batch["response_mask"])
     assert known.tokens is not None
@@ -140,20 +140,20 @@ def complete_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
     added = placed(Scores(to_add), batch.batch["response_mask"])
     assert added.tokens is not None
     all_scores += added.tokens
-    both = zip(trajectories.number * 2, [*known.samples, *added.samples], strict=True)
+    both = zip(trajectories.indices * 2, [*known.samples, *added.samples], strict=True)
     failed = {trajectory: score for trajectory, score in both if score.error}
     for message in dict.fromkeys(score.error for score in failed.values()):
         logger.warning("the score of an agent loop cannot be used: %s", message)
-    all_scores[[row for row, trajectory in enumerate(trajectories.number) if trajectory in failed]] = 0.0
+    all_scores[[row for row, trajectory in enumerate(trajectories.indices) if trajectory in failed]] = 0.0
     columns: dict[str, list[Any]] = {name: [None] * len(batch) for name in ("score", "reward_status", *extra)}
-    for row, (trajectory, treatment) in enumerate(zip(trajectories.number, treatments, strict=True)):
+    for row, (trajectory, treatment) in enumerate(zip(trajectories.indices, treatments, strict=True)):
         score = failed.get(trajectory) or (shared[trajectory] if treatment == "train" else Score(0.0))
         columns["score"][row] = score.value
         columns["reward_status"][row] = f"{OF_TRAJECTORY}{statuses[row]}" if treatment in LEFT_OUT else score.status
     members = trajectories.members()
     for name, values in extra.items():
         for row, value in zip(rows, values, strict=True):
-            for sibling in members[trajectories.number[row]]:
+            for sibling in members[trajectories.indices[row]]:
                 columns[name][sibling] = value
         are_numbers = all(isinstance(value, int | float | None) for value in values) and values.count(None) < len(
             values

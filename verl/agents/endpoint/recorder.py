@@ -78,7 +78,7 @@ class _Sequence:
     """A conversation that grows, and its turns."""
 
     agent: str
-    number: int
+    conversation_id: int
     """Of the conversation, for the engines: branches of it meet the engine that knows their beginning."""
     conversation: Conversation | RawText
     drawn: list[int] = field(default_factory=list)
@@ -231,7 +231,7 @@ class TrajectoryRecorder:
                 conversation = origin.conversation.branch(turns)
                 assert isinstance(conversation, Conversation)  # digests of raw prompts are of other texts
                 conversation.add_messages(call.messages[known:])
-                sequence = _Sequence(agent, origin.number, conversation, origin.drawn[:turns])
+                sequence = _Sequence(agent, origin.conversation_id, conversation, origin.drawn[:turns])
         except (DataError, ConfigError) as error:
             raise CallRefusedError(str(error), param=call.param, code="invalid_value") from error
         is_thinking = self._settings.parser.is_thinking_after(conversation.ids)
@@ -271,7 +271,7 @@ class TrajectoryRecorder:
         written = len(raw.ids)
         raw.add_text(prompt[beginning:])
         self._refuse_image_tokens(raw.ids[written:])
-        sequence = _Sequence(agent, origin.number, raw, origin.drawn[:turns])
+        sequence = _Sequence(agent, origin.conversation_id, raw, origin.drawn[:turns])
         return self._place_in(sequence, origin, _digest_of([agent, text]))
 
     def _refuse_image_tokens(self, ids: Collection[int]) -> None:
@@ -311,7 +311,7 @@ class TrajectoryRecorder:
         conversation = position.sequence.conversation
         try:
             return await self._policy.generate(
-                str(position.sequence.number),
+                str(position.sequence.conversation_id),
                 prompt_ids=position.context,
                 sampling_params=params,
                 image_data=conversation.image_data if isinstance(conversation, Conversation) else None,

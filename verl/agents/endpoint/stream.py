@@ -54,14 +54,14 @@ class _Texts:
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
-        self.told: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
+        self.pieces: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()
         """Index of the answer and its new text; None when all answers are drawn, or will not be."""
 
     def begin(self, prompt_tokens: int) -> None:
         self.prompt_tokens = prompt_tokens
 
     def text(self, index: int, new: str) -> None:
-        self.told.put_nowait((index, new))
+        self.pieces.put_nowait((index, new))
 
 
 async def streamed(
@@ -84,10 +84,10 @@ async def streamed(
     """
     texts = _Texts()
     work = asyncio.ensure_future(backend.answer(call, texts))
-    work.add_done_callback(lambda _: texts.told.put_nowait(None))
+    work.add_done_callback(lambda _: texts.pieces.put_nowait(None))
     with ExitStack() as on_error:
         on_error.callback(work.cancel)
-        first = await texts.told.get()
+        first = await texts.pieces.get()
         if first is None:
             work.result()
         on_error.pop_all()
@@ -106,7 +106,7 @@ async def _events(
     piece = first
     while piece is not None:
         yield _lines(reply.text(*piece))
-        piece = await texts.told.get()
+        piece = await texts.pieces.get()
     try:
         answers = work.result()
     except VerlError as error:

@@ -249,7 +249,7 @@ Reading = tuple[str, list[FunctionCall], list[MalformedCall]]
 def refusing(reason: str) -> Callable[[str, int], tuple[FunctionCall, int]]:
     """Return a ``read_one`` of :func:`read_calls` for markers after which no call can stand."""
 
-    def read_one(text: str, place: int) -> tuple[FunctionCall, int]:
+    def read_one(text: str, start: int) -> tuple[FunctionCall, int]:
         raise NoCallError(reason)
 
     return read_one

@@ -223,7 +223,7 @@ class RayPPOTrainer(PPOTrainer):
             prompts: repeated for each response. ``meta_info`` may have ``do_sample`` and ``validate``.
 
         Returns:
-            columns of :mod:`verl.workers.rollout.request`; ``meta_info["timing"]`` is there, and empty, because the
+            columns of :mod:`verl.workers.rollout.columns`; ``meta_info["timing"]`` is there, and empty, because the
             caller's timer measures the call.
 
         Raises:

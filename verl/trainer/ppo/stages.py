@@ -133,7 +133,7 @@ def compute_advantage(
 def mean_entropy(batch: DataProto, loss_agg_mode: str, loss_scale_factor: float | None) -> Metrics:
     """Compute ``actor/entropy``: the policy's entropy over the response tokens, aggregated like the loss."""
     mask, trajectories = batch.batch["response_mask"], Trajectories.of(batch)
-    split = trajectories.number if trajectories.are_split else None
+    split = trajectories.indices if trajectories.are_split else None
     weights = prepare_aggregation(loss_agg_mode, mask, batch.non_tensor_batch["uid"], split)
     entropy = agg_loss(
         batch.batch["entropys"],
