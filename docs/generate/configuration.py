@@ -19,17 +19,16 @@ PAGE = Path(__file__).resolve().parents[1] / "configuration.md"
 
 INTRO = """# Configuration
 
-Every setting of every entry point, made from the configuration classes by
+All settings of all commands, generated from the configuration classes by
 `python -m docs.generate.configuration`.
 
-Set keys on the command line (`data.train_batch_size=64`), or in a YAML file of your own that lists
-`ppo_trainer` in its defaults. `--cfg job` prints the composed configuration and stops; `--help` shows the usual keys,
-`--help SECTION` those of a section. All keys are
-checked before any model loads: unknown keys, values out of bounds, features that this version
-lacks, and rules that span keys are reported together.
+Set keys on the command line (`data.train_batch_size=64`), or in your own YAML file that lists
+`ppo_trainer` in its defaults. `--cfg job` prints the composed configuration and stops; `--help` lists the usual keys,
+`--help SECTION` those of a section. All keys are checked before any model loads. Unknown keys, values out of bounds,
+unsupported features and violated rules between keys are reported together.
 
-A default in `${...}` is derived from another key. Keys *without effect* are those of other versions: scripts may
-state them. *not yet*: any other value than the default is refused. *no effect*: accepted, and changes nothing here.
+A default in `${...}` is derived from another key. Keys *without effect* exist in other versions, so scripts may set
+them. *not yet*: any value other than the default is rejected. *no effect*: accepted and ignored.
 """
 
 

@@ -65,13 +65,13 @@ class PolicyLossConfig(BaseConfig):
 
 @section
 class RouterReplayConfig(BaseConfig):
-    """Replay of the experts that tokens went to earlier, for mixtures of experts (docs/mixtures_of_experts.md)."""
+    """Replay of an earlier choice of experts, for mixtures of experts (docs/mixtures_of_experts.md)."""
 
     hydra_target: ClassVar[str] = "verl.workers.config.RouterReplayConfig"
 
     mode: Literal["disabled", "R2", "R3"] = setting("disabled")
-    """`R2` repeats in the update the choice of the pass that computed `old_log_probs`; `R3` repeats the rollout's in
-    that pass and in the update."""
+    """`R2` repeats in the update the choice of the pass that computed `old_log_probs`; `R3` repeats the rollout's
+    choice in that pass and in the update."""
 
 
 def _follows_clip_ratio(data: dict[str, Any]) -> float:
@@ -83,26 +83,26 @@ class UpdateConfig(BaseConfig):
     """One update of a model: batches, passes, optimizer. Actor and critic share this section."""
 
     strategy: Strategy = setting("fsdp", refuse_values=NO_OTHER_BACK_END)
-    """Training back end; `fsdp` and `fsdp2` are both served by FSDP2, `megatron` by megatron-core."""
+    """Training back end; `fsdp` and `fsdp2` both use FSDP2, `megatron` uses megatron-core."""
     ppo_mini_batch_size: int = setting(256, ge=1)
-    """Prompts per optimizer step over all ranks; each brings its `rollout.n` responses."""
+    """Prompts per optimizer step over all ranks; each has `rollout.n` responses."""
     ppo_micro_batch_size_per_gpu: int | None = setting(None, ge=1)
     """Sequences per forward and backward pass on one rank."""
     use_dynamic_bsz: bool = setting(False)
-    """Fill passes by tokens instead of by sequences."""
+    """Fill micro-batches by tokens instead of by sequences."""
     ppo_max_token_len_per_gpu: int = setting(16384, ge=1)
     """Tokens per pass on one rank, with `use_dynamic_bsz`."""
     ppo_epochs: int = setting(1, ge=1)
     """Passes over the batch of a step."""
     shuffle: bool = setting(False)
-    """Take the mini-batches in a random order; which samples are in each does not change."""
+    """Use the mini-batches in random order; which samples are in each does not change."""
     data_loader_seed: int = setting(42, ge=0)
     """Seed of that order."""
     loss_agg_mode: LossAggMode = setting("token-mean")
     """How per-token losses are aggregated to a scalar; all denominators are global. `prompt-mean` weighs all prompts
     equally, and all tokens in the responses to one prompt."""
     checkpoint: CheckpointConfig = subsection(CheckpointConfig)
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
     optim: FSDPOptimizerConfig = subsection(FSDPOptimizerConfig)
     """Optimizer and schedule."""
     use_prefix_grouper: bool = setting(False)
@@ -129,11 +129,12 @@ class ActorConfig(UpdateConfig):
     policy_loss: PolicyLossConfig = subsection(PolicyLossConfig)
     """The policy loss."""
     clip_ratio_c: float = setting(3.0, gt=1)
-    """Dual clip: cap on ratio·|A| where the advantage is negative (arXiv:1912.09729); `dppo_*`: cap on the ratio."""
+    """Dual clip: upper bound of ratio·|A| if the advantage is negative (arXiv:1912.09729); `dppo_*`: upper bound of the
+    ratio."""
     freeze_vision_tower: bool = setting(False)
-    """Train the language model of a model with images alone: its vision tower and projector stay as they are."""
+    """Train only the language model of a vision-language model: its vision tower and projector do not change."""
     loss_scale_factor: float | None = setting(None, gt=0)
-    """Divisor of `seq-mean-token-sum-norm`; null takes the response length."""
+    """Divisor of `seq-mean-token-sum-norm`; null uses the response length."""
     entropy_coeff: float = setting(0)
     """Weight of the entropy bonus; with `entropy_target` its initial value."""
     entropy_target: float | None = setting(None, ge=0)
@@ -147,8 +148,8 @@ class ActorConfig(UpdateConfig):
     calculate_entropy: bool = setting(False)
     """Compute and log the entropy during the update even if the bonus has no weight."""
     recompute_old_log_probs: Literal["auto", "always"] = setting("auto")
-    """Whether a separate forward pass computes `old_log_probs`. `auto` skips it where the update's own pass gives the
-    same: one optimizer step per batch, and nothing that reads them earlier; `always` never skips it."""
+    """Whether a separate forward pass computes `old_log_probs`. `auto` skips it if the update's own pass gives the same
+    result (one optimizer step per batch, and no earlier stage reads them); `always` never skips it."""
     use_kl_loss: bool = setting(False)
     """Add the divergence from the reference policy to the loss."""
     kl_loss_coef: float = setting(0.001, ge=0)
@@ -156,9 +157,10 @@ class ActorConfig(UpdateConfig):
     kl_loss_type: KLKind = setting("low_var_kl")
     """Estimator of that divergence: kl (k1), abs, mse (k2), low_var_kl (k3); with `+` the gradient is that of k2."""
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
-    """Replay of the experts that tokens went to earlier."""
+    """Replay of an earlier choice of experts."""
     global_batch_info: dict[str, Any] = setting(factory=dict, internal=True)
-    """Global counts of the current mini-batch, for `agg_loss`; losses in the public form get a filled-in copy."""
+    """Global counts of the current mini-batch, for `agg_loss`; losses with the public signature receive a filled-in
+    copy."""
 
     def problems(self, path: str) -> Iterator[Problem]:
         """With `entropy_target`, the initial weight of the entropy bonus is within its bounds."""
@@ -193,19 +195,19 @@ class FSDPActorConfig(ActorConfig, DistributedModel):
     hydra_target: ClassVar[str] = "verl.workers.config.FSDPActorConfig"
 
     grad_clip: float = setting(1.0, gt=0)
-    """Largest norm of the gradient of one step."""
+    """Maximum gradient norm of one step."""
     fsdp_config: FSDPEngineConfig = subsection(FSDPEngineConfig)
     """Sharding, precision, offload."""
     use_remove_padding: bool = setting(
         True, interpolation="${oc.select:actor_rollout_ref.model.use_remove_padding,false}"
     )
-    """Pack sequences, by default as the model section says."""
+    """Pack sequences; by default as in the model section."""
     calculate_sum_pi_squared: bool = setting(False)
-    """Compute Σπ² of every token with the old log-probs; set automatically for estimators that read it."""
+    """Compute Σπ² of every token together with the old log-probs; set automatically for estimators that read it."""
     ulysses_sequence_parallel_size: int = setting(1, ge=1)
     """Ranks that share each sequence; the same setting as that of `fsdp_config`."""
     megatron: McoreEngineConfig = subsection(McoreEngineConfig)
-    """With `strategy=megatron`: which ranks share the model, precision, optimizer state."""
+    """With `strategy=megatron`: parallel sizes, precision, optimizer state."""
 
     @property
     def placement(self) -> FSDPEngineConfig | McoreEngineConfig:
@@ -218,7 +220,7 @@ class McoreActorConfig(FSDPActorConfig):
     """An actor trained by megatron-core: the same section with another default of ``strategy``."""
 
     strategy: Strategy = setting("megatron")
-    """Training back end."""
+    """Training back end; `fsdp` and `fsdp2` both use FSDP2, `megatron` uses megatron-core."""
 
 
 @section
@@ -230,13 +232,13 @@ class RefConfig(BaseConfig, DistributedModel):
     strategy: Strategy = setting(
         "fsdp", interpolation="${actor_rollout_ref.actor.strategy}", refuse_values=NO_OTHER_BACK_END
     )
-    """Back end, by default the actor's."""
+    """Back end; by default the actor's."""
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, ge=1)
-    """Sequences per forward pass on one rank; null takes that of the rollout's log-probs."""
+    """Sequences per forward pass on one rank; null uses the setting of the rollout's log-probs."""
     log_prob_use_dynamic_bsz: bool = setting(
         False, interpolation="${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}"
     )
-    """Fill passes by tokens instead of by sequences."""
+    """Fill micro-batches by tokens instead of by sequences."""
     log_prob_max_token_len_per_gpu: int = setting(
         16384, ge=1, interpolation="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}"
     )

@@ -42,36 +42,37 @@ class MultiTurnConfig(BaseConfig):
     hydra_target: ClassVar[str] = "verl.workers.config.MultiTurnConfig"
 
     enable: bool = setting(False)
-    """Answer prompts whose row names no `agent_name` by `tool_agent`, or as `agent.default_agent_loop` says."""
+    """Answer prompts whose row has no `agent_name` by `tool_agent`, or by `agent.default_agent_loop`."""
     max_assistant_turns: int | None = setting(None, ge=1)
-    """Most turns of the policy in a conversation; null sets no limit."""
+    """Maximum number of turns of the policy in a conversation; null is no limit."""
     max_user_turns: int | None = setting(None, ge=1)
-    """Most turns of tools and simulated users in a conversation; null sets no limit."""
+    """Maximum number of turns of tools and simulated users in a conversation; null is no limit."""
     max_parallel_calls: int = setting(1, ge=1)
-    """Most tool calls of one turn that are carried out; further ones are left out."""
+    """Maximum number of tool calls that are executed in one turn; further ones are rejected."""
     max_tool_response_length: int = setting(256, ge=1)
-    """Longest result of one tool call, in tokens; longer ones are cut."""
+    """Maximum length of the result of a tool call, in tokens; longer results are cut."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = setting("middle")
-    """What is kept of a longer result: `left` its beginning, `right` its end, `middle` both."""
+    """Which part of a longer result is kept: `left` its beginning, `right` its end, `middle` both."""
     malformed_call_penalty: float = setting(0.0, ge=0)
-    """What each tool call that cannot be read takes from the score, on the turn that wrote it."""
+    """Penalty on the score for each malformed tool call, on the turn that wrote it."""
     tool_config_path: ClassEntries = setting(None, path=True)
-    """YAML file with the tools, or their list: `class_name`, `config` and `tool_schema` of each."""
+    """YAML file of the tools, or their list: `class_name`, `config` and `tool_schema` of each."""
     function_tool_path: str | None = setting(None, path=True)
-    """Python file whose typed functions under `@function_tool` are tools."""
+    """Python file whose typed functions with `@function_tool` are tools."""
     interaction_config_path: ClassEntries = setting(None, path=True)
-    """YAML file with the simulated users, or their list: `name`, `class_name` and `config` of each; rows choose one by
+    """YAML file of the simulated users, or their list: `name`, `class_name` and `config` of each; rows choose one by
     `interaction_kwargs.name`."""
     environment_config_path: ClassEntries = setting(None, path=True)
-    """YAML file with the environments, or their list: `name`, `class_name` and `config` of each; rows choose one by
+    """YAML file of the environments, or their list: `name`, `class_name` and `config` of each; rows choose one by
     `environment_kwargs.name`."""
     format: str = setting("hermes")
     """Format in which the model writes tool calls."""
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = setting("strict")
-    """How the tokens of a conversation are compared with its whole text, rendered at once; differences are counted."""
+    """How the tokens of a conversation are compared with those of its whole text, rendered at once; differences are
+    counted."""
     use_inference_chat_template: bool = setting(False)
-    """Let the chat template rewrite history between turns, as a server of the OpenAI protocol would; what is rewritten
-    begins another training sequence. If false, what the policy drew stays as it is."""
+    """Let the chat template rewrite history between turns, as a server with the OpenAI protocol would; a rewritten
+    history starts another training sequence. If false, sampled tokens never change."""
 
 
 @section
@@ -81,26 +82,27 @@ class AgentLoopConfig(BaseConfig):
     hydra_target: ClassVar[str] = "verl.workers.config.AgentLoopConfig"
 
     num_workers: int = setting(8, ge=1)
-    """Processes in which agent loops run, at most one for each core; with `trainer.controller=local` they run in the
-    trainer's own."""
+    """Processes that run agent loops, at most one per core; with `trainer.controller=local` the trainer's process runs
+    them."""
     default_agent_loop: str = setting(SINGLE_TURN)
-    """Agent loop of prompts whose row names none."""
+    """Agent loop for prompts whose row names none."""
     agent_loop_config_path: str | None = setting(None, path=True)
-    """YAML file with agent loops of your own: `name`, `_target_`, and further arguments of each."""
+    """YAML file of your own agent loops: `name`, `_target_`, and further arguments of each."""
     max_concurrent: int = setting(256, ge=1)
-    """Most trajectories that one process runs at once; each has a thread of its own."""
+    """Maximum number of trajectories that one process runs at once; each has its own thread."""
     trajectory_timeout_s: float = setting(1800.0, gt=0)
-    """Longest time of one trajectory, in seconds."""
+    """Time limit of a trajectory, in seconds."""
     tool_timeout_s: float = setting(60.0, gt=0)
-    """Longest time of one call of a tool, of a simulated user or of an environment, in seconds."""
+    """Time limit of one call of a tool, a simulated user or an environment, in seconds."""
     hang_timeout_s: float = setting(120.0, gt=0)
-    """Longest time in which a process of agent loops answers nothing, in seconds, as one that is stopped or whose code
-    holds Python's lock; it is then replaced, and what it had begun runs again."""
+    """Seconds without any answer after which a process of agent loops counts as hung (stopped, or its code holds
+    Python's lock); it is then replaced, and its unfinished trajectories run again."""
     max_failure_rate: float = setting(0.5, ge=0, le=1)
-    """Largest share of the trajectories of a step that may fail and be left out; more end the run."""
+    """Maximum share of a step's trajectories that may fail and be left out; above it the run ends."""
     on_failure: dict[TrajectoryStatus, OnFailure] = setting(factory=_on_failure)
-    """What becomes of trajectories by their status: `train`; `mask` leaves them out; `zero` gives them the score 0;
-    `redraw` draws them again, up to twice, and then leaves them out. Statuses that are not named keep their default."""
+    """Treatment of trajectories by their status: `train` trains on them; `mask` leaves them out; `zero` sets their
+    score to 0; `redraw` samples them again, up to twice, and then leaves them out. Statuses that are not listed keep
+    their default."""
 
     def problems(self, path: str) -> Iterator[Problem]:
         """A trajectory that is done is trained on."""

@@ -20,16 +20,16 @@ class KLControlConfig(BaseConfig):
     type: Literal["fixed", "adaptive"] = setting("fixed")
     """`fixed` keeps the weight; `adaptive` changes it to bring the divergence to `target_kl` (arXiv:1909.08593)."""
     kl_coef: float = setting(0.001, ge=0)
-    """Weight of the penalty, or its initial value with `adaptive`."""
+    """Weight of the penalty; with `adaptive` its initial value."""
     horizon: int = setting(10000, ge=1)
-    """Samples over which an adaptive weight changes."""
+    """Number of samples over which an adaptive weight changes."""
     target_kl: float = setting(0.1, gt=0)
-    """Divergence that an adaptive weight aims at."""
+    """Target divergence of an adaptive weight."""
 
 
 @section
 class PFPPOConfig(BaseConfig):
-    """Probabilities with which PF-PPO draws samples, by their score s (arXiv:2409.06957)."""
+    """Probabilities with which PF-PPO samples rows, by their score s (arXiv:2409.06957)."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = setting("pow")
     """`pow`: |s|^weight_pow; `max_min`: only the best and the worst; `max_random`: 0.4 the best, 0.1 the others."""
@@ -42,11 +42,13 @@ class FilterGroupsConfig(BaseConfig):
     """Dynamic sampling (DAPO, arXiv:2503.14476): replace prompts whose responses all have the same metric."""
 
     enable: bool = setting(False)
-    """Train only on prompts whose responses differ, and sample until there are enough of them."""
+    """Train only on prompts whose responses differ in `metric`, and sample until there are enough of them."""
     metric: str | None = setting(None)
-    """What must differ: seq_reward (the summed token scores), or a value from the reward function: score, acc."""
+    """Value that must differ within a group: seq_reward (the summed token scores), or a value from the reward function:
+    score, acc."""
     max_num_gen_batches: int = setting(0, ge=0)
-    """Stop the run with an error after this many batches of `data.gen_batch_size` prompts for one step; 0 never."""
+    """Stop the run with an error after this many batches of `data.gen_batch_size` prompts for one step; 0 is no limit.
+    """
 
 
 @section
@@ -58,14 +60,14 @@ class AlgoConfig(BaseConfig):
     gamma: float = setting(1.0, ge=0, le=1)
     """Discount per token; per turn for `grpo_per_turn`."""
     high_level_gamma: float | None = setting(None, ge=0, le=1)
-    """Discount from a turn of the policy to its next; null is `gamma`."""
+    """Discount from one turn of the policy to the next; null uses `gamma`."""
     lam: float = setting(1.0, ge=0, le=1)
     """λ of generalised advantage estimation."""
     adv_estimator: str | None = setting("gae")
-    """Registered advantage estimator: gae, grpo, rloo, reinforce_plus_plus, remax, opo, gpg, ..., or one of yours; null
+    """Registered advantage estimator: gae, grpo, rloo, reinforce_plus_plus, remax, opo, gpg, ..., or your own; null
     only in the configuration of a Python program that computes advantages itself."""
     norm_adv_by_std_in_grpo: bool = setting(True)
-    """Divide by the group's standard deviation (GRPO and what builds on it); false is Dr. GRPO (arXiv:2503.20783)."""
+    """Divide by the group's standard deviation (GRPO and related estimators); false is Dr. GRPO (arXiv:2503.20783)."""
     use_kl_in_reward: bool = setting(False)
     """Subtract the weighted divergence from the reference from the reward of every token."""
     kl_penalty: KLKind = setting("kl")
@@ -75,11 +77,11 @@ class AlgoConfig(BaseConfig):
     gdpo_reward_keys: tuple[str, ...] | None = setting(None)
     """`gdpo`: components of the reward, as keys of the dict that the reward function returns."""
     gdpo_reward_weights: tuple[float, ...] | None = setting(None)
-    """`gdpo`: a weight for each component; null weighs all by 1."""
+    """`gdpo`: a weight for each component; null weighs all equally, by 1."""
     use_pf_ppo: bool = setting(False)
-    """PF-PPO (arXiv:2409.06957): resample the samples of an update with replacement, by their score."""
+    """PF-PPO (arXiv:2409.06957): resample the rows of an update with replacement, by their score."""
     pf_ppo: PFPPOConfig = subsection(PFPPOConfig)
-    """How PF-PPO weighs samples."""
+    """Weights of samples in PF-PPO."""
     filter_groups: FilterGroupsConfig = subsection(FilterGroupsConfig)
     """Dynamic sampling."""
     rollout_correction: RolloutCorrectionConfig = subsection(RolloutCorrectionConfig)

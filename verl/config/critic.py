@@ -13,7 +13,7 @@ from verl.config.problems import check_update
 
 @section
 class FSDPCriticModelCfg(TrainedModelConfig):
-    """The critic's model: a language model whose head gives one number per token."""
+    """The critic's model: a language model whose head outputs one number per token."""
 
     hydra_target: ClassVar[str] = "verl.workers.config.FSDPCriticModelCfg"
 
@@ -23,15 +23,16 @@ class FSDPCriticModelCfg(TrainedModelConfig):
         path=True,
         remote=True,
     )
-    """Folder of the tokenizer, by default the actor's: both must read the same token ids."""
+    """Folder of the tokenizer, by default the actor's; both must use the same token ids."""
     external_lib: str | None = setting(None, interpolation="${oc.select:actor_rollout_ref.model.external_lib,null}")
     trust_remote_code: bool = setting(
         False, interpolation="${oc.select:actor_rollout_ref.model.trust_remote_code,false}"
     )
     lora_rank: int = setting(0, ge=0)
-    """Rank of the LoRA adapters that are trained with the head in place of the model's weights; 0 trains all."""
+    """Rank of the LoRA adapters that are trained, with the head, instead of the model's weights; 0 trains all weights.
+    """
     lora_adapter_path: str | None = setting(None, path=True, remote=True)
-    """Folder of trained adapters of a critic to go on from, with its head; rank and layers are those of its config."""
+    """Folder of a critic's trained adapters and head to continue from; rank and layers are read from its config."""
     fsdp_config: FSDPEngineConfig = subsection(FSDPEngineConfig)
     """Sharding, precision, offload."""
 
@@ -53,7 +54,7 @@ class CriticConfig(UpdateConfig):
     use_dynamic_bsz: bool = setting(False, interpolation="${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}")
     ppo_max_token_len_per_gpu: int = setting(32768, ge=1)
     forward_max_token_len_per_gpu: int = setting(32768, ge=1, interpolation="${.ppo_max_token_len_per_gpu}")
-    """Tokens per pass on one rank where values are computed without an update."""
+    """Tokens per pass on one rank when values are computed without an update."""
     ppo_epochs: int = setting(1, ge=1, interpolation="${oc.select:actor_rollout_ref.actor.ppo_epochs,1}")
     shuffle: bool = setting(False, interpolation="${oc.select:actor_rollout_ref.actor.shuffle,false}")
     cliprange_value: float = setting(0.5, ge=0)
@@ -82,9 +83,9 @@ class FSDPCriticConfig(CriticConfig, DistributedModel):
     forward_micro_batch_size_per_gpu: int | None = setting(
         None, ge=1, interpolation="${oc.select:.ppo_micro_batch_size_per_gpu,null}"
     )
-    """Sequences per pass on one rank where values are computed without an update."""
+    """Sequences per pass on one rank when values are computed without an update."""
     grad_clip: float = setting(1.0, gt=0)
-    """Largest norm of the gradient of one step."""
+    """Maximum gradient norm of one step."""
     ulysses_sequence_parallel_size: int = setting(1, ge=1)
     """Ranks that share each sequence; the same setting as that of `model.fsdp_config`."""
     megatron: McoreEngineConfig = subsection(McoreEngineConfig)

@@ -1,4 +1,4 @@
-"""Configuration of the data of PPO: prompts, their order, generated rows; and of data set classes of your own."""
+"""Configuration of the data of PPO: prompts, their order, generated rows; and custom dataset classes."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ Truncation = Literal["error", "left", "right", "middle"]
 
 @section
 class CustomClassConfig(BaseConfig):
-    """A dataset class of your own."""
+    """A custom dataset class."""
 
     path: str | None = setting(None, path=True)
-    """File that holds the class."""
+    """File with the class."""
     name: str | None = setting(None)
     """Name of the class; a torch Dataset."""
 
 
 @section
 class SamplerConfig(BaseConfig):
-    """A sampler that adapts to the results of earlier batches, or one of your own."""
+    """A sampler that adapts to the results of earlier batches, or your own."""
 
     class_path: str | None = setting(None, path=True)
-    """File or module that holds the class; null takes a built-in one."""
+    """File or module with the class; null uses a built-in one."""
     class_name: str | None = setting(None)
-    """Name of the class; built in is `DifficultyCurriculum`."""
+    """Name of the class; `DifficultyCurriculum` is built in."""
 
 
 @section
 class CurriculumConfig(BaseConfig):
-    """Which rows `DifficultyCurriculum` draws more often."""
+    """Which rows `DifficultyCurriculum` samples more often."""
 
     target_success: float = setting(0.5, gt=0, lt=1)
-    """Success rate of the rows that are drawn most often."""
+    """Success rate of the rows that are sampled most often."""
     sharpness: float = setting(4.0, ge=0)
-    """How fast a row's weight falls with the distance of its success rate from the target; 0 draws all alike."""
+    """How fast a row's weight falls with the distance of its success rate from the target; 0 weighs all rows equally.
+    """
     decay: float = setting(0.5, ge=0, le=1)
-    """Factor on the weight of a row's earlier outcomes at each further visit."""
+    """Factor on the weight of a row's earlier outcomes each time it is sampled again."""
     success_score: float = setting(0.5)
-    """A response with this score or more is a success."""
+    """A response with at least this score is a success."""
     revisit_epochs: float = setting(4.0, ge=1)
-    """A row that was not drawn for this many epochs is drawn next, whatever its success rate."""
+    """A row that was not sampled for this many epochs is sampled next, whatever its success rate."""
 
 
 @section
@@ -52,9 +53,9 @@ class DatagenConfig(BaseConfig):
     """A generator of new rows between steps."""
 
     path: str | None = setting(None, path=True)
-    """File or module that holds the class."""
+    """File or module with the class."""
     name: str | None = setting(None)
-    """Name of the class, an AbstractDataGenerator."""
+    """Name of the class, a subclass of AbstractDataGenerator."""
 
 
 @section
@@ -68,7 +69,7 @@ class DataConfig(BaseConfig):
     val_files: Annotated[tuple[str, ...], OneOrMany] = setting(
         "~/data/rlhf/gsm8k/test.parquet", validate_default=True, path=True, remote=True
     )
-    """Validation files, likewise."""
+    """Validation files, in the same form."""
     use_shm: bool = setting(False)
     """Read data files from copies in shared memory (/dev/shm), made once on each machine if they fit there."""
     train_max_samples: int = setting(-1, ge=-1)
@@ -80,19 +81,19 @@ class DataConfig(BaseConfig):
     reward_fn_key: str = setting("data_source")
     """Column that chooses the scorer."""
     tools_key: str | None = setting("tools")
-    """Column of descriptions of tools, which the prompt shows; null leaves it unread."""
+    """Column of tool descriptions shown in the prompt; null ignores it."""
     enable_thinking_key: str | None = setting("enable_thinking")
-    """Column with the chat template's switch for thinking; null leaves it unread."""
+    """Column with the chat template's switch for thinking; null ignores it."""
     max_prompt_length: int = setting(512, ge=1)
-    """Longest prompt in tokens."""
+    """Maximum length of a prompt, in tokens."""
     max_response_length: int = setting(512, ge=1)
-    """Longest response in tokens."""
+    """Maximum length of a response, in tokens."""
     train_batch_size: int = setting(1024, ge=1)
     """Prompts per step."""
     gen_batch_size: int | None = setting(None, ge=1)
-    """Prompts sampled at once with dynamic sampling (`algorithm.filter_groups`); null takes `train_batch_size`."""
+    """Prompts sampled at once with dynamic sampling (`algorithm.filter_groups`); null uses `train_batch_size`."""
     val_batch_size: int | None = setting(None, ge=1)
-    """Prompts per validation batch; null takes the whole validation set at once."""
+    """Prompts per validation batch; null uses the whole validation set at once."""
     return_raw_input_ids: bool = setting(False)
     """Add the prompt's token ids before truncation to the batch."""
     return_raw_chat: bool = setting(True)
@@ -102,7 +103,7 @@ class DataConfig(BaseConfig):
     shuffle: bool = setting(True)
     """Shuffle training rows at every epoch."""
     seed: int | None = setting(None, ge=0)
-    """Seed of that shuffle; null takes `trainer.seed`."""
+    """Seed of that shuffle; null uses `trainer.seed`."""
     dataloader_num_workers: int = setting(8, ge=0)
     """Processes that read rows."""
     validation_shuffle: bool = setting(False)
@@ -112,17 +113,17 @@ class DataConfig(BaseConfig):
     filter_overlong_prompts_workers: int = setting(1, ge=1)
     """Processes that measure the length of prompts for that filter."""
     truncation: Truncation = setting("error")
-    """What happens to a longer prompt: an error, or a cut at the left, right or middle."""
+    """What happens to a longer prompt: an error, or truncation on the left, on the right or in the middle."""
     image_key: str = setting("images")
     """Column of images, a list in each row, for models with an image processor (docs/images.md)."""
     video_key: str = setting("videos")
     """Column of videos, a list in each row, for models with an image processor (docs/videos.md)."""
     custom_cls: CustomClassConfig = subsection(CustomClassConfig)
-    """A dataset class of your own."""
+    """A custom dataset class."""
     sampler: SamplerConfig = subsection(SamplerConfig)
-    """A sampler that adapts to the results of earlier batches, or one of your own."""
+    """A sampler that adapts to the results of earlier batches, or your own."""
     curriculum: CurriculumConfig = subsection(CurriculumConfig)
-    """Which rows the built-in curriculum draws more often."""
+    """Which rows the built-in curriculum samples more often."""
     source_weights: dict[str, float] = setting(factory=dict)
     """Weight of each data source, for its share of every batch; empty treats all files as one source."""
     datagen: DatagenConfig = subsection(DatagenConfig)

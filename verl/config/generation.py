@@ -24,13 +24,13 @@ class GenerationDataConfig(BaseConfig):
     prompt_key: str = setting("prompt")
     """Column of the prompt, a list of messages."""
     tools_key: str | None = setting("tools")
-    """Column of descriptions of tools, which the prompt shows; null leaves it unread."""
+    """Column of tool descriptions shown in the prompt; null ignores it."""
     enable_thinking_key: str | None = setting("enable_thinking")
-    """Column with the chat template's switch for thinking; null leaves it unread."""
+    """Column with the chat template's switch for thinking; null ignores it."""
     n_samples: int = setting(5, ge=1)
     """Responses per prompt."""
     output_path: str | None = setting(None, missing=True, path=True)
-    """File to write: the prompts' rows and a column `responses`."""
+    """Output file: the rows of the prompts with a column `responses`."""
     batch_size: int = setting(128, ge=1)
     """Prompts per batch."""
     apply_chat_template_kwargs: dict[str, Any] = setting(factory=dict)
@@ -42,13 +42,13 @@ class GenerationConfig(BaseConfig):
     """Sampling from a model, without training."""
 
     trainer: PlacementConfig = subsection(PlacementConfig)
-    """Where sampling runs."""
+    """Ranks and device of the run."""
     data: GenerationDataConfig = subsection(GenerationDataConfig)
     """Files of prompts and of their responses."""
     model: HFModelConfig = subsection(HFModelConfig)
-    """The model that is sampled from."""
+    """The model to sample from."""
     rollout: RolloutConfig = subsection(RolloutConfig, top_k=50, top_p=0.7, prompt_length=1536)
-    """How responses are sampled."""
+    """Sampling settings and engine."""
     ray_kwargs: RayConfig = subsection(RayConfig)
     """How Ray is started."""
 
@@ -78,7 +78,7 @@ class EvalDataConfig(BaseConfig):
     """Responses to score."""
 
     path: str | None = setting(None, missing=True, path=True, remote=True)
-    """File of responses, as `main_generation` writes it."""
+    """File of responses, as written by `main_generation`."""
     prompt_key: str = setting("prompt")
     """Column of the prompt."""
     response_key: str = setting("responses")
@@ -86,7 +86,7 @@ class EvalDataConfig(BaseConfig):
     data_source_key: str = setting("data_source")
     """Column that chooses the scorer."""
     reward_model_key: str = setting("reward_model")
-    """Column that holds the ground truth."""
+    """Column with the ground truth."""
 
 
 @section
@@ -96,6 +96,6 @@ class EvalConfig(BaseConfig):
     data: EvalDataConfig = subsection(EvalDataConfig)
     """Responses to score."""
     custom_reward_function: CustomRewardFunctionConfig = subsection(CustomRewardFunctionConfig)
-    """A scorer of your own."""
+    """Your own scorer."""
     ray_kwargs: RayConfig = subsection(RayConfig)
     """How Ray is started."""

@@ -1,4 +1,4 @@
-"""Configuration of a model under Megatron: which ranks share what, precision, optimizer state."""
+"""Configuration of a model under Megatron: parallel sizes, precision, optimizer state."""
 
 from __future__ import annotations
 
@@ -54,51 +54,54 @@ FIXED = {
 
 @section
 class McoreEngineConfig(BaseConfig):
-    """One model under Megatron: which ranks share it, precision, optimizer state."""
+    """One model under Megatron: parallel sizes, precision, optimizer state."""
 
     hydra_target: ClassVar[str] = "verl.workers.config.McoreEngineConfig"
 
     tensor_model_parallel_size: int = setting(1, ge=1)
-    """Ranks that share each weight matrix; it divides the model's attention heads, key heads and feed-forward width."""
+    """Ranks that split each weight matrix; it must divide the model's attention heads, key heads and feed-forward
+    width."""
     pipeline_model_parallel_size: int = setting(1, ge=1)
-    """Ranks that share the layers, each with its consecutive part of them."""
+    """Ranks that split the layers; each has a range of consecutive layers."""
     sequence_parallel: bool = setting(True)
-    """Divide the tokens between attention and feed-forward over the tensor-parallel ranks too: less memory."""
+    """Between attention and feed-forward, split the tokens over the tensor-parallel ranks too: less memory."""
     use_distributed_optimizer: bool = setting(True)
-    """Divide the optimizer's state over the data-parallel ranks."""
+    """Split the optimizer state over the data-parallel ranks."""
     virtual_pipeline_model_parallel_size: int | None = setting(None, ge=1)
-    """Pieces of the model on each pipeline rank, of which each has consecutive layers: the ranks wait less and send
-    more (an interleaved pipeline). It times `pipeline_model_parallel_size` divides the layers; null is one piece."""
+    """Model chunks on each pipeline rank, each of consecutive layers (an interleaved pipeline): ranks wait less and
+    send more. This size times `pipeline_model_parallel_size` must divide the layers; null is one chunk."""
     context_parallel_size: int = setting(1, ge=1)
-    """Ranks that share each sequence; with `tensor_model_parallel_size` it divides the attention heads."""
+    """Ranks that split each sequence; times `tensor_model_parallel_size` it must divide the attention heads."""
     expert_model_parallel_size: int = setting(1, ge=1)
-    """Ranks that share the experts of each layer, among those that hold copies of the rest; it divides their number."""
+    """Ranks that split the experts of each layer, out of those that hold copies of the other layers; it must divide the
+    number of experts."""
     expert_tensor_parallel_size: int | None = setting(None, ge=1)
-    """Ranks that share each expert's matrices: 1, or `tensor_model_parallel_size`, which null means."""
+    """Ranks that split each expert's matrices: 1, or `tensor_model_parallel_size` (null)."""
     param_offload: bool = setting(False)
     """Keep parameters in host memory while the model is idle."""
     grad_offload: bool = setting(False)
-    """Keep the gradients of an unfinished update in host memory while the model is idle. Those of a finished one are
-    freed in any case."""
+    """Keep the gradients of an unfinished update in host memory while the model is idle. Gradients of a finished update
+    are always freed."""
     optimizer_offload: bool = setting(False)
     """Keep the optimizer state and its fp32 weights in host memory while the model is idle."""
     use_dist_checkpointing: bool = setting(False)
-    """Must stay false: models are read from Hugging Face folders, as megatron-core's checkpoints hold a pickle."""
+    """Must stay false: models are read from Hugging Face folders, because megatron-core's checkpoints contain a pickle.
+    """
     dist_checkpointing_path: str | None = setting(None, path=True)
-    """Where such a checkpoint would lie; must stay null."""
+    """Folder of such a checkpoint; must stay null."""
     dist_checkpointing_prefix: str = setting("")
     """Prefix of its names; must stay empty."""
     override_ddp_config: dict[str, Any] = setting(factory=dict)
-    """Values for megatron-core's data-parallel config; must stay empty: `use_distributed_optimizer` decides."""
+    """Values for megatron-core's data-parallel config; must stay empty: use `use_distributed_optimizer`."""
     override_transformer_config: dict[str, Any] = setting(factory=dict)
     """Values for megatron-core's model config: those of recomputation (`recompute_granularity` ...), which replace
     `enable_gradient_checkpointing`."""
     override_mcore_model_config: dict[str, Any] = setting(factory=dict)
-    """Values for the model; must stay empty, as its Hugging Face config and `model.override_config` decide."""
+    """Values for the model; must stay empty: use its Hugging Face config and `model.override_config`."""
     use_mbridge: bool = setting(True)
-    """Read and write Hugging Face folders; always so, by a table of names, so this key changes nothing."""
+    """Read and write Hugging Face folders; always on, so this key has no effect."""
     vanilla_mbridge: bool = setting(True)
-    """Which bridge reads them; this key changes nothing."""
+    """Which bridge reads them; this key has no effect."""
     seed: int = setting(42, ge=0)
     """Seed of this model's random numbers."""
     forward_only: bool = setting(False)
@@ -106,8 +109,8 @@ class McoreEngineConfig(BaseConfig):
     strategy: Strategy = setting("megatron")
     """Always `megatron`."""
     dtype: DType = setting("bfloat16", interpolation=DTYPE)
-    """Format of weights and computation; the optimizer keeps a copy of bfloat16 weights in fp32. By default bfloat16 on
-    GPUs and float32 on a CPU."""
+    """Precision of weights and computation; the optimizer keeps a copy of bfloat16 weights in fp32. By default bfloat16
+    on GPUs and float32 on a CPU."""
 
     def problems(self, path: str) -> Iterator[Problem]:
         """Keys that are fixed, and formats that cannot be trained."""

@@ -33,9 +33,9 @@ class LoRAConfig(BaseConfig):
     """Variants of LoRA."""
 
     use_rslora: bool = setting(False)
-    """Scale by `lora_alpha` / √`lora_rank` (arXiv:2312.03732) in place of `lora_alpha` / `lora_rank`."""
+    """Scale by `lora_alpha` / √`lora_rank` (arXiv:2312.03732) instead of `lora_alpha` / `lora_rank`."""
     use_dora: bool = setting(False)
-    """Train the length of each row of a weight too (DoRA, arXiv:2402.09353); passes take longer."""
+    """Also train the norm of each row of a weight (DoRA, arXiv:2402.09353); slower."""
     target_parameters: tuple[str, ...] = setting(())
     """Weights of several experts that get an adapter for each expert, by endings: `[gate_up_proj,down_proj]`."""
 
@@ -55,22 +55,22 @@ class PretrainedModelConfig(BaseConfig):
     override_config: dict[str, Any] = setting(factory=dict)
     """Values that replace entries of the model's config, such as `attn_implementation`."""
     use_remove_padding: bool = setting(False)
-    """Pack sequences one after the other, so that no time goes into padding."""
+    """Pack sequences one after another, so that padding is not computed."""
 
 
 @section
 class TrainedModelConfig(PretrainedModelConfig):
-    """A Transformers model that is trained, wholly or by LoRA adapters. Policy and critic share this section."""
+    """A Transformers model that is trained, as a whole or by LoRA adapters. Policy and critic share this section."""
 
     tokenizer_path: str | None = setting(None, path=True, remote=True)
-    """Folder of the tokenizer; null takes the model's folder."""
+    """Folder of the tokenizer; null uses the model's folder."""
     enable_gradient_checkpointing: bool = setting(True)
     """Store only each layer's input and recompute the other activations in the backward pass."""
     enable_activation_offload: bool = setting(False)
-    """Keep in CPU memory what the backward pass needs; with `enable_gradient_checkpointing` that is each layer's input.
-    Slower, and less memory on a GPU."""
+    """Keep the activations for the backward pass in CPU memory; with `enable_gradient_checkpointing` these are each
+    layer's input. Slower, with less memory on a GPU."""
     lora_rank: int = setting(0, ge=0)
-    """Rank of the LoRA adapters that are trained in place of the model's weights; 0 trains the weights."""
+    """Rank of the LoRA adapters that are trained instead of the model's weights; 0 trains the weights."""
     lora_alpha: float = setting(16, gt=0)
     """Adapters are scaled by `lora_alpha` / `lora_rank`."""
     target_modules: ModuleNames = setting(ALL_LINEAR)
@@ -78,7 +78,7 @@ class TrainedModelConfig(PretrainedModelConfig):
     exclude_modules: ModuleNames | None = setting(None)
     """Layers without adapters, as endings of names or a regular expression."""
     lora_adapter_path: str | None = setting(None, path=True, remote=True)
-    """Folder of trained adapters in the format of peft to go on from; rank and layers are those of its config."""
+    """Folder of trained adapters, in peft's format, to continue from; rank and layers are read from its config."""
     lora: LoRAConfig = subsection(LoRAConfig)
     """Variants of LoRA."""
 
@@ -100,9 +100,9 @@ class HFModelConfig(TrainedModelConfig):
     hydra_target: ClassVar[str] = "verl.workers.config.HFModelConfig"
 
     hf_config_path: str | None = setting(None, path=True, remote=True)
-    """Folder of the model's config; null takes the model's folder."""
+    """Folder of the model's config; null uses the model's folder."""
     custom_chat_template: str | None = setting(None)
-    """Jinja chat template in place of the tokenizer's own."""
+    """Jinja chat template instead of the tokenizer's."""
     use_remove_padding: bool = setting(True)
 
     @classmethod
@@ -127,19 +127,19 @@ class WrapPolicyConfig(BaseConfig):
     min_num_params: int = setting(0, ge=0)
     """Shard every module with at least this many parameters; 0 shards by layer class."""
     transformer_layer_cls_to_wrap: Annotated[tuple[str, ...] | None, OneOrMany] = setting(None)
-    """Class names of the layers that are sharded as units; null takes those that the model class declares."""
+    """Class names of the layers that are sharded as units; null uses those that the model class declares."""
 
 
 @section
 class MixedPrecisionConfig(BaseConfig):
-    """Number formats inside a sharded forward and backward pass."""
+    """Precision inside a sharded forward and backward pass."""
 
     param_dtype: DType = setting("bf16")
-    """Format in which parameters are gathered and used."""
+    """Precision in which parameters are gathered and used."""
     reduce_dtype: DType = setting("fp32")
-    """Format in which gradients are summed over ranks."""
+    """Precision in which gradients are summed over ranks."""
     buffer_dtype: DType = setting("fp32")
-    """Format of buffers."""
+    """Precision of buffers."""
 
 
 def _stored_dtype(data: dict[str, Any]) -> str:
@@ -155,57 +155,57 @@ class FSDPEngineConfig(BaseConfig):
     wrap_policy: WrapPolicyConfig = subsection(WrapPolicyConfig)
     """Which modules are sharded as units."""
     mixed_precision: MixedPrecisionConfig | None = setting(None)
-    """Number formats inside the passes; null computes in `dtype` and sums gradients in fp32."""
+    """Precision inside the passes; null computes in `dtype` and sums gradients in fp32."""
     param_offload: bool = setting(False)
     """Keep parameters in host memory while the model is idle."""
     optimizer_offload: bool = setting(False)
     """Keep the optimizer state in host memory while the model is idle."""
     offload_policy: bool = setting(False)
-    """Let FSDP2 itself stream parameters from host memory during the passes."""
+    """FSDP2 streams parameters from host memory during the passes."""
     reshard_after_forward: bool = setting(True)
     """Free gathered parameters after each layer's forward: less memory, one more gather."""
     fsdp_size: int = setting(-1, ge=-1)
-    """Ranks that share one copy of the model; -1 means all of them."""
+    """Ranks that share one copy of the model; -1 is all ranks."""
     forward_prefetch: bool = setting(False)
     """Gather the next layer while this one computes."""
     seed: int = setting(42, ge=0)
     """Seed of this model's random numbers (dropout, new heads)."""
     full_determinism: bool = setting(False)
-    """Allow only deterministic kernels: slower, bit-equal from run to run."""
+    """Allow only deterministic kernels: slower, bit-identical from run to run."""
     forward_only: bool = setting(False)
     """The model is never trained: no optimizer, no gradients."""
     strategy: Strategy = setting("fsdp", refuse_values=NO_OTHER_BACK_END)
-    """Sharding back end; `fsdp` and `fsdp2` are both served by FSDP2; `megatron` does not read
-    this section."""
+    """Sharding back end; `fsdp` and `fsdp2` both use FSDP2; `megatron` does not read this section."""
     dtype: DType = setting("bfloat16", interpolation=DTYPE)
-    """Format of the computation (parameters are cast to it inside the passes); by default bfloat16 on GPUs and float32
-    on a CPU."""
+    """Precision of the computation (parameters are cast to it inside the passes); by default bfloat16 on GPUs and
+    float32 on a CPU."""
     model_dtype: DType = setting(factory=_stored_dtype, interpolation=STORED_DTYPE)
-    """Format in which the parameters are stored; by default fp32 for a model that is trained, and for a frozen one
-    (`forward_only`) the format of the computation, to which each pass would convert them."""
+    """Precision in which the parameters are stored; by default fp32 for a trained model, and for a frozen one
+    (`forward_only`) the precision of the computation."""
     ulysses_sequence_parallel_size: int = setting(1, ge=1)
-    """Ranks that share each sequence (docs/long_sequences.md); it divides the ranks and the model's attention heads."""
+    """Ranks that split each sequence (docs/long_sequences.md); it must divide the ranks and the model's attention
+    heads."""
 
 
 @section
 class OptimizerConfig(BaseConfig):
-    """Settings of every optimizer: step size, decay, clipping and a schedule with warm-up."""
+    """Settings of every optimizer: learning rate, weight decay, clipping and a schedule with warm-up."""
 
     lr: float = setting(1e-6, ge=0)
     """Peak learning rate."""
     lr_warmup_steps_ratio: float = setting(0.0, ge=0, le=1)
     """Warm-up as a fraction of all training steps; used when `lr_warmup_steps` is not positive."""
     total_training_steps: int = setting(-1, ge=-1)
-    """Length of the schedule in training steps; -1 takes the length of the run. The rate is constant within a training
-    step, however many optimizer steps that has."""
+    """Length of the schedule in training steps; -1 uses the length of the run. The learning rate is constant within a
+    training step, even if that has several optimizer steps."""
     weight_decay: float = setting(0.01, ge=0)
     """Decoupled weight decay."""
     lr_warmup_steps: int = setting(-1, ge=-1)
-    """Warm-up in training steps; 0 or -1 leaves it to `lr_warmup_steps_ratio`."""
+    """Warm-up in training steps; 0 or -1 uses `lr_warmup_steps_ratio`."""
     betas: tuple[float, float] = setting((0.9, 0.999))
-    """Decay of the running mean and of the running square of the gradient."""
+    """Decay rates of the running mean and of the running square of the gradient."""
     clip_grad: float = setting(1.0, gt=0)
-    """Largest norm of the gradient of one step; the same setting as `grad_clip` of the actor and the critic."""
+    """Maximum gradient norm of one step; the same setting as `grad_clip` of the actor and the critic."""
 
     def with_length(self, steps: int) -> Self:
         """Return the section with the length of its schedule, which is that of the run unless the section has one."""
@@ -231,11 +231,11 @@ class FSDPOptimizerConfig(OptimizerConfig):
     optimizer: str = setting("AdamW")
     """Class name of the optimizer inside `optimizer_impl`."""
     optimizer_impl: str = setting("torch.optim")
-    """Module that holds the optimizer class, as an import path."""
+    """Module with the optimizer class, as an import path."""
     min_lr_ratio: float = setting(0.0, ge=0, le=1)
-    """Where a decaying schedule ends, as a fraction of `lr`."""
+    """Final learning rate of a decaying schedule, as a fraction of `lr`."""
     num_cycles: float = setting(0.5, gt=0)
-    """Cosine periods over the run; 0.5 is one fall from the peak to the end."""
+    """Cosine periods over the run; 0.5 decreases once from the peak to the end."""
     lr_scheduler_type: Literal["constant", "cosine"] = setting("constant")
     """Shape of the schedule after the warm-up."""
     override_optimizer_config: dict[str, Any] | None = setting(None)
@@ -251,7 +251,7 @@ def _same_as_saved(data: dict[str, Any]) -> tuple[str, ...]:
 
 @section
 class CheckpointConfig(BaseConfig):
-    """What is written at every save, and what is read back on resume."""
+    """What is saved in a checkpoint, and what is loaded on resume."""
 
     hydra_target: ClassVar[str] = "verl.trainer.config.CheckpointConfig"
 
@@ -260,6 +260,7 @@ class CheckpointConfig(BaseConfig):
     load_contents: Annotated[tuple[CheckpointPart, ...], OneOrMany] = setting(
         factory=_same_as_saved, interpolation="${.save_contents}"
     )
-    """What to read back on resume; by default all that was saved."""
+    """What to load on resume; by default everything that was saved."""
     async_save: bool = setting(False)
-    """Copy the state and write it while training continues, with memory for the copy; false makes the step wait."""
+    """Copy the state and write it while training continues, which needs memory for the copy; false makes the step wait.
+    """

@@ -1,4 +1,4 @@
-"""Configuration of what a run shows to monitoring while it trains."""
+"""Configuration of what a run exposes to monitoring during training."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class PrometheusConfig(BaseConfig):
     enable: bool = setting(False)
     """Serve the metrics from the driver's process; needs the extra `prometheus`."""
     host: str = setting("127.0.0.1")
-    """Address to listen on. Whoever reaches it reads the metrics, so others than those of this machine are a choice."""
+    """Address to listen on. Everybody who can reach it can read the metrics; the default is this machine only."""
     port: int = setting(9090, ge=1, le=65535)
-    """Port to listen on; a Prometheus server on this machine has 9090 itself, unless it is told otherwise."""
+    """Port to listen on; note that 9090 is also the default port of a Prometheus server."""
     file: str | None = setting(None, path=True)
-    """File to write a Prometheus configuration to that scrapes this run; null writes none."""
+    """Path of a Prometheus configuration that is written for this run; null writes none."""
     served_model_name: str | None = setting(None, interpolation="${oc.select:actor_rollout_ref.model.path,null}")
     """Name of the model in `verl_run_info`."""
 
@@ -37,7 +37,7 @@ class PrometheusConfig(BaseConfig):
 
 @section
 class TraceConfig(BaseConfig):
-    """Spans of each trajectory of training, its turns and tool calls (docs/monitoring.md)."""
+    """Spans of each training trajectory, its turns and tool calls (docs/monitoring.md)."""
 
     hydra_target: ClassVar[str] = "verl.workers.config.TraceConfig"
 
@@ -52,9 +52,9 @@ class TraceConfig(BaseConfig):
     """`otel` sends spans by OpenTelemetry's SDK to the collector that `OTEL_EXPORTER_OTLP_ENDPOINT` names, `mlflow` by
     MLflow's client to `MLFLOW_TRACKING_URI`; they need the extra of that name."""
     token2text: bool = setting(False)
-    """Give the spans the texts of prompts, responses, tool calls and results, beside numbers."""
+    """Add the texts of prompts, responses, tool calls and results to the spans."""
     max_samples_per_step_per_worker: int | None = setting(None, ge=1)
-    """Trace this many trajectories of a step for each of `rollout.agent.num_workers`; null traces all."""
+    """Number of trajectories traced per step for each of `rollout.agent.num_workers`; null traces all."""
 
     def problems(self, path: str) -> Iterator[Problem]:
         """The client is installed, and the other settings have a backend."""

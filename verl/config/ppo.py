@@ -25,13 +25,13 @@ class ActorRolloutRefConfig(BaseConfig):
     """Policy, rollout engine and reference."""
 
     nccl_timeout: int = setting(600, ge=1)
-    """Seconds after which a collective that does not finish is an error."""
+    """Time limit of a collective, in seconds; after it the collective fails."""
     model: HFModelConfig = subsection(HFModelConfig)
-    """The model that all three share."""
+    """The model of policy, rollout and reference."""
     actor: FSDPActorConfig = subsection(FSDPActorConfig)
     """The policy that is trained."""
     rollout: RolloutConfig = subsection(RolloutConfig)
-    """How responses are sampled."""
+    """Sampling settings and engine."""
     ref: RefConfig = subsection(RefConfig)
     """The frozen reference."""
 
@@ -63,7 +63,7 @@ class PPOConfig(BaseConfig):
     """Reinforcement learning: data, models, algorithm, run."""
 
     model_engine: Literal["dp", "megatron"] = setting("dp", refuse_values=NO_OTHER_BACK_END)
-    """Training back end of all models: `dp` (FSDP, or what their `strategy` says) or `megatron`."""
+    """Training back end of all models: `dp` (FSDP, or as their `strategy` says) or `megatron`."""
     actor_rollout_ref: ActorRolloutRefConfig = subsection(ActorRolloutRefConfig)
     """Policy, rollout engine and reference."""
     data: DataConfig = subsection(DataConfig)
@@ -71,11 +71,11 @@ class PPOConfig(BaseConfig):
     critic: FSDPCriticConfig = subsection(FSDPCriticConfig)
     """The value model."""
     reward_model: RewardModelConfig = subsection(RewardModelConfig)
-    """How responses are scored."""
+    """Scoring of responses."""
     reward_manager: RewardManagerConfig = subsection(RewardManagerConfig)
     """The reward manager."""
     custom_reward_function: CustomRewardFunctionConfig = subsection(CustomRewardFunctionConfig)
-    """A scorer of your own."""
+    """Your own scorer."""
     algorithm: AlgoConfig = subsection(AlgoConfig)
     """Advantages, discounting, KL in the reward."""
     trainer: TrainerConfig = subsection(TrainerConfig)
@@ -85,7 +85,7 @@ class PPOConfig(BaseConfig):
     global_profiler: GlobalProfilerConfig = subsection(GlobalProfilerConfig)
     """Profiles of some steps."""
     composed: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, metadata=INTERNAL)
-    """The keys as they were composed, with those that nothing reads, for a ``fit`` of a user's own."""
+    """The keys as they were composed, including those that no code reads, for a user's own ``fit``."""
 
     def with_schedules(self, steps: int) -> PPOConfig:
         """Return the configuration of a run of so many steps: learning-rate schedules have their length."""

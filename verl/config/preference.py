@@ -24,19 +24,20 @@ class PreferenceDataConfig(SupervisedDataConfig):
     max_token_len_per_gpu: int = setting(8192, ge=1)
     """Tokens per pass on one rank, with `use_dynamic_bsz`; both sides of a pair count."""
     prompt_key: str | None = setting("prompt")
-    """Column of the prompt, text or messages; null where both sides are whole conversations."""
+    """Column of the prompt, text or messages; null if both sides are whole conversations."""
     chosen_key: str = setting("chosen")
     """Column of the better response, text or messages."""
     rejected_key: str = setting("rejected")
     """Column of the worse response, text or messages."""
     tools_key: str | None = setting("tools")
-    """Column of descriptions of tools, which both sides show; null leaves it unread."""
+    """Column of tool descriptions, shown on both sides; null ignores it."""
     enable_thinking_key: str | None = setting("enable_thinking")
-    """Column with the chat template's switch for thinking; null leaves it unread."""
+    """Column with the chat template's switch for thinking; null ignores it."""
     image_key: str = setting("images")
-    """Column of images, which stand where the prompt has `<image>`; for models with an image processor."""
+    """Column of images, one for each `<image>` in the prompt; for models with an image processor."""
     truncation: Literal["error", "left", "right"] = setting("error")
-    """What happens to a longer pair: an error, or a cut of both sides, of the prompt (left) or of the ends (right)."""
+    """What happens to a longer pair: an error, or truncation of both sides, of the prompt (left) or of the ends
+    (right)."""
 
 
 @section
@@ -46,7 +47,7 @@ class RewardModelLossConfig(BaseConfig):
     margin: float = setting(0.0, ge=0)
     """Difference of rewards, chosen minus rejected, at which the model of the loss gives both sides equal odds."""
     label_smoothing: float = setting(0.0, ge=0, le=0.5)
-    """Share of the pairs that are taken to be labelled the wrong way round."""
+    """Share of the pairs that are assumed to be labelled the wrong way round."""
     center_rewards_coefficient: float = setting(0.0, ge=0)
     """Weight of the squared sum of a pair's rewards, which keeps rewards around zero; 0.01 is usual."""
 
@@ -58,17 +59,17 @@ class DirectPreferenceLossConfig(BaseConfig):
     loss_type: Literal["sigmoid", "hinge", "ipo"] = setting("sigmoid")
     """`sigmoid` (DPO), `hinge` (SLiC) or `ipo`."""
     beta: float = setting(0.1, gt=0)
-    """Strength of the penalty on leaving the reference; implicit rewards are this times the log-ratio to it."""
+    """Strength of the penalty on deviating from the reference; implicit rewards are beta times the log-ratio to it."""
     label_smoothing: float = setting(0.0, ge=0, le=0.5)
-    """Share of the pairs that are taken to be labelled the wrong way round (cDPO); with `loss_type=sigmoid`."""
+    """Share of the pairs that are assumed to be labelled the wrong way round (cDPO); with `loss_type=sigmoid`."""
     margin: float = setting(0.0, ge=0)
     """Margin by which the reward of the chosen response should exceed the other (the gamma of SimPO)."""
     reference_free: bool = setting(False)
-    """Reward log-probs themselves instead of their ratio to a reference (SimPO); no reference is loaded."""
+    """Use log-probs as rewards instead of their ratio to a reference (SimPO); no reference is loaded."""
     average_log_prob: bool = setting(False)
-    """Take the mean of the tokens' log-probs instead of the sum (SimPO), to normalise by length."""
+    """Use the mean of the tokens' log-probs instead of the sum (SimPO), to normalise by length."""
     sft_coef: float = setting(0.0, ge=0)
-    """Weight of an added supervised loss on the chosen responses, -log p per token, which keeps them likely."""
+    """Weight of an additional supervised loss on the chosen responses, -log p per token, which keeps them likely."""
 
     def problems(self, path: str) -> Iterator[Problem]:
         """Label smoothing needs `sigmoid`, and `ipo` needs summed log-probs."""
@@ -86,7 +87,7 @@ class ReferenceModelConfig(BaseConfig):
     """The frozen reference policy, for the log-ratios of the loss."""
 
     path: str | None = setting(None, path=True, remote=True)
-    """Folder of the model, or its name on the Hugging Face hub; null takes `model.path`, the policy before training."""
+    """Folder of the model, or its name on the Hugging Face hub; null uses `model.path`, the policy before training."""
     param_offload: bool = setting(False)
     """Keep its parameters in host memory while it is idle."""
 

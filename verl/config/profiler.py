@@ -26,8 +26,8 @@ class TorchProfilerToolConfig(BaseConfig):
     contents: tuple[Contents, ...] = setting(())
     """What to record; empty records the time on the CPU and on the GPU."""
     discrete: bool = setting(False)
-    """Profile each annotated call by itself, instead of everything from start to stop; only for workers of your own
-    with a `DistProfiler`."""
+    """Profile each annotated call separately, instead of everything from start to stop; only for your own workers with
+    a `DistProfiler`."""
 
 
 @section
@@ -79,7 +79,7 @@ class ModelProfilerConfig(RoleProfilerConfig):
 
 @section
 class RewardProfilerConfig(RoleProfilerConfig):
-    """The same, for a reward model; its traces have the contents that the other roles ask for."""
+    """The same, for a reward model; the contents of its traces are those set for the other roles."""
 
 
 @section
@@ -87,11 +87,11 @@ class MemoryHistoryConfig(BaseConfig):
     """The recorder of GPU memory of PyTorch."""
 
     trace_alloc_max_entries: int = setting(100_000, ge=1)
-    """Allocations to remember."""
+    """Number of allocations to keep."""
     context: Literal["all", "state", "alloc"] = setting("all")
-    """Events whose stacks are kept: allocations and frees, allocations, or those of memory that is in use."""
+    """Events whose stacks are recorded: allocations and frees, allocations only, or memory that is in use."""
     stacks: Literal["all", "python"] = setting("all")
-    """Frames of a stack: also those of C++, or those of Python alone."""
+    """Frames of a stack: with those of C++, or those of Python only."""
 
 
 @section
@@ -104,7 +104,7 @@ class GlobalToolsConfig(BaseConfig):
 
 @section
 class GlobalProfilerConfig(BaseConfig):
-    """Profiles of some steps of a run (docs/debugging.md); what is recorded is chosen by `profiler` of each role."""
+    """Profiles of some steps of a run (docs/debugging.md); `profiler` of each role chooses what is recorded."""
 
     hydra_target: ClassVar[str] = "verl.utils.profiler.ProfilerConfig"
 
@@ -120,7 +120,7 @@ class GlobalProfilerConfig(BaseConfig):
     steps: tuple[int, ...] | None = setting(None)
     """Steps to profile, counted from 1."""
     save_path: str = setting("outputs/profile", path=True)
-    """Folder of the files, on the machine of each rank."""
+    """Folder for the files, on the machine of each rank."""
     global_tool_config: GlobalToolsConfig = subsection(GlobalToolsConfig)
     """Settings of the tools."""
 

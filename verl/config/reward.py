@@ -16,34 +16,34 @@ from verl.config.rollout import NO_OTHER_ENGINE, EngineName
 
 @section
 class ModuleConfig(BaseConfig):
-    """A class in a file of yours."""
+    """A class in your own file."""
 
     hydra_target: ClassVar[str] = "verl.trainer.config.config.ModuleConfig"
 
     path: str | None = setting(None, path=True)
-    """File that holds the class."""
+    """File with the class."""
 
 
 @section
 class RewardManagerConfig(BaseConfig):
-    """The reward manager: a registered one, or a class of yours."""
+    """The reward manager: a registered one, or your own class."""
 
     hydra_target: ClassVar[str] = "verl.trainer.config.config.RewardManagerConfig"
 
     source: Literal["register", "importlib"] = setting("register")
-    """`register` takes the registered `name`, `importlib` the class in `module`."""
+    """`register` uses the registered `name`, `importlib` the class in `module`."""
     name: str = setting("naive", interpolation="${oc.select:reward_model.reward_manager,naive}")
-    """Registered reward manager, or the class with `source=importlib`."""
+    """Registered reward manager, or the name of the class with `source=importlib`."""
     module: ModuleConfig = subsection(ModuleConfig)
-    """A reward manager class of your own, with `source=importlib`."""
+    """Your own reward manager class, with `source=importlib`."""
 
 
 @section
 class CustomRewardFunctionConfig(BaseConfig):
-    """A scorer of your own."""
+    """Your own scorer."""
 
     path: str | None = setting(None, path=True)
-    """Python file that holds the function; null chooses a scorer by data source."""
+    """Python file with the function; null chooses a scorer by data source."""
     name: str = setting("compute_score")
     """Name of the function."""
     reward_kwargs: dict[str, Any] = setting(factory=dict)
@@ -62,9 +62,9 @@ class SandboxFusionConfig(BaseConfig):
     """Address of a SandboxFusion service, such as `http://host:8080`; null runs programs on this machine, in the
     sandbox of bubblewrap."""
     max_concurrent: int = setting(64, ge=1)
-    """Most requests to the service at once, over all processes that score."""
+    """Maximum number of concurrent requests to the service, over all scoring processes."""
     memory_limit_mb: int = setting(1024, ge=64)
-    """MiB of memory for one run of a program, on the service or on this machine."""
+    """Memory limit of one run of a program, in MiB, on the service or on this machine."""
 
 
 @section
@@ -72,7 +72,7 @@ class RewardModelModelConfig(PretrainedModelConfig):
     """The reward model's weights and tokenizer."""
 
     input_tokenizer: str | None = setting(None, interpolation="${actor_rollout_ref.model.path}", path=True, remote=True)
-    """Tokenizer of the policy, where the reward model reads other tokens; null if they share one."""
+    """Tokenizer of the policy, if the reward model uses another one; null if both use the same."""
     path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", path=True, remote=True)
     external_lib: str | None = setting(None, interpolation="${actor_rollout_ref.model.external_lib}")
     fsdp_config: FSDPEngineConfig = subsection(FSDPEngineConfig, forward_only=True)
@@ -86,33 +86,34 @@ class JudgeRolloutConfig(BaseConfig):
     hydra_target: ClassVar[str] = "verl.workers.config.RolloutConfig"
 
     name: EngineName | None = setting(None, missing=True, refuse_values={"trtllm": NO_OTHER_ENGINE})
-    """Engine that serves the model to the reward function; unset, the model gives a score per response itself."""
+    """Engine that serves the model to the reward function; if unset, the model itself scores each response."""
     prompt_length: int = setting(2048, ge=1)
-    """Longest request in tokens, if the longest answer is to fit too."""
+    """Maximum length of a request in tokens, if the longest answer is to fit too."""
     response_length: int = setting(2048, ge=1)
-    """Longest answer in tokens, where a request names no `max_tokens`."""
+    """Maximum length of an answer in tokens, if a request has no `max_tokens`."""
     dtype: DType = setting("bfloat16", interpolation=DTYPE)
-    """Format of the weights inside the engine; by default bfloat16 on GPUs and float32 on a CPU."""
+    """Precision of the weights inside the engine; by default bfloat16 on GPUs and float32 on a CPU."""
     gpu_memory_utilization: float = setting(0.5, gt=0, le=1)
-    """Fraction of a GPU's memory that the engine may take; with `native`, fraction of the free memory (also on a CPU)
+    """Fraction of a GPU's memory that the engine may use; with `native`, fraction of the free memory (also on a CPU)
     for the KV cache."""
     enforce_eager: bool = setting(True)
     """Do not capture CUDA graphs (`vllm`, `sglang`, and `native` with `cudagraph_capture_sizes`)."""
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(None)
-    """Batch sizes for which CUDA graphs are captured (`vllm`, `sglang`, `native`; the last captures none by itself)."""
+    """Batch sizes for which CUDA graphs are captured (`vllm`, `sglang`, `native`; `native` captures none by default).
+    """
     free_cache_engine: bool = setting(True)
-    """Free the engine's memory while no rewards are computed; on ranks of its own the model keeps it anyway."""
+    """Free the engine's memory while no rewards are computed; on separate ranks the model always stays loaded."""
     data_parallel_size: int = setting(1, ge=1)
-    """Copies of the model inside one engine; only 1, as ranks beyond those of one copy have an engine of their own."""
+    """Copies of the model inside one engine; only 1, because each further copy has its own engine."""
     expert_parallel_size: int = setting(1, ge=1)
-    """Ranks that share the experts of one layer (`vllm`, `sglang`); others take only 1."""
+    """Ranks that split the experts of one layer (`vllm`, `sglang`); other engines allow only 1."""
     tensor_model_parallel_size: int = setting(2, ge=1)
-    """Ranks that split each layer; it must divide the ranks per node (`hf` takes only 1). Unless it is set, 1 with
-    `native` and `hf`, and where 2 does not divide the ranks."""
+    """Ranks that split each layer; it must divide the ranks per node (`hf` allows only 1). If unset: 1 with `native`
+    and `hf`, and if 2 does not divide the ranks."""
     max_num_batched_tokens: int = setting(8192, ge=1)
-    """Most tokens that the engine computes in one pass (`native` and `hf`: prompt tokens)."""
+    """Maximum number of tokens that the engine computes in one pass (`native` and `hf`: prompt tokens)."""
     max_model_len: int | None = setting(None, ge=1)
-    """Longest request and answer together, in tokens; null takes the sum of both lengths."""
+    """Maximum length of request and answer together, in tokens; null uses the sum of both lengths."""
     max_num_seqs: int = setting(1024, ge=1)
     """Requests that the engine runs at once; further ones wait."""
     engine_kwargs: dict[str, Any] = setting(factory=dict)
@@ -120,36 +121,36 @@ class JudgeRolloutConfig(BaseConfig):
     enable_chunked_prefill: bool = setting(True)
     """Process long requests in several passes (`vllm`, `sglang`)."""
     enable_prefix_caching: bool = setting(True)
-    """Compute prefixes that requests share, such as their instructions, only once."""
+    """Compute common prefixes of requests, such as their instructions, only once."""
     disable_log_stats: bool = setting(True)
     """Leave statistics out of the engine's log (`vllm`, `sglang`)."""
 
 
 @section
 class RewardModelConfig(BaseConfig, DistributedModel):
-    """Scoring of responses by rules, by a function of yours, or by a model."""
+    """Scoring of responses by rules, by your own function, or by a model."""
 
     enable: bool = setting(False)
-    """Load a reward model: one that gives a score per response or, with `rollout.name` and a reward function that asks
-    it, a generative one."""
+    """Load a reward model: one that scores each response or, with `rollout.name` and a reward function that calls it, a
+    generative one."""
     enable_resource_pool: bool = setting(False)
-    """Give the reward model ranks of its own instead of sharing those of the policy."""
+    """Run the reward model on separate ranks instead of the policy's."""
     n_gpus_per_node: int = setting(1, ge=1, interpolation="${trainer.n_gpus_per_node}")
     """Ranks per node of that pool."""
     nnodes: int = setting(0, ge=0)
     """Nodes of that pool."""
     strategy: Strategy = setting("fsdp", refuse_values=NO_OTHER_BACK_END)
-    """Back end; `fsdp` and `fsdp2` are both served by FSDP2, `megatron` by megatron-core."""
+    """Back end; `fsdp` and `fsdp2` both use FSDP2, `megatron` uses megatron-core."""
     model: RewardModelModelConfig = subsection(RewardModelModelConfig)
     """The reward model's weights and tokenizer."""
     rollout: JudgeRolloutConfig = subsection(JudgeRolloutConfig)
     """The engine of a generative reward model."""
     micro_batch_size_per_gpu: int | None = setting(None, ge=1)
-    """Sequences per forward pass on one rank; null takes that of the rollout's log-probs."""
+    """Sequences per forward pass on one rank; null uses the setting of the rollout's log-probs."""
     max_length: int | None = setting(None, ge=1)
-    """Longest prompt and response together that the reward model reads; null is no limit."""
+    """Maximum length of prompt and response together that the reward model reads; null is no limit."""
     use_dynamic_bsz: bool = setting(False, interpolation="${critic.use_dynamic_bsz}")
-    """Fill passes by tokens instead of by sequences."""
+    """Fill micro-batches by tokens instead of by sequences."""
     forward_max_token_len_per_gpu: int = setting(32768, ge=1, interpolation="${critic.forward_max_token_len_per_gpu}")
     """Tokens per pass on one rank, with `use_dynamic_bsz`."""
     ulysses_sequence_parallel_size: int = setting(1, ge=1)
@@ -159,7 +160,7 @@ class RewardModelConfig(BaseConfig, DistributedModel):
     profiler: RewardProfilerConfig = subsection(RewardProfilerConfig)
     """Ranks whose processes are profiled."""
     reward_manager: str = setting("naive")
-    """Registered reward manager: how responses become calls of a scorer."""
+    """Registered reward manager: how responses are passed to a scorer."""
     reward_kwargs: dict[str, Any] = setting(factory=dict)
     """Further arguments of the reward manager."""
     reward_format: str | None = setting(None)
@@ -172,9 +173,10 @@ class RewardModelConfig(BaseConfig, DistributedModel):
     """Treatment of samples that could not be scored: `mask` leaves them out of training and of their group's
     baseline, `drop_group` leaves out all responses to the prompt, `stop` ends the run at the first one."""
     timeout_s: float = setting(30.0, gt=0)
-    """Time for the score of one sample; what takes longer is killed and has the status `timeout`."""
+    """Time limit for the score of one sample, in seconds; a slower scorer is killed and the sample has the status
+    `timeout`."""
     memory_limit_mb: int | None = setting(4096, ge=1)
-    """Memory for the score of one sample, beyond what loading the scorer took; null is no limit."""
+    """Memory limit in MiB for the score of one sample, beyond what loading the scorer took; null is no limit."""
     launch_reward_fn_async: bool = setting(False)
     """Compute scores while log-probs are computed."""
     num_workers: int = setting(1, ge=1)

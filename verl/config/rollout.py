@@ -39,21 +39,21 @@ class SamplingConfig(BaseConfig):
     temperature: float = setting(0, ge=0)
     """Divisor of the logits; 0 is greedy."""
     top_k: int = setting(-1, ge=-1)
-    """Sample among this many most likely tokens; -1 or 0 among all."""
+    """Sample from this many most likely tokens; -1 or 0 for all."""
     top_p: float = setting(1.0, gt=0, le=1)
-    """Sample among the fewest tokens whose probabilities reach this sum."""
+    """Sample from the fewest tokens whose probabilities sum to at least this."""
     min_p: float = setting(0.0, ge=0, le=1)
-    """Sample among tokens with at least this share of the largest probability; 0 keeps all."""
+    """Sample from tokens with at least this share of the largest probability; 0 keeps all."""
     do_sample: bool = setting(False)
-    """Sample; false takes the most likely token whatever `temperature` says."""
+    """Sample; false uses the most likely token whatever `temperature` says."""
     n: int = setting(1, ge=1)
     """Responses per prompt."""
     stop: Annotated[tuple[str, ...] | None, OneOrMany] = setting(None)
-    """Texts that end a response; null takes those of training."""
+    """Texts that end a response; null uses those of training."""
     stop_token_ids: tuple[int, ...] | None = setting(None)
-    """Tokens that end a response besides EOS; null takes those of training."""
+    """Tokens that end a response besides EOS; null uses those of training."""
     max_tokens: int | None = setting(None, ge=1)
-    """Longest response in tokens, at most `data.max_response_length`; null takes that."""
+    """Maximum length of a response in tokens, at most `data.max_response_length`; null uses that."""
 
     def problems(self, path: str) -> Iterator[Problem]:
         """The sampling settings of validation are consistent."""
@@ -76,81 +76,82 @@ def _per_engine() -> dict[str, Any]:
 
 @section
 class RolloutConfig(BaseConfig):
-    """Sampling of training responses, and the engine that does it."""
+    """Sampling of training responses, and the rollout engine."""
 
     hydra_target: ClassVar[str] = "verl.workers.config.RolloutConfig"
 
     name: EngineName = setting("native", refuse_values={"trtllm": NO_OTHER_ENGINE})
-    """Engine: `native` is our own, in the trainer's process on its weights; `hf` a plain loop around Transformers. A
-    command line that names none takes `vllm` on a GPU where it is installed."""
+    """Rollout engine: `native` is verl's own, in the trainer's process on its weights; `hf` a plain loop around
+    Transformers. If a command names none, a GPU run uses `vllm` if it is installed."""
     mode: Literal["sync", "async"] = setting("async")
-    """Whatever this says, `vllm` and `sglang` are servers, and `native` and `hf` run inside the worker's process."""
+    """No effect: `vllm` and `sglang` always run as servers, `native` and `hf` inside the worker's process."""
     temperature: float = setting(1.0, ge=0)
-    """Divisor of the logits; log-probs are of the divided logits."""
+    """Divisor of the logits; log-probs are those of the divided logits."""
     top_k: int = setting(-1, ge=-1)
-    """Sample among this many most likely tokens; -1 or 0 among all."""
+    """Sample from this many most likely tokens; -1 or 0 for all."""
     top_p: float = setting(1, gt=0, le=1)
-    """Sample among the fewest tokens whose probabilities reach this sum."""
+    """Sample from the fewest tokens whose probabilities sum to at least this."""
     min_p: float = setting(0.0, ge=0, le=1)
-    """Sample among tokens with at least this share of the largest probability; 0 keeps all."""
+    """Sample from tokens with at least this share of the largest probability; 0 keeps all."""
     do_sample: bool = setting(True)
-    """Sample; false takes the most likely token."""
+    """Sample; false uses the most likely token."""
     n: int = setting(1, ge=1)
     """Responses per prompt."""
     seed: int = setting(1, ge=0, interpolation="${oc.select:trainer.seed,1}")
     """Seed of sampling, as in `trainer.seed`; each response has its own, by step, prompt and index in the group."""
     prompt_length: int = setting(512, ge=1, interpolation="${oc.select:data.max_prompt_length,512}")
-    """Longest prompt in tokens."""
+    """Maximum length of a prompt, in tokens."""
     response_length: int = setting(512, ge=1, interpolation="${oc.select:data.max_response_length,512}")
-    """Longest response in tokens."""
+    """Maximum length of a response, in tokens."""
     stop: Annotated[tuple[str, ...], OneOrMany] = setting(())
     """Texts that end a response."""
     stop_token_ids: tuple[int, ...] = setting(())
     """Tokens that end a response besides EOS."""
     ignore_eos: bool = setting(False)
-    """Go on after EOS, up to the longest response."""
+    """Continue after EOS, up to the maximum length."""
     dtype: DType = setting("bfloat16", interpolation=DTYPE)
-    """Format of the weights inside the engine; by default bfloat16 on GPUs and float32 on a CPU."""
+    """Precision of the weights inside the engine; by default bfloat16 on GPUs and float32 on a CPU."""
     gpu_memory_utilization: float = setting(0.5, gt=0, le=1)
-    """Fraction of a GPU's memory that the engine may take; with `native`, fraction of the free memory (also on a CPU)
+    """Fraction of a GPU's memory that the engine may use; with `native`, fraction of the free memory (also on a CPU)
     for the KV cache."""
     enforce_eager: bool = setting(False)
     """Do not capture CUDA graphs (`vllm`, `sglang`, and `native` with `cudagraph_capture_sizes`)."""
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(None)
-    """Batch sizes for which CUDA graphs are captured (`vllm`, `sglang`, `native`; the last captures none by itself)."""
+    """Batch sizes for which CUDA graphs are captured (`vllm`, `sglang`, `native`; `native` captures none by default).
+    """
     enable_rollout_routing_replay: bool = setting(False)
-    """Return the experts that each token went to, for `actor.router_replay.mode=R3` (`native`, `hf`)."""
+    """Return the experts chosen for each token, for `actor.router_replay.mode=R3` (`native`, `hf`)."""
     free_cache_engine: bool = setting(True)
     """Free the engine's memory during training; it receives the weights again for the next rollout."""
     data_parallel_size: int = setting(1, ge=1)
-    """Copies of the model inside one engine; only 1, as ranks beyond those of one copy have an engine of their own."""
+    """Copies of the model inside one engine; only 1, because each further copy has its own engine."""
     expert_parallel_size: int = setting(1, ge=1)
-    """Ranks that share the experts of one layer (`vllm`, `sglang`); others take only 1."""
+    """Ranks that split the experts of one layer (`vllm`, `sglang`); other engines allow only 1."""
     tensor_model_parallel_size: int = setting(2, ge=1)
-    """Ranks that split each layer; times the pipeline stages it must divide the ranks per node (`hf` takes only 1).
-    Unless it is set, 1 with `native` and `hf`, and where 2 does not divide the ranks."""
+    """Ranks that split each layer; times the pipeline stages it must divide the ranks per node (`hf` allows only 1). If
+    unset: 1 with `native` and `hf`, and if 2 does not divide the ranks."""
     max_num_batched_tokens: int = setting(8192, ge=1)
-    """Most tokens that the engine computes in one pass (`native` and `hf`: prompt tokens)."""
+    """Maximum number of tokens that the engine computes in one pass (`native` and `hf`: prompt tokens)."""
     max_model_len: int | None = setting(None, ge=1)
-    """Longest prompt and response together, in tokens; null takes the sum of both limits."""
+    """Maximum length of prompt and response together, in tokens; null uses the sum of both limits."""
     max_num_seqs: int = setting(256, ge=1)
     """Sequences that the engine runs at once."""
     load_format: str = setting("dummy")
     """How the engine loads its first weights: `dummy` waits for the trainer's (`vllm`, `sglang`)."""
     merge_adapters: bool = setting(True)
-    """Merge LoRA adapters into the weights that the engine gets; false sends the base weights once and then adapters
-    alone, which the engine applies by itself (`vllm`, `sglang`)."""
+    """Merge LoRA adapters into the weights that the engine receives; false sends the base weights once and then only
+    adapters, which the engine applies (`vllm`, `sglang`)."""
     limit_images: int | None = setting(None, ge=0)
-    """Most images in one prompt (`vllm`); of a video of Qwen3-VL each two frames are one."""
+    """Maximum number of images in one prompt (`vllm`); in a video of Qwen3-VL every two frames count as one."""
     enable_chunked_prefill: bool = setting(True)
     """Process long prompts in several passes (`vllm`, `sglang`)."""
     enable_prefix_caching: bool = setting(True)
-    """Compute prefixes that prompts share only once (`vllm`, `sglang`); with `native` those of requests that come one
-    by one, such as the turns of a conversation, within the memory that `gpu_memory_utilization` allows."""
+    """Compute common prefixes of prompts only once (`vllm`, `sglang`); with `native`, prefixes of requests that arrive
+    one by one, such as the turns of a conversation, within the memory that `gpu_memory_utilization` allows."""
     disable_log_stats: bool = setting(True)
-    """Leave statistics out of the engine's log (`vllm`, `sglang`); vLLM counts for `prometheus.enable` all the same."""
+    """Leave statistics out of the engine's log (`vllm`, `sglang`); vLLM still counts for `prometheus.enable`."""
     pipeline_model_parallel_size: int = setting(1, ge=1)
-    """Stages that share one copy of the model (`vllm`, `sglang`); others take only 1."""
+    """Pipeline stages of one copy of the model (`vllm`, `sglang`); other engines allow only 1."""
     engine_kwargs: dict[str, Any] = setting(factory=_per_engine)
     """Further arguments, by engine; `vllm.python` and `sglang.python` name the interpreter of another environment that
     has the engine."""
@@ -159,17 +160,17 @@ class RolloutConfig(BaseConfig):
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"] = setting(
         "processed_logprobs", refuse_values=dict.fromkeys(("processed_logits", "raw_logits"), NO_LOGITS)
     )
-    """`processed_logprobs` are those of the distribution that is sampled from: after temperature, min_p, top_k and
-    top_p, summing to 1 over the tokens kept; `raw_logprobs` those of the model's own logits, before all of these."""
+    """`processed_logprobs` are those of the sampled distribution: after temperature, min_p, top_k and top_p, summing to
+    1 over the kept tokens; `raw_logprobs` those of the model's logits, before all of these."""
     multi_stage_wake_up: bool = setting(False)
     """Allocate the memory of the KV cache only after the weights are updated (`vllm`, `sglang`)."""
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, ge=1)
-    """Sequences per pass on one rank where the trainer computes the old log-probs; null takes the actor's
+    """Sequences per pass on one rank when the trainer computes the old log-probs; null uses the actor's
     `ppo_micro_batch_size_per_gpu`."""
     log_prob_use_dynamic_bsz: bool = setting(
         False, interpolation="${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}"
     )
-    """Fill those passes by tokens instead of by sequences."""
+    """Fill those micro-batches by tokens instead of by sequences."""
     log_prob_max_token_len_per_gpu: int = setting(
         16384, ge=1, interpolation="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}"
     )
@@ -185,12 +186,12 @@ class RolloutConfig(BaseConfig):
     prometheus: PrometheusConfig = subsection(PrometheusConfig)
     """Metrics of the run over HTTP, in the format of Prometheus."""
     trace: TraceConfig = subsection(TraceConfig)
-    """Spans of each trajectory of training, its turns and tool calls."""
+    """Spans of each training trajectory, its turns and tool calls."""
     skip_rollout: bool = setting(False)
-    """Train on the responses in `skip_dump_dir` in place of sampling; those that are not there are sampled and kept
-    there. For debugging: they are those of the run that wrote them, not of the policy."""
+    """Train on the responses stored in `skip_dump_dir` instead of sampling; missing ones are sampled and stored there.
+    For debugging: the responses are those of the run that wrote them, not of the current policy."""
     skip_dump_dir: str | None = setting(None, path=True)
-    """Folder of these responses; null takes `rollouts` in `trainer.default_local_dir`."""
+    """Folder of these responses; null uses `rollouts` in `trainer.default_local_dir`."""
 
     @property
     def default_agent_loop(self) -> str:

@@ -1,4 +1,4 @@
-"""Configuration of rollout correction, and its usual settings as presets."""
+"""Configuration of rollout correction, and common settings as presets."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ class RolloutCorrectionConfig(BaseConfig):
     rollout_is: Literal["token", "sequence"] | None = setting(None)
     """Importance weights π/μ of the trainer's policy over the rollout's, per token or per response; null for none."""
     rollout_is_threshold: Annotated[float | str, "threshold"] = setting(2.0)
-    """Cap of a weight, at least 1; or a band `lo_hi` (0.5_5.0) outside of which a weight is 0 (IcePop)."""
+    """Upper bound of a weight, at least 1; or a band `lo_hi` (0.5_5.0) outside of which a weight is 0 (IcePop)."""
     rollout_rs: str | None = setting(None)
     """Criteria of rejection, comma-separated: token_k1..k3, seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2..k3."""
     rollout_rs_threshold: Annotated[str | float | None, "threshold"] = setting(None)
     """One threshold for each criterion, or one for all: k1 a band of ratios `lo_hi`, k2 and k3 an upper bound."""
     bypass_mode: bool = setting(False)
-    """Take the rollout's log-probs as the old ones: no pass for old log-probs, and the policy loss corrects."""
+    """Use the rollout's log-probs as the old ones: no pass for old log-probs; the policy loss corrects the difference.
+    """
     loss_type: Literal["ppo_clip", "reinforce"] = setting("ppo_clip")
-    """Policy loss of the bypass mode: clip the ratio to the rollout, or weighted policy gradient without a clip."""
+    """Policy loss of bypass mode: clip the ratio to the rollout, or weighted policy gradient without a clip."""
     rollout_is_batch_normalize: bool = setting(False)
     """Divide the weights by their mean over the batch of a step."""
 

@@ -15,17 +15,17 @@ class SFTDataConfig(SupervisedDataConfig):
     """Conversations, or pairs of prompt and response."""
 
     messages_key: str = setting("messages")
-    """Column of the conversation; the loss is on the assistant's messages."""
+    """Column of the conversation; the loss is computed on the assistant's messages."""
     tools_key: str | None = setting("tools")
-    """Column of descriptions of tools, which the assistant is shown; null leaves it unread."""
+    """Column of tool descriptions shown to the assistant; null ignores it."""
     enable_thinking_key: str | None = setting("enable_thinking")
-    """Column with the chat template's switch for thinking; null leaves it unread."""
+    """Column with the chat template's switch for thinking; null ignores it."""
     image_key: str = setting("images")
-    """Column of images, which stand where the messages have `<image>`; for models with an image processor."""
+    """Column of images, one for each `<image>` in the messages; for models with an image processor."""
     prompt_key: str | None = setting(None)
     """Column of a single prompt; with `response_key` it replaces `messages_key`."""
     response_key: str | None = setting(None)
-    """Column of its response; the loss is on it."""
+    """Column of its response, on which the loss is computed."""
     prompt_dict_keys: Annotated[tuple[str, ...], OneOrMany] = setting(())
     """Keys to follow inside `prompt_key`."""
     response_dict_keys: Annotated[tuple[str, ...], OneOrMany] = setting(())

@@ -1,4 +1,6 @@
-"""Sections that training on given responses shares: supervised fine-tuning, reward models, direct preferences."""
+"""Sections that are common to training on existing responses: supervised fine-tuning, reward models, direct
+preferences.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from verl.config.trainer import RayConfig, SFTTrainerConfig
 
 @section
 class SupervisedDataConfig(BaseConfig):
-    """Rows that are trained on as they are: a conversation each, or a pair of responses."""
+    """Rows of existing responses: a conversation each, or a pair of responses."""
 
     train_files: Annotated[tuple[str, ...], OneOrMany] = setting(
         "~/data/gsm8k/train.parquet", validate_default=True, path=True, remote=True
     )
     """Training files: parquet, json or jsonl; one path or a list."""
     val_files: Annotated[tuple[str, ...] | None, OneOrMany] = setting(None, path=True, remote=True)
-    """Validation files, likewise; null validates nothing."""
+    """Validation files, in the same form; null validates nothing."""
     use_shm: bool = setting(False)
     """Read data files from copies in shared memory (/dev/shm), made once on each machine if they fit there."""
     train_max_samples: int = setting(-1, ge=-1)
@@ -32,13 +34,13 @@ class SupervisedDataConfig(BaseConfig):
     micro_batch_size_per_gpu: int | None = setting(4, ge=1)
     """Rows per forward and backward pass on one rank."""
     use_dynamic_bsz: bool = setting(True)
-    """Fill passes by tokens instead of by rows."""
+    """Fill micro-batches by tokens instead of by rows."""
     max_token_len_per_gpu: int = setting(8192, ge=1)
     """Tokens per pass on one rank, with `use_dynamic_bsz`."""
     max_length: int = setting(1024, ge=2)
-    """Longest sequence in tokens, prompt and response together."""
+    """Maximum length of a sequence in tokens, prompt and response together."""
     truncation: Truncation = setting("error")
-    """What happens to a longer sequence: an error, or a cut at the left, right or middle."""
+    """What happens to a longer sequence: an error, or truncation on the left, on the right or in the middle."""
     balance_dp_token: bool = setting(False)
     """Order rows so that ranks get nearly equal numbers of tokens."""
     shuffle: bool = setting(True)
@@ -46,35 +48,35 @@ class SupervisedDataConfig(BaseConfig):
     seed: int | None = setting(1, ge=0, interpolation="${oc.select:trainer.seed,1}")
     """Seed of that shuffle, as in `trainer.seed`."""
     ignore_input_ids_mismatch: bool = setting(False)
-    """Accept conversations whose turns have other tokens alone than within the whole conversation."""
+    """Accept conversations whose turns tokenize differently alone than within the whole conversation."""
     apply_chat_template_kwargs: dict[str, Any] = setting(factory=dict)
     """Further arguments of the chat template."""
     num_workers: int = setting(8, ge=0)
     """Processes that read rows."""
     custom_cls: CustomClassConfig = subsection(CustomClassConfig)
-    """A dataset class of your own."""
+    """A custom dataset class."""
 
 
 @section
 class SupervisedConfig(BaseConfig, DistributedModel):
-    """Training on given responses: data, model, optimizer, run."""
+    """Training on existing responses: data, model, optimizer, run."""
 
     data: SupervisedDataConfig = subsection(SupervisedDataConfig)
-    """What is trained on."""
+    """The training data."""
     model: HFModelConfig = subsection(HFModelConfig)
-    """The model that is trained."""
+    """The model to train."""
     engine: FSDPEngineConfig = subsection(FSDPEngineConfig)
     """Sharding, precision, offload."""
     optim: FSDPOptimizerConfig = subsection(FSDPOptimizerConfig, lr=1e-5, lr_scheduler_type="cosine")
     """Optimizer and schedule."""
     checkpoint: CheckpointConfig = subsection(CheckpointConfig)
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
     trainer: SFTTrainerConfig = subsection(SFTTrainerConfig)
     """Length, placement, logging, checkpoints and recovery of the run."""
     ray_kwargs: RayConfig = subsection(RayConfig)
     """How Ray is started."""
     megatron: McoreEngineConfig = subsection(McoreEngineConfig)
-    """With `engine.strategy=megatron`: which ranks share the model, precision, offload."""
+    """With `engine.strategy=megatron`: parallel sizes, precision, offload."""
 
     @property
     def placement(self) -> FSDPEngineConfig | McoreEngineConfig:

@@ -37,26 +37,26 @@ class RecoveryConfig(BaseConfig):
     """Fault tolerance: restarts, snapshots, time-outs, damaged checkpoints, skipped updates."""
 
     max_restarts: int = setting(3, ge=0)
-    """Restarts of the workers in a row, without a finished step between them; 0 stops at the first lost worker."""
+    """Consecutive restarts of the workers without a finished step between them; 0 stops at the first failed worker."""
     backoff_s: float = setting(1.0, ge=0)
     """Pause before the first restart, in seconds; each further one waits twice as long, up to a minute."""
     snapshot_freq: int | None = setting(None, ge=0)
-    """Steps between snapshots in memory that restarts continue from (on Ray); null takes them as often as 2 % of the
-    time allows, if two of them fit into Ray's object store; 0 uses the newest checkpoint on disk."""
+    """Steps between snapshots in memory from which restarts continue (on Ray); null uses at most 2 % of the time for
+    them, if two fit into Ray's object store; 0 uses the newest checkpoint on disk."""
     hang_timeout_s: float | None = setting(1800.0, gt=0)
     """Time limit of one call of a worker, in seconds, after which it counts as hung; null is no limit."""
     driver_restarts: int = setting(3, ge=0)
-    """How often a driver that a signal kills is started again (on Linux, from the command line); 0 never."""
+    """Restarts of a driver that was killed by a signal (on Linux, from the command line); 0 is none."""
     on_damaged_checkpoint: Literal["previous", "stop"] = setting("previous")
     """Resume from the checkpoint before a damaged one and report it (`previous`), or stop."""
     on_failed_save: Literal["retry", "stop"] = setting("retry")
-    """After a failed save, try again after the next step (the last save must succeed), or stop the run."""
+    """After a failed save, save again after the next step (the last save must succeed), or stop the run."""
     max_bad_steps: int | None = setting(3, ge=1)
     """Stop after this many steps in a row whose update was skipped (loss or gradient not finite); null never stops."""
     bad_batch_dir: str | None = setting(None, path=True)
-    """Folder for the batches of such steps, the newest few; null takes `bad_batches` in the checkpoint folder."""
+    """Folder for the newest few batches of such steps; null uses `bad_batches` in the checkpoint folder."""
     split_on_out_of_memory: bool = setting(True)
-    """Split a micro-batch that does not fit into memory in two, try again, and keep to the size that fitted."""
+    """If a micro-batch does not fit into memory, split it in two, try again, and keep the size that fits."""
 
 
 @section
@@ -71,8 +71,7 @@ class PlacementConfig(BaseConfig):
     device: Literal["cuda", "cpu"] = setting(
         "cuda", refuse_values={"npu": "Ascend devices are not in this version; use cuda or cpu"}
     )
-    """`cuda` uses the GPUs of the machine or of the Ray cluster if there are any and otherwise the CPU; `cpu` always
-    the CPU."""
+    """`cuda` uses the GPUs of the machine or of the Ray cluster, or the CPU if there are none; `cpu` always the CPU."""
     controller: Literal["ray", "local"] = setting("ray")
     """`ray` starts ranks as Ray actors; `local` runs one rank in this process, for a debugger."""
 
@@ -97,15 +96,15 @@ class BaseTrainerConfig(PlacementConfig):
     """Settings of every training run."""
 
     project_name: str = setting("verl_examples")
-    """Project in the trackers and part of the checkpoint folder."""
+    """Project in the trackers, and part of the checkpoint folder's path."""
     experiment_name: str = setting("gsm8k")
-    """Name of the run in the trackers and part of the checkpoint folder."""
+    """Name of the run in the trackers, and part of the checkpoint folder's path."""
     total_epochs: int = setting(30, ge=1)
     """Passes over the training rows."""
     total_training_steps: int | None = setting(None, ge=1)
-    """Steps of the run; null takes `total_epochs`."""
+    """Steps of the run; null uses `total_epochs`."""
     seed: int = setting(1, ge=0)
-    """Seed of the run: sampling and the order of the data follow it, whatever the number of ranks."""
+    """Seed of the run: it determines sampling and the order of the data, for any number of ranks."""
     save_freq: int = setting(0, ge=-1)
     """Save every this many steps and at the end; 0 at the end only, -1 never."""
     test_freq: int = setting(-1, ge=-1)
@@ -117,15 +116,15 @@ class BaseTrainerConfig(PlacementConfig):
         interpolation="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
         path=True,
     )
-    """Folder of the checkpoints."""
+    """Folder for the checkpoints."""
     log_expert_counts: bool = setting(False)
     """Log the tokens that each expert of a mixture of experts gets in a step, as the table `moe/tokens_per_expert`."""
     log_checkpoints: bool = setting(False)
-    """Give each saved checkpoint to the trackers that keep files, wandb and mlflow, as an artifact of the run; the step
-    waits until they have copied it."""
+    """Upload each saved checkpoint to the trackers that store files, wandb and mlflow, as an artifact of the run; the
+    step waits for the upload."""
     default_hdfs_dir: str | None = setting(None, path=True)
-    """Remote folder (`s3://`, `gs://`, `hdfs://` ...) that gets a copy of each checkpoint; a run on a machine without
-    them resumes from there."""
+    """Remote folder (`s3://`, `gs://`, `hdfs://` ...) for a copy of each checkpoint; a run on a machine without
+    checkpoints resumes from there."""
     resume_mode: Literal["auto", "disable", "resume_path"] = setting("auto")
     """Resume from the last checkpoint in `default_local_dir` if there is one, never, or from `resume_from_path`."""
     resume_from_path: str | None = setting(None, path=True)
@@ -203,7 +202,7 @@ class TrainerConfig(BaseTrainerConfig):
     balance_batch: bool = setting(True)
     """Order samples so that ranks get nearly equal numbers of tokens."""
     critic_warmup: int = setting(0, ge=0)
-    """Steps at the start in which only the critic is trained."""
+    """Number of first steps in which only the critic is trained."""
     val_before_train: bool = setting(True)
     """Validate before the first step."""
     val_only: bool = setting(False)
@@ -217,17 +216,18 @@ class TrainerConfig(BaseTrainerConfig):
     validation_data_dir: str | None = setting(None, path=True)
     """Folder for all validation responses, one jsonl per validation."""
     rollout_token_dump_freq: int = setting(0, ge=0)
-    """Steps between files of tokens with their numbers in `rollout_data_dir`; 0 writes those of validation alone."""
+    """Steps between files in `rollout_data_dir` with the values of each token; 0 writes them only for validation."""
     max_actor_ckpt_to_keep: int | None = setting(None, ge=1)
     """Actor checkpoints to keep; null keeps all."""
     max_critic_ckpt_to_keep: int | None = setting(None, ge=1)
     """Critic checkpoints to keep; null keeps all."""
     remove_previous_ckpt_in_save: bool = setting(False)
-    """Keep the newest checkpoint alone, in place of the two limits above."""
+    """Keep only the newest checkpoint, instead of the two limits above."""
     del_local_ckpt_after_load: bool = setting(False)
-    """Delete the checkpoint that was resumed from, once the next one is complete."""
+    """Delete the checkpoint that the run resumed from when the next one is complete."""
     max_rollout_actor_probs_diff: float | None = setting(None, gt=0, le=1)
-    """Stop when a token's probability under rollout and trainer differs by more; null only logs the difference."""
+    """Stop if a token's probability differs by more than this between rollout and trainer; null only logs the
+    difference."""
     async_: AsyncConfig = setting(factory=AsyncConfig, alias="async")
     """Training on responses that were sampled some steps ago."""
 
@@ -265,9 +265,9 @@ class SFTTrainerConfig(BaseTrainerConfig):
     """A supervised run."""
 
     project_name: str = setting("gsm8k-sft")
-    """Project in the trackers and part of the checkpoint folder."""
+    """Project in the trackers, and part of the checkpoint folder's path."""
     experiment_name: str = setting("test")
-    """Name of the run in the trackers and part of the checkpoint folder."""
+    """Name of the run in the trackers, and part of the checkpoint folder's path."""
     total_epochs: int = setting(4, ge=1)
     """Passes over the training rows."""
     logger: Annotated[tuple[str, ...], OneOrMany] = setting(("console", "file"))
@@ -277,11 +277,11 @@ class SFTTrainerConfig(BaseTrainerConfig):
         interpolation="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
         path=True,
     )
-    """Folder of the checkpoints."""
+    """Folder for the checkpoints."""
     nnodes: int = setting(1, ge=1, interpolation="${oc.env:GROUP_WORLD_SIZE,1}")
-    """Nodes; under torchrun, those that it started."""
+    """Nodes; under torchrun, the nodes that it started."""
     n_gpus_per_node: int = setting(1, ge=1, interpolation="${oc.env:LOCAL_WORLD_SIZE," + GPUS_PER_NODE + "}")
-    """Ranks per node; under torchrun those that it started, else the GPUs of a node, or 1 without."""
+    """Ranks per node; under torchrun the ranks that it started, else the GPUs of a node, or 1 without GPUs."""
     max_ckpt_to_keep: int | None = setting(None, ge=1)
     """Checkpoints to keep; null keeps all."""
 
@@ -295,6 +295,6 @@ class RayConfig(BaseConfig):
     """How Ray is started."""
 
     ray_init: dict[str, Any] = setting(factory=_ray_init)
-    """Arguments of `ray.init`; with `num_cpus` null Ray counts the CPUs."""
+    """Arguments of `ray.init`; with `num_cpus=null` Ray counts the CPUs."""
     timeline_json_file: str | None = setting(None)
-    """File for Ray's timeline at the end of the run."""
+    """File for Ray's timeline, written at the end of the run."""
