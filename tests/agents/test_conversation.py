@@ -446,7 +446,7 @@ def test_a_turn_without_log_probs_or_out_of_order_is_refused():
     with pytest.raises(DataError, match="after a turn of the policy"):
         conversation.add_messages([user("x")])
     draw(conversation, "chatml", "-")
-    with pytest.raises(DataError, match="follows its own turn"):
+    with pytest.raises(DataError, match="follow each other"):
         draw(conversation, "chatml", "-")
     with pytest.raises(DataError, match="no messages to add"):
         conversation.add_messages([])

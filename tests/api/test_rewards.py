@@ -113,7 +113,7 @@ def test_async_functions_and_dicts() -> None:
         ([lambda text: 1.0], None, "solution_str (one response"),
         ([right], [1, 2], "2 numbers for 1 reward functions"),
         ([right], [float("nan")], "no finite number"),
-        ([right, lambda data: 1], None, "must stand alone"),
+        ([right, lambda data: 1], None, "cannot be combined with others"),
         ([3], None, "3 is int, not a function"),
     ],
 )

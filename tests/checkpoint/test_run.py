@@ -489,7 +489,7 @@ def test_the_last_save_must_succeed(tmp_path):
     run = Run(tmp_path)
     run.workers[0].fails = True
     run.save(1)
-    with pytest.raises(CheckpointError, match="the run is over and its last checkpoint could not be written"):
+    with pytest.raises(CheckpointError, match="the run has finished, but its last checkpoint could not be written"):
         run.checkpoint.finish()
     assert run.checkpoint.failed_saves == 2  # once more at the end
     run.workers[0].fails = False

@@ -49,7 +49,7 @@ def test_text_with_brackets_is_text():
         ([{"role": "user", "content": [{"type": "text"}]}], "message 0 has the part dict {'type': 'text'}"),
         ([{"role": "user", "content": "a\ud800"}], "message 0 holds half a character, '\\ud800'"),
         ("a\ud800", "holds half a character"),
-        ('[{"role": "user", "content": "hi"}]', "messages are given as JSON text"),
+        ('[{"role": "user", "content": "hi"}]', "messages are JSON text"),
     ],
 )
 def test_a_malformed_prompt_says_where_and_what(prompt, says):

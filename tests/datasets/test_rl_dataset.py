@@ -191,7 +191,7 @@ def test_all_prompts_too_long(tmp_path):
         ({"prompt": "x", "input_ids": [1]}, "columns that a run makes itself: input_ids"),
         ({"prompt": "x", "uid": "a"}, "columns that a run makes itself: uid"),
         ({"prompt": "x", "responses": ["a"], "values": 1}, "columns that a run makes itself: responses, values"),
-        ({"prompt": '[{"role": "user", "content": "x"}]'}, "row 1: messages are given as JSON text"),
+        ({"prompt": '[{"role": "user", "content": "x"}]'}, "row 1: messages are JSON text"),
         ({"prompt": "x", "extra_info": '{"index": 3}'}, "row 1: extra_info is str"),
         ({"prompt": "x", "data_source": 3}, "row 1: data_source is int 3, not text"),
     ],
@@ -453,7 +453,7 @@ def test_custom_sampler(tmp_path, file):
         return {"class_path": str(tmp_path / "samplers.py"), "class_name": name}
 
     assert batches(loader(dataset, sampler=sampler("Backwards")), 2)[0] == [[109, 108, 107], [106, 105, 104]]
-    with pytest.raises(ConfigError, match=r"'update' method, which nothing would call.*AbstractCurriculumSampler"):
+    with pytest.raises(ConfigError, match=r"'update' method that is never called.*AbstractCurriculumSampler"):
         loader(dataset, sampler=sampler("Learns"))
     with pytest.raises(ConfigError, match=r"torch\.utils\.data\.Sampler"):
         loader(dataset, sampler=sampler("function"))

@@ -290,7 +290,7 @@ def test_rows_whose_tools_nobody_would_see(tmp_path: Path, open_: Any):
 
 def test_tools_of_rows_beside_those_of_the_run(tmp_path: Path):
     own = {"apply_chat_template_kwargs": {"tools": [tool()]}}
-    with pytest.raises(DataError, match=r"row 0 has tools, and the run has tools of its own"):
+    with pytest.raises(DataError, match=r"row 0 has tools, but the prompts already show the tools of the run"):
         prompts(tmp_path / "x.jsonl", [{"prompt": ASKED, "tools": [tool()]}], **own)
 
 

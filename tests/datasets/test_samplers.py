@@ -122,7 +122,7 @@ def test_without_shuffle_a_source_comes_as_it_stands():
     "weights, says",
     [
         ({"a": 1, "bb": 1}, "names 'bb', and no training row has that source"),
-        ({"a": 1}, r"says nothing of b\. Give every source a weight; 0 leaves it out"),
+        ({"a": 1}, r"has no weight for b\. Give every source a weight; 0 leaves it out"),
         ({"a": 0, "b": 0}, "at least one weight must be positive"),
     ],
 )

@@ -180,7 +180,7 @@ def test_ignore_input_ids_mismatch(tmp_path):
         ({"messages": talk("a")}, "row 0: no message has the role 'assistant'"),
         ({"messages": "a"}, "row 0: no message has the role 'assistant'"),
         ({"messages": talk("a", "b")[::-1]}, "row 0: the conversation begins with the assistant"),
-        ({"messages": json.dumps(talk("a", "b"))}, "row 0: messages are given as JSON text"),
+        ({"messages": json.dumps(talk("a", "b"))}, "row 0: messages are JSON text"),
         ({"messages": [{"role": "user"}]}, "row 0: message 0 has content NoneType"),
         ({"messages": talk("a", "b"), "tools": "{"}, "row 0: the tools are not valid JSON"),
         ({"messages": talk("a", "b"), "tools": "{}"}, "row 0: the tools are dict, not a list"),

@@ -98,7 +98,7 @@ def test_a_config_that_does_not_belong_to_the_weights_is_told(checkpoint, tmp_pa
     shutil.copytree(folder / "actor", copy)
     (copy / "huggingface" / "config.json").write_text(json.dumps(fields | {"intermediate_size": 96}))
     assert run("merge", copy, "--target_dir", str(tmp_path / "other")) == 1
-    assert "has shape [128, 64] in the shards, and [96, 64] by huggingface/config.json beside them" in caplog.text
+    assert "has shape [128, 64] in the shards, but [96, 64] according to huggingface/config.json" in caplog.text
     assert not (tmp_path / "other").exists()
 
 

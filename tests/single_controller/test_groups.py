@@ -50,7 +50,7 @@ def test_fused_workers_see_each_other(pair):
 def test_colocated_workers_that_are_not_fused_do_not():
     members = {"echo": LocalWorkerGroup.describe(Echo), "doubler": LocalWorkerGroup.describe(Doubler)}
     group = LocalWorkerGroup(None, LocalWorkerGroup.colocate(members))
-    with pytest.raises(WorkerError, match="no fused worker 'echo' beside Doubler"):
+    with pytest.raises(WorkerError, match="Doubler is not fused with a worker 'echo'"):
         group.doubler_offset_of_echo()
     with pytest.raises(WorkerError, match="spawn_fused: these workers do not see each other"):
         group.spawn_fused(["echo"])

@@ -86,7 +86,7 @@ def test_places_that_others_hold_are_not_waited_for(pool, monkeypatch):
 
     pool.get_placement_groups()  # all four cores
     monkeypatch.setattr(resource_pool, "START_TIMEOUT_S", 0.2)
-    with pytest.raises(ResourceError, match=r"large enough, but others use it: free are 0 GPUs and 0 CPUs"):
+    with pytest.raises(ResourceError, match=r"large enough, but other programs use it: free are 0 GPUs and 0 CPUs"):
         RayResourcePool([1], use_gpu=False).get_placement_groups()
 
 
@@ -139,7 +139,7 @@ def test_options_of_actors(ray_cluster):
         "num_cpus": 0.5, "max_restarts": 0, "resources": {"disk": 1},
     }  # fmt: skip
     other.update_options({"num_cpus": 2})
-    with pytest.raises(ConfigError, match=r"'b' asks for the actor option num_cpus=2, another one for 0.5"):
+    with pytest.raises(ConfigError, match=r"'b' has the actor option num_cpus=2, another one 0.5"):
         create_colocated_worker_cls({"a": one, "b": other})
     with pytest.raises(WorkerError, match="'c': int is no subclass of Worker"):
         create_colocated_worker_cls({"c": RayClassWithInitArgs(int)})

@@ -297,7 +297,7 @@ def test_a_file_that_changes_during_the_run_is_not_used_in_silence(tmp_path):
     assert pool.map([{"how": "ok"}])[0].value == 1.0
     file.write_text(file.read_text().replace("1.0", "2.0"))
     # The process that has the old code dies, and one that takes its place would have the new one.
-    with pytest.raises(WorkerError, match="was changed while the run goes on"):
+    with pytest.raises(WorkerError, match="was changed during the run"):
         pool.map([{"how": how} for how in ("die", "ok") * 3])
     pool.close()
 

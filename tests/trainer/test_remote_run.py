@@ -66,7 +66,7 @@ def test_a_run_on_s3_is_that_of_local_files(train, tmp_path, s3, monkeypatch):  
     # A machine without checkpoints goes on from those of the store.
     assert set(train(trainer__total_training_steps=2, trainer__default_local_dir=tmp_path / "b", **remote)) == {2}
     assert bucket.cat("bucket/store/checkpoints/latest_checkpointed_iteration.txt") == b"2"
-    with pytest.raises(ConfigError, match="there is nothing at s3://bucket/store/nothing"):
+    with pytest.raises(ConfigError, match="s3://bucket/store/nothing does not exist"):
         train(**remote | {"actor_rollout_ref__model__path": "s3://bucket/store/nothing"})
 
 
@@ -108,7 +108,7 @@ def test_data_model_and_checkpoints_in_a_store(train, tmp_path, store):  # noqa:
 def test_what_is_not_there_is_refused_before_anything_loads(tmp_path, store):
     run = Run(tmp_path)
     for key, value, wrong in [
-        ("actor_rollout_ref.model.path", f"{STORE}/nothing", "there is nothing at memory://store/nothing/config.json"),
+        ("actor_rollout_ref.model.path", f"{STORE}/nothing", "memory://store/nothing/config.json does not exist"),
         ("data.train_files", f"{STORE}/no*.jsonl", "nothing matches memory://store/no*.jsonl"),
         ("data.val_files", f"{STORE}/model/config.txt", "the format is not known"),
         ("data.val_files", "nosuch://a/b.jsonl", "there is no file system nosuch://"),

@@ -161,7 +161,7 @@ def test_remote_files_are_copied_once(tmp_path):
 
 
 def test_what_cannot_be_copied_is_said(tmp_path):
-    with pytest.raises(DataError, match="there is nothing at memory://nowhere/x"):
+    with pytest.raises(DataError, match="memory://nowhere/x does not exist"):
         copy_to_local("memory://nowhere/x", str(tmp_path))
     with pytest.raises(DataError, match="nosuch://a/b cannot be reached: there is no file system nosuch://"):
         copy_to_local("nosuch://a/b", str(tmp_path))

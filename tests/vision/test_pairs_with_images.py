@@ -116,10 +116,10 @@ def test_what_is_refused_or_left_out(path, tmp_path, caplog):
         "1 of 1 pairs are longer than max_length=64 and pairs with images are never cut: the first is": [
             pair("<image>" + "a" * 60, "b", "c", red)
         ],
-        "row 0, rejected: it has an image or a video that the prompt has not": [
+        "row 0, rejected: it has an image or a video that the prompt does not have": [
             pair("?", "a", [{"role": "assistant", "content": [{"type": "image", "image": red}]}])
         ],
-        "row 0, chosen: it has an image or a video that the prompt has not": [
+        "row 0, chosen: it has an image or a video that the prompt does not have": [
             pair("?", [{"role": "assistant", "content": [{"type": "video", "video": [red, red]}]}], "b")
         ],
         r"the messages have 0 <video> placeholder\(s\), and the row has 1": [pair("?", "a", "b", videos=[[red, red]])],

@@ -261,7 +261,7 @@ def test_other_templates_and_pixels_are_refused_before_a_model_loads(paths, path
         (tmp_path / "c" / name).unlink()
     cases = {
         template: "its chat template is not that of the policy, .*python -m verl.trainer.rm_trainer",
-        pixels: r"image_mean=\(0.4, 0.5, 0.5\), and that of the policy .* \(0.5, 0.5, 0.5\)",
+        pixels: r"image_mean=\(0.4, 0.5, 0.5\), but that of the policy .* \(0.5, 0.5, 0.5\)",
         unknown: "has no preprocessor_config.json",
     }
     for folder, said in cases.items():

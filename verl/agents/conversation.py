@@ -212,7 +212,7 @@ class Conversation:
         if len(token_ids) != len(log_probs):
             raise DataError(f"a turn of {len(token_ids)} tokens came with {len(log_probs)} log-probs; each needs one.")
         if self._drawn_last:
-            raise DataError("the policy's turn follows its own turn; add the messages that it answers in between.")
+            raise DataError("two turns of the policy follow each other; add the messages between them first.")
         message = copied(dict(message)) | {"role": "assistant"}
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [

@@ -204,7 +204,7 @@ def compute_advantages(
     arguments |= {key: settings[key] for key in needs.settings & settings.keys()}
     parameters = inspect.signature(needs.function).parameters.values()
     if lacking := [p.name for p in parameters if is_required(p) and p.name not in arguments]:
-        raise ConfigError(f"{estimator} needs settings that it was not given: {lacking}.")
+        raise ConfigError(f"{estimator} needs settings that are missing: {lacking}.")
     result = needs.function(**arguments)
     shape = columns["response_mask"].shape if "response_mask" in columns else None
     if isinstance(result, tuple) and len(result) == 2:

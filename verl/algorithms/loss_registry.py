@@ -345,7 +345,7 @@ def _setting(config: Any, parameter: inspect.Parameter) -> Any:
                 return config.clip_ratio  # as in a section that was not made by load_config
             return value
     if is_required(parameter):
-        raise ConfigError(f"the policy loss reads the setting '{parameter.name}', which its config lacks.")
+        raise ConfigError(f"the policy loss reads the setting '{parameter.name}', but its config has no such setting.")
     return parameter.default
 
 

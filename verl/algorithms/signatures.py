@@ -36,9 +36,8 @@ def refuse_unknown(owner: str, parameter: inspect.Parameter, known: Set[str]) ->
     hint = suggest(parameter.name, sorted(known))
     if is_required(parameter) or hint:
         raise ConfigError(
-            f"{owner} has a parameter '{parameter.name}', which nothing provides.{hint} "
-            f"Parameters may be {', '.join(sorted(known))}; **kwargs, which gets columns of your own; "
-            "or a constant with a default."
+            f"{owner} has an unknown parameter '{parameter.name}'.{hint} Parameters may be "
+            f"{', '.join(sorted(known))}; **kwargs, which receives your own columns; or a constant with a default."
         )
 
 

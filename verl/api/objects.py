@@ -81,7 +81,7 @@ def write_objects(
     named += [(environment.__name__, environment) for environment in environments]
     names = [name for name, _ in named]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"two of the functions and classes are called {twice}. Give each a name of its own.")
+        raise ConfigError(f"two of the functions and classes are called {twice}. Give them different names.")
     keys: JsonObject = {"reward_model.reward_format": reward} if isinstance(reward, str) else {}
     if not named:
         return keys

@@ -87,7 +87,9 @@ def named_rewards(functions: Sequence[Function], weights: Sequence[float] | None
     parts = zip(names, functions, weights, strict=True)
     rewards = [Reward(name, function, float(weight), form_of(function)) for name, function, weight in parts]
     if len(rewards) > 1 and any(reward.form == "batch" for reward in rewards):
-        raise ConfigError("a reward function of the parameter 'data' returns scores of tokens and must stand alone.")
+        raise ConfigError(
+            "a reward function with the parameter 'data' returns token scores, so it cannot be combined with others."
+        )
     return rewards
 
 
@@ -160,8 +162,8 @@ def check_columns(
         if missing := [name for name in required if name not in columns and name not in passed[reward.form]]:
             raise ConfigError(
                 f"the reward function {reward.name}{inspect.signature(reward.function)} needs {', '.join(missing)}, "
-                f"and {what} has no such column. Its columns: {', '.join(sorted(columns))}. Beside them a function "
-                f"of this form gets {', '.join(passed[reward.form])}. Rename the parameter or the column, or give the "
+                f"and {what} has no such column. Its columns: {', '.join(sorted(columns))}. A function of this form "
+                f"also receives {', '.join(passed[reward.form])}. Rename the parameter or the column, or give the "
                 "parameter a default."
             )
 

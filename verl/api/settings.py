@@ -87,7 +87,7 @@ def _keys(name: str, value: object, known: Collection[str], root: type[BaseConfi
     if other is not None and (other[1].settable(known) or not short):
         return other[1].settings(value, known, other[0])
     if len(short) > 1:
-        raise ConfigError(f"{name}={value!r:.60} can be {' or '.join(short)}. Write the key that is meant.")
+        raise ConfigError(f"{name}={value!r:.60} is ambiguous: it can be {' or '.join(short)}. Write the whole key.")
     return {short[0] if short else name: value}
 
 

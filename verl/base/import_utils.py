@@ -53,8 +53,8 @@ def load_module(path: str, setting: str, digest: str | None = None) -> ModuleTyp
     checksum = hashlib.sha256(file.read_bytes()).hexdigest()
     if digest not in (None, checksum):
         raise ConfigError(
-            f"{setting}.path='{path}' was changed while the run goes on: a process that starts now would use other "
-            "code than those before it. Start the run again, or put the file back as it was."
+            f"{setting}.path='{path}' was changed during the run: a process that starts now would use other code "
+            "than the earlier ones. Start the run again, or restore the file."
         )
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None

@@ -102,7 +102,7 @@ def version(url: str) -> str:
     with reaching(url):
         files.invalidate_cache()
         if not files.exists(path):
-            raise DataError(f"there is nothing at {url}.")
+            raise DataError(f"{url} does not exist.")
         details = files.find(path, detail=True) if files.isdir(path) else {path: files.info(path)}
         keys = [(name, files.ukey(name)) for name in sorted(details)]
     return hashlib.sha256(repr(keys).encode()).hexdigest()[:16]

@@ -44,8 +44,8 @@ def saved_ranks(folder: Path) -> int:
         ranks = json.loads(path.read_text())["world_size"]
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} is missing, so {folder} is not a whole checkpoint of strategy=megatron. One of another strategy "
-            "goes on through a Hugging Face folder: verl merge."
+            f"{path} is missing, so {folder} is not a complete checkpoint of strategy=megatron. Convert a "
+            "checkpoint of another strategy to a Hugging Face folder: verl merge."
         ) from None
     except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
@@ -117,8 +117,8 @@ class Boxes:
         missing, unknown = sorted(shapes.keys() - self._stored.keys()), sorted(self._stored.keys() - shapes.keys())
         if missing or unknown:
             raise CheckpointError(
-                f"the checkpoint {self.source} is of another model: it lacks {missing[:3] or 'nothing'}, and it has "
-                f"{unknown[:3] or 'nothing'} that this model lacks."
+                f"the checkpoint {self.source} is of another model: missing weights "
+                f"{missing[:3] or 'none'}, unknown weights {unknown[:3] or 'none'}."
             )
         for name, shape in shapes.items():
             if invalid := [box.shape for box in self._stored[name] if box.shape != tuple(shape)]:
@@ -141,7 +141,7 @@ class Boxes:
                 result[mine] = box.values[theirs]
                 filled[mine] = True
         if not bool(filled.all()):
-            raise CheckpointError(f"the files of the checkpoint {self.source} lack a part of '{name}'.")
+            raise CheckpointError(f"the files of the checkpoint {self.source} do not contain all parts of '{name}'.")
         return result
 
 

@@ -138,9 +138,9 @@ class TrainerCheckpoint:
             self.remote.finish()
         if self.owed:
             raise CheckpointError(
-                f"the run is over and its last checkpoint could not be written to {self.root}; see the errors above. "
-                f"{self._whole_before()} Free space there, or set default_local_dir to a writable folder, and "
-                "start the run again: it goes on from there."
+                f"the run has finished, but its last checkpoint could not be written to {self.root}; see the errors "
+                f"above. {self._whole_before()} Free space there, or set default_local_dir to a writable folder, "
+                "and start the run again: it resumes from there."
             )
 
     def save_held(

@@ -132,9 +132,9 @@ class TrainingState:
         wanted = {kind: shard_file(kind, world_size, rank) for kind in KINDS}
         if unknown := states.keys() - set(wanted.values()):
             raise CheckpointError(
-                f"rank {rank} of {world_size} cannot take the state {', '.join(sorted(unknown))}: a state held in "
-                "memory goes back to the rank that it came from, among as many ranks. For another number of ranks, "
-                "resume from a checkpoint on disk."
+                f"rank {rank} of {world_size} cannot load the state {', '.join(sorted(unknown))}: a snapshot in "
+                "memory can only be loaded by the same rank of the same number of ranks. For another number of "
+                "ranks, resume from a checkpoint on disk."
             )
         tensors = {kind: dict(states[file]) for kind, file in wanted.items() if file in states}
         if "model" in tensors:
@@ -267,8 +267,8 @@ def _load_rows(tensors: Mapping[str, Tensor], shards: list[State]) -> None:
     missing, unknown = sorted(tensors.keys() - saved.keys()), sorted(saved.keys() - tensors.keys())
     if missing or unknown:
         raise CheckpointError(
-            f"the checkpoint is of another model: it lacks {missing[:3] or 'nothing'}, and it has "
-            f"{unknown[:3] or 'nothing'} that this model lacks."
+            f"the checkpoint is of another model: missing weights {missing[:3] or 'none'}, unknown weights "
+            f"{unknown[:3] or 'none'}."
         )
     for name, tensor in tensors.items():
         if list(tensor.shape) != saved[name]:

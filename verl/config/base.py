@@ -183,8 +183,8 @@ class BaseConfig(Mapping[str, Any], metaclass=_SectionType):
         """
         if is_section(cls) and "__dataclass_fields__" in vars(cls) and "__pydantic_fields__" not in vars(cls):
             raise ConfigError(
-                f"{cls.__name__} derives from a section of verl by @dataclass, which would lose defaults and checks. "
-                "Write @section in its place: from verl.base_config import section."
+                f"{cls.__name__} extends a section of verl with @dataclass, which would lose defaults and checks. "
+                "Use @section instead: from verl.base_config import section."
             )
         return super().__new__(cls)
 
@@ -210,8 +210,8 @@ class BaseConfig(Mapping[str, Any], metaclass=_SectionType):
 
         def __getattr__(self, name: str) -> Any:
             raise AttributeError(
-                f"{type(self).__name__} has no '{name}': settings of features that this version lacks are not kept. "
-                f"Where a default will do, write .get('{name}', default)."
+                f"{type(self).__name__} has no '{name}': settings of unsupported features are not stored. If a "
+                f"default is enough, write .get('{name}', default)."
             )
 
     def __getitem__(self, key: str) -> Any:

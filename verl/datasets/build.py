@@ -149,8 +149,8 @@ def _sampler_class(custom: SamplerConfig, data_config: Any) -> Any:
     path, name = custom.class_path, custom.class_name or ""
     if path is None and name not in SAMPLERS:
         raise ConfigError(
-            f"sampler.class_name='{name}': there is no such sampler.{suggest(name, list(SAMPLERS))} "
-            f"Set sampler.class_path to the file of your own, or take one of: {', '.join(SAMPLERS)}."
+            f"sampler.class_name='{name}': there is no such sampler.{suggest(name, list(SAMPLERS))} Set "
+            f"sampler.class_path to your own file, or use one of: {', '.join(SAMPLERS)}."
         )
     cls: Any = SAMPLERS.get(name) if path is None else load_object(path, name, "sampler")
     if not (isinstance(cls, type) and issubclass(cls, Sampler)):
@@ -158,8 +158,8 @@ def _sampler_class(custom: SamplerConfig, data_config: Any) -> Any:
     if not issubclass(cls, AbstractCurriculumSampler):
         if hasattr(cls, "update"):
             raise ConfigError(
-                f"sampler: {name} has an 'update' method, which nothing would call. Let it inherit from "
-                "verl.experimental.dataset.sampler.AbstractCurriculumSampler, or take the method out."
+                f"sampler: {name} has an 'update' method that is never called. Inherit from "
+                "verl.experimental.dataset.sampler.AbstractCurriculumSampler, or remove the method."
             )
         return cls
     if data_config.dataloader_num_workers != 0:

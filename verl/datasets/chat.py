@@ -79,8 +79,8 @@ def _refuse_json(text: str, where: str) -> None:
         return
     if value and all(isinstance(message, Mapping) and "role" in message for message in value):
         raise DataError(
-            f"{where}: messages are given as JSON text {text!r:.80}. Write them as a list: json.loads(text) before "
-            "the file is made."
+            f"{where}: messages are JSON text {text!r:.80}. Write them as a list: call json.loads(text) before you "
+            "create the file."
         )
 
 

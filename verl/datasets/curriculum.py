@@ -87,8 +87,8 @@ class DifficultyCurriculum(BatchSampler, AbstractCurriculumSampler):
         if "row_index" not in extra or "token_level_scores" not in batch.batch.keys():
             raise SchemaError(
                 "DifficultyCurriculum.update needs the columns 'row_index' and 'token_level_scores' (batch has: "
-                f"{', '.join(sorted([*extra, *batch.batch.keys()]))}). A data set of your own must give each "
-                "item its number as 'row_index'."
+                f"{', '.join(sorted([*extra, *batch.batch.keys()]))}). A custom dataset must return each item's "
+                "index as 'row_index'."
             )
         self._grow()
         rows = extra["row_index"].astype(np.int64)

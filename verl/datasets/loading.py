@@ -114,9 +114,9 @@ def load_position(loader: Any, state: Mapping[str, Any]) -> None:
     if saved != loader.num_workers:
         if has_dataset_state(state):
             raise CheckpointError(
-                f"the checkpoint was saved with {saved} processes that read rows, and there are {loader.num_workers} "
-                "now; the data set has a state_dict() of its own, which every process holds for itself, so it cannot "
-                f"be dealt to another number of them. Set num_workers={saved} "
+                f"the checkpoint was saved with {saved} processes that read rows, and there are "
+                f"{loader.num_workers} now; the dataset has its own state_dict(), one per process, which cannot be "
+                f"redistributed over another number of processes. Set num_workers={saved} "
                 f"(dataloader_num_workers={saved} with rollouts; the machine needs as many CPUs), or set "
                 "resume_mode=disable to start anew."
             )

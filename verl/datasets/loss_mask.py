@@ -81,8 +81,8 @@ def is_trained(message: Message, where: str) -> bool:
     for key, value in switches.items():
         if not isinstance(value, bool | int | float) or value not in (0, 1):
             raise DataError(
-                f"{where}: {key} is {value!r:.80}. Expected 1 or true (trained on), or 0 or false (context); nothing "
-                "between them is honoured."
+                f"{where}: {key} is {value!r:.80}. Expected 1 or true (trained on), or 0 or false (context); "
+                "fractions are not supported."
             )
     for key in message:
         if key not in SWITCHES and key.lower().replace("_", "").replace("-", "") in OTHER_SPELLINGS:
@@ -103,8 +103,8 @@ def require_learnable(messages: list[Message], where: str) -> None:
         raise DataError(f"{where}: no message has the role 'assistant', so there is nothing to learn (roles {roles}).")
     if roles[0] == "assistant":
         raise DataError(
-            f"{where}: the conversation begins with the assistant, and a model cannot be given an empty prompt. Put a "
-            "message of the user or the system before it, or take the row out."
+            f"{where}: the conversation begins with the assistant, and a prompt cannot be empty. Put a message of "
+            "the user or the system before it, or remove the row."
         )
     trained = [is_trained(message, f"{where}: message {index}") for index, message in enumerate(messages)]
     for index, message in enumerate(messages):
@@ -115,8 +115,8 @@ def require_learnable(messages: list[Message], where: str) -> None:
             )
     if not any(now for now, role in zip(trained, roles, strict=True) if role == "assistant"):
         raise DataError(
-            f"{where}: no message of the assistant is trained on ({', '.join(SWITCHES)} are 0), so there is nothing to "
-            "learn. Take the row out."
+            f"{where}: no message of the assistant is trained on ({', '.join(SWITCHES)} are 0), so there is nothing "
+            "to learn. Remove the row."
         )
 
 
@@ -135,10 +135,10 @@ def _turn_start(
     if strict:
         common = common_prefix_length(whole, prompt)
         raise DataError(
-            f"{where}: the chat template writes the prompt of this turn otherwise than the whole conversation. "
-            f"They part at {prompt[common : common + 40]!r} and {whole[common : common + 40]!r}. The model would be "
+            f"{where}: the chat template renders the prompt of this turn differently from the whole conversation. "
+            f"They differ at {prompt[common : common + 40]!r} and {whole[common : common + 40]!r}. The model would be "
             "trained on a context that it never sees. Split the conversation, or set "
-            "ignore_input_ids_mismatch=true to train on it as the template writes the whole."
+            "ignore_input_ids_mismatch=true to train on the rendering of the whole."
         )
     header = prompt[len(render(before, tokenizer, where, **kwargs)) :]
     # A template may put an empty thought into the header that it omits from finished turns: try the first line alone.
@@ -196,10 +196,10 @@ def _tokens_of_prefix(text: str, ids: list[int], tokenizer: PreTrainedTokenizerB
     if strict and ids[: len(beginning)] != beginning:
         first = common_prefix_length(ids, beginning)
         raise DataError(
-            f"{where}: the text up to a border of this turn tokenizes otherwise alone than within the whole, from "
-            f"token {first} on: {tokenizer.convert_ids_to_tokens(beginning[first : first + 4])} and "
-            f"{tokenizer.convert_ids_to_tokens(ids[first : first + 4])}. A turn that begins with a space or a newline "
-            "is the usual cause; strip it, or set ignore_input_ids_mismatch=true to let a token straddle the "
-            "border."
+            f"{where}: tokenizing the conversation up to this turn alone gives other tokens than tokenizing all of "
+            f"it, from token {first} on: {tokenizer.convert_ids_to_tokens(beginning[first : first + 4])} and "
+            f"{tokenizer.convert_ids_to_tokens(ids[first : first + 4])}. The usual cause is a turn that begins with a "
+            "space or a newline; strip it, or set ignore_input_ids_mismatch=true to allow a token across the "
+            "boundary."
         )
     return min(len(beginning), len(ids))

@@ -128,7 +128,7 @@ def check_weights(weights: Mapping[str, float], sources: Sequence[str]) -> None:
     missing = sorted(set(sources) - set(weights))
     if missing:
         raise ConfigError(
-            f"source_weights says nothing of {', '.join(missing)}. Give every source a weight; 0 leaves it out."
+            f"source_weights has no weight for {', '.join(missing)}. Give every source a weight; 0 leaves it out."
         )
     if not sum(weights.values()) > 0:
         raise ConfigError(f"source_weights={dict(weights)}: at least one weight must be positive.")

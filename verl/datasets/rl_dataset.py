@@ -133,7 +133,7 @@ class RLHFDataset(Dataset):
         name, dataframe = type(self).__name__, vars(self).get("dataframe")
         if dataframe is None:
             raise DataError(
-                f"{name}._read_files_and_tokenize reads the files in the place of verl and must set self.dataframe: a "
+                f"{name}._read_files_and_tokenize reads the files instead of verl and must set self.dataframe: a "
                 "list of dicts, a datasets.Dataset or a pandas.DataFrame of the rows."
             )
         return [RowsInMemory(dataframe, f"{name}.dataframe")]
@@ -189,9 +189,9 @@ class RLHFDataset(Dataset):
         of_row = row_template_kwargs(source, config.tools_key, config.enable_thinking_key, self.tokenizer, where)
         if "tools" in of_row and "tools" in self.template_kwargs:
             raise DataError(
-                f"{where} has {config.tools_key}, and the run has tools of its own, which the prompts show "
-                "(tool_config_path, function_tool_path, or apply_chat_template_kwargs.tools). "
-                "Leave one of the two out; tools_key=null leaves the column unread."
+                f"{where} has {config.tools_key}, but the prompts already show the tools of the run "
+                "(tool_config_path, function_tool_path, or apply_chat_template_kwargs.tools). Remove one of the "
+                "two; tools_key=null ignores the column."
             )
         return self.template_kwargs | of_row
 

@@ -155,8 +155,8 @@ class RMDataset(Dataset):
             of_prompt = media if of_prompt is None else of_prompt
             if any(items and items != of_prompt[kind] for kind, items in media.items()):
                 raise DataError(
-                    f"{where}, {key}: it has an image or a video that the prompt has not. They stand in the prompt, "
-                    "which both sides share; a response is text."
+                    f"{where}, {key}: it has an image or a video that the prompt does not have. Put them into the "
+                    "prompt, which both sides share; a response is text."
                 )
         return make_pair(row, config, where), of_prompt or {}
 
@@ -340,9 +340,7 @@ def make_pair(row: Row, config: PreferenceDataConfig, where: str) -> Pair:
         both = zip(chosen, rejected, strict=False)
         shared = next((n for n, (a, b) in enumerate(both) if a != b), min(len(chosen), len(rejected)))
     if chosen == rejected:
-        raise DataError(
-            f"{where}: {' and '.join(sides)} are the same, so there is nothing to prefer. Take the row out."
-        )
+        raise DataError(f"{where}: {' and '.join(sides)} are the same, so there is nothing to prefer. Remove the row.")
     for key, side in zip(sides, (chosen, rejected), strict=True):
         if shared == 0:
             raise DataError(

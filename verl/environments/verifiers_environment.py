@@ -75,7 +75,7 @@ class VerifiersEnvironment(Environment):
         self._run = asyncio.create_task(self._env.run_rollout(task, _client(self), "policy", {}))
         first = await self._next()
         if first is None:
-            raise ValueError(f"the environment ended before it asked for anything: {self._outcome()}.")
+            raise ValueError(f"the environment ended before its first request: {self._outcome()}.")
         self._known = first
         return first
 
@@ -96,8 +96,8 @@ class VerifiersEnvironment(Environment):
         new = request[len(self._known) + 1 :]
         if request[: len(self._known)] != self._known or not new or any(m["role"] == "assistant" for m in new):
             raise ValueError(
-                "the environment rewrote the conversation, or asked without an answer of its own; an agent program "
-                "behind an endpoint can do that, this adapter cannot"
+                "the environment rewrote the conversation, or made two requests without a message between them; "
+                "use an agent program behind an endpoint for such environments"
             )
         self._known = request
         return new, None, False, False, {}

@@ -92,7 +92,7 @@ class OpenAIInteraction(BaseInteraction):
             if key not in known:
                 raise ConfigError(f"unknown key '{key}'.{suggest(key, known)} Known: {', '.join(known)}.")
         if missing := [key for key in ("base_url", "model", "system_prompt") if key not in settings]:
-            raise ConfigError(f"config lacks {', '.join(missing)}.")
+            raise ConfigError(f"config has no {', '.join(missing)}.")
         self.endpoint = Endpoint(**settings)
         name = self.endpoint.api_key_env
         self._key = env.secret(name, "api_key_env") if name else None

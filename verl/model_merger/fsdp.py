@@ -203,8 +203,8 @@ def _fit_names(
     for name, weight in weights.items():
         if weight.shape != expected[name].shape:
             raise CheckpointError(
-                f"{source}: '{name}' has shape {list(weight.shape)} in the shards, and {list(expected[name].shape)} "
-                "by huggingface/config.json beside them. Put back the config that the model was trained with."
+                f"{source}: '{name}' has shape {list(weight.shape)} in the shards, but {list(expected[name].shape)} "
+                "according to huggingface/config.json. Restore the config that the model was trained with."
             )
     return weights
 

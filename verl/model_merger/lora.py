@@ -87,8 +87,8 @@ class Adapted:
             model = build_model(kind, config, self.dtype, with_weights=True)
         except (ConfigError, DataError) as error:
             raise CheckpointError(
-                f"{folder} holds adapters of the model {named}, which cannot be read: {error} If it lies elsewhere "
-                "now, name its folder with --base_model."
+                f"{folder} has adapters of the model {named}, which cannot be read: {error} If the model has moved, "
+                "name its folder with --base_model."
             ) from error
         trained = trained_parameters(model)
         if missing := sorted(trained.keys() ^ weights.keys()):

@@ -63,7 +63,7 @@ def export(source: Path, target: Path, ranks: int | None = None, trust_remote_co
         raise CheckpointError(f"{source} holds LoRA adapters. Merge them into a model folder instead.")
     names, tied = _names_of(source, trust_remote_code)
     if unknown := sorted(set(model[0]["shapes"]) - set(names)):
-        raise CheckpointError(f"{source} has weights that its model lacks: {', '.join(unknown[:5])}.")
+        raise CheckpointError(f"{source} has weights that its model does not have: {', '.join(unknown[:5])}.")
     target.mkdir(parents=True, exist_ok=True)
     for rank in range(ranks):
         mesh = mesh_of_rank(ranks, rank)
@@ -71,7 +71,7 @@ def export(source: Path, target: Path, ranks: int | None = None, trust_remote_co
         # verl's own files have a tied weight under each of its names.
         weights = {name: held.get(name, held.get(tied.get(name, ""))) for name in names}
         if lacking := [name for name, weight in weights.items() if weight is None]:
-            raise CheckpointError(f"{source} lacks weights of its model: {', '.join(lacking[:5])}.")
+            raise CheckpointError(f"{source} does not have these weights of its model: {', '.join(lacking[:5])}.")
         torch.save(weights, target / shard_file("model", ranks, rank))
         extra = _extra(source, saved_ranks, rank)
         if extra is not None:

@@ -312,9 +312,9 @@ def _stored(pixels: np.ndarray) -> ObjectRef:
         return ray.put(pixels)
     except RayError as error:
         raise RolloutError(
-            f"an image of {pixels.nbytes:,} bytes found no room in Ray's object store, nor on the disk to which that "
-            f"moves what it cannot hold ({type(error).__name__}). Give the disk of Ray's temporary folder more room, "
-            "or set rollout.agent.max_concurrent lower."
+            f"an image of {pixels.nbytes:,} bytes does not fit in Ray's object store, nor on the disk to which Ray "
+            f"spills ({type(error).__name__}). Free space on the disk of Ray's temporary folder, or lower "
+            "rollout.agent.max_concurrent."
         ) from error
 
 
@@ -546,7 +546,7 @@ class RaySession:
         if group.any_returned(outputs):
             group.wait_for(outputs)  # raises why the ranks ended before their time
             self.router.result(self.router.actor.silences.remote())  # raises if it was because the router died
-            raise WorkerError(f"the engines of {self._title} ended while they were still asked.")
+            raise WorkerError(f"the engines of {self._title} ended before they had answered all requests.")
         limit_s, silent_s = group.hang_timeout_s, longest_silence([self.router.look() or [], *silences])
         if limit_s is not None and silent_s > limit_s:
             raise group.end_hanging(outputs)

@@ -86,8 +86,8 @@ def as_rows(pairs: Mapping[str, Any]) -> dict[str, Any]:
     if empty:
         pair, side = empty[0]
         raise DataError(
-            f"the {('chosen', 'rejected')[side]} side of pair {pair} of the batch has no response token (loss_mask is "
-            "0 everywhere), so there is nothing to compare. Take the pair out, or raise data.max_length."
+            f"the {('chosen', 'rejected')[side]} side of pair {pair} of the batch has no response token (loss_mask "
+            "is 0 everywhere), so there is nothing to compare. Remove the pair, or raise data.max_length."
         )
     rows = {name: pairs[name].flatten(0, 1) for name in names}
     return rows | ({IMAGES: np.repeat(pairs[IMAGES], 2)} if IMAGES in pairs else {})

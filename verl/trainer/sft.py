@@ -51,9 +51,9 @@ def require_trained(tokens: int, what: str, data: Any) -> None:
     """Raise DataError if ``what`` has 0 tokens to train on; ``data`` is the section it was read with."""
     if not tokens:
         raise DataError(
-            f"{what}: no token of the assistant is left (data.max_length={data.max_length}, data.truncation="
-            f"{data.truncation}), so there is nothing to learn. Raise data.max_length; "
-            "`python -m verl.trainer.inspect_data sft` shows what the cut takes."
+            f"{what}: no token of the assistant is left (data.max_length={data.max_length}, "
+            f"data.truncation={data.truncation}), so there is nothing to learn. Raise data.max_length; `python -m "
+            "verl.trainer.inspect_data sft` shows what truncation removes."
         )
 
 

@@ -252,8 +252,8 @@ def load_pretrained(
         )
     if absent := set(info["missing_keys"]) - new:
         raise ConfigError(
-            f"the files of '{path}' lack {len(absent)} weights of {kind}: {_some(absent)}. Give the folder of a "
-            "complete model of this kind."
+            f"the files of '{path}' do not contain {len(absent)} weights of {kind}: {_some(absent)}. Name the "
+            "folder of a complete model of this kind."
         )
     if not new and (unused := info["unexpected_keys"]):
         logger.warning("'%s' holds %d weights that %s does not use: %s", path, len(unused), kind, _some(unused))

@@ -68,8 +68,8 @@ def write_report(folder: Path, output: Path) -> None:
         (run,) = library.runs.values()
         if run.metrics.last_step is None and not run.starts:
             raise DataError(
-                f"{run.files.metrics} holds no whole step, and there is no {run.files.events.name} beside it that says "
-                "how the run began: there is nothing to report. Name another run, or wait for its first step."
+                f"{run.files.metrics} has no complete step, and {run.files.events.name}, which records the start of "
+                "the run, does not exist: there is nothing to report. Name another run, or wait for its first step."
             )
         page = page_of(run, library.summaries()[run.files.id] | run.details(), library.index)
         try:

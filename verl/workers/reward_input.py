@@ -69,7 +69,7 @@ class RewardInput:
             tokenizer = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         except ConfigError as error:
             raise ConfigError(
-                f"whether the reward model reads the policy's tokens cannot be told: {error} If it does, set "
+                f"it is unknown whether the reward model uses the policy's tokens: {error} If it does, set "
                 "reward_model.model.input_tokenizer=null."
             ) from error
         if tokenizer.get_vocab() == policy.get_vocab() and tokenizer.chat_template == policy.chat_template:
@@ -193,9 +193,9 @@ def _require_same_pixels(model: RewardModelModelConfig, policy_path: str) -> Non
         return
     if reward_processor is None:
         raise ConfigError(
-            f"reward_model.model.path={model.path} has no preprocessor_config.json, so whether the reward model sees "
-            "images as the policy does cannot be told. Put the files of its processor there; if it was trained on the "
-            "policy's images, set reward_model.model.input_tokenizer=null."
+            f"reward_model.model.path={model.path} has no preprocessor_config.json, so it is unknown whether the "
+            "reward model sees images as the policy does. Put the files of its processor there; if it was trained "
+            "on the policy's images, set reward_model.model.input_tokenizer=null."
         )
     for name in _PIXEL_SETTINGS:
         of_reward_model, of_policy = (
@@ -203,7 +203,7 @@ def _require_same_pixels(model: RewardModelModelConfig, policy_path: str) -> Non
         )
         if of_reward_model != of_policy:
             raise ConfigError(
-                f"reward_model.model.path={model.path}: its image processor has {name}={of_reward_model}, and that of "
-                f"the policy ({policy_path}), whose pixels it would be given, {of_policy}. Take a reward model "
+                f"reward_model.model.path={model.path}: its image processor has {name}={of_reward_model}, but that "
+                f"of the policy ({policy_path}), which computes the pixels, has {of_policy}. Use a reward model "
                 "that was trained with the policy's image processor."
             )

@@ -70,8 +70,8 @@ class Choices:
         """
         if not self._returned:
             raise ConfigError(
-                f"{type(model).__name__} has no routers that return what they choose, so that router replay has "
-                "nothing to repeat. Set actor.router_replay.mode=disabled."
+                f"{type(model).__name__} has no routers that return their choice, so router replay has nothing to "
+                "repeat. Set actor.router_replay.mode=disabled."
             )
         dtype = choice_dtype(next(iter(self._returned.values()))[0].shape[-1])
         return torch.stack([chosen for _, _, chosen in self], dim=1).to(dtype)

@@ -304,7 +304,7 @@ def test_interpolations_on_the_command_line_refer_to_the_configuration(command_l
         ),
         (["--info"], "1. --info: verl does not have this flag of Hydra.\n     remedy: --cfg all shows"),
         (["data.seed=1,2"], "data.seed=1,2: several values are several runs, and a command starts one"),
-        (["hydra.mode=MULTIRUN"], "hydra.mode=MULTIRUN: a command is one run"),
+        (["hydra.mode=MULTIRUN"], "hydra.mode=MULTIRUN: a command starts one run"),
         (["--cfg", "job", "-p", "dta"], "--package dta: there is no such section"),
         (["--nonsense_xyz"], "1. --nonsense_xyz: there is no such flag"),
         (["--algorithm.adv_estimator", "grpo"], "without dashes.\n     remedy: algorithm.adv_estimator=grpo"),

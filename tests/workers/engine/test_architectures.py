@@ -93,7 +93,9 @@ def test_padded_with_the_reason(name, tmp_path, caplog):
 def test_an_unknown_treatment_of_logits_is_refused(tmp_path):
     # Llama does not read this field, so the engine would cap logits that the model does not
     path = tiny_model_dir(tmp_path, "llama", final_logit_softcapping=1.0)
-    with pytest.raises(ConfigError, match="LlamaForCausalLM does more to its logits than this engine knows"):
+    with pytest.raises(
+        ConfigError, match="LlamaForCausalLM changes its logits in a way that this engine does not know"
+    ):
         make_engine(path)
 
 

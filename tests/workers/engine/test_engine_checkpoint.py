@@ -119,7 +119,7 @@ def test_a_state_before_the_first_step_goes_back(path, batch):
 def test_a_state_of_another_rank_is_refused(path):
     engine = make_engine(path)
     states = {name.replace("rank_0", "rank_1"): state for name, state in engine.state().states.items()}
-    with pytest.raises(CheckpointError, match=r"rank 0 of 1 cannot take the state extra_state_world_size_1_rank_1.pt"):
+    with pytest.raises(CheckpointError, match=r"rank 0 of 1 cannot load the state extra_state_world_size_1_rank_1.pt"):
         engine.load_state(states)
 
 
@@ -257,7 +257,7 @@ def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path):
     ):
         other.load_checkpoint(str(saved))
     deep = make_engine(tiny_model_dir(tmp_path / "deep", "qwen3", num_hidden_layers=3, tie_word_embeddings=True))
-    with pytest.raises(CheckpointError, match=r"of another model: it lacks \['model.layers.2"):
+    with pytest.raises(CheckpointError, match=r"of another model: missing weights \['model.layers.2"):
         deep.load_checkpoint(str(saved))
 
 

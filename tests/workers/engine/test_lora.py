@@ -241,7 +241,7 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_bit_by_bit(path, folder, 
     two = load_file(folder / "resumed" / ADAPTER_FOLDER / "adapter_model.safetensors")
     for name, values in expected.items():
         assert_close(two[name], values, atol=1e-5, rtol=0)
-    with pytest.raises(CheckpointError, match="another model: it lacks"):
+    with pytest.raises(CheckpointError, match="another model: missing weights"):
         make_engine(path).load_checkpoint(str(tmp_path / "at_2"), STATE)
     with pytest.raises(CheckpointError, match="trained with lora_alpha=8, and this run has lora_alpha=16"):
         make_engine(path, lora_rank=4).load_checkpoint(str(tmp_path / "at_2"), STATE)
@@ -406,7 +406,7 @@ def changed(folder, **settings):
         ({"exclude_modules": r".*"}, "linear layers are down_proj"),
         ({"target_modules": ["lm_head"]}, "lm_head, which is no linear layer below the head"),
         ({"target_modules": ["embed_tokens"]}, "embed_tokens, which is no linear layer"),
-        ({"lora_adapter_path": "/nowhere"}, "is no folder of adapters"),
+        ({"lora_adapter_path": "/nowhere"}, "is not a folder of adapters"),
     ],
 )
 def test_adapters_that_fit_nowhere_are_refused(path, settings, message):

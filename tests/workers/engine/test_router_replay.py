@@ -266,7 +266,7 @@ def test_formats():
 
 def test_a_model_without_routers_records_nothing(tmp_path):
     engine = make_engine(tiny_model_dir(tmp_path), trained=False)
-    with engine.eval_mode(), pytest.raises(ConfigError, match="has no routers that return what they choose"):
+    with engine.eval_mode(), pytest.raises(ConfigError, match="has no routers that return their choice"):
         engine.infer_batch(ragged_batch(), {"log_probs", "routed_experts"}, LAYOUTS["whole"])
 
 

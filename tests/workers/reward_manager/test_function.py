@@ -59,8 +59,8 @@ def test_forms_are_told_apart_by_parameter_names(function, bound, form):
     [
         (other, {}, "other(x, y) has neither 'solution_str' nor 'solution_strs' nor 'data'"),
         (texts, {"weight": 2}, "takes no weight"),
-        (whole_needs, {}, "needs weight, which it does not get"),
-        (judged, {}, "needs reward_router_address, which it does not get"),
+        (whole_needs, {}, "needs weight, which it does not receive"),
+        (judged, {}, "needs reward_router_address, which it does not receive"),
         (full, {"weight": 2}, "takes no weight"),
         (functools.partial(other, y=1), {}, "other(x, *, y=1) has neither"),
     ],

@@ -313,8 +313,8 @@ def read(body: Mapping[str, object], kept: Mapping[str, list[Message]] | None) -
     if previous is not None:
         if kept is None or previous not in kept:
             raise CallRefusedError(
-                f"previous_response_id: no response {previous!r:.100} is kept here. Kept are those that a trajectory "
-                "was answered with, unless they were asked for with store=false. Send the whole conversation as input.",
+                f"previous_response_id: there is no stored response {previous!r:.100}. Responses of the same "
+                "trajectory are stored unless store=false was set. Send the whole conversation as input.",
                 param="previous_response_id",
                 code="previous_response_not_found",
             )

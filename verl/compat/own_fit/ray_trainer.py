@@ -194,9 +194,9 @@ class RayPPOTrainer(PPOTrainer):
         """
         if self.has_workers and not self.worker_groups.groups and self._started_by_subclass:
             raise ConfigError(
-                f"the workers that {type(self).__name__}.init_workers started are lost, and only those of "
-                "start_workers are started anew: override start_workers or worker_arguments instead, or start the "
-                "run again; it goes on from its last checkpoint."
+                f"the workers that {type(self).__name__}.init_workers started are lost, and only workers of "
+                "start_workers can be restarted: override start_workers or worker_arguments instead, or start the "
+                "run again; it resumes from its last checkpoint."
             )
         super().restart_workers()
 
@@ -249,8 +249,8 @@ class RayPPOTrainer(PPOTrainer):
             made |= self._reward_columns(prompts.select(batch_keys=[]) | made, manager)
         if len(made) != len(prompts):
             raise ConfigError(
-                f"the agent loops made {len(made)} training sequences of {len(prompts)} prompts, and a fit of your own "
-                "unites both row by row. Return one AgentLoopOutput from run(), or build your fit on step()."
+                f"the agent loops returned {len(made)} training sequences for {len(prompts)} prompts, but your own "
+                "fit joins them row by row. Return one AgentLoopOutput from run(), or build your fit on step()."
             )
         return made | DataProto(meta_info={"timing": {}})
 

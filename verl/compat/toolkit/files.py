@@ -51,7 +51,7 @@ def copy(src: str, dst: str, **kwargs: Any) -> bool:
         return True
     (files_from, source), (files_to, target) = _file_system(src, **kwargs), _file_system(dst, **kwargs)
     if not files_from.exists(source):
-        raise FileNotFoundError(f"there is nothing at {src}.")
+        raise FileNotFoundError(f"{src} does not exist.")
     if files_to.isdir(target) and not files_from.isdir(source):
         target = f"{target.rstrip('/')}/{Path(source).name}"
     if not is_remote(src):

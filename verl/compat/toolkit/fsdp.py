@@ -73,7 +73,7 @@ def get_fsdp_wrap_policy(
         is_lora: must be false: under FSDP2 frozen and trained weights may be in one unit, so adapters need none.
     """
     if is_lora:
-        raise ConfigError("is_lora=True: adapters are no units of their own here, FSDP2 needs none; leave it out.")
+        raise ConfigError("is_lora=True: FSDP2 needs no separate units for adapters; leave it out.")
     config = config or {}
     if config.get("disable"):
         return None

@@ -38,7 +38,7 @@ def initialize_interactions_from_config(interaction_config_file: Entries) -> dic
         cls = load_class(entry.get("class_name"), BaseInteraction, where)
         name = str(entry.get("name") or cls.__name__.removesuffix("Interaction").lower())
         if name in made:
-            raise ConfigError(f"{where}: another interaction is called '{name}' too. Give each a name of its own.")
+            raise ConfigError(f"{where}: another interaction is called '{name}' too. Give them different names.")
         try:
             with user_code(f"{cls.__name__} cannot be made"):
                 made[name] = cls({**(entry.get("config") or {}), "name": name})

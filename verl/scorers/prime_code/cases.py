@@ -245,7 +245,7 @@ def _sides(test: ast.expr) -> tuple[ast.expr, object]:
 def _comparison(test: ast.Compare) -> tuple[ast.expr, object]:
     """Split a comparison into the side to evaluate and the value of the other one, which is a literal."""
     if len(test.ops) != 1 or not isinstance(test.ops[0], (ast.Eq, ast.Is)):
-        raise ValueError("it compares otherwise than by == or is")
+        raise ValueError("it does not compare by == or is")
     left, right = test.left, test.comparators[0]
     for literal, expression in ((right, left), (left, right)):
         with contextlib.suppress(ValueError):

@@ -150,8 +150,8 @@ class Worker:
         """Return another worker of this process, if the workers were fused."""
         if worker_name not in self.fused_worker_dict:
             raise WorkerError(
-                f"no fused worker '{worker_name}' beside {type(self).__name__} (there are: "
-                f"{sorted(self.fused_worker_dict)}). Workers see each other when their class is made by "
+                f"{type(self).__name__} is not fused with a worker '{worker_name}' (fused are: "
+                f"{sorted(self.fused_worker_dict)}). Create the class of both with "
                 "create_colocated_worker_cls_fused."
             )
         return self.fused_worker_dict[worker_name]

@@ -26,9 +26,8 @@ class LocalResourcePool(ResourcePool):
         super().__init__([1] if process_on_nodes is None else process_on_nodes, max_colocate_count, n_gpus_per_node)
         if self.world_size != 1:
             raise ResourceError(
-                f"the local controller runs one rank, in this process; asked for {self.world_size} (processes on "
-                f"nodes: {self.store}). Ask for one (n_gpus_per_node=1, nnodes=1), or use Ray for more ranks "
-                "(controller=ray)."
+                f"the local controller runs one rank, in this process, not {self.world_size} (processes on nodes: "
+                f"{self.store}). Use one (n_gpus_per_node=1, nnodes=1), or use Ray for more ranks (controller=ray)."
             )
 
 

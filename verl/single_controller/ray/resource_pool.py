@@ -135,9 +135,9 @@ class RayResourcePool(ResourcePool):
         free = ray.available_resources()
         raise ResourceError(
             f"{self.world_size} ranks are asked for (on nodes: {self.store}, each with {self._bundle()}), and the "
-            f"cluster is large enough, but others use it: free are {free.get('GPU', 0):g} GPUs and "
-            f"{free.get('CPU', 0):g} CPUs. Stop the other program, or ask for fewer: "
-            f"n_gpus_per_node=..., nnodes=... (process_on_nodes of the pool).{_losses()}"
+            f"cluster is large enough, but other programs use it: free are {free.get('GPU', 0):g} GPUs and "
+            f"{free.get('CPU', 0):g} CPUs. Stop the other program, or use fewer ranks: n_gpus_per_node=..., "
+            f"nnodes=... (process_on_nodes of the pool).{_losses()}"
         )
 
     def bundles(self, strategy: str = "STRICT_PACK") -> list[Bundle]:

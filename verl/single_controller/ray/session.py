@@ -182,9 +182,9 @@ def init_arguments(configured: Mapping[str, Any]) -> dict[str, Any]:
     named = (os.environ.get("RAY_ADDRESS") or "auto") if address == "auto" else address
     if named not in ("auto", "local") and not answers(named, CONNECT_TIMEOUT_S):
         raise ResourceError(
-            f"no Ray answers at {named} (from RAY_ADDRESS or the argument address): the cluster has ended, "
-            "hangs, or cannot be reached from here. Start it (ray start --head), or unset the address: the run then "
-            "starts a Ray of its own."
+            f"no Ray answers at {named} (from RAY_ADDRESS or the argument address): the cluster has ended, hangs, "
+            "or cannot be reached from here. Start it (ray start --head), or unset the address: the run then "
+            "starts its own Ray."
         )
     if named != "auto" or "address" in arguments:
         return arguments

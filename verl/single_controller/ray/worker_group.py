@@ -49,9 +49,9 @@ class RayClassWithInitArgs(ClassWithInitArgs):
             for key, value in getattr(member, "options", {}).items():
                 if self.options.setdefault(key, value) != value:
                     raise ConfigError(
-                        f"colocated worker '{name}' asks for the actor option {key}={value!r}, another one for "
-                        f"{self.options[key]!r}; they share one process. Give them the same options, or pools of their "
-                        "own."
+                        f"colocated worker '{name}' has the actor option {key}={value!r}, another one "
+                        f"{self.options[key]!r}; they share one process. Give them the same options, or separate "
+                        "pools."
                     )
 
     def update_options(self, options: Mapping[str, Any]) -> None:
@@ -173,8 +173,8 @@ class RayWorkerGroup(WorkerGroup):
                     self._workers.append(ray.get_actor(name))
                 except ValueError as error:
                     raise WorkerError(
-                        f"no running worker is called '{name}'. Detached workers are found from the Ray namespace in "
-                        "which they were made: ray.init(namespace=...)."
+                        f"no running worker is called '{name}'. Detached workers are only visible in the Ray "
+                        "namespace in which they were created: ray.init(namespace=...)."
                     ) from error
         if not self._workers:
             raise WorkerError("a worker group needs resource_pool, worker_names or worker_handles.")

@@ -80,7 +80,7 @@ def _tools_of_entry(entry: JsonMapping, where: str) -> list[BaseTool]:
 def _check(tools: list[BaseTool], where: str) -> None:
     """Refuse two tools of one name, and descriptions that are no JSON schema."""
     if twice := [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]:
-        raise ConfigError(f"{where}: several tools are called {', '.join(twice)}. Give each a name of its own.")
+        raise ConfigError(f"{where}: several tools are called {', '.join(twice)}. Give them different names.")
     for tool in tools:
         assert tool.tool_schema is not None
         try:

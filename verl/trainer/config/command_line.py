@@ -203,7 +203,9 @@ def command(
         with _errors_of_composition():
             composed = _compose(words, config_name, Path(about["__file__"]).stem)
             if composed.hydra.mode is not None and composed.hydra.mode.name == "MULTIRUN":
-                raise ConfigError("hydra.mode=MULTIRUN: a command is one run. Start each run by a command of its own.")
+                raise ConfigError(
+                    "hydra.mode=MULTIRUN: a command starts one run. Start each run by a separate command."
+                )
             if "--cfg" in words.flags:
                 _show(composed, words, root)
                 return

@@ -31,8 +31,9 @@ def image_places(batch: DataProto, vision: VisionConfig) -> Tensor:
     columns = batch.batch
     if columns["position_ids"].dim() != 3 and has_images(batch):
         raise SchemaError(
-            f"position_ids has shape {tuple(columns['position_ids'].shape)}, and rows with images need (bsz, 4, "
-            "length): verl.vision.positions makes them. RLHFDataset does so if it is given the model's processor."
+            f"position_ids has shape {tuple(columns['position_ids'].shape)}, but rows with images need (bsz, 4, "
+            "length), as verl.vision.positions computes them. RLHFDataset does so if it receives the model's "
+            "processor."
         )
     rows = batch.non_tensor_batch.get(COLUMN)
     # Without the column no response is taken for text: it would hide that the images were lost.

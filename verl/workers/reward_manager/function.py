@@ -135,9 +135,9 @@ def form_of(function: Callable[..., object], bound: Mapping[str, object]) -> For
         missing = [name for name in missing if name in OF_JUDGE]  # others are columns of the data
     if missing:
         raise ConfigError(
-            f"the reward function {shown} needs {', '.join(missing)}, which it does not get. {FORMS} "
-            "Give further arguments in custom_reward_function.reward_kwargs; reward_router_address and "
-            "reward_model_tokenizer are given where the run serves a judge (reward_model.enable=true and "
+            f"the reward function {shown} needs {', '.join(missing)}, which it does not receive. {FORMS} Pass "
+            "further arguments in custom_reward_function.reward_kwargs; reward_router_address and "
+            "reward_model_tokenizer exist if the run serves a judge (reward_model.enable=true and "
             "reward_model.rollout.name)."
         )
     if (unknown := sorted(set(bound) - named)) and not takes_any:

@@ -148,7 +148,7 @@ class NaiveRewardManager(AbstractRewardManager):
             raise DataError(
                 f"{len(lacking)} of {len(dataset)} rows have no reward_model.ground_truth, with which the scorer "
                 f"compares the response; the first is {dataset.place(lacking[0])}. Give it a value, leave such rows "
-                "out, or score by a function of your own (custom_reward_function.path)."
+                "out, or use your own scorer (custom_reward_function.path)."
             )
         _check_truths(dataset, reward_fn_key=self.reward_fn_key)
 

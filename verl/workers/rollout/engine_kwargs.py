@@ -52,9 +52,9 @@ def extra_arguments(config: RolloutConfig, decided: Iterable[str]) -> dict[str, 
         )
     if secrets := [name for name, value in extra.items() if is_secret(name, value)]:
         raise ConfigError(
-            f"rollout.engine_kwargs.{config.name}.{secrets[0]} is a secret, and would stand on the command line of the "
-            "server, which everybody on the machine can read. Set it in the environment where the run starts "
-            "(HF_TOKEN for the Hugging Face hub); the server has a token of its own."
+            f"rollout.engine_kwargs.{config.name}.{secrets[0]} is a secret, and would appear on the command line of "
+            "the server, which everybody on the machine can read. Set it in the environment in which the run "
+            "starts (HF_TOKEN for the Hugging Face hub); the server has its own token."
         )
     return extra
 

@@ -317,8 +317,8 @@ class DeviceBuffer(SharedBuffer):
                 self._memory = torch.empty(max(size, part_bytes), dtype=torch.uint8, device=self._device)
         except torch.OutOfMemoryError as error:
             raise RolloutError(
-                f"{max(size, part_bytes) / 2**20:.0f} MiB for new weights do not fit beside trainer and engine on "
-                f"{self._device}. Lower rollout.checkpoint_engine.update_weights_bucket_megabytes or "
+                f"{max(size, part_bytes) / 2**20:.0f} MiB for new weights do not fit on {self._device} together "
+                "with trainer and engine. Lower rollout.checkpoint_engine.update_weights_bucket_megabytes or "
                 "rollout.gpu_memory_utilization, or set actor.fsdp_config.param_offload=true."
             ) from error
 

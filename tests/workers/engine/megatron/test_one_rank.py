@@ -192,20 +192,20 @@ def test_an_exported_critic_is_a_token_classifier(paths, tmp_path):
 def test_a_damaged_checkpoint_is_refused(paths, tmp_path):
     engine = megatron_engine(paths["qwen3"])
     engine.save_checkpoint(str(tmp_path / "saved"))
-    with pytest.raises(CheckpointError, match="of another model: it lacks"):
+    with pytest.raises(CheckpointError, match="of another model: missing weights"):
         another_engine(paths["qwen2"]).load_checkpoint(str(tmp_path / "saved"))
     file = tmp_path / "saved" / "model_world_size_1_rank_0.pt"
     state = torch.load(file, weights_only=True)
     state["boxes"][3]["values"] = state["boxes"][3]["values"][:1].clone()
     torch.save(state, file)
-    with pytest.raises(CheckpointError, match=r"lack a part of 'model\.layers"):
+    with pytest.raises(CheckpointError, match=r"do not contain all parts of 'model\.layers"):
         engine.load_checkpoint(str(tmp_path / "saved"))
     state["boxes"][3]["start"] = [64]
     torch.save(state, file)
     with pytest.raises(CheckpointError, match="is no box of a tensor"):
         engine.load_checkpoint(str(tmp_path / "saved"))
     (tmp_path / "saved" / "megatron_config.json").unlink()
-    with pytest.raises(CheckpointError, match="not a whole checkpoint of strategy=megatron"):
+    with pytest.raises(CheckpointError, match="not a complete checkpoint of strategy=megatron"):
         engine.load_checkpoint(str(tmp_path / "saved"))
 
 

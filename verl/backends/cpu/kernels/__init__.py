@@ -348,8 +348,8 @@ def _check_private(path: Path) -> None:
     if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
             f"{path} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}; only you (user "
-            f"{os.getuid()}) or root may be able to write there. Try chmod go-w, or set XDG_CACHE_HOME to a folder of "
-            "your own"
+            f"{os.getuid()}) or root may be able to write there. Try chmod go-w, or set XDG_CACHE_HOME to your own "
+            "folder"
         )
 
 

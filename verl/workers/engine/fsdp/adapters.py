@@ -137,8 +137,8 @@ def _config_in(config: HFModelConfig) -> LoraConfig:
     folder = Path(config.lora_adapter_path or "")
     if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
         raise ConfigError(
-            f"model.lora_adapter_path={folder} is no folder of adapters: it lacks {CONFIG_FILE} or {WEIGHTS_FILE}. "
-            "Give the folder that peft's save_pretrained wrote, or lora_adapter of a checkpoint."
+            f"model.lora_adapter_path={folder} is not a folder of adapters: {CONFIG_FILE} or {WEIGHTS_FILE} is "
+            "missing. Name the folder that peft's save_pretrained wrote, or lora_adapter of a checkpoint."
         )
     try:
         peft_config = peft().PeftConfig.from_pretrained(str(folder))

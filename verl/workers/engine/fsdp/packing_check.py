@@ -51,8 +51,8 @@ class PackingCheck:
             )
         if (difference := self.difference(packed=False)) is not None:
             raise ConfigError(
-                f"{type(model.hf).__name__} does more to its logits than this engine knows (log-probs differ by "
-                f"{difference:.2g} from the model's own), so it cannot be trained here."
+                f"{type(model.hf).__name__} changes its logits in a way that this engine does not know (log-probs "
+                f"differ by {difference:.2g} from the model's own), so it cannot be trained here."
             )
 
     def use_packed(self) -> bool:

@@ -108,9 +108,9 @@ class MegatronState:
         wanted = {kind: shard_file(kind, ranks, rank) for kind in KINDS}
         if unknown := states.keys() - set(wanted.values()):
             raise CheckpointError(
-                f"rank {rank} of {ranks} cannot take the state {', '.join(sorted(unknown))}: a state held in memory "
-                "goes back to the rank that it came from, among as many ranks. For another number of ranks, resume "
-                "from a checkpoint on disk."
+                f"rank {rank} of {ranks} cannot load the state {', '.join(sorted(unknown))}: a snapshot in memory "
+                "can only be loaded by the same rank of the same number of ranks. For another number of ranks, "
+                "resume from a checkpoint on disk."
             )
         tensors = {kind: states[file] for kind, file in wanted.items() if file in states}
         kinds: dict[str, dict[str, Tensor]] = {}

@@ -95,5 +95,7 @@ class ModelFiles:
             names = (name.replace(".mlp.gate.", ".block_sparse_moe.gate."),)
         other_name = next((other for other in names if other in self._file_of), None)
         if other_name is None:
-            raise ConfigError(f"the files of '{self.folder}' lack the weight {name}. Give the folder of a whole model.")
+            raise ConfigError(
+                f"the files of '{self.folder}' do not contain the weight {name}. Name the folder of a complete model."
+            )
         return self.read(other_name, shape, box).reshape(size)

@@ -235,7 +235,7 @@ def _parameter_of(name: str, layers: Mapping[int, str], outside: Mapping[str, st
     if stem in outside:
         return f"{outside[stem]}.{kind}"
     raise ConfigError(
-        f"the weight '{name}' has no place in strategy=megatron, which has the layers of Qwen2, Qwen3, Llama, "
+        f"the weight '{name}' is not supported by strategy=megatron, which has the layers of Qwen2, Qwen3, Llama, "
         "Mistral, Qwen3-MoE and Mixtral. Use strategy=fsdp2 for this model."
     )
 

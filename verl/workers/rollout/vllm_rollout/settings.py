@@ -49,8 +49,8 @@ def engine_arguments(
     """
     if config.data_parallel_size != 1:
         raise ConfigError(
-            f"rollout.data_parallel_size={config.data_parallel_size}: every rank (or group of tensor-parallel ranks) "
-            "has an engine of its own already. Set it to 1."
+            f"rollout.data_parallel_size={config.data_parallel_size}: every rank (or group of tensor-parallel "
+            "ranks) already has its own engine. Set it to 1."
         )
     path = resolve_model_path(model_config.path)
     overrides = {k: v for k, v in model_config.override_config.items() if k != ATTN_IMPLEMENTATION}
