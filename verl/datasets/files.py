@@ -165,7 +165,7 @@ def refuse_media(files: Iterable[DataFile], columns: Iterable[str], why_not: str
             for row_index, value in enumerate(file.column(name)):
                 if value:
                     raise DataError(
-                        f"{file.path}, row {row_index}: column '{name}' has {len(value)} item(s). {why_not} Remove "
+                        f"{file.path}, row {row_index}: column '{name}' holds {len(value)} item(s). {why_not} Remove "
                         "these rows, or the column if the text alone is enough."
                     )
 
