@@ -245,7 +245,7 @@ def test_mlflow_holds_each_trajectory_with_its_turns_calls_and_reward(train, tmp
 
 def test_weave_names_the_way_by_otel(run):  # noqa: F811
     message = only(run.refusal({"actor_rollout_ref.rollout.trace.backend": "weave"}))
-    assert "Weave takes the spans of OpenTelemetry" in message
+    assert "Weave accepts OpenTelemetry spans" in message
     assert "use otel with OTEL_EXPORTER_OTLP_TRACES_ENDPOINT" in message
 
 

@@ -99,13 +99,13 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     RoleProfilerConfig: (no_effect(_ONE_PROFILER, _FOLLOWS_GLOBAL),),
     RewardProfilerConfig: (
         no_effect(
-            "traces have what the other roles ask for; set actor_rollout_ref.actor.profiler.tool_config",
+            "traces have the contents set for the other roles; set actor_rollout_ref.actor.profiler.tool_config",
             {"tool_config": f"${{oc.select:{_ACTOR_PROFILER}.tool_config,null}}"},
         ),
     ),
     ModelToolsConfig: (
         no_effect(
-            "all roles remember equally many allocations; set "
+            "all roles record the same number of allocations; set "
             "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries",
             {"torch_memory.trace_alloc_max_entries": _MEMORY_ENTRIES},
         ),
@@ -149,7 +149,7 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             },
         ),
     ),
-    GlobalProfilerConfig: (no_effect("each step has files of its own", {"profile_continuous_steps": False}),),
+    GlobalProfilerConfig: (no_effect("each step has separate files", {"profile_continuous_steps": False}),),
     PPOConfig: (
         not_yet(
             "the transfer queue is not in this version; set transfer_queue.enable=false",
@@ -158,7 +158,7 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     ),
     ActorRolloutRefConfig: (
         not_yet(
-            "a rollout engine on ranks of its own is not in this version; set hybrid_engine=true",
+            "a rollout engine on separate ranks is not in this version; set hybrid_engine=true",
             {"hybrid_engine": True},
         ),
     ),
@@ -199,7 +199,7 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     FSDPActorConfig: (
         no_effect(_ALWAYS_FUSED, {"entropy_from_logits_with_chunking": False, "entropy_checkpointing": False}),
         no_effect(
-            "Σπ² is computed in slices and without a gradient, so that there is nothing to keep or to compute again",
+            "Σπ² is computed in slices and without a gradient, so there are no activations to store or recompute",
             {"sum_pi_squared_checkpointing": False},
         ),
     ),
@@ -227,25 +227,27 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         no_effect(_UNCOMPILED, {"use_torch_compile": True}),
     ),
     FSDPOptimizerConfig: (older_name("warmup_style", "lr_scheduler_type"),),
-    MultiTurnConfig: (no_effect("a conversation is repeated as rollout.n says", {"num_repeat_rollouts": None}),),
+    MultiTurnConfig: (
+        no_effect("rollout.n decides how often a conversation is repeated", {"num_repeat_rollouts": None}),
+    ),
     AgentLoopConfig: (
         not_yet(
-            "servers of your own are not in this version; write an agent loop (agent.agent_loop_config_path) instead",
+            "custom servers are not in this version; write an agent loop (agent.agent_loop_config_path) instead",
             {"custom_async_server.path": None, "custom_async_server.name": None},
         ),
         no_effect(
-            "part of servers of your own, which are not in this version",
+            "part of custom servers, which are not in this version",
             {"custom_async_server._target_": "verl.workers.config.CustomAsyncServerConfig"},
         ),
     ),
     RolloutConfig: (
         older_form("log_prob_micro_batch_size"),
         no_effect(
-            "engines exchange token ids only; texts are made and looked for on the trainer's side",
+            "engines exchange only token ids; the trainer decodes texts and detects stop texts",
             {"skip_tokenizer_init": True},
         ),
-        no_effect("no response is cut off to save time: all of a batch are finished", {"over_sample_rate": 0}),
-        no_effect("weights travel tensor by tensor already", {"layered_summon": False}),
+        no_effect("no response is cut to save time: all responses of a batch are finished", {"over_sample_rate": 0}),
+        no_effect("weights are always sent tensor by tensor", {"layered_summon": False}),
         no_effect("engines always return log-probs and the gap is always logged", {"calculate_log_probs": False}),
         no_effect(
             _WITH_THE_ACTOR,
@@ -282,7 +284,7 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             {"image_patch_size": 14, "return_multi_modal_inputs": True},
         ),
         no_effect(
-            "actor_rollout_ref.model.trust_remote_code holds for the tokenizer too",
+            "actor_rollout_ref.model.trust_remote_code applies to the tokenizer too",
             {"trust_remote_code": False},
         ),
         Inactive(
@@ -308,7 +310,7 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         ),
     ),
     JudgeRolloutConfig: (
-        no_effect("the engine gets the weights from the worker that holds it", {"load_format": "auto"}),
+        no_effect("the engine receives the weights from its worker", {"load_format": "auto"}),
         no_effect("a judge that the run serves reads texts", {"limit_images": None}),
         no_effect("the endpoint tokenizes, whatever the engine does", {"skip_tokenizer_init": False}),
     ),
@@ -337,12 +339,12 @@ _KEYWORDS: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             "passes without gradients have the sizes log_prob_* of the rollout section",
             {"ppo_infer_micro_batch_size_per_gpu": None, "ppo_infer_max_token_len_per_gpu": 16384},
         ),
-        no_effect("workers know engine and model by their own sections", {"engine": ANY, "model_config": ANY}),
+        no_effect("workers read engine and model from their own sections", {"engine": ANY, "model_config": ANY}),
         no_effect("the section FSDPActorConfig has it", {"calculate_sum_pi_squared": False}),
         not_yet("training of quantized weights is not in this version; leave it out", {"qat": None}),
     ),
     FSDPActorConfig: (
-        no_effect("old_log_probs and rollout_log_probs are columns of their own", {"use_rollout_log_probs": False}),
+        no_effect("old_log_probs and rollout_log_probs are separate columns", {"use_rollout_log_probs": False}),
         no_effect(_ALWAYS_FUSED, {"entropy_from_logits_chunk_size": 2048}),
         no_effect("sequences are packed, or padded to the longest", {"pad_to_length": False}),
     ),
@@ -353,7 +355,7 @@ _KEYWORDS: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     FSDPCriticConfig: (no_effect("forward_micro_batch_size_per_gpu counts", {"forward_micro_batch_size": 1}),),
     AgentLoopConfig: (
         not_yet(
-            "conversations are led by agent loops; register a loop of your own, and leave it out",
+            "agent loops run the conversations; register your own agent loop, and leave it out",
             {"agent_loop_manager_class": None},
         ),
     ),
@@ -390,7 +392,7 @@ _KEYWORDS: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         not_yet("experts are shared by expert_parallel_size; leave it at 1", {"moe_tensor_parallel_size": 1}),
         no_effect("engine_kwargs has the time limits of servers", {"server": ANY}),
         no_effect("no code of verl reads it", {"custom": None}),
-        not_yet("the trainer itself hands weights to the engine; leave it out", {"checkpoint_manager_class": None}),
+        not_yet("the trainer itself sends weights to the engine; leave it out", {"checkpoint_manager_class": None}),
         not_yet("stored rollouts are read with skip_rollout=true; leave it out", {"skip": None}),
         not_yet(_WITH_THE_ACTOR, {"profiler": None}),
         no_effect("names of weights come from the model", {"layer_name_map": {}}),

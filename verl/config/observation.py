@@ -44,9 +44,9 @@ class TraceConfig(BaseConfig):
     backend: Literal["otel", "mlflow"] | None = setting(
         None,
         refuse_values={
-            "weave": "Weave takes the spans of OpenTelemetry; use otel with OTEL_EXPORTER_OTLP_TRACES_ENDPOINT at its "
+            "weave": "Weave accepts OpenTelemetry spans; use otel with OTEL_EXPORTER_OTLP_TRACES_ENDPOINT at its "
             "address",
-            "trackio": "Trackio takes no spans; use otel",
+            "trackio": "Trackio does not accept spans; use otel",
         },
     )
     """`otel` sends spans by OpenTelemetry's SDK to the collector that `OTEL_EXPORTER_OTLP_ENDPOINT` names, `mlflow` by

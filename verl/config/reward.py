@@ -193,7 +193,7 @@ class RewardModelConfig(BaseConfig, DistributedModel):
         """A pool has nodes, the code service an HTTP address, and programs a time limit below that of their sample."""
         if self.enable_resource_pool and self.nnodes == 0:
             remedy = f"set {path}.nnodes and {path}.n_gpus_per_node, or enable_resource_pool=false"
-            yield Problem(f"{path}.nnodes", 0, "a pool of its own needs at least one node", ">= 1", remedy)
+            yield Problem(f"{path}.nnodes", 0, "a separate pool needs at least one node", ">= 1", remedy)
         url = self.sandbox_fusion.url
         if url and not url.startswith(("http://", "https://")):
             yield Problem(

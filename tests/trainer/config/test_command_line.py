@@ -140,7 +140,7 @@ def test_cfg_job_says_what_is_refused_and_what_has_no_effect(run: Run):
     }
     said = remarks(keys, PPOConfig)
     key = "actor_rollout_ref.hybrid_engine=false"
-    assert f"# refused: {key}: a rollout engine on ranks of its own" in said
+    assert f"# refused: {key}: a rollout engine on separate ranks" in said
     assert "# refused: distillation.enabled=true: distillation is not in this version.\n" in said
     assert "# no effect: actor_rollout_ref.model.use_liger (" in said
     assert remarks({"trainer": {"save_freq": 3}}, PPOConfig) == ""

@@ -421,7 +421,7 @@ def test_one_scorer_for_all_rows(run: Run):
 
 def test_a_pool_of_its_own_has_nodes(run: Run):
     message = only(run.refusal({"reward_model.enable_resource_pool": True}))
-    assert "reward_model.nnodes=0: a pool of its own needs at least one node" in message
+    assert "reward_model.nnodes=0: a separate pool needs at least one node" in message
 
 
 def test_warm_up_of_a_critic_that_is_not_there(run: Run):

@@ -186,7 +186,7 @@ def use_shared_memory(units: Iterable[FSDPModule], group: dist.ProcessGroup, kee
     """
     exchange = Exchange.of(group)
     if exchange is None:
-        logger.info("ranks share no memory: weights and gradients travel through gloo")
+        logger.info("no shared memory between ranks: weights and gradients are sent with gloo, which is slower")
         return None
     frozen = FrozenWeights(group, keeps_copy)
     scatter: Any = SharedReduceScatter(exchange)

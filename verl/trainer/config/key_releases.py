@@ -72,7 +72,7 @@ def _absent(what: str, section: str, switch: str, is_default: Any = False) -> tu
 
 
 _FUSED = "log-probs and entropy always come from hidden states in slices, never from all logits at once"
-_UNPADDED = "no graph of fixed sizes is compiled, so that nothing is padded to one"
+_UNPADDED = "no graph of fixed sizes is compiled, so nothing is padded"
 _OTHER_TOOLS = "part of profilers that are not in this version"
 _REQUESTS = "the reward function says it in its request"
 _MEGATRON_STATE = "the optimizer keeps its state in fp32; leave it out"
@@ -80,7 +80,7 @@ _MEGATRON_STATE = "the optimizer keeps its state in fp32; leave it out"
 RETIRED: tuple[Retired, ...] = (
     *_absent("distillation", "distillation", "enabled"),
     *_absent("training of quantized weights", "*.qat", "enable"),
-    *_absent("prefill and decoding on machines of their own", "*.disaggregation", "enabled"),
+    *_absent("prefill and decoding on separate machines", "*.disaggregation", "enabled"),
     *_absent("tokens that go on from turn to turn without being rendered again", "data.continuous_token", "enable"),
     *_absent("multi-token prediction", "critic.model.mtp", "enable"),
     *_absent("a LoRA of Megatron's own layers (FSDP's is model.lora_rank)", "*model.lora", "rank", 0),
@@ -119,7 +119,7 @@ RETIRED: tuple[Retired, ...] = (
         },
     ),
     *_told(
-        "weights that a checkpoint lacks or has beyond the model's are always an error",
+        "missing or unknown weights in a checkpoint are always an error",
         {"*.checkpoint.strict": True, "checkpoint.strict": True},
     ),
     *_told(
@@ -150,12 +150,12 @@ RETIRED: tuple[Retired, ...] = (
         {"*.megatron.router_replay.record_file": None, "*.megatron.router_replay.replay_file": None},
     ),
     Retired("*.megatron.router_replay._target_", "a section has its own class", (), refused=False, part=True),
-    *_told("actor_rollout_ref.nccl_timeout holds for all roles", {"critic.nccl_timeout": 600}),
+    *_told("actor_rollout_ref.nccl_timeout applies to all roles", {"critic.nccl_timeout": 600}),
     *_refused(
         "the critic's chat template and configuration are the policy's, or those of its model; leave it null",
         {"critic.model.custom_chat_template": None, "critic.model.hf_config_path": None},
     ),
-    *_refused("the critic's loss has no scale of its own", {"critic.loss_scale_factor": None}),
+    *_refused("the critic's loss has no separate scale", {"critic.loss_scale_factor": None}),
     # schedules and optimizers
     *(
         retired
@@ -180,10 +180,10 @@ RETIRED: tuple[Retired, ...] = (
                     f"{optim}.use_layer_wise_distributed_optimizer": False,
                 },
             ),
-            *_told("a resumed run goes on with its schedule", {f"{optim}.use_checkpoint_opt_param_scheduler": False}),
+            *_told("a resumed run continues its schedule", {f"{optim}.use_checkpoint_opt_param_scheduler": False}),
             *_refused("the warm-up begins at 0; leave it out", {f"{optim}.init_lr_ratio": 0}),
             *_refused(
-                "the optimizer keeps fp32 weights beside those of another format; leave it out",
+                "the optimizer keeps fp32 weights in addition to those of another precision; leave it out",
                 {f"{optim}.master_weights": True, f"{optim}.store_param_remainders": False},
             ),
             Retired(
@@ -200,12 +200,12 @@ RETIRED: tuple[Retired, ...] = (
         "only the direct transfer (naive) is in this version", {"*.checkpoint_engine.custom_backend_module": None}
     ),
     *_refused(
-        "each response has a seed of its own, and the engine's kernels are its own; leave it false",
+        "each response has its own seed, and the engine chooses its kernels; leave it false",
         {"actor_rollout_ref.rollout.full_determinism": False},
     ),
     *_told("trainer.log_expert_counts counts them", {"*.moe_load_balance_metrics_interval": 0}),
     *_refused(
-        "a rollout engine on ranks of its own is not in this version; leave it out",
+        "a rollout engine on separate ranks is not in this version; leave it out",
         {"actor_rollout_ref.rollout.nnodes": 0},
     ),
     Retired(
@@ -260,7 +260,7 @@ RETIRED: tuple[Retired, ...] = (
     # data
     *_told("sounds are not in this version", {"data.audio_key": "audios"}),
     *_refused(
-        "the image processor has the settings of its own file, preprocessor_config.json",
+        "the image processor uses the settings of its file, preprocessor_config.json",
         {"data.mm_processor_kwargs": {}},
     ),
     *_refused("set data.apply_chat_template_kwargs.enable_thinking", {"data.enable_thinking_default": "none"}),

@@ -80,7 +80,7 @@ def load_config(
     keys, inactive = translator.keys, translator.inactive
     bad = _no_numbers(tree, raw, keys, problems)
     if not of_program and "algorithm.adv_estimator" in keys and get(tree, "algorithm.adv_estimator") is None:
-        cause = "only a program with advantages of its own may leave out the estimator"
+        cause = "only a program that computes advantages itself may leave out the estimator"
         problems.append(Problem("algorithm.adv_estimator", None, cause, remedy="name one: grpo, gae, rloo, ..."))
     remarks += derive(tree, raw, keys, inactive, explicit, problems, chooses_engine=with_algorithms)
     if issubclass(root, PPOConfig):

@@ -324,9 +324,9 @@ TRL: tuple[OtherName, ...] = (
     ),
     # arguments of trainers
     OtherName("model", (_of_model("path"),)),
-    OtherName("args", note="its fields are settings of their own here"),
+    OtherName("args", note="its fields are separate settings here"),
     OtherName("reward_funcs", ("custom_reward_function.path",), note="verl.train takes the functions: reward=[f, g]"),
-    OtherName("reward_weights", note="verl.train takes reward_weights; a function of your own can weigh otherwise"),
+    OtherName("reward_weights", note="verl.train takes reward_weights; your own function can weigh differently"),
     OtherName("train_dataset", ("data.train_files",), note="verl.train takes data=rows"),
     OtherName("eval_dataset", ("data.val_files",), note="verl.train takes eval_data=rows"),
     OtherName("processing_class", (_of_model("tokenizer_path"),), note="the path of a tokenizer"),
@@ -429,7 +429,7 @@ OPENRLHF: tuple[OtherName, ...] = (
     OtherName("max_ckpt_num", ("trainer.max_actor_ckpt_to_keep trainer.max_ckpt_to_keep",)),
     OtherName("save_hf_ckpt", note="add hf_model to save_contents of the checkpoint"),
     OtherName(
-        "load_checkpoint", note="a run goes on from its newest checkpoint: trainer.resume_mode=auto, the default"
+        "load_checkpoint", note="a run resumes from its newest checkpoint: trainer.resume_mode=auto, the default"
     ),
     OtherName("use_wandb", note="add wandb to trainer.logger"),
     OtherName("use_tensorboard", note="add tensorboard to trainer.logger"),

@@ -247,7 +247,7 @@ def _decoupled(config: PPOConfig) -> Problems:
         remedy = f"set {CORRECTION}.bypass_mode=true, or leave it at ppo_clip"
         yield Problem(f"{CORRECTION}.loss_type", chosen.loss_type, cause, remedy=remedy)
     if loss_mode == BYPASS:
-        cause = "this loss takes the rollout's log-probs for the old ones, and the trainer computes its own"
+        cause = "this loss uses the rollout's log-probs as the old ones, but the trainer computes its own"
         remedy = f"set {CORRECTION}.bypass_mode=true, which chooses this loss by itself"
         yield Problem(LOSS_MODE, loss_mode, cause, remedy=remedy)
     if chosen.rollout_is is not None and not takes_weights(loss_mode):
