@@ -312,7 +312,7 @@ def parts_of(page: Page, results: Mapping[str, Result], arguments: argparse.Name
     lines = [
         f"{title}, part by part",
         "",
-        f"The machine, the work and all targets: [the table](../{page.name}.md).",
+        f"For the machine, the work and all targets see [the table](../{page.name}.md).",
         "",
     ]
     for part in page.parts:
