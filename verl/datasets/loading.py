@@ -97,7 +97,7 @@ def batches(loader: Any) -> Iterator[Any]:
                     "dataloader_num_workers=0)."
                 )
                 raise
-            logger.warning("a process that reads rows was lost, others go on from the same place: %s", error)
+            logger.warning("a process that reads rows was lost, others continue from the same row: %s", error)
             # With its own state the loader starts new processes behind the last batch that it gave.
             loader.load_state_dict(loader.state_dict())
         else:

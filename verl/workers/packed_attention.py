@@ -246,7 +246,7 @@ def _imports_flash_attn() -> bool:
     try:
         from flash_attn import flash_attn_varlen_func  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        logger.warning("flash_attn is installed but not used (%s): PyTorch's own kernel takes its place.", error)
+        logger.warning("flash_attn is installed but not used (%s): PyTorch's own kernel is used instead.", error)
         return False
     return True
 

@@ -267,7 +267,7 @@ def test_a_model_that_they_compute_otherwise_keeps_its_own(tmp_path, monkeypatch
     monkeypatch.setattr(layers, "rms_norm", lambda x, norm: 2 * rms_norm(x, norm))
     with caplog.at_level(logging.WARNING):
         engine = make_engine(path)
-    assert "Qwen3ForCausalLM keeps the layers of Transformers" in caplog.text
+    assert "Qwen3ForCausalLM uses the layers of Transformers" in caplog.text
     assert not has_fast_layers(engine)
     assert_close(engine.infer_batch(batch, {"log_probs"}, LAYOUTS["three"])["log_probs"], expected, atol=1e-5, rtol=0)
 

@@ -49,7 +49,7 @@ class CPUBackend(Backend):
         if (gap := difference()) is not None:
             undo()
             logger.warning(
-                "%s keeps the layers of Transformers, which are slower on a CPU: with fast ones its log-probs "
+                "%s uses the layers of Transformers, which are slower on a CPU: with the fast layers its log-probs "
                 "differ by %.2g from its own.",
                 name,
                 gap,

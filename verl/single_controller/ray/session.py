@@ -220,7 +220,7 @@ def prepare_token() -> None:
             if not file.read().strip():
                 file.write(secrets.token_hex(32))
     except OSError as error:
-        logger.warning("Ray's token cannot be kept in %s (%s): this run has one of its own.", path, error)
+        logger.warning("Ray's token cannot be stored in %s (%s): this run uses its own token.", path, error)
         os.environ[TOKEN] = secrets.token_hex(32)
 
 

@@ -262,11 +262,11 @@ class NativeRollout(BaseRollout):
             logger.warning("native engine: memory for %d rows of %d tokens at once, not %d", affordable, text, rows)
         self._memory = self._model.memory(max(1, min(rows, affordable)), prompt, response, text)
         mib = self._memory.nbytes / 2**20
-        logger.info("native engine: room for %d rows at once, up to %.1f MiB", self._memory.room, mib)
+        logger.info("native engine: up to %d concurrent rows, %.1f MiB", self._memory.room, mib)
         if caches:
             kept = min(allowed - self._memory.room * text, _KEPT_TEXTS * rows * self.max_model_len)
             self._cache = PrefixCache(shape, max(1, kept // PAGE))
-            logger.info("native engine: room for %d tokens of earlier texts", kept)
+            logger.info("native engine: prefix cache of %d tokens", kept)
 
     def _drop_memory(self) -> None:
         self._memory = self._cache = None
