@@ -188,7 +188,7 @@ def test_a_section_is_extended_by_section():
     class Plain(FSDPActorConfig):
         beta: float = 1.0
 
-    with pytest.raises(ConfigError, match=r"Plain derives from a section.*Write @section"):
+    with pytest.raises(ConfigError, match=r"Plain extends a section.*Use @section"):
         Plain()
 
 

@@ -176,7 +176,7 @@ def test_a_resumed_run_is_the_same_run(folder, order):
 
 def test_a_generated_source_needs_a_weight(folder):
     batches, dataset = loader(folder, source_weights={"given": 1.0})
-    with pytest.raises(ConfigError, match="says nothing of made"):
+    with pytest.raises(ConfigError, match="has no weight for made"):
         train(batches, dataset, 4)
 
 

@@ -57,7 +57,7 @@ def test_a_file_of_interactions(tmp_path: Path):
          "verl.interactions.base.BaseInteraction}", "another interaction is called 'a' too"),
         ("{class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {method: lax}}", "method='lax'"),
         ("{class_name: verl.interactions.openai_interaction.OpenAIInteraction, config: {model: m}}",
-         "config lacks base_url, system_prompt"),
+         "config has no base_url, system_prompt"),
     ],
 )  # fmt: skip
 def test_a_wrong_entry_is_told(tmp_path: Path, entry: str, problem: str):

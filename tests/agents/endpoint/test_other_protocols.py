@@ -162,7 +162,7 @@ def test_a_response_that_is_not_stored_or_of_another_trajectory_cannot_be_follow
         of_other = client.responses.create(model="policy", input="Hi").id
     asked = len(trajectory.engine.requests)
     for id in (of_other, gpt.responses.create(model="policy", input="Hi", store=False).id):
-        with pytest.raises(openai.BadRequestError, match=f"no response '{id}' is kept here") as refused:
+        with pytest.raises(openai.BadRequestError, match=f"there is no stored response '{id}'") as refused:
             gpt.responses.create(model="policy", input="Hi", previous_response_id=id)
         assert (refused.value.param, refused.value.code) == ("previous_response_id", "previous_response_not_found")
     assert len(trajectory.engine.requests) == asked + 1
