@@ -53,7 +53,7 @@ class LocalSession(LocalConnection):
 
     def _serve(self, group: WorkerGroup, start: Callable[[], Future[T]]) -> T:
         router, in_loop = self.router, self.loop.call_soon_threadsafe
-        queue = RequestQueue(lambda number, answer: in_loop(router.take_answer, number, answer))
+        queue = RequestQueue(lambda request_id, answer: in_loop(router.take_answer, request_id, answer))
         started: list[Future[T]] = []
 
         def begin(weight_version: int) -> None:

@@ -51,14 +51,14 @@ T = TypeVar("T")
 Command = tuple[str, int, Any]
 """``put`` with a request, ``cancel``, ``abort``, ``join`` with another router, or ``close``, for the rank of an engine.
 
-The number is that of the request, or of the router.
+The integer is the id of the request, or the index of the router.
 """
 CHECK_S = 0.5
 """How often the driver checks the ranks while engines serve."""
 AWAKE_S = 1.0
 """How long one question of the driver waits for engines that wake."""
-NUMBER_BITS = 40
-"""A router numbers its requests from its own number times two to the power of this."""
+ID_BITS = 40
+"""Ids of the requests of a router count from its index times two to the power of this."""
 
 
 class _Mailbox:
@@ -103,7 +103,7 @@ class RouterActor:
     """
 
     def __init__(self, room: int, ended: str = ENDED, index: int = 0) -> None:
-        self.router = Router(room, ended, index << NUMBER_BITS)
+        self.router = Router(room, ended, index << ID_BITS)
         self._round = 0
         self._is_open = False
         self._opened = asyncio.Condition()
@@ -206,8 +206,8 @@ class RouterActor:
     async def take_answers(self, round_index: int, answers: Sequence[tuple[int, Answer | DrawnPart]]) -> None:
         """Pass answers of an engine on."""
         if round_index == self._round:
-            for number, answer in answers:
-                self.router.take_answer(number, answer)
+            for request_id, answer in answers:
+                self.router.take_answer(request_id, answer)
 
 
 class RayRequests:
@@ -261,23 +261,23 @@ class _Fetching:
             commands: list[Command] = ray.get(reference)
         except RayError as error:
             if router and isinstance(error, RayActorError):  # nobody waits for these answers
-                for number in self._drop(router):
-                    self.queue.cancel(number)
+                for request_id in self._drop(router):
+                    self.queue.cancel(request_id)
             else:  # the driver notices it too, and raises
                 logger.warning("a router of requests does not answer: %s", brief(str(error)))
                 self.queue.close()
             return
-        for what, number, value in commands:
+        for what, subject, value in commands:
             if what == "put":
-                self._put(router, number, value)
+                self._put(router, subject, value)
             elif what == "cancel":
-                self._unanswered[router].discard(number)
-                self.queue.cancel(number)
+                self._unanswered[router].discard(subject)
+                self.queue.cancel(subject)
             elif what == "abort":
                 self.queue.abort()
             elif what == "join":
-                self._routers[number], self._unanswered[number] = value, set()
-                self._fetch(number)
+                self._routers[subject], self._unanswered[subject] = value, set()
+                self._fetch(subject)
             elif router == 0:
                 self.queue.close()
                 return
@@ -286,25 +286,25 @@ class _Fetching:
                 return
         self._fetch(router)
 
-    def _put(self, router: int, number: int, request: RolloutRequest) -> None:
-        self._unanswered[router].add(number)
+    def _put(self, router: int, request_id: int, request: RolloutRequest) -> None:
+        self._unanswered[router].add(request_id)
         try:
-            self.queue.put(number, self._images.opened(request))
+            self.queue.put(request_id, self._images.opened(request))
         except RolloutError as error:
-            self._answer(number, error)
+            self._answer(request_id, error)
 
     def _drop(self, router: int) -> tuple[int, ...]:
         del self._routers[router]
         return tuple(self._unanswered.pop(router))
 
-    def _answer(self, number: int, answer: Answer | DrawnPart) -> None:
-        index = number >> NUMBER_BITS
+    def _answer(self, request_id: int, answer: Answer | DrawnPart) -> None:
+        index = request_id >> ID_BITS
         router, unanswered = self._routers.get(index), self._unanswered.get(index)
         if router is None or unanswered is None:  # its process is lost
             return
         if not isinstance(answer, DrawnPart):
-            unanswered.discard(number)
-        router.take_answers.remote(self._round, [(number, answer)])
+            unanswered.discard(request_id)
+        router.take_answers.remote(self._round, [(request_id, answer)])
 
 
 def _stored(pixels: np.ndarray) -> ObjectRef:

@@ -88,13 +88,13 @@ class Router:
     Args:
         room: most requests that one engine has at once.
         ended: message of the error with which requests are refused while there are no engines.
-        first_number: requests are numbered from here; routers that share an engine have ranges of their own.
+        first_id: ids of requests count from here; routers that share an engine have ranges of their own.
     """
 
-    def __init__(self, room: int, ended: str = ENDED, first_number: int = 0) -> None:
+    def __init__(self, room: int, ended: str = ENDED, first_id: int = 0) -> None:
         self._engines: list[_RoutedEngine] = []
         self._room, self._ended = room, ended
-        self._numbers = itertools.count(first_number)
+        self._ids = itertools.count(first_id)
         self._pending: dict[int, _PendingRequest] = {}
         self._held: dict[int, None] = {}
         """Requests that are held back by :meth:`pause`, in their order."""
@@ -126,14 +126,14 @@ class Router:
         """
         if self._refusal is not None and not self._is_paused:
             raise self._refusal
-        number = next(self._numbers)
+        request_id = next(self._ids)
         answer = asyncio.get_running_loop().create_future()
-        self._pending[number] = _PendingRequest(conversation, request, answer, on_part)
-        self._place(number)
+        self._pending[request_id] = _PendingRequest(conversation, request, answer, on_part)
+        self._place(request_id)
         try:
             return await answer
         finally:
-            self._forget(number)
+            self._forget(request_id)
 
     def take_answer(self, request_id: int, answer: Answer | DrawnPart) -> None:
         """Pass on an engine's answer, or a part of it; that of a cancelled request is ignored."""
@@ -167,11 +167,11 @@ class Router:
         """Send what was held back; it is refused if there are no engines. Idempotent."""
         self._is_paused = False
         held, self._held = sorted(self._held), {}
-        for number in held:
+        for request_id in held:
             if self._refusal is None:
-                self._place(number)
-            elif not self._pending[number].answer.done():
-                self._pending[number].answer.set_exception(self._refusal)
+                self._place(request_id)
+            elif not self._pending[request_id].answer.done():
+                self._pending[request_id].answer.set_exception(self._refusal)
 
     def abort(self) -> None:
         """Let all engines answer what they draw now with the tokens there are and ``finish_reason`` "abort"."""
@@ -189,8 +189,8 @@ class Router:
             return
         self._refusal = error or RolloutEndedError(self._ended)
         for engine in self._engines:
-            for number in engine.running:
-                engine.link.cancel(number)
+            for request_id in engine.running:
+                engine.link.cancel(request_id)
             engine.link.close()
         self._engines = []
         if self._is_paused and error is None:
@@ -202,35 +202,35 @@ class Router:
             if not pending.answer.done():
                 pending.answer.set_exception(self._refusal)
 
-    def _hold(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self._pending[number].engine = None
-            self._held[number] = None
+    def _hold(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            self._pending[request_id].engine = None
+            self._held[request_id] = None
 
-    def _place(self, number: int) -> None:
+    def _place(self, request_id: int) -> None:
         """Give a request to the engine of its conversation, or hold it back."""
-        pending = self._pending[number]
+        pending = self._pending[request_id]
         if self._is_paused:
-            self._held[number] = None
+            self._held[request_id] = None
             return
         pending.engine = self._engine_of(pending.conversation)
-        self._engines[pending.engine].waiting.append(number)
+        self._engines[pending.engine].waiting.append(request_id)
         self._send(pending.engine)
 
     def _engine_of(self, conversation: str) -> int:
         home = self._home.get(conversation)
         if home is None or self._engines[home].is_lost:
-            living = [number for number, engine in enumerate(self._engines) if not engine.is_lost]
-            home = min(living, key=lambda number: self._engines[number].load)
+            living = [index for index, engine in enumerate(self._engines) if not engine.is_lost]
+            home = min(living, key=lambda index: self._engines[index].load)
         self._home[conversation] = home
         self._home.move_to_end(conversation)
         if len(self._home) > REMEMBERED_CONVERSATIONS:
             self._home.popitem(last=False)
         return home
 
-    def _send(self, number: int) -> None:
+    def _send(self, engine_index: int) -> None:
         """Give an engine the requests for which it has room."""
-        engine = self._engines[number]
+        engine = self._engines[engine_index]
         while engine.waiting and len(engine.running) < self._room:
             request = engine.waiting.popleft()
             if not engine.running:
@@ -238,18 +238,18 @@ class Router:
             engine.running.add(request)
             engine.link.put(request, self._pending[request].request)
 
-    def _forget(self, number: int) -> None:
-        pending = self._pending.pop(number)
-        self._held.pop(number, None)
+    def _forget(self, request_id: int) -> None:
+        pending = self._pending.pop(request_id)
+        self._held.pop(request_id, None)
         if pending.engine is None:
             return
         engine = self._engines[pending.engine]
-        if number in engine.waiting:
-            engine.waiting.remove(number)
-        if number in engine.running:
-            engine.running.discard(number)
+        if request_id in engine.waiting:
+            engine.waiting.remove(request_id)
+        if request_id in engine.running:
+            engine.running.discard(request_id)
             if pending.answer.cancelled():
-                engine.link.cancel(number)
+                engine.link.cancel(request_id)
         self._send(pending.engine)
 
     def _move_from_lost_engine(self, lost: int, error: EngineLostError) -> None:
@@ -262,7 +262,7 @@ class Router:
         if all(other.is_lost for other in self._engines):
             self.close(error)
             return
-        for number in sorted(orphans):
-            self._pending[number].engine = None
-            if not self._pending[number].answer.done():
-                self._place(number)
+        for request_id in sorted(orphans):
+            self._pending[request_id].engine = None
+            if not self._pending[request_id].answer.done():
+                self._place(request_id)

@@ -140,7 +140,7 @@ class ImageReceiver:
         """
         if not isinstance(request, SentRequest):
             return request
-        pixels = [self._pixels(number, image) for number, image in enumerate(request.sent)]
+        pixels = [self._pixels(index, image) for index, image in enumerate(request.sent)]
         joined = pixels[0] if len(pixels) == 1 else np.concatenate(pixels)
         grid = np.stack([image.grid for image in request.sent])
         tensors: dict[str, torch.Tensor] = dict(zip(IMAGE_INPUTS, map(torch.from_numpy, (joined, grid)), strict=True))
@@ -150,23 +150,23 @@ class ImageReceiver:
         note_digests(images, tuple(image.digest for image in request.sent))
         return RolloutRequest(**_fields(request, images=images))
 
-    def _pixels(self, number: int, image: SentImage) -> np.ndarray:
+    def _pixels(self, index: int, image: SentImage) -> np.ndarray:
         if not image.is_stored:
             return image.pixels.copy()  # it lies in memory of the message, which cannot be written to
-        found = self._recent.pop(image.digest, None)
-        if found is None:
+        pixels = self._recent.pop(image.digest, None)
+        if pixels is None:
             try:
-                found = np.array(self._get(image.pixels))
+                pixels = np.array(self._get(image.pixels))
             except LookupError as error:
                 raise RolloutError(
-                    f"image {number} of the prompt is lost: the process that held the conversation, or its machine, "
+                    f"image {index} of the prompt is lost: the process that held the conversation, or its machine, "
                     f"has ended ({error})."
                 ) from error
             self.kept_bytes += image.nbytes
-        self._recent[image.digest] = found
+        self._recent[image.digest] = pixels
         while self.kept_bytes > self._room:
             self.kept_bytes -= self._recent.popitem(last=False)[1].nbytes
-        return found
+        return pixels
 
 
 def _fields(request: RolloutRequest, **changes: object) -> JsonObject:
