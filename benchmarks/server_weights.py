@@ -2,9 +2,11 @@
 
     python -m benchmarks.server_weights [--megabytes 19 403 2000] [--rounds 8]
 
-A second process stands for the server: it copies what arrives into weights of its own, with the code that runs inside
-vLLM (which keeps tensors, so it gets copies) and SGLang (which does not); checksums are computed on both sides. Seconds
-are those of the processors of both processes, which other work on the machine changes little. HTTP is not in them.
+A second process stands for the server: it copies what arrives into weights of its own, as the loaders of vLLM and
+SGLang do, with the code that runs inside of them; checksums are computed on both sides. Seconds are those of the
+processors of both processes, which other work on the machine changes little. HTTP is not in them.
+
+With ``--ranks n`` the server is one of n tensor-parallel processes, which copies one n-th of the rows of each weight.
 """
 
 from __future__ import annotations
@@ -14,10 +16,8 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from benchmarks import shape
@@ -25,7 +25,6 @@ from benchmarks.shape import Row
 
 TARGET = 3.0
 """In copies."""
-KEEPS = {"vllm": True, "sglang": False}
 _PART_BYTES = 2**31
 
 
@@ -40,18 +39,18 @@ def shapes(megabytes: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from ((f"{number}.{name}", size) for name, size in of_layer.items())
 
 
-def serve(megabytes: int, keeps: bool) -> None:
+def serve(megabytes: int, ranks: int) -> None:
     """The server: a line of standard input is the description of a part, a line of output the checksums."""
     import torch
 
-    from verl.workers.rollout.engine_side.verl_engine import weights_in_part, with_checksums
+    from verl.workers.rollout.engine_side.verl_engine import Share, weights_in_part, with_checksums
 
-    own = {name: torch.ones(size) for name, size in shapes(megabytes)}
+    own = {name: torch.ones(size[0] // ranks, *size[1:]) for name, size in shapes(megabytes)}
 
     def load(part: dict[str, Any]) -> dict[str, str]:
         found: dict[str, str] = {}
-        for name, tensor in with_checksums(weights_in_part(part, keeps=keeps), found):
-            own[name].copy_(tensor)
+        for name, tensor in with_checksums(weights_in_part(part), found, share=Share(0, ranks)):
+            own[name].copy_(tensor.narrow(0, 0, len(own[name])))
         return found
 
     print("ready", flush=True)
@@ -59,7 +58,7 @@ def serve(megabytes: int, keeps: bool) -> None:
         print(json.dumps(load(json.loads(line))), flush=True)
 
 
-def measure(megabytes: int, engine: str, rounds: int, folder: Path) -> dict[str, Any]:
+def measure(megabytes: int, ranks: int, rounds: int) -> dict[str, Any]:
     """Processor seconds of copies of the weights and of updates, in turns."""
     import psutil
     import torch
@@ -68,13 +67,13 @@ def measure(megabytes: int, engine: str, rounds: int, folder: Path) -> dict[str,
 
     sources = {name: torch.randn(size) for name, size in shapes(megabytes)}
     targets = {name: torch.ones_like(tensor) for name, tensor in sources.items()}
-    command = [sys.executable, "-m", "benchmarks.server_weights", "--serve", str(megabytes), engine]
+    command = [sys.executable, "-m", "benchmarks.server_weights", "--serve", str(megabytes), str(ranks)]
     command += ["--threads", os.environ["OMP_NUM_THREADS"]]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=shape.ROOT)
     assert server.stdin is not None
     assert server.stdout is not None
     server.stdout.readline()
-    buffer, process = FileBuffer([folder]), psutil.Process(server.pid)
+    buffer, process = FileBuffer(), psutil.Process(server.pid)
 
     def copy() -> None:
         for name, tensor in sources.items():
@@ -84,7 +83,7 @@ def measure(megabytes: int, engine: str, rounds: int, folder: Path) -> dict[str,
         for part in buffer.parts(iter(sources.items()), _PART_BYTES):
             server.stdin.write(json.dumps(part.description()) + "\n")
             server.stdin.flush()
-            check_arrival(part.checksums, json.loads(server.stdout.readline()), engine)
+            check_arrival(part.share(0, ranks), json.loads(server.stdout.readline()), "the server")
 
     def seconds(work: Callable[[], None]) -> float:
         def spent() -> float:
@@ -106,14 +105,15 @@ def measure(megabytes: int, engine: str, rounds: int, folder: Path) -> dict[str,
     nbytes = sum(tensor.nbytes for tensor in sources.values())
     # Means, because a process's time is counted in steps of 10 ms.
     means = {name: statistics.fmean(values) for name, values in found.items()}
-    return {"engine": engine, "megabytes": nbytes / 1e6, "tensors": len(sources), "seconds": means}
+    return {"ranks": ranks, "megabytes": nbytes / 1e6, "tensors": len(sources), "seconds": means}
 
 
 def row_of(found: dict[str, Any]) -> Row:
     """The target, by means over the rounds."""
     copy, update = found["seconds"]["copy"], found["seconds"]["update"]
     detail = f"{1e3 * update:.1f} ms : {1e3 * copy:.1f} ms of processors, {found['tensors']} tensors"
-    what = f"weights to a server, {found['megabytes']:.0f} MB ({found['engine']})"
+    of = f" of {found['ranks']}" if found["ranks"] > 1 else ""
+    what = f"weights to a server{of}, {found['megabytes']:.0f} MB"
     return Row(what, "a copy of the weights", update / copy, TARGET, False, detail)
 
 
@@ -122,19 +122,17 @@ def main() -> None:
     parser = shape.parser(__doc__)
     parser.set_defaults(rounds=8)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[19, 403, 2000])
-    parser.add_argument("--serve", nargs=2, metavar=("MEGABYTES", "ENGINE"), help="for the benchmark's own process")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument(
+        "--serve", nargs=2, type=int, metavar=("MEGABYTES", "RANKS"), help="for the benchmark's own process"
+    )
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     if arguments.serve:
-        serve(int(arguments.serve[0]), KEEPS[arguments.serve[1]])
+        serve(*arguments.serve)
         return
-    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=in_memory) as folder:
-        results = [
-            measure(size, engine, arguments.rounds, Path(folder))
-            for size in ([1] if arguments.tiny else arguments.megabytes)
-            for engine in KEEPS
-        ]
+    sizes = [1] if arguments.tiny else arguments.megabytes
+    results = [measure(size, arguments.ranks, arguments.rounds) for size in sizes]
     rows = [row_of(found) for found in results]
     for row in rows:
         print(f"{row.what}: {row.ratio:.2f} copies ({row.detail})")

@@ -518,8 +518,8 @@ def test_a_lost_engine_of_several_hands_its_requests_back(model: str, tmp_path: 
 # ---- several ranks
 
 
-def on_each_rank(rank: int, world_size: int, folder: Path, model: str) -> None:
-    """Weights are gathered by all ranks together; the engine of the second is killed while it generates."""
+def on_each_rank(rank: int, world_size: int, folder: Path, model: str, moment: str) -> None:
+    """Weights are gathered and written by all ranks together; the engine of the second is killed at some moment."""
     own = folder / str(rank)
     own.mkdir()
     os.environ["SMALL_ENGINE_FOLDER"] = str(own)
@@ -534,20 +534,22 @@ def on_each_rank(rank: int, world_size: int, folder: Path, model: str) -> None:
             dist.all_reduce(total)
             yield name, total
 
-    with killer(own, "generate", most=rank):
-        engine = rollout(model, own, {"generate": rank})
+    with killer(own, moment, most=rank):
+        engine = rollout(model, own, {moment: rank})
         with engine.awake(gathered, 0):
             rows = engine.generate_sequences(prompt_batch(PROMPTS))
     assert len(calls) == 2
     assert engine.restarts == rank
+    assert engine._buffer is None  # one file for both engines
     torch.save(rows, folder / f"rows-{rank}.pt")
     assert engine._engine is not None
     engine._engine.kill()
 
 
 @pytest.mark.slow  # one that is lost while it serves is in the test of requests that are handed back
-def test_ranks_gather_the_weights_together_again(model: str, tmp_path: Path) -> None:
-    run_ranks(on_each_rank, 2, tmp_path, model)
+@pytest.mark.parametrize("moment", ["generate", "load"])
+def test_ranks_gather_the_weights_together_again(moment: str, model: str, tmp_path: Path) -> None:
+    run_ranks(on_each_rank, 2, tmp_path, model, moment)
     first, second = (torch.load(tmp_path / f"rows-{rank}.pt", weights_only=False) for rank in range(2))
     assert torch.equal(first.batch["responses"], second.batch["responses"])
     assert first.batch["response_mask"].sum() > 0

@@ -41,7 +41,7 @@ from verl.workers.rollout.sglang_rollout import SGLangRollout
 from verl.workers.rollout.sglang_rollout.client import SGLangClient
 from verl.workers.rollout.sglang_rollout.settings import process_environment
 from verl.workers.rollout.state import EngineState
-from verl.workers.rollout.weights import DeviceBuffer, SharedBuffer
+from verl.workers.rollout.weights import DeviceBuffer, FileBuffer, SharedBuffer
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here; `make test-sglang` has it"
@@ -152,12 +152,12 @@ def test_weights_that_do_not_arrive_as_sent_are_noticed(
     monkeypatch.undo()
 
 
-def test_weights_arrive_by_the_handle_of_a_device(under_test: EngineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_arrive_by_the_handle_of_a_device(under_test: EngineUnderTest) -> None:
     """As on the trainer's GPU; the memory of a CPU is shared in the place of a GPU's."""
     running = under_test.ready()
-    monkeypatch.setattr(running._engine, "_buffer", DeviceBuffer(torch.device("cpu")))
+    parts = DeviceBuffer(torch.device("cpu")).parts(weights_of(seed=1), 2**16)
     with handles_for_strangers():
-        assert running._engine.load_weights(weights_of(seed=1), 2**16) == SIZE
+        assert running._engine.load_weights(parts) == SIZE
     assert tokens_of(running.generate([greedy(PROMPTS[0])])) == [oracle_greedy(PROMPTS[0], 12, seed=1)]
 
 
@@ -166,14 +166,14 @@ def test_a_weight_that_sglang_cannot_load_is_an_error_and_no_end(under_test: Eng
     engine = running._engine
     unknown = [("model.layers.0.self_attn.q_proj.weight", dict(weights_of())["model.norm.weight"])]
     with pytest.raises(RolloutError, match="cannot load the new weights"):
-        engine.load_weights(iter(unknown), 2**20)
+        engine.load_weights(FileBuffer().parts(iter(unknown), 2**20))
     running.load_weights(weights_of(), version=1)
     assert tokens_of(running.generate([greedy(PROMPTS[0])])) == [oracle_greedy(PROMPTS[0], 12)]
 
 
 def test_many_small_buckets_are_one_update(under_test: EngineUnderTest) -> None:
     running = under_test.ready()
-    assert running._engine.load_weights(weights_of(seed=1), 4096) == SIZE
+    assert running._engine.load_weights(FileBuffer().parts(weights_of(seed=1), 4096)) == SIZE
     assert tokens_of(running.generate([greedy(PROMPTS[0])])) == [oracle_greedy(PROMPTS[0], 12, seed=1)]
 
 
@@ -237,7 +237,7 @@ def test_the_private_parts_are_where_they_were(under_test: EngineUnderTest) -> N
 
 
 def test_two_tensor_parallel_ranks_compute_what_one_does(tmp_path: Path) -> None:
-    """Both report the checksums of all weights; the greedy tokens and all log-probs are the oracle's."""
+    """Each verifies half of the weights; the greedy tokens and all log-probs are the oracle's."""
     engine = EngineUnderTest("sglang", tmp_path, settings={"tensor_model_parallel_size": 1})
     rollout, device = engine.build(), torch.device("cpu")
     environment = process_environment(dataclasses.replace(rollout.config, tensor_model_parallel_size=2), device)
@@ -246,7 +246,7 @@ def test_two_tensor_parallel_ranks_compute_what_one_does(tmp_path: Path) -> None
     )
     try:
         for seed in (0, 1):
-            assert server.load_weights(weights_of(seed=seed), 2**20) == SIZE
+            assert server.load_weights(FileBuffer().parts(weights_of(seed=seed), 2**20)) == SIZE
             sampled = [request(prompt, seed=3, temperature=1.5, top_k=5) for prompt in PROMPTS]
             asked = [*(greedy(prompt) for prompt in PROMPTS), *sampled]
             responses = {number: rollout._partial(one) for number, one in enumerate(asked)}

@@ -22,7 +22,7 @@ from verl.workers.rollout.base import RolloutOutput, RolloutRequest, SamplingPar
 from verl.workers.rollout.client import PartialResponse
 from verl.workers.rollout.sglang_rollout import SGLangRollout
 from verl.workers.rollout.sglang_rollout.adapters import ATTENTION, LAYERS, completed
-from verl.workers.rollout.sglang_rollout.client import _Bytes, check_report, check_reports, request_of, take
+from verl.workers.rollout.sglang_rollout.client import _Bytes, check_report, reports_of, request_of, take
 from verl.workers.rollout.sglang_rollout.settings import engine_arguments, process_environment
 
 
@@ -286,24 +286,26 @@ def test_missing_log_probs_stop_the_run(folder):
     ],
 )
 def test_the_report_of_an_update(changes, words):
-    report = {"problem": "", "sampler": True, "arrived": {"a": "1", "b": "2"}, "held": {"a": "1"}} | changes
+    sent = {"a": "1", "b": "2"}
+    report = {"problem": "", "sampler": True, "arrived": sent, "held": {"a": "1"}} | changes
     if words is None:
-        check_report({"a": "1", "b": "2"}, report, rank=0)
+        check_report(sent, sent, report, rank=0)
     else:
         with pytest.raises(RolloutError, match=words):
-            check_report({"a": "1", "b": "2"}, report, rank=0)
+            check_report(sent, sent, report, rank=0)
 
 
 def test_the_reports_of_all_ranks_are_read(tmp_path):
-    report = {"problem": "", "sampler": True, "arrived": {"a": "1"}, "held": {}}
-    for rank, arrived in enumerate(({"a": "1"}, {"a": "2"})):
-        (tmp_path / f"r-{rank}.json").write_text(json.dumps(report | {"arrived": arrived}))
-    check_reports({"a": "1"}, str(tmp_path / "r"), 1)
-    with pytest.raises(RolloutError, match=r"did not arrive in SGLang \(rank 1\) .*: a\."):
-        check_reports({"a": "1"}, str(tmp_path / "r"), 2)
+    reports = [{"problem": "", "sampler": True, "arrived": {name: "1"}, "held": {}} for name in "ab"]
+    for rank, report in enumerate(reports):
+        (tmp_path / f"r-{rank}.json").write_text(json.dumps(report))
+    assert list(reports_of(str(tmp_path / "r"), 2)) == reports
+    check_report({"a": "1", "b": "1"}, {"b": "1"}, reports[1], rank=1)  # each rank verifies its share
+    with pytest.raises(RolloutError, match=r"did not arrive in SGLang \(rank 1\) .*: a, b\."):
+        check_report({"a": "1", "b": "1"}, {"a": "1"}, reports[1], rank=1)
     (tmp_path / "r-1.json").unlink()
     with pytest.raises(RolloutError, match=r"SGLang \(rank 1\) did not report what it loaded.*not supported"):
-        check_reports({"a": "1"}, str(tmp_path / "r"), 2)
+        list(reports_of(str(tmp_path / "r"), 2))
 
 
 def test_bytes_travel_as_a_tensor():

@@ -39,7 +39,7 @@ from verl.workers.rollout import base, remote
 from verl.workers.rollout.engine_kwargs import Launch
 from verl.workers.rollout.vllm_rollout.client import VLLMClient
 from verl.workers.rollout.vllm_rollout.settings import engine_arguments
-from verl.workers.rollout.weights import DeviceBuffer, SharedBuffer
+from verl.workers.rollout.weights import DeviceBuffer, FileBuffer, SharedBuffer
 
 pytestmark = needs_vllm
 NAMES = {check: check.__name__.removeprefix("check_") for check in CHECKS}
@@ -137,7 +137,6 @@ def test_the_server_demands_its_token(folder: Path) -> None:
 
 def test_a_weight_that_arrives_changed_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     running = under_test(folder).ready()
-    engine = running._engine.shared.engine
     parts = SharedBuffer.parts
     monkeypatch.setattr(SharedBuffer, "parts", lambda *args: damaged(parts(*args)))
     with pytest.raises(RolloutError, match=r"1 of 25 weights did not arrive in vLLM .* as they were sent: "):
@@ -147,15 +146,15 @@ def test_a_weight_that_arrives_changed_is_named(folder: Path, monkeypatch: pytes
     monkeypatch.undo()
     running.load_weights(weights_of(), version=2)
     assert running.generate([greedy(PROMPTS[0])])[0].token_ids == oracle_greedy(PROMPTS[0], 12)
-    assert [path.name for path in engine.server.memory_folder.iterdir()] == ["weights"]
 
 
-def test_weights_arrive_by_the_handle_of_a_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on the trainer's GPU; the memory of a CPU is shared in the place of a GPU's."""
+def test_weights_arrive_by_the_handle_of_a_device(folder: Path) -> None:
+    """As on the trainer's GPU; the memory of a CPU is shared in the place of a GPU's. Layers reach over parts."""
     running = under_test(folder).ready()
-    monkeypatch.setattr(running._engine.shared.engine, "_buffer", DeviceBuffer(torch.device("cpu")))
+    parts = DeviceBuffer(torch.device("cpu")).parts(weights_of(seed=1), 2**16)
     with handles_for_strangers():
-        running._engine.load_weights(weights_of(seed=1), 2**16)
+        running._engine.shared.engine.load_weights(parts)
+    running._engine.shared.owner = running._engine
     assert running.generate([greedy(PROMPTS[0])])[0].token_ids == oracle_greedy(PROMPTS[0], 12, seed=1)
 
 
@@ -167,13 +166,13 @@ def test_an_argument_that_vllm_does_not_have_is_named(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_two_tensor_parallel_workers_compute_what_one_does(folder: Path) -> None:
-    """Both get all weights, by checksum; the greedy tokens and their log-probs are the oracle's."""
+    """Each verifies half of the weights; the greedy tokens and their log-probs are the oracle's."""
     rollout = under_test(folder).build()
     arguments = engine_arguments(rollout.config, rollout.model_config, 64, torch.device("cpu"))
     engine = VLLMClient(arguments | {"tensor_parallel_size": 2}, torch.device("cpu"), Launch())
     try:
         for seed in (0, 1):
-            engine.load_weights(weights_of(seed=seed), 2**20)
+            engine.load_weights(FileBuffer().parts(weights_of(seed=seed), 2**16))
             responses = [rollout._partial(greedy(prompt)) for prompt in PROMPTS]
             engine.generate(responses, threading.Event())
             for prompt, response in zip(PROMPTS, responses, strict=True):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing import reductions
@@ -24,19 +25,21 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from transformers import PreTrainedModel
 
 from tests.workers.rollout.damage import handles_for_strangers, turn_a_bit
+from tests.workers.support import run_ranks
 from verl.errors import RolloutError
 from verl.testing.models import tiny_model
 from verl.workers.rollout.client import ENGINE_SIDE
 from verl.workers.rollout.engine_side import verl_engine
 from verl.workers.rollout.engine_side.verl_engine import checksum, weights_in_part, with_checksums
+from verl.workers.rollout.ranks import MachineRanks
 from verl.workers.rollout.weights import (
     DeviceBuffer,
     ExpectedWeights,
     FileBuffer,
     SharedPart,
+    buffer_for,
     check_arrival,
     save_tensors,
-    shared_buffer,
 )
 
 Usage = namedtuple("Usage", "total used free")
@@ -127,24 +130,27 @@ def test_parts_hold_as_much_as_fits_and_a_larger_tensor_is_alone(tmp_path: Path)
         sizes.clear()
         sent = [(name, tensor + update) for name, tensor in weights]
         for part in buffer.parts(iter(sent), part_bytes=160):
-            found.append(dict(weights_in_part(json.loads(json.dumps(part.description())))))
+            views = dict(weights_in_part(json.loads(json.dumps(part.description()))))
+            found.append({name: tensor.clone() for name, tensor in views.items()})
             sizes.append(part.nbytes)
         assert [list(part) for part in found] == [["w0", "w1", "w2"], ["w3"], ["w4", "w5", "w6"]]
         assert sizes == [160, 256, 160]
-        # What an engine still holds of a part does not change with the next: vLLM keeps tensors of unfinished layers.
         arrived = {name: tensor for part in found for name, tensor in part.items()}
         assert all(torch.equal(arrived[name], tensor) for name, tensor in sent)
-        assert [path.name for path in tmp_path.iterdir()] == ["weights"]  # one file, which stays
+        assert not list(tmp_path.iterdir())  # the file has no name, so that a killed process leaves none
     assert list(buffer.parts(iter(()), part_bytes=104)) == []
 
 
 def test_a_new_file_of_the_same_path_is_read_anew(tmp_path: Path) -> None:
-    # A buffer that found no room for a tensor removes its file, and the next update makes another.
+    """A buffer that found no room for a tensor makes another file, which may get the number of the old one."""
+    paths = []
     for update in range(2):
         tensor = torch.full((16,), float(update))
         for part in FileBuffer([tmp_path]).parts(iter([("w", tensor)]), part_bytes=64):
             assert torch.equal(dict(weights_in_part(part.description()))["w"], tensor)
-            (tmp_path / "weights").unlink()
+            paths.append(part.location["path"])
+        del part
+    assert paths[0] == paths[1]
 
 
 def test_any_format_and_layout_arrives_as_it_reads(tmp_path: Path) -> None:
@@ -166,21 +172,19 @@ def test_any_format_and_layout_arrives_as_it_reads(tmp_path: Path) -> None:
 
 def small_disk(monkeypatch: pytest.MonkeyPatch, room: dict[Path, int]) -> None:
     """Give folders file systems with room for so many bytes."""
-    allocate, opened = os.posix_fallocate, os.open
-    folders: dict[int, Path] = {}
-
-    def open_file(path: Any, *args: Any) -> int:
-        number = opened(path, *args)
-        folders[number] = Path(path).parent
-        return number
+    allocate = os.posix_fallocate
 
     def limited(number: int, start: int, size: int) -> None:
-        if start + size > room[folders[number]]:
+        if start + size > room[folder_of(f"/proc/self/fd/{number}")]:
             raise OSError(errno.ENOSPC, "No space left on device")
         allocate(number, start, size)
 
-    monkeypatch.setattr(os, "open", open_file)
     monkeypatch.setattr(os, "posix_fallocate", limited)
+
+
+def folder_of(path: str) -> Path:
+    """The folder of a file without a name."""
+    return Path(os.readlink(path)).parent
 
 
 def test_a_part_ends_where_its_folder_is_full_and_the_next_folder_takes_what_fits_nowhere_else(
@@ -193,13 +197,13 @@ def test_a_part_ends_where_its_folder_is_full_and_the_next_folder_takes_what_fit
     with monkeypatch.context() as patch:
         small_disk(patch, {memory: 130, disk: 1000})
         parts = [
-            (Path(part.location["path"]).parent.name, list(part.tensors))
+            (folder_of(part.location["path"]).name, list(part.tensors))
             for part in FileBuffer([memory, disk]).parts(iter(weights), part_bytes=1000)
         ]
     assert parts == [("memory", ["w0", "w1"]), ("memory", ["w2"]), ("disk", ["w3", "w4"])]
     assert not list(memory.iterdir())
     small_disk(monkeypatch, {memory: 130, disk: 100})
-    with pytest.raises(RolloutError, match=r"cannot be written to .*disk/weights: No space left on device\. Make room"):
+    with pytest.raises(RolloutError, match=r"cannot be written to .*disk: No space left on device\. Make room"):
         list(FileBuffer([memory, disk]).parts(iter(weights), part_bytes=1000))
 
 
@@ -225,12 +229,54 @@ def test_files_of_adapters_and_images_pass_over_a_folder_without_room(
         save_tensors(dict(numbered(15)), [memory, disk], "w", "images")
 
 
+# ---- several ranks
+
+
+def fill_together(rank: int, world_size: int, folder: Path) -> None:
+    """Both ranks write every second tensor; each has an engine, and that of the second is lost after the first part."""
+    memory, disk = folder / "memory", folder / "disk"
+    buffer, read = FileBuffer([memory, disk], MachineRanks()), []
+    weights = numbered(16, 16, 16, 40, 16)  # bytes 64 64 | 64 | 160 | 64
+    written = [{"w0", "w2", "w3"}, {"w1", "w4"}][rank]
+    own = [(name, tensor if name in written else torch.zeros_like(tensor)) for name, tensor in weights]
+    with pytest.MonkeyPatch.context() as patch:
+        small_disk(patch, {memory: 130, disk: 1000})
+        parts = buffer.parts(iter(own), part_bytes=1000)
+        for part in parts:
+            arrived: dict[str, str] = {}
+            views = with_checksums(weights_in_part(part.description()), arrived)
+            read += [(folder_of(part.location["path"]).name, name, tensor.clone()) for name, tensor in views]
+            check_arrival(part.checksums, arrived, "the engine")
+            if rank == 1:
+                break
+        for _ in parts:  # the other rank waits for what this one writes
+            pass
+        expected = weights if rank == 0 else weights[:2]
+        assert [(name, tensor.tolist()) for _, name, tensor in read] == [(n, t.tolist()) for n, t in expected]
+        folders = ["memory", "memory", "memory", "disk", "disk"]
+        assert [name for name, _, _ in read] == folders[: len(expected)]
+        pids = [os.getpid()] * world_size
+        dist.all_gather_object(pids, os.getpid())
+        assert part.location["path"].startswith(f"/proc/{pids[0]}/fd/")
+        small_disk(patch, {memory: 0, disk: 0})
+        with pytest.raises(RolloutError, match=r"cannot be written to .*disk: No space left"):
+            list(FileBuffer([memory, disk], MachineRanks()).parts(iter(weights), part_bytes=1000))
+
+
+def test_the_ranks_of_a_machine_fill_one_file_for_all_their_engines(tmp_path: Path) -> None:
+    for folder in ("memory", "disk"):
+        (tmp_path / folder).mkdir()
+    run_ranks(fill_together, 2, tmp_path)
+    assert not [*(tmp_path / "memory").iterdir(), *(tmp_path / "disk").iterdir()]
+
+
 ENGINE = """
 import json, sys, torch
 from verl_engine import weights_in_part, with_checksums
 for line in sys.stdin:
     found = {}
-    for _ in with_checksums(weights_in_part(json.loads(line), torch.device(sys.argv[1])), found):
+    device = torch.device(sys.argv[1])
+    for _ in with_checksums(weights_in_part(json.loads(line), device), found, device):
         pass
     print(json.dumps(found), flush=True)
 """
@@ -266,15 +312,13 @@ class GPU(NamedTuple):
     uuid: str
 
 
-def test_weights_go_by_handles_if_all_of_the_engine_is_on_the_trainers_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_go_by_handles_if_all_of_the_engine_is_on_the_trainers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: GPU(f"uuid-{device.index}"))
     gpu = torch.device("cuda", 3)
-    assert isinstance(shared_buffer(gpu, [tmp_path], ["uuid-3"]), DeviceBuffer)
+    assert isinstance(buffer_for(gpu, ["uuid-3"]), DeviceBuffer)
     for engine in (["uuid-2"], ["uuid-3", "uuid-4"], [None]):
-        assert isinstance(shared_buffer(gpu, [tmp_path], engine), FileBuffer)
-    assert isinstance(shared_buffer(torch.device("cpu"), [tmp_path], [None]), FileBuffer)
+        assert isinstance(buffer_for(gpu, engine), FileBuffer)
+    assert isinstance(buffer_for(torch.device("cpu"), [None]), FileBuffer)
 
 
 def test_the_index_of_a_gpu_in_a_handle_is_that_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,6 +361,35 @@ def test_a_checksum_sees_one_bit_and_swapped_rows(dtype):
         assert checksum(changed) != found
     rows = tensor[: 2**15 * 3].reshape(3, -1)
     assert checksum(rows[[1, 0, 2]]) != checksum(rows)
+
+
+def test_the_processes_of_an_engine_share_the_check_and_read_no_more_than_their_loaders_ask_for(tmp_path: Path) -> None:
+    """Two ranks of one engine, each with half of the rows of four weights, by the pages that each has mapped."""
+    size = 2**22
+    for part in FileBuffer([tmp_path]).parts(iter(numbered(*[size // 4] * 4)), part_bytes=10**9):
+        description, arrived, mapped = json.dumps(part.description()), [], []
+        for rank in range(2):
+            run = [sys.executable, "-c", RANK, str(rank), description]
+            environment = os.environ | {"PYTHONPATH": str(ENGINE_SIDE)}
+            report = json.loads(subprocess.run(run, env=environment, capture_output=True, check=True).stdout)
+            arrived.append(report["arrived"])
+            mapped.append(report["mapped"])
+            check_arrival(part.share(rank, 2), arrived[rank], "the rank")
+        assert [list(one) for one in arrived] == [["w0", "w2"], ["w1", "w3"]]
+        # Whole are two that it verifies, and half of the two others: three quarters.
+        assert mapped == pytest.approx([3 * size] * 2, rel=0.05)
+
+
+RANK = """
+import json, os, sys, torch
+from verl_engine import Share, weights_in_part, with_checksums
+rank, part, found = int(sys.argv[1]), json.loads(sys.argv[2]), {}
+for _, tensor in with_checksums(weights_in_part(part), found, share=Share(rank, 2)):
+    torch.empty(len(tensor) // 2).copy_(tensor.narrow(0, rank * len(tensor) // 2, len(tensor) // 2))
+maps = open("/proc/self/smaps").read().split(os.readlink(part["path"]))[1]
+kilobytes = int(maps.split("Rss:")[1].split()[0])
+print(json.dumps({"arrived": found, "mapped": kilobytes * 1024}))
+"""
 
 
 def test_a_damaged_part_is_noticed_by_name(tmp_path: Path) -> None:

@@ -18,7 +18,9 @@ from torch import Tensor
 from verl.config import PrometheusConfig
 from verl.testing.rollout_conformance import EngineUnderTest
 from verl.workers.rollout.client import EngineClient, PartialResponse, PendingRequests
+from verl.workers.rollout.engine_side.verl_engine import weights_in_part
 from verl.workers.rollout.vllm_rollout import VLLMRollout
+from verl.workers.rollout.weights import FileBuffer, SharedPart
 
 REQUIRED = os.environ.get("VERL_TEST_VLLM") == "1"
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -49,12 +51,20 @@ class Lease(EngineClient):
         self.shared = shared  # no `super().__init__`, which would start another server
         self.weights: dict[str, Tensor] = {}
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
-        self.weights = {}
-        self.shared.owner = None
-        self.weights = {key: tensor.clone() for key, tensor in weights}
-        size = self.shared.engine.load_weights(iter(self.weights.items()), bucket_bytes)
-        self.shared.owner = self
+    def weights_devices(self) -> Sequence[str | None]:
+        return self.shared.engine.weights_devices()
+
+    def load_weights(self, parts: Iterable[SharedPart]) -> int:
+        weights: dict[str, Tensor] = {}
+
+        def kept() -> Iterator[SharedPart]:
+            for part in parts:
+                weights.update((name, tensor.clone()) for name, tensor in weights_in_part(part.description()))
+                yield part
+
+        self.weights, self.shared.owner = {}, None
+        size = self.shared.engine.load_weights(kept())
+        self.weights, self.shared.owner = weights, self
         return size
 
     def generate(self, responses: Sequence[PartialResponse], aborted: threading.Event) -> None:
@@ -67,7 +77,7 @@ class Lease(EngineClient):
 
     def _take_over(self) -> None:
         if self.shared.owner is not self:
-            self.load_weights(list(self.weights.items()), 2**31)
+            self.load_weights(FileBuffer().parts(iter(self.weights.items()), 2**31))
 
     def load_adapters(self, adapters: Mapping[str, Tensor]) -> int:
         raise NotImplementedError("the checks of the contract have no adapters")

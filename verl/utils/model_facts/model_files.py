@@ -119,6 +119,12 @@ def weights_problem(folder: Path) -> str | None:
     return "the folder holds no weights: neither model.safetensors nor pytorch_model.bin, in one piece or with an index"
 
 
+def weight_bytes(folder: Path) -> int:
+    """Return the size of the weight files of a model folder; where there are two formats, of the larger."""
+    sizes = (sum(file.stat().st_size for file in folder.glob(f"*.{end}")) for end in ("safetensors", "bin"))
+    return max(sizes)
+
+
 def _problems(folder: Path) -> Iterator[str]:
     for name in JSON_FILES:
         if (folder / name).exists() and (problem := _json_object(folder / name)[1]):

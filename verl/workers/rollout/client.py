@@ -26,6 +26,7 @@ from verl.workers.rollout.engine_side.verl_engine import TOKEN_VARIABLE
 from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest
 from verl.workers.rollout.request_queue import STREAM_EVERY_S, RequestQueue
 from verl.workers.rollout.state import fields_of, samples_of
+from verl.workers.rollout.weights import SharedPart
 
 MEMORY = ("kv_cache", "weights")
 """The parts of an engine's memory that can be released and allocated separately."""
@@ -281,12 +282,15 @@ class EngineClient(ABC):
         """
 
     @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
+    def weights_devices(self) -> Sequence[str | None]:
+        """Return the GPU of each of the engine's processes, see ``verl_engine.device_uuid``."""
+
+    @abstractmethod
+    def load_weights(self, parts: Iterable[SharedPart]) -> int:
         """Replace all weights, discard everything computed from the previous ones, and return the number of bytes.
 
         Args:
-            weights: all weights of the model, in its dtype.
-            bucket_bytes: size of the parts in which they are sent.
+            parts: all weights of the model, in its dtype. Each part is checked before the next is asked for.
 
         Raises:
             RolloutError: they did not arrive as they were sent. The engine then holds no usable weights.

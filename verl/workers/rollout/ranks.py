@@ -1,15 +1,19 @@
-"""Map ranks to rollout engines and their GPUs, and exchange numbers between all ranks."""
+"""Map ranks to rollout engines, GPUs and machines, and exchange values between ranks."""
 
 from __future__ import annotations
 
 import datetime
 import os
 import socket
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from verl.errors import ConfigError
+
+T = TypeVar("T")
 
 EXCHANGE_S = 6 * 3600.0
 """Time limit of an exchange: other ranks may still generate or restart an engine. Hangs are detected elsewhere."""
@@ -77,3 +81,40 @@ class RankExchange:
         gathered = [torch.zeros(1, dtype=torch.long) for _ in range(self._group.size())]
         dist.all_gather(gathered, torch.tensor([value]), group=self._group)
         return [int(one) for one in gathered]
+
+
+class MachineRanks:
+    """The ranks of this machine. The constructor is collective over all ranks, the call over those of the machine.
+
+    Args:
+        is_alone: leave the other ranks out; nothing is collective then.
+    """
+
+    def __init__(self, is_alone: bool = False) -> None:
+        self.rank, self.size = 0, 1
+        """This rank's place among those of the machine, and their number."""
+        self._group: dist.ProcessGroup | None = None
+        if is_alone or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        machines = [_machine()] * dist.get_world_size()
+        dist.all_gather_object(machines, _machine())
+        for machine in sorted(set(machines)):
+            ranks = [rank for rank, of_rank in enumerate(machines) if of_rank == machine]
+            group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(seconds=EXCHANGE_S))
+            if dist.get_rank() in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                self.rank, self.size, self._group = ranks.index(dist.get_rank()), len(ranks), group
+
+    def __call__(self, value: T) -> list[T]:
+        """Return the values of all ranks of the machine, in the order of ranks, when all have called."""
+        if self._group is None:
+            return [value]
+        values = [value] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+
+def _machine() -> str:
+    """Identity of the machine, and on it of the processes that can open each other's files by their process ids."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"

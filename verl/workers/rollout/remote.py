@@ -25,14 +25,15 @@ from torch import Tensor
 from verl.errors import EngineLostError, ProcessLostError, RolloutError
 from verl.protocol import DataProto
 from verl.utils.model import empty_causal_lm, torch_dtype
+from verl.utils.model_facts.time_limits import time_limits
 from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRequest, Weights
 from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, PendingRequests
 from verl.workers.rollout.engine_kwargs import applies_adapters, launch_settings
-from verl.workers.rollout.ranks import RankExchange, devices_of_the_engine, engine_group
+from verl.workers.rollout.ranks import MachineRanks, RankExchange, devices_of_the_engine, engine_group
 from verl.workers.rollout.request_queue import RequestQueue
 from verl.workers.rollout.state import OF_REQUESTS, EngineState
-from verl.workers.rollout.weights import ExpectedWeights
+from verl.workers.rollout.weights import ExpectedWeights, FileBuffer, SharedBuffer, SharedPart, buffer_for
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,6 @@ class RemoteRollout(BaseRollout):
             engine.
     """
 
-    default_start_timeout_s: ClassVar[float]
     starts_at_once: ClassVar[bool]
     """Whether the engine is started in the constructor and then put to sleep; otherwise the first :meth:`wake` does."""
 
@@ -106,6 +106,8 @@ class RemoteRollout(BaseRollout):
         """Whether the engine has requests."""
         self._gives_memory_back = config.free_cache_engine and self.device.type == "cuda"
         self._exchange_all = RankExchange()
+        self._buffer: SharedBuffer | None = None
+        """Memory for the weights of this rank's engine alone."""
         self._arguments = self._engine_arguments()
         self.ranks_per_engine = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
         setting = f"rollout.tensor_model_parallel_size={config.tensor_model_parallel_size}"
@@ -113,7 +115,14 @@ class RemoteRollout(BaseRollout):
             setting += f" times pipeline_model_parallel_size={config.pipeline_model_parallel_size}"
         rank, self.leads = engine_group(self.ranks_per_engine, setting)
         self._devices = devices_of_the_engine(rank, self.ranks_per_engine, self.device)
-        self._launch = launch_settings(config, self.default_start_timeout_s)
+        self._machine_buffer: SharedBuffer | None = None
+        """Memory for the weights of all engines of this machine."""
+        # A GPU has the gathered weights already, and its engine reads them there: one copy for each GPU.
+        if self.ranks_per_engine > 1 or self.device.type == "cpu":
+            machine = MachineRanks()
+            if machine.size > 1:
+                self._machine_buffer = FileBuffer(ranks=machine)
+        self._launch = launch_settings(config, time_limits(self.model_config.path).start_s(config.name))
         dtype = torch_dtype(config.dtype)
         trust = self.model_config.trust_remote_code
         self._empty_model = empty_causal_lm(self.hf_config, dtype, torch.device("meta"), trust)
@@ -185,11 +194,12 @@ class RemoteRollout(BaseRollout):
         try:
             if lacks != _Lack.NOTHING:
                 with self._loading(version):
-                    if lacks == _Lack.ALL:
-                        self._send(base, version)
+                    if gathered == _Lack.ALL:
+                        self._send(base, version, is_for_engine=lacks == _Lack.ALL)
                     self._holds_base = True
-                    _finish(base)
                     self._send_adapters(adapters, version)
+            elif gathered == _Lack.ALL:
+                self._send(base, version, is_for_engine=False)
         finally:
             _finish(base)
             _finish(adapters)
@@ -208,17 +218,31 @@ class RemoteRollout(BaseRollout):
             took, size = time.perf_counter() - began, self.sent_bytes / _MIB
             logger.info("%s engine: version %d loaded, %.1f MiB in %.3f s", self.config.name, version, size, took)
 
-    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int, is_for_engine: bool = True) -> None:
+        """Give weights to this rank's engine, and take part in gathering and writing them for those of others."""
         weights = iter(weights)
         checked = self._expected.checked(weights, version)
+        engine = self._engine if is_for_engine else None
+        parts: Iterator[SharedPart] = iter(())
         try:
-            if self._engine is not None:
+            buffer = self._buffer_of(engine)
+            if buffer is not None:
                 bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes * _MIB
-                self.sent_bytes += self._engine.load_weights(self._weights_of(checked), bucket_bytes)
-            else:  # a rank without an engine still takes part in gathering, and checks the weights
-                _finish(checked)
+                parts = buffer.parts(self._weights_of(checked), bucket_bytes)
+            if engine is not None:
+                self.sent_bytes += engine.load_weights(parts)
         finally:
-            _finish(weights)
+            if self._source is not None and self._machine_buffer is not None:
+                _finish(parts)  # the other ranks wait for what this one writes, also if its engine was lost
+            _finish(checked if engine is None else weights)
+
+    def _buffer_of(self, engine: EngineClient | None) -> SharedBuffer | None:
+        """Return where the weights are written; None if nobody reads them from there."""
+        if self._source is not None and self._machine_buffer is not None:
+            return self._machine_buffer
+        if engine is not None and self._buffer is None:
+            self._buffer = buffer_for(self.device, engine.weights_devices())
+        return self._buffer if engine is not None else None
 
     def _send_adapters(self, adapters: Iterable[tuple[str, Tensor]], version: int) -> None:
         checked = self._expected.checked_adapters(adapters, version)
@@ -284,7 +308,7 @@ class RemoteRollout(BaseRollout):
         elif lacks:
             self.load_weights(weights(), version)
         else:  # another rank needs the weights, and gathering them is collective
-            _finish(iter(weights()))
+            self._send(weights(), version, is_for_engine=False)
 
     # ---- what it is doing
 
@@ -508,7 +532,7 @@ class RemoteRollout(BaseRollout):
                 error = next_error
 
 
-def _finish(weights: Iterator[tuple[str, Tensor]]) -> None:
+def _finish(collective: Iterator[object]) -> None:
     """Iterate to the end: gathering is collective, so every rank must finish it, also after an error."""
-    for _ in weights:
+    for _ in collective:
         pass

@@ -6,11 +6,13 @@ import base64
 import json
 import os
 import shutil
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from typing import IO
 from uuid import uuid4
 
 import torch
@@ -21,7 +23,16 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from verl.errors import RolloutError
 from verl.utils.device import one_allocation
-from verl.workers.rollout.engine_side.verl_engine import as_text, device_uuid, pin, signed_checksum, unpin
+from verl.workers.rollout.engine_side.verl_engine import (
+    SHARED_MEMORY,
+    Share,
+    as_text,
+    device_uuid,
+    pin,
+    signed_checksum,
+    unpin,
+)
+from verl.workers.rollout.ranks import MachineRanks
 
 ADAPTER = "policy"
 """Name of the only adapters in an engine."""
@@ -154,15 +165,28 @@ class SharedPart:
         ]
         return {**self.location, "size": len(self.memory), "tensors": tensors}
 
+    def share(self, rank: int, ranks: int) -> dict[str, str]:
+        """Checksums of the tensors that a process of the engine verifies, of ``ranks`` processes."""
+        share = Share(rank, ranks)
+        return {name: text for index, (name, text) in enumerate(self.checksums.items()) if share.has(index)}
+
 
 class SharedBuffer(ABC):
-    """Memory in which weights go to the processes of an engine on this machine, part by part."""
+    """Memory in which weights go to the processes of engines on this machine, part by part.
 
-    def __init__(self) -> None:
+    Args:
+        ranks: the ranks that fill it together, each a part of the tensors; None is this one alone.
+    """
+
+    def __init__(self, ranks: MachineRanks | None = None) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._ranks = ranks or MachineRanks(is_alone=True)
 
     def parts(self, weights: Iterable[tuple[str, Tensor]], part_bytes: int) -> Iterator[SharedPart]:
         """Copy weights, each tensor once, and yield each part when it is complete.
+
+        Collective over the ranks that fill the buffer: all give the same weights, and iterate to the end, because a
+        part stays until all ranks have asked for the next one.
 
         Args:
             weights: names and tensors, on any device.
@@ -178,23 +202,28 @@ class SharedBuffer(ABC):
         def part() -> SharedPart:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # the copies are made
-            return SharedPart(self._location(), self._memory[:end], tensors, as_text(signed), nbytes)
+            of_ranks = {name: text for texts in self._ranks(as_text(signed)) for name, text in texts.items()}
+            checksums = {name: of_ranks[name] for name in tensors}
+            return SharedPart(self._location(), self._memory[:end], tensors, checksums, nbytes)
 
         for name, tensor in weights:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT if tensor.nbytes else 0
             if tensors and not (start + tensor.nbytes <= part_bytes and self._has_room(start + tensor.nbytes)):
                 yield part()
+                self._ranks(None)  # all engines have read it
                 tensors, signed, nbytes, start, end = {}, {}, 0, 0, 0
             if not tensors:
                 self._make_room(tensor.nbytes, part_bytes)
             end = max(end, start + tensor.nbytes)
-            signed[name] = signed_checksum(tensor)
-            target = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            target.copy_(tensor, non_blocking=True)
+            if len(tensors) % self._ranks.size == self._ranks.rank:
+                target = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                signed[name] = signed_checksum(tensor)
+                target.copy_(tensor, non_blocking=True)
             tensors[name] = tensor.dtype, tensor.shape, start
             nbytes += tensor.nbytes
         if tensors:
             yield part()
+            self._ranks(None)
 
     @abstractmethod
     def _location(self) -> Mapping[str, str]:
@@ -210,65 +239,72 @@ class SharedBuffer(ABC):
 
 
 class FileBuffer(SharedBuffer):
-    """A file that both sides map.
+    """A file that the ranks and the engines of a machine map.
 
-    It stays mapped from update to update, because new pages cost more than a copy, and is pinned for GPUs. It grows as
-    parts need it. A part ends early where its folder has no more room, so that several engines can share a small one.
+    It has no name in its folder: others open it by the process that made it, the first rank, and it ends with the last
+    process that has it, however that ends. It stays mapped from update to update, because new pages cost more than a
+    copy, and is pinned for GPUs. It grows as parts need it. A part ends early where its folder has no more room, so
+    that a small one is enough.
 
     Args:
-        folders: where the file may lie, the first one that has room first; whoever made them removes them.
+        folders: where the file may lie, the first one that has room first; None is memory, and then ``TMPDIR``.
+        ranks: see :class:`SharedBuffer`.
     """
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        super().__init__()
-        self._paths = [folder / "weights" for folder in folders]
+    def __init__(self, folders: Sequence[Path] | None = None, ranks: MachineRanks | None = None) -> None:
+        super().__init__(ranks)
+        self._folders = [*(default_folders() if folders is None else folders)]
+        self._file: IO[bytes] | None = None
+        self._path = ""
 
     def _location(self) -> Mapping[str, str]:
-        return {"path": str(self._paths[0])}
+        return {"path": self._path}
 
     def parts(self, weights: Iterable[tuple[str, Tensor]], part_bytes: int) -> Iterator[SharedPart]:
         """See :meth:`SharedBuffer.parts`."""
         if not self._memory.is_pinned():  # not each time that it grows, as pinning takes as long as a copy
-            pin(self._memory, str(self._paths[0]))
+            pin(self._memory, self._path)
         yield from super().parts(weights, part_bytes)
 
     def _has_room(self, size: int) -> bool:
-        try:
-            self._grow(size)
-        except OSError:
-            return False
-        return True
+        return self._grow(size) is None
 
     def _make_room(self, size: int, part_bytes: int) -> None:
-        while True:
-            try:
-                self._grow(size)
-                return
-            except OSError as error:
-                unpin(self._memory)
-                self._memory = torch.empty(0, dtype=torch.uint8)
-                self._paths[0].unlink(missing_ok=True)
-                if len(self._paths) == 1:
-                    raise RolloutError(
-                        f"{size / 2**20:.0f} MiB of new weights cannot be written to {self._paths[0]}: "
-                        f"{error.strerror}. Make room there, or point TMPDIR at a folder that has it."
-                    ) from error
-                self._paths.pop(0)
+        while problem := self._grow(size):
+            unpin(self._memory)
+            self._memory, self._file = torch.empty(0, dtype=torch.uint8), None
+            folder = self._folders[0]
+            if len(self._folders) == 1:
+                raise RolloutError(
+                    f"{size / 2**20:.0f} MiB of new weights cannot be written to {folder}: {problem}. Make room there, "
+                    "or point TMPDIR at a folder that has it."
+                )
+            self._folders.pop(0)
 
-    def _grow(self, size: int) -> None:
-        held = len(self._memory)
-        if size <= held:
-            return
-        file = os.open(self._paths[0], os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            # Reserved first, because to write to mapped memory that the file system lacks would end this process.
-            size = _allocate(file, max(size, min(2 * held, held + _LARGEST_GROWTH)), size)
-        finally:
-            os.close(file)
+    def _grow(self, size: int) -> str | None:
+        """Provide ``size`` bytes, or return why not."""
+        if size <= len(self._memory):
+            return None
+        (path, allocated, problem), *_ = self._ranks(self._allocate(size) if self._ranks.rank == 0 else ("", 0, None))
+        if problem:
+            return problem
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # copies into the mapping that ends here
         unpin(self._memory)
-        self._memory = torch.from_file(str(self._paths[0]), shared=True, size=size, dtype=torch.uint8)
+        self._path = path
+        self._memory = torch.from_file(path, shared=True, size=allocated, dtype=torch.uint8)
+        return None
+
+    def _allocate(self, size: int) -> tuple[str, int, str | None]:
+        """Reserve at least ``size`` bytes of the file; return its path, its size, and why it could not be reserved."""
+        held = len(self._memory)
+        try:
+            self._file = self._file or tempfile.TemporaryFile(dir=self._folders[0])  # noqa: SIM115 - it stays open
+            # Reserved, because to write to mapped memory that the file system lacks would end this process.
+            allocated = _allocate(self._file.fileno(), max(size, min(2 * held, held + _LARGEST_GROWTH)), size)
+        except OSError as error:
+            return "", 0, str(error.strerror)
+        return f"/proc/{os.getpid()}/fd/{self._file.fileno()}", allocated, None
 
 
 class DeviceBuffer(SharedBuffer):
@@ -323,20 +359,25 @@ class DeviceBuffer(SharedBuffer):
             ) from error
 
 
-def shared_buffer(device: torch.device, folders: Sequence[Path], engine_devices: Sequence[str | None]) -> SharedBuffer:
-    """Return memory that all processes of an engine reach.
+def buffer_for(device: torch.device, engine_devices: Sequence[str | None]) -> SharedBuffer:
+    """Return memory that all processes of one engine reach.
 
     It is on the trainer's GPU if that is the GPU of each of the engine's processes, and otherwise in a file.
 
     Args:
         device: of the trainer's rank that sends the weights.
-        folders: see :class:`FileBuffer`.
         engine_devices: ``verl_engine.device_uuid`` of each process of the engine.
     """
     is_on_gpus = device.type == "cuda" and None not in engine_devices
     if is_on_gpus and set(engine_devices) == {device_uuid(device)}:
         return DeviceBuffer(device)
-    return FileBuffer(folders)
+    return FileBuffer()
+
+
+def default_folders() -> list[Path]:
+    """Folders for weights on their way: memory, if processes may write there, and ``TMPDIR``."""
+    in_memory = [Path(SHARED_MEMORY)] if os.access(SHARED_MEMORY, os.W_OK) else []
+    return [*in_memory, Path(tempfile.gettempdir())]
 
 
 def _allocate(file: int, wanted: int, needed: int) -> int:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import base64
+import functools
 import math
+import os
 import pickle
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef, rebuild_cuda_tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 TOKEN_VARIABLE = "VERL_ENGINE_TOKEN"
 """Environment variable with a server's token: every user of the machine can read a command line."""
+SHARED_MEMORY = "/dev/shm"
 ADAPTER_REPORT = "arrived"
 """Beginning of the names of the files in a folder of adapters that tell what each rank has read of it."""
 _ROW_WORDS = 4096
+_RECENT_SIZES = 256
 _DEVICE_ARGUMENT = 6
 """Place of ``storage_device`` among the arguments of ``rebuild_cuda_tensor``: a number by the sender's count."""
 _CPU = torch.device("cpu")
@@ -33,6 +39,22 @@ def device_uuid(device: torch.device) -> str | None:
 # ---- checksums
 
 
+class Share(NamedTuple):
+    """Which weights of a part one of an engine's processes verifies: all read the same memory, so once is enough."""
+
+    rank: int
+    """Of the process, from 0."""
+    ranks: int
+    """Processes of the engine."""
+
+    def has(self, index: int) -> bool:
+        """Whether the weight with this index in its part is one of them."""
+        return index % self.ranks == self.rank
+
+
+ALL = Share(0, 1)
+
+
 def checksum(tensor: Tensor) -> int:
     """Checksum of a tensor's bytes in [0, 2^64), which detects changed bytes and swapped rows of 32 KiB.
 
@@ -43,12 +65,25 @@ def checksum(tensor: Tensor) -> int:
     return int(signed_checksum(tensor)) % 2**64
 
 
-def with_checksums(weights: Iterable[tuple[str, Tensor]], checksums: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights unchanged; at the end store each one's checksum in ``checksums``."""
+def with_checksums(
+    weights: Iterable[tuple[str, Tensor]],
+    checksums: dict[str, str],
+    device: torch.device = _CPU,
+    share: Share = ALL,
+    whole: Container[str] = (),
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights; at the end store in ``checksums`` those of this process's share.
+
+    These are yielded on ``device``, where their checksum is computed, and so are weights of layers called as one of
+    ``whole`` (see :func:`divided_by_columns`). Others are yielded where they are.
+    """
     signed: dict[str, Tensor] = {}
     try:
-        for name, tensor in weights:
-            signed[name] = signed_checksum(tensor)
+        for index, (name, tensor) in enumerate(weights):
+            if share.has(index) or name.rpartition(".")[0].rpartition(".")[2] in whole:
+                tensor = tensor.to(device, non_blocking=True)
+            if share.has(index):
+                signed[name] = signed_checksum(tensor)
             yield name, tensor
     finally:
         checksums.update(as_text(signed))
@@ -62,13 +97,17 @@ def signed_checksum(tensor: Tensor) -> Tensor:
     rows = words.numel() // _ROW_WORDS
     sums = words[rows * _ROW_WORDS :].sum() * (2 * rows + 1) + tensor.numel()
     if rows:
-        factors = 2 * torch.arange(rows, device=data.device) + 1
-        sums = sums + (words[: rows * _ROW_WORDS].view(rows, _ROW_WORDS).sum(-1) * factors).sum()
+        sums += (words[: rows * _ROW_WORDS].view(rows, _ROW_WORDS).sum(-1) * _factors(rows, data.device)).sum()
     if whole < data.numel():
         last = data.new_zeros(8)
         last[: data.numel() - whole] = data[whole:]
-        sums = sums + last.view(torch.int64).sum() * (2 * rows + 3)
+        sums += last.view(torch.int64).sum() * (2 * rows + 3)
     return sums
+
+
+@functools.lru_cache(_RECENT_SIZES)
+def _factors(rows: int, device: torch.device) -> Tensor:
+    return 2 * torch.arange(rows, device=device) + 1
 
 
 def as_text(signed: dict[str, Tensor]) -> dict[str, str]:
@@ -82,33 +121,52 @@ def as_text(signed: dict[str, Tensor]) -> dict[str, str]:
 # ---- weights
 
 
-def weights_in_part(
-    part: dict[str, Any], device: torch.device = _CPU, keeps: bool = True
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a ``SharedPart`` on this engine's device, given its description.
+def part_memory(part: dict[str, Any], device: torch.device = _CPU) -> Tensor:
+    """Return the bytes of a ``SharedPart``, given its description: where the trainer wrote them, not a copy.
 
-    The writer may begin the next part when the iteration has ended.
+    Each call returns a storage of its own, so that one can tell whether tensors of it are held.
 
     Args:
         part: ``tensors``, the ``size`` of the part in bytes, and where it lies: the ``path`` of a file, or the
             ``handle`` of memory on the device, a pickle of what ``torch.multiprocessing.reductions.reduce_tensor``
             returned, as base64.
         device: of this process's part of the engine.
-        keeps: whether the engine keeps some tensors after the iteration, so that they must be copies.
     """
-    memory = _in_handle(part["handle"], device) if "handle" in part else _in_file(part["path"])
-    if keeps and memory.device == device == _CPU:
-        memory, keeps = _copies.of(memory[: part["size"]]), False
+    memory = _in_handle(part["handle"], device) if "handle" in part else torch.from_numpy(_in_file(part["path"]))
+    return memory[: part["size"]]
+
+
+def weights_in_part(
+    part: dict[str, Any], device: torch.device = _CPU, memory: Tensor | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a ``SharedPart`` where they lie, so that no byte is read that the engine does not ask for.
+
+    The writer may begin the next part when the iteration has ended, so whoever keeps a tensor copies it before.
+
+    Args:
+        part: see :func:`part_memory`.
+        device: of this process's part of the engine.
+        memory: what :func:`part_memory` returned of it; None asks for it.
+    """
+    memory = part_memory(part, device) if memory is None else memory
     for name, format_name, shape, start in part["tensors"]:
         dtype = getattr(torch, format_name)
-        end = start + math.prod(shape) * dtype.itemsize
-        yield name, memory[start:end].view(dtype).view(shape).to(device, copy=keeps, non_blocking=True)
+        yield name, memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
     del memory
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # everything is read
 
 
-def _in_file(path: str) -> Tensor:
+def divided_by_columns(model: nn.Module) -> set[str]:
+    """Return the last names of the layers of whose weights each tensor-parallel rank takes some columns.
+
+    They are no contiguous memory: to fetch them from the host takes a GPU longer than to fetch the whole weight.
+    """
+    layers = model.named_modules()
+    return {name.rpartition(".")[2] for name, layer in layers if type(layer).__name__ == "RowParallelLinear"}
+
+
+def _in_file(path: str) -> NDArray[np.uint8]:
     status = Path(path).stat()
     size, file = status.st_size, (status.st_dev, status.st_ino)
     memory = _mapped.get(file)
@@ -120,7 +178,7 @@ def _in_file(path: str) -> Tensor:
         memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
         pin(memory, path)
         _mapped[file] = memory
-    return memory
+    return memory.numpy()
 
 
 def _in_handle(handle: str, device: torch.device) -> Tensor:
@@ -129,28 +187,6 @@ def _in_handle(handle: str, device: torch.device) -> Tensor:
     if rebuild is rebuild_cuda_tensor:
         arguments = (*arguments[:_DEVICE_ARGUMENT], device.index, *arguments[_DEVICE_ARGUMENT + 1 :])
     return rebuild(*arguments)
-
-
-class _Copies:
-    """Copies of parts on a CPU, in memory that is used again as soon as nobody holds tensors in it.
-
-    New memory for each tensor costs ten times as much as the copy: the kernel clears every page of it.
-    """
-
-    def __init__(self) -> None:
-        self._memory = bytearray()
-        self._last: StorageWeakRef | None = None
-
-    def of(self, memory: Tensor) -> Tensor:
-        is_held = self._last is not None and not self._last.expired()
-        if is_held or len(self._memory) < len(memory):
-            self._memory = bytearray(len(memory))
-        copy = torch.frombuffer(self._memory, dtype=torch.uint8, count=len(memory)).copy_(memory)
-        self._last = StorageWeakRef(copy.untyped_storage())
-        return copy
-
-
-_copies = _Copies()
 
 
 # ---- pinned memory
@@ -164,7 +200,7 @@ def pin(memory: Tensor, path: str) -> None:
     Raises:
         RuntimeError: CUDA refuses it.
     """
-    if path.startswith("/dev/shm/") and memory.numel() and torch.cuda.is_available():
+    if os.path.realpath(path).startswith(f"{SHARED_MEMORY}/") and memory.numel() and torch.cuda.is_available():
         runtime = torch.cuda.cudart()
         assert runtime is not None
         torch.cuda.check_error(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))

@@ -20,8 +20,10 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from torch import Tensor
 from verl_engine import (
     ADAPTER_REPORT,
+    Share,
     as_text,
     device_uuid,
+    divided_by_columns,
     signed_checksum,
     weights_in_files,
     weights_in_part,
@@ -178,13 +180,15 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load a part of the weights, and write a report with their checksums.
 
     The report is ``{"problem": "", "arrived": {name: checksum}, "held": {name: checksum}, "sampler": bool, "device":
-    uuid}``, where ``held`` has, after loading, the model's parameters with the name and the shape of a given tensor.
-    ``problem`` is the error, if any, and ``device`` the GPU of the weights.
+    uuid}``, where ``arrived`` has this rank's share of the weights, and ``held``, after loading, the model's parameters
+    with the name and the shape of a given tensor. ``problem`` is the error, if any, and ``device`` the GPU of the
+    weights.
 
     Args:
         model: the model of this rank.
         named_tensors: ``verl.order``, a JSON object as bytes: ``report``, the path of the report without
-            ``-<rank>.json``, and ``part``, the description of a part in shared memory; null asks for the report alone.
+            ``-<rank>.json``, the number of ``ranks``, and ``part``, the description of a part in shared memory; null
+            asks for the report alone.
     """
     ((_, order_bytes),) = named_tensors
     order = json.loads(bytes(order_bytes.tolist()))
@@ -199,8 +203,9 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     shapes: dict[str, torch.Size] = {}
 
     def weights() -> Iterator[tuple[str, Tensor]]:
-        # Each one is copied into its parameter before the next is asked for.
-        for name, tensor in with_checksums(weights_in_part(order["part"], device, keeps=False), arrived):
+        # The loaders copy this rank's slice of each into its parameter before the next is asked for.
+        share, parts = Share(_rank(), order["ranks"]), weights_in_part(order["part"], device)
+        for name, tensor in with_checksums(parts, arrived, device, share, divided_by_columns(model)):
             shapes[name] = tensor.shape
             yield name, tensor
 
@@ -235,8 +240,11 @@ def read_adapters(adapter: Any) -> None:
 
 
 def _tell(path: str, report: dict[str, object]) -> None:
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    Path(f"{path}-{rank}.json").write_text(json.dumps(report))
+    Path(f"{path}-{_rank()}.json").write_text(json.dumps(report))
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
 
 
 # ---- images

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hmac
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -10,7 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from verl_engine import TOKEN_VARIABLE, device_uuid, weights_in_files, weights_in_part, with_checksums
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from verl_engine import (
+    TOKEN_VARIABLE,
+    Share,
+    device_uuid,
+    divided_by_columns,
+    part_memory,
+    weights_in_files,
+    weights_in_part,
+    with_checksums,
+)
 from verl_images import image_item, read_image_file
 
 _RECENT_IMAGES = 32
@@ -23,6 +35,7 @@ class WeightLoader:
     vllm_config: Any
     model_runner: Any
     device: torch.device
+    rank: int
     add_lora: Callable[..., bool]
 
     def weights_device(self) -> str | None:
@@ -30,19 +43,32 @@ class WeightLoader:
         return device_uuid(self.device)
 
     def load_weights_part(self, part: dict[str, object], is_first: bool) -> dict[str, object]:
-        """Load a part of the new weights; return ``{"checksums": {name: checksum}}`` of it.
+        """Load a part of the new weights; return ``{"checksums": {name: checksum}}`` of this worker's share of it.
 
-        vLLM keeps the tensors of a layer until all of them have come.
+        vLLM's loaders of a tensor-parallel layer cut this worker's slice out of a weight, so no more of it is read.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         checksums: dict[str, str] = {}
+        share = Share(self.rank, self.vllm_config.parallel_config.world_size)
         with set_current_vllm_config(self.vllm_config):
             if is_first:
                 initialize_layerwise_reload(self.model_runner.get_model())
-            weights = weights_in_part(part, self.device)
-            self.model_runner.get_model().load_weights(with_checksums(weights, checksums))
+            memory, model = part_memory(part, self.device), self.model_runner.get_model()
+            weights = weights_in_part(part, self.device, memory)
+            model.load_weights(with_checksums(weights, checksums, self.device, share, divided_by_columns(model)))
+            weights.close()
+            _copy_waiting(memory)
+        storage = StorageWeakRef(memory.untyped_storage())
+        del memory
+        if not storage.expired():
+            gc.collect()
+        if not storage.expired():
+            raise RuntimeError(
+                "this vLLM keeps tensors that its loaders were given, which the next part of the weights overwrites. "
+                "Install 0.32 (requirements/vllm.txt)."
+            )
         return {"checksums": checksums}
 
     def end_weights(self) -> None:
@@ -65,6 +91,18 @@ class WeightLoader:
         for _ in with_checksums(weights_in_files(map(str, Path(folder).glob("*.safetensors"))), checksums):
             pass
         return {"checksums": checksums}
+
+
+def _copy_waiting(memory: Tensor) -> None:
+    """Copy what vLLM keeps of a part's memory: weights of layers of which not all have come."""
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    begin = memory.untyped_storage().data_ptr()
+    for layer in LAYERWISE_INFO.values():
+        for _, call in layer.loaded_weights:
+            for name, value in call.arguments.items():
+                if isinstance(value, Tensor) and value.untyped_storage().data_ptr() == begin:
+                    call.arguments[name] = value.clone()
 
 
 class RequireToken:

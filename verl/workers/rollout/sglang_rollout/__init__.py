@@ -34,7 +34,6 @@ class SGLangRollout(RemoteRollout):
         ConfigError: also if ``engine_kwargs.sglang`` has a name that is not an argument of SGLang.
     """
 
-    default_start_timeout_s = 900.0
     takes_images = True
     starts_at_once = False
 

@@ -10,7 +10,6 @@ import pickle
 import shutil
 import uuid
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar
@@ -34,10 +33,8 @@ from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
 from verl.workers.rollout.weights import (
     ADAPTER,
-    SharedBuffer,
     SharedPart,
     check_arrival,
-    shared_buffer,
     write_adapters,
 )
 
@@ -123,30 +120,34 @@ class SGLangClient(EngineClient):
 
         self.server.run(work)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
-        """See :meth:`EngineClient.load_weights`. Each part is checked before the next is sent."""
+    def weights_devices(self) -> Sequence[str | None]:
+        """See :meth:`EngineClient.weights_devices`."""
+        report = str(self.server.folder / "devices")
+        self._call("begin_weight_update")
+        try:
+            self._load(report)
+        finally:
+            self._call("end_weight_update")
+        return [loaded["device"] for loaded in reports_of(report, self.ranks)]
+
+    def load_weights(self, parts: Iterable[SharedPart]) -> int:
+        """See :meth:`EngineClient.load_weights`."""
         size = 0
         self._call("begin_weight_update")
         try:
-            for index, part in enumerate(self._buffer.parts(weights, bucket_bytes)):
+            for index, part in enumerate(parts):
                 report = str(self.server.folder / f"part-{index}")
                 self._load(report, part)
-                check_reports(part.checksums, report, self.ranks)
+                for rank, loaded in enumerate(reports_of(report, self.ranks)):
+                    check_report(part.checksums, part.share(rank, self.ranks), loaded, rank)
                 size += part.nbytes
         finally:
             self._call("end_weight_update")
         return size
 
-    @cached_property
-    def _buffer(self) -> SharedBuffer:
-        report = str(self.server.folder / "devices")
-        self._load(report)
-        devices = [report["device"] for report in reports_of(report, self.ranks)]
-        return shared_buffer(self._device, self._folders, devices)
-
     def _load(self, report: str, part: SharedPart | None = None) -> None:
         """Let each rank load a part of the weights, if there is one, and write its report."""
-        order = json.dumps({"report": report, "part": part and part.description()}).encode()
+        order = json.dumps({"report": report, "ranks": self.ranks, "part": part and part.description()}).encode()
         payload = base64.b64encode(pickle.dumps([(ORDER, _Bytes(order))])).decode()
         self._call(
             "update_weights_from_tensor",
@@ -165,7 +166,8 @@ class SGLangClient(EngineClient):
             self._has_adapters = False
             self._call("load_lora_adapter", lora_name=ADAPTER, lora_path=str(folder))
             self._has_adapters = True
-            check_reports(sent, str(folder / ADAPTER_REPORT), self.ranks)
+            for rank, loaded in enumerate(reports_of(str(folder / ADAPTER_REPORT), self.ranks)):
+                check_report(sent, sent, loaded, rank)
         finally:
             shutil.rmtree(folder)
         return sum(tensor.nbytes for tensor in tensors.values())
@@ -243,16 +245,6 @@ def take(responses: Sequence[PartialResponse], answers: Sequence[Mapping[str, An
         response.take(tokens, log_probs, meta["finish_reason"]["type"])
 
 
-def check_reports(sent: Mapping[str, str], path: str, ranks: int) -> None:
-    """Compare the checksums of a sent part with the report of each rank, ``<path>-<rank>.json``.
-
-    Raises:
-        RolloutError: a report is missing, or see :func:`check_report`.
-    """
-    for rank, report in enumerate(reports_of(path, ranks)):
-        check_report(sent, report, rank)
-
-
 def reports_of(path: str, ranks: int) -> Iterator[dict[str, Any]]:
     """Read what each rank reports of a call of ``verl_sglang.load_weights``; RolloutError if a report is missing."""
     for rank in range(ranks):
@@ -265,17 +257,23 @@ def reports_of(path: str, ranks: int) -> Iterator[dict[str, Any]]:
             ) from None
 
 
-def check_report(sent: Mapping[str, str], report: Mapping[str, Any], rank: int) -> None:
-    """Compare the checksums of a sent part with the report of ``verl_sglang.load_weights`` on one rank.
+def check_report(sent: Mapping[str, str], share: Mapping[str, str], report: Mapping[str, Any], rank: int) -> None:
+    """Compare checksums with the report of ``verl_sglang.load_weights`` on one rank.
+
+    Args:
+        sent: of all weights that were sent.
+        share: of those that this rank verifies on arrival.
+        report: of the rank.
+        rank: of SGLang's process.
 
     Raises:
-        RolloutError: SGLang could not load the part, or a checksum differs.
+        RolloutError: SGLang could not load the weights, or a checksum differs.
     """
     if report["problem"]:
         raise RolloutError(f"SGLang (rank {rank}) cannot load the new weights: {report['problem']}")
     if not report["sampler"]:
         raise RolloutError("SGLang does not use verl's sampler: this version of SGLang is not supported.")
-    check_arrival(sent, report["arrived"], f"SGLang (rank {rank})")
+    check_arrival(share, report["arrived"], f"SGLang (rank {rank})")
     held = {name: value for name, value in report["held"].items() if name in sent}
     check_arrival({name: sent[name] for name in held}, held, f"the model of SGLang (rank {rank})")
 

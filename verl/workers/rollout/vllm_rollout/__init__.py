@@ -20,7 +20,6 @@ from verl.workers.rollout.vllm_rollout.settings import engine_arguments
 class VLLMRollout(RemoteRollout):
     """Generate with vLLM; see :class:`~verl.workers.rollout.remote.RemoteRollout`."""
 
-    default_start_timeout_s = 600.0
     takes_images = True
     starts_at_once = True  # so that an unknown argument of vLLM is reported before anything else is built
 

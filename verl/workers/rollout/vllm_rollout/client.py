@@ -7,7 +7,6 @@ import math
 import shutil
 import time
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from threading import Event
 from typing import Any
 
@@ -24,7 +23,7 @@ from verl.workers.rollout.http_client import HttpClient, refusals
 from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
 from verl.workers.rollout.vllm_rollout.settings import ADAPTER_ID, METRICS, command_line, process_environment
-from verl.workers.rollout.weights import ADAPTER, SharedBuffer, check_arrival, shared_buffer, write_adapters
+from verl.workers.rollout.weights import ADAPTER, SharedPart, check_arrival, write_adapters
 
 _GENERATE = "/inference/v1/generate"
 _ROUTES = ("--tokens-only",)
@@ -76,7 +75,7 @@ class VLLMClient(EngineClient):
             raise _explain(error, launch.python) from None
         self._vision = vision
         folders = (self.server.memory_folder, self.server.folder)
-        self._images, self._device, self._folders = ImageFiles(folders), device, folders
+        self._images, self._folders = ImageFiles(folders), folders
 
     def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
         """See :meth:`EngineClient.generate`. With stop texts, tokens are streamed so that work ends at a stop text."""
@@ -150,14 +149,19 @@ class VLLMClient(EngineClient):
         log_probs = [value if value > _NOT_FINITE else -math.inf for value in reported]
         return response.take(choice["token_ids"] or [], log_probs, choice["finish_reason"])
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
-        """See :meth:`EngineClient.load_weights`. Each part is checked before the next is sent."""
+    def weights_devices(self) -> Sequence[str | None]:
+        """See :meth:`EngineClient.weights_devices`."""
+        return self._call_workers("weights_device")
+
+    def load_weights(self, parts: Iterable[SharedPart]) -> int:
+        """See :meth:`EngineClient.load_weights`."""
         size, is_lost = 0, False
         try:
-            for index, part in enumerate(self._buffer.parts(weights, bucket_bytes)):
+            for index, part in enumerate(parts):
                 loaded = self._call_workers("load_weights_part", part.description(), index == 0)
                 for worker_index, worker in enumerate(loaded):
-                    check_arrival(part.checksums, worker["checksums"], f"vLLM (worker {worker_index})")
+                    share = part.share(worker_index, len(loaded))
+                    check_arrival(share, worker["checksums"], f"vLLM (worker {worker_index})")
                 size += part.nbytes
         except EngineLostError:
             is_lost = True
@@ -170,7 +174,7 @@ class VLLMClient(EngineClient):
 
     def load_adapters(self, adapters: Mapping[str, Tensor]) -> int:
         """See :meth:`EngineClient.load_adapters`."""
-        folder, tensors = write_adapters(adapters, (self.server.memory_folder, self.server.folder))
+        folder, tensors = write_adapters(adapters, self._folders)
         sent = {name: str(checksum(tensor)) for name, tensor in tensors.items()}
         try:
             if not self._knows_adapters:  # the server's front end must know the name; the workers load them below
@@ -184,10 +188,6 @@ class VLLMClient(EngineClient):
             shutil.rmtree(folder)
         self._reset_cache()
         return sum(tensor.nbytes for tensor in tensors.values())
-
-    @cached_property
-    def _buffer(self) -> SharedBuffer:
-        return shared_buffer(self._device, self._folders, self._call_workers("weights_device"))
 
     def _reset_cache(self) -> None:
         if self._vision is not None:  # features of images that were computed by the previous weights
