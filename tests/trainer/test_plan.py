@@ -261,3 +261,16 @@ def test_small_models_and_one_node_are_said_so(folder, capsys):
     # Embedding and head 2 x 64,000; a layer: attention 12,416 with biases, MLP 24,576, two norms 128; a norm of 64.
     assert "qwen2, 202,304 parameters" in said
     assert "(2 nodes):" in said
+
+
+def test_the_time_limits_of_a_run_are_shown(folder, capsys):
+    # 70B in bf16 by 80 layers: 70,553,706,496 parameters, 141.1 GB, read in 705.5 s.
+    large = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
+             "num_key_value_heads": 8, "vocab_size": 128256, "model_type": "llama"}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(large))
+    engine = "actor_rollout_ref.rollout.name=vllm"
+    show_plan(plan_of(folder, engine, "trainer.recovery.hang_timeout_s=90", "--gpus", "64"), [])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Time limits in seconds, for a disk that gives 0.2 GB/s: actor_rollout_ref.nccl_timeout=3528" in shown
+    assert "trainer.recovery.hang_timeout_s=90" in shown
+    assert "actor_rollout_ref.rollout.engine_kwargs.vllm.start_timeout_s=2117" in shown

@@ -25,7 +25,7 @@ class ActorRolloutRefConfig(BaseConfig):
     """Policy, rollout engine and reference."""
 
     nccl_timeout: int = setting(600, ge=1)
-    """Time limit of a collective, in seconds; after it the collective fails."""
+    """Time limit of a collective, in seconds; after it the collective fails. Unless set, larger for large models."""
     model: HFModelConfig = subsection(HFModelConfig)
     """The model of policy, rollout and reference."""
     actor: FSDPActorConfig = subsection(FSDPActorConfig)

@@ -44,7 +44,8 @@ class RecoveryConfig(BaseConfig):
     """Steps between snapshots in memory from which restarts continue (on Ray); null uses at most 2 % of the time for
     them, if two fit into Ray's object store; 0 uses the newest checkpoint on disk."""
     hang_timeout_s: float | None = setting(1800.0, gt=0)
-    """Time limit of one call of a worker, in seconds, after which it counts as hung; null is no limit."""
+    """Time limit of one call of a worker, in seconds, after which it counts as hung; unless set, more for a large
+    model; null is no limit."""
     driver_restarts: int = setting(3, ge=0)
     """Restarts of a driver that was killed by a signal (on Linux, from the command line); 0 is none."""
     on_damaged_checkpoint: Literal["previous", "stop"] = setting("previous")

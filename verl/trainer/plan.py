@@ -39,10 +39,13 @@ from verl.trainer.config.overrides import CONFIG_DIR, keys_set
 from verl.trainer.config.rules_shared_prompts import without_sharing
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.console import console, parameters_in_words, show
+from verl.utils.model_facts.time_limits import CALL_S, COLLECTIVE_S, DISK_BYTES_PER_S, START_S, TimeLimits
 
 logger = logging.getLogger(__name__)
 
 _GB = 1e9
+_FILE_BYTES = 2
+"""Bytes of a parameter in a model's files."""
 PER_NODE = 8
 """GPUs of a node, where neither the settings nor this machine say it."""
 WITH_CRITIC = ("bi_level_gae", "gae")
@@ -218,6 +221,7 @@ def as_json(plan: Plan, advice: list[Change]) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_step / plan.seconds,
         "snapshot_bytes": plan.snapshot_bytes,
         "snapshot_steps": plan.snapshot_steps,
+        "time_limits": _time_limits(plan),
         "changes": [
             {"settings": dict(change.settings), "bytes": change.bytes, "fits": change.fits} for change in advice
         ],
@@ -263,6 +267,8 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
             f"For restarts Ray's object stores hold {2 * plan.snapshot_bytes / _GB:.1f} GB over all nodes: two copies "
             f"of the training state, one made {often} (trainer.recovery.snapshot_freq)."
         )
+    limits = ", ".join(f"{key}={seconds:g}" for key, seconds in _time_limits(plan).items())
+    show(f"Time limits in seconds, for a disk that gives {DISK_BYTES_PER_S / 1e9:g} GB/s: {limits}.")
     if plan.excess <= 0:
         return
     worst = max(plan.stages, key=lambda stage: stage.bytes)
@@ -274,6 +280,23 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
         show(f"  {change}   ({change.bytes / _GB:.1f} GB{', fits' if change.fits else ''})")
     if not advice or not advice[-1].fits:
         show("  No setting makes room enough: take more GPUs, shorter responses, or LoRA (model.lora_rank).")
+
+
+def _time_limits(plan: Plan) -> dict[str, float]:
+    """Key → seconds: what is set, or what a run derives from files in bf16 of the largest model."""
+    config = plan.config
+    largest = max(held.memory.shape.parameters(held.memory.outputs) for held in plan.models.values())
+    limits, rollout = TimeLimits(_FILE_BYTES * largest), config.actor_rollout_ref.rollout
+    collective, call = config.actor_rollout_ref.nccl_timeout, config.trainer.recovery.hang_timeout_s
+    collective = limits.collective_s if collective == COLLECTIVE_S else collective
+    seconds: dict[str, float] = {"actor_rollout_ref.nccl_timeout": collective}
+    if call is not None:
+        seconds["trainer.recovery.hang_timeout_s"] = limits.call_s if call == CALL_S else call
+    if rollout.name in START_S:
+        settings = rollout.engine_kwargs.get(rollout.name) or {}
+        key = f"actor_rollout_ref.rollout.engine_kwargs.{rollout.name}.start_timeout_s"
+        seconds[key] = settings.get("start_timeout_s") or limits.start_s(rollout.name)
+    return seconds
 
 
 def main() -> None:

@@ -33,6 +33,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.device import memory_metrics
 from verl.utils.flops_counter import Arithmetic
+from verl.utils.model_facts.time_limits import time_limits
 from verl.workers.engine import BaseEngine, EngineRegistry, LossFunction, MicroBatchConfig
 from verl.workers.engine.loss import LossCallable, as_loss_function
 from verl.workers.engine.non_finite import NonFinite
@@ -49,14 +50,14 @@ class EngineWorker(Worker):
     Args:
         checkpoint: contents of checkpoints.
         device_name: ``"cuda"``, ``"cpu"``, or None to use a GPU if there is one.
-        timeout_s: seconds after which an unfinished collective is an error.
+        timeout_s: seconds after which an unfinished collective is an error; None takes what the first model needs.
     """
 
     def __init__(
         self,
         checkpoint: CheckpointConfig,
         device_name: str | None = None,
-        timeout_s: float = 600,
+        timeout_s: float | None = None,
     ) -> None:
         super().__init__()
         prepare_process()
@@ -88,7 +89,7 @@ class EngineWorker(Worker):
             engine_config=dataclasses.replace(placement, forward_only=optimizer is None),
             optimizer_config=optimizer,
             device_name=self.device_name,
-            timeout_s=self.timeout_s,
+            timeout_s=time_limits(model.path).collective_s if self.timeout_s is None else self.timeout_s,
             **({"frozen": frozen} if frozen else {}),
         )
         engine.initialize()

@@ -70,3 +70,16 @@ def test_the_table_says_where_the_ranks_come_from(run: Run, monkeypatch: pytest.
     assert derived_sizes(run.load({"trainer.device": "cpu"})).device == "cpu"
     monkeypatch.setattr("verl.trainer.config.sizes.has_driver", lambda: True)
     assert derived_sizes(run.load()).device == "cpu (PyTorch cannot use the GPU of this machine: verl doctor)"
+
+
+def test_time_limits_that_were_not_set_follow_the_largest_model(run: Run, caplog: pytest.LogCaptureFixture):
+    # 141 GB at 0.2 GB/s are 705 s: five times that for a collective, ten times for a call.
+    with (run.folder / "model" / "more.safetensors").open("wb") as file:
+        file.truncate(141 * 10**9)
+    with caplog.at_level("INFO"):
+        config = run.load()
+    assert (config.actor_rollout_ref.nccl_timeout, config.trainer.recovery.hang_timeout_s) == (3525, 7050)
+    assert "actor_rollout_ref.nccl_timeout: 3525 and not 600, because a model of 141 GB is read" in caplog.text
+    keys = {"actor_rollout_ref.nccl_timeout": 600, "trainer.recovery.hang_timeout_s": None}
+    config = run.load(keys, explicit=set(keys))
+    assert (config.actor_rollout_ref.nccl_timeout, config.trainer.recovery.hang_timeout_s) == (600, None)

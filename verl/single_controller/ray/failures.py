@@ -64,7 +64,7 @@ BROKEN_CONNECTION = re.compile(
 COLLECTIVE_TIMEOUT = re.compile(r"timed out waiting|wait timeout|collective operation timeout", re.IGNORECASE)
 SLOW_RANK = (
     "a rank waited longer for the others than a collective may take. Where one of them reads a large model or writes a "
-    "checkpoint for that long, raise actor_rollout_ref.nccl_timeout (seconds, 600 by default)."
+    "checkpoint for that long, raise actor_rollout_ref.nccl_timeout (seconds)."
 )
 
 STORE_IS_FULL = (

@@ -20,6 +20,7 @@ from verl.config.rollout import OTHER_PROGRAMS
 from verl.errors import ConfigError, SectionError
 from verl.trainer.config.keys import FORWARD_PASSES, PAIRS, InactiveKey, Key, Tree, drop, get, put, same
 from verl.utils.model_facts import model_files
+from verl.utils.model_facts.time_limits import time_limits
 from verl.vision.families import FAMILIES
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -71,6 +72,7 @@ def derive(
     remarks = _fast_engine(tree, keys, explicit) if chooses_engine else []
     remarks += _engines(tree, raw, keys, explicit)
     _rows_in_driver(tree, keys, explicit)
+    remarks += _time_limits(tree, keys, explicit)
     if "algorithm.adv_estimator" in keys:
         for size, source in FORWARD_PASSES:
             if get(tree, size) is None:
@@ -167,6 +169,23 @@ def _rows_in_driver(tree: Tree, keys: Mapping[str, Key], explicit: Collection[st
     follows = any(get(tree, key) for key in ("data.datagen.path", "data.sampler.class_path", "data.sampler.class_name"))
     if workers in keys and follows and workers not in explicit and same(get(tree, workers), keys[workers].default):
         put(tree, workers, 0)
+
+
+def _time_limits(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:
+    """Raise limits that were not set to what the largest model of the run needs; tell which."""
+    models = (get(tree, path) for path in keys if path.endswith("model.path"))
+    limits = max((time_limits(model) for model in models), key=lambda limits: limits.file_bytes, default=None)
+    if limits is None:
+        return []
+    remarks = []
+    needed = {"actor_rollout_ref.nccl_timeout": limits.collective_s, "trainer.recovery.hang_timeout_s": limits.call_s}
+    for path, seconds in needed.items():
+        is_default = path in keys and path not in explicit and same(get(tree, path), keys[path].default)
+        if is_default and seconds > keys[path].default:
+            put(tree, path, seconds)
+            size = f"{limits.file_bytes / 1e9:.0f} GB"
+            remarks.append(f"{path}: {seconds:g} and not {keys[path].default:g}, because a model of {size} is read")
+    return remarks
 
 
 def _ranks(tree: Mapping[str, Any]) -> int:
