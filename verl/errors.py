@@ -8,7 +8,10 @@ what is wrong, the value found, the values allowed, and what to change.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 
 class VerlError(Exception):
@@ -25,7 +28,7 @@ class SectionError(ConfigError, TypeError):
     ``details`` holds one entry for each wrong value, in the form of pydantic's ``ValidationError.errors()``.
     """
 
-    def __init__(self, message: str, details: Sequence[Any] = ()) -> None:
+    def __init__(self, message: str, details: Sequence[ErrorDetails] = ()) -> None:
         super().__init__(message)
         self.details = list(details)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from verl.base.registry import suggest
 from verl.errors import SchemaError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from verl.protocol import DataProto
 
 
@@ -297,7 +299,7 @@ COLUMNS: Mapping[str, Column] = {
 """All known columns by name. Any other column is the user's own and is not checked."""
 
 
-def require(batch: DataProto | Mapping[str, Any], columns: Iterable[str], stage: str) -> None:
+def require(batch: DataProto | Mapping[str, Tensor | np.ndarray], columns: Iterable[str], stage: str) -> None:
     """Check that ``batch`` has the columns that ``stage`` needs.
 
     ``stage`` is the subject of the error message: ``"advantage estimator 'gae'"``.
@@ -316,13 +318,13 @@ def require(batch: DataProto | Mapping[str, Any], columns: Iterable[str], stage:
     )
 
 
-def _producer_hint(name: str, present: Mapping[str, Any]) -> str:
+def _producer_hint(name: str, present: Mapping[str, object]) -> str:
     if name in COLUMNS:
         return f"'{name}' is made by {COLUMNS[name].producer}."
     return f"verl does not make '{name}': a data set or a stage of yours must.{suggest(name, list(present))}"
 
 
-def check_columns(batch: DataProto | Mapping[str, Any]) -> None:
+def check_columns(batch: DataProto | Mapping[str, Tensor | np.ndarray]) -> None:
     """Check the dtype and the dimensions of the known columns of ``batch``.
 
     Raises:
@@ -345,7 +347,7 @@ def check_columns(batch: DataProto | Mapping[str, Any]) -> None:
     _check_sequence_length(sizes, where)
 
 
-def _check_dtype(column: Column, value: Any) -> None:
+def _check_dtype(column: Column, value: Tensor | np.ndarray) -> None:
     is_tensor = not isinstance(value, np.ndarray)
     if column.is_tensor != is_tensor:
         expected = "a tensor, in batch" if column.is_tensor else "an array, in non_tensor_batch"
@@ -387,7 +389,7 @@ def _check_sequence_length(sizes: Mapping[str, int], where: Mapping[str, str]) -
         )
 
 
-def _columns_of(batch: DataProto | Mapping[str, Any]) -> dict[str, Any]:
+def _columns_of(batch: DataProto | Mapping[str, Tensor | np.ndarray]) -> dict[str, Tensor | np.ndarray]:
     if isinstance(batch, Mapping):
         return dict(batch)
     return {**batch.batch, **batch.non_tensor_batch}

@@ -157,7 +157,7 @@ class Episode:
         assert self._environment is not None
         return self._number("score", await self._thread.call(self._environment.score))
 
-    async def _answer(self, observation: Any, calls: Sequence[JsonMapping]) -> list[Message]:
+    async def _answer(self, observation: object, calls: Sequence[JsonMapping]) -> list[Message]:
         if not isinstance(observation, list):
             content = self._content(observation, "step")
             if len(calls) > 1:

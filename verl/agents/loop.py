@@ -34,7 +34,7 @@ from verl.vision.messages import has_video_parts, without_images
 from verl.vision.prompts import ImagePrompts
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 PLACE = "the conversation"
 
@@ -63,7 +63,7 @@ class AgentLoopOutput(BaseModel):
     """1 on tokens that the policy drew, 0 on others."""
     response_logprobs: list[float] | None = None
     """log p of the drawn tokens, 0 on others; None takes what the engines returned."""
-    routed_experts: Any | None = None
+    routed_experts: Any = None
     """What the engines recorded of its tokens; not read from a loop."""
     multi_modal_data: JsonObject | None = None
     """``images``: all images whose tokens the sequence has, in their order, as ``generate`` takes them; None takes
@@ -129,8 +129,8 @@ class AgentLoopBase(ABC):
         self,
         trainer_config: DictConfigWrap,
         server_manager: AsyncLLMServerManager,
-        tokenizer: Any,
-        processor: Any = None,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: ProcessorMixin | None = None,
         dataset_cls: type | None = None,
         dataset_config: DictConfigWrap | None = None,
         **kwargs: Any,

@@ -46,7 +46,7 @@ class TokenOutput(BaseModel):
     """The drawn tokens, with the end token if one was drawn."""
     log_probs: list[float] | None = None
     """log p of each drawn token."""
-    routed_experts: Any | None = None
+    routed_experts: object = None
     """With ``rollout.enable_rollout_routing_replay`` a tensor (tokens of prompt and response, layers, experts per
     token); see :mod:`verl.workers.routers`."""
     stop_reason: str | None = None

@@ -69,7 +69,7 @@ class ProgramAgentLoop(AgentLoopBase):
         program: str | None = None,
         command: str | Sequence[str] | None = None,
         ignore: Sequence[str] = (),
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._program = program_of(program, command)
@@ -170,7 +170,7 @@ def _prompt(row: JsonMapping, maker: ImagePrompts | None) -> tuple[list[Message]
     return with_images(messages, parts), images
 
 
-def program_of(program: Any, command: Any) -> Program:
+def program_of(program: object, command: Any) -> Program:
     """Return the program of a loop's entry.
 
     Raises:

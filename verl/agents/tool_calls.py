@@ -502,7 +502,7 @@ _KINDS = {bool: "boolean", int: "integer", float: "number", list: "array", dict:
 """Names of JSON schema for types of Python; a text is not among them, because it is what gets converted."""
 
 
-def as_described(value: Any, schema: JsonMapping) -> Any:
+def as_described(value: object, schema: JsonMapping) -> Any:
     """Return an argument in the JSON type that its description names, where it was only written in another.
 
     A number or a truth value becomes the text of a parameter that takes text alone; a text that is JSON becomes the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from verl.errors import ConfigError
 from verl.utils.torch_functional import zero_masked
+
+if TYPE_CHECKING:
+    from verl.config import ActorConfig
 
 
 def top_entropy_mask(entropys: Tensor, response_mask: Tensor, quantile: float) -> Tensor:
@@ -103,7 +106,7 @@ class TargetEntropyController(EntropyController):
         self.coeff = min(max(float(state["coeff"]), self.low), self.high)
 
 
-def get_entropy_controller(actor: Any) -> EntropyController:
+def get_entropy_controller(actor: ActorConfig) -> EntropyController:
     """Build the controller of an actor section: constant, unless ``entropy_target`` is set.
 
     Raises:

@@ -64,7 +64,7 @@ def with_public_arguments(function: F) -> F:
     unused = set() if takes_kwargs(parameters) else usual - parameters.keys()
 
     @functools.wraps(function)
-    def call(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def call(*arguments: object, **named: Any) -> tuple[Tensor, Tensor]:
         config = named.get("config")
         by_place = list(parameters)[: len(arguments)]
         for columns in (named.pop("batch", None), named.pop("non_tensor_batch", None)):
@@ -136,7 +136,7 @@ def register_adv_est(
     return decorator
 
 
-def _advantages_of_the_program(**_: Any) -> tuple[Tensor, Tensor]:
+def _advantages_of_the_program(**_: object) -> tuple[Tensor, Tensor]:
     raise ConfigError(
         "adv_estimator is null: the program that made this configuration computes advantages itself. Name an "
         "estimator, or override the stage `advantages` of RayPPOTrainer."
@@ -182,7 +182,7 @@ def estimator_names() -> list[str]:
 
 
 def compute_advantages(
-    name: str | None, columns: Mapping[str, Any], settings: Mapping[str, Any]
+    name: str | None, columns: Mapping[str, Any], settings: Mapping[str, object]
 ) -> tuple[Tensor, Tensor]:
     """Call an estimator with the columns and settings that it declares; return advantages and returns.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -144,7 +143,7 @@ def rounding_unit(dtype: torch.dtype) -> float:
 # ---- for users' estimators ------------------------------------------------------------------------
 
 
-def as_torch_index(index: Any, device: torch.device | str | None = None) -> Tensor:
+def as_torch_index(index: object, device: torch.device | str | None = None) -> Tensor:
     """Return group numbers from 0, (n,) int64, for group ids of any kind.
 
     Integers keep their order (the smallest id is group 0); other ids are numbered in order of appearance.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from torch import Tensor
 from verl.base.registry import suggest
 from verl.errors import ConfigError, UnsupportedError
 from verl.utils.torch_functional import masked_mean, zero_masked
+
+if TYPE_CHECKING:
+    from verl.config import KLControlConfig
 
 
 def _k1(delta: Tensor) -> Tensor:
@@ -175,7 +178,7 @@ class AdaptiveKLController(KLController):
             self.value = float(state["value"])
 
 
-def get_kl_controller(kl_ctrl: Any) -> KLController:
+def get_kl_controller(kl_ctrl: KLControlConfig) -> KLController:
     """Build the controller of ``algorithm.kl_ctrl`` (``type``, ``kl_coef``, ``target_kl``, ``horizon``).
 
     Raises:

@@ -32,9 +32,9 @@ from verl.errors import ConfigError, SchemaError
 from verl.schema import COLUMNS, PREPARED
 from verl.utils.torch_functional import masked_mean, zero_masked
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
-Prepare = Callable[[Mapping[str, Any], Any, int], dict[str, Tensor]]
+Prepare = Callable[[Mapping[str, Any], ActorConfig, int], dict[str, Tensor]]
 """(columns of the whole mini-batch, actor section, seed) → columns by name."""
 
 PolicyLossResult = tuple[Tensor, dict[str, Any]]
@@ -262,7 +262,7 @@ def evaluate_policy_loss(
     named = {name: columns[name] for name in extra}
     if not info.returns_terms:
         # The public form has no arguments for these: such losses read them from the config.
-        current: dict[str, Any] = {"global_batch_info": dict(totals)}
+        current: dict[str, object] = {"global_batch_info": dict(totals)}
         if entropy_coeff is not None:
             current["entropy_coeff"] = entropy_coeff
         result = info.public_form(
@@ -294,7 +294,9 @@ def evaluate_policy_loss(
     return loss, {name: _over_tokens(name, values.detach(), mask) for name, values in per_token.items()}
 
 
-def clipped_tokens(info: PolicyLossInfo, log_prob: Tensor, columns: Mapping[str, Tensor], config: Any) -> Tensor | None:
+def clipped_tokens(
+    info: PolicyLossInfo, log_prob: Tensor, columns: Mapping[str, Tensor], config: object
+) -> Tensor | None:
     """Where a bound of the policy loss holds, (bsz, response_length) bool; False where ``response_mask`` is 0.
 
     None for a loss of the public form, which does not tell it.
@@ -357,7 +359,7 @@ def _over_tokens(name: str, values: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(values.float() if values.dtype == torch.bool else values, mask)
 
 
-def loss_and_metrics(name: str, result: Any) -> PolicyLossResult:
+def loss_and_metrics(name: str, result: object) -> PolicyLossResult:
     """Check the result of the policy loss ``name``.
 
     Raises:
@@ -439,7 +441,7 @@ def _without_unread_arguments(function: Callable[..., PolicyLossResult]) -> Call
         return function
 
     @functools.wraps(function)
-    def call(**arguments: Any) -> PolicyLossResult:
+    def call(**arguments: object) -> PolicyLossResult:
         return function(**{key: value for key, value in arguments.items() if key in parameters})
 
     return call

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -13,8 +13,11 @@ from verl.algorithms.loss_registry import policy_loss_columns, policy_loss_info
 from verl.errors import ConfigError
 from verl.schema import require
 
+if TYPE_CHECKING:
+    from verl.config import ActorConfig
 
-def prepare_policy_loss(name: str, columns: Mapping[str, Any], config: Any, seed: int) -> dict[str, Tensor]:
+
+def prepare_policy_loss(name: str, columns: Mapping[str, object], config: ActorConfig, seed: int) -> dict[str, Tensor]:
     """Compute the columns that the loss ``name`` needs from a whole mini-batch; see :func:`prepare_update`.
 
     Raises:
@@ -33,7 +36,7 @@ def prepare_policy_loss(name: str, columns: Mapping[str, Any], config: Any, seed
     return made
 
 
-def prepare_update(columns: Mapping[str, Any], config: Any, seed: int) -> dict[str, Tensor]:
+def prepare_update(columns: Mapping[str, Tensor], config: ActorConfig, seed: int) -> dict[str, Tensor]:
     """Compute the columns that the policy's update needs from the whole mini-batch; none for most settings.
 
     A loss is computed on micro-batches, and their sum is the loss of the mini-batch. Whatever
@@ -70,7 +73,7 @@ def prepare_update(columns: Mapping[str, Any], config: Any, seed: int) -> dict[s
     return made | prepare_policy_loss(settings.loss_mode, columns, config, seed)
 
 
-def update_columns(config: Any) -> frozenset[str]:
+def update_columns(config: ActorConfig) -> frozenset[str]:
     """Columns that the policy's update requires beyond the usual ones, for an actor section.
 
     Raises:

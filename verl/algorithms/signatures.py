@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Set
-from typing import Any
 
 from torch import Tensor
 
@@ -41,7 +40,7 @@ def refuse_unknown(owner: str, parameter: inspect.Parameter, known: Set[str]) ->
         )
 
 
-def describe_result(result: Any) -> str:
+def describe_result(result: object) -> str:
     """The types and shapes that a function returned, for an error message."""
     if isinstance(result, (tuple, list)):
         return f"{type(result).__name__} of {', '.join(map(describe_result, result)) or 'nothing'}"

@@ -172,7 +172,7 @@ _IMAGE_FILES = ((b"\x89PNG", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif")
 """First bytes of the files of images that a ``data:`` URL may hold, with their type."""
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any) -> object:
     if hasattr(value, "tolist"):  # numpy's arrays and numbers
         return value.tolist()
     if isinstance(value, (datetime.date, datetime.time)):

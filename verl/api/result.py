@@ -7,7 +7,7 @@ import sys
 import threading
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.api.data import read_jsonl
 from verl.base.types import JsonObject
@@ -81,11 +81,15 @@ class TrainingResult:
             )
         return actor[0]
 
-    def load(self, trust_remote_code: bool = False, **kwargs: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def load(
+        self, trust_remote_code: bool = False, **kwargs: object
+    ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Load the trained model and its tokenizer; ``kwargs`` go to ``from_pretrained`` of the model."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        tokenizer: Any = AutoTokenizer.from_pretrained(self.model, trust_remote_code=trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            self.model, trust_remote_code=trust_remote_code
+        )
         model = AutoModelForCausalLM.from_pretrained(self.model, trust_remote_code=trust_remote_code, **kwargs)
         return model, tokenizer
 

@@ -293,7 +293,7 @@ class BatchRewards(_Rewards):
 
     arguments = ("solution_strs", "data_sources", "ground_truths", "extra_infos")
 
-    def __call__(self, **lists: Any) -> list[Any]:
+    def __call__(self, **lists: Any) -> list[object]:
         """Score all responses, with what the rows have in lists."""
         texts = lists["solution_strs"]
         samples = [{name: values[row_index] for name, values in lists.items()} for row_index in range(len(texts))]
@@ -311,7 +311,7 @@ class BatchRewards(_Rewards):
             {one_of.get(name, name): values[row_index] for name, values in columns.items()}
             for row_index in range(len(texts))
         ]
-        by_function: list[list[Any]] = []
+        by_function: list[list[object]] = []
         for reward in self.rewards:
             if reward.form == "sample":
                 results = [call(reward.function, row) for row in rows]

@@ -154,7 +154,7 @@ def evaluate(
     reward_weights: Sequence[float] | None = None,
     ray: bool = False,
     settings: JsonMapping | None = None,
-    **more_settings: Any,
+    **more_settings: object,
 ) -> Evaluation:
     """Sample responses and score them.
 

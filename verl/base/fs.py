@@ -8,7 +8,6 @@ import os
 import shutil
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 from verl.base.remote import fetch, is_remote, version
 from verl.errors import ConfigError
@@ -148,7 +147,7 @@ def _write_source(copy: Path, source: str) -> None:
         new.replace(record)
 
 
-def _locked(path: Path) -> AbstractContextManager[Any]:
+def _locked(path: Path) -> AbstractContextManager[object]:
     from filelock import FileLock  # here, because every command imports this module and few copy a file
 
     return FileLock(path)

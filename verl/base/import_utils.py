@@ -102,7 +102,7 @@ def user_code(problem: str) -> Iterator[None]:
 def users_class(cls: Callable[..., T], setting: str) -> Callable[..., T]:
     """Return a function that makes an object of a users' class; errors as in :func:`user_code`."""
 
-    def create(*args: Any, **kwargs: Any) -> T:
+    def create(*args: object, **kwargs: object) -> T:
         with user_code(f"{setting}: {getattr(cls, '__name__', cls)} cannot be made"):
             return cls(*args, **kwargs)
 

@@ -56,7 +56,7 @@ def on_first_use(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         names: name → module that defines it. Import them under ``TYPE_CHECKING`` too, for type checkers and editors.
     """
 
-    def imported(name: str) -> Any:
+    def imported(name: str) -> object:
         if name not in names:
             raise AttributeError(f"module '{module}' has no attribute '{name}'")
         return getattr(importlib.import_module(names[name]), name)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield dotted path and value of every leaf; an empty mapping is a leaf."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:

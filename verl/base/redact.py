@@ -49,7 +49,7 @@ _IN_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
 )
 
 
-def without_secrets(settings: Any) -> Any:
+def without_secrets(settings: object) -> Any:
     """A copy of nested settings with ``***`` in place of secrets.
 
     Masked are: everything under a name like ``password``, ``secret`` or ``api_key``; texts under a
@@ -75,17 +75,17 @@ def redacted(text: str, known: Iterable[str] = ()) -> str:
     return _text(text, [*_of_environment(), *known])
 
 
-def redacted_texts(value: Any, known: Iterable[str] = ()) -> Any:
+def redacted_texts(value: object, known: Iterable[str] = ()) -> Any:
     """Copy nested values, with :func:`redacted` applied to all texts under any name."""
     return _redacted(value, [*_of_environment(), *known])
 
 
-def secrets_in(settings: Any) -> list[str]:
+def secrets_in(settings: object) -> list[str]:
     """The texts that :func:`without_secrets` masks by their names."""
     return list(dict.fromkeys(_values(settings)))
 
 
-def is_secret(name: str, value: Any) -> bool:
+def is_secret(name: str, value: object) -> bool:
     """Whether ``value`` is a secret, going by the name that it stands under."""
     name = _CAMEL.sub("_", name)
     if value is None or value == "" or isinstance(value, bool) or _TELLS_WHERE.search(name):
@@ -99,7 +99,7 @@ def is_secret(name: str, value: Any) -> bool:
     return bool(_TEXT_ONLY.search(name) or (_KEY.search(name) and _LOOKS_RANDOM.fullmatch(value)))
 
 
-def _masked(settings: Any, known: list[str]) -> Any:
+def _masked(settings: object, known: list[str]) -> object:
     if isinstance(settings, Mapping):
         return {key: MASK if is_secret(str(key), value) else _masked(value, known) for key, value in settings.items()}
     if isinstance(settings, list | tuple):
@@ -107,7 +107,7 @@ def _masked(settings: Any, known: list[str]) -> Any:
     return _text(settings, known) if isinstance(settings, str) else settings
 
 
-def _redacted(value: Any, known: list[str]) -> Any:
+def _redacted(value: object, known: list[str]) -> object:
     if isinstance(value, Mapping):
         return {key: _redacted(item, known) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -125,7 +125,7 @@ def _text(text: str, known: list[str]) -> str:
     return text
 
 
-def _values(settings: Any) -> Iterator[str]:
+def _values(settings: object) -> Iterator[str]:
     if isinstance(settings, Mapping):
         for key, value in settings.items():
             yield from _texts(value) if is_secret(str(key), value) else _values(value)
@@ -134,7 +134,7 @@ def _values(settings: Any) -> Iterator[str]:
             yield from _values(value)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, list | tuple):

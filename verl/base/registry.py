@@ -29,7 +29,7 @@ class Registry(Generic[T]):
         origin: the function or class behind an object, where it is not the object itself.
     """
 
-    def __init__(self, kind: str, origin: Callable[[T], Any] = lambda entry: entry) -> None:
+    def __init__(self, kind: str, origin: Callable[[T], object] = lambda entry: entry) -> None:
         self.kind = kind
         self._entries: dict[str, T] = {}  # one dict for ever: code outside may hold it
         self._origin = origin
@@ -118,14 +118,14 @@ class RegistryView(MutableMapping[str, Any]):
 
     def __init__(
         self,
-        registry: Registry[Any],
-        function_of: Callable[[str], Any],
-        register: Callable[[str], Callable[[Any], Any]],
+        registry: Registry,
+        function_of: Callable[[str], object],
+        register: Callable[[str], Callable[[Any], object]],
     ) -> None:
         self._registry = registry
         self._function_of = function_of
         self._register = register
-        self._shown: dict[Any, Any] = {}
+        self._shown: dict[object, object] = {}
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._registry:
@@ -134,7 +134,7 @@ class RegistryView(MutableMapping[str, Any]):
         self._shown[function] = self._registry.get(name)
         return function
 
-    def __setitem__(self, name: str, function: Any) -> None:
+    def __setitem__(self, name: str, function: object) -> None:
         if function in self._shown:  # it was read here, and comes back with what was known of it
             self._registry.entries[name] = self._shown[function]
         else:
@@ -154,7 +154,7 @@ class RegistryView(MutableMapping[str, Any]):
         return len(self._registry.names())
 
 
-_registries: WeakSet[Registry[Any]] = WeakSet()
+_registries: WeakSet[Registry] = WeakSet()
 
 
 @contextmanager

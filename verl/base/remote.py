@@ -50,7 +50,7 @@ def driver_problem(url: str) -> str | None:
     return None
 
 
-def file_system(url: str, **kwargs: Any) -> tuple[Any, str]:
+def file_system(url: str, **kwargs: object) -> tuple[Any, str]:
     """Return fsspec's file system of a URL or local path, and the path in it; ``kwargs`` are for the file system.
 
     Raises:

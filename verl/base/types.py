@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 JsonObject = dict[str, Any]
 """A JSON object: a message, a tool's arguments or description, the settings of a tool, the body of a request.
@@ -14,3 +17,44 @@ result of ``json.loads``.
 
 JsonMapping = Mapping[str, Any]
 """A JSON object that the receiver does not change."""
+
+
+class Stateful(Protocol):
+    """An object whose state a checkpoint holds."""
+
+    def state_dict(self) -> Mapping[str, object]:
+        """The state, as plain numbers, strings and tensors."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object:
+        """Continue from a state of :meth:`state_dict`."""
+        ...
+
+
+SettingsT = TypeVar("SettingsT")
+
+
+class AutogradContext(Protocol[SettingsT]):
+    """What ``forward`` of a ``torch.autograd.Function`` keeps for its ``backward``."""
+
+    settings: SettingsT
+    """What it keeps besides tensors."""
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]:
+        """The tensors of :meth:`save_for_backward`."""
+        ...
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]:
+        """Of each argument of ``forward``, whether its gradient is needed."""
+        ...
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep tensors."""
+
+    def mark_non_differentiable(self, *args: Tensor) -> None:
+        """Say of outputs that they have no gradient."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Whether ``backward`` gets zeros in place of missing gradients."""

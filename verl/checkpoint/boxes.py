@@ -19,7 +19,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from torch import Tensor
 from verl.checkpoint.locate import LAYOUT_FILE
 from verl.checkpoint.shards import FORMAT, read_state, shard_file
 from verl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from verl.checkpoint.states import State
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Index of the first element in each dimension, and the sizes."""
@@ -90,7 +93,7 @@ class Boxes:
         source: named in error messages.
     """
 
-    def __init__(self, states: Sequence[Mapping[str, Any]], source: str) -> None:
+    def __init__(self, states: Sequence[State], source: str) -> None:
         self.source = source
         self.states = states
         self._stored: dict[str, list[StoredBox]] = {}

@@ -16,9 +16,12 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, cast
 
 import torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ class DurableFile(io.RawIOBase):
         """Always true."""
         return True
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Buffer) -> int:
         """Write all of ``data`` and return its length."""
         view = memoryview(data).cast("B")
         try:

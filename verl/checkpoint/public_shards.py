@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def _attribute(owner: object, name: object) -> object:
 
 
 _SHARD = "torch.distributed._shard"
-_NAMES: list[Any] = [
+_NAMES: list[Callable | tuple[Callable, str]] = [
     (_Sharded, f"{_SHARD}.sharded_tensor.api.ShardedTensor"),
     (_attribute, "builtins.getattr"),
     *(
@@ -89,13 +89,13 @@ _NAMES: list[Any] = [
 ]
 
 
-def load_file(path: Path) -> Any:
+def load_file(path: Path) -> object:
     """Read a ``.pt`` file of either format without running code from it; raises as ``torch.load``."""
     with torch.serialization.safe_globals(_NAMES):
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def model_rows(state: Mapping[str, Any], rank: int) -> State:
+def model_rows(state: Mapping[str, object], rank: int) -> State:
     """Convert the weights of one rank; a weight that shares its memory with an earlier one is left out."""
     parts: dict[str, tuple[Tensor, list[int], int]] = {}
     seen: set[tuple[int, tuple[int, ...]]] = set()
@@ -109,7 +109,7 @@ def model_rows(state: Mapping[str, Any], rank: int) -> State:
     return _rows(parts)
 
 
-def optimizer_rows(states: Sequence[Mapping[str, Any]], shapes: Mapping[str, list[int]]) -> list[State]:
+def optimizer_rows(states: Sequence[State], shapes: Mapping[str, list[int]]) -> list[State]:
     """Convert the moments of all ranks.
 
     Args:
@@ -125,7 +125,7 @@ def optimizer_rows(states: Sequence[Mapping[str, Any]], shapes: Mapping[str, lis
     return [_flat_moments([state["state"] for state in states], shapes)]
 
 
-def extra_state(state: Mapping[str, Any]) -> State:
+def extra_state(state: State) -> State:
     """Return the position in the schedule, without random states, which belong to other samplers."""
     schedule = state.get("lr_scheduler")
     return {"lr_scheduler": schedule and {"last_epoch": int(schedule["last_epoch"])}, "rng": None}

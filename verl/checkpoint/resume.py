@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from verl.base.remote import is_remote
 from verl.checkpoint import steps
@@ -22,6 +22,19 @@ logger = logging.getLogger(__name__)
 
 FETCHED = "fetched"
 """Folder, below that of the run, of the remote step that ``resume_from_path`` names."""
+
+
+class TrainedGroup(Protocol):
+    """A worker group of :class:`verl.workers.training_workers.EngineWorker`."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def __getattr__(self, name: str) -> Any:
+        """A registered method of the workers: ``check_files``, ``begin_save``, ``save_report``, ``load_checkpoint``."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +86,9 @@ class ResumeChoice:
         remote: copies of the steps, or None.
     """
 
-    def __init__(self, plan: CheckpointPlan, root: Path, groups: dict[str, Any], remote: RemoteSteps | None) -> None:
+    def __init__(
+        self, plan: CheckpointPlan, root: Path, groups: Mapping[str, TrainedGroup], remote: RemoteSteps | None
+    ) -> None:
         self._plan = plan
         self._root = root
         self._groups = groups

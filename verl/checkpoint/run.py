@@ -24,7 +24,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 
@@ -32,7 +32,7 @@ from verl.checkpoint import steps
 from verl.checkpoint.files import UNREADABLE, FileEntry, sync_folder, sync_tree, write_bytes, write_states
 from verl.checkpoint.ranks import SaveReport
 from verl.checkpoint.remote import RemoteSteps
-from verl.checkpoint.resume import CheckpointPlan, ResumeChoice, is_public
+from verl.checkpoint.resume import CheckpointPlan, ResumeChoice, TrainedGroup, is_public
 from verl.checkpoint.states import DATA, PENDING, RNG, STATE, BatchForFile, RunState, from_arrays
 from verl.checkpoint.steps import (
     LINEAGE,
@@ -46,6 +46,8 @@ from verl.errors import CheckpointError, DataError, VerlError
 from verl.utils.deferred import Deferred
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 FORMAT = 2
 """Version of ``trainer_state.json``. Steps of version 2 have a manifest; version 1 had neither number nor manifest."""
@@ -70,7 +72,7 @@ class TrainerCheckpoint:
             writes; ``"."`` is the step's folder itself.
     """
 
-    def __init__(self, plan: CheckpointPlan, groups: dict[str, Any]) -> None:
+    def __init__(self, plan: CheckpointPlan, groups: Mapping[str, TrainedGroup]) -> None:
         self.plan = plan
         self.root = Path(plan.root).expanduser().absolute()
         self.groups = groups
@@ -146,7 +148,7 @@ class TrainerCheckpoint:
     def save_held(
         self,
         state: RunState,
-        ranks: Mapping[str, Sequence[Mapping[str, Any]]],
+        ranks: Mapping[str, Sequence[Mapping[str, object]]],
         documents: Mapping[str, Mapping[str, bytes]],
     ) -> None:
         """Save from state that was collected before the workers ended.
@@ -190,7 +192,7 @@ class TrainerCheckpoint:
         except VerlError as error:
             logger.warning("the save that was being written is lost: %s", error)
 
-    def workers_replaced(self, groups: dict[str, Any]) -> None:
+    def workers_replaced(self, groups: Mapping[str, TrainedGroup]) -> None:
         """Continue with new workers; the save that the old ones were writing is lost and due again."""
         self.groups = groups
         self.discard_writing()
@@ -376,7 +378,7 @@ def _write_pending(folder: Path, batches: Mapping[str, BatchForFile | Path]) -> 
 
 
 def _write_group(
-    folder: Path, name: str, snapshots: Sequence[Mapping[str, Any]], documents: Mapping[str, bytes]
+    folder: Path, name: str, snapshots: Sequence[Mapping[str, object]], documents: Mapping[str, bytes]
 ) -> dict[str, FileEntry]:
     group_folder, files = folder / name, {}
     for path, content in documents.items():
@@ -414,7 +416,7 @@ def _joined(parts: dict[str, list[SaveReport]]) -> dict[str, FileEntry]:
     return files
 
 
-def _read_file(path: Path, reader: Callable[[Path], Any]) -> Any:
+def _read_file(path: Path, reader: Callable[[Path], T]) -> T:
     try:
         return reader(path)
     except FileNotFoundError:

@@ -97,7 +97,7 @@ class TrainingState:
 
     # ---- back into it ---------------------------------------------------------------------------
 
-    def load(self, folder: Path, contents: Sequence[str]) -> Mapping[str, Any]:
+    def load(self, folder: Path, contents: Sequence[str]) -> State:
         """Load ``contents`` from disk, whatever number of ranks wrote them. Collective.
 
         Returns:
@@ -106,7 +106,7 @@ class TrainingState:
         Raises:
             CheckpointError: on every rank, if one finds a file missing, damaged or of another model.
         """
-        extra: Mapping[str, Any] = {}
+        extra: State = {}
         with on_all_ranks(f"resume from {folder}"):
             saved_ranks = saved_world_size(folder)
             if "model" in contents:
@@ -122,7 +122,7 @@ class TrainingState:
                 load_extra(self.scheduler, extra, has_own_rng=rank < saved_ranks)
         return extra
 
-    def restore(self, states: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    def restore(self, states: Mapping[str, State]) -> State:
         """Restore the result of :meth:`states` on the same rank of as many ranks; returns as :meth:`load`.
 
         Raises:
@@ -194,7 +194,7 @@ def extra_of(scheduler: LambdaLR | None, numbers: Mapping[str, int]) -> dict[str
     return {"format": FORMAT, "lr_scheduler": schedule, "rng": rng_state(), **numbers}
 
 
-def load_extra(scheduler: LambdaLR | None, state: Mapping[str, Any], has_own_rng: bool) -> None:
+def load_extra(scheduler: LambdaLR | None, state: State, has_own_rng: bool) -> None:
     """Restore schedule and, with ``has_own_rng``, random states from :func:`extra_of`."""
     if scheduler is not None and state["lr_scheduler"] is not None:
         _go_to_step(scheduler, int(state["lr_scheduler"]["last_epoch"]))
@@ -354,7 +354,7 @@ def _checked_rows(path: Path, state: State) -> State:
     return state
 
 
-def _is_part(local: Any, shape: Any, first: Any) -> bool:
+def _is_part(local: object, shape: object, first: Any) -> bool:
     """Whether ``local`` holds rows of a tensor of ``shape``, from row ``first`` on.
 
     An expanded view is none: a small file could claim a huge shape.
@@ -388,7 +388,7 @@ def read_state(path: Path) -> State:
     return state
 
 
-def is_own(state: Mapping[str, Any]) -> bool:
+def is_own(state: Mapping[str, object]) -> bool:
     """Whether a file was saved by this project; files of verl 0.8 have no number of a format."""
     return "format" in state
 

@@ -44,7 +44,7 @@ class RunState:
     """Position of the training data loader, with the state of its sampler and data set if they have one.
 
     None: only the number of steps is known."""
-    controllers: dict[str, object]
+    controllers: dict[str, State | None]
     """Values that change from step to step besides the weights (KL and entropy coefficients, epochs), by name."""
     rng: dict[str, object] | None
     """Random generators of the driver process, if they were saved."""
@@ -102,7 +102,7 @@ class TensorArray:
     """Integers of the same size and shape."""
 
 
-def to_arrays(state: Any) -> Any:
+def to_arrays(state: object) -> Any:
     """Replace each tensor in nested dicts, lists and tuples by a :class:`TensorArray` over the same memory."""
     if isinstance(state, Tensor):
         tensor = state.detach().contiguous()
@@ -110,7 +110,7 @@ def to_arrays(state: Any) -> Any:
     return _mapped(state, to_arrays)
 
 
-def from_arrays(state: Any) -> Any:
+def from_arrays(state: object) -> Any:
     """Invert :func:`to_arrays`; the tensors' memory may be read-only, so copy before writing."""
     if isinstance(state, TensorArray):
         with warnings.catch_warnings():
@@ -119,9 +119,11 @@ def from_arrays(state: Any) -> Any:
     return _mapped(state, from_arrays)
 
 
-def _mapped(state: Any, function: Callable[[Any], Any]) -> Any:
+def _mapped(state: object, function: Callable[[object], object]) -> object:
     if isinstance(state, dict):
         return {key: function(value) for key, value in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)(function(value) for value in state)
+    if type(state) is list:
+        return [function(value) for value in state]
+    if type(state) is tuple:
+        return tuple(function(value) for value in state)
     return state

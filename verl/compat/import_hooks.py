@@ -72,7 +72,7 @@ class PublicPaths:
 class LoaderOfPublicNames(Loader):
     """Loads a module as another loader does, and offers the names of other versions in it."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Loader) -> None:
         self.loader = loader
 
     def __getattr__(self, name: str) -> Any:  # what else a loader of files or of an archive can: source, data
@@ -127,10 +127,10 @@ def install() -> None:
 
 def _offer_names(module: ModuleType) -> None:
     """Give a module a ``__getattr__`` that falls back to the names of other versions (PEP 562)."""
-    of_module: Callable[[str], Any] | None = vars(module).get("__getattr__")
+    of_module: Callable[[str], object] | None = vars(module).get("__getattr__")
     address = _replace_prefix(module.__name__, {home: public for public, home in MOVED.items()}) or module.__name__
 
-    def look_up(name: str) -> Any:
+    def look_up(name: str) -> object:
         if of_module is None:
             return _other_name(address, name)
         try:
@@ -151,7 +151,7 @@ def _replace_prefix(name: str, packages: Mapping[str, str]) -> str | None:
     return None
 
 
-def _other_name(module: str, name: str) -> Any:
+def _other_name(module: str, name: str) -> object:
     """Return what a module shows under ``name`` in another version of verl.
 
     Raises:
@@ -169,7 +169,7 @@ def _other_name(module: str, name: str) -> Any:
     raise AttributeError(f"module '{module}' has no attribute '{name}'")
 
 
-def load(module: str, name: str) -> Any:
+def load(module: str, name: str) -> object:
     """Return an object of a module, or the module below it of that name."""
     package = importlib.import_module(module)
     if not hasattr(package, name):
@@ -177,10 +177,10 @@ def load(module: str, name: str) -> Any:
     return getattr(package, name)
 
 
-def _refusal_of_absent_attributes(address: str) -> Callable[[Any, str], Any]:
+def _refusal_of_absent_attributes(address: str) -> Callable[[object, str], object]:
     """Make the ``__getattr__`` of a class by which reading an absent attribute raises its sentence."""
 
-    def refuse(self: Any, name: str) -> Any:
+    def refuse(self: object, name: str) -> object:
         if not name.startswith("__") and (sentence := _why_absent(f"{address}.{name}")):
             raise AttributeError(sentence)
         return object.__getattribute__(self, name)  # raises again, also what a property raised

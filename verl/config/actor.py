@@ -158,7 +158,7 @@ class ActorConfig(UpdateConfig):
     """Estimator of that divergence: kl (k1), abs, mse (k2), low_var_kl (k3); with `+` the gradient is that of k2."""
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
     """Replay of an earlier choice of experts."""
-    global_batch_info: dict[str, Any] = setting(factory=dict, internal=True)
+    global_batch_info: dict[str, object] = setting(factory=dict, internal=True)
     """Global counts of the current mini-batch, for `agg_loss`; losses with the public signature receive a filled-in
     copy."""
 
@@ -173,7 +173,7 @@ class ActorConfig(UpdateConfig):
             cause = f"with entropy_target it is kept between entropy_coeff_min={low} and entropy_coeff_max={high}"
             yield Problem(f"{path}.entropy_coeff", self.entropy_coeff, cause, f"{low} to {high}")
 
-    def validate(self, n_gpus: int, train_batch_size: int, model_config: Any = None) -> None:
+    def validate(self, n_gpus: int, train_batch_size: int, model_config: object = None) -> None:
         """Check this section by itself, as :func:`verl.utils.config.validate_config` does with the whole configuration.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from verl.config.base import BaseConfig, section, setting
 from verl.config.problems import Problem
@@ -15,7 +15,7 @@ TrajectoryStatus = Literal[
 """How a trajectory ended: by itself; at a limit of turns or of tokens; because a tool, its environment, or the agent's
 own code failed; because it took too long; or because somebody cancelled it."""
 
-ClassEntries = str | tuple[dict[str, Any], ...] | None
+ClassEntries = str | tuple[dict[str, object], ...] | None
 """Path of a YAML file that lists classes with their settings, or the list."""
 
 OnFailure = Literal["train", "mask", "zero", "redraw"]

@@ -27,7 +27,7 @@ import types
 import typing
 from abc import ABCMeta
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar, dataclass_transform
 
 from omegaconf import DictConfig
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
@@ -71,7 +71,7 @@ class Inactive:
     """
 
     why: str
-    keys: Mapping[str, Any]
+    keys: Mapping[str, object]
     refused: bool = False
     is_spelling: bool = False
     per_rank: str | None = None
@@ -89,7 +89,7 @@ class _SectionType(ABCMeta):
 
     if not TYPE_CHECKING:  # otherwise type checkers would not see the fields
 
-        def __call__(cls, *args: Any, **values: Any) -> Any:
+        def __call__(cls, *args: object, **values: object) -> object:
             if is_section(cls):
                 fields = config_fields(cls)
                 values = {cls.key_of_field.get(name, name): value for name, value in values.items()}
@@ -103,7 +103,7 @@ class _SectionType(ABCMeta):
                         values[name] = below(**{key: v for key, v in values[name].items() if key != "_target_"})
             return cls.strict(*args, **values)
 
-    def strict(cls, *args: Any, **values: Any) -> Any:
+    def strict(cls, *args: object, **values: object) -> Any:
         """Make the section of its own fields alone, where a null section is an error.
 
         Raises:
@@ -128,7 +128,7 @@ def _null_is_default(cls: type[BaseConfig], name: str) -> bool:
     return field.annotation is section_of(field) or any(keys.get(name, ANY) is None for keys in stated)
 
 
-def _take_inactive(cls: type[BaseConfig], values: dict[str, Any], others: Collection[str]) -> None:
+def _take_inactive(cls: type[BaseConfig], values: dict[str, object], others: Collection[str]) -> None:
     """Take ``others``, keywords that are no fields, out of ``values``, and refuse those that would have an effect."""
     table = [group for base in cls.__mro__ for part in (KEYWORDS, INACTIVE) for group in part.get(base, ())]
     for name in sorted(others):
@@ -155,7 +155,7 @@ def _take_inactive(cls: type[BaseConfig], values: dict[str, Any], others: Collec
             logger.warning("%s.%s=%.80r has no effect: %s", cls.__name__, name, value, group.why)
 
 
-def _is_off(value: Any) -> bool:
+def _is_off(value: object) -> bool:
     """Whether a value switches nothing on: null, false, nothing in it, or a section with ``enable=false``."""
     if isinstance(value, Mapping) and value:
         return not value.get("enable", value.get("enabled", True))
@@ -175,7 +175,7 @@ class BaseConfig(Mapping[str, Any], metaclass=_SectionType):
     key_of_field: ClassVar[Mapping[str, str]] = {}
     """Key of each field whose key is a keyword of Python: ``async`` of the field ``async_``."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         """Refuse a class whose own fields the standard library's decorator made, on top of a section's.
 
         Raises:
@@ -189,7 +189,7 @@ class BaseConfig(Mapping[str, Any], metaclass=_SectionType):
         return super().__new__(cls)
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
+    def of(cls, values: Mapping[str, object]) -> Self:
         """Convert a mapping with any part of this section; its other keys have no effect.
 
         Of a plain mapping these are logged. A composed section has some always, which loading has judged.
@@ -208,7 +208,7 @@ class BaseConfig(Mapping[str, Any], metaclass=_SectionType):
 
     if not TYPE_CHECKING:  # otherwise type checkers would accept misspelled names
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(
                 f"{type(self).__name__} has no '{name}': settings of unsupported features are not stored. If a "
                 f"default is enough, write .get('{name}', default)."
@@ -229,7 +229,7 @@ class BaseConfig(Mapping[str, Any], metaclass=_SectionType):
         fields = (f"{name}={self._shown(name)!r}" for name in self)
         return f"{type(self).__name__}({', '.join(fields)})"
 
-    def _shown(self, name: str) -> Any:
+    def _shown(self, name: str) -> object:
         """Return a field's value without secrets; subsections mask their own."""
         value = getattr(self, name)
         return value if isinstance(value, BaseConfig) else without_secrets({name: value})[name]
@@ -272,11 +272,11 @@ class Meta:
 
 
 _NO_META = Meta()
-INTERNAL: Mapping[str, Any] = {"json_schema_extra": {_META: Meta(internal=True)}}
+INTERNAL: Mapping[str, object] = {"json_schema_extra": {_META: Meta(internal=True)}}
 """Metadata of an internal field that is declared by ``dataclasses.field``."""
 
 
-def setting(default: Any = dataclasses.MISSING, *, factory: Callable[..., Any] | None = None, **about: Any) -> Any:
+def setting(default: Any = dataclasses.MISSING, *, factory: Callable[..., object] | None = None, **about: Any) -> Any:
     """Declare a field of a section.
 
     Args:
@@ -292,17 +292,17 @@ def setting(default: Any = dataclasses.MISSING, *, factory: Callable[..., Any] |
     return Field(default, json_schema_extra=extra, **about)
 
 
-def subsection(cls: type[SectionT], **changes: Any) -> Any:
+def subsection(cls: type[SectionT], **changes: object) -> Any:
     """Declare a field that holds a section: by default that of the class, with ``changes`` of its fields."""
     # Not functools.partial: to see that no argument is taken, pydantic would work out the signature of what is wrapped.
     return setting(factory=lambda: defaults_of(cls, **changes))
 
 
-def defaults_of(cls: type[SectionT], **changes: Any) -> SectionT:
+def defaults_of(cls: type[SectionT], **changes: object) -> SectionT:
     """Make a section of its defaults and ``changes``; those of sections of verl's own are not validated."""
     if not _is_ours(cls):
         return cls(**changes)
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     for name, field in config_fields(cls).items():
         is_changed = name in changes
         values[name] = (
@@ -338,15 +338,15 @@ def _is_ours(cls: type) -> bool:
     return cls.__module__.startswith("verl.")
 
 
-def _compared(section: Any) -> tuple[Any, ...]:
+def _compared(section: Any) -> tuple[object, ...]:
     return tuple(getattr(section, field.name) for field in dataclasses.fields(section) if field.compare)
 
 
-def _equal(section: Any, other: object) -> bool:
+def _equal(section: object, other: object) -> bool:
     return _compared(section) == _compared(other) if type(section) is type(other) else NotImplemented
 
 
-def _hashed(section: Any) -> int:
+def _hashed(section: object) -> int:
     return hash(_compared(section))
 
 
@@ -360,7 +360,7 @@ def local_copies(section: SectionT, without: Collection[str] = ()) -> SectionT:
     Raises:
         DataError: one of them cannot be reached, or is not there.
     """
-    changes: dict[str, Any] = {}
+    changes: dict[str, object] = {}
     own_data, shm = section.get("custom_cls"), section.get("use_shm", False)
     for name, field in config_fields(type(section)).items():
         value = getattr(section, name)
@@ -437,12 +437,12 @@ def _sentences(module: str) -> dict[tuple[str, str], str]:
     return sentences
 
 
-def _of_type(field: FieldInfo, value: Any) -> Any:
+def _of_type(field: FieldInfo, value: object) -> object:
     below = section_of(field)
     return below.of(value) if below is not None and isinstance(value, Mapping) else _plain(value)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, BaseConfig):
         return value.to_dict()
     if isinstance(value, Mapping):
@@ -452,7 +452,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _one_or_many(value: Any) -> Any:
+def _one_or_many(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 

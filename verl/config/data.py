@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
 from verl.config.problems import Problem
@@ -128,7 +128,7 @@ class DataConfig(BaseConfig):
     """Weight of each data source, for its share of every batch; empty treats all files as one source."""
     datagen: DatagenConfig = subsection(DatagenConfig)
     """A generator of new rows."""
-    apply_chat_template_kwargs: dict[str, Any] = setting(factory=dict)
+    apply_chat_template_kwargs: dict[str, object] = setting(factory=dict)
     """Further arguments of the chat template, such as `enable_thinking`."""
 
     def problems(self, path: str) -> Iterator[Problem]:

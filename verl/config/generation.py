@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from verl.config.base import BaseConfig, section, setting, subsection
 from verl.config.model import HFModelConfig
@@ -33,7 +32,7 @@ class GenerationDataConfig(BaseConfig):
     """Output file: the rows of the prompts with a column `responses`."""
     batch_size: int = setting(128, ge=1)
     """Prompts per batch."""
-    apply_chat_template_kwargs: dict[str, Any] = setting(factory=dict)
+    apply_chat_template_kwargs: dict[str, object] = setting(factory=dict)
     """Further arguments of the chat template."""
 
 

@@ -6,7 +6,6 @@ A value that differs from the default here is refused (``not_yet``) or logged (`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from verl.config.actor import ActorConfig, FSDPActorConfig, McoreActorConfig, RefConfig, RouterReplayConfig
 from verl.config.agent import AgentLoopConfig, MultiTurnConfig
@@ -37,12 +36,12 @@ from verl.config.sft import SFTDataConfig
 from verl.config.trainer import TrainerConfig
 
 
-def not_yet(why: str, keys: Mapping[str, Any]) -> Inactive:
+def not_yet(why: str, keys: Mapping[str, object]) -> Inactive:
     """Keys of features that this version lacks; a value other than the default is refused."""
     return Inactive(why, keys, refused=True)
 
 
-def no_effect(why: str, keys: Mapping[str, Any]) -> Inactive:
+def no_effect(why: str, keys: Mapping[str, object]) -> Inactive:
     """Keys that are accepted without changing any result; setting one logs a warning."""
     return Inactive(why, keys)
 

@@ -62,7 +62,7 @@ def local_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def gpus_of_nodes(trainer: Mapping[str, Any], ray_init: Mapping[str, Any] | None = None) -> Sequence[int]:
+def gpus_of_nodes(trainer: Mapping[str, object], ray_init: Mapping[str, object] | None = None) -> Sequence[int]:
     """Return the GPUs of each node that has some, the most first: of the Ray cluster, else of this machine.
 
     Args:
@@ -112,7 +112,7 @@ def _gpus_of_cluster(address: str) -> tuple[int, ...] | None:
     return gpus_among(json.loads(answer.stdout.splitlines()[-1]))
 
 
-def _sections(root: DictConfig) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _sections(root: DictConfig) -> tuple[Mapping[str, object], Mapping[str, object]]:
     trainer = OmegaConf.select(root, "trainer")
     ray_init = OmegaConf.select(root, "ray_kwargs.ray_init")
     return (

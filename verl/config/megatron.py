@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from verl.config.base import BaseConfig, section, setting
 from verl.config.machine import DTYPE
@@ -91,12 +91,12 @@ class McoreEngineConfig(BaseConfig):
     """Folder of such a checkpoint; must stay null."""
     dist_checkpointing_prefix: str = setting("")
     """Prefix of its names; must stay empty."""
-    override_ddp_config: dict[str, Any] = setting(factory=dict)
+    override_ddp_config: dict[str, object] = setting(factory=dict)
     """Values for megatron-core's data-parallel config; must stay empty: use `use_distributed_optimizer`."""
-    override_transformer_config: dict[str, Any] = setting(factory=dict)
+    override_transformer_config: dict[str, object] = setting(factory=dict)
     """Values for megatron-core's model config: those of recomputation (`recompute_granularity` ...), which replace
     `enable_gradient_checkpointing`."""
-    override_mcore_model_config: dict[str, Any] = setting(factory=dict)
+    override_mcore_model_config: dict[str, object] = setting(factory=dict)
     """Values for the model; must stay empty: use its Hugging Face config and `model.override_config`."""
     use_mbridge: bool = setting(True)
     """Read and write Hugging Face folders; always on, so this key has no effect."""

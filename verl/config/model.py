@@ -52,7 +52,7 @@ class PretrainedModelConfig(BaseConfig):
     """Run Python code that comes with the model."""
     external_lib: str | None = setting(None)
     """Module that every worker imports before it loads the model (to register your own model)."""
-    override_config: dict[str, Any] = setting(factory=dict)
+    override_config: dict[str, object] = setting(factory=dict)
     """Values that replace entries of the model's config, such as `attn_implementation`."""
     use_remove_padding: bool = setting(False)
     """Pack sequences one after another, so that padding is not computed."""
@@ -238,7 +238,7 @@ class FSDPOptimizerConfig(OptimizerConfig):
     """Cosine periods over the run; 0.5 decreases once from the peak to the end."""
     lr_scheduler_type: Literal["constant", "cosine"] = setting("constant")
     """Shape of the schedule after the warm-up."""
-    override_optimizer_config: dict[str, Any] | None = setting(None)
+    override_optimizer_config: dict[str, object] | None = setting(None)
     """Further keyword arguments of the optimizer class."""
 
 

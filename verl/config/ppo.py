@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from verl.config.actor import FSDPActorConfig, RefConfig
 from verl.config.algorithm import AlgoConfig
@@ -84,7 +84,7 @@ class PPOConfig(BaseConfig):
     """How Ray is started."""
     global_profiler: GlobalProfilerConfig = subsection(GlobalProfilerConfig)
     """Profiles of some steps."""
-    composed: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, metadata=INTERNAL)
+    composed: dict[str, object] = dataclasses.field(default_factory=dict, compare=False, metadata=INTERNAL)
     """The keys as they were composed, including those that no code reads, for a user's own ``fit``."""
 
     def with_schedules(self, steps: int) -> PPOConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import yaml
 
@@ -25,7 +24,7 @@ class Problem:
     """
 
     key: str
-    value: Any
+    value: object
     cause: str
     allowed: str = ""
     remedy: str = ""
@@ -42,7 +41,7 @@ class Problem:
         return "\n".join(lines)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Format a value as on the command line, cut to 200 characters unless it is a string."""
     if isinstance(value, str):
         return value or "''"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from verl.config.base import BaseConfig, section, setting, subsection
 from verl.config.machine import DTYPE
@@ -46,7 +46,7 @@ class CustomRewardFunctionConfig(BaseConfig):
     """Python file with the function; null chooses a scorer by data source."""
     name: str = setting("compute_score")
     """Name of the function."""
-    reward_kwargs: dict[str, Any] = setting(factory=dict)
+    reward_kwargs: dict[str, object] = setting(factory=dict)
     """Further arguments of the function."""
 
 
@@ -116,7 +116,7 @@ class JudgeRolloutConfig(BaseConfig):
     """Maximum length of request and answer together, in tokens; null uses the sum of both lengths."""
     max_num_seqs: int = setting(1024, ge=1)
     """Requests that the engine runs at once; further ones wait."""
-    engine_kwargs: dict[str, Any] = setting(factory=dict)
+    engine_kwargs: dict[str, object] = setting(factory=dict)
     """Further arguments of the engine, as in `actor_rollout_ref.rollout`."""
     enable_chunked_prefill: bool = setting(True)
     """Process long requests in several passes (`vllm`, `sglang`)."""
@@ -161,11 +161,11 @@ class RewardModelConfig(BaseConfig, DistributedModel):
     """Ranks whose processes are profiled."""
     reward_manager: str = setting("naive")
     """Registered reward manager: how responses are passed to a scorer."""
-    reward_kwargs: dict[str, Any] = setting(factory=dict)
+    reward_kwargs: dict[str, object] = setting(factory=dict)
     """Further arguments of the reward manager."""
     reward_format: str | None = setting(None)
     """Registered scorer for all rows, whatever their data source; null chooses by data source."""
-    scorer_kwargs: dict[str, Any] = setting(factory=dict)
+    scorer_kwargs: dict[str, object] = setting(factory=dict)
     """Further arguments of the scorer, such as `format_score` of countdown."""
     max_error_rate: float = setting(0.5, ge=0, le=1)
     """Fraction of a step's samples whose scorer may fail before the run stops."""

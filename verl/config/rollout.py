@@ -70,7 +70,7 @@ class CheckpointEngineConfig(BaseConfig):
     """Size of one transfer, in MiB (`vllm`, `sglang`)."""
 
 
-def _per_engine() -> dict[str, Any]:
+def _per_engine() -> dict[str, object]:
     return {"vllm": {}, "sglang": {}, "trtllm": {}}
 
 

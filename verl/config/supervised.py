@@ -4,7 +4,7 @@ preferences.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
 from verl.config.data import CustomClassConfig, Truncation
@@ -49,7 +49,7 @@ class SupervisedDataConfig(BaseConfig):
     """Seed of that shuffle, as in `trainer.seed`."""
     ignore_input_ids_mismatch: bool = setting(False)
     """Accept conversations whose turns tokenize differently alone than within the whole conversation."""
-    apply_chat_template_kwargs: dict[str, Any] = setting(factory=dict)
+    apply_chat_template_kwargs: dict[str, object] = setting(factory=dict)
     """Further arguments of the chat template."""
     num_workers: int = setting(8, ge=0)
     """Processes that read rows."""

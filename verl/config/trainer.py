@@ -6,7 +6,7 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from verl.base.fs import name_problem
 from verl.base.registry import suggest
@@ -287,7 +287,7 @@ class SFTTrainerConfig(BaseTrainerConfig):
     """Checkpoints to keep; null keeps all."""
 
 
-def _ray_init() -> dict[str, Any]:
+def _ray_init() -> dict[str, object]:
     return {"num_cpus": None}
 
 
@@ -295,7 +295,7 @@ def _ray_init() -> dict[str, Any]:
 class RayConfig(BaseConfig):
     """How Ray is started."""
 
-    ray_init: dict[str, Any] = setting(factory=_ray_init)
+    ray_init: dict[str, object] = setting(factory=_ray_init)
     """Arguments of `ray.init`; with `num_cpus=null` Ray counts the CPUs."""
     timeline_json_file: str | None = setting(None)
     """File for Ray's timeline, written at the end of the run."""

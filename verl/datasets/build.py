@@ -35,7 +35,7 @@ SAMPLERS.add("DifficultyCurriculum", DifficultyCurriculum)
 
 def create_rl_dataset(
     data_paths: str | Sequence[str],
-    data_config: DataConfig | Mapping[str, Any],
+    data_config: DataConfig | Mapping[str, object],
     tokenizer: PreTrainedTokenizerBase,
     processor: ProcessorMixin | None = None,
     is_train: bool = True,
@@ -63,7 +63,7 @@ def create_rl_dataset(
     return dataset
 
 
-def get_dataset_class(data_config: DataConfig | Mapping[str, Any]) -> type[Dataset]:
+def get_dataset_class(data_config: DataConfig | Mapping[str, object]) -> type[Dataset]:
     """Return the class of training prompts: the one that ``data.custom_cls`` names, or one of verl's."""
     section = DataConfig.of(data_config)
     default = DynamicGenDataset if section.datagen.path is not None else RLHFDataset
@@ -112,7 +112,7 @@ def create_rm_dataset(
     return create(data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples, **of_images)
 
 
-def create_rl_sampler(data_config: BaseConfig | Mapping[str, Any], dataset: Dataset) -> Sampler[int]:
+def create_rl_sampler(data_config: BaseConfig | Mapping[str, object], dataset: Dataset) -> Sampler[int]:
     """Create the sampler of the training rows.
 
     By default a seeded shuffle, new in each epoch (no seed is seed 1), or the data set's order without
@@ -145,14 +145,14 @@ def _dataset_class(custom: CustomClassConfig, default: type[Dataset]) -> Any:
     return users_class(cls, "custom_cls")
 
 
-def _sampler_class(custom: SamplerConfig, data_config: Any) -> Any:
+def _sampler_class(custom: SamplerConfig, data_config: Any) -> type[Sampler]:
     path, name = custom.class_path, custom.class_name or ""
     if path is None and name not in SAMPLERS:
         raise ConfigError(
             f"sampler.class_name='{name}': there is no such sampler.{suggest(name, list(SAMPLERS))} Set "
             f"sampler.class_path to your own file, or use one of: {', '.join(SAMPLERS)}."
         )
-    cls: Any = SAMPLERS.get(name) if path is None else load_object(path, name, "sampler")
+    cls: object = SAMPLERS.get(name) if path is None else load_object(path, name, "sampler")
     if not (isinstance(cls, type) and issubclass(cls, Sampler)):
         raise ConfigError(f"sampler: '{name}' in {path} is not a class that inherits from torch.utils.data.Sampler.")
     if not issubclass(cls, AbstractCurriculumSampler):

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from jinja2.exceptions import TemplateError
 
@@ -16,6 +16,9 @@ from verl.errors import ConfigError, DataError
 from verl.utils.control_tokens import control_tokens_of, has_special, is_marked
 from verl.vision.messages import bare_part, has_image_parts, is_image_part
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Message = dict[str, Any]
 Truncation = Literal["error", "left", "right", "middle"]
 T = TypeVar("T")
@@ -23,7 +26,7 @@ T = TypeVar("T")
 MEDIA = ("image", "image_url", "video", "audio", "input_audio")
 
 
-def require_chat_template(tokenizer: Any) -> None:
+def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuse a tokenizer that cannot turn messages into a prompt."""
     if tokenizer.chat_template is None:
         raise ConfigError(
@@ -33,7 +36,7 @@ def require_chat_template(tokenizer: Any) -> None:
         )
 
 
-def require_usable(tokenizer: Any) -> None:
+def require_usable(tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that a tokenizer has a chat template and a pad token."""
     require_chat_template(tokenizer)
     if tokenizer.pad_token_id is None:
@@ -43,7 +46,7 @@ def require_usable(tokenizer: Any) -> None:
         )
 
 
-def as_messages(prompt: Any, where: str, with_images: bool = False) -> list[Message]:
+def as_messages(prompt: object, where: str, with_images: bool = False) -> list[Message]:
     """Validate a prompt, a string or a list of messages, and return it as a list of messages.
 
     A string becomes one user message. Keys with value None are dropped, except ``content``: parquet gives every message
@@ -105,7 +108,7 @@ def _content(message: Message, where: str, with_images: bool = False) -> str | l
     return content
 
 
-def _parts(content: Any, where: str) -> Iterator[str]:
+def _parts(content: object, where: str) -> Iterator[str]:
     """The texts of content parts, each ``{"type": "text", "text": ...}``."""
     if not isinstance(content, list) or not content:
         raise DataError(f"{where} has content {shown(content)}. Expected a string or a list of parts.")
@@ -121,7 +124,7 @@ def _parts(content: Any, where: str) -> Iterator[str]:
         yield part["text"]
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return the type and the beginning of a value, for error messages."""
     return f"{type(value).__name__} {value!r:.120}"
 
@@ -148,7 +151,9 @@ def refusals(messages: list[Message], where: str) -> Iterator[None]:
         raise DataError(f"{where}: the chat template refuses the messages (roles {roles}): {error}.") from error
 
 
-def render_prompt(messages: list[Message], tokenizer: Any, where: str, **template_kwargs: Any) -> str:
+def render_prompt(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, where: str, **template_kwargs: object
+) -> str:
     """Render checked messages of a prompt, and the header of the turn that answers it.
 
     The text of a special token inside a message, or a description of a tool, stays text: it is marked for
@@ -173,14 +178,14 @@ def render_prompt(messages: list[Message], tokenizer: Any, where: str, **templat
     return render(messages, tokenizer, where, add_generation_prompt=True, **template_kwargs)
 
 
-def encode(text: str, tokenizer: Any) -> list[int]:
+def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Tokenize a rendered text without adding special tokens, which the template has written already."""
     if is_marked(text):
         return control_tokens_of(tokenizer).encode(text)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def token_lengths(texts: Sequence[str], tokenizer: Any, workers: int = 1) -> list[int]:
+def token_lengths(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, workers: int = 1) -> list[int]:
     """Count the tokens of each rendered text.
 
     With ``workers`` > 1 in parallel threads (fast tokenizers release the GIL), each with its own copy of the tokenizer,
@@ -195,7 +200,7 @@ def token_lengths(texts: Sequence[str], tokenizer: Any, workers: int = 1) -> lis
         return [length for part in pool.map(_lengths, parts, copies) for length in part]
 
 
-def _lengths(texts: Sequence[str], tokenizer: Any) -> list[int]:
+def _lengths(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     if not texts:
         return []
     lengths = [len(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
@@ -225,6 +230,6 @@ def truncate(items: list[T], max_length: int, truncation: Truncation, where: str
     )
 
 
-def common_prefix_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+def common_prefix_length(a: Sequence[object], b: Sequence[object]) -> int:
     """How many first items two sequences share."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

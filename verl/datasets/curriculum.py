@@ -12,6 +12,7 @@ from verl.datasets.sampler import AbstractCurriculumSampler, BatchSampler, requi
 from verl.errors import SchemaError
 
 if TYPE_CHECKING:
+    from verl.config import DataConfig
     from verl.protocol import DataProto
 
 
@@ -34,7 +35,7 @@ class DifficultyCurriculum(BatchSampler, AbstractCurriculumSampler):
     Settings: ``data.curriculum``.
     """
 
-    def __init__(self, data_source: Sized, data_config: Any) -> None:
+    def __init__(self, data_source: Sized, data_config: DataConfig) -> None:
         super().__init__(data_source, data_config)
         self.config = data_config.curriculum
         self.successes = np.zeros(len(data_source))

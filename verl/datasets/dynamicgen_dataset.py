@@ -74,7 +74,7 @@ class DynamicGenDataset(RLHFDataset):
         self.append(self.generator.generate(self))
         self.last_batch = None
 
-    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def append(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Append rows, all or none; errors give a row's number among all generated rows."""
         before = len(self.generated)
         self.generated.extend(rows, required=set(self.columns) - {"extra_info"})

@@ -69,12 +69,12 @@ class DataFile:
         values = self._parquet_column(name)
         return (self._without_nulls(name, value) for value in values) if name in self._with_objects else values
 
-    def _without_nulls(self, column: str, value: Any) -> Any:
+    def _without_nulls(self, column: str, value: object) -> object:
         if column in WITH_FIXED_KEYS and isinstance(value, dict):
             return {key: without_nulls(item) for key, item in value.items()}
         return without_nulls(value)
 
-    def _parquet_column(self, name: str) -> Iterator[Any]:
+    def _parquet_column(self, name: str) -> Iterator[object]:
         first = 0
         for chunk in self._table.column(name).chunks:
             try:
@@ -118,14 +118,14 @@ class RowsInMemory(DataFile):
         self.columns = list(dict.fromkeys(key for row in self._rows for key in row))
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> object:
     """Return a JSON value without the keys of objects whose value is None; None in a list stays."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Return a value of a table without NumPy's types; NaN, which pandas has for no value, is None."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()

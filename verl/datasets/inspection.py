@@ -7,13 +7,18 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from verl.datasets.chat import token_lengths
 from verl.datasets.files import DataFile
 from verl.datasets.prompt_images import PromptImages, RowImages
 from verl.errors import DataError
+from verl.utils.transformers_private import decoded
 from verl.vision.families import IMAGE_TOKEN, VIDEO_TOKEN
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 EXAMPLES = 3  # rows shown for each problem
 BINS = 10
@@ -24,7 +29,7 @@ class Inspectable(Protocol):
 
     files: list[DataFile]
     rows: list[tuple[int, int]]
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     images: PromptImages
 
     def __len__(self) -> int: ...
@@ -182,7 +187,7 @@ def quantiles(values: Sequence[int]) -> Mapping[str, float]:
     }
 
 
-def mask_runs(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[tuple[bool, str]]:
+def mask_runs(ids: Sequence[int], mask: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[tuple[bool, str]]:
     """Decode a sequence in pieces, each with whether it is trained on."""
     runs: list[tuple[bool, list[int]]] = []
     for token, learn in zip(ids, mask, strict=True):
@@ -190,7 +195,7 @@ def mask_runs(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[t
             runs.append((bool(learn), []))
         runs[-1][1].append(token)
     # A piece is decoded as a whole, since a character may consist of several tokens.
-    return [(learn, tokenizer.decode(tokens, skip_special_tokens=False)) for learn, tokens in runs]
+    return [(learn, decoded(tokenizer, tokens)) for learn, tokens in runs]
 
 
 def _shown_images(text: str) -> str:

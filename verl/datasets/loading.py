@@ -104,7 +104,7 @@ def batches(loader: Any) -> Iterator[Any]:
             return
 
 
-def load_position(loader: Any, state: Mapping[str, Any]) -> None:
+def load_position(loader: Any, state: Mapping[str, object]) -> None:
     """Load a state into a ``StatefulDataLoader``, also one saved with another number of worker processes.
 
     Raises:

@@ -23,6 +23,8 @@ from verl.protocol.shared import SharedTensors
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
+    from verl.vision.prompts import Picture
+
 Item = dict[str, Any]
 
 VIDEO_COLUMN = "videos"
@@ -61,7 +63,7 @@ class MultiTurnSFTDataset(Dataset):
         self,
         parquet_files: str | Sequence[str],
         tokenizer: Any,
-        config: SFTDataConfig | Mapping[str, Any],
+        config: SFTDataConfig | Mapping[str, object],
         processor: ProcessorMixin | None = None,
         max_samples: int = -1,
     ) -> None:
@@ -129,7 +131,7 @@ class MultiTurnSFTDataset(Dataset):
         where, row = self._locate(item)
         return self.images.of_row(self.rows[item], self.conversation(row, where))
 
-    def _sequence(self, item: int) -> tuple[list[int], list[int], list[Any]]:
+    def _sequence(self, item: int) -> tuple[list[int], list[int], list[Picture]]:
         """Token ids and loss mask before truncation, and the decoded images."""
         where, row = self._locate(item)
         conversation = self.images.opened(self.conversation(row, where), where)

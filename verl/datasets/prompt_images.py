@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from verl.datasets.chat import Message
 from verl.datasets.files import DataFile, refuse_media
@@ -17,9 +17,16 @@ from verl.vision.messages import PLACEHOLDERS, in_order, with_image_parts, with_
 from verl.vision.prompts import ImagePrompts, Picture
 from verl.vision.videos import Clip, Video
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import ProcessorMixin
+
 logger = logging.getLogger(__name__)
 
-Media = dict[str, list[Any]]
+T = TypeVar("T")
+RowId = TypeVar("RowId")
+
+Media = dict[str, list[object]]
 """Under ``image`` the images of a row, under ``video`` its videos."""
 
 SHOWN = 5  # broken rows in one message
@@ -39,7 +46,7 @@ class ImagePrompt:
     """Its messages with texts alone, in which ``<image>`` and ``<video>`` stand for them."""
     messages: list[Message]
     """Its messages as the chat template takes them."""
-    images: list[Any]
+    images: list[object]
     """Images and videos as the row has them, in the order of the messages; of an opened prompt videos are clips."""
 
 
@@ -62,13 +69,13 @@ class PromptImages:
         video_key: column of videos.
     """
 
-    def __init__(self, processor: Any, image_key: str, video_key: str) -> None:
+    def __init__(self, processor: ProcessorMixin | None, image_key: str, video_key: str) -> None:
         self.maker = ImagePrompts.of(processor)
         self._kinds = {image_key: "image", video_key: "video"}
         self.image_key, self.video_key = image_key, video_key
         self.broken: list[str] = []
         """What is wrong with each row that was left out."""
-        self._tokens: dict[Any, list[int]] = {}
+        self._tokens: dict[object, list[int]] = {}
         """Tokens of each image of the rows with images, by the row's number."""
         self._reader = type(processor).__name__ if processor is not None else None
 
@@ -91,7 +98,7 @@ class PromptImages:
         reads = "Images and videos are for models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL"
         return f"{reads}; this one's processor is {self._reader}."
 
-    def prompt(self, prompt: Any, row: Mapping[str, Any], where: str) -> ImagePrompt:
+    def prompt(self, prompt: object, row: Mapping[str, object], where: str) -> ImagePrompt:
         """Check the messages of a row and place its images and videos in them.
 
         Raises:
@@ -149,8 +156,8 @@ class PromptImages:
         return prompt, counts
 
     def measured(
-        self, prompts: Iterable[tuple[Any, str, ImagePrompt]], workers: int, most: int
-    ) -> Iterator[tuple[Any, ImagePrompt, int]]:
+        self, prompts: Iterable[tuple[RowId, str, ImagePrompt]], workers: int, most: int
+    ) -> Iterator[tuple[RowId, ImagePrompt, int]]:
         """Decode all images and videos once, and leave out rows with broken ones, which are named in one warning.
 
         Args:
@@ -165,7 +172,7 @@ class PromptImages:
         bare: list[str] = []
         total = 0
 
-        def counted(item: tuple[object, str, ImagePrompt]) -> tuple[ImagePrompt, list[int]] | DataError:
+        def counted(item: tuple[RowId, str, ImagePrompt]) -> tuple[ImagePrompt, list[int]] | DataError:
             try:
                 return self._checked(item[2], item[1], most)
             except DataError as error:
@@ -216,15 +223,15 @@ class PromptImages:
         long = [(token, trained) for token, trained, count in pairs for _ in range(count)]
         return [token for token, _ in long], [trained for _, trained in long]
 
-    def columns(self, images: list[Picture], ids: list[int], where: str) -> Mapping[str, Any]:
+    def columns(self, images: list[Picture], ids: list[int], where: str) -> Mapping[str, torch.Tensor]:
         """Return the inputs of the images by name, and under ``positions`` the position ids, (4, tokens)."""
         assert self.maker is not None
         inputs = self.maker.inputs(images, where)
         return inputs | {"positions": self.maker.positions(ids, inputs)}
 
 
-def _parts(items: Iterable[Any]) -> Iterator[list[Any]]:
-    part: list[Any] = []
+def _parts(items: Iterable[T]) -> Iterator[list[T]]:
+    part: list[T] = []
     for item in items:
         part.append(item)
         if len(part) == _READ_AT_ONCE:

@@ -106,7 +106,7 @@ class RLHFDataset(Dataset):
         self,
         data_files: str | Sequence[str],
         tokenizer: Any,
-        config: DataConfig | Mapping[str, Any],
+        config: DataConfig | Mapping[str, object],
         processor: ProcessorMixin | None = None,
         max_samples: int = -1,
     ) -> None:
@@ -141,14 +141,14 @@ class RLHFDataset(Dataset):
     def _read_files_and_tokenize(self) -> None:
         """Read ``self.data_files``, which may be folders or names, in a subclass; it sets ``self.dataframe``."""
 
-    def maybe_filter_out_long_prompts(self, dataframe: Any = None) -> Any:
+    def maybe_filter_out_long_prompts(self, dataframe: object = None) -> object:
         """Return the rows as they are: prompts that are too long are left out when the data set has its rows."""
         return dataframe
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, item: int) -> dict[str, Any]:
+    def __getitem__(self, item: int) -> dict[str, object]:
         where = self.place(item)
         source = self.source_row(item)
         prompt = self._prompt(source, where)
@@ -180,7 +180,7 @@ class RLHFDataset(Dataset):
     def _render(self, prompt: ImagePrompt, row: tuple[int, int]) -> str:
         return render_prompt(prompt.messages, self.tokenizer, self._place(row), **self._template_kwargs(row))
 
-    def _template_kwargs(self, row: tuple[int, int]) -> dict[str, Any]:
+    def _template_kwargs(self, row: tuple[int, int]) -> dict[str, object]:
         """The variables of the chat template of the run, and those of the row."""
         (file, row_index), config = row, self.config
         if not {config.tools_key, config.enable_thinking_key}.intersection(self.files[file].columns):
@@ -414,7 +414,7 @@ def collate_fn(data_list: list[Row]) -> dict[str, torch.Tensor | np.ndarray]:
     return batch
 
 
-def check_item(item: Any, dataset: str) -> None:
+def check_item(item: object, dataset: str) -> None:
     """Check an item of a data set of the user's own.
 
     Args:

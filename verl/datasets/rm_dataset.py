@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from transformers import ProcessorMixin
 
     from verl.config import PreferenceDataConfig
+    from verl.vision.prompts import Picture
 
 Side = tuple[list[int], list[int]]
 """Token ids and loss mask, of equal length."""
@@ -36,7 +37,7 @@ class Pair(NamedTuple):
     rejected: list[Message]
     shared: int
     """Number of leading messages that are the prompt."""
-    images: Sequence[Any] = ()
+    images: Sequence[Picture] = ()
     """Images and videos of the prompt, in the order of its messages."""
 
 
@@ -174,7 +175,7 @@ class RMDataset(Dataset):
         sides = (pair.chosen, pair.rejected)
         return [render(messages, self.tokenizer, where, **template_kwargs) for messages in sides]
 
-    def _template_kwargs(self, row: Row, where: str) -> dict[str, Any]:
+    def _template_kwargs(self, row: Row, where: str) -> dict[str, object]:
         config = self.config
         of_row = row_template_kwargs(row, config.tools_key, config.enable_thinking_key, self.tokenizer, where)
         return self.template_kwargs | of_row
@@ -187,7 +188,7 @@ class RMDataset(Dataset):
         """The images of an item, as they were measured when the files were opened."""
         return self.images.of_row(self.rows[item], _prompt_of(self.pair(item)))
 
-    def _sequences(self, item: int) -> tuple[Side, Side, list[Any]]:
+    def _sequences(self, item: int) -> tuple[Side, Side, list[Picture]]:
         """Both sides before truncation, and the decoded images."""
         pair, (where, row) = self._opened(item), self._locate(self.rows[item])
         template_kwargs = self._template_kwargs(row, where)

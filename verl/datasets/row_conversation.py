@@ -107,7 +107,7 @@ def row_template_kwargs(
     Raises:
         DataError: a value cannot be used, or the template does not write tools.
     """
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, object] = {}
     tools = decoded_json(row.get(tools_key or ""), f"{where}: the {tools_key}")
     if not isinstance(tools, list | None):
         raise DataError(f"{where}: the {tools_key} are {type(tools).__name__}, not a list: {tools!r:.80}.")

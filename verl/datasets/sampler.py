@@ -16,6 +16,7 @@ from torch.utils.data import Sampler
 from verl.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from verl.config import DataConfig
     from verl.protocol import DataProto
 
 
@@ -23,7 +24,7 @@ class AbstractSampler(Sampler[int], ABC):
     """Base of the samplers for ``data.sampler``; ``data_config`` is the ``data`` section."""
 
     @abstractmethod
-    def __init__(self, data_source: Sized, data_config: Any) -> None: ...
+    def __init__(self, data_source: Sized, data_config: object) -> None: ...
 
 
 class AbstractCurriculumSampler(AbstractSampler):
@@ -135,7 +136,7 @@ class BatchSampler(AbstractSampler):
     its beginning.
     """
 
-    def __init__(self, data_source: Sized, data_config: Any) -> None:
+    def __init__(self, data_source: Sized, data_config: DataConfig) -> None:
         self.dataset = data_source
         self.batch_size: int = data_config.get("gen_batch_size") or data_config.train_batch_size
         self.seed: int = 1 if data_config.seed is None else data_config.seed
@@ -154,11 +155,11 @@ class BatchSampler(AbstractSampler):
     def draw(self) -> list[int]:
         """Draw the rows of batch number ``self.batches``."""
 
-    def progress(self) -> dict[str, Any]:
+    def progress(self) -> dict[str, object]:
         """State for checkpoints besides seed and counters: numbers, tensors, lists and dicts of them."""
         return {}
 
-    def restore(self, progress: dict[str, Any]) -> None:
+    def restore(self, progress: dict[str, object]) -> None:
         """Restore a saved :meth:`progress`."""
 
 
@@ -183,7 +184,7 @@ class _Batches(Iterator[int]):
         self.yielded += 1
         return self.pending.pop(0)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         sampler = self.sampler
         return {
             "epoch": self.epoch if self.length is not None else sampler.epoch,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from jinja2.exceptions import TemplateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _PROBE = "verl_probe"
 _TOOLS = [
@@ -37,7 +40,7 @@ class TemplateForms:
     writes_tools: bool
 
     @classmethod
-    def of(cls, tokenizer: Any) -> TemplateForms:
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TemplateForms:
         """Return those of a tokenizer's template; found out once for each tokenizer."""
         template = str(tokenizer.chat_template)
         known = _found.get(tokenizer)
@@ -53,12 +56,12 @@ class TemplateForms:
             known = _found[tokenizer] = template, cls(text_arguments, writes_calls, writes_tools)
         return known[1]
 
-    def adapted(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def adapted(self, messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
         """Return messages with the arguments of their calls as the template takes them."""
         return [with_arguments(message, self.text_arguments) for message in messages]
 
 
-_found: WeakKeyDictionary[Any, tuple[str, TemplateForms]] = WeakKeyDictionary()
+_found: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[str, TemplateForms]] = WeakKeyDictionary()
 
 
 def with_arguments(message: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
@@ -68,7 +71,7 @@ def with_arguments(message: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     return {**message, "tool_calls": [_adapted_call(call, as_text) for call in message["tool_calls"]]}
 
 
-def _adapted_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+def _adapted_call(call: Mapping[str, Any], as_text: bool) -> dict[str, object]:
     function = call.get("function", call)
     arguments = function.get("arguments")
     if as_text and not isinstance(arguments, str):

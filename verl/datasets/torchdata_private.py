@@ -6,9 +6,12 @@ Each function has a test that fails when a version changes them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
 SAMPLER = ("_index_sampler_state", "_sampler_iter_state", "_sampler_iter_yielded")
 """Keys of the sampler's state, in both layouts of a loader's state."""
@@ -27,7 +30,7 @@ def has_dataset_state(state: Mapping[str, Any]) -> bool:
     return any(reader["dataset_state"] is not None for reader in state["_snapshot"]["_worker_snapshots"].values())
 
 
-def for_other_processes(state: Mapping[str, Any], loader: Any) -> dict[str, object]:
+def for_other_processes(state: Mapping[str, Any], loader: StatefulDataLoader) -> dict[str, object]:
     """Convert a loader's state for ``loader``, which has another number of worker processes.
 
     The position is the sampler's state and the number of batches read. torchdata stores them in one layout without

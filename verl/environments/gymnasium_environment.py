@@ -48,12 +48,12 @@ class GymnasiumEnvironment(Environment):
         finally:
             env.close()
 
-    def reset(self, *, seed: int, messages: list[JsonObject], **kwargs: Any) -> str | ImageObservation:
+    def reset(self, *, seed: int, messages: list[JsonObject], **kwargs: object) -> str | ImageObservation:
         """Begin an episode."""
         observation, _ = self._env.reset(seed=seed, options=kwargs or None)
         return self._observation_of(observation)
 
-    def step(self, action: str, **kwargs: Any) -> tuple[str | ImageObservation, Any, Any, Any, JsonMapping]:
+    def step(self, action: str, **kwargs: object) -> tuple[str | ImageObservation, float, bool, bool, JsonMapping]:
         """Take the action that the text names."""
         value = self._value(action)
         if value is None:
@@ -70,7 +70,7 @@ class GymnasiumEnvironment(Environment):
         """Close the environment."""
         self._env.close()
 
-    def _value(self, action: str) -> Any:
+    def _value(self, action: str) -> object:
         if not self._actions:
             text = action.strip()
             return text if self._env.action_space.contains(text) else None

@@ -37,7 +37,7 @@ class VerifiersEnvironment(Environment):
         self._env = load(config["env_id"], json.dumps(config.get("env_args") or {}))
         self._requests: asyncio.Queue[list[JsonObject]] = asyncio.Queue()
         self._known: list[JsonObject] = []
-        self._turn: asyncio.Future[Any] | None = None
+        self._turn: asyncio.Future[object] | None = None
         self._run: asyncio.Task[JsonMapping] | None = None
 
     @classmethod
@@ -59,7 +59,7 @@ class VerifiersEnvironment(Environment):
         example: int | None = None,
         answer: str = "",
         info: JsonMapping | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> list[JsonObject]:
         """Begin the rollout, and return its first request.
 
@@ -80,7 +80,7 @@ class VerifiersEnvironment(Environment):
         return first
 
     async def step(
-        self, action: str, tool_calls: list[JsonObject] | None = None, **kwargs: Any
+        self, action: str, tool_calls: list[JsonObject] | None = None, **kwargs: object
     ) -> tuple[list[JsonObject], float | None, bool, bool, JsonObject]:
         """Answer the request by the policy's turn, and return what the next one adds.
 
@@ -166,7 +166,7 @@ def _client(environment: VerifiersEnvironment) -> object:
 
     class PolicyClient(Client):
         async def get_response(
-            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
+            self, prompt: Any, model: str, sampling_args: object, tools: Any = None, **kwargs: object
         ) -> Any:
             functions = [
                 {"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools or []

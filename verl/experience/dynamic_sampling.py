@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -90,7 +89,7 @@ def fill_batch(
         RewardError: the reward function does not return the configured metric.
     """
     kept: list[DataProto] = []
-    prompts: list[Any] = []
+    prompts: list[object] = []
     values: list[np.ndarray] = []
     drawn = num_kept = 0
     while num_kept < num_prompts:

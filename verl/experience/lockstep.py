@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from verl.experience.source import Experience, ExperienceSource
 from verl.protocol import DataProto, replace_columns
 from verl.utils.deferred import Deferred
 from verl.utils.step_context import StepContext
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Lockstep(ExperienceSource):
@@ -41,11 +44,11 @@ class Lockstep(ExperienceSource):
     def __init__(
         self,
         config: PPOConfig,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         next_prompts: Callable[[], DataProto],
         responses: ResponseSource,
         scorer: Scorer,
-        reward_fn: Any,
+        reward_fn: object,
         samples: RecordFolder,
     ) -> None:
         self.config = config
@@ -74,11 +77,11 @@ class Lockstep(ExperienceSource):
     def updated(self, version: int) -> None:
         """See :meth:`ExperienceSource.updated`; engines take the newest weights whenever they generate."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """See :meth:`ExperienceSource.state_dict`; between two steps nothing is in flight."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """See :meth:`ExperienceSource.load_state_dict`."""
 
     def _draws(self, context: StepContext, rewards: RewardRecord) -> Iterator[Draw]:

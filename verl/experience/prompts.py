@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import numpy as np
 
@@ -29,8 +28,8 @@ def name_samples(prompts: DataProto, step: int, n: int, first_prompt: int = 0) -
         first_prompt: prompts that were named earlier in the step.
     """
     prompt_uids = prompts.non_tensor_batch.get("uid", np.arange(len(prompts)) // n)
-    index_of: dict[Any, int] = {}
-    seen: Counter[Any] = Counter()
+    index_of: dict[object, int] = {}
+    seen: Counter[object] = Counter()
     uids, indices = [], []
     for uid in prompt_uids.tolist():
         uids.append(f"{step}-{first_prompt + index_of.setdefault(uid, len(index_of))}")

@@ -25,7 +25,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,9 @@ from verl.protocol import DataProto, compute_response_mask
 from verl.tracking import Tracking
 from verl.vision.families import IMAGE_TOKEN, TEXT_PLACES, VIDEO_TOKEN
 from verl.vision.texts import decoded_with_images
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +62,7 @@ class RecordFolder:
         self.failed = 0
         """Number of failed writes."""
 
-    def write(self, step: int, records: Iterable[Mapping[str, Any]], append: bool = False) -> None:
+    def write(self, step: int, records: Iterable[Mapping[str, object]], append: bool = False) -> None:
         """Write the records of a step, or append them to the step's file.
 
         If the write fails, all of these records are left out, so that no line is cut; the first failure logs a warning.
@@ -93,14 +96,14 @@ class RecordFolder:
                     error,
                 )
 
-    def _line(self, record: Mapping[str, Any]) -> str:
+    def _line(self, record: Mapping[str, object]) -> str:
         known = redacted_texts(record, self._secrets) | {"run": Tracking.run_in_files()}
         return json.dumps(known, ensure_ascii=False, default=str) + "\n"
 
 
 def generation_records(
-    step: int, tokenizer: Any, batch: DataProto, scores: torch.Tensor, extra: Mapping[str, list]
-) -> list[dict[str, Any]]:
+    step: int, tokenizer: PreTrainedTokenizerBase, batch: DataProto, scores: torch.Tensor, extra: Mapping[str, list]
+) -> list[dict[str, object]]:
     """Convert the samples of a batch to records for JSON; texts are decoded without special tokens, and name images.
 
     Args:
@@ -194,7 +197,9 @@ def _texts_with_images(tokenizer: Any, batch: DataProto, row: int) -> tuple[str,
     return text(slice(None, -width)), text(slice(-width, None))
 
 
-def _trajectory(tokenizer: Any, batch: DataProto, scores: torch.Tensor, row: int) -> dict[str, Any]:
+def _trajectory(
+    tokenizer: PreTrainedTokenizerBase, batch: DataProto, scores: torch.Tensor, row: int
+) -> dict[str, object]:
     """All that is known of the trajectory of a row."""
     columns = {name: values[row] for name, values in batch.non_tensor_batch.items()}
     width = batch.batch["responses"].shape[1]
@@ -228,7 +233,7 @@ def _trajectory(tokenizer: Any, batch: DataProto, scores: torch.Tensor, row: int
     }
 
 
-def _bounded(value: Any) -> Any:
+def _bounded(value: object) -> Any:
     """A copy of nested values with long texts cut, as a tool of a loop of one's own may return any amount."""
     if isinstance(value, Mapping):
         return {key: _bounded(item) for key, item in value.items()}
@@ -239,7 +244,7 @@ def _bounded(value: Any) -> Any:
     return value
 
 
-def _ground_truth(reward_model: Any) -> Any:
+def _ground_truth(reward_model: object) -> object:
     return reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.agents.manager import AgentLoopManager
 from verl.config import PPOConfig
@@ -16,6 +16,8 @@ from verl.utils.deferred import Deferred
 from verl.utils.metric import Metrics
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
     from verl.judge.service import JudgeService
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,12 @@ class ResponseSource:
     """
 
     def __init__(
-        self, config: PPOConfig, tokenizer: Any, processor: Any, workers: CurrentWorkers, judge: JudgeService | None
+        self,
+        config: PPOConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        processor: ProcessorMixin | None,
+        workers: CurrentWorkers,
+        judge: JudgeService | None,
     ) -> None:
         self._config, self._tokenizer, self._processor = config, tokenizer, processor
         self._workers, self._judge = workers, judge

@@ -6,7 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from verl.protocol import DataProto, response_lengths
 from verl.supervision.killable_pool import STATUSES
 from verl.utils.metric import Metrics, distribution, number_or_nan
 from verl.workers.reward_manager.texts import response_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +111,7 @@ class RewardRecord:
 class EqualScores:
     """Warns once when all responses of several steps in a row have the same score, which teaches nothing."""
 
-    def __init__(self, tokenizer: Any, steps: int = 3) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, steps: int = 3) -> None:
         self.tokenizer = tokenizer
         self.steps = steps
         self._row = 0
@@ -153,7 +156,7 @@ def status_metrics(statuses: Sequence[str]) -> Metrics:
     return {"reward/error_rate": failed / size} | rates
 
 
-def component_metrics(extra: Mapping[str, Sequence[Any]]) -> Metrics:
+def component_metrics(extra: Mapping[str, Sequence[object]]) -> Metrics:
     """Compute ``reward/{name}/mean``, ``/max`` and ``/min`` of every numeric value of the reward function.
 
     Samples that were not scored, or whose value is missing or not finite, are left out. A name is skipped if any scored
@@ -172,7 +175,7 @@ def component_metrics(extra: Mapping[str, Sequence[Any]]) -> Metrics:
     return metrics
 
 
-def metrics_by_source(batch: DataProto, scores: torch.Tensor, statuses: Sequence[Any]) -> Metrics:
+def metrics_by_source(batch: DataProto, scores: torch.Tensor, statuses: Sequence[object]) -> Metrics:
     """Compute ``train-source/{data_source}/...`` if there are several sources; mean scores leave out failed samples.
 
     ``scores`` are those of whole responses, (bsz,).

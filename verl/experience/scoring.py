@@ -28,6 +28,7 @@ from verl.workers.reward_manager.scores import on_drawn_tokens, token_scores
 
 if TYPE_CHECKING:
     from verl.judge.service import JudgeService
+    from verl.workers.reward_manager.abstract import Result
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Scorer:
         self._max_error_rate = config.reward_model.max_error_rate
         self._has_reward_model = config.reward_model.enable and config.judge is None
 
-    def submit(self, batch: DataProto, reward_fn: Any, step: int) -> Deferred[Scored]:
+    def submit(self, batch: DataProto, reward_fn: object, step: int) -> Deferred[Scored]:
         """Start scoring and return at once; ``result()`` waits, and raises what :func:`compute_reward` does.
 
         Of trajectories only those are scored that are trained on and that the agent loop has given no score.
@@ -63,7 +64,7 @@ class Scorer:
         assert judge_workers is not None
         return self._judge.serve_while(judge_workers, step, lambda: self._submit(batch, reward_fn))
 
-    def _submit(self, batch: DataProto, reward_fn: Any) -> Deferred[Scored]:
+    def _submit(self, batch: DataProto, reward_fn: object) -> Deferred[Scored]:
         if "trajectory_status" not in batch.non_tensor_batch:
             return submit_scores(self._with_model_scores(batch), reward_fn, self._max_error_rate)
         rows = rows_to_score(batch, self._agent)
@@ -94,7 +95,7 @@ def submit_scores(data: DataProto, reward_fn: Any, max_error_rate: float = 0.5) 
         the running computation; ``result()`` waits, and returns or raises what :func:`compute_reward` does.
     """
 
-    def checked(result: Any) -> Scored:
+    def checked(result: torch.Tensor | Result) -> Scored:
         return _checked(result, data, reward_fn, getattr(reward_fn, "max_error_rate", max_error_rate))
 
     if isinstance(reward_fn, AbstractRewardManager):
@@ -102,7 +103,7 @@ def submit_scores(data: DataProto, reward_fn: Any, max_error_rate: float = 0.5) 
     return Deferred([], lambda: checked(call(reward_fn, data)))
 
 
-def compute_reward(data: DataProto, reward_fn: Any, max_error_rate: float = 0.5) -> Scored:
+def compute_reward(data: DataProto, reward_fn: object, max_error_rate: float = 0.5) -> Scored:
     """Score a batch and wait.
 
     Args:
@@ -120,7 +121,7 @@ def compute_reward(data: DataProto, reward_fn: Any, max_error_rate: float = 0.5)
     return submit_scores(data, reward_fn, max_error_rate).result()
 
 
-def score_columns(scores: torch.Tensor, extra: Mapping[str, list[Any]]) -> DataProto:
+def score_columns(scores: torch.Tensor, extra: Mapping[str, list[object]]) -> DataProto:
     """Build the columns ``token_level_scores`` and, by name, the other values of the reward function."""
     return DataProto.from_dict(tensors={"token_level_scores": scores}, non_tensors=dict(extra))
 
@@ -186,10 +187,12 @@ def leave_out_failed(
     return columns, metrics | {"reward/left_out_rate": float(out[scored].mean())}
 
 
-def _checked(result: Any, data: DataProto, reward_fn: Any, max_error_rate: float) -> Scored:
+def _checked(result: torch.Tensor | Result, data: DataProto, reward_fn: object, max_error_rate: float) -> Scored:
     manager = type(reward_fn).__name__
-    scores, extra = result, {}
-    if not isinstance(result, torch.Tensor):
+    extra: dict[str, list] = {}
+    if isinstance(result, torch.Tensor):
+        scores = result
+    else:
         extra = {name: list(values) for name, values in (result.get("reward_extra_info") or {}).items()}
         scores = result["reward_tensor"]
     expected = tensors_of(data)["responses"].shape

@@ -186,7 +186,7 @@ class JoinedSequences:
         return out.view(self.shape)
 
 
-def joined_sequences(batch: DataProto, columns: Mapping[str, Any]) -> JoinedSequences:
+def joined_sequences(batch: DataProto, columns: Mapping[str, object]) -> JoinedSequences:
     """Join the sequences of each agent of each trajectory.
 
     Args:

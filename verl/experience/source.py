@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from verl.errors import CheckpointError
 from verl.experience.rewards import RewardRecord
@@ -47,7 +46,7 @@ class ExperienceSource(ABC):
         """Called after the policy's update of step ``version``: from now on its new weights may sample."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """State between two steps for a checkpoint, as JSON."""
 
     def pending(self) -> Deferred[Mapping[str, DataProto]]:
@@ -70,5 +69,5 @@ class ExperienceSource(ABC):
             )
 
     @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore the state of a checkpoint; the data goes on behind the prompts that are part of it."""

@@ -40,7 +40,7 @@ def wants_agents(prompts: DataProto, rollout: RolloutConfig) -> bool:
     return default != SINGLE_TURN if names is None else any((name or default) != SINGLE_TURN for name in names)
 
 
-def wanted_agents(datasets: Iterable[Any], rollout: RolloutConfig) -> list[str]:
+def wanted_agents(datasets: Iterable[object], rollout: RolloutConfig) -> list[str]:
     """Return the names of the agent loops that the prompts of data sets want; of custom data sets, the default's."""
     agents = {rollout.default_agent_loop: None}
     for dataset in datasets:
@@ -49,7 +49,7 @@ def wanted_agents(datasets: Iterable[Any], rollout: RolloutConfig) -> list[str]:
     return list(agents)
 
 
-def check_tools(datasets: Sequence[Any], rollout: RolloutConfig, tools: Sequence[Any]) -> None:
+def check_tools(datasets: Sequence[object], rollout: RolloutConfig, tools: Sequence[object]) -> None:
     """Check that the tools of a run, and those of rows, reach the policy.
 
     Args:
@@ -145,7 +145,7 @@ def complete_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
     for message in dict.fromkeys(score.error for score in failed.values()):
         logger.warning("the score of an agent loop cannot be used: %s", message)
     all_scores[[row for row, trajectory in enumerate(trajectories.indices) if trajectory in failed]] = 0.0
-    columns: dict[str, list[Any]] = {name: [None] * len(batch) for name in ("score", "reward_status", *extra)}
+    columns: dict[str, list[object]] = {name: [None] * len(batch) for name in ("score", "reward_status", *extra)}
     for row, (trajectory, treatment) in enumerate(zip(trajectories.indices, treatments, strict=True)):
         score = failed.get(trajectory) or (shared[trajectory] if treatment == "train" else Score(0.0))
         columns["score"][row] = score.value
@@ -253,7 +253,7 @@ def _own_scores(batch: DataProto) -> tuple[list[Score | None], list[Score | None
     """Scores that agent loops gave: of each trajectory, and of each sequence of an agent with ``turn_scores``."""
     wholes, turns = (batch.non_tensor_batch.get(name, [None] * len(batch)) for name in ("reward_score", "turn_scores"))
     trajectories = Trajectories.of(batch)
-    by_agent: dict[int, list[Any]] = {}
+    by_agent: dict[int, list[object]] = {}
     for unit, turn_scores in zip(trajectories.of_agents, turns, strict=True):
         by_agent.setdefault(unit, []).extend([] if turn_scores is None else [turn_scores])
     of_turns = [
@@ -270,7 +270,7 @@ def _own_scores(batch: DataProto) -> tuple[list[Score | None], list[Score | None
     return of_trajectories, of_turns
 
 
-def _score_of_turns(turn_scores: list[Any], whole: Any = None) -> Score:
+def _score_of_turns(turn_scores: list[Any], whole: object = None) -> Score:
     """Score of the turns of some sequences, whose sum is ``whole`` if that is given."""
     not_lists = [turns for turns in turn_scores if not isinstance(turns, list)]
     turns = not_lists[0] if not_lists else [turn for turns in turn_scores for turn in turns]

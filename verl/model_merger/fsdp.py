@@ -153,7 +153,7 @@ def whole_weights(folder: Path) -> dict[str, Tensor]:
     return {name: assemble(shards, name, 0, shape[0] if shape else 0) for name, shape in shapes.items()}
 
 
-def _auto_class(config: PretrainedConfig) -> Any:
+def _auto_class(config: PretrainedConfig) -> type:
     architecture = str((config.architectures or [""])[0])
     if config.model_type in FAMILIES:
         for classifier in (sequence_classifier, token_classifier):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from verl.workers.engine.fsdp.adapters import (
 )
 from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state, trained_parameters
 from verl.workers.forward_check import is_rounding, largest_difference
+
+if TYPE_CHECKING:
+    from verl.base.types import JsonObject
 
 # Of verl 0.8: what stands before the names in its shards, and the file with the scale of the adapters.
 PUBLIC_PREFIX, PUBLIC_SCALE = "base_model.model.", "lora_train_meta.json"
@@ -153,7 +156,7 @@ class PublicAdapted:
     def __init__(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         path = folder / PUBLIC_SCALE
         try:
-            about: dict[str, Any] = json.loads(path.read_text())
+            about: JsonObject = json.loads(path.read_text())
             self._scale = float(about["lora_alpha"]) / int(about["r"])
         except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
             raise CheckpointError(

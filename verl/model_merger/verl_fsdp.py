@@ -110,9 +110,9 @@ def _rows(shards: list[dict[str, Any]], name: str, mesh: DeviceMesh, rank: int) 
 
 def _optimizer(
     shards: list[dict[str, Any]], weights: list[str], schedule: Mapping[str, Any], mesh: DeviceMesh, rank: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return what ``state_dict()`` of an AdamW of the trained weights returns on a rank."""
-    entries: dict[str, dict[str, Any]] = {}
+    entries: dict[str, dict[str, object]] = {}
     for key in shards[0]["shapes"]:
         name, entry = key.rsplit("/", 1)
         entries.setdefault(name, {})[entry] = _rows(shards, key, mesh, rank)
@@ -145,7 +145,7 @@ def _extra(source: Path, saved_ranks: int, rank: int) -> dict[str, Any] | None:
         return None
     saved = read_state(path)
     random = saved["rng"]
-    states: dict[str, Any] = {}
+    states: dict[str, object] = {}
     if random is not None:
         name, keys, *rest = random["numpy"]
         version, numbers, gauss = random["python"]

@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
 from verl.utils.flops_counter import FlopsCounter
 from verl.utils.model_facts.experts import ExpertSizes
+
+if TYPE_CHECKING:
+    from verl.base.types import JsonMapping
 
 FAMILIES = ("gemma", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of models whose parameters and activations are counted; each is compared with Transformers."""
@@ -60,7 +63,7 @@ class ModelShape:
     """Entries of config.json."""
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any], where: str) -> ModelShape:
+    def of(cls, fields: JsonMapping, where: str) -> ModelShape:
         """Read the entries of a config.json; ``where`` names it in errors.
 
         Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from verl.errors import MissingColumnError, NoSuchRowError, SchemaError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
+
+T = TypeVar("T")
+ColumnT = TypeVar("ColumnT", Tensor, np.ndarray)
 
 Columns = dict[str, np.ndarray]
 RowIndex = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
@@ -103,7 +106,7 @@ def union_numpy_dict(tensor_dict1: Columns, tensor_dict2: Columns) -> Columns:
     return unite(tensor_dict1, tensor_dict2, "column")
 
 
-def unite(a: Mapping[str, object], b: Mapping[str, object], what: str) -> dict[str, Any]:
+def unite(a: Mapping[str, T], b: Mapping[str, T], what: str) -> dict[str, T]:
     """Unite two dicts in a new one; an entry of both must have equal values. ``what`` names entries in errors."""
     for key in a:
         if key in b and not same_value(a[key], b[key]):
@@ -122,8 +125,10 @@ def _remedy(key: str, what: str) -> str:
     return "Drop it from one side (select or pop), or rename it."
 
 
-def _first_difference(a: Any, b: Any) -> str:
-    if not isinstance(a, Tensor | np.ndarray) or a.ndim == 0 or (a.shape, a.dtype) != (b.shape, b.dtype):
+def _first_difference(a: object, b: object) -> str:
+    if not isinstance(a, Tensor | np.ndarray) or not isinstance(b, Tensor | np.ndarray):
+        return ""
+    if a.ndim == 0 or (a.shape, a.dtype) != (b.shape, b.dtype):
         return ""
     row = next(row for row, (x, y) in enumerate(zip(a, b, strict=True)) if not same_value(x, y))
     return f", which differ from row {row} on"
@@ -132,7 +137,7 @@ def _first_difference(a: Any, b: Any) -> str:
 # ---- choosing -----------------------------------------------------------------------------------
 
 
-def only(entries: Mapping[str, object], keys: Sequence[str] | None, where: str) -> dict[str, Any]:
+def only(entries: Mapping[str, T], keys: Sequence[str] | None, where: str) -> dict[str, T]:
     """Select entries by name, in the order of ``entries``; None selects all, an unknown name is an error."""
     if keys is None:
         return dict(entries)
@@ -163,7 +168,7 @@ def row_indices(index: RowIndex, length: int) -> Tensor:
     return torch.from_numpy(np.where(rows < 0, rows + length, rows).astype(np.int64))
 
 
-def take(column: Any, rows: Tensor) -> Any:
+def take(column: ColumnT, rows: Tensor) -> ColumnT:
     """Select rows of a tensor or an array, in new memory."""
     return column[rows.to(column.device)] if isinstance(column, Tensor) else column[rows.numpy()]
 
@@ -192,12 +197,12 @@ def columns_to_join(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, 
     return {key: [part[key] for part in parts] for key in first}
 
 
-def gather_metrics(metrics: Iterable[Any]) -> dict[str, list[Any]]:
+def gather_metrics(metrics: Iterable[Any]) -> dict[str, list[object]]:
     """Collect the values of each metric of several workers; each gives one dict, or a list of dicts.
 
     ``[{"loss": 1}, {"loss": [2, 3]}]`` becomes ``{"loss": [1, 2, 3]}``.
     """
-    gathered: dict[str, list[Any]] = {}
+    gathered: dict[str, list[object]] = {}
     for of_worker in metrics:
         for one in [of_worker] if isinstance(of_worker, Mapping) else of_worker:
             for name, value in one.items():
@@ -266,7 +271,7 @@ def parts_of(tensor_dict: TensorDictBase | None) -> tuple[dict[str, Tensor], dic
 
     tensors: dict[str, Tensor] = {}
     per_row: dict[str, list] = {}
-    shared: dict[str, Any] = {}
+    shared: dict[str, object] = {}
     for key in tensor_dict.keys() if tensor_dict is not None else ():
         value = tensor_dict.get(key)  # type: ignore[union-attr]
         if isinstance(value, NonTensorStack):

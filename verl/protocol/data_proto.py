@@ -113,12 +113,12 @@ class DataProto(MethodsForScripts):
     def from_single_dict(
         cls,
         data: Mapping[str, Tensor | np.ndarray | list],
-        meta_info: dict[str, Any] | None = None,
+        meta_info: dict[str, object] | None = None,
         auto_padding: bool = False,
     ) -> DataProto:
         """Create from one dict: tensors go to ``batch``, arrays and lists to ``non_tensor_batch``."""
         tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
-        others: dict[str, Any] = {key: value for key, value in data.items() if key not in tensors}
+        others = {key: value for key, value in data.items() if not isinstance(value, Tensor)}
         return cls.from_dict(tensors, others, meta_info, auto_padding=auto_padding)
 
     @classmethod
@@ -126,7 +126,7 @@ class DataProto(MethodsForScripts):
         cls,
         tensors: Mapping[str, Tensor] | None = None,
         non_tensors: Mapping[str, np.ndarray | list] | None = None,
-        meta_info: dict[str, Any] | None = None,
+        meta_info: dict[str, object] | None = None,
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> DataProto:
@@ -142,7 +142,7 @@ class DataProto(MethodsForScripts):
     def from_tensordict(
         cls,
         tensor_dict: TensorDictBase | None = None,
-        meta_info: dict[str, Any] | None = None,
+        meta_info: dict[str, object] | None = None,
         num_batch_dims: int = 1,
     ) -> DataProto:
         """Create from a TensorDict: non-tensors with one value per row become columns, others ``meta_info``."""
@@ -238,7 +238,7 @@ class DataProto(MethodsForScripts):
     def __copy__(self) -> DataProto:
         return self.select()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+    def __deepcopy__(self, memo: dict[int, object]) -> DataProto:
         columns = self._tensor_columns
         batch = TensorColumns(columns.batch_size, {key: value.clone() for key, value in columns.tensors().items()})
         others, meta_info = copy.deepcopy((self.non_tensor_batch, self.meta_info), memo)
@@ -267,7 +267,7 @@ class DataProto(MethodsForScripts):
             self.auto_padding or other.auto_padding,
         )
 
-    def with_meta_info(self, meta_info: dict[str, Any]) -> DataProto:
+    def with_meta_info(self, meta_info: dict[str, object]) -> DataProto:
         """Return the batch with another ``meta_info``; unread columns stay unread."""
         return DataProto(self._tensor_columns, self.non_tensor_batch, meta_info, self.auto_padding)  # type: ignore[arg-type]
 
@@ -342,7 +342,7 @@ class DataProto(MethodsForScripts):
         """
         if not data:
             raise SchemaError("concat needs at least one batch.")
-        meta_info: dict[str, Any] = {}
+        meta_info: dict[str, object] = {}
         for part in data:
             meta_info = unite(meta_info, {key: part.meta_info[key] for key in part.meta_info if key != METRICS}, META)
         if metrics := [part.meta_info[METRICS] for part in data if part.meta_info.get(METRICS) is not None]:
@@ -361,11 +361,11 @@ class DataProto(MethodsForScripts):
 
     # ---- processes and files ------------------------------------------------------------------
 
-    def remember(self, result: Any) -> None:
+    def remember(self, result: object) -> None:
         """Note the reference of which this batch is the value, so that large columns travel on as references."""
         self._tensor_columns.remember(result)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # Flat buffers, which pickle passes on without copying; see transport.py.
         return {**self.__dict__, "batch": self._tensor_columns.wire()}
 

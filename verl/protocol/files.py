@@ -95,7 +95,7 @@ class _Encoder:
         self.tensors: dict[str, Tensor] = {}
         self._shared: dict[SharedTensors, int] = {}
 
-    def encode(self, value: object, where: str) -> Any:
+    def encode(self, value: object, where: str) -> object:
         if value is None or type(value) in (bool, int, float, str):
             return value
         if type(value) is list:

@@ -34,12 +34,12 @@ class DataProtoFuture:
     """
 
     collect_fn: Callable[[list[DataProto]], DataProto]
-    futures: list[Any]
+    futures: list[object]
     dispatch_fn: DispatchFn | None = None
-    wait_fn: Callable[[list[Any]], list[Any]] | None = None
+    wait_fn: Callable[[list[object]], list[object]] | None = None
 
     @staticmethod
-    def concat(data: list[Any]) -> DataProtoFuture:
+    def concat(data: list[object]) -> DataProtoFuture:
         """The future of the parts' concatenation."""
         return DataProtoFuture(collect_fn=DataProto.concat, futures=data)
 
@@ -51,7 +51,7 @@ class DataProtoFuture:
         """The future of ``change(batch)``, computed where it is waited for."""
         return DataProtoFuture(collect_fn=partial(_changed, change), futures=[self])
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "wait_fn": None}  # it needs the worker group of this process
 
     def get(self) -> DataProto:
@@ -61,13 +61,14 @@ class DataProtoFuture:
             SchemaError: a worker returned something other than a ``DataProto``.
             ProcessLostError: a worker died before it answered.
         """
-        parts = _resolve(self.futures, self.wait_fn or _fetch)
-        for rank, part in enumerate(parts):
+        parts: list[DataProto] = []
+        for rank, part in enumerate(_resolve(self.futures, self.wait_fn or _fetch)):
             if not isinstance(part, DataProto):
                 raise SchemaError(
                     f"part {rank} of a DataProtoFuture is a {type(part).__name__}. A method whose results are "
                     "joined to one batch must return a DataProto on every rank."
                 )
+            parts.append(part)
         whole = self.collect_fn(parts)
         return whole if self.dispatch_fn is None else self.dispatch_fn(whole)
 
@@ -85,7 +86,7 @@ def _take(first: DispatchFn | None, i: int, chunks: int, data: DataProto) -> Dat
     return (data if first is None else first(data)).chunk(chunks)[i]
 
 
-def _resolve(futures: list[Any], wait_fn: Callable[[list[Any]], list[Any]]) -> list[Any]:
+def _resolve(futures: list[object], wait_fn: Callable[[list[object]], list[object]]) -> list[object]:
     # A Ray reference can only exist where Ray is loaded already, so Ray is not imported here.
     ray = sys.modules.get("ray")
     is_reference = [ray is not None and isinstance(future, ray.ObjectRef) for future in futures]
@@ -99,11 +100,11 @@ def _resolve(futures: list[Any], wait_fn: Callable[[list[Any]], list[Any]]) -> l
     return [value.get() if isinstance(value, DataProtoFuture) else value for value in values]
 
 
-def _fetch(references: list[Any]) -> list[Any]:
+def _fetch(references: list[object]) -> list[object]:
     return sys.modules["ray"].get(references)
 
 
-def private_copy(value: Any) -> Any:
+def private_copy(value: object) -> Any:
     """Copy a value for a receiver in the same process, so that neither side sees the other's writes.
 
     This is what pickling does between processes. Tensors, arrays, ``TensorDict`` and ``DataProto`` (with the tensors

@@ -26,7 +26,7 @@ class _Header:
         return sum(size for _, _, size in self.columns.values())
 
 
-def all_gather_data_proto(data: DataProto, process_group: Any = None) -> DataProto:
+def all_gather_data_proto(data: DataProto, process_group: dist.ProcessGroup | None = None) -> DataProto:
     """Replace ``data``, in place, by the concatenation of all ranks' batches in rank order. Collective.
 
     Ranks may hold different numbers of rows, but must hold the same columns, all on one device. Tensors travel as
@@ -68,7 +68,7 @@ def _unpack(header: _Header, payload: Tensor) -> DataProto:
     return DataProto(deserialize_tensordict(wire), header.rest.non_tensor_batch, header.rest.meta_info)
 
 
-def _all_gather_bytes(payload: Tensor, sizes: list[int], process_group: Any) -> list[Tensor]:
+def _all_gather_bytes(payload: Tensor, sizes: list[int], process_group: dist.ProcessGroup | None) -> list[Tensor]:
     """Gather each rank's bytes on the CPU, padded to the longest in transit as collectives need equal sizes."""
     # NCCL transfers only tensors on the accelerator.
     device = "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"

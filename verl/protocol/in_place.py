@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from verl.errors import SchemaError
-from verl.protocol.columns import Columns, RowIndex, describe, listing, only, row_indices, take
+from verl.protocol.columns import Columns, ColumnT, RowIndex, describe, listing, only, row_indices, take
 from verl.protocol.tensor_columns import BatchAttribute, TensorColumns
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class BatchLike(Protocol):
 
     def __or__(self: T, other: T) -> T: ...
 
-    def select(self: T, batch_keys: Any, non_tensor_batch_keys: Any, meta_info_keys: Any) -> T:
+    def select(self: T, batch_keys: object, non_tensor_batch_keys: object, meta_info_keys: object) -> T:
         """Select columns."""
         ...
 
@@ -47,7 +47,7 @@ class BatchLike(Protocol):
         """Select contiguous rows."""
         ...
 
-    def _map(self: T, change: Callable[[str, Any], Any], rows: int) -> T: ...
+    def _map(self: T, change: Callable[[str, Any], object], rows: int) -> T: ...
 
 
 T = TypeVar("T", bound=BatchLike)
@@ -140,7 +140,7 @@ class MethodsForScripts:
                 raise SchemaError(f"column '{key}' {tuple(column.shape)} does not split into {n_split} pieces a row.")
         rows = torch.arange(len(self)).repeat_interleave(n_split)
 
-        def pieces(key: str, column: Any) -> Any:
+        def pieces(key: str, column: ColumnT) -> ColumnT:
             if key not in split:
                 return take(column, rows)
             return column.reshape(len(rows), column.shape[1] // n_split, *column.shape[2:])
@@ -167,7 +167,7 @@ class MethodsForScripts:
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise SchemaError(f"mini_batch_size={mini_batch_size} does not divide the batch of {len(self)} rows.")
-        loader: Any = DataLoader(
+        loader: object = DataLoader(
             range(len(self)),  # type: ignore[arg-type]
             batch_size=mini_batch_size,
             collate_fn=self.select_idxs,

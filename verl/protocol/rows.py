@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from verl.errors import SchemaError
+from verl.protocol.columns import ColumnT
 from verl.protocol.data_proto import DataProto, DataProtoItem
 
 
@@ -125,7 +125,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
 
 def _reshape(data: DataProto, old_dims: int, new: Callable[[tuple[int, ...]], tuple[int, ...]]) -> DataProto:
-    def reshaped(value: Any) -> Any:
+    def reshaped(value: ColumnT) -> ColumnT:
         return value.reshape(*new(tuple(value.shape[:old_dims])), *value.shape[old_dims:])
 
     tensors = {key: reshaped(value) for key, value in data.batch.items()}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -35,7 +34,7 @@ class SharedTensors(Mapping[str, Tensor]):
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._arrays: Arrays | None = {name: t.detach().cpu().contiguous().numpy() for name, t in tensors.items()}
-        self._reference: Any = None
+        self._reference: object = None
         self.nbytes = sum(array.nbytes for array in self._arrays.values())
         """Bytes of all tensors."""
 

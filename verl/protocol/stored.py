@@ -58,7 +58,7 @@ def travels_by_reference() -> bool:
 class Origin:
     """Where each row of a column lies: in which result, and in which row of its column ``name``."""
 
-    results: tuple[Any, ...]
+    results: tuple[object, ...]
     """References to results of worker calls, each a ``DataProto``."""
     names: tuple[str, ...]
     """Name of the column in each result."""

@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.sandbox.bubblewrap import MIB, PROBE, PROBE_LIMITS, BubblewrapSetup, complaint, find_setups, why_unavailable
 from verl.sandbox.seccomp import filter_program
@@ -21,6 +21,9 @@ from verl.sandbox.types import Limits, ProgramResult, SandboxError, SandboxUnava
 from verl.sandbox.watch import RunUsage, descendants
 from verl.supervision.prctl import adopt_orphans, adopts_orphans
 from verl.supervision.processes import is_stopped
+
+if TYPE_CHECKING:
+    from verl.base.types import JsonObject
 
 SAMPLE_EVERY_S = 0.02  # seconds between two readings of the memory in use
 REMOVAL_S = 10.0
@@ -226,7 +229,7 @@ class StartedSandbox:
         with contextlib.suppress(ProcessLookupError):
             self.init_fd = os.pidfd_open(init)
 
-    def _status_lines(self) -> list[dict[str, Any]]:
+    def _status_lines(self) -> list[JsonObject]:
         return [json.loads(line) for line in bytes(self.read["status"]).splitlines() if line.endswith(b"}")]
 
     def _await_init(self) -> None:

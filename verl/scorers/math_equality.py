@@ -177,7 +177,7 @@ def _is_equal(answer: str, truth: str) -> bool:
 
 
 @functools.cache
-def _library() -> tuple[Callable[[str], list[Any]], Callable[[list[Any], list[Any]], bool]]:
+def _library() -> tuple[Callable[[str], list[object]], Callable[[list[Any], list[Any]], bool]]:
     """Load math-verify, which takes a second, and return its reader and a comparison by exact values."""
     import math_verify
 

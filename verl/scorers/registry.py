@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, cast
 from verl.base.registry import Registry, suggest
 from verl.errors import ConfigError, RewardError
 
-Result = float | dict[str, Any]
+Result = float | dict[str, object]
 Scorer = Callable[..., Result | Awaitable[Result]]
 S = TypeVar("S", bound=Scorer)
 Kind = Literal["plain", "async", "timed"]
@@ -76,7 +76,7 @@ class UnknownDataSourceError(RewardError, NotImplementedError):
 def register_scorer(
     *data_sources: str,
     check: Callable[[Mapping[str, object]], None] | None = None,
-    truth: Callable[[Any], Any] | None = None,
+    truth: Callable[[Any], object] | None = None,
     is_timed: bool = False,
 ) -> Callable[[S], S]:
     """Return a decorator that registers a scorer ``(solution_str, ground_truth, **settings)`` for data sources.
@@ -106,7 +106,7 @@ def also_called(**names: str) -> Callable[[S], S]:
 
     def allow(scorer: S) -> S:
         @functools.wraps(scorer)
-        def call(*arguments: object, **named: object) -> Any:
+        def call(*arguments: object, **named: object) -> object:
             renamed = {name: named.pop(other) for name, other in names.items() if other in named}
             return scorer(*arguments, **renamed, **named)
 
@@ -159,7 +159,7 @@ def default_compute_score(
     concurrent_semaphore: object = None,
     memory_limit_mb: int | None = None,
     **kwargs: object,
-) -> Any:
+) -> object:
     """Score a response with the scorer of its data source.
 
     A scorer gets only those of the arguments from ``extra_info`` on that it has as parameters.
@@ -277,6 +277,6 @@ def source_of(function: Callable[..., object]) -> str | None:
 
 
 def _score_as(
-    source: str, /, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, **kwargs: Any
+    source: str, /, data_source: str, solution_str: str, ground_truth: object, extra_info: Any, **kwargs: Any
 ) -> object:
     return default_compute_score(source, solution_str, ground_truth, extra_info, **kwargs)

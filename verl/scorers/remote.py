@@ -74,7 +74,7 @@ class RemoteScorer:
 
     async def __call__(
         self, data_source: str, solution_str: str, ground_truth: object, extra_info: Mapping[str, object]
-    ) -> Any:
+    ) -> object:
         """Request the score of one response.
 
         Raises:

@@ -433,7 +433,7 @@ class RaySession:
         self._rounds = itertools.count(1)
         self._round: tuple[int, int] | None = None
         """Number of this round and of its engines; None while they sleep."""
-        self._serving: tuple[WorkerGroup, PendingOutputs[Any]] | None = None
+        self._serving: tuple[WorkerGroup, PendingOutputs[object]] | None = None
         """The worker group whose engines are awake, and the outputs of its call."""
 
     # ---- routers

@@ -15,10 +15,10 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 from verl.supervision.interruption import EXIT_CODE as INTERRUPTED
 from verl.supervision.interruption import Interrupts, end_at_once
@@ -101,7 +101,7 @@ class _ForwardedSignals:
         self._interrupts = Interrupts(self._end)
         self._end_timer = threading.Timer(_END_S, end_at_once)
         self._end_timer.daemon = True
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> Self:
         self._before = {signum: signal.signal(signum, self._on_signal) for signum in (signal.SIGTERM, signal.SIGINT)}

@@ -7,10 +7,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Termination:
         self.requested = False
         self._noted_at = 0.0
         self._interrupts = False
-        self._before: Any = None
+        self._before: Callable[[int, FrameType | None], object] | int | None = None
         self._is_installed = False
 
     def __enter__(self) -> Self:

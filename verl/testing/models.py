@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import string
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import transformers
@@ -39,7 +39,7 @@ FAMILIES = {
     "mistral": "Mistral",
 }
 _EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": False}
-MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+MIXTURES: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3_moe": ("Qwen3Moe", _EXPERTS | {"num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True}),
     "mixtral": ("Mixtral", _EXPERTS | {"num_local_experts": 8, "intermediate_size": 32}),
     # Of four groups of two experts two are chosen, then two experts; the first layer is dense.
@@ -100,7 +100,7 @@ def tiny_tokenizer(kind: Literal["char", "bpe"] = "char") -> PreTrainedTokenizer
 
 
 def tiny_model(
-    family: str = "qwen3", vocab: int = 104, task: str = "causal_lm", seed: int = 0, **overrides: Any
+    family: str = "qwen3", vocab: int = 104, task: str = "causal_lm", seed: int = 0, **overrides: object
 ) -> PreTrainedModel:
     """A model of two layers of width 64 in fp32, with weights that depend on ``seed`` alone.
 
@@ -111,7 +111,7 @@ def tiny_model(
         seed: of the random weights.
         overrides: fields of the Transformers config, for example ``num_hidden_layers=6``.
     """
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         "vocab_size": vocab,
         "hidden_size": 64,
         "intermediate_size": 128,
@@ -153,7 +153,7 @@ def tiny_model_dir(
     tokenizer: Literal["char", "bpe"] = "char",
     task: str = "causal_lm",
     seed: int = 0,
-    **overrides: Any,
+    **overrides: object,
 ) -> str:
     """Save a ``tiny_model`` and its tokenizer to ``path`` as ``save_pretrained`` does; returns the path.
 

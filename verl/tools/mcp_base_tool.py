@@ -17,7 +17,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.base.import_utils import user_code
 from verl.base.registry import suggest
@@ -26,6 +26,9 @@ from verl.base.types import JsonMapping, JsonObject
 from verl.errors import ConfigError
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+if TYPE_CHECKING:
+    from mcp.types import ContentBlock
 
 if TYPE_CHECKING:  # it needs the package mcp
     from verl.tools.utils.mcp_clients import McpConnection
@@ -80,7 +83,7 @@ class MCPBaseTool(BaseTool):
             raise McpToolError(text)
         return ToolResponse(text=text, image=images or None), metrics
 
-    def _parse_tool_result(self, content: list[Any]) -> tuple[str, JsonObject]:
+    def _parse_tool_result(self, content: list[ContentBlock]) -> tuple[str, JsonObject]:
         """Return the text for the model and metrics; subclasses may read the parts of an answer in another way.
 
         Images are shown beside the text; sounds and resources are only named.

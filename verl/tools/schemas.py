@@ -17,7 +17,7 @@ class OpenAIFunctionPropertySchema(BaseModel):
 
     type: str | list[str] | None = None
     description: str | None = None
-    enum: list[Any] | None = None
+    enum: list[object] | None = None
 
 
 class OpenAIFunctionParametersSchema(BaseModel):
@@ -97,7 +97,7 @@ class ToolResponse(BaseModel):
 
     text: str | None = None
     image: list[Any] | None = None
-    video: list[Any] | None = None
+    video: list[object] | None = None
 
     @model_validator(mode="before")
     @classmethod

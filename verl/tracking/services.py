@@ -20,7 +20,7 @@ import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.errors import ConfigError
 from verl.tracking.base import TRACKERS, Tracker, flatten, import_package, markdown_table
@@ -28,7 +28,7 @@ from verl.tracking.base import TRACKERS, Tracker, flatten, import_package, markd
 if TYPE_CHECKING:
     from verl.utils.token_page import TokenPage
 
-Rows = Sequence[Sequence[Any]]
+Rows = Sequence[Sequence[object]]
 
 
 @TRACKERS.register("wandb")

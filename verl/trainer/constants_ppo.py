@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from verl.single_controller.ray.private import SETTINGS
 
 
-def get_ppo_ray_runtime_env(config: Any = None) -> dict[str, Any]:
+def get_ppo_ray_runtime_env(config: object = None) -> dict[str, object]:
     """Return a ``runtime_env`` for ``ray.init`` with the settings that a run of verl makes when it starts Ray itself.
 
     Settings that this process's environment has are left out: Ray's processes inherit it.

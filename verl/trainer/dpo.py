@@ -29,7 +29,7 @@ class DPOTrainer(PreferenceTrainer):
         super().__init__(config, *parts)
         self.loss = DirectPreferenceLoss(config.loss)
 
-    def to_batch(self, rows: Mapping[str, Any]) -> DataProto:
+    def to_batch(self, rows: Mapping[str, object]) -> DataProto:
         """Convert pairs to rows with a one-token prompt; the rest of each sequence is its response."""
         return to_batch(as_rows(rows))
 

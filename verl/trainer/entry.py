@@ -24,7 +24,7 @@ def entry(
     others: tuple[str, ...] = (),
     config_name: str | None = None,
     restarts: bool = False,
-) -> tuple[Callable[[ConfigT | DictConfig], None], Callable[..., None], Callable[[str], Any]]:
+) -> tuple[Callable[[ConfigT | DictConfig], None], Callable[..., None], Callable[[str], object]]:
     """Make what a command's module defines.
 
     `--help` and `--cfg job` answer at once: what needs torch or transformers is imported where it is used.

@@ -10,7 +10,6 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from verl.base.import_utils import load_object
 from verl.config import EvalConfig, local_copies
@@ -102,7 +101,7 @@ def _samples_of(file: DataFile, config: EvalConfig) -> Iterator[list[RewardSampl
         yield [RewardSample(source, text, truth, extra, uid=str(index), columns=row) for text in responses]
 
 
-def _check_truth(source: str, truth: Any, where: str) -> None:
+def _check_truth(source: str, truth: object, where: str) -> None:
     try:
         check_truth(source, truth)
     except UnknownDataSourceError:

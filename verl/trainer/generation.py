@@ -14,7 +14,7 @@ import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -31,6 +31,11 @@ from verl.trainer.config.sizes import resolve_device
 from verl.trainer.driver import load_controller
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import status
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.single_controller.base.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +80,7 @@ class GenerationRunner:
         status(f"{summary(lengths, len(rows), config.rollout.response_length)}, in {config.data.output_path}")
 
 
-def read_prompts(config: GenerationConfig, tokenizer: Any) -> list[Prompt]:
+def read_prompts(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     """Read all prompts of ``data.path``, render and tokenize them; one beyond ``rollout.prompt_length`` is an error."""
     from verl.datasets.chat import require_chat_template
 
@@ -97,7 +102,7 @@ def read_prompts(config: GenerationConfig, tokenizer: Any) -> list[Prompt]:
     return prompts
 
 
-def start_workers(config: GenerationConfig) -> Any:
+def start_workers(config: GenerationConfig) -> WorkerGroup:
     """Start a worker group that only generates, with the weights of ``model.path``."""
     from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
@@ -140,7 +145,7 @@ def summary(lengths: Sequence[int], prompts: int, limit: int) -> str:
     )
 
 
-def generate(workers: Any, batch: DataProto, tokenizer: Any) -> tuple[list[str], list[int]]:
+def generate(workers: WorkerGroup, batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], list[int]]:
     """Sample one response per row; return the texts, without special tokens, and their numbers of tokens."""
     padded, pad_size = pad_dataproto_to_divisor(batch, workers.world_size)
     columns = unpad_dataproto(workers.generate_sequences(padded), pad_size)

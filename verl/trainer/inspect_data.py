@@ -15,7 +15,7 @@ The exit code is 1 if a run would stop at a row, 2 if files or settings cannot b
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,16 @@ from verl.trainer.config.command_line import command
 from verl.utils.console import console, show
 
 if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+    from verl.config import (
+        BaseConfig,
+        DataConfig,
+        HFModelConfig,
+        PreferenceDataConfig,
+        SFTDataConfig,
+    )
     from verl.datasets.inspection import DataReport, Sample
 
 NO_COLOR = "--no-color"
@@ -41,10 +51,10 @@ SHOWN_TEXT = 2000
 class Kind:
     """A kind of run: how to open its files and which settings bound its sequences."""
 
-    root: Any
+    root: type[BaseConfig]
     config_name: str
-    model: Callable[[Any], Any]
-    open: Callable[[Any, Any, Any, Any, int], Any]
+    model: Callable[[Any], HFModelConfig]
+    open: Callable[..., Any]
     """(files, data section, tokenizer, processor, max_samples) to a data set that refuses no row for its length."""
     limit: str
     """Field of the data section with the maximal sequence length."""
@@ -52,7 +62,13 @@ class Kind:
     """Name of a sequence in the length table."""
 
 
-def _open_prompts(files: Any, data: Any, tokenizer: Any, processor: Any, max_samples: int) -> Any:
+def _open_prompts(
+    files: str | Sequence[str],
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: ProcessorMixin | None,
+    max_samples: int,
+) -> Dataset:
     from verl.datasets import create_rl_dataset
 
     # Prompts with images are measured although the rest is cut: no length is refused here.
@@ -60,14 +76,26 @@ def _open_prompts(files: Any, data: Any, tokenizer: Any, processor: Any, max_sam
     return create_rl_dataset(files, open_config, tokenizer, processor, is_train=False, max_samples=max_samples)
 
 
-def _open_conversations(files: Any, data: Any, tokenizer: Any, processor: Any, max_samples: int) -> Any:
+def _open_conversations(
+    files: str | Sequence[str],
+    data: SFTDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: ProcessorMixin | None,
+    max_samples: int,
+) -> Dataset:
     from verl.datasets import create_sft_dataset
 
     open_config = replace(data, truncation="right", max_length=sys.maxsize)
     return create_sft_dataset(files, open_config, tokenizer, processor, max_samples)
 
 
-def _open_pairs(files: Any, data: Any, tokenizer: Any, processor: Any, max_samples: int) -> Any:
+def _open_pairs(
+    files: str | Sequence[str],
+    data: PreferenceDataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    processor: ProcessorMixin | None,
+    max_samples: int,
+) -> Dataset:
     from verl.datasets.build import create_rm_dataset
 
     return create_rm_dataset(files, replace(data, max_length=sys.maxsize), tokenizer, processor, max_samples)
@@ -154,7 +182,7 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
     return unreadable + sum(len(report.unusable) for report in reports)
 
 
-def _truth_findings(config: Any, dataset: Any) -> tuple[list[str], int]:
+def _truth_findings(config: Any, dataset: object) -> tuple[list[str], int]:
     """Describe the ground truths, and count those that their scorer cannot read, at which a run would stop."""
     from verl.datasets.rl_dataset import RLHFDataset
     from verl.scorers import FORMATS, UnknownDataSourceError

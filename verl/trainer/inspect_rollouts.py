@@ -16,14 +16,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 from rich.text import Text
 
 from verl.utils.console import show
+
+if TYPE_CHECKING:
+    from verl.base.types import JsonMapping, JsonObject
 
 STYLES = {"assistant": "green", "tool": "cyan", "system": "dim"}
 WANTED = "Name a file {step}.jsonl of trainer.rollout_data_dir."
@@ -31,7 +34,7 @@ SINGLE = "(one turn)"
 """Status of a sample that no agent loop drew."""
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[JsonObject]:
     """Read a file of records.
 
     Raises:
@@ -54,7 +57,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def summary(records: Sequence[Mapping[str, Any]]) -> Table:
+def summary(records: Sequence[JsonMapping]) -> Table:
     """Make a table of the statuses: how many samples have each, and their mean score."""
     table = Table("status", "samples", "mean score")
     scores: dict[str, list[float]] = {}
@@ -65,12 +68,12 @@ def summary(records: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def status_of(record: Mapping[str, Any]) -> str:
+def status_of(record: JsonMapping) -> str:
     """Return how the trajectory of a record ended."""
     return record["trajectory"]["status"] if "trajectory" in record else SINGLE
 
 
-def told(record: Mapping[str, Any], with_tokens: bool = False) -> Iterator[Text]:
+def told(record: JsonMapping, with_tokens: bool = False) -> Iterator[Text]:
     """Yield the lines that show one sample."""
     trajectory = record.get("trajectory")
     if trajectory is None:
@@ -101,7 +104,7 @@ def told(record: Mapping[str, Any], with_tokens: bool = False) -> Iterator[Text]
             yield Text(f"{name}: {trajectory[name]}", style="dim")
 
 
-def _heading(message: Mapping[str, Any], score: float | None) -> str:
+def _heading(message: JsonMapping, score: float | None) -> str:
     said = message["role"] + (f" {message['name']}" if message.get("name") else "")
     notes = [f"{message['seconds']:.2f} s"] if "seconds" in message else []
     notes += [f"score {score:g}"] if score is not None else []
@@ -110,7 +113,7 @@ def _heading(message: Mapping[str, Any], score: float | None) -> str:
     return f"[{said}]" + (f" ({', '.join(notes)})" if notes else "")
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def _text(message: JsonMapping) -> str:
     content = message.get("content")
     lines = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)] if content else []
     for call in message.get("tool_calls") or []:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 
 from verl.base.redact import without_secrets
+from verl.base.types import Stateful
 from verl.checkpoint.resume import CheckpointPlan
 from verl.checkpoint.run import TrainerCheckpoint
 from verl.checkpoint.states import RunState, rng_state, set_rng_state
@@ -34,7 +35,10 @@ from verl.utils.run_log import rank_columns
 from verl.utils.step_context import StepContext
 
 if TYPE_CHECKING:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
     from verl.config import BaseTrainerConfig, PPOConfig, SupervisedConfig
+    from verl.single_controller.base.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -102,15 +106,15 @@ class RunSettings:
     """Endings of settings that have no effect after a checkpoint is loaded."""
     SHOWN = 40
 
-    def __init__(self, description: Mapping[str, Any]) -> None:
+    def __init__(self, description: Mapping[str, object]) -> None:
         plain = json.loads(json.dumps(without_secrets(description)))  # tuples become lists, as in a checkpoint
-        self.values: dict[str, Any] = dict(_leaves("", plain))
+        self.values: dict[str, object] = dict(_leaves("", plain))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The state for a checkpoint."""
         return self.values
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Log the settings that differ from the checkpoint's; the current ones are kept."""
         names = (name for name in sorted(state.keys() & self.values.keys()) if name not in self.NOT_COMPARED)
         changed = [self._difference(name, state[name]) for name in names if state[name] != self.values[name]]
@@ -121,13 +125,13 @@ class RunSettings:
                 "\n  ".join(changed[: self.SHOWN] + rest),
             )
 
-    def _difference(self, name: str, before: Any) -> str:
+    def _difference(self, name: str, before: object) -> str:
         text = f"{name}: {before} in the checkpoint, {self.values[name]} now"
         is_loaded = name.endswith(self.OF_THE_CHECKPOINT) and not name.startswith("reward_model")
         return f"{text} (the weights that are trained are the checkpoint's all the same)" if is_loaded else text
 
 
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _leaves(prefix: str, value: object) -> Iterator[tuple[str, object]]:
     if not isinstance(value, Mapping):
         yield prefix, value
         return
@@ -138,7 +142,7 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 class TrainingLoop:
     """Base class of the trainers; a subclass defines the step and starts the workers."""
 
-    train_dataloader: Any
+    train_dataloader: StatefulDataLoader
     total_training_steps: int
     schedule: Schedule
     context_class: ClassVar[type[StepContext]] = StepContext
@@ -154,7 +158,7 @@ class TrainingLoop:
         self.bad_steps = BadSteps.of(trainer)
         self.tracker_runs = TrackerRuns()
         self.settings = RunSettings(config.to_dict())
-        self.controllers: dict[str, Any] = {
+        self.controllers: dict[str, Stateful] = {
             "epochs": self.epochs,
             "bad_steps": self.bad_steps,
             "trackers": self.tracker_runs,
@@ -174,7 +178,7 @@ class TrainingLoop:
     # ---- what a subclass defines ----------------------------------------------------------------
 
     @property
-    def trained_groups(self) -> dict[str, Any]:
+    def trained_groups(self) -> Mapping[str, WorkerGroup]:
         """Worker groups with training state, by the checkpoint sub-folder that each writes."""
         raise NotImplementedError(f"{type(self).__name__} must say which workers it trains.")
 
@@ -187,7 +191,7 @@ class TrainingLoop:
         """Start all workers of the run and load their models."""
         raise NotImplementedError(f"{type(self).__name__} must say how its workers start.")
 
-    def to_batch(self, rows: Mapping[str, Any]) -> DataProto:
+    def to_batch(self, rows: Mapping[str, object]) -> DataProto:
         """Convert collated rows of the data set to the batch of a step."""
         raise NotImplementedError(f"{type(self).__name__} must say what a batch looks like.")
 
@@ -420,7 +424,7 @@ class TrainingLoop:
         """
         return torch.Generator().manual_seed(0)
 
-    def _epochs(self) -> Iterator[Mapping[str, Any]]:
+    def _epochs(self) -> Iterator[Mapping[str, object]]:
         """Iterate over the data without end, from the position of the loader; the rest of an epoch may be empty."""
         while True:
             yield from batches(self.train_dataloader)
@@ -431,7 +435,7 @@ class TrainingLoop:
         return RunState(
             global_step=self.global_steps,
             dataloader=copy.deepcopy(self.train_dataloader.state_dict()),
-            controllers={name: copy.deepcopy(part.state_dict()) for name, part in self.controllers.items()},
+            controllers={name: copy.deepcopy(dict(part.state_dict())) for name, part in self.controllers.items()},
             rng=rng_state(),
             pending=self.pending(),
         )
@@ -452,8 +456,9 @@ class TrainingLoop:
             load_position(self.train_dataloader, copy.deepcopy(state.dataloader))
         self.rows = self._epochs()
         for name, controller in self.controllers.items():
-            if state.controllers.get(name) is not None:  # the checkpoint may be older than a controller's activation
-                controller.load_state_dict(state.controllers[name])
+            saved = state.controllers.get(name)
+            if saved is not None:  # the checkpoint may be older than a controller's activation
+                controller.load_state_dict(saved)
         pending = state.pending.result()
         self.load_pending(
             {

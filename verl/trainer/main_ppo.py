@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from verl.datasets import create_rl_dataset, create_rl_sampler
+    from verl.single_controller.base.resource_pool import PoolManager
     from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
     from verl.trainer.ppo.reward import load_reward_manager
     from verl.trainer.ppo.trainer import PPOTrainer
@@ -116,7 +117,7 @@ class TaskRunner:
         self.role_worker_mapping[Role.RefPolicy] = ref_policy_cls or ActorRolloutRefWorker
         self.mapping[Role.RefPolicy] = "global_pool"
 
-    def init_resource_pool_mgr(self, config: PPOConfig | DictConfig) -> Any:
+    def init_resource_pool_mgr(self, config: PPOConfig | DictConfig) -> PoolManager:
         """Create the pools of processes: one for the run and, if configured, one for the reward model."""
         config = _typed(config)
         pools = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}

@@ -17,7 +17,6 @@ import json
 import logging
 import math
 import sys
-from typing import Any
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException
@@ -197,7 +196,7 @@ def _placement(gpus: int, settings: list[str]) -> list[str]:
     return [f"trainer.n_gpus_per_node={per_node}", f"trainer.nnodes={nodes}"]
 
 
-def as_json(plan: Plan, advice: list[Change]) -> dict[str, Any]:
+def as_json(plan: Plan, advice: list[Change]) -> dict[str, object]:
     """Return the plan as plain values: bytes and seconds."""
     return {
         "gpus": plan.cluster.gpus,

@@ -7,7 +7,7 @@ their number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from verl.workers.engine.images import COLUMN as IMAGES
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
+    from transformers import PreTrainedTokenizerBase
 
     from verl.config import PreferenceConfig
 
@@ -102,13 +103,15 @@ def last_response_token(loss_mask: Tensor) -> Tensor:
 class PreferenceRunner(SupervisedRunner):
     """Assemble and drive a training on pairs."""
 
-    def open_data(self, config: PreferenceConfig, tokenizer: Any, files: Any, max_samples: int) -> Dataset:
+    def open_data(
+        self, config: PreferenceConfig, tokenizer: PreTrainedTokenizerBase, files: str | Sequence[str], max_samples: int
+    ) -> Dataset:
         """Open the data set of pairs."""
         from verl.datasets.build import create_rm_dataset
 
         return create_rm_dataset(files, config.data, tokenizer, processor_of(config), max_samples)
 
-    def collate_fn(self, config: PreferenceConfig, tokenizer: Any) -> Callable:
+    def collate_fn(self, config: PreferenceConfig, tokenizer: PreTrainedTokenizerBase) -> Callable:
         """A function that pads pairs on the right into a batch."""
         from verl.datasets import pair_collate_fn
 

@@ -19,12 +19,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from verl.checkpoint.run import TrainerCheckpoint
 from verl.checkpoint.states import RunState
 from verl.errors import DataError, NonFiniteError, PassTooLargeError, ProcessLostError
 from verl.protocol import DataProto
+from verl.single_controller.base.dispatch import PendingOutputs
+from verl.single_controller.base.worker_group import WorkerGroup
 from verl.supervision.termination import EXIT_CODE, StepInterrupted, Termination
 from verl.workers.engine.non_finite import NonFinite
 
@@ -52,7 +54,7 @@ class HeldState:
     """A snapshot of the run after a step."""
 
     driver: RunState
-    workers: dict[str, Any]
+    workers: dict[str, PendingOutputs[object]]
     """References to the snapshots of all ranks in Ray's object store, by worker group."""
 
 
@@ -62,7 +64,7 @@ class RecoverableRun(Protocol):
     global_steps: int
 
     @property
-    def trained_groups(self) -> Mapping[str, Any]:
+    def trained_groups(self) -> Mapping[str, WorkerGroup]:
         """Worker groups with training state, by the checkpoint sub-folder that each writes."""
         ...
 
@@ -293,7 +295,7 @@ class SnapshotSchedule:
         self._ended = -math.inf
         self._took = 0.0
 
-    def is_due(self, step: int, groups: Mapping[str, Any]) -> bool:
+    def is_due(self, step: int, groups: Mapping[str, WorkerGroup]) -> bool:
         """Whether a snapshot is to be taken after ``step`` finished steps; asks the workers for its size once."""
         if self.frequency is not None:
             return self.frequency > 0 and step % self.frequency == 0
@@ -305,7 +307,7 @@ class SnapshotSchedule:
         """Remember what the snapshot took that has just been made."""
         self._ended, self._took = time.monotonic(), seconds
 
-    def _fits(self, groups: Mapping[str, Any]) -> bool:
+    def _fits(self, groups: Mapping[str, WorkerGroup]) -> bool:
         needed = 2 * sum(sum(group.snapshot_bytes()) for group in groups.values())
         store = max((group.held_bytes_limit() for group in groups.values()), default=0)
         if needed <= STORE_SHARE * store:
@@ -346,7 +348,7 @@ class PassLimits:
             self._cuts += int(sum(self._of_workers.values()))
             self._of_workers = {}
 
-    def send_to(self, groups: Iterable[Any]) -> None:
+    def send_to(self, groups: Iterable[WorkerGroup]) -> None:
         """Send the limits to newly started workers, unless they equal the workers' defaults."""
         if self.limits or not self.may_cut:
             for group in groups:

@@ -26,7 +26,7 @@ class RMTrainer(PreferenceTrainer):
         super().__init__(config, *parts)
         self.loss = RewardModelLoss(config.loss)
 
-    def to_batch(self, rows: Mapping[str, Any]) -> DataProto:
+    def to_batch(self, rows: Mapping[str, object]) -> DataProto:
         """Convert pairs to rows whose ``response_mask`` is 1 at the last token of the response only."""
         columns = as_rows(rows)
         images = {IMAGES: columns.pop(IMAGES)} if IMAGES in columns else {}

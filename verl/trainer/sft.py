@@ -6,7 +6,7 @@ micro-batches, packing or the number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.config import SFTConfig
@@ -18,6 +18,7 @@ from verl.utils.metric import Metrics
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
+    from transformers import PreTrainedTokenizerBase
 
 
 class SFTTrainer(SupervisedTrainer):
@@ -86,13 +87,15 @@ class SFTRunner(SupervisedRunner):
 
         return TrainingWorker
 
-    def open_data(self, config: SFTConfig, tokenizer: Any, files: Any, max_samples: int) -> Dataset:
+    def open_data(
+        self, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, files: str | Sequence[str], max_samples: int
+    ) -> Dataset:
         """Open the data set of conversations, or of prompts and responses."""
         from verl.datasets import create_sft_dataset
 
         return create_sft_dataset(files, config.data, tokenizer, processor_of(config), max_samples)
 
-    def collate_fn(self, config: SFTConfig, tokenizer: Any) -> Callable:
+    def collate_fn(self, config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> Callable:
         """A function that pads items on the right into a batch."""
         from verl.datasets import sft_collate_fn
 

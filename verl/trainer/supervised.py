@@ -7,7 +7,7 @@ worker, data set and trainer.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -18,6 +18,7 @@ from verl.config import local_copies
 from verl.datasets.loading import bound_to_driver
 from verl.errors import DataError
 from verl.protocol import DataProto
+from verl.single_controller.base.worker_group import WorkerGroup
 from verl.trainer.balance import deal
 from verl.trainer.config.sizes import resolve_device
 from verl.trainer.driver import load_controller
@@ -29,7 +30,8 @@ from verl.utils.metric import Metrics
 from verl.utils.step_context import StepContext
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset
+    from torch.utils.data import Dataset, Sampler
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
     from verl.config import SupervisedConfig
 
@@ -55,7 +57,7 @@ class SupervisedTrainer(TrainingLoop):
         train_dataset: Any,
         val_dataset: Any,
         collate_fn: Callable,
-        train_sampler: Any,
+        train_sampler: Sampler,
     ) -> None:
         data, trainer = config.data, config.trainer
         plan = CheckpointPlan.of(trainer, keep={".": trainer.max_ckpt_to_keep})
@@ -80,14 +82,14 @@ class SupervisedTrainer(TrainingLoop):
         self.schedule = Schedule.of(trainer, self.total_training_steps)
 
     @property
-    def trained_groups(self) -> dict[str, Any]:
+    def trained_groups(self) -> Mapping[str, WorkerGroup]:
         """See :meth:`TrainingLoop.trained_groups`."""
         return {".": self.workers}
 
     def start_workers(self) -> None:
         """See :meth:`TrainingLoop.start_workers`."""
         (role,) = self.worker_groups.worker_classes
-        self.workers: Any = self.worker_groups.start({role: {"config": self.typed_config}})[role]
+        self.workers = self.worker_groups.start({role: {"config": self.typed_config}})[role]
         self.pass_limits.send_to([self.workers])
         self.arithmetic = Arithmetic.of_ranks(self.workers.arithmetic())
         self.checkpoint.workers_replaced(self.trained_groups)
@@ -150,7 +152,7 @@ def total_steps(config: SupervisedConfig, rows: int) -> int:
     return config.trainer.total_training_steps or config.trainer.total_epochs * (rows // batch_size)
 
 
-def processor_of(config: Any) -> Any:
+def processor_of(config: SupervisedConfig) -> ProcessorMixin | None:
     """Load the processor of the model that is trained; None if it takes no images."""
     from verl.utils import hf_processor
 
@@ -175,15 +177,15 @@ class SupervisedRunner:
         """The worker class; imported inside, so that an invalid configuration fails before the slow engine imports."""
         raise NotImplementedError
 
-    def open_data(self, config: Any, tokenizer: Any, files: Any, max_samples: int) -> Dataset:
+    def open_data(self, config: object, tokenizer: PreTrainedTokenizerBase, files: object, max_samples: int) -> Dataset:
         """Open the data set in ``files``."""
         raise NotImplementedError
 
-    def collate_fn(self, config: Any, tokenizer: Any) -> Callable:
+    def collate_fn(self, config: object, tokenizer: PreTrainedTokenizerBase) -> Callable:
         """A function that turns a list of items into the columns of a batch."""
         raise NotImplementedError
 
-    def run(self, config: Any) -> None:
+    def run(self, config: SupervisedConfig) -> None:
         """Load the data, start the workers and train.
 
         Raises:

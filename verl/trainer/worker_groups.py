@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.single_controller.base.call_times import CallTime
-from verl.single_controller.base.resource_pool import PoolManager
+from verl.single_controller.base.resource_pool import PoolManager, ResourcePool
+from verl.single_controller.base.worker import ClassWithInitArgs
+from verl.single_controller.base.worker_group import WorkerGroup
 from verl.utils.console import working
+
+RoleT = TypeVar("RoleT", bound=Hashable)
 
 
 @dataclass(kw_only=True)
@@ -24,12 +28,12 @@ class WorkerGroups:
     device_name: str | None
     hang_timeout_s: float | None = None
     """Seconds after which a call without an answer counts as a lost process; None waits without limit."""
-    groups: dict[Any, Any] = field(default_factory=dict)
+    groups: dict[Hashable, WorkerGroup] = field(default_factory=dict)
     """The worker group of each role; empty while no workers run."""
-    _processes: dict[str, Any] = field(default_factory=dict)
+    _processes: dict[str, WorkerGroup] = field(default_factory=dict)
     """The group that holds the processes of a pool, by the pool's name."""
 
-    def start(self, arguments: Mapping[Any, Mapping[str, Any]]) -> Mapping[Any, Any]:
+    def start(self, arguments: Mapping[RoleT, Mapping[str, object]]) -> Mapping[RoleT, WorkerGroup]:
         """Start the workers and load their models, in the order of ``arguments``.
 
         Args:
@@ -44,11 +48,11 @@ class WorkerGroups:
         for role in arguments:
             with working(f"loading the model of {role} on {self.groups[role].world_size} rank(s)"):
                 self.groups[role].init_model()
-        return self.groups
+        return {role: self.groups[role] for role in arguments}
 
-    def _start_processes(self, arguments: Mapping[Any, Mapping[str, Any]]) -> None:
+    def _start_processes(self, arguments: Mapping[RoleT, Mapping[str, object]]) -> None:
         self.pools.create_resource_pool()
-        members: dict[Any, dict[Hashable, Any]] = {}
+        members: dict[ResourcePool, dict[RoleT, ClassWithInitArgs]] = {}
         for role, of_role in arguments.items():
             worker = self.group_class.describe(self.worker_classes[role], **of_role, device_name=self.device_name)
             members.setdefault(self.pools.get_resource_pool(role), {})[role] = worker

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import yaml
 from omegaconf import OmegaConf
@@ -12,17 +12,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.base.import_utils import load_object
 from verl.base.registry import suggest
+from verl.base.types import JsonMapping
 from verl.errors import ConfigError
 
 T = TypeVar("T")
 
-Entries = str | Path | Sequence[Mapping[str, Any]]
+Entries = str | Path | Sequence[JsonMapping]
 """Path of a YAML file with a list of classes, or the list."""
 
 
-def read_entries(
-    source: Entries, setting: str, section: str, keys: Sequence[str]
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_entries(source: Entries, setting: str, section: str, keys: Sequence[str]) -> Iterator[tuple[str, JsonMapping]]:
     """Yield the entries of a list, each after its place, for error messages.
 
     Args:
@@ -47,7 +46,7 @@ def read_entries(
         yield f"{where}[{index}]", entry
 
 
-def _list_of_file(path: Path, setting: str, section: str, keys: Sequence[str]) -> list[Mapping[str, Any]]:
+def _list_of_file(path: Path, setting: str, section: str, keys: Sequence[str]) -> list[Mapping[str, object]]:
     if not path.is_file():
         raise ConfigError(f"{setting}={path}: there is no such file. Give the path of a YAML file with '{section}'.")
     try:

@@ -139,7 +139,7 @@ def working(text: str) -> Iterator[None]:
         thread.join()
 
 
-def write_step(step: int, metrics: Mapping[str, object]) -> None:
+def write_step(step: int, metrics: Mapping[str, float]) -> None:
     """Write the line of a step: the metrics in ``SHOWN`` within a run, all of them outside of one.
 
     A run with a live display shows its steps itself.
@@ -148,7 +148,7 @@ def write_step(step: int, metrics: Mapping[str, object]) -> None:
         show(metrics_line(step, metrics) if _run is None else _run.line(step, metrics))
 
 
-def metrics_line(step: int, metrics: Mapping[str, object]) -> str:
+def metrics_line(step: int, metrics: Mapping[str, float]) -> str:
     """Format metrics as ``step:12 - actor/pg_loss:0.1 - critic/score/mean:0.5``, floats with six significant digits."""
     parts = [f"step:{step}"]
     for name, value in metrics.items():
@@ -230,7 +230,7 @@ class Progress:
                 with _ignoring_write_errors():
                     self._live.stop()
 
-    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record and show a finished step."""
         now = time.monotonic()
         self._seconds = now - self._finished_at[-1]
@@ -244,7 +244,7 @@ class Progress:
             with _ignoring_write_errors():
                 self.console.print(_step_text(step, metrics, self._seconds), soft_wrap=True)
 
-    def line(self, step: int, metrics: Mapping[str, object]) -> Text:
+    def line(self, step: int, metrics: Mapping[str, float]) -> Text:
         """The line of a step in a log; a step before the first :meth:`update`, a validation, has no times."""
         text = _step_text(step, metrics, self._seconds, self.total_steps)
         return text if math.isnan(self._seconds) else text.append(f"  {clock(self.seconds_left())} left")
@@ -317,7 +317,7 @@ class NotebookTable:
         return f"{self._bar} {html.escape(self._done)}<table><tr>{head}</tr>{body}</table>"
 
 
-def _step_values(step: int, metrics: Mapping[str, Any], seconds: float) -> dict[str, str]:
+def _step_values(step: int, metrics: Mapping[str, float], seconds: float) -> dict[str, str]:
     """Return the metrics in ``SHOWN`` that a step has, and those of its validation, formatted, by label."""
     values = {"step": str(step)}
     for label, names, form in SHOWN:
@@ -329,7 +329,7 @@ def _step_values(step: int, metrics: Mapping[str, Any], seconds: float) -> dict[
     return values if math.isnan(seconds) else values | {"seconds": f"{seconds:.1f}"}
 
 
-def _step_text(step: int, metrics: Mapping[str, Any], seconds: float, total: int | None = None) -> Text:
+def _step_text(step: int, metrics: Mapping[str, float], seconds: float, total: int | None = None) -> Text:
     text = Text(f"step {step}" if total is None else f"step {step}/{total}", style="bold")
     for label, names, form in SHOWN:
         value = next((metrics[name] for name in names if name in metrics), None)
@@ -340,7 +340,7 @@ def _step_text(step: int, metrics: Mapping[str, Any], seconds: float, total: int
     return text if math.isnan(seconds) else text.append(f"  {seconds:.1f} s", style="dim")
 
 
-def _validation_text(metrics: Mapping[str, object]) -> str:
+def _validation_text(metrics: Mapping[str, float]) -> str:
     """Core validation metrics (mean@N of each data source), or the validation loss."""
     means = {name: value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name}
     if means:

@@ -16,12 +16,15 @@ import threading
 from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from types import NoneType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 from tokenizers import AddedToken, Tokenizer
 
 from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Side = Literal["left", "middle", "right"]
 Author = Literal["program", "prompt", "policy"]
@@ -119,7 +122,7 @@ class ControlTokens:
         """Mark control tokens in a message of a prompt: in results of tools as a program's, in turns of the assistant
         as those of ``assistant``.
         """
-        authors: dict[Any, Author] = {"assistant": assistant, "tool": "program"}
+        authors: dict[object, Author] = {"assistant": assistant, "tool": "program"}
         return self.guard(message, authors.get(message.get("role"), "prompt"))
 
     def plain(self, guarded: str) -> str:
@@ -186,12 +189,12 @@ class ControlTokens:
         return [(first - len(anchor), last - len(anchor)) for first, last in spans]
 
 
-_made: WeakKeyDictionary[Any, tuple[object, ControlTokens]] = WeakKeyDictionary()
-_special: WeakKeyDictionary[Any, tuple[int, re.Pattern[str]]] = WeakKeyDictionary()
+_made: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[object, ControlTokens]] = WeakKeyDictionary()
+_special: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[int, re.Pattern[str]]] = WeakKeyDictionary()
 _making = threading.Lock()
 
 
-def control_tokens_of(tokenizer: Any) -> ControlTokens:
+def control_tokens_of(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
     """Return the control tokens of a tokenizer with its chat template; made once, as that copies the vocabulary.
 
     Raises:
@@ -205,7 +208,7 @@ def control_tokens_of(tokenizer: Any) -> ControlTokens:
     return known[1]
 
 
-def has_special(value: Any, tokenizer: Any) -> bool:
+def has_special(value: object, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a text, or a text in a JSON value, has the text of a special token, or characters that are used here."""
     known = _special.get(tokenizer)
     if known is None or known[0] != len(tokenizer):
@@ -225,7 +228,7 @@ def plain(guarded: str) -> str:
     return guarded.replace(_BROKEN, "")
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -7,7 +7,6 @@ import logging
 import os
 import uuid
 from pathlib import Path
-from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ def cut_own_end(path: Path, run: str | None, after_step: int, keep_bytes: int = 
 
 def _is_of(line: bytes, run: str | None, after_step: int) -> bool:
     try:
-        record: Any = json.loads(line)
+        record = json.loads(line)
         return record.get("run") == run and record["step"] > after_step
     except (ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -150,7 +150,7 @@ class FlopsCounter:
         return 2 * forward + attention if self.is_frozen else 3 * forward
 
     def estimate_flops(
-        self, batch_seqlens: Sequence[int] | Tensor, delta_time: float, **kargs: Any
+        self, batch_seqlens: Sequence[int] | Tensor, delta_time: float, **kargs: object
     ) -> tuple[float, float]:
         """Useful TFLOP/s of a training step over all ranks, and the bf16 peak of one device (NaN if unknown).
 

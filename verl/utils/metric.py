@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -93,7 +93,7 @@ class Metric:
         return Metric(self.aggregation)
 
 
-def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+def reduce_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     """Reduce each metric to its mean; to its maximum or minimum if a word of its name is ``max`` or ``min``.
 
     A :class:`Metric` is reduced in its own way. A metric without values is left out.
@@ -125,7 +125,7 @@ def _numbers(name: str, values: object) -> np.ndarray:
         ) from error
 
 
-def _reducer(name: str) -> Any:
+def _reducer(name: str) -> Callable[[np.ndarray], float]:
     words = re.split(r"[/_@]", name)
     if "max" in words:
         return np.max

@@ -437,8 +437,8 @@ def convert_weight_keys(state_dict: dict[str, Tensor], model: PreTrainedModel) -
 
 
 def extract_multi_modal_inputs(
-    batch_data: Sequence[Mapping[str, Any]], indices: Sequence[int] | None = None
-) -> dict[str, Any]:
+    batch_data: Sequence[Mapping[str, torch.Tensor]], indices: Sequence[int] | None = None
+) -> dict[str, object]:
     """Join the inputs of a processor, such as ``pixel_values``, over the rows of a batch.
 
     Args:

@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
@@ -95,7 +95,7 @@ class RunLog:
         self._file = run_log_path(metrics).open("a", encoding="utf-8")
         self._ranks = ranks_log_path(metrics).open("a", encoding="utf-8")
 
-    def start(self, config: Mapping[str, Any]) -> None:
+    def start(self, config: Mapping[str, object]) -> None:
         """Record the settings (without secrets), the command, its working folder, the machine and the process."""
         process = psutil.Process()
         self.write(

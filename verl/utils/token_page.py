@@ -7,10 +7,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.vision.families import IMAGE_TOKEN
 from verl.vision.texts import image_word, runs
+
+if TYPE_CHECKING:
+    from verl.base.types import JsonMapping
 
 MOST_TOKENS = 40_000
 """Tokens of a response that a page is sent."""
@@ -31,7 +34,7 @@ pre { margin: .3rem 0; unicode-bidi: isolate; }
 """
 
 
-def described(row: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, object]:
+def described(row: JsonMapping, texts: Mapping[str, str]) -> dict[str, object]:
     """Describe a sequence by the row of a file of tokens and the texts of its metadata.
 
     Returns:
@@ -65,7 +68,7 @@ def described(row: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, obj
     }
 
 
-def token_spans(sequence: Mapping[str, Any], most: int = MOST_TOKENS) -> tuple[str, str]:
+def token_spans(sequence: JsonMapping, most: int = MOST_TOKENS) -> tuple[str, str]:
     """Return the response of a described sequence as HTML, and the name of the numbers that colour its tokens.
 
     These are its advantages, else its log-probs under the rollout engine; without either the name is ``mask``.
@@ -114,7 +117,7 @@ class TokenPage:
         return "\n\n".join(parts)
 
 
-def marked_tokens(sequence: Mapping[str, Any], most: int) -> tuple[str, list[tuple[float, int, str]]]:
+def marked_tokens(sequence: JsonMapping, most: int) -> tuple[str, list[tuple[float, int, str]]]:
     """Return the response of a described sequence with bold and italics, and its least likely tokens.
 
     Returns:
@@ -135,7 +138,7 @@ def marked_tokens(sequence: Mapping[str, Any], most: int) -> tuple[str, list[tup
     return "".join(parts), sorted(unlikely)[:LISTED]
 
 
-def _words(sequence: Mapping[str, Any], most: int) -> list[tuple[int, str]]:
+def _words(sequence: JsonMapping, most: int) -> list[tuple[int, str]]:
     """Return place and text of the first tokens of a response; an image is one word, at its first token."""
     words = {start: word for start, _, word in sequence["images"]}
     within = {index for start, end, _ in sequence["images"] for index in range(start + 1, end + 1)}
@@ -143,7 +146,7 @@ def _words(sequence: Mapping[str, Any], most: int) -> list[tuple[int, str]]:
     return [(index, words.get(index, text)) for index, text in texts if index not in within]
 
 
-def _prompt(sequence: Mapping[str, Any]) -> str:
+def _prompt(sequence: JsonMapping) -> str:
     return escaped("".join(token["text"] for token in sequence["prompt"]))
 
 
@@ -175,7 +178,7 @@ def heat(values: Sequence[float | None]) -> list[str]:
     return [colour(value) for value in values]
 
 
-def escaped(value: Any) -> str:
+def escaped(value: object) -> str:
     """Escape a text for HTML; characters that cannot be seen, or turn the direction of text, become their codes."""
     characters = str(value)[:MOST_CHARACTERS]
     kept = "".join(one if one.isprintable() or one in "\n\t" else f"[U+{ord(one):04X}]" for one in characters)

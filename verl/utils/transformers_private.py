@@ -134,7 +134,7 @@ def names_on_disk(module: PreTrainedModel, weights: dict[str, Tensor]) -> dict[s
     return revert_weight_conversion(module, weights)
 
 
-def conversions_of(module: PreTrainedModel) -> Any:
+def conversions_of(module: PreTrainedModel) -> object:
     """Return what turned the names and shapes of the files into those of the model; None if no files were read."""
     return getattr(module, "_weight_conversions", None)
 
@@ -156,7 +156,9 @@ _READ_BY_TRANSFORMERS = frozenset(inspect.signature(PreTrainedTokenizerBase.appl
 """Variables of a template with a meaning of their own, among them all that change more than the rendering."""
 
 
-def json_renderer(tokenizer: Any, variables: Mapping[str, Any]) -> Callable[[list[Any], Any, bool], str] | None:
+def json_renderer(
+    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object]
+) -> Callable[[list[Any], Any, bool], str] | None:
     """Return ``apply_chat_template`` for messages and tools that are nothing but values of JSON.
 
     Transformers rebuilds all that a template sees, as other objects could let it do harm; that takes several times as
@@ -182,7 +184,7 @@ def json_renderer(tokenizer: Any, variables: Mapping[str, Any]) -> Callable[[lis
         return None
     template = _compile_jinja_template(tokenizer.chat_template)
 
-    def rendered(messages: list[Any], tools: Any, add_generation_prompt: bool) -> str:
+    def rendered(messages: list[Any], tools: object, add_generation_prompt: bool) -> str:
         without_none = [{key: value for key, value in message.items() if value is not None} for message in messages]
         chat = _alias_reasoning_fields(without_none)
         return template.render(

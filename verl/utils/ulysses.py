@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verl.base.types import AutogradContext
 
 Group = dist.ProcessGroup | None
 
@@ -66,15 +69,15 @@ class _AllToAll(torch.autograd.Function):
     """Send ``x[r]`` to rank r; the result at r is what rank r sent. Its transpose is itself."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: AutogradContext[dist.ProcessGroup], x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.settings = group
         received = torch.empty_like(x, memory_format=torch.contiguous_format)
         dist.all_to_all_single(received, x.contiguous(), group=group)
         return received
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _AllToAll.apply(grads[0], ctx.group), None  # pyright: ignore[reportReturnType]
+    def backward(ctx: AutogradContext[dist.ProcessGroup], *grads: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(grads[0], ctx.settings), None  # pyright: ignore[reportReturnType]
 
 
 def all_to_all_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -243,14 +246,22 @@ def ulysses_pad_and_slice_inputs(
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, scale: bool, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: AutogradContext[tuple[int, int, bool, dist.ProcessGroup]],
+        x: Tensor,
+        dim: int,
+        scale: bool,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         ctx.settings = dim, x.shape[dim], scale, group
         parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, dim=dim)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(
+        ctx: AutogradContext[tuple[int, int, bool, dist.ProcessGroup]], *grads: Tensor
+    ) -> tuple[Tensor, None, None, None]:
         dim, length, scale, group = ctx.settings
         local_grad = grads[0].narrow(dim, dist.get_rank(group) * length, length)
         return local_grad * dist.get_world_size(group) if scale else local_grad, None, None, None
@@ -289,17 +300,19 @@ def gather_outputs_and_unpad(
 
 class _PlacedOutputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, places: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: AutogradContext[int], values: Tensor, places: Tensor, count: int, group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.save_for_backward(places)
-        ctx.ranks = dist.get_world_size(group)
+        ctx.settings = dist.get_world_size(group)
         placed = values.new_zeros(count, *values.shape[1:]).index_copy_(0, places, values)
         dist.all_reduce(placed, group=group)
         return placed
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: AutogradContext[int], *grads: Tensor) -> tuple[Tensor, None, None, None]:
         (places,) = ctx.saved_tensors
-        return grads[0].index_select(0, places) * ctx.ranks, None, None, None
+        return grads[0].index_select(0, places) * ctx.settings, None, None, None
 
 
 def place_outputs(values: Tensor, places: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:

@@ -8,7 +8,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -183,7 +182,7 @@ class MetricsFile:
         self._tail = []
 
 
-def thinned(curve: Curve, points: int) -> dict[str, Any]:
+def thinned(curve: Curve, points: int) -> dict[str, list[float | None] | int]:
     """Return a curve for a page, of at most about ``points`` points."""
     rows = extremes(curve.values, points)
     columns = {"steps": curve.steps, "times": curve.times, "values": curve.values, "low": curve.low, "high": curve.high}

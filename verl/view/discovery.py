@@ -8,9 +8,12 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from verl.utils.run_log import ranks_log_path, run_log_path
+
+if TYPE_CHECKING:
+    from verl.base.types import JsonObject
 
 Kind = Literal["train", "validation"]
 
@@ -36,7 +39,7 @@ class RunFiles:
     name: str
     writers: frozenset[str]
     """Ids of these runs, as their lines and their samples have them under ``run``."""
-    starts: list[dict[str, Any]]
+    starts: list[JsonObject]
     """Events of starts; empty without a record of the run."""
     named: list[NamedFolder] = field(default_factory=list)
 

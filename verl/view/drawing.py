@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from verl.view.curves import extremes
+
+if TYPE_CHECKING:
+    from verl.view.timeline import Mark
 
 WIDTH, HEIGHT = 320, 150
 LEFT, BOTTOM, TOP = 46, 18, 8
@@ -19,7 +22,7 @@ TICK = 6
 """Height of the tick of a checkpoint."""
 
 
-def curve(steps: np.ndarray, values: np.ndarray, marks: Iterable[Mapping[str, Any]] = ()) -> str:
+def curve(steps: np.ndarray, values: np.ndarray, marks: Iterable[Mark] = ()) -> str:
     """Return an SVG of one curve, with its lowest and highest value and its first and last step beside the axes.
 
     Args:

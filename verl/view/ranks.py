@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
+
+from verl.view.timeline import RankCall, Span, StepSpans
 
 MOST_STEPS = 40
 """Steps over which busy time and waits are summed."""
@@ -17,6 +19,35 @@ HEAD_BYTES = 200
 """The step stands in the beginning of a line."""
 
 Interval = tuple[float, float]
+
+
+class Lane(TypedDict):
+    """The calls of a rank in a step, in the order of their begins."""
+
+    rank: str
+    calls: list[RankCall]
+
+
+class RankTotals(TypedDict):
+    """Means of a rank over steps."""
+
+    rank: str
+    busy: float
+    """Seconds per step."""
+    waits: dict[str, float]
+    """Seconds per step, by stage."""
+    rss_mb: float
+    """Most at the end of a call."""
+    device_mb: float | None
+    """Likewise; None without a GPU."""
+
+
+class RanksSummary(TypedDict):
+    """Means over steps, of all ranks."""
+
+    steps: int
+    """How many were read."""
+    ranks: list[RankTotals]
 
 
 class RanksFile:
@@ -35,11 +66,8 @@ class RanksFile:
             steps = sorted(self._places)
         return [step for step in steps if (first is None or step >= first) and (last is None or step <= last)]
 
-    def calls(self, step: int) -> list[dict[str, object]]:
-        """Return the calls of a step: {rank, name, begin, seconds, rss_mb, device_mb}, times in seconds since 1970.
-
-        Empty for a step that is not there, or whose line is broken.
-        """
+    def calls(self, step: int) -> list[RankCall]:
+        """Return the calls of a step; empty for a step that is not there, or whose line is broken."""
         with self._lock:
             position = self._places.get(step)
         if position is None:
@@ -74,13 +102,9 @@ class RanksFile:
             self._places, self._read = {}, 0
 
 
-def lanes_of(calls: Iterable[Mapping[str, Any]], begin: float, end: float) -> list[dict[str, Any]]:
-    """Return the calls of a step rank by rank, cut to the step: calls between two steps belong to neither.
-
-    Returns:
-        for each rank ``rank`` and ``calls``, in the order of their begins.
-    """
-    lanes: dict[str, list[dict[str, Any]]] = {}
+def lanes_of(calls: Iterable[RankCall], begin: float, end: float) -> list[Lane]:
+    """Return the calls of a step rank by rank, cut to the step: calls between two steps belong to neither."""
+    lanes: dict[str, list[RankCall]] = {}
     for call in calls:  # rank by rank, as the file has them
         lane = lanes.setdefault(call["rank"], [])
         first, last = max(call["begin"], begin), min(call["begin"] + call["seconds"], end)
@@ -89,12 +113,12 @@ def lanes_of(calls: Iterable[Mapping[str, Any]], begin: float, end: float) -> li
     return [{"rank": rank, "calls": sorted(lane, key=lambda call: call["begin"])} for rank, lane in lanes.items()]
 
 
-def waits_of(lane: Sequence[Mapping[str, Any]], stages: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def waits_of(lane: Sequence[RankCall], stages: Sequence[Span]) -> dict[str, float]:
     """Return for how many seconds of each stage a rank answered no call; a stage within another has its own time.
 
     Args:
         lane: calls of the rank in one step.
-        stages: of the step, as of ``spans_of``: {name, begin, seconds, depth}.
+        stages: of the step, as of ``spans_of``.
     """
     busy = [(call["begin"], call["begin"] + call["seconds"]) for call in lane]
     spans = [(stage["name"], stage["depth"], stage["begin"], stage["begin"] + stage["seconds"]) for stage in stages]
@@ -112,21 +136,17 @@ def waits_of(lane: Sequence[Mapping[str, Any]], stages: Sequence[Mapping[str, An
     return waits
 
 
-def summary_of(file: RanksFile, steps: Sequence[Mapping[str, Any]], recorded: Sequence[int]) -> dict[str, Any]:
+def summary_of(file: RanksFile, steps: Sequence[StepSpans], recorded: Sequence[int]) -> RanksSummary:
     """Return means over the newest recorded steps of ``steps``.
 
     Args:
         file: of the calls.
         steps: stages, as of ``spans_of``.
         recorded: steps that the file has.
-
-    Returns:
-        ``steps``, how many were read, and ``ranks``: for each {rank, busy (seconds per step), waits (seconds per step,
-        by stage), rss_mb, device_mb (most at the end of a call; None without a GPU)}.
     """
     has_calls = set(recorded)
     chosen = [step for step in steps if step["step"] in has_calls and step["spans"]][-MOST_STEPS:]
-    ranks: dict[str, dict[str, Any]] = {}
+    ranks: dict[str, RankTotals] = {}
     for step in chosen:
         begin, end = bounds_of(step["spans"])
         for lane in lanes_of(file.calls(step["step"]), begin, end):
@@ -144,6 +164,6 @@ def summary_of(file: RanksFile, steps: Sequence[Mapping[str, Any]], recorded: Se
     return {"steps": len(chosen), "ranks": list(ranks.values())}
 
 
-def bounds_of(spans: Sequence[Mapping[str, Any]]) -> Interval:
+def bounds_of(spans: Sequence[Span]) -> Interval:
     """Return begin and end of a step."""
     return min(span["begin"] for span in spans), max(span["begin"] + span["seconds"] for span in spans)

@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.config.problems import shown
 from verl.errors import DataError
@@ -17,6 +17,10 @@ from verl.view.index import Index
 from verl.view.runs import Library, Run, main_metrics
 from verl.view.samples import SampleFilter, find_samples, one_sample, place_of_sample
 from verl.view.tokens import tokens_of
+
+if TYPE_CHECKING:
+    from verl.base.types import JsonMapping
+    from verl.view.timeline import Mark
 
 SAMPLES = 3
 """Best samples, and worst, of the last step."""
@@ -89,7 +93,7 @@ def _is_page(file: Path) -> bool:
         raise DataError(f"{file} cannot be read: {error.strerror}. Name another file by -o.") from error
 
 
-def page_of(run: Run, about: Mapping[str, Any], index: Index) -> str:
+def page_of(run: Run, about: JsonMapping, index: Index) -> str:
     """Return the report as HTML, of a run with its summary and details."""
     step = "no step was made" if about["step"] is None else f"step {about['step']}"
     state = f"{about['state']}, recovered" if about["recovered"] else about["state"]
@@ -114,7 +118,7 @@ def page_of(run: Run, about: Mapping[str, Any], index: Index) -> str:
     return whole_page(title, STYLE + REPORT_STYLE, "".join(parts))
 
 
-def ending(about: Mapping[str, Any]) -> str:
+def ending(about: JsonMapping) -> str:
     """Why the run ended, with the stage, if its last end was no good one; empty for others and for runs that go on."""
     state = about["state"]
     if state == "lost":
@@ -125,7 +129,7 @@ def ending(about: Mapping[str, Any]) -> str:
     return f"<h2>End</h2><article class=alert><strong>{escaped(state)}</strong><br>{escaped(why)}</article>"
 
 
-def alerts(alert_list: Sequence[Mapping[str, Any]]) -> str:
+def alerts(alert_list: Sequence[Mapping[str, object]]) -> str:
     """What looked wrong."""
     items = [
         f"<article class=alert><strong>{escaped(alert['title'])}, step {alert['step']}</strong><br>"
@@ -135,7 +139,7 @@ def alerts(alert_list: Sequence[Mapping[str, Any]]) -> str:
     return f"<h2>Health</h2>{''.join(items) or '<p>No rule is broken.</p>'}"
 
 
-def curves(run: Run, index: Index, marks: Sequence[Mapping[str, Any]]) -> str:
+def curves(run: Run, index: Index, marks: Sequence[Mark]) -> str:
     """All curves; the usual ones open."""
     names = sorted(run.metrics.names)
     if not names:
@@ -200,7 +204,7 @@ def sample(index: Index, sample_id: int, with_tokens: bool) -> str:
     )
 
 
-def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
+def conversation(messages: Sequence[Mapping[str, object]]) -> str:
     """The messages of a trajectory: the prompt, the last of them, and folded what is between."""
     shown = []
     for message in messages:
@@ -213,7 +217,7 @@ def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
     return "".join(shown[:prompt]) + (folded if between else "") + shown[-1]
 
 
-def content_of(message: Mapping[str, Any]) -> str:
+def content_of(message: JsonMapping) -> str:
     """What a message says, with its images named, and its tool calls."""
     content = message.get("content") or ""
     if isinstance(content, list) and all(part in ({"type": "image"},) or "text" in part for part in content):
@@ -224,7 +228,7 @@ def content_of(message: Mapping[str, Any]) -> str:
     return "\n".join([said, *called] if said else called)
 
 
-def call_of(call: Any) -> str:
+def call_of(call: object) -> str:
     """A tool call in a line; one of another form as JSON."""
     match call:
         case {"function": {"name": name, "arguments": arguments}}:
@@ -241,7 +245,7 @@ def token_line(index: Index, sample_id: int) -> str:
     return f"<details><summary>Tokens by {name}</summary><pre class=tokens>{spans}</pre></details>"
 
 
-def table(rows: Mapping[str, Any]) -> str:
+def table(rows: Mapping[str, object]) -> str:
     """Two columns."""
     cells = [
         f"<tr><th scope=row>{escaped(name)}</th><td>{escaped(shown(value))}</td></tr>" for name, value in rows.items()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -20,6 +20,10 @@ from verl.view.discovery import FoundFiles, RunFiles, began, find_runs, read_eve
 from verl.view.index import Index, places_of_runs
 from verl.view.ranks import RanksFile
 from verl.view.samples import kinds_of_samples, refresh_samples, why_no_samples
+
+if TYPE_CHECKING:
+    from verl.base.types import JsonMapping, JsonObject
+    from verl.view.timeline import Mark
 
 SILENT_S = 600.0
 """Seconds without a line after which a run elsewhere, or without events, counts as lost."""
@@ -34,7 +38,7 @@ class Run:
         self.files = files
         self.metrics = MetricsFile(files.id, files.metrics)
         self.ranks = RanksFile(files.ranks)
-        self.events: list[dict[str, Any]] = []
+        self.events: list[dict[str, object]] = []
         self._events_stat: tuple[int, int] | None = None
 
     def refresh(self, index: Index) -> bool:
@@ -51,11 +55,11 @@ class Run:
         return changed
 
     @property
-    def starts(self) -> list[dict[str, Any]]:
+    def starts(self) -> list[JsonObject]:
         """Events of starts, in order."""
         return [event for event in self.events if event["event"] == "start"]
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """Settings of the last start, by dotted key."""
         config = self.starts[-1].get("config") if self.starts else None
         return dict(flat(config)) if isinstance(config, Mapping) else {}
@@ -99,7 +103,7 @@ class Run:
             "ends": [event for event in self.events if event["event"] == "end"],
         }
 
-    def alerts(self, index: Index) -> list[dict[str, Any]]:
+    def alerts(self, index: Index) -> Sequence[Mapping[str, object]]:
         """Return the alerts of all steps, newest first."""
         names = [name for name in {*FINITE, *(rule.metric for rule in RULES)} if name in self.metrics.names]
         alerts = alerts_of(self.metrics.series(index, names))
@@ -168,15 +172,15 @@ def state_of(events: Sequence[Mapping[str, object]], changed: float) -> str:
     return "running" if clock() - changed < SILENT_S else "lost" if last else "done"
 
 
-def _lives(start: Mapping[str, Any]) -> bool:
+def _lives(start: JsonMapping) -> bool:
     try:
         return abs(psutil.Process(start["pid"]).create_time() - start["process_began"]) < 2
     except (psutil.Error, KeyError, TypeError):
         return False
 
 
-def marks_of(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return resumptions and checkpoints: {kind, step, time}."""
+def marks_of(events: Iterable[JsonMapping]) -> list[Mark]:
+    """Return resumptions and checkpoints."""
     kinds = {"resume": "resumed", "checkpoint": "checkpoint"}
     return [
         {"kind": kinds[event["event"]], "step": event.get("step"), "time": event.get("time")}

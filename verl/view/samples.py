@@ -54,7 +54,7 @@ class SampleFilter:
 
     def conditions(self) -> tuple[str, list[object]]:
         """Return the WHERE clause and its values."""
-        wanted: list[tuple[str, Any]] = [("run = ?", self.run), ("kind = ?", self.kind)]
+        wanted: list[tuple[str, object]] = [("run = ?", self.run), ("kind = ?", self.kind)]
         for column, low, high in (
             ("step", self.step_from, self.step_to),
             ("score", self.score_from, self.score_to),

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -28,7 +28,7 @@ from verl.view.curves import Curve, thinned
 from verl.view.ranks import bounds_of, lanes_of, summary_of
 from verl.view.runs import Library, Run, marks_of
 from verl.view.samples import SampleFilter, find_samples, one_sample, place_of_sample, sample_values
-from verl.view.timeline import chrome_trace, spans_of
+from verl.view.timeline import StepSpans, chrome_trace, spans_of
 from verl.view.tokens import tokens_of
 
 logger = logging.getLogger(__name__)
@@ -44,11 +44,14 @@ POINTS_OF_ANSWER = 20_000
 """Points of all curves of one answer, about: of many curves in one picture each needs fewer."""
 
 
+Number = TypeVar("Number", int, float)
+
+
 class News:
     """Tells open pages which runs have something new; threads may call :meth:`tell`."""
 
     def __init__(self) -> None:
-        self._pages: set[asyncio.Queue[dict[str, Any]]] = set()
+        self._pages: set[asyncio.Queue[dict[str, object]]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def tell(self, message: dict[str, object]) -> None:
@@ -59,7 +62,7 @@ class News:
     async def stream(self) -> AsyncIterator[str]:
         """Yield messages as server-sent events, and a comment now and then that keeps the connection open."""
         self._loop = asyncio.get_running_loop()
-        page: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        page: asyncio.Queue[dict[str, object]] = asyncio.Queue()
         self._pages.add(page)
         try:
             yield "retry: 2000\n\n"
@@ -117,7 +120,7 @@ class Answers:
     def _runs(self, request: Request) -> dict[str, Run]:
         return {key: self._known(key) for key in request.query_params.getlist("run")}
 
-    def runs(self, request: Request) -> Any:
+    def runs(self, request: Request) -> object:
         """All runs, those that changed last first."""
         summaries = self.library.summaries().values()
         return {"runs": sorted(summaries, key=lambda run: -run["changed"]), "indexing": self.library.is_indexing}
@@ -151,11 +154,11 @@ class Answers:
         names, averages = request.query_params.getlist("name"), request.query_params.get("averages") == "1"
         return curves_of(list(self._runs(request).values()), names, self.index, averages)
 
-    def alerts(self, request: Request) -> Any:
+    def alerts(self, request: Request) -> object:
         """Alerts of runs, by run, newest first."""
         return {key: run.alerts(self.index) for key, run in self._runs(request).items()}
 
-    def samples(self, request: Request) -> Any:
+    def samples(self, request: Request) -> object:
         """One page of the samples that a filter chooses."""
         self._run(request)
         return find_samples(self.index, filter_of(request.query_params))
@@ -164,11 +167,11 @@ class Answers:
         """What filters can choose from."""
         return sample_values(self.index, self._run(request).files.id, request.query_params.get("kind", "train"))
 
-    def sample(self, request: Request) -> Any:
+    def sample(self, request: Request) -> object:
         """One sample with siblings and history."""
         return one_sample(self.index, request.path_params["number"])
 
-    def tokens(self, request: Request) -> Any:
+    def tokens(self, request: Request) -> object:
         """The tokens of a sample, or null."""
         return tokens_of(place_of_sample(self.index, request.path_params["number"]))
 
@@ -176,19 +179,20 @@ class Answers:
         """The stages of steps."""
         return spans_of(self._run(request).events, *_step_range(request))
 
-    def ranks(self, request: Request) -> Any:
+    def ranks(self, request: Request) -> object:
         """How long ranks were busy and waited, over the newest steps."""
         run, (first, last) = self._run(request), _step_range(request)
         return summary_of(run.ranks, spans_of(run.events, first, last), run.ranks.steps(first, last))
 
-    def lanes(self, request: Request) -> Any:
+    def lanes(self, request: Request) -> object:
         """What driver and ranks did in one step."""
         run, step = self._run(request), int(request.query_params.get("step", ""))
-        (spans,) = spans_of(run.events, step, step) or [{"step": step, "spans": []}]
+        (stages,) = spans_of(run.events, step, step) or [StepSpans(step=step, spans=[])]
+        spans = stages["spans"]
         calls = run.ranks.calls(step) if run.ranks.steps(step, step) else []
-        return spans | {"lanes": lanes_of(calls, *bounds_of(spans["spans"])) if spans["spans"] else []}
+        return {**stages, "lanes": lanes_of(calls, *bounds_of(spans)) if spans else []}
 
-    def trace(self, request: Request) -> Any:
+    def trace(self, request: Request) -> object:
         """Stages and calls as a trace for Perfetto."""
         run = self._run(request)
         steps, recorded = spans_of(run.events, *_step_range(request)), set(run.ranks.steps(None, None))
@@ -269,7 +273,7 @@ def filter_of(query: Mapping[str, str]) -> SampleFilter:
         ValueError: a number is none.
     """
 
-    def number(name: str, kind: type[int] | type[float]) -> Any:
+    def number(name: str, kind: type[Number]) -> Number | None:
         return kind(query[name]) if query.get(name) else None
 
     return SampleFilter(

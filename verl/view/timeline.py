@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import TypedDict
+
+from verl.base.types import JsonMapping
 
 MOST_STEPS = 200  # bounds one answer to the page, whatever steps it asks for
 
 
-def spans_of(events: Iterable[Mapping[str, Any]], first: int | None, last: int | None) -> list[dict[str, Any]]:
-    """Return the stages of steps ``first`` to ``last``, of the newest ``MOST_STEPS`` of them.
+class Span(TypedDict):
+    """A stage of a step; a stage within another is deeper. Times are seconds, ``begin`` since 1970."""
 
-    Returns:
-        for each step ``step`` and ``spans``: {name, begin, seconds, depth}; a stage within another is deeper.
-    """
+    name: str
+    begin: float
+    seconds: float
+    depth: int
+
+
+class StepSpans(TypedDict):
+    """The stages of a step, in the order of their begins."""
+
+    step: int
+    spans: list[Span]
+
+
+class RankCall(TypedDict):
+    """A call that a rank answered. Times are seconds, ``begin`` since 1970."""
+
+    rank: str
+    name: str
+    begin: float
+    seconds: float
+    rss_mb: float
+    device_mb: float | None
+    """None without a GPU."""
+
+
+class Mark(TypedDict):
+    """A resumption (``resumed``) or a checkpoint."""
+
+    kind: str
+    step: int | None
+    time: float | None
+
+
+def spans_of(events: Iterable[JsonMapping], first: int | None, last: int | None) -> list[StepSpans]:
+    """Return the stages of steps ``first`` to ``last``, of the newest ``MOST_STEPS`` of them."""
     steps = {
         event["step"]: event["spans"]
         for event in events
@@ -24,8 +58,8 @@ def spans_of(events: Iterable[Mapping[str, Any]], first: int | None, last: int |
     return [{"step": step, "spans": _nested(steps[step])} for step in sorted(steps)[-MOST_STEPS:]]
 
 
-def _nested(spans: Iterable[tuple[str, float, float]]) -> list[dict[str, object]]:
-    nested: list[dict[str, object]] = []
+def _nested(spans: Iterable[tuple[str, float, float]]) -> list[Span]:
+    nested: list[Span] = []
     open_until: list[float] = []
     for name, begin, end in sorted(spans, key=lambda span: (span[1], -span[2])):
         while open_until and open_until[-1] <= begin:
@@ -37,10 +71,10 @@ def _nested(spans: Iterable[tuple[str, float, float]]) -> list[dict[str, object]
 
 def chrome_trace(
     name: str,
-    steps: Iterable[Mapping[str, Any]],
-    calls: Iterable[tuple[int, Mapping[str, Any]]] = (),
-    marks: Iterable[Mapping[str, Any]] = (),
-) -> dict[str, Any]:
+    steps: Iterable[StepSpans],
+    calls: Iterable[tuple[int, RankCall]] = (),
+    marks: Iterable[Mark] = (),
+) -> dict[str, object]:
     """Return stages, and the calls of ranks, as a trace of complete events (``ph: X``), in microseconds since 1970.
 
     The driver is process 1 and the ranks are those after it, each with the memory it held after its calls as counters.
@@ -76,7 +110,7 @@ def _process(pid: int, name: str) -> dict[str, object]:
     return {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
 
 
-def _complete(span: Mapping[str, Any], pid: int, category: str, step: int) -> dict[str, object]:
+def _complete(span: Span | RankCall, pid: int, category: str, step: int) -> dict[str, object]:
     return {
         "name": span["name"], "cat": category, "ph": "X", "pid": pid, "tid": 1, "ts": round(span["begin"] * 1e6),
         "dur": round(span["seconds"] * 1e6), "args": {"step": step},

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, torch
 
 FAMILIES: Mapping[str, str] = {
     "qwen2_vl": "Qwen2VLProcessor",
@@ -81,6 +81,6 @@ class VisionConfig:
         """Return which tokens have the id of images or of videos, bool of the shape of ``ids``."""
         return (ids == self.image_token_id) | (ids == self.video_token_id)
 
-    def tokens_of(self, grid: Any) -> int:
+    def tokens_of(self, grid: torch.Tensor) -> int:
         """Image tokens of all images of a grid, (images, 3)."""
         return int(grid.prod(-1).sum()) // self.merge_size**2

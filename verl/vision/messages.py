@@ -55,7 +55,7 @@ def _listed(values: object, kind: str, where: str) -> list[object]:
     return list(values)
 
 
-def _message(message: Any, inline: Mapping[str, list[Any]]) -> Any:
+def _message(message: Any, inline: Mapping[str, list[object]]) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
     if not isinstance(content, list) or not any(kind_of(part) in inline for part in content):
         return message

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from huggingface_hub import hf_hub_download
@@ -26,13 +26,16 @@ from verl.errors import ConfigError
 from verl.vision.families import FAMILIES, IMAGE_TOKEN, TIMESTAMPED, VisionConfig
 from verl.vision.videos import VideoLimits
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 MIN_TOKENS, MAX_TOKENS = 128, 768
 """Limits of a frame, or for Qwen3-VL of a whole video, where the model's files have none; those of Transformers."""
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
 """Files of a processor beside those of its tokenizer."""
 
 
-def load_processor(path: str, tokenizer: Callable[[], Any], **kwargs: Any) -> ProcessorMixin | None:
+def load_processor(path: str, tokenizer: Callable[[], PreTrainedTokenizerBase], **kwargs: Any) -> ProcessorMixin | None:
     """Load the processor of a model folder or hub name; None if the model has none.
 
     Args:
@@ -98,7 +101,7 @@ def _listed(value: object) -> object:
     return list(value) if isinstance(value, tuple) else value
 
 
-def video_limits(processor: Any) -> VideoLimits:
+def video_limits(processor: ProcessorMixin) -> VideoLimits:
     """Return how a model wants its videos.
 
     Raises:

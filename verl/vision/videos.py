@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -20,6 +20,9 @@ from verl.base.types import JsonMapping, JsonObject
 from verl.errors import ConfigError, DataError
 from verl.vision.data_urls import MOST_PIXELS
 from verl.vision.images import MERGE, process_image, smart_resize
+
+if TYPE_CHECKING:
+    from av import VideoFrame
 
 FRAMES = 2
 """Frames that become one step of time in all families of :mod:`verl.vision.families`."""
@@ -314,7 +317,7 @@ def _of_file(clip: Clip) -> Iterator[Image.Image]:
         raise ValueError(f"it ends after {frame_index + 1} of its {clip.total} frames")
 
 
-def _upright(frame: Any) -> Image.Image:
+def _upright(frame: VideoFrame) -> Image.Image:
     """The picture of a decoded frame, turned as the file says."""
     image = frame.to_image()
     return image.rotate(frame.rotation, expand=True) if frame.rotation else image

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -98,7 +98,10 @@ class PolicyLoss:
         loss, loss_metrics = evaluate_policy_loss(
             self.info, log_probs, columns, weights, mode, config, counts, self.entropy_coeff
         )
-        metrics: dict[str, Any] = {**loss_metrics, "actor/pg_loss": PartialSum(loss.detach() / totals.dp_size)}
+        metrics: dict[str, Tensor | float | PartialSum] = {
+            **loss_metrics,
+            "actor/pg_loss": PartialSum(loss.detach() / totals.dp_size),
+        }
         if "entropy" in outputs:
             entropy = agg_loss(outputs["entropy"], mask, mode, **counts)
             metrics["actor/entropy_loss"] = PartialSum(entropy.detach() / totals.dp_size)

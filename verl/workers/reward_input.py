@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from verl.workers.policy_turns import policy_turns
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from verl.base.types import JsonObject
     from verl.config import RewardModelModelConfig
 
 _PIXEL_SETTINGS = (
@@ -149,7 +150,7 @@ class RewardInput:
         rows = []
         for turns, messages in zip(policy_turns(batch), batch.non_tensor_batch["raw_prompt"], strict=True):
             text = "\n".join(map(self._turn_text, turns))
-            chat: list[dict[str, Any]] = [*messages, {"role": "assistant", "content": text}]
+            chat: list[JsonObject] = [*messages, {"role": "assistant", "content": text}]
             rendered = cast(str, self.own_tokenizer.apply_chat_template(chat, tokenize=False))
             # The score is read at the end token of the turn; some templates put a line break behind it.
             rows.append(self.own_tokenizer(rendered.rstrip(), add_special_tokens=False)["input_ids"])

@@ -102,7 +102,7 @@ class Routers:
         """Whether what routers return is being recorded."""
         return self._watched is not None
 
-    def _hook(self, index: int) -> Callable[[nn.Module, object, Any], None]:
+    def _hook(self, index: int) -> Callable[[nn.Module, object, object], None]:
         """Return a forward hook that records what router ``index`` chose."""
 
         def keep(router: nn.Module, inputs: object, output: Any) -> None:
@@ -189,7 +189,9 @@ class _Chosen(TorchFunctionMode):
         super().__init__()
         self._wanted, self._experts = wanted, experts
 
-    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, Tensor.topk):
             return result

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch.distributed as dist
 import transformers
@@ -240,7 +240,7 @@ class EngineWorker(Worker):
         return wrong_contents(Path(folder), files)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def snapshot(self, global_step: int = 0) -> dict[str, Any]:
+    def snapshot(self, global_step: int = 0) -> dict[str, object]:
         """Copy the whole training state of this rank.
 
         On Ray, ``group.execute_all_async("snapshot")`` leaves it in the object store, where it outlives the workers.
@@ -268,7 +268,7 @@ class EngineWorker(Worker):
             return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def restore(self, snapshot: dict[str, Any]) -> None:
+    def restore(self, snapshot: dict[str, object]) -> None:
         """Restore a :meth:`snapshot` of this rank, bit for bit.
 
         ``group.restore(references)`` takes the references from ``group.execute_all_async("snapshot")``, one per rank.

@@ -27,7 +27,6 @@ are settings of ``actor`` or ``actor.policy_loss``, or columns that ``prepare`` 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +97,7 @@ def compute_policy_loss_reinforce(
     advantages: Tensor,
     response_mask: Tensor,
     loss_agg_mode: str = "seq-mean-token-sum",
-    config: Any = None,
+    config: object = None,
     rollout_is_weights: Tensor | None = None,
 ) -> PolicyLossResult:
     """Compute the policy gradient on samples of the rollout, weighted by given importance weights.

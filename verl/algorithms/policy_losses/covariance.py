@@ -13,7 +13,6 @@ the update. In the first mini-batch these are the ones of the paper; in later on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ def token_covariance(log_probs: Tensor, advantages: Tensor, response_mask: Tenso
     return (log_probs - masked_mean(log_probs, response_mask)) * (A - masked_mean(A, response_mask))
 
 
-def prepare_clip_cov(columns: Mapping[str, Any], config: ActorConfig, seed: int) -> dict[str, Tensor]:
+def prepare_clip_cov(columns: Mapping[str, Tensor], config: ActorConfig, seed: int) -> dict[str, Tensor]:
     """Select the tokens that ``clip_cov`` drops: a random ``clip_cov_ratio`` of all, among those with lb < cov < ub.
 
     ``columns`` are old_log_probs, advantages and response_mask of the whole mini-batch. The draw of a ``seed`` is the
@@ -44,7 +43,7 @@ def prepare_clip_cov(columns: Mapping[str, Any], config: ActorConfig, seed: int)
     return _selected(mask, candidates[order[: _count(settings.clip_cov_ratio, mask)].to(candidates.device)])
 
 
-def prepare_kl_cov(columns: Mapping[str, Any], config: ActorConfig, seed: int) -> dict[str, Tensor]:
+def prepare_kl_cov(columns: Mapping[str, Tensor], config: ActorConfig, seed: int) -> dict[str, Tensor]:
     """Select the tokens that ``kl_cov`` penalises: the ``kl_cov_ratio`` of all with the largest covariance.
 
     Among equal ones the first in batch order are taken. ``columns`` are old_log_probs, advantages and response_mask of

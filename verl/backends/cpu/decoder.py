@@ -111,7 +111,7 @@ def _projections(layer: Any) -> list[nn.Module]:
     return [*into_heads, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
-def _head_norms(attention: Any) -> list[Any]:
+def _head_norms(attention: object) -> list[Any]:
     return [norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None]
 
 

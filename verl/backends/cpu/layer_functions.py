@@ -7,7 +7,7 @@ Required: fp32 tensors on the CPU, N >= 1, and a C compiler (``cpu_kernels()`` i
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from verl.backends.cpu.kernels import CPUKernels, FeedForward, Heads, Linear, Norm, cpu_kernels
+
+if TYPE_CHECKING:
+    from verl.base.types import AutogradContext
 
 # With fewer tokens the kernels' rearranged copy of a weight costs more than it gains.
 _FEW_ROWS = 64
@@ -52,13 +55,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None) -> Tensor:
+    def forward(
+        ctx: AutogradContext[None], x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, bias)
         return _kernels().training.project(x, Linear(weight, bias), other)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext[None], *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias = ctx.saved_tensors
         *wants, wants_other = ctx.needs_input_grad
         gradients = _kernels().training.project_backward(grads[0].contiguous(), x, Linear(weight, bias), wants)
@@ -104,14 +109,16 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    def forward(
+        ctx: AutogradContext[tuple[float, float]], x: Tensor, weight: Tensor, eps: float, offset: float
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.settings = eps, offset
         return _kernels().rms_norm(x, Norm(weight, eps, offset))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext[tuple[float, float]], *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gradients = _kernels().training.rms_norm_backward(grads[0].contiguous(), x, Norm(weight, *ctx.settings))
         return *gradients, None, None
@@ -135,9 +142,15 @@ def feed_forward(x: Tensor, part: FeedForward) -> Tensor:
     return y.view(x.shape)  # pyright: ignore[reportOptionalMemberAccess]
 
 
+NormRule = tuple[float, float]
+"""ε and offset."""
+FeedForwardRules = tuple[NormRule | None, str, bool]
+"""Of the norm, the activation, and whether x is added."""
+
+
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+    def forward(ctx: AutogradContext[FeedForwardRules], x: Tensor, *arguments: Any) -> Tensor:
         *tensors, part, keep = arguments
         y, kept = _kernels().training.feed_forward(x, part, keep)
         ctx.save_for_backward(x, *tensors, kept)
@@ -146,7 +159,7 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext[FeedForwardRules], *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, norm_weight, gate, up, down, kept = ctx.saved_tensors
         rule, activation, adds = ctx.settings
         part = FeedForward(gate, up, down, rule and Norm(norm_weight, *rule), activation, adds)
@@ -176,9 +189,13 @@ def attention_inputs(x: Tensor, part: Heads) -> tuple[Tensor, Tensor, Tensor, Te
     return _Heads.apply(x.contiguous(), *weights, *biases, *norms, part, torch.is_grad_enabled())  # pyright: ignore[reportReturnType]
 
 
+HeadRules = tuple[int, Tensor, Tensor, list[NormRule | None]]
+"""Size of a head, cosines, sines, and the norms: of the layer, of queries, of keys."""
+
+
 class _Heads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: AutogradContext[HeadRules], x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         *tensors, part, keep = arguments
         q, k, v, kept = _kernels().training.project_heads(x, part, keep)
         ctx.save_for_backward(x, *tensors, kept)
@@ -188,12 +205,14 @@ class _Heads(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext[HeadRules], *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *tensors, kept = ctx.saved_tensors
         head_dim, cos, sin, (rule, *head_rules) = ctx.settings
         weights, biases, norms = tensors[:3], tensors[3:6], tensors[6:]
         head_norms: Any = (
-            tuple(Norm(w, *rule) for w, rule in zip(norms[1:], head_rules, strict=True)) if head_rules else None
+            tuple(rule and Norm(w, *rule) for w, rule in zip(norms[1:], head_rules, strict=True))
+            if head_rules
+            else None
         )
         projections: Any = tuple(map(Linear, weights, biases))
         part = Heads(projections, head_dim, cos, sin, rule and Norm(norms[0], *rule), head_norms)
@@ -229,7 +248,7 @@ def packed_attention(
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext[tuple[float, int | None]],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -245,7 +264,7 @@ class _PackedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: AutogradContext[tuple[float, int | None]], *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, starts, key_starts, out, log_sums = ctx.saved_tensors
         grad = grads[0].contiguous()
         scale, window = ctx.settings

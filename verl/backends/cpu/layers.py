@@ -122,7 +122,7 @@ class _FastAttention(nn.Module):
 
 
 class _FastDecoderLayer(nn.Module):
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, past_key_values: object = None, **kwargs: Any) -> Tensor:
         module: Any = self
         parts = module.self_attn, module.mlp, module.input_layernorm, module.post_attention_layernorm
         is_alone = past_key_values is None and not any(_is_watched(part) for part in parts)

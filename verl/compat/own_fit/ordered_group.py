@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.trainer.ppo.stages import call_by_row
+
+if TYPE_CHECKING:
+    from verl.single_controller.base.worker_group import WorkerGroup
 
 BY_ROW = frozenset({"compute_log_prob", "compute_ref_log_prob", "compute_values"})
 """Methods whose result has one row for each row of the batch that they get."""
@@ -28,7 +31,7 @@ class OrderedGroup:
 
     def __init__(
         self,
-        group: object,
+        group: WorkerGroup,
         balance: bool,
         calls: Mapping[str, Callable[..., object]] | None = None,
         shares_prompts: bool = False,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from omegaconf import DictConfig
@@ -36,6 +36,10 @@ from verl.trainer.loop import TrainingLoop
 from verl.trainer.ppo.metric_utils import compute_mfu_metrics
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.utils.metric import Metrics
+
+if TYPE_CHECKING:
+    from verl.single_controller.base.worker_group import WorkerGroup
+    from verl.trainer.ppo.trainer import PPOStepContext
 
 
 class WeightsOnDemand:
@@ -118,7 +122,7 @@ class RayPPOTrainer(PPOTrainer):
         )
 
     @actor_rollout_wg.setter
-    def actor_rollout_wg(self, group: Any) -> None:
+    def actor_rollout_wg(self, group: WorkerGroup | None) -> None:
         self.policy_workers = group
 
     @property
@@ -137,7 +141,7 @@ class RayPPOTrainer(PPOTrainer):
         return self._ordered("reference", self.reference_workers, self.typed_config.actor_rollout_ref.actor)
 
     @ref_policy_wg.setter
-    def ref_policy_wg(self, group: Any) -> None:
+    def ref_policy_wg(self, group: WorkerGroup | None) -> None:
         self.reference_workers = group
 
     @property
@@ -147,7 +151,7 @@ class RayPPOTrainer(PPOTrainer):
         return self._ordered("critic", self.critic_workers, self.typed_config.critic, update_critic=update)
 
     @critic_wg.setter
-    def critic_wg(self, group: Any) -> None:
+    def critic_wg(self, group: WorkerGroup | None) -> None:
         self.critic_workers = group
 
     @property
@@ -156,7 +160,7 @@ class RayPPOTrainer(PPOTrainer):
         return self.reward_workers
 
     @rm_wg.setter
-    def rm_wg(self, group: Any) -> None:
+    def rm_wg(self, group: WorkerGroup | None) -> None:
         self.reward_workers = group
 
     @functools.cached_property
@@ -165,7 +169,11 @@ class RayPPOTrainer(PPOTrainer):
         return {}
 
     def _ordered(
-        self, role: str, group: Any, section: ActorConfig | CriticConfig, **calls: Callable[[DataProto], Any]
+        self,
+        role: str,
+        group: WorkerGroup | None,
+        section: ActorConfig | CriticConfig,
+        **calls: Callable[[DataProto], object],
     ) -> OrderedGroup | None:
         if group is None:
             return None
@@ -254,7 +262,7 @@ class RayPPOTrainer(PPOTrainer):
             )
         return made | DataProto(meta_info={"timing": {}})
 
-    def _reward_columns(self, batch: DataProto, reward_fn: Any) -> DataProto:
+    def _reward_columns(self, batch: DataProto, reward_fn: object) -> DataProto:
         """Score responses: ``rm_scores``, and further values as ``meta_info["reward_extra_keys"]`` names them."""
         scores, extra = self._score(batch, reward_fn)
         columns = {name: np.array(values, dtype=object) for name, values in extra.items()}
@@ -314,7 +322,7 @@ class RayPPOTrainer(PPOTrainer):
         return self._update("update_actor", self.update_actor, batch)
 
     def _update(
-        self, name: str, update: Callable[[DataProto, Any], DataProto | DataProtoFuture], batch: DataProto
+        self, name: str, update: Callable[[DataProto, PPOStepContext], DataProto | DataProtoFuture], batch: DataProto
     ) -> DataProto | DataProtoFuture:
         context = self.new_context()
 
@@ -341,7 +349,7 @@ class RayPPOTrainer(PPOTrainer):
     def _log_rollout_data(
         self,
         batch: DataProto,
-        reward_extra_infos_dict: Mapping[str, Sequence[Any]],
+        reward_extra_infos_dict: Mapping[str, Sequence[object]],
         timing_raw: dict[str, float],
         rollout_data_dir: str,
     ) -> None:
@@ -358,9 +366,9 @@ class RayPPOTrainer(PPOTrainer):
         self,
         inputs: Sequence[str],
         outputs: Sequence[str],
-        gts: Sequence[Any],
+        gts: Sequence[object],
         scores: Sequence[float],
-        reward_extra_infos_dict: Mapping[str, Sequence[Any]],
+        reward_extra_infos_dict: Mapping[str, Sequence[object]],
         dump_path: str,
     ) -> None:
         """Write samples to ``{dump_path}/{step}.jsonl``; extra values of another length are left out."""
@@ -408,7 +416,7 @@ class RayPPOTrainer(PPOTrainer):
         for _, group in self._profiled_groups(do_profile):
             group.stop_profile()
 
-    def _profiled_groups(self, do_profile: bool) -> list[tuple[str, Any]]:
+    def _profiled_groups(self, do_profile: bool) -> list[tuple[str, WorkerGroup]]:
         if not do_profile:
             return []
         groups = self._groups_by_role

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
 
 from verl.agents.parsers import FunctionCall
 from verl.interactions.base import BaseInteraction
@@ -26,16 +25,16 @@ class AgentState(Enum):
 class AgentData:
     """What a conversation consists of so far."""
 
-    messages: list[dict[str, Any]]
-    image_data: list[Any] | None
-    video_data: list[Any] | None
-    audio_data: list[Any] | None = None
-    mm_processor_kwargs: dict[str, Any] | None = None
-    metrics: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, object]]
+    image_data: list[object] | None
+    video_data: list[object] | None
+    audio_data: list[object] | None = None
+    mm_processor_kwargs: dict[str, object] | None = None
+    metrics: dict[str, object] = field(default_factory=dict)
     request_id: str = ""
-    tools_kwargs: dict[str, Any] = field(default_factory=dict)
+    tools_kwargs: dict[str, object] = field(default_factory=dict)
     interaction: BaseInteraction | None = None
-    interaction_kwargs: dict[str, Any] = field(default_factory=dict)
+    interaction_kwargs: dict[str, object] = field(default_factory=dict)
     prompt_ids: list[int] = field(default_factory=list)
     """Tokens that the policy is given next: the prompt and all that followed."""
     response_ids: list[int] = field(default_factory=list)
@@ -49,18 +48,18 @@ class AgentData:
     assistant_turns: int = 0
     tool_calls: list[FunctionCall] = field(default_factory=list)
     """Calls of the last turn that have not run yet."""
-    routed_experts: Any = None
-    extra_fields: dict[str, Any] = field(default_factory=dict)
+    routed_experts: object = None
+    extra_fields: dict[str, object] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class ToolListWrap:
     """A list of tools that Hydra passes on as it is."""
 
-    tools: list[Any]
+    tools: list[object]
 
 
-async def get_trajectory_info(step: int, index: Sequence[Any], validate: bool) -> list[dict[str, Any]]:
+async def get_trajectory_info(step: int, index: Sequence[object], validate: bool) -> list[dict[str, object]]:
     """Describe the responses of a batch.
 
     Args:
@@ -72,7 +71,7 @@ async def get_trajectory_info(step: int, index: Sequence[Any], validate: bool) -
         for each response ``step``, ``sample_index`` (its prompt), ``rollout_n`` (which of the responses to the prompt,
         from 0) and ``validate``.
     """
-    seen: Counter[Any] = Counter()
+    seen: Counter[object] = Counter()
     rows = []
     for prompt in index:
         rows.append({"step": step, "sample_index": prompt, "rollout_n": seen[prompt], "validate": validate})

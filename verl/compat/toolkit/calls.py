@@ -9,13 +9,16 @@ import logging
 import multiprocessing
 import signal
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typing_extensions
 
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
 logger = logging.getLogger(__name__)
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[F], F]:
@@ -30,7 +33,7 @@ def timeout_limit(seconds: float, use_signals: bool = False) -> Callable[[F], F]
 
     def limited(function: F) -> F:
         @functools.wraps(function)
-        def call(*args: object, **kwargs: object) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             run = _by_signal if use_signals else _in_child
             return run(function, args, kwargs, seconds)
 
@@ -84,7 +87,7 @@ def _in_child(function: Callable[..., object], args: tuple, kwargs: dict[str, ob
     return result
 
 
-def _send_result(writer: Any, function: Callable[..., object], args: tuple, kwargs: dict[str, object]) -> None:
+def _send_result(writer: Connection, function: Callable[..., object], args: tuple, kwargs: dict[str, object]) -> None:
     try:
         answer = (function(*args, **kwargs), None)
     except Exception as error:  # noqa: BLE001 - the caller, in another process, raises it
@@ -116,7 +119,7 @@ def auto_await(func: Callable[..., object]) -> Callable[..., object]:
     """
 
     @functools.wraps(func)
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         result = func(*args, **kwargs)
         if not inspect.isawaitable(result):
             return result
@@ -127,7 +130,7 @@ def auto_await(func: Callable[..., object]) -> Callable[..., object]:
     return call
 
 
-async def _awaited(awaitable: Any) -> object:
+async def _awaited(awaitable: Awaitable[object]) -> object:
     return await awaitable
 
 

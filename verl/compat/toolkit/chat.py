@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from verl.utils.tokenizer import normalize_token_ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 
 def apply_chat_template(
@@ -60,7 +60,7 @@ def extract_system_prompt_and_generation(
     return one[: len(one) - (len(two) - len(one))], opened[len(one) :]
 
 
-def get_processor_token_id(processor: Any, token_name: str) -> int | None:
+def get_processor_token_id(processor: ProcessorMixin, token_name: str) -> int | None:
     """Return the id of a special token of a processor, such as ``image`` or ``video``; None if it has none.
 
     It is the processor's ``{token_name}_token_id``, or that of its text ``{token_name}_token``.

@@ -148,12 +148,12 @@ class BaseCheckpointManager:
         self.previous_saved_paths = self.previous_saved_paths[-count:]
 
     @staticmethod
-    def get_rng_state() -> dict[str, Any]:
+    def get_rng_state() -> dict[str, object]:
         """Return the states of the random generators of Python, NumPy and PyTorch in this process."""
         return rng_state()
 
     @staticmethod
-    def load_rng_state(rng_state: dict[str, Any]) -> None:
+    def load_rng_state(rng_state: dict[str, object]) -> None:
         """Set them."""
         set_rng_state(rng_state)
 
@@ -183,7 +183,7 @@ class FSDPCheckpointManager(BaseCheckpointManager):
         lr_scheduler: LRScheduler | None = None,
         processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
         checkpoint_config: Mapping[str, Any] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         if fsdp_version(model) == 1:
             raise ConfigError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -36,7 +35,7 @@ def union_two_dict(dict1: dict, dict2: Mapping) -> dict:
     return dict1
 
 
-def convert_to_regular_types(obj: object) -> Any:
+def convert_to_regular_types(obj: object) -> object:
     """Return a copy with OmegaConf's containers, at every level, as plain dicts and lists."""
     if OmegaConf.is_config(obj):
         return OmegaConf.to_container(obj, resolve=True)

@@ -12,13 +12,13 @@ from verl.base.fs import copy_to_local
 from verl.base.remote import file_system, is_remote
 
 
-def exists(path: str, **kwargs: Any) -> bool:
+def exists(path: str, **kwargs: object) -> bool:
     """Whether there is a file or a folder at ``path``; ``kwargs`` go to the remote file system."""
     files, place = _file_system(path, **kwargs)
     return files.exists(place)
 
 
-def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any) -> None:
+def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: object) -> None:
     """Create a folder and its parents. ``mode`` counts for local folders only.
 
     Raises:
@@ -76,7 +76,7 @@ def _local(path: str) -> str:
     return str(Path(path.removeprefix("file://")).expanduser())
 
 
-def _file_system(path: str, **kwargs: Any) -> tuple[Any, str]:
+def _file_system(path: str, **kwargs: object) -> tuple[Any, str]:
     """Return fsspec's file system of ``path``, and the path in it."""
     return file_system(path, **kwargs) if is_remote(path) else file_system(_local(path))
 

@@ -8,7 +8,6 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 from packaging.version import Version
 
@@ -37,7 +36,7 @@ def import_external_libs(external_libs: str | Sequence[str] | None = None) -> No
         importlib.import_module(name)
 
 
-def load_extern_object(module_path: str, object_name: str) -> Any:
+def load_extern_object(module_path: str, object_name: str) -> object:
     """Return an object of a Python file, of ``pkg://my.module`` or of ``my.module``.
 
     Raises:

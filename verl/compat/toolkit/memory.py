@@ -6,7 +6,7 @@ import functools
 import gc
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import nn
 from verl.utils.metric import GB
 from verl.workers.engine.fsdp.activations import activations_on_cpu
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def log_gpu_memory_usage(
@@ -63,12 +63,12 @@ class GPUMemoryLogger:
         """Decorate a function."""
 
         @functools.wraps(decorated_function)
-        def logged(*args: object, **kwargs: object) -> Any:
+        def logged(*args: object, **kwargs: object) -> object:
             return self.log(decorated_function, *args, **kwargs)
 
         return logged  # type: ignore[return-value]
 
-    def log(self, func: Callable[..., object], *args: object, **kwargs: object) -> Any:
+    def log(self, func: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Call ``func`` with its arguments and log the memory before and after."""
         self._log(f"Before {self.role} {func.__name__}")
         result = func(*args, **kwargs)
@@ -117,7 +117,7 @@ def enable_activation_offloading(model: nn.Module, strategy: str = "fsdp2", enab
     forward = model.forward
 
     @functools.wraps(forward)
-    def offloaded(*args: object, **kwargs: object) -> Any:
+    def offloaded(*args: object, **kwargs: object) -> object:
         with activations_on_cpu():
             return forward(*args, **kwargs)
 

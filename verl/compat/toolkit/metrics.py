@@ -30,7 +30,7 @@ class LocalLogger:
     def flush(self) -> None:
         """Nothing is held back."""
 
-    def log(self, data: Mapping[str, object], step: int) -> None:
+    def log(self, data: Mapping[str, float], step: int) -> None:
         """Write the metrics of ``step``."""
         if self.print_to_console:
             show(metrics_line(step, data))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -25,7 +24,7 @@ class LambdaLayer(nn.Module):
         super().__init__()
         self.fn = fn
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Call the function."""
         return self.fn(*args, **kwargs)
 
@@ -60,12 +59,12 @@ def create_huggingface_actor(
     return transformers.AutoModelForCausalLM.from_config(config, **(automodel_kwargs or {}))
 
 
-def get_auto_model_for_vision2seq() -> Any:
+def get_auto_model_for_vision2seq() -> type:
     """Return the Auto class of models that read images and write text."""
     return transformers.AutoModelForImageTextToText
 
 
-def get_hf_auto_model_class(hf_config: PretrainedConfig) -> Any:
+def get_hf_auto_model_class(hf_config: PretrainedConfig) -> type:
     """Return the Auto class that makes the generating model of a config."""
     if type(hf_config) in transformers.AutoModelForImageTextToText._model_mapping:
         return transformers.AutoModelForImageTextToText
@@ -182,7 +181,7 @@ def check_exclude_modules(config: object, key: str) -> bool:
     return _is_named(getattr(config, "exclude_modules", None), key)
 
 
-def _is_named(modules: Any, key: str) -> bool:
+def _is_named(modules: str | Iterable[str] | None, key: str) -> bool:
     if not modules:
         return False
     if isinstance(modules, str):

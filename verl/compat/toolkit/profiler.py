@@ -18,7 +18,7 @@ from verl.errors import ConfigError
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.profiling import MemoryTool, ProfilerTool, TorchTool
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 @section
@@ -115,7 +115,9 @@ class DistProfiler:
         ConfigError: the tool needs a GPU and there is none, or does not exist.
     """
 
-    def __init__(self, rank: int, config: ProfilerConfig | None = None, tool_config: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, rank: int, config: ProfilerConfig | None = None, tool_config: Any = None, **kwargs: object
+    ) -> None:
         self.rank = rank
         self.config = ProfilerConfig() if config is None else config
         settings = self.config.tool_config if tool_config is None else tool_config
@@ -143,7 +145,7 @@ class DistProfiler:
         """Whether each annotated call is profiled by itself."""
         return bool(self._settings.get("discrete", False))
 
-    def start(self, **kwargs: Any) -> None:
+    def start(self, **kwargs: object) -> None:
         """Begin a step to be profiled; ``role`` names its file."""
         if self._tool is None:
             return
@@ -209,14 +211,14 @@ class DistProfiler:
             if inspect.iscoroutinefunction(method):
 
                 @functools.wraps(method)
-                async def call_async(self: object, *args: object, **kwargs: object) -> Any:
+                async def call_async(self: object, *args: object, **kwargs: object) -> object:
                     with _profiler_of(self).marked(name, role):
                         return await method(self, *args, **kwargs)
 
                 return call_async  # type: ignore[return-value]
 
             @functools.wraps(method)
-            def call(self: object, *args: object, **kwargs: object) -> Any:
+            def call(self: object, *args: object, **kwargs: object) -> object:
                 with _profiler_of(self).marked(name, role):
                     return method(self, *args, **kwargs)
 
@@ -239,7 +241,7 @@ class DistProfilerExtension:
         self.profiler = profiler
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def start_profile(self, **kwargs: Any) -> None:
+    def start_profile(self, **kwargs: object) -> None:
         """Begin a step to be profiled; see :meth:`DistProfiler.start`."""
         self.profiler.start(**kwargs)
 

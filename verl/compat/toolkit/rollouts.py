@@ -27,7 +27,7 @@ class RolloutSkip:
         ConfigError: the configuration is wrong.
     """
 
-    def __init__(self, config: PPOConfig | DictConfig | Mapping[str, Any], rollout_wg: Any) -> None:
+    def __init__(self, config: PPOConfig | DictConfig | Mapping[str, object], rollout_wg: Any) -> None:
         self.config = config if isinstance(config, PPOConfig) else load_config(config, with_rules=False)
         self._rollout_wg = rollout_wg
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from verl.scorers import default_compute_score, scorer_for_all
 from verl.supervision.killable_pool import Budget, KillablePool
@@ -68,7 +67,9 @@ def get_default_compute_score(reward_name: str | None = None) -> Callable[..., o
         return default_compute_score
     of_source = scorer_for_all(reward_name)
 
-    def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any) -> Any:
+    def score(
+        data_source: str, solution_str: str, ground_truth: object, extra_info: object = None, **kwargs: object
+    ) -> object:
         return of_source(data_source, solution_str, ground_truth, extra_info, **kwargs)
 
     return score

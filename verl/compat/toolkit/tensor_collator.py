@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch.utils.data import default_collate
@@ -39,7 +38,7 @@ class SFTTensorCollator:
 
     def collate_variable_batch(self, batch: Sequence[Mapping[str, object]]) -> dict[str, object]:
         """Collate items of different lengths."""
-        columns: dict[str, Any] = {}
+        columns: dict[str, object] = {}
         for name in dict.fromkeys(name for item in batch for name in item):
             values = [item.get(name) for item in batch]
             tensors = [value for value in values if isinstance(value, torch.Tensor)]

@@ -44,7 +44,7 @@ def get_tensordict(tensor_dict: Mapping[str, Any], non_tensor_dict: Mapping[str,
 
 def list_of_dict_to_tensordict(list_of_dicts: Sequence[Mapping[str, Any]]) -> TensorDict:
     """Create a TensorDict of rows with equal keys: tensors are stacked (jagged if their shapes differ), others kept."""
-    columns: dict[str, Any] = {}
+    columns: dict[str, object] = {}
     for key in list_of_dicts[0] if list_of_dicts else ():
         values = [row[key] for row in list_of_dicts]
         if not all(isinstance(value, Tensor) for value in values):
@@ -88,12 +88,12 @@ def unwrap_non_tensor_data(data: object) -> Any:
     return data.data if isinstance(data, NonTensorData) else data
 
 
-def get(tensordict: TensorDictBase, key: str, default: object = None) -> Any:
+def get(tensordict: TensorDictBase, key: str, default: object = None) -> object:
     """Return a column as a tensor, a list with one value per row, or the value of all rows."""
     return unwrap_non_tensor_data(tensordict.get(key)) if key in tensordict.keys() else default
 
 
-def get_non_tensor_data(data: TensorDictBase, key: str, default: object) -> Any:
+def get_non_tensor_data(data: TensorDictBase, key: str, default: object) -> object:
     """Return a non-tensor value, or ``default`` if there is none."""
     return get(data, key, default)
 
@@ -107,7 +107,7 @@ def get_keys(tensordict: TensorDictBase, keys: Iterable[str]) -> TensorDict:
     return _chosen(tensordict, keys, tensordict.get)
 
 
-def pop(tensordict: TensorDictBase, key: str, default: object = None) -> Any:
+def pop(tensordict: TensorDictBase, key: str, default: object = None) -> object:
     """Remove a column in place and return it as :func:`get` does."""
     return unwrap_non_tensor_data(tensordict.pop(key)) if key in tensordict.keys() else default
 

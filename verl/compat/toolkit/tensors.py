@@ -75,7 +75,7 @@ def broadcast_dict_tensor(tensors: dict[str, Tensor] | TensorDict, src: int, gro
 
 
 def allgather_dict_into_dict(
-    data: Mapping[str, Any], group: dist.ProcessGroup | None = None
+    data: Mapping[str, object], group: dist.ProcessGroup | None = None
 ) -> dict[str, list[object]]:
     """Collect the values of all ranks of a group by name, in the order of the ranks; any values that pickle takes."""
     gathered: list[Any] = [None] * dist.get_world_size(group)

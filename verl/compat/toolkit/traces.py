@@ -103,7 +103,7 @@ class RolloutTraceConfig:
 
 @contextmanager
 def rollout_trace_attr(
-    sample_index: Any = None,
+    sample_index: object = None,
     step: int | None = None,
     rollout_n: int | None = None,
     name: str = "rollout_trace",
@@ -144,7 +144,7 @@ def rollout_trace_op(func: F) -> F:
     signature = inspect.signature(func)
 
     @contextmanager
-    def traced(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[list[Any]]:
+    def traced(args: tuple[object, ...], kwargs: dict[str, object]) -> Iterator[list[object]]:
         config, results = RolloutTraceConfig.get_instance(), []
         if config.backend is not None and _is_traced.get():
             with config.client.start_span(name=func.__qualname__) as span:
@@ -161,13 +161,13 @@ def rollout_trace_op(func: F) -> F:
             logger.debug("%s %s after %.3f s", func.__qualname__, outcome, time.monotonic() - began)
 
     @functools.wraps(func)
-    async def call_async(*args: object, **kwargs: object) -> Any:
+    async def call_async(*args: object, **kwargs: object) -> object:
         with traced(args, kwargs) as results:
             results.append(await func(*args, **kwargs))
         return results[0]
 
     @functools.wraps(func)
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         with traced(args, kwargs) as results:
             results.append(func(*args, **kwargs))
         return results[0]

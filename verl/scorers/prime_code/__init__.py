@@ -179,8 +179,8 @@ def compute_score(
 
 
 def run_test(
-    in_outs: Any, test: str | None = None, debug: bool = False, timeout: float = 15.0
-) -> tuple[list[bool | int], dict[str, Any]]:
+    in_outs: object, test: str | None = None, debug: bool = False, timeout: float = 15.0
+) -> tuple[list[bool | int], dict[str, object]]:
     """Run a program against tests, each in the sandbox of this machine.
 
     Args:

@@ -117,7 +117,7 @@ def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
         yield "python" if PYTHON.fullmatch(language) else {"md": "markdown"}.get(language, language), block
 
 
-def read_cases(ground_truth: Any) -> list[Case]:
+def read_cases(ground_truth: object) -> list[Case]:
     """Read the tests of a task.
 
     ====================================================================== =====================================
@@ -171,7 +171,7 @@ def _as_dict(ground_truth: object) -> Mapping[str, object]:
     return {key: value for key, value in ground_truth.items() if value is not None}
 
 
-def _listed(truth: Mapping[str, Any], key: str) -> list[Any]:
+def _listed(truth: Mapping[str, Any], key: str) -> list[object]:
     values = truth.get(key, [])
     if hasattr(values, "tolist"):
         values = values.tolist()
@@ -199,7 +199,7 @@ def _arguments(value: object) -> list[Any]:
         ) from error
 
 
-def _value(value: Any) -> Any:
+def _value(value: object) -> Any:
     if not isinstance(value, str):
         return plain(value)
     try:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
-from typing import Any
 
 
 class Board:
@@ -14,15 +12,15 @@ class Board:
     """
 
     def __init__(self) -> None:
-        self._values: dict[Hashable, Any] = {}
+        self._values: dict[int, object] = {}
         self._lock = threading.Lock()
 
-    def post(self, key: Hashable, value: object) -> None:
+    def post(self, key: int, value: object) -> None:
         """Replace the value of a key."""
         with self._lock:
             self._values[key] = value
 
-    def values(self) -> dict[Any, Any]:
+    def values(self) -> dict[int, object]:
         """Return the newest value of each key; none if the board cannot be reached."""
         with self._lock:
             return dict(self._values)

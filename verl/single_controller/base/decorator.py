@@ -29,11 +29,11 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
-from typing import Any, ClassVar, TypedDict, TypeVar
+from typing import Any, ClassVar, Self, TypedDict, TypeVar
 
 import torch
 
@@ -50,16 +50,16 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class DispatchPair(TypedDict):
     """The functions of a dispatch mode that split arguments over the ranks and combine their outputs."""
 
-    dispatch_fn: Callable[..., Any]
-    collect_fn: Callable[..., Any]
+    dispatch_fn: Callable[..., tuple[Sequence[object], Mapping[str, object]]]
+    collect_fn: Callable[..., object]
 
 
 class _Members(type):
     """Metaclass that makes :class:`DynamicEnum` classes iterable and subscriptable, like those of ``enum``."""
 
-    _members: dict[str, object]
+    _members: dict[str, DynamicEnum]
 
-    def __iter__(cls) -> Iterator[object]:
+    def __iter__(cls) -> Iterator[DynamicEnum]:
         return iter(cls._members.values())
 
     def __len__(cls) -> int:
@@ -68,7 +68,7 @@ class _Members(type):
     def __contains__(cls, member: object) -> bool:
         return member in cls._members.values()
 
-    def __getitem__(cls, name: str) -> Any:
+    def __getitem__(cls, name: str) -> DynamicEnum:
         if name not in cls._members:
             near = suggest(name, list(cls._members))
             raise ConfigError(f"unknown {cls.__name__} mode '{name}'.{near} Known: {', '.join(cls._members)}.")
@@ -78,7 +78,7 @@ class _Members(type):
 class DynamicEnum(metaclass=_Members):
     """Enumeration that :meth:`register` can extend at run time."""
 
-    _members: ClassVar[dict[str, object]]
+    _members: ClassVar[dict[str, DynamicEnum]]
 
     def __init_subclass__(cls) -> None:
         cls._members = {}
@@ -88,19 +88,21 @@ class DynamicEnum(metaclass=_Members):
         self.value = value
 
     @classmethod
-    def register(cls, name: str) -> Any:
+    def register(cls, name: str) -> Self:
         """Add the member ``name`` in upper case and return it; return an existing one unchanged."""
         name = name.upper()
         if name not in cls._members:
             member = cls(name, len(cls._members))
             cls._members[name] = member
             setattr(cls, name, member)
-        return cls._members[name]
+        member = cls._members[name]
+        assert isinstance(member, cls)
+        return member
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[[str], DynamicEnum], tuple[str]]:
         # Unpickling registers the member: a worker process has not run the script that registered it in the driver.
         return type(self).register, (self.name,)
 
@@ -141,7 +143,7 @@ def _checked_pair(pair: Mapping[str, Any]) -> DispatchPair:
 
 
 def update_dispatch_mode(
-    dispatch_mode: Dispatch, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
+    dispatch_mode: Dispatch, dispatch_fn: Callable[..., object], collect_fn: Callable[..., object]
 ) -> None:
     """Set or replace the functions of a dispatch mode."""
     if dispatch_mode not in Dispatch:
@@ -150,7 +152,7 @@ def update_dispatch_mode(
 
 
 def register_dispatch_mode(
-    dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
+    dispatch_mode_name: str, dispatch_fn: Callable[..., object], collect_fn: Callable[..., object]
 ) -> Dispatch:
     """Add the dispatch mode ``Dispatch.<NAME>``.
 
@@ -270,7 +272,7 @@ def register(
             )
 
         @functools.wraps(method)
-        def inner(self: object, *args: object, **kwargs: object) -> Any:
+        def inner(self: object, *args: object, **kwargs: object) -> object:
             with noting_rank(self, method.__name__):
                 (args, kwargs), padded = modes.receive(args, kwargs, materialize_futures)
                 return modes.remove_padding(method(self, *args, **kwargs), padded)
@@ -318,10 +320,9 @@ def undecorated(method: Callable[..., object]) -> Callable[..., object]:
 
     A method with a further decorator around ``@register`` is returned unchanged.
     """
-    bound: Any = method
-    function: Any = getattr(bound, "__func__", None)
+    function: Any = getattr(method, "__func__", None)
     registration = getattr(function, MAGIC_ATTR, None)
     # functools.wraps of an outer decorator copies the attribute, so it may belong to another function.
     if registration is None or registration.wrapper is not function:
         return method
-    return MethodType(function.__wrapped__, bound.__self__)
+    return MethodType(function.__wrapped__, method.__self__)

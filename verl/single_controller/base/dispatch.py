@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[object, ...], dict[str, object]]
 Padding = Literal["always", "if enabled", "never"]
 T = TypeVar("T")
 
@@ -192,7 +192,7 @@ def _unpack(value: object, materialize: bool, parts: list[BatchPart]) -> object:
     return value
 
 
-def remove_padding(output: object, part: BatchPart | None) -> Any:
+def remove_padding(output: object, part: BatchPart | None) -> object:
     """Return ``output`` without the rows that correspond to the padding of ``part``.
 
     Raises:
@@ -321,7 +321,7 @@ def collect_as_is(worker_group: CalledGroup, output: T) -> T:
     return output
 
 
-def collect_dp_compute_data_proto(worker_group: CalledGroup, output: list[object]) -> Any:
+def collect_dp_compute_data_proto(worker_group: CalledGroup, output: list[object]) -> object:
     """Combine the outputs of all ranks with :func:`join`, or return a future of a non-blocking call."""
     method = output.method if isinstance(output, CallOutputs) else "the method"
     if not isinstance(output, PendingOutputs):
@@ -332,7 +332,7 @@ def collect_dp_compute_data_proto(worker_group: CalledGroup, output: list[object
     return future
 
 
-def collect_nd_compute_data_proto(mesh_name: str, worker_group: CalledGroup, output: list[object]) -> Any:
+def collect_nd_compute_data_proto(mesh_name: str, worker_group: CalledGroup, output: list[object]) -> object:
     """Combine the outputs of one rank per data-parallel rank, as ``collect_dp_compute_data_proto`` does."""
     ranks = worker_group.mesh(mesh_name).collecting_ranks
     chosen = [output[rank] for rank in ranks]
@@ -373,7 +373,7 @@ def join_batches(batches: Sequence[DataProto], method: str) -> DataProto:
     the list of all ranks' values, which ``reduce_metrics`` takes. Of another entry that differs the first rank's value
     is kept, with a warning.
     """
-    meta_info: dict[str, Any] = {}
+    meta_info: dict[str, object] = {}
     for key in dict.fromkeys(key for batch in batches for key in batch.meta_info):
         values = [batch.meta_info[key] for batch in batches if key in batch.meta_info]
         if all(same_value(values[0], value) for value in values):

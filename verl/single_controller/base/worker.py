@@ -8,7 +8,7 @@ import random
 import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 from verl.errors import WorkerError
 from verl.single_controller.base.call_times import CallTime, take_call_times
@@ -17,6 +17,8 @@ from verl.supervision.stacks import write_stacks_on_signal
 
 # Folder into which a worker writes its stack traces when the controller asks for them; only the Ray controller sets it.
 STACKS_FOLDER_ENV = "VERL_STACKS_FOLDER"
+
+Coordinate = TypeVar("Coordinate", int, bool)
 
 
 class Worker:
@@ -108,7 +110,7 @@ class Worker:
         self._dispatch_info[mesh_name] = _of_one_mesh(dispatch_dp_rank)
         self._collect_info[mesh_name] = _of_one_mesh(collect_dp_rank)
 
-    def get_dispatch_collect(self, mesh_name: str | None = None) -> dict[str, dict[str, Any]]:
+    def get_dispatch_collect(self, mesh_name: str | None = None) -> dict[str, dict[str, object]]:
         """Coordinates of this rank by mesh, in all meshes or in one: ``{"dispatch_dp_rank": {"actor": 0},
         "collect_dp_rank": {"actor": True}}``.
         """
@@ -157,12 +159,12 @@ class Worker:
         return self.fused_worker_dict[worker_name]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def execute_with_func_generator(self, func: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Call ``func(worker, part of the batch, ...)`` on every rank and concatenate the outputs."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def execute_func_rank_zero(self, func: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Call ``func(...)`` in the process of rank 0."""
         return func(*args, **kwargs)
 
@@ -174,12 +176,12 @@ WorkerType = type[Worker]
 class ClassWithInitArgs:
     """A class and its constructor arguments; calling it creates the object in the current process."""
 
-    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cls: type, *args: object, **kwargs: Any) -> None:
         self.cls = cls
         self.args = args
         self.kwargs = kwargs
 
-    def __call__(self) -> Any:
+    def __call__(self) -> Worker:
         """Create the object."""
         return self.cls(*self.args, **self.kwargs)
 
@@ -204,17 +206,24 @@ class WorkerHost(Worker):
 
     def __init__(self, members: Mapping[str, ClassWithInitArgs], fused: bool) -> None:
         super().__init__()
-        self.workers: dict[str, Any] = {name: make() for name, make in members.items()}
+        self.workers: dict[str, Worker] = {name: make() for name, make in members.items()}
         if fused:
             for worker in self.workers.values():
                 worker.fused_worker_dict = self.workers
 
-    def invoke(self, member: str, method: str, *args: Any, **kwargs: Any) -> Any:
+    def invoke(self, member: str, method: str, *args: object, **kwargs: object) -> object:
         """Call a method of one of the workers."""
         return getattr(self.workers[member], method)(*args, **kwargs)
 
 
-def host_arguments(members: Mapping[str, ClassWithInitArgs], fused: bool) -> dict[str, Any]:
+class HostArguments(TypedDict):
+    """Constructor arguments of a :class:`WorkerHost`."""
+
+    members: dict[str, ClassWithInitArgs]
+    fused: bool
+
+
+def host_arguments(members: Mapping[str, ClassWithInitArgs], fused: bool) -> HostArguments:
     """Check and return the arguments of a :class:`WorkerHost`."""
     if not members:
         raise WorkerError("colocated workers: there are none. Give a dict from name to class with arguments.")
@@ -249,7 +258,7 @@ def _first_given_port() -> int:
         return 49_152  # IANA's start of the range, which systems other than Linux use
 
 
-def _of_one_mesh(value: Any) -> Any:
+def _of_one_mesh(value: Coordinate | Mapping[str, Coordinate]) -> Coordinate:
     if not isinstance(value, Mapping):
         return value
     if len(value) != 1:

@@ -39,8 +39,8 @@ class Call:
     """Arguments of a call for one rank."""
 
     rank: int
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
 
 
 class WorkerGroup(ABC):
@@ -75,7 +75,7 @@ class WorkerGroup(ABC):
     # ---- creation ---------------------------------------------------------------------------------
 
     @classmethod
-    def describe(cls, worker_cls: type, *args: Any, **kwargs: Any) -> ClassWithInitArgs:
+    def describe(cls, worker_cls: type, *args: object, **kwargs: object) -> ClassWithInitArgs:
         """Combine a worker class and its constructor arguments into this controller's ``ClassWithInitArgs``."""
         return cls.class_with_args(worker_cls, *args, **kwargs)
 
@@ -136,7 +136,7 @@ class WorkerGroup(ABC):
 
     @property
     @abstractmethod
-    def workers(self) -> list[Any]:
+    def workers(self) -> Sequence[object]:
         """The worker or actor handle of each rank."""
 
     @property
@@ -155,11 +155,11 @@ class WorkerGroup(ABC):
         """Port at :attr:`master_address`."""
 
     @abstractmethod
-    def _start(self, method: str, calls: Sequence[Call]) -> PendingOutputs[Any]:
+    def _start(self, method: str, calls: Sequence[Call]) -> PendingOutputs[object]:
         """Start a call on some ranks without waiting for it."""
 
     @abstractmethod
-    def wait_for(self, outputs: PendingOutputs[Any]) -> list[Any]:
+    def wait_for(self, outputs: PendingOutputs[object]) -> list[Any]:
         """Wait for the outputs of a non-blocking call and return their values.
 
         Raises:
@@ -171,7 +171,7 @@ class WorkerGroup(ABC):
         """Bytes of outputs that can be held while workers die; 0 if they do not survive workers."""
         return 0
 
-    def wait_until_made(self, outputs: Sequence[Any]) -> bool:
+    def wait_until_made(self, outputs: Sequence[object]) -> bool:
         """Wait until a non-blocking call has returned on all ranks, be it with an error; outputs stay where they are.
 
         Returns:
@@ -179,11 +179,11 @@ class WorkerGroup(ABC):
         """
         return True
 
-    def outputs_arrived(self, outputs: Sequence[Any]) -> bool:
+    def outputs_arrived(self, outputs: Sequence[object]) -> bool:
         """Whether a non-blocking call has returned on all ranks without an error, and its outputs still exist."""
         return True
 
-    def any_returned(self, outputs: Sequence[Any]) -> bool:
+    def any_returned(self, outputs: Sequence[object]) -> bool:
         """Whether some rank has returned from a non-blocking call, be it with an error."""
         return True
 
@@ -222,16 +222,16 @@ class WorkerGroup(ABC):
         group = self if rpc.member in (None, self._member) else self._view(rpc.member)
         return functools.partial(group._call, rpc)
 
-    def _call(self, rpc: RegisteredCall, /, *args: Any, **kwargs: Any) -> Any:
+    def _call(self, rpc: RegisteredCall, /, *args: object, **kwargs: object) -> object:
         return self._collect(rpc, self._start(rpc.method, self._deal(rpc, args, kwargs)))
 
-    def _collect(self, rpc: RegisteredCall, started: PendingOutputs[Any]) -> Any:
+    def _collect(self, rpc: RegisteredCall, started: PendingOutputs[object]) -> object:
         """Result of a started call for the driver."""
         outputs = CallOutputs(self.wait_for(started), rpc.method) if rpc.registration.blocking else started
         collect = get_dispatch_pair(rpc.registration.dispatch_mode)["collect_fn"]
         return collect(self, outputs[0] if rpc.registration.execute_mode is Execute.RANK_ZERO else outputs)
 
-    def _deal(self, rpc: RegisteredCall, positional: Sequence[Any], named: Mapping[str, Any]) -> list[Call]:
+    def _deal(self, rpc: RegisteredCall, positional: Sequence[object], named: Mapping[str, object]) -> list[Call]:
         """Split the arguments of a call into one call per rank."""
         dispatch = get_dispatch_pair(rpc.registration.dispatch_mode)["dispatch_fn"]
         try:
@@ -240,8 +240,11 @@ class WorkerGroup(ABC):
             raise SchemaError(f"{rpc.method}: {error}") from error
         if rpc.registration.execute_mode is Execute.RANK_ZERO:
             return [Call(0, args, kwargs)]
+        per_rank: dict[int | str, Sequence[object]] = {}
         for name, value in [*enumerate(args), *kwargs.items()]:
-            if not isinstance(value, list | tuple) or len(value) != self.world_size:
+            if isinstance(value, list | tuple) and len(value) == self.world_size:
+                per_rank[name] = value
+            else:
                 description = (
                     f"{len(value)} elements" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
                 )
@@ -251,7 +254,11 @@ class WorkerGroup(ABC):
                     "same, register the method with Dispatch.ONE_TO_ALL."
                 )
         return [
-            Call(rank, [value[rank] for value in args], {name: value[rank] for name, value in kwargs.items()})
+            Call(
+                rank,
+                [per_rank[position][rank] for position in range(len(args))],
+                {name: per_rank[name][rank] for name in kwargs},
+            )
             for rank in range(self.world_size)
         ]
 
@@ -273,19 +280,19 @@ class WorkerGroup(ABC):
             self._meshes[mesh_name] = _checked_mesh(mesh_name, dp_ranks, collects)
         return self._meshes[mesh_name]
 
-    def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingOutputs[Any]:
+    def execute_all_async(self, method_name: str, *args: object, **kwargs: object) -> PendingOutputs[object]:
         """Call any method of every worker with the same arguments, without waiting (see :meth:`wait_for`)."""
         return self._start(method_name, [Call(rank, args, kwargs) for rank in range(self.world_size)])
 
-    def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_all_sync(self, method_name: str, *args: object, **kwargs: object) -> list[Any]:
         """Call any method of every worker with the same arguments; return the outputs in the order of ranks."""
         return self.wait_for(self.execute_all_async(method_name, *args, **kwargs))
 
-    def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    def execute_rank_zero_async(self, method_name: str, *args: object, **kwargs: object) -> object:
         """Call any method of rank 0 without waiting; return a reference to its output."""
         return self._start(method_name, [Call(0, args, kwargs)])[0]
 
-    def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+    def execute_rank_zero_sync(self, method_name: str, *args: object, **kwargs: object) -> Any:
         """Call any method of rank 0 and return its output."""
         return self.wait_for(self._start(method_name, [Call(0, args, kwargs)]))[0]
 

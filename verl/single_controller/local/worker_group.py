@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 from verl.errors import ResourceError, WorkerError
 from verl.protocol import private_copy
 from verl.single_controller.base.decorator import noting_rank, undecorated
 from verl.single_controller.base.dispatch import PendingOutputs, receive, remove_padding
 from verl.single_controller.base.resource_pool import PoolManager, ResourcePool
-from verl.single_controller.base.worker import ClassWithInitArgs, free_port
+from verl.single_controller.base.worker import ClassWithInitArgs, Worker, WorkerHost, free_port
 from verl.single_controller.base.worker_group import Call, RegisteredCall, WorkerGroup
 from verl.single_controller.local.limit import CallLimit
 
@@ -61,7 +60,7 @@ class LocalWorkerGroup(WorkerGroup):
         super().__init__(LocalResourcePool(pool.store), ray_cls_with_init)
         set_environment()
         self._limit = CallLimit()
-        self._workers: list[Any] = [ray_cls_with_init()]
+        self._workers: list[Worker] = [ray_cls_with_init()]
 
     @property
     def workers(self) -> list[object]:
@@ -121,10 +120,11 @@ class LocalWorkerGroup(WorkerGroup):
         """Return the outputs; the call has run already."""
         return list(outputs)
 
-    def _worker(self) -> Any:
+    def _worker(self) -> Worker:
         if not self._workers:
             raise WorkerError("this worker group was shut down.")
-        return self._workers[0] if self._member is None else self._workers[0].workers[self._member]
+        host = self._workers[0]
+        return host.workers[self._member] if self._member is not None and isinstance(host, WorkerHost) else host
 
 
 def set_environment() -> None:

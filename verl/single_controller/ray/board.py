@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
 from typing import Any
 
 import ray
@@ -24,12 +23,12 @@ class _BoardActor:
     """Ray runs calls of one caller in their order only if no method is ``async``: the last post must be the newest."""
 
     def __init__(self) -> None:
-        self._values: dict[Hashable, Any] = {}
+        self._values: dict[int, object] = {}
 
-    def post(self, key: Hashable, value: object) -> None:
+    def post(self, key: int, value: object) -> None:
         self._values[key] = value
 
-    def values(self) -> dict[Hashable, Any]:
+    def values(self) -> dict[int, object]:
         return self._values
 
 
@@ -45,14 +44,14 @@ class RayBoard(Board):
         ray.get(self._actor.values.remote(), timeout=START_S)
         self._is_silent = False
 
-    def post(self, key: Hashable, value: Any) -> None:
+    def post(self, key: int, value: object) -> None:
         """See :meth:`Board.post`."""
         self._actor.post.remote(key, value)
 
-    def values(self) -> dict[Any, Any]:
+    def values(self) -> dict[int, object]:
         """See :meth:`Board.values`."""
         try:
-            values: dict[Any, Any] = ray.get(self._actor.values.remote(), timeout=READ_S)
+            values: dict[int, object] = ray.get(self._actor.values.remote(), timeout=READ_S)
         except RayError as error:
             if not self._is_silent:
                 logger.warning("the states of the rollout engines cannot be read: %s", brief(str(error)))

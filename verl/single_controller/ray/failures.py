@@ -14,9 +14,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
 from ray.exceptions import (
     ActorPlacementGroupRemoved,
     ActorUnavailableError,
@@ -83,7 +84,7 @@ class GroupCall:
     title: str
     """Class name of the workers."""
     method: str
-    workers: Sequence[Any]
+    workers: Sequence[ActorHandle]
     """All actors of the group, including those that were not called."""
 
     @property
@@ -95,7 +96,7 @@ class GroupCall:
 # ---- a call fails ---------------------------------------------------------------------------------
 
 
-def explain(error: RayError, outputs: Mapping[int, Any], call: GroupCall) -> WorkerError:
+def explain(error: RayError, outputs: Mapping[int, ObjectRef], call: GroupCall) -> WorkerError:
     """Build the error for a failed call: a ProcessLostError if a process or its data is lost, else a WorkerError.
 
     Its message begins with the rank that failed first. ``outputs`` are the output references by rank.
@@ -128,7 +129,7 @@ def _is_death(error: BaseException | None) -> bool:
     return isinstance(error, RayActorError) and not error.actor_init_failed
 
 
-def _deaths(workers: Sequence[Any], timeout_s: float) -> list[RankProcess]:
+def _deaths(workers: Sequence[ActorHandle], timeout_s: float) -> list[RankProcess]:
     deadline = time.monotonic() + timeout_s
     while True:
         dead = lost_ones(processes_of(workers))
@@ -137,7 +138,7 @@ def _deaths(workers: Sequence[Any], timeout_s: float) -> list[RankProcess]:
         time.sleep(0.05)
 
 
-def _failures(outputs: Mapping[int, Any], timeout_s: float) -> dict[int, RayError]:
+def _failures(outputs: Mapping[int, ObjectRef], timeout_s: float) -> dict[int, RayError]:
     """Errors of the ranks that fail within ``timeout_s``, in order of time."""
     finished = finished_of(list(outputs.values()), timeout_s)
     failures: dict[int, RayError] = {}
@@ -220,7 +221,7 @@ def stacks_folder() -> Path:
     return logs_folder() / "stacks"
 
 
-def hang(outputs: Mapping[int, Any], call: GroupCall, timeout_s: float) -> ProcessLostError:
+def hang(outputs: Mapping[int, ObjectRef], call: GroupCall, timeout_s: float) -> ProcessLostError:
     """Build the error for a call that takes too long: the ranks that do not answer, where each rank is, and the cause.
 
     Writes the stacks of all ranks to files. ``outputs`` are the output references by rank.
@@ -242,7 +243,7 @@ def hang(outputs: Mapping[int, Any], call: GroupCall, timeout_s: float) -> Proce
     return ProcessLostError("\n".join([*lines, _written(snapshots, call.stage)]))
 
 
-def late_start(started: Mapping[int, Any], call: GroupCall, timeout_s: float) -> WorkerError:
+def late_start(started: Mapping[int, ObjectRef], call: GroupCall, timeout_s: float) -> WorkerError:
     """Build the error for constructors that take too long: a ProcessLostError if a late rank has a process.
 
     ``started`` holds for each rank a reference that resolves when its constructor has returned.
@@ -260,7 +261,7 @@ def late_start(started: Mapping[int, Any], call: GroupCall, timeout_s: float) ->
     return ProcessLostError("\n".join([said, *_places(ranks, snapshots, begun), _written(snapshots, call.stage)]))
 
 
-def _unanswered(outputs: Mapping[int, Any]) -> list[int]:
+def _unanswered(outputs: Mapping[int, ObjectRef]) -> list[int]:
     answered = finished_of(list(outputs.values()), 0)
     return [rank for rank, reference in outputs.items() if reference not in answered]
 
@@ -298,7 +299,7 @@ class Watchdog:
         workers: the actors in the order of ranks. This is the group's own list, which a shutdown empties.
     """
 
-    def __init__(self, workers: Sequence[Any]) -> None:
+    def __init__(self, workers: Sequence[ActorHandle]) -> None:
         self.hang_timeout_s: float | None = None
         """Longest duration of a call; None for no limit."""
         self._workers = workers

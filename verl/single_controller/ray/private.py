@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ray import ObjectRef
 from ray._private import state
 from ray._private import worker as ray_worker
 from ray._private.utils import read_ray_address
-from ray.actor import ActorClass
+from ray.actor import ActorClass, ActorHandle
 
 # Environment of a Ray that is started here; variables that the user has set are kept.
 SETTINGS = {
@@ -34,8 +35,8 @@ SETTINGS = {
 
 def logs_folder() -> Path:
     """Folder of the logs of Ray's processes on this node."""
-    session: Any = ray_worker._global_node
-    return Path(session.get_logs_dir_path())
+    assert ray_worker._global_node is not None, "Ray is not initialised"
+    return Path(ray_worker._global_node.get_logs_dir_path())
 
 
 def is_own_head() -> bool:
@@ -88,7 +89,7 @@ class ActorRow:
     """Ray's description of the cause of death; empty while the actor is alive."""
 
 
-def actor_row(actor: Any) -> ActorRow:
+def actor_row(actor: ActorHandle) -> ActorRow:
     """Look up the record of an actor by its handle."""
     row = state.actors(actor._actor_id.hex())
     address = row.get("Address", {})  # an actor that was just created has no record yet
@@ -111,12 +112,12 @@ def _cause(cause: Any) -> str:
     return brief(getattr(getattr(cause, context), "error_message", "")) if context else "Ray names no cause."
 
 
-def has_started(actor: Any) -> Any:
+def has_started(actor: ActorHandle) -> ObjectRef:
     """Return a reference that resolves when the actor's constructor has returned, and fails if it raised."""
     return actor.__ray_ready__.remote()
 
 
-def unwrapped(cls: Any) -> tuple[type, dict[str, Any]]:
+def unwrapped(cls: type | ActorClass) -> tuple[type, dict[str, Any]]:
     """Return the class inside ``ray.remote(cls)`` and the options given there; any other class with no options."""
     if not isinstance(cls, ActorClass):
         return cls, {}

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -27,6 +29,8 @@ from verl.single_controller.ray.private import (
 from verl.supervision.processes import end_processes
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 NODE_TIMEOUT_S = 30.0  # for the answer of another node
 
@@ -71,7 +75,7 @@ class RankProcess(ActorRow):
         return " ".join([*said, f"What it wrote last is in {self.log}."])
 
 
-def processes_of(workers: Sequence[object]) -> list[RankProcess]:
+def processes_of(workers: Sequence[ActorHandle]) -> list[RankProcess]:
     """Return the process of each rank; ``workers`` are the actors in the order of ranks."""
     return [RankProcess(rank=rank, **vars(actor_row(worker))) for rank, worker in enumerate(workers)]
 
@@ -82,7 +86,7 @@ def lost_ones(ranks: Sequence[RankProcess]) -> list[RankProcess]:
     return sorted(lost, key=lambda process: (is_end_on_purpose(process.how), process.died_at_ms, process.rank))
 
 
-def end_workers(workers: Sequence[Any]) -> None:
+def end_workers(workers: Sequence[ActorHandle]) -> None:
     """End actors and wait until their processes, on all live nodes, are gone and have freed their resources.
 
     Takes less than a second normally, and about ten if a process is stopped or cannot be killed.
@@ -110,7 +114,7 @@ def dead_nodes() -> dict[str, str]:
     return dead
 
 
-def finished_of(references: Sequence[Any], timeout_s: float | None, fetch_local: bool = True) -> list[Any]:
+def finished_of(references: Sequence[ObjectRef], timeout_s: float | None, fetch_local: bool = True) -> list[ObjectRef]:
     """Return those references whose results are there within ``timeout_s``, which may be None for no limit.
 
     Raises:
@@ -126,7 +130,7 @@ def finished_of(references: Sequence[Any], timeout_s: float | None, fetch_local:
         raise ProcessLostError(f"Ray's process on this node (raylet) has ended: {error}") from error
 
 
-def on_nodes(function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+def on_nodes(function: Callable[..., T], arguments: Mapping[str, Sequence[object]]) -> dict[str, T]:
     """Call a function on several nodes in parallel and return the results by node id.
 
     Nodes that are dead or do not answer within ``NODE_TIMEOUT_S`` are missing from the result. The module of

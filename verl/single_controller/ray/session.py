@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 import ray
+from ray import ObjectRef
 
 from verl.backends.cpu.allocator import keep_freed_memory
 from verl.base.ray_address import answers
@@ -94,7 +95,7 @@ def run_task(runner_class: type, config: object, ray_kwargs: object) -> None:
         runner_class().run(config)
 
 
-def start_task(function: Callable[..., object], *arguments: object) -> Any:
+def start_task(function: Callable[..., object], *arguments: object) -> ObjectRef:
     """Call ``function`` in a process of Ray and return the reference of its result; Ray must be running.
 
     It reserves no CPU, since the ranks of a run may hold them all and the task would then wait for ever.

@@ -7,6 +7,8 @@ import time
 from typing import Any
 
 import ray
+from ray import ObjectRef
+from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 
 from verl.errors import ProcessLostError
@@ -45,9 +47,9 @@ class WatchedActor:
         self._title, self._question, self._limit_s = title, question, limit_s
         self._mark = new_mark()
         marked = light_actor(cls, runtime_env={"env_vars": {MARK_VARIABLE: self._mark}})
-        self.actor: Any = marked.remote(*args)
+        self.actor: ActorHandle = marked.remote(*args)
         self._has_started = False
-        self._answer: Any = None
+        self._answer: object = None
         self._ask()
 
     def look(self) -> Any:
@@ -64,7 +66,7 @@ class WatchedActor:
             raise self._silent()
         return self._answer
 
-    def result(self, reference: Any) -> Any:
+    def result(self, reference: ObjectRef) -> Any:
         """Return what a call of the actor that returns at once gives.
 
         Raises:

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from ray import ObjectRef
+from ray.actor import ActorClass, ActorHandle
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -42,7 +44,7 @@ _LARGE = (BatchPart, torch.Tensor, np.ndarray)
 class RayClassWithInitArgs(ClassWithInitArgs):
     """A worker class (plain or wrapped by ``ray.remote``), its constructor arguments, and options of its actor."""
 
-    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, cls: type | ActorClass, *args: object, **kwargs: object) -> None:
         cls, self.options = unwrapped(cls)
         super().__init__(cls, *args, **kwargs)
         for name, member in self.members.items():
@@ -54,7 +56,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
                         "pools."
                     )
 
-    def update_options(self, options: Mapping[str, Any]) -> None:
+    def update_options(self, options: Mapping[str, object]) -> None:
         """Set actor options as in ``ray.remote(...).options``; they take precedence over the pool's."""
         self.options.update(options)
 
@@ -121,7 +123,7 @@ class RayWorkerGroup(WorkerGroup):
         name_prefix: str | None = None,
         detached: bool = False,
         worker_names: Sequence[str] | None = None,
-        worker_handles: Sequence[Any] | None = None,
+        worker_handles: Sequence[ActorHandle] | None = None,
         ray_wait_register_center_timeout: float = 300,
         device_name: str | None = None,
     ) -> None:
@@ -129,7 +131,7 @@ class RayWorkerGroup(WorkerGroup):
             raise WorkerError("RayWorkerGroup needs ray_cls_with_init: RayClassWithInitArgs(cls, ...).")
         super().__init__(resource_pool, ray_cls_with_init)
         self.name_prefix = name_prefix or uuid.uuid4().hex[:8]
-        self._workers: list[Any] = list(worker_handles or [])
+        self._workers: list[ActorHandle] = list(worker_handles or [])
         self._watchdog = Watchdog(self._workers)
         self._worker_names = list(worker_names or [])
         self._bundles: list[Bundle] = []
@@ -148,7 +150,7 @@ class RayWorkerGroup(WorkerGroup):
         cls,
         name_prefix: str | None = None,
         worker_names: Sequence[str] | None = None,
-        worker_handles: Sequence[Any] | None = None,
+        worker_handles: Sequence[ActorHandle] | None = None,
         ray_cls_with_init: ClassWithInitArgs | None = None,
         **kwargs: Any,
     ) -> RayWorkerGroup:
@@ -198,7 +200,7 @@ class RayWorkerGroup(WorkerGroup):
         for bundle in bundles:
             bundle.occupants += 1
         cls_with_args = self.ray_cls_with_init
-        actor_cls = ray.remote(cls_with_args.cls)
+        actor_cls: Any = ray.remote(cls_with_args.cls)
         for rank in range(len(bundles)):
             options = self._options(rank, bundles, pool)
             options["lifetime"] = "detached" if detached else None
@@ -247,7 +249,7 @@ class RayWorkerGroup(WorkerGroup):
     # ---- interface of WorkerGroup -----------------------------------------------------------------------------
 
     @property
-    def workers(self) -> list[Any]:
+    def workers(self) -> list[ActorHandle]:
         """The actors, in the order of ranks."""
         return self._workers
 
@@ -271,7 +273,7 @@ class RayWorkerGroup(WorkerGroup):
             self._rendezvous = tuple(self.execute_rank_zero_sync("get_master_addr_port"))
         return self._rendezvous
 
-    def _start(self, method: str, calls: Sequence[Call]) -> PendingOutputs[Any]:
+    def _start(self, method: str, calls: Sequence[Call]) -> PendingOutputs[object]:
         if not self._workers:
             raise WorkerError("this worker group was shut down.")
         self._watchdog.raise_if_lost(self._described(method).stage)
@@ -321,7 +323,7 @@ class RayWorkerGroup(WorkerGroup):
         self._watchdog.end(str(hung))
         return hung
 
-    def _explained(self, error: RayError, outputs: Mapping[int, Any], method: str) -> WorkerError:
+    def _explained(self, error: RayError, outputs: Mapping[int, ObjectRef], method: str) -> WorkerError:
         """Convert an error of Ray; if a process is lost and the group is watched, end the other ranks first."""
         call = self._described(method)
         self._watchdog.raise_if_lost(call.stage)
@@ -396,13 +398,13 @@ class _Shared:
             for value in (*call.args, *call.kwargs.values()):
                 counts[id(value)] = counts.get(id(value), 0) + 1
         self._repeated = {key for key, count in counts.items() if count > 1}
-        self._references: dict[int, Any] = {}
+        self._references: dict[int, ObjectRef] = {}
 
-    def place(self, call: Call) -> tuple[list[Any], dict[str, Any]]:
+    def place(self, call: Call) -> tuple[list[object], dict[str, object]]:
         """Return the arguments of a call, with object references in place of shared large ones."""
         return [self._one(v) for v in call.args], {name: self._one(v) for name, v in call.kwargs.items()}
 
-    def _one(self, value: Any) -> Any:
+    def _one(self, value: object) -> object:
         if id(value) not in self._repeated or not (isinstance(value, _LARGE) or is_batch(value)):
             return value
         if id(value) not in self._references:

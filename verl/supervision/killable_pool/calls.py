@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 Status = Literal["ok", "timeout", "crashed", "killed", "out_of_memory", "error"]
 STATUSES: tuple[Status, ...] = get_args(Status)
@@ -34,7 +34,7 @@ class CallResult:
     """Result of a call."""
 
     status: Status
-    value: Any = None
+    value: object = None
     message: str = ""
     """Traceback, exit status, or the limit that was exceeded; empty if ``ok``."""
 
@@ -146,7 +146,7 @@ class Reply:
     """Message of a worker. Untrusted code can write on the connection too, so every field is checked."""
 
     status: Status
-    value: Any = None
+    value: object = None
     message: str = ""
     fatal: int | None = None
     """Index of the exception in the pool's ``fatal``, if it is one of these."""

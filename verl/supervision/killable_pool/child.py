@@ -141,7 +141,7 @@ class _Attempt:
 
     def __init__(self, fatal: tuple[type[BaseException], ...] = ()) -> None:
         self.fatal = fatal
-        self.reply: dict[str, Any] = {}
+        self.reply: dict[str, object] = {}
 
     def __enter__(self) -> _Attempt:
         return self
@@ -177,7 +177,7 @@ class _Worker:
         self.socket = socket.socket(fileno=connection)
         self.pid = os.getpid()
         self.page = mmap.mmap(page, PAGE_SIZE) if page >= 0 else None
-        self.function: Callable[..., Any]
+        self.function: Callable[..., object]
         self.fatal: tuple[type[BaseException], ...] = ()
 
     def run(self) -> None:
@@ -344,7 +344,7 @@ def _memory(name: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any) -> object:
     """Convert a result to JSON values; arrays and tensors become numbers and lists of numbers.
 
     Raises:

@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -112,7 +111,7 @@ class WorkerProcess:
                 )
             on_failure.pop_all()
 
-    async def start(self, load: dict[str, Any]) -> Reply:
+    async def start(self, load: dict[str, object]) -> Reply:
         """Load the function and return the worker's first reply: ``ok``, or why loading failed.
 
         Raises:

@@ -8,7 +8,6 @@ import pickle
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from verl.base.import_utils import USER_MODULE, source_digest
 from verl.errors import ConfigError
@@ -24,7 +23,7 @@ def pack(function: Callable[..., object], fatal: tuple[type[Exception], ...]) ->
         ConfigError: the function can be neither imported nor pickled.
     """
     pickled = _pickled(function, fatal)
-    first: list[tuple[str, str, tuple[Any, ...]]] = [("verl.base.import_utils", "prepare_process", ())]
+    first: list[tuple[str, str, tuple[object, ...]]] = [("verl.base.import_utils", "prepare_process", ())]
     for name, module in list(sys.modules.items()):
         if name.startswith(USER_MODULE) and name.encode() in pickled:  # the pickle refers to the module by this name
             arguments = (module.__file__, "custom_reward_function", source_digest(module))

@@ -8,7 +8,6 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +65,7 @@ class EngineUnderTest:
     families: tuple[str, ...] = ("qwen3", "qwen2", "llama")
     log_prob_tolerance: float = 1e-5
     device: str = "cpu"
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    settings: dict[str, object] = dataclasses.field(default_factory=dict)
     held_bytes: Callable[[BaseRollout], int] = tensor_bytes
     keeps_memory: str = ""
     streams: bool = False
@@ -76,17 +75,17 @@ class EngineUnderTest:
         """What is tested."""
         return get_rollout_class(self.name)
 
-    def build(self, family: str = "qwen3", *, eos: list[int] | None = None, **settings: Any) -> BaseRollout:
+    def build(self, family: str = "qwen3", *, eos: list[int] | None = None, **settings: object) -> BaseRollout:
         """The engine for a tiny model, asleep and without weights; ``eos`` are the model's own end tokens."""
         path = Path(tiny_model_dir(self.folder / f"{family}-{eos}", family, **shape_of(family)))
         if eos is not None:
             (path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-        defaults: dict[str, Any] = {"dtype": "float32", "prompt_length": 8, "response_length": 12}
+        defaults: dict[str, object] = {"dtype": "float32", "prompt_length": 8, "response_length": 12}
         defaults |= {"tensor_model_parallel_size": 1, "free_cache_engine": False}
         config = RolloutConfig(name=self.name, **(defaults | self.settings | settings))
         return self.engine_class()(config, HFModelConfig(path=str(path)), hf_tokenizer(str(path)), self.device)
 
-    def ready(self, family: str = "qwen3", **settings: Any) -> BaseRollout:
+    def ready(self, family: str = "qwen3", **settings: object) -> BaseRollout:
         """The engine, awake, with the weights of seed 0."""
         engine = self.build(family, **settings)
         engine.wake()
@@ -172,11 +171,11 @@ def slow_distribution(
     return np.array([probs[v] / total if v in kept else 0.0 for v in range(len(probs))])
 
 
-def request(prompt: list[int], seed: int = 0, **sampling: Any) -> RolloutRequest:
+def request(prompt: list[int], seed: int = 0, **sampling: object) -> RolloutRequest:
     return RolloutRequest(list(prompt), SamplingParams(**({"max_tokens": 12, "seed": seed} | sampling)))
 
 
-def greedy(prompt: list[int], **sampling: Any) -> RolloutRequest:
+def greedy(prompt: list[int], **sampling: object) -> RolloutRequest:
     return request(prompt, temperature=0.0, **({"ignore_eos": True} | sampling))
 
 
@@ -184,7 +183,9 @@ def tokens_of(outputs: list[RolloutOutput]) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-def prompt_batch(prompts: list[list[int]], width: int = 8, indices: list[int] | None = None, **meta: Any) -> DataProto:
+def prompt_batch(
+    prompts: list[list[int]], width: int = 8, indices: list[int] | None = None, **meta: object
+) -> DataProto:
     """Left-padded prompts as the driver sends them; the pad positions hold 99, to show that they are not read."""
     ids = torch.tensor([[99] * (width - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -111,7 +109,7 @@ def check_validation_has_parameters_of_its_own(engine: EngineUnderTest) -> None:
     chosen = oracle_greedy(PROMPTS[0], 12)
     running = engine.ready(ignore_eos=True)
 
-    def responses(engine_: BaseRollout, **meta: Any) -> list[list[int]]:
+    def responses(engine_: BaseRollout, **meta: object) -> list[list[int]]:
         return engine_.generate_sequences(prompt_batch([PROMPTS[0]] * 3, **meta)).batch["responses"].tolist()
 
     assert responses(running, validate=True) == [chosen] * 3  # greedy by default

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ from verl.workers.rollout.base import RolloutRequest
 # ---- tokens and their log-probs
 
 
-WAYS: list[dict[str, Any]] = [
+WAYS: list[dict[str, object]] = [
     {},
     {"temperature": 0.6},
     {"temperature": 1.5, "top_k": 5},
@@ -126,7 +125,7 @@ def assert_same_distribution(counts: np.ndarray, expected: np.ndarray) -> None:
 
 def mixed_requests() -> list[RolloutRequest]:
     """Twelve requests, each with parameters and a seed of its own."""
-    ways: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 10}, {"temperature": 0.7, "top_p": 0.9}]
+    ways: list[dict[str, object]] = [{}, {"temperature": 0.0}, {"top_k": 10}, {"temperature": 0.7, "top_p": 0.9}]
     return [request(p, seed=i, **ways[i % 4]) for i, p in enumerate(PROMPTS * 2)]
 
 
@@ -174,7 +173,7 @@ def check_no_request_is_no_output(engine: EngineUnderTest) -> None:
 def check_long_and_short_prompts_in_one_batch(engine: EngineUnderTest) -> None:
     """Prompts of one token up to all that fits, more of them than run at once, longer than goes in at once."""
     longest = 160
-    sizes: dict[str, Any] = {
+    sizes: dict[str, object] = {
         "prompt_length": longest - 12,
         "max_model_len": longest,
         "max_num_seqs": 4,

@@ -207,7 +207,7 @@ _checks: set[asyncio.Task[None]] = set()
 
 
 @asynccontextmanager
-async def _noticing_the_end(transport: Any, ended: asyncio.Event) -> AsyncIterator[Any]:
+async def _noticing_the_end(transport: Any, ended: asyncio.Event) -> AsyncIterator[object]:
     """Wrap a transport so that an event is set when the server closes its output, also between calls."""
     async with transport as (read, write), anyio.create_task_group() as group:
         send, receive = anyio.create_memory_object_stream[Any](0)

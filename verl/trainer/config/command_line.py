@@ -122,7 +122,7 @@ def _show(composed: DictConfig, words: Words, root: type[BaseConfig]) -> None:
     sys.stdout.write(OmegaConf.to_yaml(section) + said)
 
 
-def remarks(composed: Mapping[str, Any], root: type[BaseConfig], explicit: Collection[str] = ()) -> str:
+def remarks(composed: Mapping[str, object], root: type[BaseConfig], explicit: Collection[str] = ()) -> str:
     """Return YAML comments about the keys of a composed configuration that would be refused or have no effect.
 
     Args:

@@ -91,7 +91,7 @@ def derive_from_algorithm(tree: Tree, explicit: Collection[str], problems: list[
     return remarks
 
 
-def expanded(path: Any) -> Any:
+def expanded(path: object) -> Any:
     """Expand ``~`` and ``$VARIABLES`` in a path; return anything but a string unchanged."""
     return os.path.expanduser(os.path.expandvars(path)) if isinstance(path, str) else path
 
@@ -298,7 +298,7 @@ def _engine(
     return remarks
 
 
-def truncating(settings: Mapping[str, Any]) -> tuple[str, float] | None:
+def truncating(settings: Mapping[str, object]) -> tuple[str, float] | None:
     """Return the setting that truncates sampling in training and its neutral value, or None."""
     if settings.get("do_sample") is False or settings.get("temperature") == 0:
         return None

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -192,7 +191,7 @@ def _inactive(section: type[BaseConfig], indent: str) -> Iterator[str]:
         by_reasons.setdefault(tuple(dict.fromkeys(map(status, keys))), []).extend(keys)
     for reasons, keys in by_reasons.items():
         yield from (f"{indent}# {reason}" for reason in reasons)
-        tree: dict[str, Any] = {}
+        tree: dict[str, object] = {}
         for key in keys:
             put(tree, key.path, plain(key.yaml_default))
         yield from _block(tree, indent)
@@ -203,7 +202,7 @@ def status(key: InactiveKey) -> str:
     return f"not yet: {key.why}" if key.refused else f"{'' if key.is_spelling else 'no effect: '}{key.why}"
 
 
-def _block(tree: Mapping[str, Any], indent: str) -> Iterator[str]:
+def _block(tree: Mapping[str, object], indent: str) -> Iterator[str]:
     text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=10_000)
     yield from (indent + line for line in text.splitlines())
 
@@ -211,7 +210,7 @@ def _block(tree: Mapping[str, Any], indent: str) -> Iterator[str]:
 class _Dumper(yaml.SafeDumper):
     """A YAML dumper that repeats equal values instead of writing anchors and aliases."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 

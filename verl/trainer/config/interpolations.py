@@ -21,7 +21,7 @@ class Interpolations:
         self._raw = raw
         self._config: DictConfig = OmegaConf.create(raw)
 
-    def resolved(self, instead: Callable[[str, str], Any]) -> Tree:
+    def resolved(self, instead: Callable[[str, str], object]) -> Tree:
         """Return the configuration with all of them resolved.
 
         Args:

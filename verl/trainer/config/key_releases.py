@@ -8,7 +8,6 @@ releases says nothing, another value is logged (``_told``) or, where it would ch
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from verl.config.model import OTHER_ENGINES
 from verl.trainer.config.key_table import Alias, Retired
@@ -55,15 +54,15 @@ ALIASES: tuple[Alias, ...] = (
 )
 
 
-def _told(reason: str, keys: Mapping[str, Any]) -> tuple[Retired, ...]:
+def _told(reason: str, keys: Mapping[str, object]) -> tuple[Retired, ...]:
     return tuple(Retired(pattern, reason, (None, default), refused=False) for pattern, default in keys.items())
 
 
-def _refused(reason: str, keys: Mapping[str, Any]) -> tuple[Retired, ...]:
+def _refused(reason: str, keys: Mapping[str, object]) -> tuple[Retired, ...]:
     return tuple(Retired(pattern, reason, (None, default)) for pattern, default in keys.items())
 
 
-def _absent(what: str, section: str, switch: str, is_default: Any = False) -> tuple[Retired, ...]:
+def _absent(what: str, section: str, switch: str, is_default: object = False) -> tuple[Retired, ...]:
     """A feature that is not in this version: its switch is refused, its other settings are logged."""
     return (
         *_refused(f"{what} is not in this version; leave it out", {f"{section}.{switch}": is_default}),

@@ -26,7 +26,7 @@ class Alias:
     old: str
     new: str
     values: Mapping[Any, Any] = field(default_factory=dict)
-    silent: Any = None
+    silent: object = None
     only_with: str = ""
 
 
@@ -44,7 +44,7 @@ class Retired:
 
     pattern: str
     reason: str
-    harmless: tuple[Any, ...] = (None, False, [], {})
+    harmless: tuple[object, ...] = (None, False, [], {})
     refused: bool = True
     part: bool = False
 
@@ -118,7 +118,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("trainer.checkpoint", "checkpoint"),
 )
 
-OLD_DEFAULTS: Mapping[str, tuple[Any, Any]] = {
+OLD_DEFAULTS: Mapping[str, tuple[object, object]] = {
     "trainer.resume_from_path": (False, None),
     "actor_rollout_ref.actor.optim.min_lr_ratio": (None, 0.0),
     "critic.optim.min_lr_ratio": (None, 0.0),

@@ -137,7 +137,7 @@ def leaves(root: type[BaseConfig]) -> dict[str, Key]:
     return {key.path: key for key in iter_keys(root) if key.section is None}
 
 
-def _named_types(annotation: Any) -> set[Any]:
+def _named_types(annotation: object) -> set[object]:
     """Return an annotation and everything that its brackets and unions name."""
     return {annotation}.union(*map(_named_types, typing.get_args(annotation)))
 
@@ -191,7 +191,7 @@ def allowed_values(field: FieldInfo) -> str:
     return ", or ".join(_in_words(option) + (bounds if option in (int, float) else "") for option in options)
 
 
-def _in_words(annotation: Any) -> str:
+def _in_words(annotation: object) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return ", ".join(map(str, arguments))
@@ -210,7 +210,7 @@ def _in_words(annotation: Any) -> str:
 # ---- trees of plain values -------------------------------------------------------------------------
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+def merged(base: Mapping[str, object], over: Mapping[str, object]) -> Tree:
     """Merge ``over`` into a copy of ``base``, section by section."""
     tree: Tree = dict(base)
     for name, value in over.items():
@@ -219,7 +219,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return tree
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """Convert tuples to lists and mappings to dicts, at every level."""
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
@@ -228,7 +228,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def same(one: Any, other: Any) -> bool:
+def same(one: object, other: object) -> bool:
     """Compare two settings: a tuple equals a list, a single value a list of one; True does not equal 1."""
     one, other = plain(one), plain(other)
     if isinstance(one, list) != isinstance(other, list):
@@ -249,7 +249,7 @@ def get(tree: Mapping[str, Any], path: str, default: Any = None) -> Any:
     return node
 
 
-def put(tree: Tree, path: str, value: Any) -> None:
+def put(tree: Tree, path: str, value: object) -> None:
     """Set the value at a dotted path in place, creating missing sections."""
     *parents, name = path.split(".")
     for part in parents:

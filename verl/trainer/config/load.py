@@ -210,7 +210,7 @@ def _build(
 
 
 def _with_subclasses(
-    config: ConfigT, extended: Mapping[str, tuple[type[BaseConfig], dict[str, Any]]], problems: list[Problem]
+    config: ConfigT, extended: Mapping[str, tuple[type[BaseConfig], dict[str, object]]], problems: list[Problem]
 ) -> ConfigT:
     """Put a program's own classes in the place of sections, the innermost first."""
     for path, (cls, added) in sorted(extended.items(), key=lambda item: -item[0].count(".")):
@@ -240,7 +240,7 @@ def _key_of(location: tuple[int | str, ...], keys: Mapping[str, Key]) -> str:
     return next((".".join(parts[:n]) for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in keys), parts[0])
 
 
-def _type_problem(path: str, value: Any, key: Key | None) -> Problem:
+def _type_problem(path: str, value: object, key: Key | None) -> Problem:
     if key is None or key.section is not None:
         cause = "this is a section, it cannot be replaced by a value"
         return Problem(path, value, cause, remedy="set the keys below it")

@@ -7,7 +7,7 @@ about an unknown key. It holds facts alone: a name, our keys, how a value is con
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,8 @@ class OtherName:
 
     name: str
     keys: tuple[str, ...] = ()
-    convert: Callable[[Any], Sequence[Any]] | None = None
-    values: Mapping[Any, Mapping[str, Any]] | None = None
+    convert: Callable[[Any], Sequence[object]] | None = None
+    values: Mapping[Any, Mapping[str, object]] | None = None
     note: str = ""
 
     def keys_of(self, known: Collection[str]) -> list[str]:
@@ -44,7 +44,7 @@ class OtherName:
             return all(_chosen(key, known) for ours in self.values.values() for key in ours)
         return bool(self.keys_of(known))
 
-    def settings(self, value: Any, known: Collection[str], library: str = "TRL") -> dict[str, Any]:
+    def settings(self, value: object, known: Collection[str], library: str = "TRL") -> dict[str, object]:
         """Convert a value to our settings, by key.
 
         Raises:
@@ -95,11 +95,11 @@ class _Unset:
 UNSET = _Unset()
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _pairs(settings: Mapping[str, Any]) -> str:
+def _pairs(settings: Mapping[str, object]) -> str:
     return ", ".join(f"{key.split()[0]}={_word(value)}" for key, value in settings.items()) or "the default"
 
 
@@ -123,34 +123,34 @@ def _of_model(name: str) -> str:
     return f"{_MODEL}.{name} model.{name}"
 
 
-def _kl_loss(beta: Any) -> list[Any]:
+def _kl_loss(beta: float) -> list[object]:
     return [float(beta) > 0, float(beta) if float(beta) > 0 else UNSET]
 
 
-def _steps(steps: Any) -> list[Any]:
+def _steps(steps: int | None) -> list[object]:
     return [UNSET if steps is None or int(steps) <= 0 else int(steps)]
 
 
-def _epochs(epochs: Any) -> list[Any]:
+def _epochs(epochs: float) -> list[object]:
     if float(epochs) != int(epochs):
         raise ValueError("passes over the data are whole here; set trainer.total_training_steps for a part of one")
     return [int(epochs)]
 
 
-def _no_limit_is_minus_one(top_k: Any) -> list[Any]:
+def _no_limit_is_minus_one(top_k: int | None) -> list[object]:
     return [-1 if not top_k else int(top_k)]
 
 
-def _loggers(names: Any) -> list[Any]:
+def _loggers(names: str | Iterable[str] | None) -> list[object]:
     listed = [names] if isinstance(names, str) else list(names or ())
     return [["console", "file", *(name for name in listed if name != "none")]]
 
 
-def _device(use_cpu: Any) -> list[Any]:
+def _device(use_cpu: object) -> list[object]:
     return ["cpu" if use_cpu else "cuda"]
 
 
-def _lora(config: Any) -> list[Any]:
+def _lora(config: Any) -> list[object]:
     names = config.target_modules
     return [config.r, config.lora_alpha, UNSET if names is None else names if isinstance(names, str) else sorted(names)]
 
@@ -478,7 +478,7 @@ def lines_about(word: str) -> list[str]:
     return [f"{what} becomes, by its value{note}", *(f"  {value}" for value in entry.values_in_words())]
 
 
-def remedy_for(word: str, value: Any, known: Collection[str]) -> str:
+def remedy_for(word: str, value: object, known: Collection[str]) -> str:
     """Say what to set in place of a name of another library with its value; empty for an unknown name.
 
     >>> remedy_for("lambd", 0.95, {"algorithm.lam"})

@@ -76,7 +76,7 @@ def _secrets_of_overrides(overrides: Iterable[str]) -> list[str]:
     return secrets
 
 
-def _masked(value: Any, secrets: list[str]) -> Any:
+def _masked(value: object, secrets: list[str]) -> Any:
     if isinstance(value, dict):
         return {key: _masked(item, secrets) for key, item in value.items()}
     if isinstance(value, list):

@@ -28,10 +28,10 @@ _MOVED = {
 """Key here to its key in the section ``reward``."""
 
 
-def reward_section(tree: Mapping[str, Any]) -> dict[str, Any]:
+def reward_section(tree: Mapping[str, Any]) -> dict[str, object]:
     """Return the section ``reward`` of a configuration: what it has itself, and the rest from the sections here."""
     values = merged(default_tree(PPOConfig), tree)
-    section: dict[str, Any] = {}
+    section: dict[str, object] = {}
     for here, there in _MOVED.items():
         put(section, there, get(values, here))
     return merged(section, tree.get("reward") or {})

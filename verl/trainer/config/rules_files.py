@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.base.registry import suggest
 from verl.base.remote import driver_problem, expand, is_remote, version
@@ -19,6 +19,9 @@ from verl.datasets.files import SUFFIXES
 from verl.errors import DataError
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.utils.model_facts import model_files
+
+if TYPE_CHECKING:
+    from verl.config import TrainedModelConfig
 
 Problems = Iterator[Problem]
 
@@ -250,7 +253,7 @@ def _shards(key: str, path: str, folder: Path) -> Problem | None:
     return Problem(key, path, "these are the shards of a checkpoint, which must be merged first", remedy=remedy)
 
 
-def _tokenizer(prefix: str, model: Any) -> Problems:
+def _tokenizer(prefix: str, model: TrainedModelConfig) -> Problems:
     """The local folder of the tokenizer holds one; a damaged file of it is a problem of the folder."""
     key = "path" if model.tokenizer_path is None else "tokenizer_path"
     folder = Path(model[key]).expanduser()

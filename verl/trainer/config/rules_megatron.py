@@ -107,7 +107,7 @@ def _held(config: PPOConfig | SupervisedConfig) -> list[_Held]:
     """All models of the run that Megatron holds."""
     models_held: list[_Held] = []
 
-    def add(placement: Any, model: Any, section: str, ranks: int = config.trainer.ranks, **more: Any) -> None:
+    def add(placement: object, model: object, section: str, ranks: int = config.trainer.ranks, **more: Any) -> None:
         if isinstance(placement, McoreEngineConfig):
             sizes = "megatron" if section == "engine" else f"{section}.megatron"
             models_held.append(_Held(placement, model, ranks, section, sizes, **more))

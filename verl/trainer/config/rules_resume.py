@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from verl.base.nested import flat
 from verl.base.redact import without_secrets
@@ -60,7 +59,7 @@ def own_checkpoints(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
         yield Problem("trainer.default_local_dir", trainer.default_local_dir, cause, remedy=remedy)
 
 
-def _saved(root: Path) -> tuple[Path, Mapping[str, Any]] | None:
+def _saved(root: Path) -> tuple[Path, Mapping[str, object]] | None:
     """Return the folder of the latest step and the settings in it; resuming reports what cannot be read."""
     try:
         latest = read_latest(root)
@@ -73,7 +72,7 @@ def _saved(root: Path) -> tuple[Path, Mapping[str, Any]] | None:
     return (step_folder(root, latest), settings) if isinstance(settings, Mapping) else None
 
 
-def _identity(config: PPOConfig | SupervisedConfig, there: Mapping[str, Any]) -> list[str]:
+def _identity(config: PPOConfig | SupervisedConfig, there: Mapping[str, object]) -> list[str]:
     """Return the settings by which two runs of a command are told apart."""
     if not isinstance(config, PPOConfig):
         return ["model.path", "model.lora_rank", "data.train_files"]
@@ -89,13 +88,13 @@ def _identity(config: PPOConfig | SupervisedConfig, there: Mapping[str, Any]) ->
     ]
 
 
-def _equal(key: str, one: Any, other: Any) -> bool:
+def _equal(key: str, one: object, other: object) -> bool:
     if key.endswith((".path", "_files")):
         one, other = _ends(one), _ends(other)
     return one == other
 
 
-def _ends(paths: Any) -> Any:
+def _ends(paths: object) -> object:
     """Return the last two names of each path."""
     if isinstance(paths, list):
         return [_ends(path) for path in paths]

@@ -162,7 +162,7 @@ class _Budget(NamedTuple):
 def _budgets(config: PPOConfig) -> Iterator[_Budget]:
     """Yield the token budgets of the passes that are filled by tokens."""
     roles, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    actor: Any = roles.actor
+    actor: object = roles.actor
     of_actor, usual = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", defaults_of(ActorConfig)
     most, shared_by = usual.ppo_max_token_len_per_gpu, actor.ulysses_sequence_parallel_size
     if actor.use_dynamic_bsz:

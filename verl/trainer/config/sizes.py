@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.config import GenerationConfig, PPOConfig, SupervisedConfig
 from verl.config.machine import gpus_of_nodes, has_driver
@@ -123,9 +123,7 @@ def sizes_table(sizes: Sizes) -> Table:
     return table
 
 
-def resolve_device(
-    config: PPOConfig | SupervisedConfig | GenerationConfig | Any, cuda_available: bool | None = None
-) -> str:
+def resolve_device(config: PPOConfig | SupervisedConfig | GenerationConfig, cuda_available: bool | None = None) -> str:
     """Return the device of a run: "cuda" if ``trainer.device=cuda`` and its nodes have GPUs, else "cpu".
 
     Args:

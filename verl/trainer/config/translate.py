@@ -76,7 +76,7 @@ class Translator:
     of_program: bool = False
     spelt: dict[str, str] = field(default_factory=dict)
     """Key → the other spelling under which it was set."""
-    extended: dict[str, tuple[type[BaseConfig], dict[str, Any]]] = field(default_factory=dict)
+    extended: dict[str, tuple[type[BaseConfig], dict[str, object]]] = field(default_factory=dict)
     """Section → the program's own class of it, by ``_target_``, and the values of the fields that this class adds."""
 
     @classmethod
@@ -86,7 +86,7 @@ class Translator:
         """Make the translator of an entry point from the root section of its configuration."""
         return cls(root, keys_of(root), all_inactive(root), explicit, problems, of_program)
 
-    def translate(self, cfg: DictConfig | Mapping[str, Any]) -> tuple[Tree, Tree, Interpolations, list[str]]:
+    def translate(self, cfg: DictConfig | Mapping[str, object]) -> tuple[Tree, Tree, Interpolations, list[str]]:
         """Translate a composed configuration, or a plain dict with any part of it; the rest has its defaults.
 
         Returns:
@@ -207,7 +207,7 @@ class Translator:
                 put(tree, path, self.keys[path].default)
         return tree
 
-    def _judge(self, path: str, value: Any, tree: Tree, misspelt: dict[str, str]) -> str | None:
+    def _judge(self, path: str, value: object, tree: Tree, misspelt: dict[str, str]) -> str | None:
         """Report an unknown or retired key; return the reason why a retired key that is not refused has no effect.
 
         An unknown key of a program is entered in ``misspelt`` if it resembles a known one.
@@ -240,10 +240,10 @@ class Translator:
             self.problems.append(Problem(path, value, "there is no such key", remedy=remedy))
         return None
 
-    def _says_nothing(self, retired: Retired, path: str, value: Any, tree: Tree) -> bool:
+    def _says_nothing(self, retired: Retired, path: str, value: object, tree: Tree) -> bool:
         if retired.part:
             return path not in self.explicit
-        usual = (get(tree, one[2:-1]) if str(one).startswith("${") else one for one in retired.harmless)
+        usual = (get(tree, str(one)[2:-1]) if str(one).startswith("${") else one for one in retired.harmless)
         return any(same(value, one) for one in usual)
 
     # ---- keys and classes of a program ------------------------------------------------------------
@@ -289,7 +289,7 @@ class Translator:
         self.problems.append(Problem(path, target, cause, remedy="derive it from that class, under @section"))
         return None
 
-    def _refuse(self, path: str, value: Any, reason: str) -> None:
+    def _refuse(self, path: str, value: object, reason: str) -> None:
         cause, _, remedy = reason.partition("; ")
         self.problems.append(Problem(path, value, cause, remedy=remedy))
 
@@ -419,7 +419,7 @@ class Translator:
                 value = alias.values.get(value, value) if isinstance(value, str) else value
                 self._move(tree, old, new, value, may_differ=bool(alias.only_with))
 
-    def _move(self, tree: Tree, old: str, new: str, value: Any, may_differ: bool = False) -> None:
+    def _move(self, tree: Tree, old: str, new: str, value: object, may_differ: bool = False) -> None:
         """Put the value of a spelling at its key, unless that has another one already.
 
         With ``may_differ`` the YAML file may give the key another default than its class.
@@ -457,7 +457,7 @@ class Translator:
                 return path
         return None
 
-    def _defaults(self, path: str) -> tuple[Any, ...]:
+    def _defaults(self, path: str) -> tuple[object, ...]:
         """Return the values that an unset key can hold (as in YAML, as in the class); empty if there is no such key."""
         if path in self.inactive:
             return (self.inactive[path].yaml_default,)

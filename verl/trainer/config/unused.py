@@ -6,7 +6,7 @@ import fnmatch
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.algorithms import adv_needs
 from verl.algorithms.loss_registry import policy_loss_info
@@ -16,6 +16,9 @@ from verl.trainer.config.interpolations import Interpolations
 from verl.trainer.config.keys import FORWARD_PASSES, Key, Tree, get, same
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
+
+if TYPE_CHECKING:
+    from verl.config import BaseConfig
 
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
@@ -197,7 +200,7 @@ def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:
         yield ("ref.param_offload",), "loss.reference_free=true"
 
 
-def _of_adapters(config: Any, section: str) -> Iterator[Silent]:
+def _of_adapters(config: BaseConfig, section: str) -> Iterator[Silent]:
     model = _at(config, section)
     unread = tuple(f"{section}.{name}" for name in ("lora_alpha", "target_modules", "exclude_modules", "lora.*"))
     if not model.has_adapters:
@@ -219,7 +222,7 @@ def _of_other_losses(actor: ActorConfig) -> Iterator[Silent]:
         yield (f"{_ACTOR}.loss_scale_factor",), f"{_ACTOR}.loss_agg_mode={aggregation}"
 
 
-def _of_schedule(config: Any, section: str) -> Iterator[Silent]:
+def _of_schedule(config: BaseConfig, section: str) -> Iterator[Silent]:
     optim = _at(config, section)
     if optim.lr_scheduler_type != "cosine":
         reason = f"{section}.lr_scheduler_type={optim.lr_scheduler_type}"
@@ -228,14 +231,14 @@ def _of_schedule(config: Any, section: str) -> Iterator[Silent]:
         yield (f"{section}.lr_warmup_steps_ratio",), f"{section}.lr_warmup_steps={optim.lr_warmup_steps}"
 
 
-def _of_passes(config: Any, section: str) -> Iterator[Silent]:
+def _of_passes(config: BaseConfig, section: str) -> Iterator[Silent]:
     switch, by_tokens, by_rows = _PASSES[section]
     is_dynamic = bool(_at(config, section)[switch])
     unread = by_rows if is_dynamic else by_tokens
     yield tuple(f"{section}.{name}" for name in unread), f"{section}.{switch}={str(is_dynamic).lower()}"
 
 
-def _at(config: Any, path: str) -> Any:
+def _at(config: BaseConfig, path: str) -> Any:
     for name in path.split("."):
         config = config[name]
     return config

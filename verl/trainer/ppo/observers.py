@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.config import PPOConfig
 from verl.protocol import DataProto
@@ -13,7 +13,10 @@ from verl.trainer.driver import load_controller
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from transformers import PreTrainedTokenizerBase
+
     from verl.single_controller.base.board import Board
+    from verl.single_controller.base.worker_group import WorkerGroup
     from verl.tracking.prometheus import MetricsServer
     from verl.trainer.ppo.tracing import RolloutTraces
     from verl.utils.step_context import StepContext
@@ -28,7 +31,7 @@ class Observers:
         total_steps: steps of the run.
     """
 
-    def __init__(self, config: PPOConfig, tokenizer: Any, total_steps: int) -> None:
+    def __init__(self, config: PPOConfig, tokenizer: PreTrainedTokenizerBase, total_steps: int) -> None:
         rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
         self._controller = trainer.controller
         self._server: MetricsServer | None = None
@@ -49,7 +52,7 @@ class Observers:
         """Show a stage of a step while it runs."""
         return nullcontext if self._server is None else self._server.stage
 
-    def watch(self, workers: Any) -> None:
+    def watch(self, workers: WorkerGroup) -> None:
         """Let the ranks of a worker group post the states of their engines."""
         if self._server is not None:
             board: Board = load_controller(self._controller).Board()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.config import PPOConfig
 from verl.errors import ConfigError
 from verl.workers.profiling import RecordingPlan
+
+if TYPE_CHECKING:
+    from verl.single_controller.base.worker_group import WorkerGroup
 
 
 class StepProfiles:
@@ -40,7 +43,7 @@ class StepProfiles:
             )
 
     @contextmanager
-    def of_step(self, step: int, groups: Mapping[str, Any]) -> Iterator[None]:
+    def of_step(self, step: int, groups: Mapping[str, WorkerGroup | None]) -> Iterator[None]:
         """Record the block if ``step`` is to be profiled; a step that fails writes nothing."""
         if step not in self.steps:
             yield
@@ -49,7 +52,7 @@ class StepProfiles:
         yield
         self.stop(groups)
 
-    def start(self, step: int, groups: Mapping[str, Any]) -> None:
+    def start(self, step: int, groups: Mapping[str, WorkerGroup | None]) -> None:
         """Begin the recordings of a step.
 
         Args:
@@ -72,14 +75,14 @@ class StepProfiles:
             plan = RecordingPlan(self._config.tool or "", self._settings, self._config.save_path, step, role, ranks)
             group.start_recording(plan)
 
-    def stop(self, groups: Mapping[str, Any]) -> None:
+    def stop(self, groups: Mapping[str, WorkerGroup | None]) -> None:
         """End the recordings, which writes their files."""
         for role in self._profilers:
             if (group := groups.get(role)) is not None:
                 group.stop_recording(role)
 
     @property
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         if self._config.tool == "torch":
             return {"contents": self._contents}
         memory = self._config.global_tool_config.torch_memory

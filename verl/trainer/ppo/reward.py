@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,8 +22,11 @@ from verl.trainer.config.load import load_config
 from verl.workers.reward_manager import AbstractRewardManager, NaiveRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.function import OF_JUDGE, form_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
-def get_custom_reward_fn(config: PPOConfig | Mapping[str, Any]) -> Callable[..., Any] | None:
+
+def get_custom_reward_fn(config: PPOConfig | Mapping[str, object]) -> Callable[..., object] | None:
     """Load the function named by ``custom_reward_function``, with its ``reward_kwargs`` bound; None if unset.
 
     Args:
@@ -47,7 +50,10 @@ def get_custom_reward_fn(config: PPOConfig | Mapping[str, Any]) -> Callable[...,
 
 
 def load_reward_manager(
-    config: PPOConfig | Mapping[str, Any], tokenizer: Any, num_examine: int = 0, **reward_kwargs: Any
+    config: PPOConfig | Mapping[str, object],
+    tokenizer: PreTrainedTokenizerBase,
+    num_examine: int = 0,
+    **reward_kwargs: object,
 ) -> AbstractRewardManager:
     """Build the reward manager of a configuration.
 
@@ -107,7 +113,7 @@ def load_reward_manager(
     )
 
 
-def check_reward_data(config: PPOConfig, reward_fn: Any, dataset: Any) -> None:
+def check_reward_data(config: PPOConfig, reward_fn: object, dataset: object) -> None:
     """Check, before any model loads, that the data has the columns that scoring needs.
 
     Custom data sets, custom managers and runs with a reward model are not checked.
@@ -150,7 +156,7 @@ class RewardTask:
 compute_reward_async = RewardTask()
 
 
-def extract_reward(batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+def extract_reward(batch: DataProto) -> tuple[torch.Tensor, dict[str, object]]:
     """Return the scores of a batch that was scored during the rollout.
 
     Returns:
@@ -168,27 +174,27 @@ _OF_FUNCTION = ("custom_reward_function", "reward_model", "reward")
 _OF_MANAGER = (*_OF_FUNCTION, "reward_manager", "data")
 
 
-def _typed(config: PPOConfig | Mapping[str, Any], sections: Sequence[str]) -> PPOConfig:
+def _typed(config: PPOConfig | Mapping[str, object], sections: Sequence[str]) -> PPOConfig:
     if isinstance(config, PPOConfig):
         return config
     return load_config(config, with_rules=False, of_program=True, sections=sections)
 
 
-def _named(function: Callable[..., Any], names: Iterable[str]) -> list[str]:
+def _named(function: Callable[..., object], names: Iterable[str]) -> list[str]:
     """Return those of the names that a function takes as arguments."""
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return [name for name in names if takes_any or name in parameters]
 
 
-def _judge_of_run(config: PPOConfig, judge: Mapping[str, Any]) -> dict[str, Any]:
+def _judge_of_run(config: PPOConfig, judge: Mapping[str, object]) -> dict[str, object]:
     """Settings by which the scorer ``llm_judge`` asks the judge of the run; empty if there is none."""
     if not judge or config.reward_model.reward_format != "llm_judge":
         return {}
     return {"base_url": f"http://{judge['reward_router_address']}/v1", "model": config.reward_model.model.path}
 
 
-def _reward_function(config: PPOConfig, scorer_kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+def _reward_function(config: PPOConfig, scorer_kwargs: Mapping[str, object]) -> Callable[..., object]:
     custom, name = get_custom_reward_fn(config), config.reward_model.reward_format
     if custom is not None and name:
         raise ConfigError(
@@ -212,7 +218,7 @@ def _reward_function(config: PPOConfig, scorer_kwargs: Mapping[str, Any]) -> Cal
     return functools.partial(scorer_for_all(source), **code)
 
 
-def resolve_reward_manager_cls(config: PPOConfig | Mapping[str, Any]) -> Any:
+def resolve_reward_manager_cls(config: PPOConfig | Mapping[str, object]) -> Any:
     """Return the class of ``reward_manager``: the registered one of its name, or that of a file.
 
     Raises:

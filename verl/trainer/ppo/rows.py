@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.agents.tool_agent import described_tools
 from verl.config import PPOConfig, local_copies
 from verl.datasets import create_rl_dataset, create_rl_sampler
 
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset, Sampler
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-def rl_datasets(config: PPOConfig, tokenizer: Any, processor: Any = None) -> tuple[Any, Any, Any]:
+
+def rl_datasets(
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, processor: ProcessorMixin | None = None
+) -> tuple[Dataset, Dataset, Sampler[int]]:
     """Read the prompts that the section ``data`` names.
 
     Returns:

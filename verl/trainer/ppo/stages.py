@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +32,11 @@ from verl.utils.metric import Metrics
 from verl.utils.torch_functional import masked_mean
 from verl.workers.shared_prompts import Siblings
 
+if TYPE_CHECKING:
+    from verl.algorithms.groups import GroupIds
+    from verl.algorithms.kl import KLController
+    from verl.single_controller.base.worker_group import WorkerGroup
+
 ACTOR_COLUMNS = ("responses", "response_mask", "input_ids", "attention_mask", "position_ids")
 
 
@@ -53,7 +58,7 @@ def repeated_prompts(batch: DataProto, sizes: Sequence[int]) -> list[int]:
     return [length for part in parts for length in Siblings.of(read.select_idxs(part)).repeated()]
 
 
-def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, Metrics]:
+def apply_kl_penalty(data: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl") -> tuple[DataProto, Metrics]:
     """Compute rewards: ``token_level_rewards = token_level_scores - β · kl(old ‖ ref)``.
 
     Updates the controller with the mean KL per sequence; an adaptive β then follows its target (arXiv:1909.08593).
@@ -92,7 +97,7 @@ def compute_advantage(
     lam: float = 1.0,
     num_repeat: int = 1,
     norm_adv_by_std_in_grpo: bool = True,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, object] | None = None,
 ) -> DataProto:
     """Compute advantages by a registered estimator, with the columns and settings that its parameters name.
 
@@ -114,7 +119,7 @@ def compute_advantage(
     """
     adv_needs(adv_estimator)  # an unknown name is told before what the batch lacks
     data = with_response_mask(data)
-    columns: dict[str, Any] = {**data.non_tensor_batch, **dict(data.batch.items())}
+    columns: dict[str, object] = {**data.non_tensor_batch, **dict(data.batch.items())}
     if "uid" in columns:
         columns["index"] = compared_groups(data)
     arguments = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo, "config": config}
@@ -196,7 +201,7 @@ def aggregation_columns(batch: DataProto, loss_agg_mode: str, sizes: Sequence[in
     return _one_after_the_other(made)
 
 
-def _mini_batches(batch: DataProto, sizes: Sequence[int]) -> Iterator[tuple[DataProto, dict[str, Any]]]:
+def _mini_batches(batch: DataProto, sizes: Sequence[int]) -> Iterator[tuple[DataProto, dict[str, GroupIds]]]:
     """Yield each mini-batch with its group ids, ``index``, and ``trajectory_id`` if trajectories have several rows."""
     names = {"index": "uid"} | ({"trajectory_id": "trajectory_id"} if Trajectories.of(batch).are_split else {})
     for part in mini_batches(batch, sizes):
@@ -243,7 +248,7 @@ def check_rollout_gap(metrics: Metrics, limit: float | None) -> None:
 
 
 def call_by_row(
-    workers: Any, method: str, batch: DataProto, *, balance: bool, shares_prompts: bool
+    workers: WorkerGroup, method: str, batch: DataProto, *, balance: bool, shares_prompts: bool
 ) -> DataProto | DataProtoFuture:
     """Call a method of a worker group whose result has a row for each row of the batch, in the order of the batch.
 

@@ -20,7 +20,7 @@ import json
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import torch
@@ -28,6 +28,9 @@ import torch
 from verl.protocol import DataProto, compute_response_mask
 from verl.tracking import Tracking
 from verl.utils.token_page import TokenPage, described
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +64,7 @@ class TokenDump:
         frequency: steps between two files; 0 writes none.
     """
 
-    def __init__(self, folder: str | None, tokenizer: Any, frequency: int) -> None:
+    def __init__(self, folder: str | None, tokenizer: PreTrainedTokenizerBase, frequency: int) -> None:
         self.folder = None if folder is None else Path(folder).expanduser()
         self.tokenizer = tokenizer
         self.frequency = frequency

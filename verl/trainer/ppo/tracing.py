@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,6 +26,14 @@ from verl.base.redact import redacted, redacted_texts, secrets_in
 from verl.config import PPOConfig
 from verl.protocol import DataProto, compute_response_mask
 from verl.trainer.ppo.spans import Interval, PlannedSpan, SpanSender
+from verl.utils.transformers_private import decoded
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.base.types import JsonMapping
+
 
 LONGEST_TEXT = 20_000
 """Characters of an attribute that are kept."""
@@ -39,7 +47,7 @@ class RolloutTraces:
         tokenizer: the policy's.
     """
 
-    def __init__(self, config: PPOConfig, tokenizer: Any) -> None:
+    def __init__(self, config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         rollout = config.actor_rollout_ref.rollout
         self._with_texts = rollout.trace.token2text
         per_worker = rollout.trace.max_samples_per_step_per_worker
@@ -116,7 +124,7 @@ class RolloutTraces:
         error = f"{status}: {message}" if message else ""
         return PlannedSpan("trajectory", (begin, end), attributes, error, [*turns, reward])
 
-    def _turns(self, conversation: Sequence[Mapping[str, Any]]) -> Iterable[PlannedSpan]:
+    def _turns(self, conversation: Sequence[JsonMapping]) -> Iterable[PlannedSpan]:
         """A part for each message of the policy that has times, with those of the messages that answer it."""
         turn: PlannedSpan | None = None
         for message in conversation:
@@ -139,7 +147,7 @@ class RolloutTraces:
         if turn is not None:
             yield turn
 
-    def _said(self, message: Mapping[str, Any]) -> dict[str, Any]:
+    def _said(self, message: Mapping[str, object]) -> dict[str, object]:
         """Attributes of a message."""
         said = {
             "verl.tool": message.get("name"),
@@ -153,8 +161,8 @@ class RolloutTraces:
             said["verl.tool_calls"] = json.dumps(calls, ensure_ascii=False, default=str) if calls else None
         return said
 
-    def _text(self, ids: Any) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+    def _text(self, ids: torch.Tensor) -> str:
+        return decoded(self._tokenizer, ids.tolist(), skip_special_tokens=True)
 
 
 def _sender(backend: str | None, project: str, experiment: str) -> SpanSender:
@@ -185,5 +193,5 @@ def _nth(stages: Sequence[tuple[str, float, float]], name: str, index: int) -> I
     return min(begin for begin, _ in mine), max(end for _, end in mine)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     return value.item() if isinstance(value, np.generic) else value

@@ -99,7 +99,12 @@ from verl.utils.metric import Metrics
 from verl.utils.step_context import StepContext
 
 if TYPE_CHECKING:
+    from torch.utils.data import Sampler
+    from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
     from verl.judge.service import JudgeService
+    from verl.single_controller.base.resource_pool import PoolManager
+    from verl.single_controller.base.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -149,9 +154,9 @@ class PPOTrainer(TrainingLoop):
     policy_workers: Any = None
     """Workers of policy and rollout."""
     critic_workers: Any = None
-    reference_workers: Any = None
+    reference_workers: WorkerGroup | None = None
     """Workers of the reference policy; None without one, and where it is the policy without its adapters."""
-    reward_workers: Any = None
+    reward_workers: WorkerGroup | None = None
     """Workers of the reward model or of the judge."""
     validation_generations_logger: ValidationGenerationsLogger | None = None
     """Where validation samples are shown."""
@@ -159,17 +164,17 @@ class PPOTrainer(TrainingLoop):
     def __init__(
         self,
         config: PPOConfig,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         role_worker_mapping: dict[Role, type],
-        resource_pool_manager: Any,
+        resource_pool_manager: PoolManager,
         ray_worker_group_cls: type | None = None,
-        processor: Any = None,
+        processor: ProcessorMixin | None = None,
         reward_fn: Callable | None = None,
         val_reward_fn: Callable | None = None,
         train_dataset: Any = None,
         val_dataset: Any = None,
         collate_fn: Callable | None = None,
-        train_sampler: Any = None,
+        train_sampler: Sampler | None = None,
         device_name: str | None = None,
         judge: JudgeService | None = None,
     ) -> None:
@@ -224,7 +229,9 @@ class PPOTrainer(TrainingLoop):
 
     # ---- set-up -------------------------------------------------------------------------------
 
-    def _create_dataloaders(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, sampler: Any) -> None:
+    def _create_dataloaders(
+        self, train_dataset: Any, val_dataset: Any, collate_fn: Callable | None, sampler: Sampler | None
+    ) -> None:
         data = self.typed_config.data
         common: dict[str, Any] = {
             "collate_fn": collate_fn or default_collate_fn,
@@ -274,7 +281,7 @@ class PPOTrainer(TrainingLoop):
         self.observers.unwatch()
         super().end_workers()
 
-    def worker_arguments(self) -> dict[Role, dict[str, Any]]:
+    def worker_arguments(self) -> dict[Role, dict[str, object]]:
         """Return the constructor arguments of each role's workers, in the order in which their models load.
 
         A subclass may add a role of ``role_worker_mapping``; its worker group is then ``worker_groups.groups[role]``.
@@ -323,13 +330,13 @@ class PPOTrainer(TrainingLoop):
         self.experience.load_pending(batches)
 
     @property
-    def trained_groups(self) -> dict[str, Any]:
+    def trained_groups(self) -> Mapping[str, WorkerGroup]:
         """See :meth:`TrainingLoop.trained_groups`."""
         groups = {"actor": self.policy_workers, "critic": self.critic_workers}
         return {name: group for name, group in groups.items() if group is not None}
 
     @property
-    def _groups_by_role(self) -> dict[str, Any]:
+    def _groups_by_role(self) -> dict[str, WorkerGroup | None]:
         return {
             "actor_rollout": self.policy_workers,
             "ref": self.reference_workers,
@@ -450,6 +457,7 @@ class PPOTrainer(TrainingLoop):
             # With adapters, the reference is the actor without them.
             in_actor = self.typed_config.actor_rollout_ref.model.has_adapters
             workers = self.policy_workers if in_actor else self.reference_workers
+            assert workers is not None
             return self._by_row(workers, "compute_ref_log_prob", batch)
 
     def values(self, batch: DataProto, context: PPOStepContext) -> DataProto:
@@ -457,7 +465,7 @@ class PPOTrainer(TrainingLoop):
         with context.stage("values"):
             return self._by_row(self.critic_workers, "compute_values", batch)
 
-    def _by_row(self, workers: Any, method: str, batch: DataProto) -> DataProto:
+    def _by_row(self, workers: WorkerGroup, method: str, batch: DataProto) -> DataProto:
         """Call a method of the workers whose result has a row for each row of the batch."""
         of_critic = workers is self.critic_workers
         section = self.typed_config.critic if of_critic else self.typed_config.actor_rollout_ref.actor
@@ -553,7 +561,7 @@ class PPOTrainer(TrainingLoop):
         balance, pads = self.typed_config.trainer.balance_batch, Trajectories.of(batch).are_split
         return deal(batch, num_parts, balance=balance, columns=columns, sizes=sizes, pads=pads, shares_prompts=shares)
 
-    def _own_sizes(self, batch: DataProto, dealt: DealtBatch) -> dict[str, Any]:
+    def _own_sizes(self, batch: DataProto, dealt: DealtBatch) -> dict[str, object]:
         """Arguments of an update whose mini-batches are not those of the configuration."""
         return {"mini_batch_sizes": dealt.sizes} if Trajectories.of(batch).are_split else {}
 
@@ -657,7 +665,7 @@ class PPOTrainer(TrainingLoop):
         if shown and self.validation_generations_logger is not None:
             self.validation_generations_logger.log(self.typed_config.trainer.logger, shown, self.global_steps)
 
-    def _score(self, batch: DataProto, reward_fn: Any) -> Scored:
+    def _score(self, batch: DataProto, reward_fn: object) -> Scored:
         """As :func:`verl.trainer.ppo.reward.compute_reward`, with the judge of the run awake."""
         return self.scorer.submit(batch, reward_fn, self.global_steps).result()
 

@@ -79,7 +79,7 @@ class Needs:
         )
 
 
-def need_critic(config: PPOConfig | Mapping[str, Any]) -> bool:
+def need_critic(config: PPOConfig | Mapping[str, object]) -> bool:
     """Whether a critic is trained: ``critic.enable`` if set, else whether the estimator reads ``values``."""
     typed = _with_attributes(config)
     if typed.critic.enable is not None:
@@ -92,7 +92,7 @@ def need_critic(config: PPOConfig | Mapping[str, Any]) -> bool:
     return "values" in adv_needs(typed.algorithm.adv_estimator).columns
 
 
-def need_reference_policy(config: PPOConfig | Mapping[str, Any] | Mapping[Role, type]) -> bool:
+def need_reference_policy(config: PPOConfig | Mapping[str, object] | Mapping[Role, type]) -> bool:
     """Whether a frozen reference policy is loaded, for KL in the reward or in the loss.
 
     Of a dict of roles: whether the reference has a worker.
@@ -110,11 +110,11 @@ def need_reward_model(config: PPOConfig | Mapping[Role, type]) -> bool:
     return bool(_with_attributes(config).reward_model.enable)
 
 
-def _is_role_mapping(config: Any) -> TypeGuard[Mapping[Role, type]]:
+def _is_role_mapping(config: object) -> TypeGuard[Mapping[Role, type]]:
     return isinstance(config, Mapping) and all(isinstance(key, Role) for key in config)
 
 
-def _with_attributes(config: Any) -> Any:
+def _with_attributes(config: object) -> Any:
     """Let a plain dict be read by attributes, as the configuration itself and a DictConfig are."""
     if not isinstance(config, dict):
         return config
@@ -123,10 +123,10 @@ def _with_attributes(config: Any) -> Any:
     return OmegaConf.create(config)
 
 
-def worker_arguments(config: PPOConfig, needs: Needs) -> dict[Role, dict[str, Any]]:
+def worker_arguments(config: PPOConfig, needs: Needs) -> dict[Role, dict[str, object]]:
     """Constructor arguments of each role's workers, in the order in which models are loaded."""
     roles = config.actor_rollout_ref
-    arguments: dict[Role, dict[str, Any]] = {}
+    arguments: dict[Role, dict[str, object]] = {}
     if needs.critic:
         arguments[Role.Critic] = {"config": config.critic}
     if needs.reference and not roles.model.has_adapters:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,9 @@ from verl.trainer.ppo.token_dump import TokenDump, token_table
 from verl.utils.metric import number_or_nan
 from verl.utils.token_page import TokenPage
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class Validator:
     """Generate with ``rollout.val_kwargs``, score, and compute ``val-core/`` and ``val-aux/`` metrics.
@@ -37,10 +40,10 @@ class Validator:
     def __init__(
         self,
         config: PPOConfig,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         generate: Callable[[DataProto], DataProto],
-        score: Callable[[DataProto, Any], tuple[torch.Tensor, dict[str, list]]],
-        reward_fn: Any,
+        score: Callable[[DataProto, object], tuple[torch.Tensor, dict[str, list]]],
+        reward_fn: object,
         dataloader: Iterable[dict],
     ) -> None:
         self.config = config

@@ -30,7 +30,10 @@ ValidationMetrics = dict[str, dict[str, dict[str, float]]]
 
 
 def process_validation_metrics(
-    data_sources: Sequence[str], sample_uids: Sequence[Any], infos_dict: Mapping[str, Sequence[Any]], seed: int = 42
+    data_sources: Sequence[str],
+    sample_uids: Sequence[object],
+    infos_dict: Mapping[str, Sequence[object]],
+    seed: int = 42,
 ) -> ValidationMetrics:
     """Reduce validation variables per prompt, then average over the prompts of each data source.
 
@@ -49,7 +52,7 @@ def process_validation_metrics(
         samples have separate metrics ``@N``. A variable without any value is left out.
     """
     numeric = {name: values for name, values in infos_dict.items() if not any(isinstance(v, str) for v in values)}
-    prompts: dict[tuple[str, Any], list[int]] = defaultdict(list)
+    prompts: dict[tuple[str, object], list[int]] = defaultdict(list)
     for position, key in enumerate(zip(data_sources, sample_uids, strict=True)):
         prompts[key].append(position)
     ballots = _Ballots(infos_dict["pred"], seed) if "pred" in infos_dict else None
@@ -71,7 +74,7 @@ def process_validation_metrics(
 
 
 def _blocks(
-    prompts: Mapping[tuple[str, Any], list[int]], is_present: np.ndarray
+    prompts: Mapping[tuple[str, object], list[int]], is_present: np.ndarray
 ) -> Iterator[tuple[tuple[str, int], np.ndarray]]:
     """Yield positions of values, (prompts, m), of prompts with equally many samples and values.
 
@@ -128,7 +131,7 @@ class _Ballots:
         seed: of the bootstrap.
     """
 
-    def __init__(self, votes: Sequence[Any], seed: int) -> None:
+    def __init__(self, votes: Sequence[object], seed: int) -> None:
         self._votes, self._seed = votes, seed
         self._known: dict[tuple[bytes, tuple[int, ...]], dict[int, np.ndarray]] = {}
 
@@ -151,7 +154,7 @@ class _Ballots:
         """Encode answers as integers, equal for equal answers to a prompt; (prompts, m)."""
         codes = np.zeros(rows.shape, dtype=np.int16)
         for index, row in enumerate(rows):
-            seen: dict[Any, int] = {}
+            seen: dict[object, int] = {}
             answers = (self._votes[i] for i in row)
             codes[index] = [seen.setdefault(None if vote != vote else vote, len(seen)) for vote in answers]
         return codes
@@ -178,7 +181,7 @@ class _Ballots:
 
 
 def bootstrap_metric(
-    data: Sequence[Any],
+    data: Sequence[object],
     subset_size: int,
     reduce_fns: Sequence[Callable[[list[Any]], float]],
     n_bootstrap: int = N_BOOTSTRAP,
@@ -201,7 +204,7 @@ def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str)
         >>> calc_maj_val([{"pred": "4", "acc": 1}, {"pred": "5", "acc": 0}, {"pred": "4", "acc": 1}], "pred", "acc")
         1
     """
-    values_of: dict[Any, list[float]] = defaultdict(list)
+    values_of: dict[object, list[float]] = defaultdict(list)
     for item in data:
         values_of[item[vote_key]].append(item[val_key])
     return max(values_of.values(), key=len)[0]

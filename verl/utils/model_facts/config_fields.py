@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl.base.types import JsonMapping
 
 _RANDOM = ("drop", "jitter", "noise")
 
@@ -17,12 +20,12 @@ def random_fields(fields: Mapping[str, object]) -> dict[str, float]:
     }
 
 
-def rope_rules(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def rope_rules(fields: JsonMapping) -> list[JsonMapping]:
     """Return the rules of the rotary embeddings, of all layers or of each type of layer; older files name them else."""
     rules = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
     return [rules, *(rule for rule in rules.values() if isinstance(rule, Mapping))]
 
 
-def rope_type(rule: Mapping[str, Any]) -> str | None:
+def rope_type(rule: JsonMapping) -> str | None:
     """Return the type of a rotary embedding, such as ``default`` or ``yarn``."""
     return rule.get("rope_type", rule.get("type"))

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.engine.loss import LossCallable, LossFunction
 from verl.workers.engine.non_finite import NonFinite
 from verl.workers.engine.passes import MicroBatchConfig, PassSizes
+
+if TYPE_CHECKING:
+    from verl.checkpoint.states import State
 
 
 class BaseEngine(ABC):
@@ -212,7 +215,7 @@ class BaseEngine(ABC):
         """Return the size in bytes of the tensors of :meth:`state`, with the moments that the first step makes."""
 
     @abstractmethod
-    def load_state(self, states: Mapping[str, Mapping[str, object]]) -> None:
+    def load_state(self, states: Mapping[str, State]) -> None:
         """Restore the ``states`` of :meth:`state`, bit for bit, on the same rank of the same number of ranks.
 
         Raises:
@@ -301,7 +304,7 @@ class EngineRegistry:
         return cls._engines.get(f"{model_type}/{backend}")
 
     @classmethod
-    def new(cls, model_type: str, backend: str, **arguments: Any) -> BaseEngine:
+    def new(cls, model_type: str, backend: str, **arguments: object) -> BaseEngine:
         """Create an engine; it is not initialised yet."""
         return cls.get_engine_cls(model_type, backend)(**arguments)
 

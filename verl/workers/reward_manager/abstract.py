@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -14,6 +14,9 @@ from verl.base.registry import Registry
 from verl.datasets.rl_dataset import RLHFDataset
 from verl.protocol import DataProto
 from verl.utils.deferred import Deferred
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Result = dict[str, Any]
 """``{"reward_tensor": ..., "reward_extra_info": {name: list of length bsz}}``."""
@@ -43,7 +46,7 @@ class RewardTensor(torch.Tensor):
         scores.extra_info = result["reward_extra_info"]
         return scores
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return iter((self.as_subclass(torch.Tensor), self.extra_info))
 
 
@@ -62,7 +65,7 @@ class AbstractRewardManager(ABC):
     @abstractmethod
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         num_examine: int,
         compute_score: Callable[..., object] | None = None,
         reward_fn_key: str = "data_source",
@@ -88,7 +91,7 @@ class AbstractRewardManager(ABC):
         future: Future[torch.Tensor | Result] = ThreadPoolExecutor(1).submit(call, self, data)
         return Deferred([future], future.result)
 
-    async def run_single(self, data: DataProto) -> dict[str, Any]:
+    async def run_single(self, data: DataProto) -> dict[str, object]:
         """Score one sample without blocking the event loop.
 
         Returns:

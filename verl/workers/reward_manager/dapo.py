@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.base.registry import suggest
 from verl.errors import ConfigError
@@ -15,6 +15,9 @@ from verl.workers.reward_manager.abstract import register
 from verl.workers.reward_manager.function import tensors_of
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.scores import Scores, on_last_token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 KEY = "overlong_buffer_cfg"
 
@@ -78,12 +81,12 @@ class DAPORewardManager(NaiveRewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         num_examine: int,
         compute_score: Callable[..., object] | None = None,
         reward_fn_key: str = "data_source",
         max_resp_len: int | None = None,
-        overlong_buffer_cfg: Mapping[str, Any] | None = None,
+        overlong_buffer_cfg: Mapping[str, object] | None = None,
         **settings: Any,
     ) -> None:
         self.buffer = OverlongBuffer.of(overlong_buffer_cfg, max_resp_len)

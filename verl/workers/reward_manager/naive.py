@@ -9,7 +9,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,6 +30,9 @@ from verl.workers.reward_manager.abstract import AbstractRewardManager, Result, 
 from verl.workers.reward_manager.function import Form, RewardFunction, RewardSample, tensors_of
 from verl.workers.reward_manager.scores import Score, Scores, extra_info, placed, token_scores
 from verl.workers.reward_manager.texts import ResponseTexts, response_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +75,7 @@ class NaiveRewardManager(AbstractRewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         num_examine: int,
         compute_score: Callable[..., object] | None = None,
         reward_fn_key: str = "data_source",
@@ -186,7 +189,7 @@ class NaiveRewardManager(AbstractRewardManager):
 
         return self._scores(data, samples).map(checked)
 
-    async def run_single(self, data: DataProto) -> dict[str, Any]:
+    async def run_single(self, data: DataProto) -> dict[str, object]:
         """Score one sample without blocking the event loop; a failure becomes its ``reward_status``.
 
         Returns:

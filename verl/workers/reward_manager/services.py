@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
 from verl.scorers import default_compute_score
@@ -12,6 +12,9 @@ from verl.supervision.killable_pool import RateLimit, unwrapped
 from verl.workers.reward_manager.abstract import register
 from verl.workers.reward_manager.function import Form, RewardSample
 from verl.workers.reward_manager.naive import NaiveRewardManager
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @register("limited")
@@ -37,7 +40,7 @@ class RateLimitedRewardManager(NaiveRewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         num_examine: int,
         compute_score: Callable[..., object] | None = None,
         reward_fn_key: str = "data_source",
@@ -94,7 +97,7 @@ class RemoteRewardManager(NaiveRewardManager):
 
     def __init__(
         self,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         num_examine: int,
         compute_score: Callable[..., object] | None = None,
         reward_fn_key: str = "data_source",

@@ -7,13 +7,16 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from verl.base.engine_python import engine_python
 from verl.base.redact import is_secret
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError
 from verl.workers.rollout.engine_process import HangLimits
+
+if TYPE_CHECKING:
+    from verl.base.types import JsonObject
 
 PYTHON = "python"
 """Key: Python interpreter of the environment that has the engine installed."""
@@ -94,7 +97,7 @@ def adapted_modules(model_config: HFModelConfig) -> str | Sequence[str]:
     return model_config.target_modules if path is None else _saved_adapters(path)["target_modules"]
 
 
-def _saved_adapters(path: str) -> dict[str, Any]:
+def _saved_adapters(path: str) -> JsonObject:
     """Return peft's description of a folder of adapters."""
     return json.loads((Path(path) / "adapter_config.json").read_text())
 
@@ -124,5 +127,5 @@ def _seconds(config: RolloutConfig, name: str, default: float) -> float:
     return float(value)
 
 
-def _user_arguments(config: RolloutConfig) -> Mapping[str, Any]:
+def _user_arguments(config: RolloutConfig) -> Mapping[str, object]:
     return config.engine_kwargs.get(config.name) or {}

@@ -294,7 +294,7 @@ class EngineProcess:
         except httpx2.TransportError as error:
             raise EngineLostError(f"the {self.name} server did not answer {path} ({type(error).__name__}).") from None
 
-    def post(self, path: str, body: Any = None) -> Any:
+    def post(self, path: str, body: object = None) -> Any:
         """POST ``body`` as JSON and return the JSON of the answer, or None if it is empty; raises as ``post_many``."""
         http = self._running()
         return self._result(http, http.request("POST", path, body))

@@ -86,7 +86,7 @@ class HttpClient:
         answer.raise_for_status()
         return answer.text
 
-    async def request(self, method: str, path: str, body: Any = None, is_work: bool = True) -> Any:
+    async def request(self, method: str, path: str, body: object = None, is_work: bool = True) -> Any:
         """Send a JSON body and return the JSON of the answer, or None if it is of another type.
 
         ``is_work`` False leaves ``heard_at`` as it is: the answer does not show that generation makes progress.
@@ -105,10 +105,10 @@ class HttpClient:
         cancelled: threading.Event,
         cancel: tuple[str, object] | None,
         take: Callable[[int, object], object] | None,
-    ) -> list[Any]:
+    ) -> list[object]:
         """See :meth:`verl.workers.rollout.engine_process.EngineProcess.post_many`."""
 
-        async def post(index: int, body: Any) -> Any:
+        async def post(index: int, body: object) -> object:
             async with self._slots:
                 if cancelled.is_set():
                     return None

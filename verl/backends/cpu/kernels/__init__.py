@@ -19,9 +19,9 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,7 +157,7 @@ class CPUKernels:
 
     @staticmethod
     def _attend(
-        function: Any,
+        function: Callable[..., int],
         tensors: tuple[Tensor, ...],
         query: Tensor,
         key: Tensor,
@@ -233,7 +233,7 @@ class DecoderPass:
         decoder: its tensors are read in place at every call, so weights may be updated in place between calls.
     """
 
-    def __init__(self, function: Any, space: Any, decoder: Decoder) -> None:
+    def __init__(self, function: Callable[..., None], space: Callable[..., int], decoder: Decoder) -> None:
         self._function, self._space_of = function, space
         self.decoder, self._struct = decoder, decoder_struct(decoder)
         self._space = torch.empty(0)

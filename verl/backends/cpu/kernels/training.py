@@ -222,7 +222,7 @@ def _like(norm: Norm | None) -> Tensor | None:
     return None if norm is None else torch.empty_like(norm.weight)
 
 
-def _with_pointers(function: Any, struct: Any, count: int) -> Callable[..., None]:
+def _with_pointers(function: Any, struct: object, count: int) -> Callable[..., None]:
     """Wrap a C function that takes a struct, ``count`` tensors or arrays of addresses, and a number of threads."""
     function.argtypes = [struct, *[_POINTER] * count, _INT]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
+
+if TYPE_CHECKING:
+    from verl.base.types import AutogradContext
 
 CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS = 2**25, 2**27
 """Largest number of logits computed at once on a CPU (128 MiB in fp32) and on a GPU (512 MiB).
@@ -100,7 +103,7 @@ def token_log_probs(
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: AutogradContext[tuple[float, LogitRule, int, torch.dtype]],
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -135,7 +138,9 @@ class _TokenLogProbs(torch.autograd.Function):
         return log_probs, entropy, squares
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: AutogradContext[tuple[float, LogitRule, int, torch.dtype]], *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
         temperature, rule, rows, wide = ctx.settings
         grad_log_probs, grad_entropy, _ = grads

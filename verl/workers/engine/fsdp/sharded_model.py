@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -68,6 +68,9 @@ from verl.workers.engine.fsdp.sharding import (
 )
 from verl.workers.engine.optimizer import build_optimizer, build_scheduler
 from verl.workers.routers import Routers
+
+if TYPE_CHECKING:
+    from verl.checkpoint.states import State
 
 logger = logging.getLogger(__name__)
 
@@ -366,7 +369,7 @@ class ShardedModel(BaseEngine):
         moments = sum(local_rows(parameter)[0].nbytes for parameter in state.parameters.values())
         return weights + (0 if self.optimizer is None else 2 * moments)  # Adam has two of each weight
 
-    def load_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_state(self, states: Mapping[str, State]) -> None:
         """Restore what :meth:`state` returned; see :class:`BaseEngine`."""
         numbers = self._training_state().restore(states)
         self.weight_version = int(numbers.get("weight_version", self.weight_version))

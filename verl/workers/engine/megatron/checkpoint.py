@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from verl.checkpoint.shards import (
 from verl.errors import CheckpointError
 from verl.workers.engine.megatron.optimizer import MegatronOptimizer
 from verl.workers.engine.megatron.weights import Place, WeightGatherer
+
+if TYPE_CHECKING:
+    from verl.checkpoint.states import State
 
 Cut = Callable[[str, Place], Tensor]
 """Returns the box of a place out of the tensor of that name."""
@@ -77,11 +80,11 @@ class MegatronState:
 
     # ---- back into it ---------------------------------------------------------------------------
 
-    def load(self, folder: Path, contents: Sequence[str]) -> Mapping[str, Any]:
+    def load(self, folder: Path, contents: Sequence[str]) -> State:
         """Load ``contents`` from disk, whatever layout wrote them. Collective; see :class:`TrainingState`."""
         kinds: dict[str, dict[str, Tensor]] = {}
-        other: Mapping[str, Any] = {}
-        extra: Mapping[str, Any] = {}
+        other: State = {}
+        extra: State = {}
         with on_all_ranks(f"resume from {folder}"):
             if "model" in contents:
                 model = Boxes.read(folder, "model")
@@ -102,7 +105,7 @@ class MegatronState:
             load_extra(self.scheduler, extra, has_own_rng=dist.get_rank() < saved_ranks(folder))
         return extra
 
-    def restore(self, states: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+    def restore(self, states: Mapping[str, State]) -> State:
         """Restore :meth:`states` on the same rank of the same layout. Collective; see :class:`TrainingState`."""
         rank, ranks = dist.get_rank(), dist.get_world_size()
         wanted = {kind: shard_file(kind, ranks, rank) for kind in KINDS}
@@ -114,7 +117,7 @@ class MegatronState:
             )
         tensors = {kind: states[file] for kind, file in wanted.items() if file in states}
         kinds: dict[str, dict[str, Tensor]] = {}
-        other: Mapping[str, Any] = {}
+        other: State = {}
         if "model" in tensors:
             kinds["main"] = self._gather(Boxes([tensors["model"]], "in memory"), "")
         if "optim" in tensors and self.optimizer is not None:
@@ -154,7 +157,7 @@ class MegatronState:
         return tensors
 
     @staticmethod
-    def _check_moments(moments: Boxes, optimizer: MegatronOptimizer) -> Mapping[str, Any]:
+    def _check_moments(moments: Boxes, optimizer: MegatronOptimizer) -> State:
         state = moments.states[0]
         check_kind(optimizer.torch, state.get("optimizer"))
         return state.get("other", {})

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,9 @@ from verl.workers.engine.megatron.weights import WeightGatherer
 from verl.workers.engine.non_finite import LossWatch, NonFinite, in_gradients
 from verl.workers.engine.optimizer import build_scheduler
 from verl.workers.engine.passes import MicroBatch, MicroBatchConfig, PassAttempt, PassSizes, split_micro_batches
+
+if TYPE_CHECKING:
+    from verl.checkpoint.states import State
 
 PassFunction = Callable[[MicroBatch, ModelInputs, dict[str, Tensor]], Tensor]
 """What is done with the outputs of one pass, (N,) each; it returns the loss."""
@@ -445,7 +448,7 @@ class MegatronEngine(BaseEngine):
 
         return RankState(states, describe)
 
-    def load_state(self, states: Mapping[str, Mapping[str, object]]) -> None:
+    def load_state(self, states: Mapping[str, State]) -> None:
         """Restore what :meth:`state` returned; see :class:`BaseEngine`."""
         with self._awake(optimizer=True):
             self._restore_version(self._state().restore(states))
@@ -455,7 +458,7 @@ class MegatronEngine(BaseEngine):
         with self._awake(optimizer=True):
             self._restore_version(self._state().load(Path(local_path).expanduser(), contents))
 
-    def _restore_version(self, numbers: Mapping[str, Any]) -> None:
+    def _restore_version(self, numbers: State) -> None:
         self.weight_version = int(numbers.get("weight_version", self.weight_version))
 
 

@@ -120,11 +120,11 @@ class _WithLoss(torch.autograd.Function):
     """Adds a term to the loss, wherever that is computed: on another pipeline stage, after recomputation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, term: Tensor) -> Tensor:
+    def forward(ctx: object, x: Tensor, term: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, Tensor]:
         return grads[0], torch.ones((), dtype=torch.float32, device=grads[0].device)
 
 

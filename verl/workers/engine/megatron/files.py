@@ -31,7 +31,7 @@ class ModelFiles:
         self.folder = weights_folder(path)
         index = self.folder / "model.safetensors.index.json"
         self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, object] = {}
         if not self._file_of:
             single = "model.safetensors"
             if not (self.folder / single).is_file():

@@ -184,7 +184,7 @@ def _gpt_model(
     )
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
 
-    def layer(mlp: Any) -> Any:
+    def layer(mlp: object) -> Any:
         return ModuleSpec(
             module=TransformerLayer,
             submodules=TransformerLayerSubmodules(

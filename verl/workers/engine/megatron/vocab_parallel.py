@@ -7,13 +7,16 @@ they are computed again in the backward pass.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from verl.workers.engine.fsdp.head import TokenStatistics, add_product_, chunk_rows
+
+if TYPE_CHECKING:
+    from verl.base.types import AutogradContext
 
 
 def vocab_parallel_log_probs(
@@ -59,7 +62,11 @@ def vocab_parallel_log_probs(
 class _VocabParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: tuple[dist.ProcessGroup, int, float, int]
+        ctx: AutogradContext[tuple[int, float, int, torch.dtype]],
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        settings: tuple[dist.ProcessGroup, int, float, int],
     ) -> tuple[Tensor, Tensor, Tensor]:
         group, first, temperature, rows = settings
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -88,7 +95,9 @@ class _VocabParallel(torch.autograd.Function):
         return log_probs, entropy, squares
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: AutogradContext[tuple[int, float, int, torch.dtype]], *grads: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         first, temperature, rows, wide = ctx.settings
         grad_log_probs, grad_entropy, _ = grads

@@ -194,7 +194,7 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     order = json.loads(bytes(order_bytes.tolist()))
     device = next(model.parameters()).device
     arrived: dict[str, str] = {}
-    report: dict[str, Any] = {
+    report: dict[str, object] = {
         "problem": "",
         "sampler": ContractSampler.made,
         "device": device_uuid(device),
@@ -257,7 +257,7 @@ def read_images_from_files() -> None:
     process = QwenVLImageProcessor.process_mm_data_async
 
     @functools.wraps(process)
-    async def with_pixels(self: Any, image_data: Any, *args: Any, **kwargs: Any) -> Any:
+    async def with_pixels(self: object, image_data: Any, *args: object, **kwargs: object) -> Any:
         prompts = [json.loads(encoded) for encoded in image_data or ()]
         made = await process(self, [_with_pixels(images) for images in prompts], *args, **kwargs)
         if prompts:
@@ -286,7 +286,7 @@ def _tell_apart(made: Any, identities: list[bytes]) -> None:
     made.padded_input_ids = made.build_padded_input_ids(made.input_ids, made.mm_items)
 
 
-def _with_pixels(images: dict[str, Any]) -> dict[str, Any]:
+def _with_pixels(images: dict[str, Any]) -> dict[str, object]:
     """Return the images of a prompt in SGLang's own format, with each step of a video as an image of its own.
 
     To the tower the steps of a video are apart; SGLang lets those of Qwen2.5-VL see each other.

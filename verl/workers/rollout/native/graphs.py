@@ -46,7 +46,7 @@ class DecodeGraphs:
         self._logits, self._sizes = logits, sorted(sizes)
         self._memory: weakref.ref[CopiedPromptMemory] | None = None
         self._graphs: dict[tuple[int, int], _Pass] = {}
-        self._pool: Any = None
+        self._pool: object = None
         self.records = True
         """Whether passes are recorded; False computes them one by one, in the same shapes."""
 
@@ -120,7 +120,7 @@ class _Pass:
         self._positions[count:] = 0
         self._offsets[:count] = memory.offsets
 
-    def record(self, pool: Any) -> Any:
+    def record(self, pool: Any) -> object:
         """Record the pass; return the pool of graphs' memory, which later ones share."""
         if self._tokens.device.type != "cuda":
             self._output = self._compute()

@@ -6,6 +6,8 @@ has them, reach it as files in shared memory. See ``docs/rollout_engines.md``.
 
 from __future__ import annotations
 
+from typing import Any
+
 from verl.errors import ConfigError
 from verl.utils.model import has_experts
 from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
@@ -23,7 +25,7 @@ class VLLMRollout(RemoteRollout):
     takes_images = True
     starts_at_once = True  # so that an unknown argument of vLLM is reported before anything else is built
 
-    def _engine_arguments(self) -> dict[str, object]:
+    def _engine_arguments(self) -> dict[str, Any]:
         if self.device.type == "cpu" and has_experts(self.hf_config):
             raise ConfigError(
                 f"rollout.name=vllm computes wrong log-probs of {type(self.hf_config).__name__}, a mixture of experts, "

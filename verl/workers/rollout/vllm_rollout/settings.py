@@ -40,7 +40,7 @@ def engine_arguments(
     max_model_len: int,
     device: torch.device,
     has_images: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return vLLM's engine arguments by their Python names; ``has_images`` if the model is one with images.
 
     Raises:
