@@ -7,7 +7,7 @@ import functools
 import math
 import os
 import pickle
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -138,7 +138,7 @@ def part_memory(part: dict[str, Any], device: torch.device = _CPU) -> Tensor:
 
 def weights_in_part(
     part: dict[str, Any], device: torch.device = _CPU, memory: Tensor | None = None
-) -> Iterator[tuple[str, Tensor]]:
+) -> Generator[tuple[str, Tensor], None, None]:
     """Yield the tensors of a ``SharedPart`` where they lie, so that no byte is read that the engine does not ask for.
 
     The writer may begin the next part when the iteration has ended, so whoever keeps a tensor copies it before.
