@@ -279,7 +279,7 @@ SERVING = (
     Mutant(
         "serving",
         "serving/router.py",
-        "            if pending.answer.cancelled():\n                engine.link.cancel(number)\n",
+        "            if pending.answer.cancelled():\n                engine.link.cancel(request_id)\n",
         "",
         "serving/router",
     ),
@@ -458,10 +458,10 @@ REWARDS = (
     ),
     Mutant(
         "rewards",
-        "trainer/ppo/dynamic_sampling.py",
+        "experience/dynamic_sampling.py",
         "np.flatnonzero((highest > lowest)[group])",
         "np.flatnonzero((highest >= lowest)[group])",
-        "trainer/ppo/dynamic_sampling",
+        "experience/dynamic_sampling",
     ),
     Mutant(
         "rewards",
