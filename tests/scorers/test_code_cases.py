@@ -213,10 +213,10 @@ def test_assertions_are_split_into_expression_and_literal():
     ("test", "complaint"),
     [
         ("assert f(1) == g(1)", "no side is a literal"),
-        ("assert f(1) < 3", "other"),
-        ("assert 1 < f(1) < 3", "other"),
+        ("assert f(1) < 3", "does not compare"),
+        ("assert 1 < f(1) < 3", "does not compare"),
         ("assert f(1) == 2 or f(1) == 3", "would decide"),
-        ("assert f(1) == 2 and f(2) < 3", "other"),
+        ("assert f(1) == 2 and f(2) < 3", "does not compare"),
         ("assert not f(1) == 2", "denies"),
         ("assert all(f(n) == n for n in range(3))", "would decide"),
         ("assert [f(n) == n for n in range(3)] == [True, True, True]", "would decide"),

@@ -75,7 +75,7 @@ def test_missing_weights_are_not_filled_with_random_numbers(tmp_path):
     weights = load_file(file)
     del weights["model.norm.weight"]
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"lack 1 weights of Qwen3ForCausalLM: model.norm.weight"):
+    with pytest.raises(ConfigError, match=r"do not contain 1 weights of Qwen3ForCausalLM: model.norm.weight"):
         load_causal_lm(path, load_hf_config(path), torch.float32)
 
 

@@ -83,7 +83,7 @@ def test_other_files_are_no_runs_and_a_report_that_cannot_be_written_is_told(tmp
 @pytest.mark.parametrize("content", ["", '{"step": 1, "da', '{"step": 1e400, "data": {"a": 1}}\n'])
 def test_a_file_without_a_whole_step_and_without_a_start_makes_no_report(tmp_path, content):
     (tmp_path / "metrics.jsonl").write_text(content)
-    with pytest.raises(DataError, match=r"holds no|there is no run"):
+    with pytest.raises(DataError, match=r"has no complete step|holds no|there is no run"):
         write_report(tmp_path / "metrics.jsonl", tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
 

@@ -63,7 +63,7 @@ def test_new_workers_go_on_from_the_state_of_dead_ones(tmp_path, pool):
     again = start(path, pool)
     again.restore(held)
     assert [numbers(again, batch) for _ in range(2)] == expected
-    with pytest.raises(WorkerError, match="rank 0 of 2 cannot take the state"):
+    with pytest.raises(WorkerError, match="rank 0 of 2 cannot load the state"):
         again.restore(held[::-1])
     assert TrainerCheckpoint(plan, {".": again}).load().global_step == 1
     assert [numbers(again, batch) for _ in range(2)] == expected
