@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ from verl.checkpoint.run import TrainerCheckpoint
 from verl.checkpoint.states import RunState, rng_state
 from verl.checkpoint.steps import wrong_contents
 from verl.errors import CheckpointError
+from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.local import LocalWorkerGroup
+from verl.utils.deferred import Deferred
 
 SHARD = "model_world_size_1_rank_0.pt"
 
@@ -588,6 +591,30 @@ def test_a_data_set_whose_state_could_not_be_read_back_says_so(tmp_path):
     state = RunState(global_step=1, dataloader={"sampler": Path("x")}, controllers={}, rng={})
     with pytest.raises(CheckpointError, match="data set or sampler may hold tensors, numbers, strings"):
         run.checkpoint.save(state)
+
+
+def test_a_disk_without_room_for_what_was_sampled_ahead_is_a_failed_save(tmp_path):
+    batch = DataProto.from_dict({"ids": torch.arange(100_000)})
+    run = Run(tmp_path)
+    run.save(1)
+    state = replace(run.state(2), pending=Deferred.of({"3-batch": batch}))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        run.checkpoint.save(state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert run.checkpoint.owed
+    assert names(tmp_path) == ["global_step_1", "latest_checkpointed_iteration.txt"]
+    run.checkpoint.save(state)
+    run.checkpoint.finish()
+    read = Run(tmp_path).checkpoint.load()
+    assert read is not None
+    ((name, path),) = read.pending.result().items()
+    assert name == "3-batch"
+    assert torch.equal(DataProto.load_from_disk(path).batch["ids"], batch.batch["ids"])
+    flip(path)  # it is one of the files that are checked
+    assert Run(tmp_path).resume() == 1
 
 
 def test_files_that_this_process_cannot_see_are_no_checkpoint(tmp_path, caplog):

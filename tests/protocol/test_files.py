@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -62,6 +65,27 @@ def test_rows_that_share_tensors_share_them_again(tmp_path: Path):
     assert torch.equal(read.images[1]["pixels"], pixels)
     assert torch.equal(read.images[3]["pixels"], pixels + 1)
     assert (tmp_path / "batch").stat().st_size < 2.1 * pixels.nbytes
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """The system refuses to write more into a file, as it does on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_takes_no_more_is_an_error_of_the_system_and_the_older_file_stays(tmp_path: Path):
+    path = tmp_path / "batch"
+    older = DataProto.from_dict({"ids": torch.arange(10)})
+    older.save_to_disk(path)
+    with files_of_at_most(100_000), pytest.raises(OSError, match="batch cannot be written"):
+        DataProto.from_dict({"ids": torch.arange(100_000)}).save_to_disk(path)
+    assert same(DataProto.load_from_disk(path), older)
+    assert [file.name for file in tmp_path.iterdir()] == ["batch"]
 
 
 def test_what_is_read_is_the_readers_own(tmp_path: Path):

@@ -79,7 +79,7 @@ class Ahead(ExperienceSource):
         self._source.updated(version)
 
     def state_dict(self) -> dict[str, Any]:
-        """See :meth:`ExperienceSource.state_dict`; the responses themselves are in :meth:`batches`."""
+        """See :meth:`ExperienceSource.state_dict`; the responses themselves are in :meth:`pending`."""
         return {"updates": self._updates, "source": self._source.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

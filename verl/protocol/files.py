@@ -42,7 +42,12 @@ def write(
     columns: dict[str, np.ndarray],
     meta_info: dict[str, object],
 ) -> None:
-    """Write the parts of a ``DataProto``, creating missing folders and replacing an older file atomically."""
+    """Write the parts of a ``DataProto``, creating missing folders and replacing an older file atomically.
+
+    Raises:
+        DataError: a part holds what files cannot.
+        OSError: the file cannot be written, for example because the disk is full; an older file stays as it is.
+    """
     encoder = _Encoder()
     tree = {
         "batch_size": batch_size,
@@ -54,7 +59,11 @@ def write(
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     # Not written in place: a batch read from the older file may still have it mapped into memory.
     unfinished = f"{os.fspath(path)}.unfinished"
-    safetensors.torch.save_file(entries, unfinished, metadata={"format": FORMAT})
+    try:
+        safetensors.torch.save_file(entries, unfinished, metadata={"format": FORMAT})
+    except safetensors.SafetensorError as error:  # its own class also for what the system refuses
+        Path(unfinished).unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {error}") from error
     os.replace(unfinished, path)
 
 
