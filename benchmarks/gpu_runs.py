@@ -15,6 +15,7 @@ hf        rollout by Transformers ``generate``
 offload   weights, gradients and moments leave the device between phases
 agents    conversations with a tool
 megatron  ``strategy=megatron`` on one rank
+lag       responses sampled one step ahead (``trainer.async.lag=1``)
 doctor    ``verl doctor``
 large     two steps of GRPO of a model with the shape of Qwen3-0.6B, 256 responses of 512 tokens, alone on the device
 """
@@ -232,6 +233,7 @@ RUNS: dict[str, Any] = {
     ),
     "agents": conversations,
     "megatron": plain("megatron", ARR__actor__strategy="megatron"),
+    "lag": plain("lag", trainer__async__lag=1),
     "doctor": doctor,
 }
 ALONE = {"large": large}
