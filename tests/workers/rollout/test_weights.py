@@ -271,13 +271,13 @@ def test_the_ranks_of_a_machine_fill_one_file_for_all_their_engines(tmp_path: Pa
 
 
 ENGINE = """
-import json, sys, torch
+import collections, json, sys, torch
 from verl_engine import weights_in_part, with_checksums
 for line in sys.stdin:
     found = {}
     device = torch.device(sys.argv[1])
-    for _ in with_checksums(weights_in_part(json.loads(line), device), found, device):
-        pass
+    weights = with_checksums(weights_in_part(json.loads(line), device), found, device)
+    collections.deque(weights, maxlen=0)  # keeps no tensor, so the memory is closed
     print(json.dumps(found), flush=True)
 """
 
@@ -338,7 +338,7 @@ def test_the_index_of_a_gpu_in_a_handle_is_that_of_the_engine(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     assert list(weights_in_part(part, torch.device("cuda", 0))) == []
     assert [one["storage_device"] for one in opened] == [0]
-    assert fields[-4:-2] == ["ref_counter_handle", "ref_counter_offset"]  # which DeviceBuffer releases
+    assert fields[-4:-2] == ["ref_counter_handle", "ref_counter_offset"]  # which DeviceBuffer replaces
 
 
 # ---- what arrived

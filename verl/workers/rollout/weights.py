@@ -42,6 +42,7 @@ _SHOWN_NAMES = 5
 _ALIGNMENT = 64  # of the first byte of a tensor in a part; more than the size of an element
 _LARGEST_GROWTH = 2**26  # bytes by which a buffer grows beyond what a part needs now
 _SPARE_BYTES = 2**20  # for the header of a file
+_NO_COUNTER = b"/verl_no_counter", 0  # PyTorch ignores a counter whose file does not exist
 
 
 class ExpectedWeights:
@@ -325,8 +326,10 @@ class DeviceBuffer(SharedBuffer):
         rebuild, arguments = reduce_tensor(self._memory)
         if self._device.type == "cuda":
             # PyTorch would keep the memory until each handle that it gave was opened and closed, also by an engine
-            # that was lost. Here an engine has closed it when it answers, and the memory is freed after that.
+            # that was lost. Here an engine has closed it when it answers, and the memory is freed after that. So this
+            # process counts down, and engines do not: below 0 the counter is 2^64 - 1, which keeps the memory for ever.
             torch.UntypedStorage._release_ipc_counter_cuda(*arguments[-4:-2])
+            arguments = (*arguments[:-4], *_NO_COUNTER, *arguments[-2:])
         return {"handle": base64.b64encode(ForkingPickler.dumps((rebuild, arguments))).decode()}
 
     def parts(self, weights: Iterable[tuple[str, Tensor]], part_bytes: int) -> Iterator[SharedPart]:
