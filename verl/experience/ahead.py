@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,6 +78,14 @@ class Ahead(ExperienceSource):
         """See :meth:`ExperienceSource.updated`."""
         self._updates += 1
         self._source.updated(version)
+
+    def rest(self) -> AbstractContextManager[None]:
+        """See :meth:`ExperienceSource.rest`."""
+        return self._source.rest()
+
+    def close(self) -> None:
+        """See :meth:`ExperienceSource.close`."""
+        self._source.close()
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`ExperienceSource.state_dict`; the responses themselves are in :meth:`pending`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from verl.errors import CheckpointError
@@ -44,6 +45,17 @@ class ExperienceSource(ABC):
     @abstractmethod
     def updated(self, version: int) -> None:
         """Called after the policy's update of step ``version``: from now on its new weights may sample."""
+
+    def rest(self) -> AbstractContextManager[None]:
+        """While this is entered nothing is sampled, so that the engines can serve others, such as validation.
+
+        What was under way goes on afterwards.
+        """
+        return nullcontext()
+
+    def close(self) -> None:
+        """Drop what is under way, because the workers end. Idempotent; the source cannot be used afterwards."""
+        return
 
     @abstractmethod
     def state_dict(self) -> dict[str, object]:

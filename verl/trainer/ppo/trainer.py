@@ -275,6 +275,8 @@ class PPOTrainer(TrainingLoop):
 
     def end_workers(self) -> None:
         """See :meth:`TrainingLoop.end_workers`."""
+        if hasattr(self, "experience"):  # workers that never started have none
+            self.experience.close()
         self.response_source.end_agent_loops()
         if self.judge is not None:
             self.judge.cancel()
@@ -650,7 +652,8 @@ class PPOTrainer(TrainingLoop):
         # A resumed run may validate once more. Neither later steps nor later validations may depend on that.
         before = rng_state()
         self.validation_order.manual_seed(self.typed_config.trainer.seed)
-        metrics = self.validator.run(self.global_steps)
+        with self.experience.rest():
+            metrics = self.validator.run(self.global_steps)
         set_rng_state(before)
         inputs, outputs, scores = ([s[name] for s in self.validator.samples] for name in ("input", "output", "score"))
         self._log_validation_samples(inputs, outputs, scores)
