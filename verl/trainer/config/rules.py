@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import verl.algorithms as algorithms
-from verl.algorithms import rollout_correction as correction
 from verl.base.registry import suggest
 from verl.base.requirements import install_command
 from verl.config import (
@@ -26,8 +25,6 @@ from verl.config import (
     PPOConfig,
     Problem,
     RMConfig,
-    RolloutConfig,
-    RolloutCorrectionConfig,
     SFTConfig,
     SupervisedConfig,
 )
@@ -39,9 +36,10 @@ from verl.scorers import FORMATS, SCORERS
 from verl.trainer.config import rules_engines as rollouts
 from verl.trainer.config import rules_files as files
 from verl.trainer.config import rules_megatron as megatron
+from verl.trainer.config import rules_off_policy as off_policy
 from verl.trainer.config import rules_sizes as sizes
 from verl.trainer.config import rules_vision as vision
-from verl.trainer.config.derive import BYPASS, takes_weights, truncating
+from verl.trainer.config.rules_off_policy import CORRECTION
 from verl.trainer.config.rules_resume import own_checkpoints
 from verl.trainer.config.rules_sizes import needs_critic, profilers
 from verl.trainer.ppo.utils import need_reference_policy
@@ -52,9 +50,6 @@ Problems = Iterator[Problem]
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
-CORRECTION = "algorithm.rollout_correction"
-LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
-GAP_LIMIT = "trainer.max_rollout_actor_probs_diff"
 
 
 def broken_rules(config: Any, data_only: bool = False) -> list[Problem]:
@@ -211,127 +206,6 @@ def policy_loss(actor: ActorConfig) -> Problems:
         cause = f"policy_loss.loss_mode={name} has no parameter rollout_is_weights, by which tokens are taken out"
         remedy = "add the parameter to your loss, or keep all tokens"
         yield Problem(f"{ACTOR}.policy_loss.top_entropy_quantile", settings.top_entropy_quantile, cause, "1", remedy)
-
-
-# ---- rollout ---------------------------------------------------------------------------------------
-
-
-def rollout_correction(config: PPOConfig) -> Problems:
-    """Thresholds match their criteria, and every setting has an effect in the chosen mode."""
-    chosen = config.algorithm.rollout_correction
-    try:
-        correction.parse_is_threshold(chosen.rollout_is_threshold)
-    except ConfigError as error:
-        yield Problem(f"{CORRECTION}.rollout_is_threshold", chosen.rollout_is_threshold, str(error))
-    if chosen.rollout_rs is not None:
-        try:
-            correction.parse_criteria(chosen.rollout_rs, chosen.rollout_rs_threshold)
-        except ConfigError as error:
-            yield Problem(f"{CORRECTION}.rollout_rs", chosen.rollout_rs, str(error))
-    elif chosen.rollout_rs_threshold is not None:
-        remedy = f"name a criterion in {CORRECTION}.rollout_rs, or leave it null"
-        cause = "nothing is rejected without a criterion"
-        yield Problem(f"{CORRECTION}.rollout_rs_threshold", chosen.rollout_rs_threshold, cause, remedy=remedy)
-    if chosen.rollout_is_batch_normalize and chosen.rollout_is is None:
-        remedy = f"set {CORRECTION}.rollout_is=token or sequence"
-        yield Problem(
-            f"{CORRECTION}.rollout_is_batch_normalize", True, "there are no weights", "false", remedy, advice=True
-        )
-    yield from _bypass(config) if chosen.bypass_mode else _decoupled(config)
-
-
-def _decoupled(config: PPOConfig) -> Problems:
-    chosen, loss_mode = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
-    if chosen.loss_type != "ppo_clip":
-        cause = f"it is the loss of the bypass mode; without it {LOSS_MODE} is the loss"
-        remedy = f"set {CORRECTION}.bypass_mode=true, or leave it at ppo_clip"
-        yield Problem(f"{CORRECTION}.loss_type", chosen.loss_type, cause, remedy=remedy)
-    if loss_mode == BYPASS:
-        cause = "this loss uses the rollout's log-probs as the old ones, but the trainer computes its own"
-        remedy = f"set {CORRECTION}.bypass_mode=true, which chooses this loss by itself"
-        yield Problem(LOSS_MODE, loss_mode, cause, remedy=remedy)
-    if chosen.rollout_is is not None and not takes_weights(loss_mode):
-        cause = f"{LOSS_MODE}={loss_mode} has no parameter rollout_is_weights, so no weight would reach it"
-        remedy = "add the parameter to your loss, or leave it null"
-        yield Problem(f"{CORRECTION}.rollout_is", chosen.rollout_is, cause, remedy=remedy)
-
-
-def _bypass(config: PPOConfig) -> Problems:
-    chosen = config.algorithm.rollout_correction
-    if chosen.rollout_is is not None and chosen.loss_type == "ppo_clip":
-        cause = f"it has no effect with {CORRECTION}.loss_type=ppo_clip, whose clipped ratio is the importance weight"
-        remedy = "leave it null, or set loss_type=reinforce"
-        yield Problem(f"{CORRECTION}.rollout_is", chosen.rollout_is, cause, remedy=remedy, advice=True)
-    actor = config.actor_rollout_ref.actor
-    cause = "in the bypass mode the trainer computes no old log-probs, and so no entropy"
-    if actor.policy_loss.top_entropy_quantile < 1:
-        key = "actor_rollout_ref.actor.policy_loss.top_entropy_quantile"
-        yield Problem(key, actor.policy_loss.top_entropy_quantile, cause, "1", f"or set {CORRECTION}.bypass_mode=false")
-    if actor.entropy_target is not None:
-        key = "actor_rollout_ref.actor.entropy_target"
-        yield Problem(key, actor.entropy_target, cause, "null", f"or set {CORRECTION}.bypass_mode=false")
-    if config.trainer.max_rollout_actor_probs_diff is not None:
-        cause = "in the bypass mode the trainer computes no old log-probs, so there is nothing to compare"
-        remedy = f"leave it null, or set {CORRECTION}.bypass_mode=false"
-        yield Problem(GAP_LIMIT, config.trainer.max_rollout_actor_probs_diff, cause, "null", remedy)
-
-
-def truncated_sampling(config: PPOConfig) -> Problems:
-    """Training corrects for truncated sampling, and log-probs are those of the distribution sampled from."""
-    rollout, chosen = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
-    cut = truncating(rollout)
-    if cut is None:
-        if rollout.logprobs_mode == "raw_logprobs" and rollout.do_sample and rollout.temperature not in (0, 1):
-            yield _raw(rollout, f"{ROLLOUT}.temperature={rollout.temperature}")
-        return
-    name, off = cut
-    key, value = f"{ROLLOUT}.{name}", rollout[name]
-    if rollout.logprobs_mode == "raw_logprobs":
-        yield _raw(rollout, f"{key}={value}")
-    if not _weighs_samples(chosen):
-        yield Problem(
-            key,
-            value,
-            "the samples then come from a truncated distribution μ, not from the policy π, and a gradient that takes "
-            "them for samples of π is biased",
-            remedy=f"set {key}={off} for training (validation may truncate: val_kwargs.{name}), or weigh the samples "
-            f"by π/μ with {CORRECTION}.rollout_is=token, or clip against μ with {CORRECTION}.bypass_mode=true",
-            advice=True,
-        )
-    limit = config.trainer.max_rollout_actor_probs_diff
-    if limit is not None:
-        cause = f"with {key}={value} the rollout's probabilities are larger than the trainer's by design"
-        yield Problem(GAP_LIMIT, limit, cause, "null", f"leave it null, or set {key}={off}")
-
-
-def _weighs_samples(chosen: RolloutCorrectionConfig) -> bool:
-    return chosen.rollout_is is not None or (chosen.bypass_mode and chosen.loss_type == "ppo_clip")
-
-
-def lag(config: PPOConfig) -> Problems:
-    """Training corrects for samples of earlier weights."""
-    steps = config.trainer.async_.lag
-    if steps and not _weighs_samples(config.algorithm.rollout_correction):
-        yield Problem(
-            "trainer.async.lag",
-            steps,
-            "the samples then come from earlier weights, and a gradient that takes them for samples of the policy is "
-            "biased",
-            remedy=f"weigh them with {CORRECTION}.rollout_is=token, or clip against the policy that drew them with "
-            f"{CORRECTION}.bypass_mode=true",
-            advice=True,
-        )
-
-
-def _raw(rollout: RolloutConfig, because: str) -> Problem:
-    cause = f"these are not the log-probs of the distribution that was sampled from ({because})"
-    return Problem(
-        f"{ROLLOUT}.logprobs_mode",
-        rollout.logprobs_mode,
-        cause,
-        "processed_logprobs",
-        f"set {ROLLOUT}.logprobs_mode=processed_logprobs",
-    )
 
 
 # ---- rewards, data, placement ----------------------------------------------------------------------
@@ -500,9 +374,9 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         rollouts.parallel_sizes,
         rollouts.speed,
         agent_loops,
-        rollout_correction,
-        truncated_sampling,
-        lag,
+        off_policy.rollout_correction,
+        off_policy.truncated_sampling,
+        off_policy.lag,
         rewards,
         judge,
         critic_warmup,
