@@ -20,6 +20,13 @@ from verl.config.algorithm import (
     KLControlConfig,
     PFPPOConfig,
 )
+from verl.config.asynchronous import (
+    AsyncConfig,
+    ColocateAsyncConfig,
+    OffPolicySamplerConfig,
+    SeparateAsyncConfig,
+    V1Config,
+)
 from verl.config.base import (
     BaseConfig,
     local_copies,
@@ -122,10 +129,12 @@ __all__ = [
     "ActorRolloutRefConfig",
     "AgentLoopConfig",
     "AlgoConfig",
+    "AsyncConfig",
     "BaseConfig",
     "BaseTrainerConfig",
     "CheckpointConfig",
     "CheckpointEngineConfig",
+    "ColocateAsyncConfig",
     "CriticConfig",
     "CurriculumConfig",
     "CustomClassConfig",
@@ -159,6 +168,7 @@ __all__ = [
     "ModelToolsConfig",
     "ModuleConfig",
     "MultiTurnConfig",
+    "OffPolicySamplerConfig",
     "OptimizerConfig",
     "PFPPOConfig",
     "PPOConfig",
@@ -189,6 +199,7 @@ __all__ = [
     "SamplerConfig",
     "SamplingConfig",
     "SandboxFusionConfig",
+    "SeparateAsyncConfig",
     "SupervisedConfig",
     "SupervisedDataConfig",
     "TorchProfilerToolConfig",
@@ -196,6 +207,7 @@ __all__ = [
     "TrainedModelConfig",
     "TrainerConfig",
     "UpdateConfig",
+    "V1Config",
     "WrapPolicyConfig",
     "local_copies",
 ]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from verl.config.actor import ActorConfig, FSDPActorConfig, McoreActorConfig, RefConfig, RouterReplayConfig
 from verl.config.agent import AgentLoopConfig, MultiTurnConfig
+from verl.config.asynchronous import OffPolicySamplerConfig, SeparateAsyncConfig, V1Config
 from verl.config.base import ANY, INACTIVE, KEYWORDS, BaseConfig, Inactive
 from verl.config.critic import CriticConfig, FSDPCriticConfig
 from verl.config.data import DataConfig
@@ -62,6 +63,7 @@ AGENT_LOOPS = (
     "conversations are led by agent loops; write one, and name it in "
     "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 )
+NO_QUEUE = "samples go from the rollout engines to the trainer's own process, which keeps and saves those under way"
 _ALWAYS_FUSED = "log-probs and entropy always come from hidden states in slices, never from all logits at once"
 _UNCOMPILED = "this version runs its small kernels uncompiled; results are the same"
 _NO_TILED_MLP = (
@@ -149,10 +151,34 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         ),
     ),
     GlobalProfilerConfig: (no_effect("each step has separate files", {"profile_continuous_steps": False}),),
-    PPOConfig: (
+    PPOConfig: (no_effect(NO_QUEUE, {"transfer_queue.enable": False}),),
+    V1Config: (no_effect("this mode has no settings", {"sync": {}}),),
+    SeparateAsyncConfig: (
         not_yet(
-            "the transfer queue is not in this version; set transfer_queue.enable=false",
-            {"transfer_queue.enable": False},
+            "ranks of the trainer do not sample while they are idle; set hybrid_rollout.enable_switch=false",
+            {"hybrid_rollout.enable_switch": False},
+        ),
+        no_effect(
+            "part of ranks that switch between training and sampling, which is not in this version",
+            {
+                "hybrid_rollout._target_": "verl.trainer.config.HybridRolloutSwitchConfig",
+                "hybrid_rollout.switch_threshold_ratio": 0.4,
+                "hybrid_rollout.adaptive_switch_threshold": True,
+                "hybrid_rollout.switch_threshold_step_up": 0.05,
+                "hybrid_rollout.switch_threshold_step_down": 0.03,
+                "hybrid_rollout.switch_threshold_release_steps": 2,
+                "hybrid_rollout.switch_cost_window_size": 3,
+            },
+        ),
+    ),
+    OffPolicySamplerConfig: (
+        not_yet(
+            "finished samples are taken in the order in which they started; use data.sampler for the order of prompts",
+            {"custom_sampler.path": None, "custom_sampler.name": None, "sampler_kwargs": {}},
+        ),
+        no_effect(
+            "actor_rollout_ref.rollout.agent.on_failure says what becomes of a failed conversation",
+            {"sync_refill_failed_groups": False},
         ),
     ),
     ActorRolloutRefConfig: (

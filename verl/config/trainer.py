@@ -12,6 +12,7 @@ from verl.base.fs import name_problem
 from verl.base.registry import suggest
 from verl.base.remote import driver_problem, is_remote
 from verl.base.requirements import install_command
+from verl.config.asynchronous import AsyncConfig, V1Config
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
 from verl.config.machine import GPUS_PER_NODE
 from verl.config.problems import Problem
@@ -189,14 +190,6 @@ class BaseTrainerConfig(PlacementConfig):
 
 
 @section
-class AsyncConfig(BaseConfig):
-    """Training on responses that were sampled some steps ago."""
-
-    lag: int = setting(0, ge=0)
-    """Steps between sampling and training: step s trains on responses of the weights before step s - lag."""
-
-
-@section
 class TrainerConfig(BaseTrainerConfig):
     """A reinforcement-learning run."""
 
@@ -231,6 +224,8 @@ class TrainerConfig(BaseTrainerConfig):
     difference."""
     async_: AsyncConfig = setting(factory=AsyncConfig, alias="async")
     """Training on responses that were sampled some steps ago."""
+    v1: V1Config = subsection(V1Config)
+    """Modes in which sampling and training overlap."""
 
     @property
     def saves(self) -> bool:
@@ -252,10 +247,14 @@ class TrainerConfig(BaseTrainerConfig):
         if self.rollout_only and self.val_only:
             cause = f"{path}.val_only=true stops before the first step"
             yield Problem(f"{path}.rollout_only", True, cause, "false", "set only one of both")
-        if self.async_.lag and self.max_rollout_actor_probs_diff is not None:
-            cause = f"with {path}.async.lag={self.async_.lag} the difference is that of {self.async_.lag} updates"
+        if self.max_rollout_actor_probs_diff is not None:
             key = f"{path}.max_rollout_actor_probs_diff"
-            yield Problem(key, self.max_rollout_actor_probs_diff, cause, "null", f"or set {path}.async.lag=0")
+            if lag := self.async_.lag:
+                cause = f"with {path}.async.lag={lag} the difference is that of {lag} updates"
+                yield Problem(key, self.max_rollout_actor_probs_diff, cause, "null", f"or set {path}.async.lag=0")
+            if (mode := self.v1.trainer_mode) != "sync":
+                cause = f"with {path}.v1.trainer_mode={mode} the difference is that of several updates"
+                yield Problem(key, self.max_rollout_actor_probs_diff, cause, "null", "leave it null")
         if self.val_only and not self.val_before_train:
             cause = f"the run would do nothing: {path}.val_before_train=false"
             yield Problem(f"{path}.val_only", True, cause, remedy=f"set {path}.val_before_train=true")

@@ -59,7 +59,8 @@ def test_every_refused_value_says_why_and_what_to_do(run: Run, path: str, value:
         "actor_rollout_ref.hybrid_engine",
         "actor_rollout_ref.rollout.quantization",
         "trainer.esi_redundant_time",
-        "transfer_queue.enable",
+        "trainer.v1.separate_async.hybrid_rollout.enable_switch",
+        "trainer.v1.sampler.custom_sampler.path",
     ],
 )
 def test_what_is_not_built_is_refused(path: str):
@@ -73,6 +74,7 @@ def test_what_is_not_built_is_refused(path: str):
         ("actor_rollout_ref.model.use_liger", True),
         ("actor_rollout_ref.rollout.over_sample_rate", 0.1),
         ("actor_rollout_ref.actor.rollout_n", 7),
+        ("transfer_queue.enable", True),
     ],
 )
 def test_what_changes_no_result_has_no_effect_and_says_so(

@@ -312,11 +312,13 @@ def truncating(settings: Mapping[str, object]) -> tuple[str, float] | None:
 
 def _other_distribution(tree: Tree) -> str | None:
     """Say why samples come from another distribution than the policy that trains on them; None if they do not."""
-    settings, lag = get(tree, _ROLLOUT), get(tree, "trainer.async.lag")
+    settings, lag, mode = (get(tree, key) for key in (_ROLLOUT, "trainer.async.lag", "trainer.v1.trainer_mode"))
     if cut := truncating(settings) if isinstance(settings, Mapping) else None:
         return f"{_ROLLOUT}.{cut[0]}={settings[cut[0]]} samples from a truncated distribution"
     if isinstance(lag, int) and lag > 0:
         return f"trainer.async.lag={lag} trains on samples of earlier weights"
+    if mode in ("colocate_async", "separate_async"):
+        return f"trainer.v1.trainer_mode={mode} trains on samples of earlier weights"
     return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from verl.config.inactive import NO_QUEUE
 from verl.config.model import OTHER_ENGINES
 from verl.trainer.config.key_table import Alias, Retired
 
@@ -83,7 +84,7 @@ RETIRED: tuple[Retired, ...] = (
     *_absent("tokens that go on from turn to turn without being rendered again", "data.continuous_token", "enable"),
     *_absent("multi-token prediction", "critic.model.mtp", "enable"),
     *_absent("a LoRA of Megatron's own layers (FSDP's is model.lora_rank)", "*model.lora", "rank", 0),
-    Retired("transfer_queue", "part of the transfer queue, which is not in this version", (), refused=False, part=True),
+    Retired("transfer_queue", NO_QUEUE, (), refused=False, part=True),
     *(
         Retired(pattern, f"part of the engine {name}, which is not in this version", (), refused=False, part=True)
         for name in OTHER_ENGINES
@@ -281,13 +282,6 @@ RETIRED: tuple[Retired, ...] = (
     ),
     *_told("only reinforcement learning is profiled", {"profiler.enable": False, "trainer.profile_interval": [-1, -1]}),
     Retired("profiler", "only reinforcement learning is profiled", (), refused=False, part=True),
-    # the trainers of 0.9 and 0.10
-    *_refused(
-        "batches are drawn by data.sampler; leave it null",
-        {"trainer.v1.sampler.custom_sampler.path": None, "trainer.v1.sampler.custom_sampler.name": None},
-    ),
-    *_refused("there is no pool of samples to draw from; leave it out", {"trainer.v1.sampler.sampler_kwargs": {}}),
-    Retired("trainer.v1", "part of asynchronous training, which is not in this version", (), refused=False, part=True),
 )
 
 FREE_SECTIONS = ("override_transformer_config", "override_optimizer_config")

@@ -158,6 +158,5 @@ RETIRED: tuple[Retired, ...] = (
     Retired("algorithm.rollout_rs*", OLD_CORRECTION),
     Retired("*.fsdp_config.grad_offload", "gradients stay with their parameters; use param_offload=true instead"),
     Retired("trainer.use_v1", "there is one trainer; leave it out", (None, True, False)),
-    Retired("trainer.v1.trainer_mode", "only the synchronous trainer is in this version; use sync", (None, "sync")),
     Retired("data.multiturn.enable", "data.messages_key chooses conversations", (None, True, False)),
 )

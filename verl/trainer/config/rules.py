@@ -39,6 +39,7 @@ from verl.trainer.config import rules_megatron as megatron
 from verl.trainer.config import rules_off_policy as off_policy
 from verl.trainer.config import rules_sizes as sizes
 from verl.trainer.config import rules_vision as vision
+from verl.trainer.config.rules_asynchronous import asynchronous
 from verl.trainer.config.rules_off_policy import CORRECTION
 from verl.trainer.config.rules_resume import own_checkpoints
 from verl.trainer.config.rules_sizes import needs_critic, profilers
@@ -377,6 +378,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         off_policy.rollout_correction,
         off_policy.truncated_sampling,
         off_policy.lag,
+        asynchronous,
         rewards,
         judge,
         critic_warmup,

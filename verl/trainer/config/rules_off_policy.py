@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from verl.algorithms import rollout_correction as correction
 from verl.config import PPOConfig, Problem, RolloutConfig, RolloutCorrectionConfig
+from verl.config.async_plan import AsyncPlan
 from verl.errors import ConfigError
 from verl.trainer.config.derive import BYPASS, takes_weights, truncating
 
@@ -111,11 +112,14 @@ def _weighs_samples(chosen: RolloutCorrectionConfig) -> bool:
 
 def lag(config: PPOConfig) -> Problems:
     """Training corrects for samples of earlier weights."""
-    steps = config.trainer.async_.lag
-    if steps and not _weighs_samples(config.algorithm.rollout_correction):
+    plan = AsyncPlan.of(config)
+    key, value = "trainer.async.lag", plan.lag
+    if plan.is_free_running:
+        key, value = "trainer.v1.trainer_mode", config.trainer.v1.trainer_mode
+    if plan.mode != "sync" and not _weighs_samples(config.algorithm.rollout_correction):
         yield Problem(
-            "trainer.async.lag",
-            steps,
+            key,
+            value,
             "the samples then come from earlier weights, and a gradient that takes them for samples of the policy is "
             "biased",
             remedy=f"weigh them with {CORRECTION}.rollout_is=token, or clip against the policy that drew them with "

@@ -1,0 +1,91 @@
+"""Settings of asynchronous training: what they become, and combinations that are refused."""
+
+from typing import Any
+
+import pytest
+
+from tests.trainer.config.support import Run
+from verl.config.async_plan import AsyncPlan
+from verl.trainer.config import PPOConfig, load_config
+
+SEPARATE = {"trainer.v1.trainer_mode": "separate_async", "trainer.v1.separate_async.parameter_sync_step": 2}
+
+
+def plan(**changes: Any) -> AsyncPlan:
+    """The plan of settings alone, which need no files."""
+    tree: dict[str, Any] = {"data": {"train_batch_size": 64}, "trainer": changes}
+    return AsyncPlan.of(load_config(tree, PPOConfig, with_rules=False))
+
+
+def test_without_settings_a_step_trains_on_its_own_samples():
+    assert plan() == AsyncPlan(
+        mode="sync",
+        lag=0,
+        bound=0,
+        volume=None,
+        strategy="admit",
+        sync_every=1,
+        batch_prompts=64,
+        warmup_batches=0,
+        partial_rollout=False,
+        keeps_cache=False,
+    )
+
+
+def test_with_a_lag_the_age_is_the_lag():
+    made = plan(**{"async": {"lag": 2}})
+    assert (made.mode, made.lag, made.bound, made.warmup_batches, made.prompts_ahead) == ("lag", 2, 2, 2, 128)
+
+
+def test_a_mode_of_v1_admits_prompts_within_its_threshold():
+    sampler = {"max_off_policy_threshold": 3}
+    made = plan(v1={"trainer_mode": "colocate_async", "sampler": sampler})
+    assert (made.mode, made.bound, made.strategy, made.partial_rollout) == ("colocated", 3, "admit", True)
+    assert (made.sync_every, made.warmup_batches, made.prompts_ahead) == (1, 1, 3 * 64)
+    dropping = plan(v1={"trainer_mode": "separate_async", "sampler": sampler | {"max_off_policy_strategy": "drop"}})
+    assert (dropping.mode, dropping.bound, dropping.strategy, dropping.prompts_ahead) == ("separate", 3, "drop", None)
+
+
+def test_no_batch_starts_earlier_than_the_bound_allows():
+    assert plan(v1={"trainer_mode": "colocate_async", "sampler": {"max_off_policy_threshold": 0}}).warmup_batches == 0
+
+
+def test_a_volume_bounds_prompts_in_place_of_their_age():
+    made = plan(v1={"trainer_mode": "separate_async"}, **{"async": {"volume": 0.29, "sync_every": 2}})
+    assert (made.bound, made.sync_every, made.prompts_per_transfer) == (None, 2, 128)
+    assert made.prompts_ahead == 37  # 0.29 * 128 = 37.12
+
+
+def test_a_step_of_separate_async_has_whole_mini_batches(run: Run):
+    message = run.refusal(SEPARATE | {"data.train_batch_size": 12})
+    assert "data.train_batch_size=12: a step trains on" in message
+    assert "12 is not 2 x 4 = 8." in message
+    assert "set data.train_batch_size=8, or trainer.v1.separate_async.parameter_sync_step=3" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("trainer.async.lag", 1, "decides itself which weights draw a sample, at most 8 updates ago"),
+        ("algorithm.adv_estimator", "remax", "its greedy responses have to be of the same weights"),
+        ("algorithm.filter_groups.enable", True, "groups are filtered batch by batch"),
+        ("actor_rollout_ref.rollout.skip_rollout", True, "stored responses belong to the batches of a step"),
+    ],
+)
+def test_what_needs_whole_batches_is_refused(run: Run, key: str, value: Any, said: str):
+    message = run.refusal(SEPARATE | {key: value})
+    assert f"{key}=" in message
+    assert said in message
+
+
+def test_one_process_has_no_second_pool(run: Run):
+    message = run.refusal(SEPARATE | {"trainer.controller": "local", "trainer.n_gpus_per_node": 1})
+    assert "needs ranks that train and ranks that sample" in message
+
+
+def test_samples_of_earlier_weights_are_weighed(run: Run):
+    message = run.refusal(SEPARATE | {"trainer.max_rollout_actor_probs_diff": 0.1})
+    assert "with trainer.v1.trainer_mode=separate_async the difference is that of several updates" in message
+    tree = {"trainer": {"v1": {"trainer_mode": "colocate_async"}}, "algorithm": {"adv_estimator": "grpo"}}
+    chosen = load_config(tree, PPOConfig, with_rules=False).algorithm.rollout_correction
+    assert (chosen.rollout_is, chosen.bypass_mode) == ("token", False)

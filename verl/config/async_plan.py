@@ -1,0 +1,88 @@
+"""What the settings of asynchronous training say together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from verl.config.asynchronous import Strategy
+from verl.config.ppo import PPOConfig
+
+Mode = Literal["sync", "lag", "colocated", "separate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncPlan:
+    """When samples are drawn, with which weights, and how old they may become.
+
+    The age of a sample is the number of updates between the weights that drew its first token and the step that trains
+    on it: 0 if the step trains on samples of the current weights.
+    """
+
+    mode: Mode
+    """``sync``: a step samples its batch. ``lag``: it trains on the batch of ``lag`` steps ago. ``colocated`` and
+    ``separate``: samples are drawn as they come, on the same ranks or on others."""
+    lag: int
+    """Steps between sampling and training in the mode ``lag``, else 0."""
+    bound: int | None
+    """Largest age of a sample; None if ``volume`` bounds the number of prompts instead."""
+    volume: float | None
+    """Between two transfers of weights at most ``1 + volume`` times as many prompts start as are trained on."""
+    strategy: Strategy
+    """What keeps the bound: starting fewer prompts, dropping groups that became older, or waiting for old ones."""
+    sync_every: int
+    """Steps (updates of the policy) between two transfers of weights."""
+    batch_prompts: int
+    """Prompts of a step."""
+    warmup_batches: int
+    """Batches that start before the first step besides its own."""
+    partial_rollout: bool
+    """Whether responses under way are interrupted when weights change, and go on with the new ones."""
+    keeps_cache: bool
+    """Whether an interrupted response keeps keys and values of earlier weights."""
+
+    @classmethod
+    def of(cls, config: PPOConfig) -> AsyncPlan:
+        """Read ``trainer.v1`` and ``trainer.async`` of a checked configuration."""
+        settings, v1 = config.trainer.async_, config.trainer.v1
+        free_running = v1.trainer_mode != "sync"
+        mode: Mode = "lag" if settings.lag else "sync"
+        bound: int | None = settings.lag
+        volume, warmup_batches = None, settings.lag
+        if free_running:
+            mode = "colocated" if v1.trainer_mode == "colocate_async" else "separate"
+            volume = settings.volume if mode == "separate" else None
+            bound = v1.sampler.max_off_policy_threshold if volume is None else None
+            warmup_batches = (v1.colocate_async if mode == "colocated" else v1.separate_async).num_warmup_batches
+            warmup_batches = warmup_batches if bound is None else min(warmup_batches, bound)
+        return cls(
+            mode=mode,
+            lag=settings.lag if mode == "lag" else 0,
+            bound=bound,
+            volume=volume,
+            strategy=v1.sampler.max_off_policy_strategy if free_running else "admit",
+            sync_every=settings.sync_every if mode == "separate" else 1,
+            batch_prompts=config.data.train_batch_size,
+            warmup_batches=warmup_batches,
+            partial_rollout=free_running and settings.partial_rollout,
+            keeps_cache=free_running and settings.keep_kv_cache,
+        )
+
+    @property
+    def is_free_running(self) -> bool:
+        """Whether samples are drawn as they come, so that which weights drew them depends on the time they took."""
+        return self.mode in ("colocated", "separate")
+
+    @property
+    def prompts_per_transfer(self) -> int:
+        """Prompts that are trained on between two transfers of weights."""
+        return self.sync_every * self.batch_prompts
+
+    @property
+    def prompts_ahead(self) -> int | None:
+        """Prompts that may start in addition before the first transfer; None without a bound (`drop`, `wait`)."""
+        if self.volume is not None:
+            # as typed: 0.29 * 100 is 28.999... in binary
+            return int(Fraction(str(self.volume)) * self.prompts_per_transfer)
+        return self.bound * self.prompts_per_transfer if self.bound is not None and self.strategy == "admit" else None

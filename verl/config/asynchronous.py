@@ -1,0 +1,80 @@
+"""Configuration of asynchronous training: modes, bounds on the age of samples, transfers of weights."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from verl.config.base import BaseConfig, section, setting, subsection
+
+TrainerMode = Literal["sync", "colocate_async", "separate_async"]
+Strategy = Literal["admit", "drop", "wait"]
+
+
+@section
+class AsyncConfig(BaseConfig):
+    """Training on responses that were sampled some steps ago."""
+
+    lag: int = setting(0, ge=0)
+    """Steps between sampling and training: step s trains on responses of the weights before step s - lag."""
+    volume: float | None = setting(None, ge=0)
+    """With `trainer.v1.trainer_mode=separate_async`, bound the number of prompts in place of their age: between two
+    transfers of weights at most 1 + volume times as many start as are trained on; null bounds the age."""
+    sync_every: int = setting(1, ge=1)
+    """With `trainer.v1.trainer_mode=separate_async`, steps between two transfers of weights to the rollout engines."""
+    partial_rollout: bool = setting(True)
+    """In the two modes of `trainer.v1`, interrupt responses under way when weights change, and continue them with the
+    new weights; false finishes them first."""
+    keep_kv_cache: bool = setting(False)
+    """Keep keys and values of an interrupted response, which are those of earlier weights, instead of computing them
+    again with the new weights."""
+    schedule_file: str | None = setting(None, path=True)
+    """File for the order in which samples were drawn and trained on in the two modes of `trainer.v1`; null uses
+    `schedule.jsonl` in `trainer.default_local_dir`."""
+    replay: str | None = setting(None, path=True)
+    """Such a file of an earlier run whose order this run repeats, so that it computes the same weights; null is none.
+    """
+
+
+@section
+class ColocateAsyncConfig(BaseConfig):
+    """Settings of `trainer_mode=colocate_async`."""
+
+    num_warmup_batches: int = setting(1, ge=0)
+    """Batches that start before the first step besides its own, as far as the bound on the age allows."""
+
+
+@section
+class SeparateAsyncConfig(BaseConfig):
+    """Settings of `trainer_mode=separate_async`."""
+
+    num_warmup_batches: int = setting(1, ge=0)
+    """Batches that start before the first step besides its own, as far as the bound on the age allows."""
+    parameter_sync_step: int = setting(4, ge=1)
+    """Mini-batches of one step: `data.train_batch_size` must be this times `actor.ppo_mini_batch_size`."""
+
+
+@section
+class OffPolicySamplerConfig(BaseConfig):
+    """Which samples a step trains on in the two asynchronous modes."""
+
+    max_off_policy_threshold: int = setting(8, ge=0)
+    """Largest age of a sample: updates between the weights that drew its first token and the step that trains on it.
+    """
+    max_off_policy_strategy: Strategy = setting("admit")
+    """`admit` starts a prompt only if its responses cannot become older than that, so that nothing is lost; `drop`
+    starts without limit and discards groups that became older; `wait` does not train before they are finished."""
+
+
+@section
+class V1Config(BaseConfig):
+    """Modes in which sampling and training overlap."""
+
+    trainer_mode: TrainerMode = setting("sync")
+    """`sync` samples a batch and trains on it; `colocate_async` carries unfinished responses over into the next step,
+    on the same ranks; `separate_async` samples on other ranks without end."""
+    colocate_async: ColocateAsyncConfig = subsection(ColocateAsyncConfig)
+    """Settings of `trainer_mode=colocate_async`."""
+    separate_async: SeparateAsyncConfig = subsection(SeparateAsyncConfig)
+    """Settings of `trainer_mode=separate_async`."""
+    sampler: OffPolicySamplerConfig = subsection(OffPolicySamplerConfig)
+    """Which samples a step trains on in the two asynchronous modes."""

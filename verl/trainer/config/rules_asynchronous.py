@@ -1,0 +1,74 @@
+"""Rules of asynchronous training: which modes, sizes and features go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl.config import PPOConfig, Problem
+from verl.config.async_plan import AsyncPlan
+
+MODE = "trainer.v1.trainer_mode"
+
+FREE_RUNNING_IS_BUILT = False
+"""Whether ``verl.experience`` has the source of samples of the two modes of ``trainer.v1``."""
+
+FREE_RUNNING_REFUSES: dict[str, tuple[object, str]] = {
+    "algorithm.filter_groups.enable": (False, "groups are filtered batch by batch, and here no batch is sampled"),
+    "actor_rollout_ref.rollout.skip_rollout": (False, "stored responses belong to the batches of a step"),
+    "trainer.rollout_only": (False, "without updates nothing becomes older; use trainer_mode=sync"),
+    "data.sampler.class_name": (None, "it needs the scores of a batch before the next one is chosen"),
+    "data.sampler.class_path": (None, "it needs the scores of a batch before the next one is chosen"),
+    "data.datagen.path": (None, "it makes rows from the batch that was trained on last"),
+}
+"""Key → the only value that the modes of ``trainer.v1`` other than ``sync`` take, and why."""
+
+
+def asynchronous(config: PPOConfig) -> Iterator[Problem]:
+    """The mode fits the other settings: one mode, sizes that divide, no feature that needs whole batches."""
+    plan, settings, v1 = AsyncPlan.of(config), config.trainer.async_, config.trainer.v1
+    if not plan.is_free_running:
+        return
+    mode = v1.trainer_mode
+    if not FREE_RUNNING_IS_BUILT:
+        yield Problem(MODE, mode, "this mode is not in this version", "sync", "set trainer.async.lag=1")
+    if settings.lag:
+        cause = f"{MODE}={mode} decides itself which weights draw a sample, at most {plan.bound} updates ago"
+        remedy = f"keep one of the two: {MODE}=sync with a lag, or this mode with lag 0"
+        yield Problem("trainer.async.lag", settings.lag, cause, "0", remedy)
+    for key, (allowed, why) in FREE_RUNNING_REFUSES.items():
+        if (value := _at(config, key)) != allowed:
+            shown = "null" if allowed is None else str(allowed).lower()
+            yield Problem(key, value, f"it does not go together with {MODE}={mode}: {why}", shown)
+    if config.algorithm.adv_estimator == "remax":
+        cause = f"its greedy responses have to be of the same weights as the samples, and {MODE}={mode} mixes weights"
+        yield Problem("algorithm.adv_estimator", "remax", cause, remedy="use rloo or grpo, or trainer_mode=sync")
+    if plan.mode == "separate":
+        yield from _separate(config, plan)
+
+
+def _separate(config: PPOConfig, plan: AsyncPlan) -> Iterator[Problem]:
+    """Check the sizes and the placement of a run whose samples are drawn on other ranks."""
+    mini_batch, pieces = config.actor_rollout_ref.actor.ppo_mini_batch_size, config.trainer.v1.separate_async
+    wanted = pieces.parameter_sync_step * mini_batch
+    if plan.batch_prompts != wanted:
+        key = "trainer.v1.separate_async.parameter_sync_step"
+        cause = (
+            f"a step trains on {key}={pieces.parameter_sync_step} mini-batches of ppo_mini_batch_size={mini_batch} "
+            f"prompts each, and {plan.batch_prompts} is not {pieces.parameter_sync_step} x {mini_batch} = {wanted}"
+        )
+        remedy = f"set data.train_batch_size={wanted}"
+        if plan.batch_prompts % mini_batch == 0:
+            remedy += f", or {key}={plan.batch_prompts // mini_batch}"
+        yield Problem("data.train_batch_size", plan.batch_prompts, cause, str(wanted), remedy)
+    if config.trainer.controller == "local":
+        cause = (
+            f"it runs one rank in this process, and {MODE}=separate_async needs ranks that train and ranks that sample"
+        )
+        yield Problem("trainer.controller", "local", cause, "ray", f"set it to ray, or {MODE}=colocate_async")
+
+
+def _at(config: PPOConfig, key: str) -> object:
+    value: object = config
+    for name in key.split("."):
+        value = value[name]  # type: ignore[index]
+    return value
