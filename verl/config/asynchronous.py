@@ -27,12 +27,12 @@ class AsyncConfig(BaseConfig):
     keep_kv_cache: bool = setting(False)
     """Keep keys and values of an interrupted response, which are those of earlier weights, instead of computing them
     again with the new weights."""
-    schedule_file: str | None = setting(None, path=True)
-    """File for the order in which samples were drawn and trained on in the two modes of `trainer.v1`; null uses
-    `schedule.jsonl` in `trainer.default_local_dir`."""
+    record_dir: str | None = setting(None, path=True)
+    """In the two modes of `trainer.v1`, folder for what each step trains on: its samples in their order, with tokens,
+    log-probs and versions of weights, a safetensors file for each step; null records nothing."""
     replay: str | None = setting(None, path=True)
-    """Such a file of an earlier run whose order this run repeats, so that it computes the same weights; null is none.
-    """
+    """Folder that `record_dir` of an earlier run has filled. The run trains on these samples instead of drawing any,
+    and so computes the same weights, also on one process; null draws samples."""
 
 
 @section
