@@ -18,7 +18,7 @@ from tests.workers.support import make_engine, ragged_batch, weights_of
 from verl.checkpoint.states import from_arrays, rng_state, set_rng_state, to_arrays
 from verl.cli.doctor import examine
 from verl.single_controller.base.call_times import take_call_times, timed_call
-from verl.testing.models import tiny_model_dir
+from verl.testing.models import tiny_model, tiny_model_dir
 from verl.testing.rollout_conformance import PROMPTS, EngineUnderTest, request
 from verl.utils.device import (
     ensure_process_group,
@@ -35,6 +35,8 @@ from verl.workers.packed_attention import AttentionRule, Packing, attend_packed
 from verl.workers.profiling import MemoryTool, TorchTool
 from verl.workers.rollout.client import ENGINE_SIDE
 from verl.workers.rollout.engine_side.verl_engine import checksum
+from verl.workers.rollout.native.memory import KeyValueMemory
+from verl.workers.rollout.native.model import NativeModel
 from verl.workers.rollout.weights import DeviceBuffer, FileBuffer, check_arrival
 
 pytestmark = [
@@ -240,6 +242,58 @@ def test_native_draws_what_the_cpu_draws(tmp_path):
     asked = [request(p, seed=200 + i) for i, p in enumerate(PROMPTS * 4)]
     cpu, gpu = (EngineUnderTest("native", tmp_path, device=device).ready() for device in ("cpu", "cuda"))
     assert [output.token_ids for output in gpu.generate(asked)] == [output.token_ids for output in cpu.generate(asked)]
+
+
+def memory_of(model: NativeModel) -> KeyValueMemory:
+    return model.memory(room=6, prompt_room=4, response_room=6)
+
+
+def decoded(model: NativeModel, memory: KeyValueMemory) -> torch.Tensor:
+    """Logits of some passes in which rows end and new ones come; the memory is empty before and after."""
+    logits = []
+    with torch.inference_mode():
+        for count in (5, 1):
+            prompts = [[2 + row + count, 7, 9 * row + 4][: 1 + row % 3] for row in range(count)]
+            memory.admit([len(prompt) for prompt in prompts], [1] * count)
+            model.prefill(memory, prompts)
+            for step in range(3):
+                logits.append(model.decode(memory, 5 + step + torch.arange(memory.rows, device="cuda")))
+            memory.keep(torch.tensor([0, 2] if count == 5 else [], dtype=torch.long, device="cuda"))
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mistral", "qwen3_moe"])
+def test_recorded_passes_have_the_bits_of_others(family, dtype):
+    """Also after weights have changed in place, and other ones are loaded."""
+    reference = tiny_model(family, **({} if family == "qwen3_moe" else {"sliding_window": 2})).to("cuda", dtype)
+    recorded, plain = (
+        NativeModel(reference.config, dtype, torch.device("cuda"), graph_sizes=(2, 3, 6)) for _ in range(2)
+    )
+    plain.graphs.records = False
+    memories = [memory_of(model) for model in (recorded, plain)]
+    for factor in (1.0, 1.01, 1.02):
+        for parameter in reference.parameters():
+            parameter.data.mul_(factor)
+        weights = reference.state_dict()
+        for model in (recorded, plain):
+            assert not model.load((name, w.clone() if factor == 1.02 else w) for name, w in weights.items())
+        found = [decoded(model, memory) for model, memory in zip((recorded, plain), memories, strict=True)]
+        assert torch.equal(*found)
+        assert family == "qwen3_moe" or recorded.graphs.recorded > 0
+
+
+def test_a_pass_that_waits_for_the_device_is_not_recorded(caplog):
+    reference = tiny_model().to("cuda")
+    model = NativeModel(reference.config, torch.float32, torch.device("cuda"), graph_sizes=None)
+    model.load(reference.state_dict().items())
+    expected, stream = decoded(model, memory_of(model)), torch.cuda.current_stream()
+    assert model.graphs.recorded > 0
+    model.module.register_forward_hook(lambda module, arguments, output: output.logits.sum().item() and None)
+    assert torch.equal(decoded(model, memory_of(model)), expected)
+    assert model.graphs.recorded == 0
+    assert torch.cuda.current_stream() == stream
+    assert "cannot be recorded as a CUDA graph" in caplog.text
 
 
 def test_random_states_are_restored():

@@ -18,6 +18,10 @@ from verl.config.problems import Problem
 
 OTHER_PROGRAMS = ("vllm", "sglang")
 """Engines that need the package of the same name, in this environment or another."""
+GRAPH_SIZES = tuple(sorted({2**k for k in range(11)} | {3 * 2**k for k in range(9)}))
+"""Numbers of rows for which `native` records CUDA graphs: 1, 2, 3, 4, 6, 8 ... 768, 1024; at most a third is unused."""
+MOST_GRAPHS = 32
+"""CUDA graphs that `native` keeps."""
 
 OWN_ENGINES = ("native", "hf")
 """Engines inside the worker's process."""
@@ -115,10 +119,10 @@ class RolloutConfig(BaseConfig):
     """Fraction of a GPU's memory that the engine may use; with `native`, fraction of the free memory (also on a CPU)
     for the KV cache."""
     enforce_eager: bool = setting(False)
-    """Do not capture CUDA graphs (`vllm`, `sglang`, and `native` with `cudagraph_capture_sizes`)."""
+    """Do not capture CUDA graphs (`vllm`, `sglang`, and `native` on a GPU)."""
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(None)
-    """Batch sizes for which CUDA graphs are captured (`vllm`, `sglang`, `native`; `native` captures none by default).
-    """
+    """Batch sizes for which CUDA graphs are captured (`vllm`, `sglang`, `native`). null lets the engine choose; an
+    empty list turns them off in `native`, whose choice is 1, 2, 3, 4, 6, 8 ... 1024 for dense models of text."""
     enable_rollout_routing_replay: bool = setting(False)
     """Return the experts chosen for each token, for `actor.router_replay.mode=R3` (`native`, `hf`)."""
     free_cache_engine: bool = setting(True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.config import FSDPEngineConfig, PPOConfig, TrainedModelConfig
 from verl.config.megatron import McoreEngineConfig
-from verl.config.rollout import OTHER_PROGRAMS
+from verl.config.rollout import GRAPH_SIZES, MOST_GRAPHS, OTHER_PROGRAMS
 from verl.errors import ConfigError
 from verl.planner.hardware import Cluster
 from verl.planner.memory import BYTES, ModelMemory, RankLayout
@@ -21,6 +21,9 @@ from verl.planner.timing import Work, generation_seconds, pass_seconds
 
 _ENGINE_RESERVE = 2e9
 """Bytes that vLLM and SGLang need for activations and graphs beside weights and keys. An assumption."""
+
+_GRAPH_BYTES = 8e6
+"""Bytes of one of the native engine's CUDA graphs beside its logits. An assumption."""
 
 _SNAPSHOT_BYTES_PER_S = 2e9
 """Bytes that a rank copies per second from its device into Ray's object store. An assumption."""
@@ -340,7 +343,13 @@ class Plan:
         free = self.cluster.usable_bytes - resident - weights
         allowed = max(0.0, free) * rollout.gpu_memory_utilization
         at_once = min(rows, int(allowed // row))
-        return {"engine weights": weights, "KV cache": max(1, at_once) * row}, at_once
+        parts = {"engine weights": weights, "KV cache": max(1, at_once) * row}
+        sizes = GRAPH_SIZES if rollout.cudagraph_capture_sizes is None else rollout.cudagraph_capture_sizes
+        if rollout.name == "native" and sizes and ranks == 1 and not rollout.enforce_eager and not shape.experts:
+            # Logits twice: in the buffer of all graphs, and where the head computes them.
+            logits = 2 * min(max(1, at_once), max(sizes)) * shape.vocabulary * size
+            parts["CUDA graphs"] = logits + MOST_GRAPHS * _GRAPH_BYTES
+        return parts, at_once
 
     def _rollout(self) -> Stage:
         rollout = self.config.actor_rollout_ref.rollout

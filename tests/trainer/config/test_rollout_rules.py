@@ -103,13 +103,16 @@ def test_programs_are_servers_in_both_modes(run: Run, name: str, caplog: pytest.
 
 
 def test_engines_of_this_process_say_what_they_do_not_read(run: Run, caplog: pytest.LogCaptureFixture):
-    run.load({f"{ROLLOUT}.mode": "sync", f"{ROLLOUT}.enforce_eager": True}, explicit={f"{ROLLOUT}.mode"})
-    assert f"no effect: {ROLLOUT}.enforce_eager (only vllm and sglang read it" in caplog.text
+    run.load({f"{ROLLOUT}.mode": "sync", f"{ROLLOUT}.disable_log_stats": False}, explicit={f"{ROLLOUT}.mode"})
+    assert f"no effect: {ROLLOUT}.disable_log_stats (only vllm and sglang read it" in caplog.text
     assert f"{ROLLOUT}.mode" not in caplog.text  # they run in the worker's process, as it says
     run.load({f"{ROLLOUT}.mode": "async"}, explicit={f"{ROLLOUT}.mode"})
     assert f"{ROLLOUT}.mode: native answers inside the worker's process, as sync does" in caplog.text
-    run.load({f"{ROLLOUT}.cudagraph_capture_sizes": [8], "trainer.device": "cpu"}, explicit={f"{ROLLOUT}.name"})
-    assert f"no effect: {ROLLOUT}.cudagraph_capture_sizes (only vllm" in caplog.text  # native reads it on a GPU alone
+    eager = f"{ROLLOUT}.enforce_eager"
+    run.load({eager: True})
+    assert eager not in caplog.text  # native reads it on a GPU alone
+    run.load({eager: True, "trainer.device": "cpu"}, explicit={f"{ROLLOUT}.name"})
+    assert f"no effect: {eager} (only vllm" in caplog.text
     caching = f"{ROLLOUT}.enable_prefix_caching"
     run.load({caching: False})
     assert caching not in caplog.text

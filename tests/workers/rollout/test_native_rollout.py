@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from tests import forks
 from verl.backends.cpu.decoder import compiled_decoder
+from verl.config.rollout import MOST_GRAPHS
 from verl.errors import RolloutError
 from verl.testing.models import tiny_model, tiny_tokenizer
 from verl.testing.rollout_conformance import (
@@ -30,7 +32,14 @@ from verl.testing.rollout_conformance import (
 from verl.utils import hf_tokenizer
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import RolloutOutput
-from verl.workers.rollout.native.memory import CopiedPromptMemory, KeyValueMemory, SharedPromptMemory
+from verl.workers.rollout.native.graphs import DecodeGraphs
+from verl.workers.rollout.native.memory import (
+    CacheShape,
+    CopiedPromptMemory,
+    KeyValueMemory,
+    SharedPromptMemory,
+    TokenPlaces,
+)
 from verl.workers.rollout.native.model import NativeModel
 from verl.workers.rollout.native_rollout import NativeRollout
 
@@ -394,6 +403,43 @@ def test_rows_that_come_and_go_keep_their_own_past(kind: str, family: str) -> No
                 texts = [texts[i] for i in order.tolist()]
     assert checked > 40
     assert (model.graphs is not None and model.graphs.recorded > 0) == (kind == "graphs")
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "is_recorded"),
+    [
+        ("gemma2", {"sliding_window": 4}, True),
+        ("qwen3_moe", {}, False),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, False),
+    ],
+)
+def test_decoding_is_recorded_by_default_for_dense_models_of_text(
+    family: str, fields: dict[str, Any], is_recorded: bool
+) -> None:
+    config = tiny_model(family, **fields).config
+    model = NativeModel(config, torch.bfloat16, torch.device("cpu"), graph_sizes=None)
+    assert (model.graphs is not None) == is_recorded
+
+
+def test_the_newest_graphs_are_kept_until_the_memory_is_another() -> None:
+    computed: list[int] = []
+
+    def logits(tokens: Tensor, offsets: Tensor, places: TokenPlaces, memory: CopiedPromptMemory) -> Tensor:
+        computed.append(len(tokens))
+        return tokens[:, None] * torch.ones(3)
+
+    shape = CacheShape(layers=1, kv_heads=1, head_dim=1, dtype=torch.float32, device=torch.device("cpu"))
+    graphs = DecodeGraphs(logits, range(1, 49))
+    for _ in range(2):
+        memory = CopiedPromptMemory(shape, room=40, prompt_room=1, response_room=1)
+        for rows in range(1, 41):
+            memory.admit([1], [1])
+            for _ in range(2):
+                assert graphs(memory, torch.arange(rows)).tolist() == [[float(row)] * 3 for row in range(rows)]
+            assert graphs.recorded == min(rows, MOST_GRAPHS)
+    assert max(computed) == 40
+    graphs.forget()
+    assert graphs.recorded == 0
 
 
 def last_logits(model: nn.Module, text: list[int]) -> Tensor:

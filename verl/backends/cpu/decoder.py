@@ -18,7 +18,7 @@ from verl.backends.cpu.layers import activation_of, attention_window, norm_rule
 # Models whose layers are norm, attention, norm, gated MLP, with residuals; some have norms of heads too.
 _FAMILIES = {"Llama", "Mistral", "Qwen2", "Qwen3", "Gemma"}
 # Rotary embeddings whose angles depend on the longest text in a pass; a table by position cannot express them.
-_ROTATIONS_OF_A_PASS = {"dynamic", "longrope"}
+ROTATIONS_OF_A_PASS = {"dynamic", "longrope"}
 
 KeysAndValues = tuple[Tensor, Tensor]
 """Keys and values of all layers, (layers, places, kv_heads, tokens, head_dim) each."""
@@ -69,7 +69,7 @@ def compiled_decoder(module: Any) -> CompiledDecoder | None:
     """Return the decoding step of an fp32 model; None without a C compiler or for an unsupported architecture."""
     family = type(module).__name__.removesuffix("ForCausalLM")
     rope = getattr(module.config.get_text_config(), "rope_parameters", None) or {}
-    if cpu_kernels() is None or family not in _FAMILIES or rope.get("rope_type") in _ROTATIONS_OF_A_PASS:
+    if cpu_kernels() is None or family not in _FAMILIES or rope.get("rope_type") in ROTATIONS_OF_A_PASS:
         return None
     layers = module.model.layers
     linear = [part for layer in layers for part in _projections(layer)]

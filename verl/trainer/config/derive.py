@@ -284,7 +284,7 @@ def _engine(
         return remarks
     ignored = [f"{rollout}.{setting}" for setting in _PROGRAMS_ONLY]
     ignored = [path for path in ignored if path in keys and not same(get(tree, path), keys[path].default)]
-    if name == "native" and f"{rollout}.cudagraph_capture_sizes" in ignored and get(tree, "trainer.device") != "cpu":
+    if name == "native" and get(tree, "trainer.device") != "cpu":
         ignored = [path for path in ignored if not path.endswith(("enforce_eager", "cudagraph_capture_sizes"))]
     if not was_set or name_was_refused:  # an engine that is not built is refused for that alone
         put(tree, key, 1)

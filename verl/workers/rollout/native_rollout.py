@@ -55,8 +55,8 @@ class NativeRollout(BaseRollout):
         self.ranks_per_engine, self.leads = self._ranks.size, self._ranks.leads
         trusts_code = self.model_config.trust_remote_code
         with_graphs = self.device.type == "cuda" and not self.config.enforce_eager
-        sizes = self.config.cudagraph_capture_sizes if with_graphs else None
-        self._model = NativeModel(self.hf_config, dtype, self.device, trusts_code, self._ranks, sizes or ())
+        sizes = self.config.cudagraph_capture_sizes if with_graphs else ()
+        self._model = NativeModel(self.hf_config, dtype, self.device, trusts_code, self._ranks, sizes)
         self._check_rotation()
         self._memory: KeyValueMemory | None = None
         self._cache: PrefixCache | None = None
@@ -270,5 +270,7 @@ class NativeRollout(BaseRollout):
 
     def _drop_memory(self) -> None:
         self._memory = self._cache = None
+        if self._model.graphs is not None:
+            self._model.graphs.forget()
         if self._model.buffers is not None:
             self._model.buffers.release()

@@ -3,18 +3,22 @@
 A pass of a small model is a thousand kernels, and the host takes longer to launch them than the GPU to compute. A
 recorded pass has fixed shapes and addresses: tokens and positions are copied into buffers, rows are filled up to the
 next size, and attention reads all keys up to the next bound.
+
+Memory: all passes share what they need while they run, and write their logits into one buffer. At most
+:data:`~verl.config.rollout.MOST_GRAPHS` are kept, those that were used last.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from verl.config.rollout import MOST_GRAPHS
 from verl.workers.rollout.native.memory import CopiedPromptMemory, TokenPlaces
 
 logger = logging.getLogger(__name__)
@@ -45,15 +49,15 @@ class DecodeGraphs:
     def __init__(self, logits: Logits, sizes: Sequence[int]) -> None:
         self._logits, self._sizes = logits, sorted(sizes)
         self._memory: weakref.ref[CopiedPromptMemory] | None = None
-        self._graphs: dict[tuple[int, int], _Pass] = {}
-        self._pool: object = None
+        self._passes: OrderedDict[tuple[int, int], _Pass] = OrderedDict()
+        self._recorder: _Recorder | None = None
         self.records = True
         """Whether passes are recorded; False computes them one by one, in the same shapes."""
 
     def forget(self) -> None:
         """Drop all graphs: they hold addresses of weights, keys and values."""
-        self._graphs.clear()
-        self._pool = None
+        self._passes.clear()
+        self._recorder = self._memory = None
 
     def __call__(self, memory: CopiedPromptMemory, tokens: Tensor) -> Tensor:
         """Append one token to each running row; return (rows, vocab) logits.
@@ -66,29 +70,39 @@ class DecodeGraphs:
         rows = next((size for size in self._sizes if size >= len(tokens)), None)
         if rows is None:
             return self._logits(tokens, memory.offsets, memory.places, memory)
-        size = min(rows, memory.room), tokens_of_graph(memory.bound, memory.text_room)
-        if size not in self._graphs:
-            self._graphs[size] = _Pass(self._logits, memory, *size)
-        decode_pass = self._graphs[size]
+        decode_pass = self._pass(memory, min(rows, memory.room))
         decode_pass.take(tokens, memory)
-        if self.records and not decode_pass.is_recorded and decode_pass.uses >= _RECORDED_AT:
-            self._record(decode_pass)
+        if self.records and decode_pass.output is None and decode_pass.uses >= _RECORDED_AT:
+            self._record(decode_pass, memory)
         return decode_pass.run()[: len(tokens)].clone()  # the next pass writes to the same memory
 
     @property
     def recorded(self) -> int:
         """Number of passes that are recorded."""
-        return sum(decode_pass.is_recorded for decode_pass in self._graphs.values())
+        return sum(decode_pass.output is not None for decode_pass in self._passes.values())
 
-    def _record(self, decode_pass: _Pass) -> None:
+    def _pass(self, memory: CopiedPromptMemory, rows: int) -> _Pass:
+        """Return the pass of this size over the tokens that are in memory now."""
+        size = rows, tokens_of_graph(memory.bound, memory.text_room)
+        if size not in self._passes:
+            if len(self._passes) == MOST_GRAPHS:
+                self._passes.popitem(last=False)
+            self._passes[size] = _Pass(self._logits, memory, *size)
+        self._passes.move_to_end(size)
+        return self._passes[size]
+
+    def _record(self, decode_pass: _Pass, memory: CopiedPromptMemory) -> None:
+        if self._recorder is None:
+            logits = decode_pass.compute()
+            self._recorder = _Recorder(logits.new_empty(min(memory.room, self._sizes[-1]), logits.shape[1]))
         try:
-            self._pool = decode_pass.record(self._pool)
+            self._recorder.record(decode_pass)
         except RuntimeError as error:  # the model's code waits for the device, as some mixtures of experts do
             self.records = False
             logger.warning(
                 "native engine: this model's decoding cannot be recorded as a CUDA graph (%s), so each kernel is "
-                "launched from Python, which is several times slower. Set rollout.name=vllm or sglang, or leave "
-                "rollout.cudagraph_capture_sizes out.",
+                "launched from Python, which is several times slower. Set rollout.name=vllm or sglang, or "
+                "rollout.enforce_eager=true, which does not try it.",
                 str(error).splitlines()[0],
             )
 
@@ -97,19 +111,15 @@ class _Pass:
     """A decoding pass of fixed size: ``rows`` rows, of which the last may be unused, and ``bound`` tokens."""
 
     def __init__(self, logits: Logits, memory: CopiedPromptMemory, rows: int, bound: int) -> None:
-        self._logits, self._memory, self._bound = logits, weakref.ref(memory), bound
+        self._logits, self._memory, self.rows, self._bound = logits, weakref.ref(memory), rows, bound
         # Unused rows write to the first token of slots that are free, and attend to it alone.
         self._tokens, self._positions, self._offsets = torch.zeros(
             3, rows, dtype=torch.long, device=memory.shape.device
         ).unbind()
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._output: Tensor | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.output: Tensor | None = None
+        """Where the recorded pass writes its logits; None before it is recorded."""
         self.uses = 0
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether :meth:`record` has been called."""
-        return self._output is not None
 
     def take(self, tokens: Tensor, memory: CopiedPromptMemory) -> None:
         """Copy the newest token of each row, and its place."""
@@ -120,32 +130,50 @@ class _Pass:
         self._positions[count:] = 0
         self._offsets[:count] = memory.offsets
 
-    def record(self, pool: Any) -> object:
-        """Record the pass; return the pool of graphs' memory, which later ones share."""
-        if self._tokens.device.type != "cuda":
-            self._output = self._compute()
-            return None
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries allocate their workspaces before the recording
-            self._compute()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self._output = self._compute()
-        self._graph = graph
-        return graph.pool()
-
     def run(self) -> Tensor:
-        """Compute the logits."""
-        if self._output is None:
-            return self._compute()
-        if self._graph is None:
-            return self._output.copy_(self._compute())
-        self._graph.replay()
-        return self._output
+        """Return the logits."""
+        if self.output is None:
+            return self.compute()
+        if self.graph is None:
+            return self.output.copy_(self.compute())
+        self.graph.replay()
+        return self.output
 
-    def _compute(self) -> Tensor:
+    def compute(self) -> Tensor:
+        """Compute the logits kernel by kernel."""
         memory = self._memory()
         assert memory is not None
         return self._logits(self._tokens, self._offsets, TokenPlaces(self._positions, self._bound), memory)
+
+
+class _Recorder:
+    """What the graphs of one memory share: a stream, the memory of intermediate results, and the buffer of logits.
+
+    Args:
+        logits: (rows of the largest pass, vocab), on the device of the passes.
+    """
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+        on_gpu = logits.device.type == "cuda"
+        self._stream = torch.cuda.Stream(logits.device) if on_gpu else None
+        self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
+
+    def record(self, decode_pass: _Pass) -> None:
+        """Record the pass.
+
+        Raises:
+            RuntimeError: its code waits for the device, or does something else that a graph cannot hold.
+        """
+        output = self._logits[: decode_pass.rows]  # graphs run one after the other
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(self._stream):  # which is left also if the recording fails
+                decode_pass.compute()  # libraries allocate their workspaces before the recording
+                # Other threads of this process may use the device meanwhile.
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                    output.copy_(decode_pass.compute())
+            torch.cuda.current_stream().wait_stream(self._stream)
+            decode_pass.graph = graph
+        decode_pass.output = output

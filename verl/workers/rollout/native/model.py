@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.backends.cpu.allocator import ReclaimableBuffers, keep_freed_memory
-from verl.backends.cpu.decoder import compiled_decoder
+from verl.backends.cpu.decoder import ROTATIONS_OF_A_PASS, compiled_decoder
 from verl.backends.cpu.kernels import cpu_kernels
 from verl.backends.cpu.layers import use_fast_layers
+from verl.config.rollout import GRAPH_SIZES
 from verl.errors import RolloutError
-from verl.utils.model import causal_lm_without_weights
+from verl.utils.model import causal_lm_without_weights, rope_types
+from verl.utils.model_facts.experts import ExpertSizes
 from verl.utils.transformers_private import ALL_ATTENTION_FUNCTIONS, attention_of, takes_any_attention, use_attention
 from verl.vision.families import VisionConfig
 from verl.vision.model import ImageInputs, hidden_states
@@ -51,7 +53,8 @@ class NativeModel:
         device: where it computes.
         trust_remote_code: see ``model.trust_remote_code``.
         ranks: the ranks over which the model is split; by default this one alone.
-        graph_sizes: decode by :class:`DecodeGraphs` of these numbers of rows, unless several ranks split the model.
+        graph_sizes: decode by :class:`DecodeGraphs` of these numbers of rows, unless several ranks split the model;
+            None: of :data:`GRAPH_SIZES`, if decoding of this architecture is known to allow it.
 
     Raises:
         RolloutError: the native engine does not support the architecture; the message names other engines.
@@ -64,7 +67,7 @@ class NativeModel:
         device: torch.device,
         trust_remote_code: bool = False,
         ranks: EngineRanks | None = None,
-        graph_sizes: Sequence[int] = (),
+        graph_sizes: Sequence[int] | None = (),
     ) -> None:
         self.ranks = ranks or EngineRanks(1, device)
         config = copy.deepcopy(config)  # the attention implementation is set in it
@@ -88,9 +91,22 @@ class NativeModel:
             keep_freed_memory()
             if dtype is torch.float32:
                 use_fast_layers(self.module, for_training=False)
+        if graph_sizes is None:
+            graph_sizes = GRAPH_SIZES if self._can_be_recorded else ()
         with_graphs = bool(graph_sizes) and self.ranks.size == 1
         self.graphs = DecodeGraphs(self._decode_logits, graph_sizes) if with_graphs else None
         self.use_native_attention()
+
+    @property
+    def _can_be_recorded(self) -> bool:
+        """Whether a pass launches the same kernels for all tokens: dense models of text in code of Transformers.
+
+        Experts are chosen on the device, and these rotations depend on the longest text.
+        """
+        config = self.module.config
+        is_dense = not len(self.routers) and ExpertSizes.of(config.get_text_config()) is None
+        is_known = type(self.module).__module__.startswith("transformers.models.") and self.vision is None
+        return is_dense and is_known and not rope_types(config) & ROTATIONS_OF_A_PASS
 
     # ---- weights
 
