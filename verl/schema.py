@@ -110,6 +110,14 @@ _LOG_PROBS = (
         ("metrics", "rollout correction"),
     ),
     Column(
+        "updates_behind",
+        "int32",
+        RESPONSE,
+        "updates of the policy between the weights that drew the token and this step; -1 where the policy drew none",
+        "the source of experience, if it samples ahead of training or the correction reads it",
+        ("actor", "metrics"),
+    ),
+    Column(
         "old_log_probs",
         "float32",
         RESPONSE,

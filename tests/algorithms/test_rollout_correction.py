@@ -732,6 +732,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "decoupled_k3_rs": K3_RS,
     "decoupled_k3_rs_seq_tis": K3_RS | SEQ_TIS,
     "decoupled_k3_rs_token_tis": K3_RS | TOKEN_TIS,
+    "a3po": TOKEN_TIS | {"prox_logp_method": "loglinear"},
     "bypass_ppo_clip": CLIP,
     "bypass_ppo_clip_geo_rs": CLIP | GEO_RS,
     "bypass_ppo_clip_k3_rs": CLIP | K3_RS,
@@ -749,6 +750,7 @@ DEFAULTS = {
     "bypass_mode": False,
     "loss_type": "ppo_clip",
     "rollout_is_batch_normalize": False,
+    "prox_logp_method": "recompute",
 }
 
 
@@ -760,7 +762,7 @@ def test_presets_are_their_documented_settings(name: str):
     if preset.rollout_rs is not None:
         parse_criteria(preset.rollout_rs, preset.rollout_rs_threshold)
     corrects = preset.rollout_is is not None or preset.rollout_rs is not None
-    assert preset.is_decoupled == (corrects and not name.startswith("bypass"))
+    assert preset.is_decoupled == (corrects and name.startswith("decoupled"))
 
 
 def test_every_preset_is_known_here():

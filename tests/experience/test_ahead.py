@@ -78,6 +78,7 @@ FILTERS = {
     "algorithm__filter_groups__metric": "seq_reward",
     "algorithm__filter_groups__max_num_gen_batches": 0,
     "data__gen_batch_size": 2,
+    "algorithm__rollout_correction__prox_logp_method": "loglinear",
 }
 
 
@@ -85,7 +86,7 @@ FILTERS = {
     "changes",
     [
         pytest.param({"reward_model__launch_reward_fn_async": "true"}, id="scores_under_way"),
-        pytest.param(FILTERS, id="dynamic_sampling"),
+        pytest.param(FILTERS, id="dynamic_sampling_and_a3po"),
         pytest.param(CRITIC, id="critic", marks=pytest.mark.slow),
         pytest.param(IMAGES, id="images", marks=pytest.mark.slow),
     ],
@@ -114,6 +115,11 @@ def test_a_resumed_run_trains_on_what_was_sampled_before(
         "trainer__default_local_dir": tmp_path / "rest",
         "trainer__total_training_steps": 5,
     }
+    if changes is FILTERS:  # of ages 0, 1, 2, 2, 2; and no step makes a pass for old log-probs
+        factors = [straight[step]["rollout_corr/prox_alpha"] for step in range(1, 6)]
+        assert factors == pytest.approx([0, 1 / 2, 2 / 3, 2 / 3, 2 / 3])
+        assert straight[5]["rollout_corr/rollout_is_max"] != 1
+        assert "actor/entropy" not in straight[5]
     rest = train("rest", **from_step_2, **common)
     assert same(rest, {step: straight[step] for step in (3, 4, 5)})
     if request.node.callspec.id == "scores_under_way":

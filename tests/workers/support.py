@@ -83,7 +83,8 @@ def naive_outputs(model: Any, batch: DataProto, temperature: float = 1.0) -> tup
         columns["input_ids"], columns["attention_mask"].bool(), columns["response_mask"], strict=True
     ):
         tokens = ids[seen]
-        log_p = (model(input_ids=tokens[None]).logits[0].float() / temperature).log_softmax(-1)
+        logits = model(input_ids=tokens[None]).logits[0]
+        log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
         start = int(seen[:P].sum())  # place of the first response token
         zero = log_p.sum() * 0.0
         p, h = [zero] * R, [zero] * R

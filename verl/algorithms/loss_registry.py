@@ -291,7 +291,7 @@ def evaluate_policy_loss(
         "actor/pg_clipfrac_lower": nowhere if terms.is_clipped_lower is None else terms.is_clipped_lower,
         **terms.metrics,
     }
-    return loss, {name: _over_tokens(name, values.detach(), mask) for name, values in per_token.items()}
+    return loss, over_tokens(per_token, mask)
 
 
 def clipped_tokens(
@@ -349,6 +349,11 @@ def _setting(config: Any, parameter: inspect.Parameter) -> Any:
     if is_required(parameter):
         raise ConfigError(f"the policy loss reads the setting '{parameter.name}', but its config has no such setting.")
     return parameter.default
+
+
+def over_tokens(per_token: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """Reduce values of each token, (bsz, response_length), over the valid tokens: to extremes by name, else means."""
+    return {name: _over_tokens(name, values.detach(), mask) for name, values in per_token.items()}
 
 
 def _over_tokens(name: str, values: Tensor, mask: Tensor) -> Tensor:

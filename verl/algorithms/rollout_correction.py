@@ -12,7 +12,8 @@ are ignored; a response without a valid token has ratio 1 and divergence 0, so i
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,9 @@ from torch import Tensor
 from verl.base.registry import suggest
 from verl.errors import ConfigError
 from verl.utils.torch_functional import masked_mean, zero_masked
+
+if TYPE_CHECKING:
+    from verl.config.rollout_correction import RolloutCorrectionConfig
 
 LOG_RATIO_BOUND = 20.0
 """|Δ|, and the |sum| of Δ over a response, are clamped to this before exp: ratios lie in [2.1e-9, 4.9e8]."""
@@ -237,3 +241,108 @@ def accepted(log_ratio: Tensor, response_mask: Tensor, criteria: tuple[Criterion
     for criterion in criteria:
         kept &= criterion.band.contains(rejection_statistic(log_ratio, response_mask, criterion.name))
     return kept
+
+
+# ---- the proximal policy by interpolation ------------------------------------------------------
+
+
+INTERPOLATED = ("rollout_log_probs", "updates_behind")
+"""The columns from which :func:`interpolated_policy` makes the proximal policy."""
+
+
+class ProximalPolicy(NamedTuple):
+    """An interpolated proximal policy, and what corrects its samples; tensors are (bsz, response_length)."""
+
+    log_probs: Tensor
+    """log π_prox, in the dtype of the current policy's."""
+    weights: Tensor | None
+    """Bounded π_prox / π_b, 0 where rejected, in the same dtype; None if nothing weighs or rejects."""
+    metrics: Mapping[str, Tensor]
+    """Values of each token by the name of the metric, to be averaged; or extremes (``_max``, ``_min``)."""
+
+
+def interpolation_factor(updates_behind: Tensor) -> Tensor:
+    """The position α = d / (d + 1) of the proximal policy between the policy that drew a token and the current one.
+
+    d counts the updates between the weights that drew the token and those before this step, whose update makes the
+    current policy the (d + 1)-th. In versions, α = (v_prox - v_b) / (v_θ - v_b) with v_θ = v_prox + 1. So the weight of
+    the policy that drew the token, 1 - α, is 1 / (d + 1): all at d = 0, where it is the proximal policy.
+
+    From (bsz, response_length) integers to float64; negative values, of tokens that the policy did not draw, are as 0.
+    """
+    age = updates_behind.clamp(min=0).double()
+    return age / (age + 1.0)
+
+
+def interpolated_policy(
+    log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    updates_behind: Tensor,
+    response_mask: Tensor,
+    settings: RolloutCorrectionConfig,
+) -> ProximalPolicy:
+    """Approximate the policy at the start of the update by interpolation, as A-3PO does (arXiv:2512.06547).
+
+        Δ = log π_θ - log π_b            log π_prox = log π_b + α Δ            α = d / (d + 1)
+        loss:   s · sg[min(π_prox / π_b, C)] · L(π_θ / π_prox)
+
+    L is any policy loss with π_prox as the old policy, the bounded weight is that of ``rollout_is``, and s is 1 where
+    ``rollout_rs`` accepts, else 0; both read αΔ in place of Δ. Everything is per token or per response and a constant
+    of the gradient, so it does not depend on micro-batches or ranks. Rejected tokens stay in the denominators.
+
+    Args:
+        log_prob: (bsz, response_length) of the current policy π_θ, as the update's own forward pass computes it.
+        rollout_log_prob: (bsz, response_length) of the policy π_b that drew the token, whatever its version.
+        updates_behind: (bsz, response_length) integers d; see :func:`interpolation_factor`.
+        response_mask: (bsz, response_length).
+        settings: thresholds, level of the weights, criteria of rejection.
+
+    Raises:
+        ConfigError: ``rollout_is_batch_normalize``, or an invalid threshold.
+    """
+    if settings.rollout_is_batch_normalize:
+        raise ConfigError(
+            "rollout_is_batch_normalize=true cannot be used with prox_logp_method=loglinear: the policy loss sees one "
+            "micro-batch at a time, so the mean weight would depend on the layout. Set it to false, or "
+            "prox_logp_method=recompute, which normalises over the batch of the step."
+        )
+    gap, alpha = log_ratio_of(log_prob, rollout_log_prob, response_mask), interpolation_factor(updates_behind)
+    moved = alpha * gap
+    proximal = zero_masked(rollout_log_prob.double(), response_mask) + moved
+    metrics, weights = {**gap_metrics(gap), "rollout_corr/prox_alpha": alpha}, None
+    if settings.rollout_is is not None:
+        band = parse_is_threshold(settings.rollout_is_threshold)
+        ratio = importance_ratio(moved, response_mask, settings.rollout_is)
+        weights = importance_weights(ratio, band)
+        metrics |= ratio_metrics(ratio, band)
+    if settings.rollout_rs is not None:
+        kept = accepted(moved, response_mask, parse_criteria(settings.rollout_rs, settings.rollout_rs_threshold))
+        weights = kept.double() if weights is None else zero_masked(weights, kept)
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = (~kept).double()
+    dtype = log_prob.dtype
+    return ProximalPolicy(proximal.to(dtype), None if weights is None else weights.to(dtype), metrics)
+
+
+# ---- metrics of a loss that computes the ratios itself -----------------------------------------
+
+
+def gap_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
+    """KL by k1 and k3, and χ², of each token of Δ = log π_θ - log μ."""
+    ratio = log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    return {
+        "rollout_corr/kl": -log_ratio,
+        "rollout_corr/k3_kl": ratio - 1.0 - log_ratio,
+        "rollout_corr/chi2_token": (2.0 * log_ratio).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() - 1.0,
+    }
+
+
+def ratio_metrics(ratio: Tensor, band: Band) -> dict[str, Tensor]:
+    """The ratio of each token before it is bounded, and where it is outside of its bounds."""
+    lower = 1.0 / band.upper if band.lower is None else band.lower
+    return {
+        "rollout_corr/rollout_is_mean": ratio,
+        "rollout_corr/rollout_is_max": ratio,
+        "rollout_corr/rollout_is_min": ratio,
+        "rollout_corr/rollout_is_ratio_fraction_high": (ratio > band.upper).double(),
+        "rollout_corr/rollout_is_ratio_fraction_low": (ratio < lower).double(),
+    }

@@ -12,8 +12,9 @@ class RolloutCorrectionConfig(BaseConfig):
     """Correction for the gap between the rollout's and the trainer's probabilities.
 
     The class methods are presets. *Decoupled*: the trainer computes its own old log-probs, and importance weights or
-    rejection correct for the gap between them and the rollout's. *Bypass*: the rollout's log-probs are the old ones,
-    and the policy loss does the correction.
+    rejection correct for the gap between them and the rollout's. *A-3PO*: the same, but the old log-probs are
+    interpolated in the policy loss. *Bypass*: the rollout's log-probs are the old ones, and the policy loss does the
+    correction.
     """
 
     rollout_is: Literal["token", "sequence"] | None = setting(None)
@@ -31,11 +32,20 @@ class RolloutCorrectionConfig(BaseConfig):
     """Policy loss of bypass mode: clip the ratio to the rollout, or weighted policy gradient without a clip."""
     rollout_is_batch_normalize: bool = setting(False)
     """Divide the weights by their mean over the batch of a step."""
+    prox_logp_method: Literal["recompute", "loglinear"] = setting("recompute")
+    """Old log-probs by a forward pass, or interpolated between the rollout's and the current policy's by the age of
+    each token, without a pass (A-3PO, arXiv:2512.06547)."""
 
     @property
     def is_decoupled(self) -> bool:
         """Whether the driver computes weights or rejection, from the trainer's own old log-probs."""
-        return not self.bypass_mode and (self.rollout_is is not None or self.rollout_rs is not None)
+        recomputes = not self.bypass_mode and not self.interpolates
+        return recomputes and (self.rollout_is is not None or self.rollout_rs is not None)
+
+    @property
+    def interpolates(self) -> bool:
+        """Whether the policy loss interpolates the old log-probs (A-3PO)."""
+        return self.prox_logp_method == "loglinear"
 
     @classmethod
     def _weighted(
@@ -120,6 +130,13 @@ class RolloutCorrectionConfig(BaseConfig):
     ) -> RolloutCorrectionConfig:
         """Truncated weights per token; responses rejected by their mean k3 divergence."""
         return cls._weighted("token", is_threshold, "seq_mean_k3", rs_threshold)
+
+    # ---- presets, A-3PO -----------------------------------------------------------------------
+
+    @classmethod
+    def a3po(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
+        """Old log-probs interpolated by the age of each token; truncated importance weights per token."""
+        return cls(prox_logp_method="loglinear", rollout_is="token", rollout_is_threshold=threshold)
 
     # ---- presets, bypass ----------------------------------------------------------------------
 

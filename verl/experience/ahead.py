@@ -20,14 +20,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from verl.experience.off_policy import with_age
 from verl.experience.rewards import RewardRecord
 from verl.experience.source import Experience, ExperienceSource
 from verl.protocol import DataProto, replace_columns
 from verl.utils.deferred import Deferred
 from verl.utils.step_context import StepContext
 
-STALENESS = "training/off_policy/trajectory_staleness"
-"""Updates of the policy between a response and the step that trains on it; the public name of this metric."""
 _ABOUT = "about_pending"
 """Entry of ``meta_info`` in the files of a checkpoint."""
 
@@ -68,11 +67,9 @@ class Ahead(ExperienceSource):
         # What is still to come, the wait for scores, is part of the step that runs now.
         pending.context.seconds, pending.context.spans = context.seconds, context.spans
         pending.context.observe = context.observe
-        staleness = float(self._updates - pending.updates)
-        context.metrics |= pending.context.metrics | {
-            f"{STALENESS}/{name}": staleness for name in ("mean", "max", "min")
-        }
-        return pending.experience
+        context.metrics |= pending.context.metrics
+        experience = pending.experience
+        return replace(experience, batch=with_age(experience.batch, self._updates - pending.updates))
 
     def updated(self, version: int) -> None:
         """See :meth:`ExperienceSource.updated`."""

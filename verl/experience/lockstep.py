@@ -11,6 +11,7 @@ import numpy as np
 from verl.algorithms import adv_needs
 from verl.config import PPOConfig
 from verl.experience.dynamic_sampling import Draw, fill_batch
+from verl.experience.off_policy import with_age
 from verl.experience.prompts import name_groups, repeat_prompts
 from verl.experience.records import RecordFolder, generation_records
 from verl.experience.response_source import ResponseSource
@@ -68,11 +69,15 @@ class Lockstep(ExperienceSource):
         rewards, filters = RewardRecord(), self.config.algorithm.filter_groups
         if not filters.enable:
             batch = self.rollout(self.next_prompts(), context)
-            return Experience(batch, self.score(batch, context, rewards), rewards)
+            return Experience(self._with_age(batch), self.score(batch, context, rewards), rewards)
         draws = self._draws(context, rewards)
         batch, metrics = fill_batch(draws, filters, self.config.data.train_batch_size, self._n)
         context.metrics |= metrics
-        return Experience(batch, Deferred.of(DataProto()), rewards, draws_once=False)
+        return Experience(self._with_age(batch), Deferred.of(DataProto()), rewards, draws_once=False)
+
+    def _with_age(self, batch: DataProto) -> DataProto:
+        """Add the age of the tokens, 0, if the correction reads it."""
+        return with_age(batch, 0) if self.config.algorithm.rollout_correction.interpolates else batch
 
     def updated(self, version: int) -> None:
         """See :meth:`ExperienceSource.updated`; engines take the newest weights whenever they generate."""

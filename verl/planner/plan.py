@@ -252,6 +252,8 @@ class Plan:
     @property
     def _recomputes(self) -> bool:
         actor, data = self.config.actor_rollout_ref.actor, self.config.data
+        if (correction := self.config.algorithm.rollout_correction).bypass_mode or correction.interpolates:
+            return False
         one_update = actor.ppo_mini_batch_size >= data.train_batch_size and actor.ppo_epochs == 1
         return actor.recompute_old_log_probs == "always" or not one_update
 

@@ -33,7 +33,7 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.vision.families import TOWER
 from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.fsdp.model import pretrained_weights
-from verl.workers.losses import OwnForwardLoss, PolicyLoss, RecordedLoss, TokenRecord, ValueLoss
+from verl.workers.losses import InterpolatedLoss, OwnForwardLoss, PolicyLoss, RecordedLoss, TokenRecord, ValueLoss
 from verl.workers.reward_input import RewardInput
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, get_rollout_class
 from verl.workers.rollout.request_queue import EngineRequests, RequestQueue
@@ -270,6 +270,8 @@ class ActorRolloutRefWorker(EngineWorker):
             loss = RecordedLoss(loss, update_record)
         if own_forward:
             loss = OwnForwardLoss(loss, forward_record)
+        elif (correction := self.config.actor.policy_loss.rollout_correction) and correction.interpolates:
+            loss = InterpolatedLoss(loss, correction)
         if record_tokens or own_forward:
             data = forward_record.numbered(data)
         steps = OptimizerSteps()

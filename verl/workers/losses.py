@@ -24,6 +24,7 @@ from verl.algorithms import (
     policy_loss_info,
     update_columns,
 )
+from verl.algorithms.loss_registry import over_tokens
 from verl.algorithms.preference import (
     Pairs,
     bradley_terry_loss,
@@ -33,7 +34,14 @@ from verl.algorithms.preference import (
     sequence_log_probs,
     split_pairs,
 )
-from verl.config import ActorConfig, CriticConfig, DirectPreferenceLossConfig, RewardModelLossConfig
+from verl.algorithms.rollout_correction import INTERPOLATED, interpolated_policy
+from verl.config import (
+    ActorConfig,
+    CriticConfig,
+    DirectPreferenceLossConfig,
+    RewardModelLossConfig,
+    RolloutCorrectionConfig,
+)
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.schema import require
@@ -219,6 +227,36 @@ class OwnForwardLoss:
         self.record.add(micro_batch, {"old_log_probs": old, "entropys": entropy})
         micro_batch = micro_batch | DataProto.from_dict(tensors={"old_log_probs": old})
         return self.loss({name: outputs[name] for name in self.loss.outputs}, micro_batch, totals)
+
+
+class InterpolatedLoss:
+    """A policy loss whose old policy is interpolated between the one that sampled and the current one (A-3PO).
+
+    Args:
+        loss: that is computed, with ``old_log_probs`` and ``rollout_is_weights`` of :func:`interpolated_policy`.
+        correction: ``algorithm.rollout_correction``.
+    """
+
+    rows_per_unit = 1
+
+    def __init__(self, loss: PolicyLoss | RecordedLoss, correction: RolloutCorrectionConfig) -> None:
+        self.loss = loss
+        self.outputs = loss.outputs
+        self.correction = correction
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro_batch: DataProto, totals: BatchTotals
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute the loss; reads ``rollout_log_probs``, ``updates_behind`` and the other columns of the loss."""
+        require(micro_batch, ("response_mask", *INTERPOLATED), "rollout_correction.prox_logp_method=loglinear")
+        columns, log_probs = micro_batch.batch, outputs["log_probs"].detach()
+        behaviour, age, mask = columns["rollout_log_probs"], columns["updates_behind"], columns["response_mask"]
+        proximal = interpolated_policy(log_probs, behaviour, age, mask, self.correction)
+        made = {"old_log_probs": proximal.log_probs}
+        if proximal.weights is not None:
+            made["rollout_is_weights"] = proximal.weights
+        loss, metrics = self.loss(outputs, micro_batch | DataProto.from_dict(tensors=made), totals)
+        return loss, {**metrics, **over_tokens(proximal.metrics, mask)}
 
 
 class ValueLoss:

@@ -54,7 +54,12 @@ def test_gdpo_needs_its_components(run: Run):
 @pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
 def test_what_a_skipped_pass_would_compute_is_missed(run: Run, name: str):
     message = run.refusal(settings(run, name) | {"algorithm.rollout_correction.bypass_mode": True})
-    assert f"algorithm.adv_estimator={name} reads Σπ², which the skipped pass of the actor would compute" in message
+    correction = "algorithm.rollout_correction"
+    for change, setting in (({"bypass_mode": True}, "bypass_mode=true"), ({"prox_logp_method": "loglinear"}, "")):
+        keys = {f"{correction}.{key}": value for key, value in change.items()}
+        message = run.refusal(settings(run, name) | keys)
+        assert f"algorithm.adv_estimator={name}: it reads Σπ², which the pass would compute" in message
+        assert f"that {correction}.{setting}" in message
 
 
 def test_pf_ppo_loads(run: Run):

@@ -10,6 +10,7 @@ import pytest
 from tests.trainer.config.support import Run, only
 from verl.errors import ConfigError
 from verl.trainer.config import RolloutCorrectionConfig, load_config
+from verl.trainer.ppo.old_log_probs import OldLogProbs
 
 CORRECTION = "algorithm.rollout_correction"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -133,13 +134,13 @@ def test_weights_beside_the_clip_are_said_to_have_no_effect(run: Run, caplog: py
 
 def test_in_the_bypass_mode_there_is_no_gap_to_limit(run: Run):
     message = only(run.refusal({LIMIT: 0.1} | settings(bypass_mode=True)))
-    assert "the trainer computes no old log-probs, so there is nothing to compare" in message
+    assert "the trainer makes no pass for old log-probs: there is nothing to compare" in message
 
 
 @pytest.mark.parametrize("changes", [{"entropy_target": 0.5}, {"policy_loss.top_entropy_quantile": 0.2}])
 def test_in_the_bypass_mode_there_is_no_entropy(run: Run, changes: dict[str, Any]):
     keys = {f"actor_rollout_ref.actor.{name}": value for name, value in changes.items()}
-    assert "and so no entropy" in only(run.refusal(keys | settings(bypass_mode=True)))
+    assert "and so has no entropy" in only(run.refusal(keys | settings(bypass_mode=True)))
 
 
 # ---- truncated sampling
@@ -217,3 +218,39 @@ def test_the_gap_is_not_limited_where_it_is_meant_to_be(run: Run):
 def test_min_p_is_a_share(run: Run, value: float):
     with pytest.raises(ConfigError, match=r"rollout.min_p"):
         run.load({f"{ROLLOUT}.min_p": value})
+
+
+# ---- A-3PO
+
+LOGLINEAR = settings(prox_logp_method="loglinear")
+
+
+def test_the_policy_loss_learns_of_the_interpolation(run: Run, caplog: pytest.LogCaptureFixture):
+    changes = LOGLINEAR | {"trainer.async.lag": 2, f"{CORRECTION}.rollout_is_batch_normalize": True}
+    config = run.load(changes | {f"{CORRECTION}.rollout_is": "token", LOSS_MODE: "cispo"})
+    loss, correction = config.actor_rollout_ref.actor.policy_loss, config.algorithm.rollout_correction
+    assert (loss.loss_mode, loss.rollout_correction) == ("cispo", correction)
+    assert (correction.is_decoupled, correction.rollout_is_batch_normalize) == (False, False)
+    assert "prox_logp_method=recompute normalises over the whole batch" in caplog.text
+    assert str(OldLogProbs.of(config, {})) == (
+        "old_log_probs come from the policy loss, which interpolates them by the age of each token: "
+        "algorithm.rollout_correction.prox_logp_method=loglinear."
+    )
+    assert "the interpolated policy is the one that sampled" not in caplog.text
+    run.load(LOGLINEAR)
+    assert "the interpolated policy is the one that sampled" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({f"{CORRECTION}.bypass_mode": True}, "the bypass mode has no proximal policy"),
+        ({"algorithm.use_kl_in_reward": True}, "the KL in the reward reads old log-probs before the update"),
+        ({LOSS_MODE: "kl_cov"}, "the loss reads old log-probs of the whole mini-batch first"),
+        ({LIMIT: 0.1}, "with algorithm.rollout_correction.prox_logp_method=loglinear the trainer makes no pass"),
+        ({"actor_rollout_ref.actor.entropy_target": 0.5}, "and so has no entropy"),
+        ({"actor_rollout_ref.actor.router_replay.mode": "R2"}, "loglinear skips the pass of the actor"),
+    ],
+)
+def test_nothing_reads_old_log_probs_before_the_loss_makes_them(run: Run, changes: dict[str, Any], said: str):
+    assert said in only(run.refusal(changes | LOGLINEAR))

@@ -193,7 +193,10 @@ RECORDS = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
         ({MODE: "R3"}, f"{RECORDS}=false: {MODE}=R3 replays the choice of the rollout, which must record it"),
         ({RECORDS: True}, f"{RECORDS}=true: nothing reads what the rollout records with {MODE}=disabled"),
         ({MODE: "R3", RECORDS: True, "actor_rollout_ref.rollout.name": "vllm"}, "vllm does not return the experts"),
-        ({MODE: "R2", "algorithm.rollout_correction.bypass_mode": True}, "bypass_mode skips the pass of the actor"),
+        (
+            {MODE: "R2", "algorithm.rollout_correction.bypass_mode": True},
+            "bypass_mode=true skips the pass of the actor",
+        ),
         ({MODE: "R1"}, "R1"),
     ],
 )

@@ -7,14 +7,14 @@ from torch import Tensor
 from verl.algorithms.loss_registry import LossTerms, register_policy_loss
 from verl.algorithms.policy_losses.token import vanilla
 from verl.algorithms.rollout_correction import (
-    LOG_RATIO_BOUND,
-    Band,
     accepted,
+    gap_metrics,
     importance_ratio,
     importance_weights,
     log_ratio_of,
     parse_criteria,
     parse_is_threshold,
+    ratio_metrics,
 )
 from verl.config.rollout_correction import RolloutCorrectionConfig
 from verl.errors import ConfigError
@@ -65,13 +65,7 @@ def bypass_mode(
             "normalises over the batch of the step."
         )
     log_ratio = log_ratio_of(log_prob, old_log_prob, response_mask)
-    ratio = importance_ratio(log_ratio, response_mask, "token")
-    metrics = {
-        "actor/ppo_kl": -log_ratio,
-        "rollout_corr/kl": -log_ratio,
-        "rollout_corr/k3_kl": ratio - 1.0 - log_ratio,
-        "rollout_corr/chi2_token": (2.0 * log_ratio).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() - 1.0,
-    }
+    metrics = {"actor/ppo_kl": -log_ratio, **gap_metrics(log_ratio)}
     if settings.loss_type == "ppo_clip":
         terms = vanilla(old_log_prob, log_prob, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     else:
@@ -80,21 +74,10 @@ def bypass_mode(
             band = parse_is_threshold(settings.rollout_is_threshold)
             ratio = importance_ratio(log_ratio, response_mask, settings.rollout_is)
             terms = LossTerms(terms.losses * importance_weights(ratio, band).to(terms.losses.dtype))
-            metrics |= _ratio_metrics(ratio, band)
+            metrics |= ratio_metrics(ratio, band)
     losses = terms.losses
     if settings.rollout_rs is not None:
         kept = accepted(log_ratio, response_mask, parse_criteria(settings.rollout_rs, settings.rollout_rs_threshold))
         losses = zero_masked(losses, kept)
         metrics["rollout_corr/rollout_rs_masked_fraction"] = (~kept).double()
     return LossTerms(losses, terms.is_clipped, terms.is_clipped_lower, metrics)
-
-
-def _ratio_metrics(ratio: Tensor, band: Band) -> dict[str, Tensor]:
-    lower = 1.0 / band.upper if band.lower is None else band.lower
-    return {
-        "rollout_corr/rollout_is_mean": ratio,
-        "rollout_corr/rollout_is_max": ratio,
-        "rollout_corr/rollout_is_min": ratio,
-        "rollout_corr/rollout_is_ratio_fraction_high": (ratio > band.upper).double(),
-        "rollout_corr/rollout_is_ratio_fraction_low": (ratio < lower).double(),
-    }

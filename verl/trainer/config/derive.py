@@ -362,20 +362,24 @@ def _algorithm(tree: Tree, problems: list[Problem]) -> list[str]:
     if reads_sum:
         put(tree, f"{_ACTOR}.calculate_sum_pi_squared", True)
     correction = get(tree, "algorithm.rollout_correction")
-    if not isinstance(correction, Mapping) or correction.get("bypass_mode") is not True:
+    if not isinstance(correction, Mapping):
+        return []
+    bypasses = correction.get("bypass_mode") is True
+    if not bypasses and correction.get("prox_logp_method") != "loglinear":
         return []
     remarks = []
     if correction.get("rollout_is_batch_normalize") is True and correction.get("rollout_is") is not None:
         correction = {**correction, "rollout_is_batch_normalize": False}
         put(tree, "algorithm.rollout_correction", correction)
+        chosen, other = ("bypass_mode=true", "false") if bypasses else ("prox_logp_method=loglinear", "recompute")
         remarks.append(
-            "no effect: algorithm.rollout_correction.rollout_is_batch_normalize (in the bypass mode weights are made "
+            f"no effect: algorithm.rollout_correction.rollout_is_batch_normalize (with {chosen} weights are made "
             "inside the loss, which sees one micro-batch: their mean, and with it every gradient, would depend on how "
-            "the batch is cut and dealt to ranks; bypass_mode=false normalises over the whole batch)"
+            f"the batch is cut and dealt to ranks; {chosen.partition('=')[0]}={other} normalises over the whole batch)"
         )
     mode_key = f"{_ACTOR}.policy_loss.loss_mode"
     mode = get(tree, mode_key)
-    if mode not in ("vanilla", BYPASS):
+    if bypasses and mode not in ("vanilla", BYPASS):
         key = "algorithm.rollout_correction"
         cause = f"with {key}.bypass_mode=true the loss is {key}.loss_type"
         remedy = "leave it out, or set bypass_mode=false"
@@ -384,7 +388,8 @@ def _algorithm(tree: Tree, problems: list[Problem]) -> list[str]:
         settings = RolloutCorrectionConfig(**correction)
     except SectionError:
         return remarks  # validation of the algorithm section reports it
-    put(tree, mode_key, BYPASS)
+    if bypasses:
+        put(tree, mode_key, BYPASS)
     for section in ("algorithm", f"{_ACTOR}.policy_loss"):
         put(tree, f"{section}.rollout_correction", settings)
     return remarks

@@ -40,7 +40,6 @@ from verl.trainer.config import rules_off_policy as off_policy
 from verl.trainer.config import rules_sizes as sizes
 from verl.trainer.config import rules_vision as vision
 from verl.trainer.config.rules_asynchronous import asynchronous
-from verl.trainer.config.rules_off_policy import CORRECTION
 from verl.trainer.config.rules_resume import own_checkpoints
 from verl.trainer.config.rules_sizes import needs_critic, profilers
 from verl.trainer.ppo.utils import need_reference_policy
@@ -92,9 +91,6 @@ def router_replay(config: PPOConfig) -> Problems:
         return
     if actor.strategy == "megatron":
         yield Problem(key, mode, "megatron does not replay the choice of experts", "disabled")
-    if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
-        cause = f"{CORRECTION}.bypass_mode skips the pass of the actor that would record the choice"
-        yield Problem(key, mode, cause, "disabled, R3")
     if mode != "R3":
         return
     if not rollout.enable_rollout_routing_replay:
@@ -122,9 +118,6 @@ def estimator(config: PPOConfig) -> Problems:
         cause = f"{key}={name} cannot have KL in the reward: {needs.no_kl_in_reward}"
         remedy = "put the KL into the loss: actor_rollout_ref.actor.use_kl_loss=true"
         yield Problem("algorithm.use_kl_in_reward", True, cause, "false", remedy)
-    if config.algorithm.rollout_correction.bypass_mode and "sum_pi_squared" in columns:
-        cause = f"{key}={name} reads Σπ², which the skipped pass of the actor would compute"
-        yield Problem(f"{CORRECTION}.bypass_mode", True, cause, "false")
     if "index" in columns and n == 1 and function.__module__.startswith("verl."):
         yield Problem(
             "actor_rollout_ref.rollout.n",

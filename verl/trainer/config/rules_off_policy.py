@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl.algorithms import adv_needs, policy_loss_info
 from verl.algorithms import rollout_correction as correction
 from verl.config import PPOConfig, Problem, RolloutConfig, RolloutCorrectionConfig
 from verl.config.async_plan import AsyncPlan
@@ -40,6 +41,13 @@ def rollout_correction(config: PPOConfig) -> Problems:
             f"{CORRECTION}.rollout_is_batch_normalize", True, "there are no weights", "false", remedy, advice=True
         )
     yield from _bypass(config) if chosen.bypass_mode else _decoupled(config)
+    if chosen.bypass_mode and chosen.interpolates:
+        cause = "the bypass mode has no proximal policy: the policy that sampled is the old one"
+        yield Problem(f"{CORRECTION}.prox_logp_method", "loglinear", cause, "recompute", "or set bypass_mode=false")
+    elif chosen.interpolates:
+        yield from _interpolated(config)
+    if chosen.bypass_mode or chosen.interpolates:
+        yield from _without_pass(config)
 
 
 def _decoupled(config: PPOConfig) -> Problems:
@@ -64,18 +72,60 @@ def _bypass(config: PPOConfig) -> Problems:
         cause = f"it has no effect with {CORRECTION}.loss_type=ppo_clip, whose clipped ratio is the importance weight"
         remedy = "leave it null, or set loss_type=reinforce"
         yield Problem(f"{CORRECTION}.rollout_is", chosen.rollout_is, cause, remedy=remedy, advice=True)
-    actor = config.actor_rollout_ref.actor
-    cause = "in the bypass mode the trainer computes no old log-probs, and so no entropy"
+
+
+def _interpolated(config: PPOConfig) -> Problems:
+    """Interpolated old log-probs exist only inside of the policy loss, so that nothing else may read them."""
+    algorithm, loss_mode = config.algorithm, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    key, remedy = f"{CORRECTION}.prox_logp_method", "or choose prox_logp_method=recompute"
+    if AsyncPlan.of(config).mode == "sync":
+        cause = "all samples are of the weights before the step, so the interpolated policy is the one that sampled"
+        remedy_here = f"{CORRECTION}.bypass_mode=true says the same in fewer words"
+        yield Problem(key, "loglinear", cause, remedy=remedy_here, advice=True)
+    if algorithm.use_kl_in_reward:
+        cause = "the KL in the reward reads old log-probs before the update, and loglinear makes them in the loss"
+        yield Problem("algorithm.use_kl_in_reward", True, cause, "false", "use actor.use_kl_loss=true, " + remedy)
+    try:
+        needs, info = adv_needs(algorithm.adv_estimator), policy_loss_info(loss_mode)
+    except ConfigError:
+        return  # other rules report an unknown name
+    if "old_log_probs" in needs.columns:
+        cause = "the estimator reads old log-probs before the update, and loglinear makes them in the loss"
+        yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, cause, remedy="choose another, " + remedy)
+    if info.prepare is not None:
+        cause = "the loss reads old log-probs of the whole mini-batch first, and loglinear makes them in the loss"
+        yield Problem(LOSS_MODE, loss_mode, cause, remedy="choose another, " + remedy)
+    if algorithm.rollout_correction.rollout_rs is not None and not info.takes_weights:
+        cause = f"{LOSS_MODE}={loss_mode} has no parameter rollout_is_weights, by which tokens are taken out"
+        value = algorithm.rollout_correction.rollout_rs
+        yield Problem(f"{CORRECTION}.rollout_rs", value, cause, remedy="add the parameter to your loss, " + remedy)
+
+
+def _without_pass(config: PPOConfig) -> Problems:
+    """Settings that read what only the skipped pass over the policy before its update computes."""
+    actor, limit = config.actor_rollout_ref.actor, config.trainer.max_rollout_actor_probs_diff
+    bypasses = config.algorithm.rollout_correction.bypass_mode
+    setting = "bypass_mode=true" if bypasses else "prox_logp_method=loglinear"
+    remedy = f"or set {CORRECTION}.{'bypass_mode=false' if bypasses else 'prox_logp_method=recompute'}"
+    cause = f"with {CORRECTION}.{setting} the trainer makes no pass for old log-probs, and so has no entropy"
     if actor.policy_loss.top_entropy_quantile < 1:
         key = "actor_rollout_ref.actor.policy_loss.top_entropy_quantile"
-        yield Problem(key, actor.policy_loss.top_entropy_quantile, cause, "1", f"or set {CORRECTION}.bypass_mode=false")
+        yield Problem(key, actor.policy_loss.top_entropy_quantile, cause, "1", remedy)
     if actor.entropy_target is not None:
-        key = "actor_rollout_ref.actor.entropy_target"
-        yield Problem(key, actor.entropy_target, cause, "null", f"or set {CORRECTION}.bypass_mode=false")
-    if config.trainer.max_rollout_actor_probs_diff is not None:
-        cause = "in the bypass mode the trainer computes no old log-probs, so there is nothing to compare"
-        remedy = f"leave it null, or set {CORRECTION}.bypass_mode=false"
-        yield Problem(GAP_LIMIT, config.trainer.max_rollout_actor_probs_diff, cause, "null", remedy)
+        yield Problem("actor_rollout_ref.actor.entropy_target", actor.entropy_target, cause, "null", remedy)
+    if limit is not None:
+        cause = f"with {CORRECTION}.{setting} the trainer makes no pass for old log-probs: there is nothing to compare"
+        yield Problem(GAP_LIMIT, limit, cause, "null", f"leave it null, {remedy}")
+    if actor.router_replay.mode == "R2":
+        cause = f"{CORRECTION}.{setting} skips the pass of the actor that would record the choice"
+        yield Problem("actor_rollout_ref.actor.router_replay.mode", "R2", cause, "disabled, R3")
+    try:
+        reads_sum = "sum_pi_squared" in adv_needs(config.algorithm.adv_estimator).columns
+    except ConfigError:
+        return  # the rule of estimators reports an unknown name
+    if reads_sum:
+        cause = f"it reads Σπ², which the pass would compute that {CORRECTION}.{setting} skips"
+        yield Problem("algorithm.adv_estimator", config.algorithm.adv_estimator, cause, remedy=remedy[3:])
 
 
 def truncated_sampling(config: PPOConfig) -> Problems:

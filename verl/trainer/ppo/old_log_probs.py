@@ -1,8 +1,9 @@
 """Choice of the source of ``old_log_probs``, the log-probs of the policy before its update.
 
 In general they need a separate forward pass. If a batch is one optimizer step, the update's own forward pass runs on
-the same weights, so that its detached log-probs are ``old_log_probs`` and the ratio is 1. This requires that nothing
-reads them before the update.
+the same weights, so that its detached log-probs are ``old_log_probs`` and the ratio is 1. In bypass mode the rollout's
+log-probs are the old ones, and with A-3PO the policy loss interpolates between them and the current ones. If the update
+makes them itself, nothing may read them before it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ MADE = frozenset({"old_log_probs", "entropys", "sum_pi_squared"})
 class OldLogProbs:
     """The source of ``old_log_probs`` in a run, and the reason for it."""
 
-    source: Literal["forward", "update", "rollout"]
-    """``forward``: a separate forward pass; ``update``: the update's; ``rollout``: the rollout's, in bypass mode."""
+    source: Literal["forward", "update", "rollout", "interpolation"]
+    """``forward``: a separate forward pass; ``update``: the update's; ``rollout``: the rollout's, in bypass mode;
+    ``interpolation``: the policy loss interpolates between the rollout's and the current policy's (A-3PO)."""
     reason: str
 
     @classmethod
@@ -38,6 +40,8 @@ class OldLogProbs:
         """
         if config.algorithm.rollout_correction.bypass_mode:
             return cls("rollout", "algorithm.rollout_correction.bypass_mode=true")
+        if config.algorithm.rollout_correction.interpolates:
+            return cls("interpolation", "algorithm.rollout_correction.prox_logp_method=loglinear")
         if obstacles := list(_obstacles(config, randomness)):
             return cls("forward", "; ".join(obstacles))
         return cls("update", "a batch is one optimizer step, so the update computes the same log-probs")
@@ -47,6 +51,7 @@ class OldLogProbs:
             "forward": "a forward pass of their own",
             "update": "the update's own forward pass (actor.recompute_old_log_probs=always adds one for them)",
             "rollout": "the rollout engine",
+            "interpolation": "the policy loss, which interpolates them by the age of each token",
         }
         return f"old_log_probs come from {how[self.source]}: {self.reason}."
 

@@ -21,6 +21,7 @@ from verl.algorithms import (
     prepare_update,
     update_columns,
 )
+from verl.algorithms.rollout_correction import INTERPOLATED
 from verl.config import ActorConfig, RolloutCorrectionConfig
 from verl.errors import RolloutError
 from verl.experience.sequences import Trajectories, compared_groups, joined_sequences, mini_batches
@@ -223,7 +224,11 @@ def policy_columns(batch: DataProto, actor: ActorConfig, own_forward: bool = Fal
     """
     info = policy_loss_info(actor.policy_loss.loss_mode)
     needed = {*ACTOR_COLUMNS, "advantages", *update_columns(actor)}
-    needed |= set() if own_forward else {"old_log_probs"}
+    correction = actor.policy_loss.rollout_correction
+    if correction is not None and correction.interpolates:
+        needed |= set(INTERPOLATED)
+    elif not own_forward:
+        needed |= {"old_log_probs"}
     needed |= {"ref_log_prob"} if actor.use_kl_loss else set()
     # With R2 the pass that records the choice is the update's own if there is no other.
     replays = {"R2": not own_forward, "R3": True}

@@ -10,8 +10,8 @@
     reward     ──► scores           token_level_scores               (experience/scoring.py, reward_manager/)
        │ with dynamic sampling: back to the dataloader until the batch is full of informative prompts
        ▼
-    actor      ──► old_log_probs    old_log_probs, entropys          or the rollout's, in bypass mode; or
-       │                                                             the update's own (old_log_probs.py)
+    actor      ──► old_log_probs    old_log_probs, entropys          or the rollout's, in bypass mode; or those
+       │                                                             of the update itself (old_log_probs.py)
     driver     ──► correction       rollout_is_weights, accepted_mask                if it is on
     reference  ──► ref_log_prob     ref_log_prob                     if a KL term is on
     critic     ──► values           values                           if the estimator reads it
@@ -53,6 +53,7 @@ from verl.datasets.sampler import AbstractCurriculumSampler
 from verl.errors import ConfigError, DataError
 from verl.experience.ahead import Ahead
 from verl.experience.lockstep import Lockstep
+from verl.experience.off_policy import off_policy_metrics
 from verl.experience.records import RecordFolder
 from verl.experience.response_source import ResponseSource
 from verl.experience.rewards import EqualScores, RewardRecord, Scored
@@ -375,7 +376,7 @@ class PPOTrainer(TrainingLoop):
         own_forward = updates_actor and self.old_log_probs_plan.source == "update"
         experience = self.experience.next(context)
         batch = experience.batch
-        if not own_forward:
+        if not own_forward and self.old_log_probs_plan.source != "interpolation":
             batch = batch | self.old_log_probs(batch, context)
         batch = replace_columns(batch, experience.scores.result())
         self.policy_metrics(batch, context)
@@ -408,7 +409,7 @@ class PPOTrainer(TrainingLoop):
             context: takes the metrics.
         """
         context.generated_tokens = rewards.generated_tokens()
-        context.metrics |= rewards.metrics() | trajectory_metrics(rewards.batches)
+        context.metrics |= rewards.metrics() | trajectory_metrics(rewards.batches) | off_policy_metrics(batch)
         self.equal_scores.check(rewards)
         self._notify_dataset(batch, rewards)
         self.dump_numbers(batch, context)
