@@ -8,20 +8,23 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from verl.errors import EngineLostError, RolloutError
-from verl.serving.router import RolloutEndedError, Router
-from verl.workers.rollout.request import RolloutOutput, RolloutRequest, SamplingParams
+from verl.serving.router import MOST_EMPTY_ANSWERS, RolloutEndedError, Router
+from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest, SamplingParams
+from verl.workers.rollout.request_queue import Answer
 
 
 class RecordingLink:
     """An engine that answers only when the test says so."""
 
     def __init__(self) -> None:
+        self.requests: list[RolloutRequest] = []
         self.sent: list[tuple[int, int]] = []
         """Number and first token of each request."""
         self.cancelled: list[int] = []
-        self.aborted = self.closed = 0
+        self.aborted = self.interrupted = self.closed = 0
 
     def put(self, request_id: int, request: RolloutRequest) -> None:
+        self.requests.append(request)
         self.sent.append((request_id, request.prompt_ids[0]))
 
     def cancel(self, request_id: int) -> None:
@@ -29,6 +32,9 @@ class RecordingLink:
 
     def abort(self) -> None:
         self.aborted += 1
+
+    def interrupt(self) -> None:
+        self.interrupted += 1
 
     def close(self) -> None:
         self.closed += 1
@@ -59,7 +65,7 @@ class Played:
         await asyncio.sleep(0)
         return task
 
-    def answer(self, engine: int, token: int, answer: RolloutOutput | RolloutError | None = None) -> None:
+    def answer(self, engine: int, token: int, answer: Answer | DrawnPart | None = None) -> None:
         self.router.take_answer(self.links[engine].number_of(token), answer or output(token + 100))
 
     @property
@@ -202,3 +208,115 @@ def test_aborting_reaches_the_engines_that_draw():
         assert [link.aborted for link in p.links] == [1, 0]
 
     play(2, 1, script)
+
+
+def part(tokens: list[int], version: int, reason: FinishReason = "abort") -> RolloutOutput:
+    return RolloutOutput(tokens, [-float(token) for token in tokens], reason, version, num_preempted=1)
+
+
+async def ask_long(p: Played, token: int, told: list[DrawnPart] | None = None) -> asyncio.Task[RolloutOutput]:
+    request = RolloutRequest([token], SamplingParams(max_tokens=5, seed=0), streams=told is not None)
+    on_part = None if told is None else told.append
+    task = asyncio.create_task(p.router.generate(str(token), request, on_part))
+    await asyncio.sleep(0)
+    return task
+
+
+async def interrupting(p: Played) -> asyncio.Task[None]:
+    task = asyncio.create_task(p.router.interrupt())
+    await asyncio.sleep(0)
+    return task
+
+
+def test_an_interrupted_response_goes_on_with_other_weights_and_comes_whole():
+    async def script(p: Played) -> None:
+        router, [old], told = p.router, p.links, []
+        running, ends, unbegun = await ask_long(p, 1, told), await ask_long(p, 2), await ask_long(p, 3)
+        waits, left = await ask_long(p, 4), await ask_long(p, 5)  # room for three
+        first, second = await interrupting(p), await interrupting(p)
+        assert old.interrupted == 2
+        p.answer(0, 1, DrawnPart(0, [7]))
+        p.answer(0, 1, part([7, 8], 3))
+        p.answer(0, 2, part([9], 3, "stop"))  # its last token was the one during the interruption
+        assert not first.done()
+        p.answer(0, 3, part([], -1))
+        await asyncio.gather(first, second)
+        assert (await ends).versions == ((3, 1),)
+        left.cancel()
+        router.close()
+        assert (old.tokens, old.cancelled) == ([1, 2, 3], [])
+        [new] = p.links = [RecordingLink()]
+        router.open([new])
+        router.resume()
+        assert new.tokens == [1, 3, 4]
+        asked = new.requests[0]
+        assert (asked.prompt_ids, asked.drawn, asked.sampling.max_tokens) == ([1, 7, 8], 2, 3)
+        p.answer(0, 1, DrawnPart(0, [6]))
+        again = await interrupting(p)  # now within the third of five tokens
+        for token in (1, 3, 4):
+            p.answer(0, token, part([6], 4))
+        await again
+        router.resume()  # without an update between
+        assert new.requests[-3].prompt_ids == [1, 7, 8, 6]
+        p.answer(0, 1, part([5, 4], 4))  # told to stop after the last token that it may have
+        for token in (3, 4):
+            p.answer(0, token, part([2], 5, "stop"))
+        whole = await running
+        assert (whole.token_ids, whole.log_probs) == ([7, 8, 6, 5, 4], [-7.0, -8.0, -6.0, -5.0, -4.0])
+        assert (whole.finish_reason, whole.weight_version, whole.num_preempted) == ("length", 3, 3)
+        assert whole.versions == ((3, 2), (4, 3))
+        assert [(await task).versions for task in (unbegun, waits)] == [((4, 1), (5, 1))] * 2
+        drawn: list[int] = []
+        for one in told:
+            assert one.start <= len(drawn)
+            drawn[one.start : one.start + len(one.token_ids)] = one.token_ids
+        assert drawn == [7, 8, 6]
+
+    play(1, 3, script)
+
+
+def test_an_interruption_ends_with_the_requests_their_engines_and_the_pause():
+    async def script(p: Played) -> None:
+        router = p.router
+        await router.interrupt()  # nothing runs
+        router.resume()
+        gone, moved = await ask_long(p, 1), await ask_long(p, 2)
+        waits = await interrupting(p)
+        gone.cancel()
+        await asyncio.sleep(0)
+        assert p.links[0].cancelled == [p.links[0].number_of(1)]
+        p.answer(1, 2, EngineLostError("gone"))  # the second engine: its request waits for the first
+        await waits
+        router.resume()
+        assert p.links[0].tokens == [1, 2]
+        waits = await interrupting(p)
+        router.resume()  # the engine has not answered
+        p.answer(0, 2, part([7], 0))  # now it does, and is asked for the rest at once
+        await waits
+        assert p.links[0].requests[-1].prompt_ids == [2, 7]
+        waits = await interrupting(p)
+        router.close()  # at once, so the next engine draws again what this one has drawn
+        await waits
+        p.links = [RecordingLink()]
+        router.open(p.links)
+        router.resume()
+        p.answer(0, 2, part([8], 1, "stop"))
+        assert (await moved).versions == ((0, 1), (1, 1))
+
+    play(2, 8, script)
+
+
+def test_what_an_engine_ends_by_itself_is_asked_again_and_what_it_aborts_is_not():
+    async def script(p: Played) -> None:
+        task = await ask_long(p, 1)
+        p.answer(0, 1, part([7], 0))  # another router of this engine has interrupted it
+        for _ in range(MOST_EMPTY_ANSWERS):  # an engine that cannot go on
+            assert not task.done()
+            p.answer(0, 1, part([], 0))
+        assert ((await task).token_ids, (await task).finish_reason) == ([7], "abort")
+        task = await ask_long(p, 2)
+        p.router.abort()
+        p.answer(0, 2, part([8], 0))
+        assert ((await task).token_ids, (await task).finish_reason) == ([8], "abort")
+
+    play(1, 1, script)

@@ -77,6 +77,10 @@ class LocalSession(LocalConnection):
         """See :meth:`verl.serving.session.Session.pause`."""
         self.loop.call_soon_threadsafe(self.router.pause)
 
+    def interrupt(self) -> None:
+        """See :meth:`verl.serving.session.Session.interrupt`; in the event loop, await that of the router."""
+        asyncio.run_coroutine_threadsafe(self.router.interrupt(), self.loop).result()
+
     def resume(self) -> None:
         """See :meth:`verl.serving.session.Session.resume`."""
         self.loop.call_soon_threadsafe(self.router.resume)

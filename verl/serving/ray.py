@@ -33,7 +33,7 @@ from verl.serving.connection import LocalCall, LocalConnection
 from verl.serving.router import ENDED, RolloutEndedError, Router
 from verl.serving.sent_images import ImageReceiver, ImageSender
 from verl.single_controller.ray.private import brief
-from verl.single_controller.ray.watched_actor import WatchedActor
+from verl.single_controller.ray.watched_actor import ActorSilentError, WatchedActor
 from verl.utils.deferred import Deferred
 from verl.workers.rollout.request import NO_WEIGHTS, DrawnPart, RolloutOutput, RolloutRequest
 from verl.workers.rollout.request_queue import Answer, RequestQueue
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Command = tuple[str, int, Any]
-"""``put`` with a request, ``cancel``, ``abort``, ``join`` with another router, or ``close``, for the rank of an engine.
+"""``put`` with a request, ``cancel``, ``abort``, ``interrupt``, ``join`` with another router, or ``close``, for a rank.
 
 The integer is the id of the request, or the index of the router.
 """
@@ -77,6 +77,9 @@ class _Mailbox:
 
     def abort(self) -> None:
         self.add(("abort", 0, None))
+
+    def interrupt(self) -> None:
+        self.add(("interrupt", 0, None))
 
     def close(self) -> None:
         self.add(("close", 0, None))
@@ -174,6 +177,10 @@ class RouterActor:
     async def pause(self) -> None:
         """See :meth:`Router.pause`."""
         self.router.pause()
+
+    async def interrupt(self) -> None:
+        """See :meth:`Router.interrupt`."""
+        await self.router.interrupt()
 
     async def resume(self) -> None:
         """See :meth:`Router.resume`."""
@@ -275,6 +282,8 @@ class _Fetching:
                 self.queue.cancel(subject)
             elif what == "abort":
                 self.queue.abort()
+            elif what == "interrupt":
+                self.queue.interrupt()
             elif what == "join":
                 self._routers[subject], self._unanswered[subject] = value, set()
                 self._fetch(subject)
@@ -504,7 +513,7 @@ class RaySession:
         this_round = self._round = next(self._rounds), engines
         with ExitStack() as on_failure:
             on_failure.callback(self._close_in, this_round)
-            try:
+            with self._loss_named():
                 for other in self._others.values():
                     other.actor.open.remote(*this_round, {})
                 router, others = self.router, {index: other.actor for index, other in self._others.items()}
@@ -516,8 +525,6 @@ class RaySession:
                 router.result(router.actor.close.remote(this_round[0]))
                 group.wait_for(self._serving[1])
                 self._round = self._serving = None
-            except RayActorError as error:
-                raise ProcessLostError(f"the router of {self._title} died: {brief(str(error))}") from error
             on_failure.pop_all()
 
     def _close_in(self, this_round: tuple[int, int]) -> None:
@@ -554,6 +561,37 @@ class RaySession:
     def pause(self) -> None:
         """See :meth:`verl.serving.session.Session.pause`."""
         self._of_all("pause")
+
+    def interrupt(self) -> None:
+        """See :meth:`verl.serving.session.Session.interrupt`.
+
+        The routers share the engines, so requests of one may be interrupted before it is told to: it asks again at
+        once, or holds them. One that dies meanwhile is its owner's.
+        """
+        waits = {router.actor.interrupt.remote(): router for router in [self.router, *self._others.values()]}
+        while waits:
+            for reference in ray.wait(list(waits), timeout=CHECK_S)[0]:
+                router = waits.pop(reference)
+                with suppress(RayActorError) if router is not self.router else self._loss_named():
+                    router.result(reference)
+            silences: list[Sequence[float | None]] = []
+            for reference, router in list(waits.items()):
+                if router is self.router:
+                    continue
+                try:
+                    silences.append(router.look() or [])
+                except (ActorSilentError, RayActorError):
+                    del waits[reference]
+            if self._serving is not None:
+                self.check(silences)
+
+    @contextmanager
+    def _loss_named(self) -> Iterator[None]:
+        """Raise ProcessLostError if the driver's router dies within the context."""
+        try:
+            yield
+        except RayActorError as error:
+            raise ProcessLostError(f"the router of {self._title} died: {brief(str(error))}") from error
 
     def resume(self) -> None:
         """See :meth:`verl.serving.session.Session.resume`."""

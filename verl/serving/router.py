@@ -9,8 +9,9 @@ requests. An engine is given at most ``room`` requests at once, and further ones
     router.open([queue_of_engine_0, queue_of_engine_1])   # the engines are awake
     output = await router.generate("conversation", request)
     router.pause()                                        # requests wait here; what runs goes on
+    await router.interrupt()                              # what runs waits here too, with the tokens drawn so far
     router.close()                                        # the engines end their work, for new weights
-    router.open([...]); router.resume()                   # what waited is sent
+    router.open([...]); router.resume()                   # what waited is sent, and responses go on
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import itertools
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from verl.errors import EngineLostError, RolloutError
@@ -29,6 +31,10 @@ from verl.workers.rollout.request_queue import Answer
 
 REMEMBERED_CONVERSATIONS = 100_000
 """Conversations whose engine is remembered. Beyond that the least recently used is forgotten, to bound the memory."""
+INTERRUPT_EVERY_S = 0.1
+"""Interval at which engines are told to interrupt, until they have answered: one may be about to begin."""
+MOST_EMPTY_ANSWERS = 100
+"""How often in a row an engine may end a request by itself without a token, before that is the answer."""
 ENDED = "no rollout is running, so no engine answers. Do not call generate after run() has returned."
 
 
@@ -51,6 +57,10 @@ class EngineLink(Protocol):
         """Let the engine answer what it draws now with the tokens there are."""
         ...
 
+    def interrupt(self) -> None:
+        """Let the engine answer all requests that it has with the tokens there are."""
+        ...
+
     def close(self) -> None:
         """Let the engine end when it has answered its requests."""
         ...
@@ -62,10 +72,33 @@ class _PendingRequest:
 
     conversation: str
     request: RolloutRequest
+    """For the tokens that are left to draw."""
     answer: asyncio.Future[RolloutOutput]
     on_part: Callable[[DrawnPart], object] | None
     engine: int | None = None
     """None while it is held back."""
+    drawn: RolloutOutput | None = None
+    """What was drawn before interruptions."""
+    is_aborted: bool = False
+    """Whether :meth:`Router.abort` was called while it ran."""
+    empty_answers: int = 0
+    """How often engines ended it by themselves since its last token."""
+
+    def take(self, output: RolloutOutput, is_paused: bool) -> RolloutOutput | None:
+        """Take what an engine has drawn; return the whole response if it has ended, and is not to go on."""
+        if output.finish_reason != "abort" or self.is_aborted:
+            return self._whole(output)
+        if not output.token_ids:
+            self.empty_answers += not is_paused
+            return None if self.empty_answers < MOST_EMPTY_ANSWERS else self._whole(output)
+        if len(output.token_ids) == self.request.sampling.max_tokens:
+            return self._whole(replace(output, finish_reason="length"))
+        self.drawn, self.empty_answers = self._whole(output), 0
+        self.request = self.request.after(output.token_ids)
+        return None
+
+    def _whole(self, output: RolloutOutput) -> RolloutOutput:
+        return output if self.drawn is None else self.drawn.followed_by(output)
 
 
 @dataclass
@@ -100,6 +133,8 @@ class Router:
         """Requests that are held back by :meth:`pause`, in their order."""
         self._home: OrderedDict[str, int] = OrderedDict()
         self._is_paused = False
+        self._idle = asyncio.Event()
+        """Set when an engine has no requests any more."""
         self._refusal: RolloutError | None = RolloutEndedError(ended)
         """Why requests are refused; None while there are engines."""
         self.weight_version = NO_WEIGHTS
@@ -143,13 +178,26 @@ class Router:
         self._engines[pending.engine].heard_at = time.monotonic()
         if isinstance(answer, DrawnPart):
             if pending.on_part is not None:
-                pending.on_part(answer)
+                pending.on_part(replace(answer, start=pending.request.drawn + answer.start))
         elif isinstance(answer, EngineLostError):
             self._move_from_lost_engine(pending.engine, answer)
         elif isinstance(answer, RolloutError):
             pending.answer.set_exception(answer)
+        elif (whole := pending.take(answer, self._is_paused)) is not None:
+            pending.answer.set_result(whole)
         else:
-            pending.answer.set_result(answer)
+            self._go_on(request_id, answer.token_ids)
+
+    def _go_on(self, request_id: int, token_ids: list[int]) -> None:
+        """Ask for the rest of an interrupted response, now or after :meth:`resume`."""
+        pending = self._pending[request_id]
+        if token_ids and pending.on_part is not None:  # not all of them may have been told
+            pending.on_part(DrawnPart(pending.request.drawn - len(token_ids), token_ids))
+        assert pending.engine is not None
+        engine_index, pending.engine = pending.engine, None
+        self._leave(engine_index, request_id)
+        self._place(request_id)
+        self._send(engine_index)
 
     def silences(self) -> list[float | None]:
         """Return for how many seconds each engine has answered none of its requests; None for one that has none."""
@@ -162,6 +210,21 @@ class Router:
         for engine in self._engines:
             self._hold(list(engine.waiting))
             engine.waiting.clear()
+
+    async def interrupt(self) -> None:
+        """Hold back all requests, those that engines run with the tokens drawn so far; :meth:`resume` lets them go on.
+
+        It includes :meth:`pause`, and returns when every engine has answered, so that :meth:`close` loses no token. A
+        response goes on in another :meth:`open` too, with other weights, and its caller gets it whole. It may be called
+        again meanwhile; :meth:`resume` and :meth:`close` end it.
+        """
+        self.pause()
+        while self._is_paused and (running := [engine for engine in self._engines if engine.running]):
+            for engine in running:
+                engine.link.interrupt()
+            self._idle.clear()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), INTERRUPT_EVERY_S)
 
     def resume(self) -> None:
         """Send what was held back; it is refused if there are no engines. Idempotent."""
@@ -176,6 +239,8 @@ class Router:
     def abort(self) -> None:
         """Let all engines answer what they draw now with the tokens there are and ``finish_reason`` "abort"."""
         for engine in self._engines:
+            for request_id in engine.running:
+                self._pending[request_id].is_aborted = True
             if engine.running:
                 engine.link.abort()
 
@@ -193,6 +258,7 @@ class Router:
                 engine.link.cancel(request_id)
             engine.link.close()
         self._engines = []
+        self._idle.set()
         if self._is_paused and error is None:
             self._hold(list(self._pending))
             return
@@ -247,10 +313,17 @@ class Router:
         if request_id in engine.waiting:
             engine.waiting.remove(request_id)
         if request_id in engine.running:
-            engine.running.discard(request_id)
+            self._leave(pending.engine, request_id)
             if pending.answer.cancelled():
                 engine.link.cancel(request_id)
         self._send(pending.engine)
+
+    def _leave(self, engine_index: int, request_id: int) -> None:
+        """Note that an engine runs a request no more."""
+        running = self._engines[engine_index].running
+        running.discard(request_id)
+        if not running:
+            self._idle.set()
 
     def _move_from_lost_engine(self, lost: int, error: EngineLostError) -> None:
         """Give the requests of a lost engine to the others."""
@@ -259,6 +332,7 @@ class Router:
         orphans = [*engine.running, *engine.waiting]
         engine.running.clear()
         engine.waiting.clear()
+        self._idle.set()
         if all(other.is_lost for other in self._engines):
             self.close(error)
             return

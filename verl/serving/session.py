@@ -6,6 +6,7 @@
     session.serve_while(group, start_work).result()       # awake with the group's newest weights; work asks by `send`
     session.send("conversation 7", request, on_part)      # from any thread, at any time
     session.pause()                                       # requests wait from now on, also over new weights
+    session.interrupt()                                   # what is drawn now waits too, with the tokens there are
     session.abort()                                       # what is drawn now ends with the tokens there are
     session.resume()
 
@@ -51,6 +52,20 @@ class Session(Connection, Protocol):
         """Let requests that no engine has yet wait, until :meth:`resume`. What runs goes on. Idempotent.
 
         If the engines fall asleep meanwhile, what they ran waits too, and is asked again with the next weights.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """Let all requests wait, those under way with the tokens drawn so far, until :meth:`resume`; blocks.
+
+        It includes :meth:`pause`. When it returns, every engine has answered, so that nothing drawn is lost if the
+        engines fall asleep. Responses go on with the weights that the engines have after :meth:`resume`, and those who
+        wait for them get them whole (:attr:`~verl.workers.rollout.request.RolloutOutput.versions`). May be called
+        again meanwhile, and without a request.
+
+        Raises:
+            ProcessLostError: a rank or the router died, or a rank hangs.
+            WorkerError: an engine failed.
         """
         ...
 

@@ -58,6 +58,7 @@ class EngineUnderTest:
         keeps_memory: why sleep does not give the memory back; empty: it does.
         streams: whether it tells tokens of a response that streams before its end.
         counts_preemptions: whether it tells how often it interrupted a response for want of memory.
+        draws_anew: why random numbers of an interrupted response do not go on where they stopped; empty: they do.
     """
 
     name: str
@@ -70,6 +71,7 @@ class EngineUnderTest:
     keeps_memory: str = ""
     streams: bool = False
     counts_preemptions: bool = False
+    draws_anew: str = ""
 
     def engine_class(self) -> type[BaseRollout]:
         """What is tested."""

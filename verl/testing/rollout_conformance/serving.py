@@ -206,6 +206,33 @@ def check_a_conversation_goes_on_with_the_newest_weights(engine: EngineUnderTest
 # ---- cancellation
 
 
+def check_an_interrupted_response_goes_on_as_if_it_had_not_been(engine: EngineUnderTest) -> None:
+    """After any number of tokens: the same tokens, the same end, and log-probs of the same distribution."""
+    running = engine.ready(prompt_length=20)
+    chosen = next(c for p in PROMPTS if len(set(c := oracle_greedy(p, 12))) > 6 and not set(c[:8]) & {0, 1, 2, 3})
+    prompt = next(p for p in PROMPTS if oracle_greedy(p, 12) == chosen)
+    stop = "".join(map(running.tokenizer.decode, ([chosen[4]], [chosen[5]])))
+    asked = [*mixed_requests(), greedy(prompt, stop=(stop,)), greedy(prompt, stop_token_ids=(chosen[5],))]
+    whole = running.generate(asked)
+    assert [output.finish_reason for output in whole[-2:]] == ["stop", "stop"]
+    for count in (1, 2, 5, 11):
+        pairs = [
+            (one.after(output.token_ids[:count]), output)
+            for one, output in zip(asked, whole, strict=True)
+            if len(output.token_ids) > count and (one.sampling.is_greedy or not engine.draws_anew)
+        ]
+        rest = running.generate([one for one, _ in pairs])
+        for (_, output), drawn in zip(pairs, rest, strict=True):
+            assert (drawn.token_ids, drawn.finish_reason) == (output.token_ids[count:], output.finish_reason)
+            engine.assert_close([drawn.log_probs], [output.log_probs[count:]])
+    if engine.draws_anew:  # other random numbers than for the beginning, and twice the same
+        cut = [request(PROMPTS[i], seed=i, ignore_eos=True).after([30, 31]) for i in range(6)]
+        first, again = running.generate(cut), running.generate(cut)
+        assert tokens_of(first) == tokens_of(again)
+        repeated = running.generate([replace(one, drawn=0) for one in cut])
+        assert all(one != other for one, other in zip(tokens_of(first), tokens_of(repeated), strict=True))
+
+
 def check_abort_gives_back_what_there_is(engine: EngineUnderTest) -> None:
     """Ended responses are whole, others a first part of what they would have been; the next batch is as ever."""
     running = engine.ready(response_length=600, max_num_seqs=8)

@@ -302,7 +302,8 @@ class BaseRollout(ABC):
         if self._vision is None:
             return
         wanted = 0 if request.images is None else self._vision.tokens_of(request.images[IMAGE_INPUTS[1]])
-        image_tokens = sum(map(request.prompt_ids.count, self._vision.token_ids)) - len(request.text_places)
+        before = request.prompt_ids[: len(request.prompt_ids) - request.drawn]
+        image_tokens = sum(map(before.count, self._vision.token_ids)) - len(request.text_places)
         if image_tokens != wanted:
             raise RolloutError(
                 f"request {request_index} has {image_tokens} image tokens, and its images make {wanted}. Give the "

@@ -20,7 +20,6 @@ from verl.utils.model import empty_causal_lm, torch_dtype
 from verl.workers.rollout.base import (
     NO_WEIGHTS,
     BaseRollout,
-    FinishReason,
     RolloutOutput,
     RolloutRegistry,
     RolloutRequest,
@@ -136,12 +135,12 @@ class HFRollout(BaseRollout):
         return outputs
 
     def _generate_batch(self, requests: list[RolloutRequest], aborted: Event) -> list[RolloutOutput]:
-        params = [request.sampling for request in requests]
-        longest = max(p.max_tokens for p in params)
+        params = [request.of_response for request in requests]
+        longest, most = max(p.max_tokens for p in params), max(request.sampling.max_tokens for request in requests)
         returns_routing = any(request.returns_routing for request in requests)
         batch = DecodingBatch(
-            [PromptWithImages(tuple(r.prompt_ids), r.images, r.text_places) for r in requests],
-            longest,
+            [PromptWithImages(tuple(r.prompt_ids), r.images, tuple(r.places_of_text)) for r in requests],
+            most,
             self._awake_module(),
             self.config.max_num_batched_tokens,
             self._routers if returns_routing else None,
@@ -151,40 +150,36 @@ class HFRollout(BaseRollout):
         raw = self.config.logprobs_mode == "raw_logprobs"
         sampler = TokenSampler(params, self.device, raw, never=self.unknown_ids)
         stop = StopRules(params, self.eos_token_ids, self.tokenizer, self.device)
-        tokens = torch.zeros(len(requests), longest, dtype=torch.long, device=self.device)
-        log_probs = torch.zeros(len(requests), longest, device=self.device)
-        for step in range(longest):
+        tokens = torch.zeros(len(requests), longest + 1, dtype=torch.long, device=self.device)
+        log_probs = torch.zeros(len(requests), longest + 1, device=self.device)
+        before = torch.tensor([request.drawn for request in requests], device=self.device)
+        for row, request in enumerate(requests):
+            tokens[row, : request.drawn] = torch.tensor(request.drawn_ids, device=self.device)
+        for step in range(most):
             self.tell_state(if_due=True)
-            drawn, log_prob = sampler(batch.logits, batch.rows, step)
-            tokens[batch.rows, step], log_probs[batch.rows, step] = drawn, log_prob
-            self._response_tokens += self._drawing  # rows that have ended may still be in the batch
-            going_on = stop.going_on(tokens, batch.rows, step)  # indices into batch.rows
+            # Rows that have ended may still be in the batch.
+            at = (before[batch.rows] + step).clamp(max=longest)
+            drawn, log_prob = sampler(batch.logits, batch.rows, at.clamp(max=longest - 1))
+            tokens[batch.rows, at], log_probs[batch.rows, at] = drawn, log_prob
+            self._response_tokens += self._drawing
+            going_on = stop.going_on(tokens, batch.rows, at)  # indices into batch.rows
             self._drawing = len(going_on)
             if len(going_on) == 0 or aborted.is_set():
                 break
             if len(going_on) < _COMPACT_BELOW * len(batch.rows):
                 batch.keep(going_on)
-            batch.forward(tokens[batch.rows, step])
+                at = at[going_on]
+            batch.forward(tokens[batch.rows, at])
         logger.debug("hf engine: %d rows, %.1f MiB of keys and values", len(requests), batch.nbytes / 2**20)
-        outputs = self._outputs(tokens, log_probs, *stop.results(drawn=step + 1))
+        rows = zip(tokens.tolist(), log_probs.tolist(), before.tolist(), *stop.results(before + step + 1), strict=True)
+        version = self.weight_version
+        outputs = [RolloutOutput(t[b:n], p[b:n], reason, version, num_preempted=0) for t, p, b, n, reason in rows]
+        self.check_finite(outputs)
         if batch.routing is None:
             return outputs
         return [
-            replace(output, routed_experts=batch.routing.of(row, len(output.token_ids)))
+            replace(output, routed_experts=batch.routing.of(row, 0, len(output.token_ids)))
             if requests[row].returns_routing
             else output
             for row, output in enumerate(outputs)
         ]
-
-    def _outputs(
-        self,
-        tokens: Tensor,
-        log_probs: Tensor,
-        lengths: list[int],
-        reasons: list[FinishReason],
-    ) -> list[RolloutOutput]:
-        rows = zip(tokens.tolist(), log_probs.tolist(), lengths, reasons, strict=True)
-        version = self.weight_version
-        outputs = [RolloutOutput(t[:n], p[:n], reason, version, num_preempted=0) for t, p, n, reason in rows]
-        self.check_finite(outputs)
-        return outputs

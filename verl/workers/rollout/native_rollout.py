@@ -162,7 +162,8 @@ class NativeRollout(BaseRollout):
             prompt = max(len(request.prompt_ids) for request in requests)
             response = max(request.sampling.max_tokens for request in requests) - 1
             self._answer_all(queue, self._memory_for(len(requests), prompt, response))
-        return [cast(RolloutOutput, answers[request_id]) for request_id in range(len(requests))]
+            unbegun = self._output([], [], "abort")  # aborted before it took any
+        return [cast(RolloutOutput, answers.get(request_id, unbegun)) for request_id in range(len(requests))]
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """See :meth:`BaseRollout.generate_sequences`. Collective over the ranks that share the model."""

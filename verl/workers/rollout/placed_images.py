@@ -63,7 +63,7 @@ class PlacedImages:
             return None
         ids = torch.tensor(request.prompt_ids)
         is_image = vision.marked(ids)
-        is_image[list(request.text_places)] = False
+        is_image[request.places_of_text] = False
         grid = request.images[IMAGE_INPUTS[1]]
         positions = mrope_positions(ids, grid, vision, is_image, request.images.get(SECONDS))
         places = is_image.nonzero().flatten().split([vision.tokens_of(image) for image in grid])

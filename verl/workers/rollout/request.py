@@ -12,11 +12,12 @@ Prompts (each row already repeated ``n`` times by the driver):
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from verl.config import RolloutConfig
@@ -104,6 +105,31 @@ class RolloutRequest:
     """Return the experts that each token went to."""
     streams: bool = False
     """Tell the tokens while the response is drawn (:class:`DrawnPart`), by engines that can."""
+    drawn: int = 0
+    """How many of the last tokens of ``prompt_ids`` are the beginning of the response, which was interrupted after
+    them. Random numbers and stop texts go on from there; ``max_tokens`` counts, and the answer has, only what comes
+    after ``prompt_ids``."""
+
+    @property
+    def drawn_ids(self) -> list[int]:
+        """The tokens of the response that were drawn before."""
+        return self.prompt_ids[len(self.prompt_ids) - self.drawn :]
+
+    @property
+    def of_response(self) -> SamplingParams:
+        """The sampling parameters of the whole response, with the tokens that were drawn before."""
+        return replace(self.sampling, max_tokens=self.sampling.max_tokens + self.drawn)
+
+    @property
+    def places_of_text(self) -> list[int]:
+        """Places of tokens that stand for no image: ``text_places``, and those of the response."""
+        return [*self.text_places, *range(len(self.prompt_ids) - self.drawn, len(self.prompt_ids))]
+
+    def after(self, token_ids: Sequence[int]) -> Self:
+        """Return the request for the rest of the response, of which these tokens have been drawn."""
+        left = replace(self.sampling, max_tokens=self.sampling.max_tokens - len(token_ids))
+        drawn = self.drawn + len(token_ids)
+        return replace(self, prompt_ids=[*self.prompt_ids, *token_ids], sampling=left, drawn=drawn)
 
 
 @dataclass(frozen=True)
@@ -111,7 +137,8 @@ class DrawnPart:
     """Tokens of a response that goes on."""
 
     start: int
-    """How many tokens of the response come before. A response that is drawn again, by another engine, begins at 0."""
+    """How many tokens of the response come before, or of what an engine draws of it, as the engine tells it. Tokens may
+    come again: of a response that was interrupted, or is drawn again by another engine."""
     token_ids: list[int]
 
 
@@ -130,12 +157,44 @@ class RolloutOutput:
     """``stop``: an end token or stop text; ``length``: ``max_tokens`` reached; ``abort``: ended by
     :meth:`~verl.workers.rollout.base.BaseRollout.abort`, with the tokens drawn until then, possibly none."""
     weight_version: int
-    """Version of the weights that the response was drawn with."""
+    """Version of the weights that the response was drawn with; of several the oldest."""
     routed_experts: Tensor | None = None
     """(tokens of prompt and response, layers, experts per token), if the request asks for it; the last token, which
     has not gone into the model, has unknown ones. See :mod:`verl.workers.routers`."""
     num_preempted: int | None = None
     """How often the engine interrupted the response for want of memory; None where it does not tell."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """Versions of the weights, in order, and how many tokens were drawn with each; by default all with
+    ``weight_version``."""
+
+    def __post_init__(self) -> None:
+        if not self.versions and self.token_ids:
+            object.__setattr__(self, "versions", ((self.weight_version, len(self.token_ids)),))
+
+    def followed_by(self, rest: RolloutOutput) -> RolloutOutput:
+        """Return the whole response, of which this is the beginning.
+
+        Experts are those with which each token's successor was drawn: of the tokens that are in both parts, those of
+        this one, as far as it has them.
+        """
+        versions = [*self.versions, *rest.versions]
+        if self.versions and rest.versions and self.versions[-1][0] == rest.versions[0][0]:
+            joint = self.versions[-1][0], self.versions[-1][1] + rest.versions[0][1]
+            versions = [*self.versions[:-1], joint, *rest.versions[1:]]
+        routed = rest.routed_experts
+        if routed is not None and self.routed_experts is not None:
+            known = len(self.routed_experts) - 1  # the last token had not gone into the model
+            routed = torch.cat([self.routed_experts[:known], routed[known:]])
+        counts = self.num_preempted, rest.num_preempted
+        return RolloutOutput(
+            [*self.token_ids, *rest.token_ids],
+            [*self.log_probs, *rest.log_probs],
+            rest.finish_reason,
+            min((version for version, _ in versions), default=rest.weight_version),
+            routed,
+            None if None in counts else sum(filter(None, counts)),
+            tuple(versions),
+        )
 
 
 def sample_seed(global_seed: int, step: int, uid: object, sample_index: int) -> int:
@@ -150,6 +209,16 @@ def sample_seed(global_seed: int, step: int, uid: object, sample_index: int) -> 
     # Not `hash`, which differs between processes.
     text = f"{global_seed}|{step}|{uid}|{sample_index}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def continued_seed(seed: int, drawn: int) -> int:
+    """Seed for the rest of a response in an engine whose random numbers cannot go on from a position.
+
+    Args:
+        seed: of the response.
+        drawn: number of tokens that were drawn before; 0 gives ``seed`` itself.
+    """
+    return sample_seed(seed, 0, "rest", drawn) if drawn else seed
 
 
 def requests_from_prompts(prompts: DataProto, config: RolloutConfig) -> list[RolloutRequest]:

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from verl.errors import RolloutError
-from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest
+from verl.workers.rollout.request import NO_WEIGHTS, DrawnPart, RolloutOutput, RolloutRequest
 
 Answer = RolloutOutput | RolloutError
 """What became of a request: a response, or why this request cannot be served."""
@@ -33,8 +33,8 @@ class RequestQueue:
 
     Args:
         on_answer: called once with the id and the answer of each request that was neither cancelled nor left when
-            the queue was closed, and before that with parts of the response if the request streams; in the engine's
-            thread, so it must return at once.
+            the queue was closed, and before that with parts of the response if the request streams; in the thread of
+            the engine, or of :meth:`interrupt`, so it must return at once.
     """
 
     def __init__(self, on_answer: Callable[[int, Answer | DrawnPart], object]) -> None:
@@ -77,6 +77,14 @@ class RequestQueue:
         """Let the engine answer what it draws now with the tokens there are; requests that it has not begun stay."""
         if self.on_abort is not None:
             self.on_abort()
+
+    def interrupt(self) -> None:
+        """As :meth:`abort`; requests that the engine has not begun are answered too, without tokens."""
+        with self._changed:
+            unbegun, self._waiting = self._waiting, deque()
+        for request_id, _ in unbegun:
+            self._on_answer(request_id, RolloutOutput([], [], "abort", NO_WEIGHTS))
+        self.abort()
 
     def close(self) -> None:
         """Let :meth:`BaseRollout.serve` return once it has answered what it has taken. Idempotent."""

@@ -35,12 +35,19 @@ class RoutingTable:
         columns = first[:, None] + torch.arange(size, device=rows.device)
         self._responses[rows[:, None], columns] = chosen.flatten(1)
 
-    def of(self, row: int, tokens: int) -> Tensor:
-        """Return the choices of a row's prompt and of ``tokens`` response tokens, of which the last is unknown."""
-        prompt = self._prompts[row]
+    def of(self, row: int, start: int, end: int) -> Tensor:
+        """Return the choices of a row's prompt and of its response tokens from ``start`` on; the last is unknown.
+
+        Args:
+            row: of the request.
+            start: number of the response's tokens that are in the prompt.
+            end: number of its tokens.
+        """
+        prompt, tokens = self._prompts[row], end - start
         response = torch.full_like(prompt[:1], unknown(prompt.dtype)).repeat(tokens, 1, 1)
         if tokens > 1:
-            known = self._responses[row, : (tokens - 1) * prompt[0].numel()]
+            size = prompt[0].numel()
+            known = self._responses[row, start * size : (end - 1) * size]
             response[: tokens - 1] = known.view(tokens - 1, *prompt.shape[1:])
         return torch.cat([prompt, response]).cpu()
 

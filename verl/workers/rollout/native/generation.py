@@ -18,7 +18,7 @@ from verl.workers.rollout.native.memory import KeyValueMemory
 from verl.workers.rollout.native.model import NativeModel
 from verl.workers.rollout.native.prefixes import PAGE, Prefix, PrefixCache
 from verl.workers.rollout.placed_images import ImageSpan, PlacedImages
-from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest, SamplingParams
+from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest
 from verl.workers.rollout.request_queue import STREAM_EVERY_S, RequestQueue
 from verl.workers.rollout.routing import RoutingTable
 from verl.workers.rollout.sampling import StopRules, TokenSampler, enlarged
@@ -37,8 +37,8 @@ class Group:
 
     prompt_ids: list[int]
     images: PlacedImages | None = None
-    members: list[tuple[int, SamplingParams]] = field(default_factory=list)
-    """Id and sampling parameters of each request."""
+    members: list[tuple[int, RolloutRequest]] = field(default_factory=list)
+    """Id of each request, and the request."""
     known: Prefix = field(default_factory=Prefix)
     """The beginning of the prompt whose keys and values are cached."""
 
@@ -112,8 +112,8 @@ class Generation:
         """By the prompt and the hashes of its images, the waiting group that takes further requests."""
         self._waited = 0
         """Tokens that were drawn for running rows since a request began to wait."""
-        self._running: dict[int, tuple[int, Group]] = {}
-        """Id and group of the request of each row."""
+        self._running: dict[int, tuple[int, int, Group]] = {}
+        """Of the request of each row its id, how many tokens of the response were drawn before, and its group."""
         self._free = list(range(memory.room))
         """A heap of the rows that are not in use."""
         none = torch.zeros(0, dtype=torch.long, device=model.device)
@@ -168,8 +168,10 @@ class Generation:
 
     def _news(self, aborted: Event) -> Arrivals:
         """Return what came since the last token, the same on all ranks of the engine."""
-        queue = self._queue
-        return self._model.ranks.share(Arrivals(aborted.is_set(), queue.take_cancelled(), queue.take(None, wait=False)))
+        queue, is_aborted = self._queue, aborted.is_set()
+        # What is not begun stays in the queue.
+        requests = [] if is_aborted else queue.take(None, wait=False)
+        return self._model.ranks.share(Arrivals(is_aborted, queue.take_cancelled(), requests))
 
     def _take(self, requests: Sequence[tuple[int, RolloutRequest]]) -> None:
         """Group new requests by prompt, in the order of arrival."""
@@ -186,12 +188,12 @@ class Generation:
             if group is None or len(group.members) == self._memory.room:
                 group = self._open[new.identity] = new
                 self._waiting.append(group)
-            group.members.append((request_id, request.sampling))
+            group.members.append((request_id, request))
             if request.returns_routing:
                 self._routing = self._routing or RoutingTable()
                 self._routed.add(request_id)
             if request.streams:
-                self._streamed[request_id] = 0
+                self._streamed[request_id] = request.drawn
 
     def _admit(self, aborted: Event) -> list[tuple[Tensor, Tensor]]:
         """Prefill requests for which there is room; one pair of rows and logits of their first tokens per pass."""
@@ -245,8 +247,9 @@ class Generation:
 
     def _start(self, groups: Sequence[Group], rows: list[int]) -> Tensor:
         """Give the requests of the groups their rows."""
-        params = [sampling for group in groups for _, sampling in group.members]
-        members = [(request_id, group) for group in groups for request_id, _ in group.members]
+        requests = [request for group in groups for _, request in group.members]
+        params = [request.of_response for request in requests]
+        members = [(request_id, request.drawn, group) for group in groups for request_id, request in group.members]
         self._running.update(zip(rows, members, strict=True))
         self._sampler.put(rows, params)
         self._stop.put(rows, params)
@@ -254,7 +257,10 @@ class Generation:
         self._drawn = enlarged(self._drawn, count)
         self._tokens, self._log_probs = (enlarged(table, count, longest) for table in (self._tokens, self._log_probs))
         index = torch.tensor(rows, device=self._drawn.device)
-        self._drawn[index] = 0
+        self._drawn[index] = torch.tensor([request.drawn for request in requests], device=self._drawn.device)
+        for row, request in zip(rows, requests, strict=True):
+            if request.drawn:
+                self._tokens[row, : request.drawn] = torch.tensor(request.drawn_ids, device=self._tokens.device)
         return index
 
     def _prefill(self, groups: Sequence[Group], rows: list[int]) -> Tensor:
@@ -319,12 +325,12 @@ class Generation:
         if now - self._streamed_at < STREAM_EVERY_S:  # each part waits for the device
             return
         self._streamed_at = now
-        for row, (request_id, _) in self._running.items():
+        for row, (request_id, before, _) in self._running.items():
             start = self._streamed.get(request_id)
             if start is not None:
                 new = self._tokens[row, start : int(self._drawn[row])].tolist()
                 self._streamed[request_id] = start + len(new)
-                self._queue.answer_part(request_id, DrawnPart(start, new))
+                self._queue.answer_part(request_id, DrawnPart(start - before, new))
 
     def _finish(self, rows: Tensor, places: list[int] | None) -> None:
         """Answer the requests of rows that have ended, and free the rows; keep states of those in ``places``."""
@@ -333,10 +339,10 @@ class Generation:
         longest = max(lengths, default=0)
         tokens, log_probs = (table[rows, :longest].tolist() for table in (self._tokens, self._log_probs))
         for at, (row, n, reason) in enumerate(zip(rows.tolist(), lengths, reasons, strict=True)):
-            request_id, group = self._running[row]
-            answer = self._answer(tokens[at][:n], log_probs[at][:n], reason)
+            request_id, before, group = self._running[row]
+            answer = self._answer(tokens[at][before:n], log_probs[at][before:n], reason)
             if self._routing is not None and request_id in self._routed:
-                answer = replace(answer, routed_experts=self._routing.of(row, n))
+                answer = replace(answer, routed_experts=self._routing.of(row, before, n))
             if self._cache is not None and places is not None:  # the last token has not gone into the model
                 text = group.prompt_ids + answer.token_ids[:-1]
                 self._cache.add(text, functools.partial(self._memory.row_states, places[at]), group.spans)
@@ -367,7 +373,7 @@ class Generation:
         if self._routing is not None:
             self._routing.drop(rows)
         for row in rows:
-            request_id, _ = self._running.pop(row)
+            request_id, *_ = self._running.pop(row)
             self._routed.discard(request_id)
             self._streamed.pop(request_id, None)
             heapq.heappush(self._free, row)

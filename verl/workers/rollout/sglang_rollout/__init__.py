@@ -79,15 +79,16 @@ class SGLangRollout(RemoteRollout):
             "stop": [] if self._arguments["skip_tokenizer_init"] else list(sampling.stop),
             "no_stop_trim": True,
             "custom_params": {
-                "prompt_length": len(request.prompt_ids),
+                "prompt_length": len(request.prompt_ids) - request.drawn,
                 "raw": self.config.logprobs_mode == "raw_logprobs",
-                "row": {field: getattr(sampling, field) for field in _ROW_FIELDS},
+                "row": {field: getattr(request.of_response, field) for field in _ROW_FIELDS},
             },
         }
+        before = request.drawn_ids
 
         def is_end(tokens: list[int]) -> bool:
             texts = sampling.stop
-            return tokens[-1] in ends or bool(texts and completes_stop_text(tokens, texts, self.tokenizer))
+            return tokens[-1] in ends or bool(texts and completes_stop_text(before + tokens, texts, self.tokenizer))
 
         ends_here = is_end if ends or sampling.stop else None
         return PartialResponse(request, params, ends_here, has_adapters=self._holds_base)

@@ -13,6 +13,7 @@ from verl.utils.model import has_experts
 from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
 from verl.workers.rollout.client import EngineClient, PartialResponse
 from verl.workers.rollout.remote import RemoteRollout
+from verl.workers.rollout.request import continued_seed
 from verl.workers.rollout.sampling import completes_stop_text
 from verl.workers.rollout.vllm_rollout.client import VLLMClient
 from verl.workers.rollout.vllm_rollout.settings import engine_arguments
@@ -43,7 +44,8 @@ class VLLMRollout(RemoteRollout):
         params: dict[str, object] = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
-            "seed": sampling.seed,
+            # vLLM cannot go on in the random numbers of a seed.
+            "seed": continued_seed(sampling.seed, request.drawn),
             # vLLM runs without a tokenizer, so it cannot find the end tokens itself.
             "ignore_eos": True,
             "stop_token_ids": sorted(ends),
@@ -52,8 +54,8 @@ class VLLMRollout(RemoteRollout):
         }
         if sampling.truncates:
             params |= {"top_p": sampling.top_p, "top_k": max(sampling.top_k, 0), "min_p": sampling.min_p}
-        texts = sampling.stop
-        is_end = (lambda tokens: completes_stop_text(tokens, texts, self.tokenizer)) if texts else None
+        texts, before = sampling.stop, request.drawn_ids
+        is_end = (lambda tokens: completes_stop_text(before + tokens, texts, self.tokenizer)) if texts else None
         return PartialResponse(request, params, is_end, has_adapters=self._holds_base)
 
 
