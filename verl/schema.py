@@ -4,7 +4,7 @@ Padding: prompts are padded on the left, responses on the right, so that positio
 of a row is always its first response token. ``sequence_length`` is ``prompt_length +
 response_length``; before generation, when there are only prompts, it is ``prompt_length``.
 
-Per-token columns of a response are 0 where ``response_mask`` is 0. Index t refers to the
+Per-token columns of a response are 0 where ``response_mask`` is 0, but for ``weight_versions``. Index t refers to the
 prediction of ``responses[:, t]`` from everything before it.
 """
 
@@ -108,6 +108,14 @@ _LOG_PROBS = (
         "log-probabilities under the engine that sampled",
         "generate_sequences",
         ("metrics", "rollout correction"),
+    ),
+    Column(
+        "weight_versions",
+        "int32",
+        RESPONSE,
+        "version of the weights that drew the token, -1 where the policy drew none",
+        "generate_sequences",
+        ("metrics", "dumps"),
     ),
     Column(
         "updates_behind",
@@ -263,7 +271,7 @@ _OBJECTS = (
            "a greedy rollout (adv_estimator=remax)", ("reward",)),
     Column("finish_reason", "object", ROW, "why generation ended: stop, length or abort", "generate_sequences",
            ("metrics",)),
-    Column("weight_version", "object", ROW, "version of the weights that sampled it", "generate_sequences",
+    Column("weight_version", "object", ROW, "oldest version of the weights that sampled it", "generate_sequences",
            ("metrics",)),
     Column("agent_name", "object", ROW, "agent loop that answers the prompt", "the data set", AGENTS),
     Column("tools_kwargs", "object", ROW, "arguments for each tool", "the data set", AGENTS),

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.agents.one_engine import OneEngine, prompts
 from tests.support.chat_templates import FAMILIES
 from verl.agents.parsers import FunctionCall, ToolParser
-from verl.agents.turns import DrawnTurn, drawn_routing
+from verl.agents.turns import DrawnTurn, drawn_routing, drawn_weight_versions, oldest_version
 from verl.base.registry import scoped_registrations
 from verl.environments.base import Environment
 
@@ -152,3 +152,11 @@ def test_experts_come_from_turns_that_begin_like_the_sequence():
     other = DrawnTurn([9], [9], [0.0], 0, routed_experts=routing(5, unknown))
     assert drawn_routing([1, 2, 8], [first, other]).flatten().tolist() == [0, 1, unknown]
     assert drawn_routing([1, 2], [DrawnTurn([1], [2], [0.0], 0)]) is None
+
+
+def test_each_token_has_the_version_of_the_weights_that_drew_it():
+    first = DrawnTurn([1, 2], [3, 4, 5], [0.0] * 3, 6, weight_versions=[6, 6, 7])
+    second = DrawnTurn([1, 2, 3, 4, 5, 8], [9], [0.0], 7)
+    assert drawn_weight_versions([1, 2, 3, 4, 5, 8, 9, 10], [first, second]) == [-1, -1, 6, 6, 7, -1, 7, -1]
+    assert drawn_weight_versions([1, 2, 3, 4], [first, second]) == [-1, -1, 6, 6]  # cut
+    assert (oldest_version([first, second]), oldest_version([])) == (6, -1)

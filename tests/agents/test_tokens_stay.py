@@ -142,6 +142,7 @@ def assert_rows(batch: DataProto, failed: tuple[int, ...] = ()) -> None:
             "position_ids": [max(sum(there[: place + 1]) - 1, 0) for place in range(40)],
             "response_mask": mask + right,
             "rollout_log_probs": log_probs + right,
+            "weight_versions": [3 if drawn else -1 for drawn in mask] + [-1] * len(right),
         }
         assert set(batch.batch.keys()) == set(expected)
         for name, values in expected.items():

@@ -13,6 +13,7 @@ from verl.schema import COLUMNS, check_columns, require
 
 WELL_KNOWN = {
     "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rollout_log_probs",
+    "weight_versions",
     "rm_scores", "old_log_probs", "ref_log_prob", "entropys", "values", "token_level_scores", "token_level_rewards",
     "advantages", "returns", "reward_baselines", "rollout_is_weights", "sum_pi_squared", "routed_experts",
     "teacher_logprobs", "dummy_tensor", "uid", "raw_prompt", "data_source", "reward_model", "extra_info", "index",

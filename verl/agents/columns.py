@@ -51,7 +51,9 @@ class SequenceColumns:
         outputs = [output for _, output in rows]
         log_probs = [output.response_logprobs or [] for output in outputs]
         responses = [
-            ResponseRow(output.response_ids, values, output.routed_experts, output.response_mask)
+            ResponseRow(
+                output.response_ids, values, output.routed_experts, output.response_mask, output.weight_versions
+            )
             for output, values in zip(outputs, log_probs, strict=True)
         ]
         images = None if self._images is None else ([images_of(*row) for row in rows], self._images.config)

@@ -211,6 +211,7 @@ class AsyncLLMServerManager:
                 output.num_preempted,
                 output.routed_experts,
                 params,
+                output.weight_versions,
             )
         )
         return TokenOutput(

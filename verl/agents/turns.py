@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verl.datasets.chat import common_prefix_length
 from verl.protocol.shared import SharedTensors
-from verl.workers.rollout.request import SamplingParams
+from verl.workers.rollout.request import NO_WEIGHTS, SamplingParams
 from verl.workers.routers import unknown
 
 
@@ -35,6 +35,13 @@ class DrawnTurn:
     :mod:`verl.workers.routers`."""
     sampling: SamplingParams | None = None
     """How it was sampled; None: as the trajectory's calls are that name no sampling parameters."""
+    weight_versions: list[int] | None = None
+    """Version of the weights that drew each token; None: ``weight_version``."""
+
+    @property
+    def version_of_each(self) -> list[int]:
+        """Version of the weights that drew each token."""
+        return [self.weight_version] * len(self.token_ids) if self.weight_versions is None else self.weight_versions
 
 
 def preemptions(turns: Sequence[DrawnTurn]) -> int:
@@ -50,14 +57,33 @@ def preemptions(turns: Sequence[DrawnTurn]) -> int:
 
 def drawn_log_probs(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> list[float | None]:
     """Return the log-prob of each token that the policy drew after exactly the tokens before it; None for others."""
+    log_probs: list[float | None] = [None] * len(tokens)
+    for turn, drawn in _drawn_parts(tokens, turns):
+        log_probs[drawn] = turn.log_probs[: drawn.stop - drawn.start]
+    return log_probs
+
+
+def drawn_weight_versions(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> list[int]:
+    """Return the version of the weights that drew each token after exactly the tokens before it; -1 for others."""
+    versions = [NO_WEIGHTS] * len(tokens)
+    for turn, drawn in _drawn_parts(tokens, turns):
+        versions[drawn] = turn.version_of_each[: drawn.stop - drawn.start]
+    return versions
+
+
+def oldest_version(turns: Sequence[DrawnTurn]) -> int:
+    """Return the oldest version of the weights that drew a turn; -1 without turns."""
+    return min((turn.weight_version for turn in turns), default=NO_WEIGHTS)
+
+
+def _drawn_parts(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> Iterator[tuple[DrawnTurn, slice]]:
+    """Yield the turns of which a sequence has tokens, after exactly the tokens that were before them, and where."""
     written = list(tokens)
-    log_probs: list[float | None] = [None] * len(written)
     for turn in turns:
         start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.token_ids)
         kept = written[start:end]
         if kept and kept == turn.token_ids[: len(kept)] and written[:start] == turn.prompt_ids:
-            log_probs[start : start + len(kept)] = turn.log_probs[: len(kept)]
-    return log_probs
+            yield turn, slice(start, start + len(kept))
 
 
 def sampled_like(turns: Sequence[DrawnTurn], sampling: SamplingParams) -> list[DrawnTurn]:

@@ -38,7 +38,15 @@ from verl.agents.policy import AsyncLLMServerManager, ContextFullError, SampleId
 from verl.agents.program_agent import ProgramAgentLoop
 from verl.agents.single_turn import SingleTurnAgentLoop
 from verl.agents.tool_agent import ToolAgentLoop
-from verl.agents.turns import DrawnTurn, drawn_log_probs, drawn_routing, preemptions, sampled_like
+from verl.agents.turns import (
+    DrawnTurn,
+    drawn_log_probs,
+    drawn_routing,
+    drawn_weight_versions,
+    oldest_version,
+    preemptions,
+    sampled_like,
+)
 from verl.base.import_utils import user_code
 from verl.base.registry import suggest
 from verl.base.types import JsonMapping
@@ -64,7 +72,8 @@ NEVER_BLOCKING = (SingleTurnAgentLoop, ToolAgentLoop, EnvironmentAgentLoop)
 """Those that run no code of users in their own thread, unless the parser of tool calls is a user's."""
 
 COLUMNS = (
-    *("prompts", "responses", "response_mask", "rollout_log_probs", "input_ids", "attention_mask", "position_ids"),
+    *("prompts", "responses", "response_mask", "rollout_log_probs", "weight_versions"),
+    *("input_ids", "attention_mask", "position_ids"),
     *("finish_reason", "weight_version", "trajectory_status", "trajectory_message", "__num_turns__", "reward_score"),
     *("uid", "sample_index", "trajectory_id", "agent", "token_level_scores", "reward_status", "score"),
     *("trajectory_conversation", "agent_loop_metrics"),
@@ -108,6 +117,7 @@ class TrajectoryResult:
     message: str = ""
     """Why it failed."""
     weight_version: int = -1
+    """Oldest version of the weights that drew a turn."""
 
     @property
     def status(self) -> TrajectoryStatus:
@@ -321,7 +331,7 @@ class AgentLoopWorker:
                 sampling = {name: getattr(trajectory.sampling, name) for name in SAMPLING_PARAMS}
                 returned = await loop.run(sampling, **trajectory.row)
             outputs = self._checked(returned, policy.turns, trajectory)
-            return TrajectoryResult(outputs, "", policy.turns[-1].weight_version if policy.turns else -1)
+            return TrajectoryResult(outputs, "", oldest_version(policy.turns))
         except ContextFullError as error:
             return self._failed(trajectory, policy, "context_full", str(error))
         except TrajectoryError as error:
@@ -407,6 +417,7 @@ class AgentLoopWorker:
                 "response_mask": output.response_mask[:most],
                 "response_logprobs": [value if mask and value is not None else 0.0 for mask, value in pairs][:most],
                 "routed_experts": drawn_routing([*output.prompt_ids, *output.response_ids[:most]], turns),
+                "weight_versions": drawn_weight_versions(tokens, turns)[len(output.prompt_ids) :][:most],
                 "multi_modal_data": images,
                 "status": "context_full" if is_cut and output.status == "done" else output.status,
             }
@@ -490,9 +501,10 @@ def failed(
         ),
         status=status,
         routed_experts=drawn_routing(written[:end], turns),
+        weight_versions=drawn_weight_versions(written, turns)[response],
         multi_modal_data=None if images is None or images is trajectory.row.get(INPUTS) else {INPUTS: images},
     )
-    return TrajectoryResult((output,), message, turns[-1].weight_version if turns else -1)
+    return TrajectoryResult((output,), message, oldest_version(turns))
 
 
 def _first_prompt(trajectory: Trajectory, turns: Sequence[DrawnTurn], longest: int) -> list[int]:

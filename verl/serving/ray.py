@@ -568,7 +568,8 @@ class RaySession:
         The routers share the engines, so requests of one may be interrupted before it is told to: it asks again at
         once, or holds them. One that dies meanwhile is its owner's.
         """
-        waits = {router.actor.interrupt.remote(): router for router in [self.router, *self._others.values()]}
+        routers = [self.router, *self._others.values()]
+        waits: dict[ObjectRef, WatchedActor] = {router.actor.interrupt.remote(): router for router in routers}
         while waits:
             for reference in ray.wait(list(waits), timeout=CHECK_S)[0]:
                 router = waits.pop(reference)

@@ -91,6 +91,7 @@ def test_a_run_writes_its_tokens_and_those_of_validation(tmp_path, monkeypatch):
         numbers = [row[name] for name in ("rollout_log_probs", "old_log_probs", "ref_log_prob", "entropys")]
         assert all(len(values) == len(row["response_ids"]) for values in numbers)
         assert all(math.isfinite(value) for values in numbers for value in values)
+        assert row["weight_versions"] == [row["weight_version"]] * len(row["response_ids"])
         assert sum(row["token_level_scores"]) == pytest.approx(records[rows.index(row)]["score"])
     ratios = [
         math.exp(new - old)

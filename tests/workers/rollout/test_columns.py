@@ -15,7 +15,7 @@ def test_columns_of_a_conversation_by_hand():
     prompts = padded_prompts([[5], [6, 7]], 2, pad_token_id=1)
     experts = torch.tensor([[[3]], [[4]]], dtype=torch.uint8)  # of the prompt's token and the first of the response
     rows = [
-        ResponseRow([8, 9, 10], [-0.5, 0.0, -2.0], experts, [1, 0, 1]),
+        ResponseRow([8, 9, 10], [-0.5, 0.0, -2.0], experts, [1, 0, 1], [4, -1, 6]),
         ResponseRow([11], [], None, [1]),  # an agent loop that gave no log-probs
     ]
     columns = {name: column.tolist() for name, column in sequence_columns(prompts, rows, 4, 1).items()}
@@ -28,6 +28,7 @@ def test_columns_of_a_conversation_by_hand():
         "position_ids": [[0, 0, 1, 2, 3, 3], [0, 1, 2, 2, 2, 2]],
         "response_mask": [[1, 0, 1, 0], [1, 0, 0, 0]],
         "rollout_log_probs": [[-0.5, 0.0, -2.0, 0.0], [0.0, 0.0, 0.0, 0.0]],
+        "weight_versions": [[4, -1, 6, -1], [-1, -1, -1, -1]],
     }
     # 255 says that the experts are unknown.
     assert torch.tensor(routing).flatten(1).tolist() == [[255, 3, 4, 255, 255, 255], [255] * 6]

@@ -66,7 +66,9 @@ def check_the_columns_by_hand(engine: EngineUnderTest) -> None:
         ],
     }
     assert lengths[1] <= 2
-    assert set(columns.batch.keys()) == {*expected, "rollout_log_probs"}
+    assert set(columns.batch.keys()) == {*expected, "rollout_log_probs", "weight_versions"}
+    assert columns.batch["weight_versions"].tolist() == [[9] * n + [-1] * (4 - n) for n in lengths]
+    assert columns.batch["weight_versions"].dtype == torch.int32
     for name, values in expected.items():
         assert columns.batch[name].dtype == torch.int64
         assert columns.batch[name].tolist() == values, name

@@ -5,6 +5,7 @@
     uid, sample_index, weight_version       as in the batch, text or integer
     prompt_ids, response_ids                lists of int32, without padding
     response_mask                           list of int8: 1 on tokens that the policy chose
+    weight_versions                         list of int32: weights that drew each token, -1 where the policy drew none
     rollout_log_probs, old_log_probs, ...   lists of float32 as long as response_ids, of the columns in NUMBERS
 
     import pyarrow.feather
@@ -125,6 +126,8 @@ def token_table(batch: DataProto) -> pa.Table:
     columns["prompt_ids"] = _lists(prompts.to(torch.int32), prompt)
     columns["response_ids"] = _lists(batch.batch["responses"].cpu().to(torch.int32), response)
     columns["response_mask"] = _lists(batch.batch["response_mask"].cpu().to(torch.int8), response)
+    if "weight_versions" in batch.batch.keys():
+        columns["weight_versions"] = _lists(batch.batch["weight_versions"].cpu(), response)
     for name in NUMBERS:
         if name in batch.batch.keys():
             columns[name] = _lists(batch.batch[name].cpu().to(torch.float32), response)

@@ -9,12 +9,14 @@ const NAMES = {
   update_log_probs: "log-prob in the update", ratio: "ratio of the update: new / before", update_clipped: "clipped by the loss",
   ref_log_prob: "log-prob of the reference", entropys: "entropy", log_prob_gap: "gap: before the update − rollout",
   rollout_is_weights: "importance weight", token_level_scores: "score", token_level_rewards: "reward",
+  weight_versions: "weight version",
 };
 const FIRST = ["advantages", "rollout_log_probs", "entropys"];
 const MASK = "mask";
 const VERSION = "weight_version";
+const VERSIONS = "weight_versions";
 /** What the colours of a number mean at both ends; a ratio is coloured by its distance to 1. */
-const ENDS = { ratio: ["below 1", "above 1"], update_clipped: [null, "clipped"], [MASK]: [null, "the policy's"], [VERSION]: [null, "one version"] };
+const ENDS = { ratio: ["below 1", "above 1"], update_clipped: [null, "clipped"], [MASK]: [null, "the policy's"], [VERSION]: [null, "one version"], [VERSIONS]: [null, "newest weights"] };
 const CENTRES = { ratio: 1 };
 
 /** Show the tokens of a sample, if the run wrote them. */
@@ -38,7 +40,7 @@ class Tokens {
   show() {
     const names = [...Object.keys(this.tokens.numbers).map((name) => [name, NAMES[name] || name]), [MASK, "chosen by the policy"]];
     const version = this.tokens.weight_version;
-    if (version !== null && version !== undefined) names.push([VERSION, `weight version: ${version} for all of them`]);
+    if (!(VERSIONS in this.tokens.numbers) && version !== null && version !== undefined) names.push([VERSION, `weight version: ${version} for all of them`]);
     this.legend = h("span", { class: "legend" });
     this.about = h("dl", { class: "about-token", "aria-live": "polite" });
     this.line = h("div", { class: "tokens", role: "listbox", "aria-label": "Tokens of the response", tabindex: "0", onkeydown: (event) => this.key(event) });
@@ -77,7 +79,9 @@ class Tokens {
     const [low, high] = ENDS[this.colouring] || ["below 0", "above 0"];
     fill(this.legend, low ? h("span", { class: "low" }, low) : null, h("span", { class: "high" }, high), h("span", { class: "others" }, "not the policy's"));
     const values = this.colouring in numbers ? numbers[this.colouring] : mask;
-    const centre = CENTRES[this.colouring] || 0;
+    // The oldest weights have the palest colour.
+    const oldest = () => Math.min(...values.filter((_, place) => mask[place])) - 1;
+    const centre = this.colouring === VERSIONS ? oldest() : CENTRES[this.colouring] || 0;
     const own = values.map((value, place) => (mask[place] && value !== null ? value - centre : null));
     const colour = scale(own);
     this.line.classList.toggle("apart", !this.asText);
@@ -115,7 +119,7 @@ class Tokens {
       ["place", last > place ? `${place + 1} to ${last + 1} of ${response.length}` : `${place + 1} of ${response.length}`],
       ["chosen by the policy", mask[place] ? "yes" : "no"],
       ...Object.entries(numbers).map(([name, values]) => [NAMES[name] || name, short(values[place])]),
-      ...(version === null || version === undefined ? [] : [["weights", version]]),
+      ...(VERSIONS in numbers || version === null || version === undefined ? [] : [["weights", version]]),
     ];
     fill(this.about, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
   }

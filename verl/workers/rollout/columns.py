@@ -6,6 +6,8 @@ Columns:
     rollout_log_probs                (bsz, response_length), padded on the right
     input_ids, attention_mask,
     position_ids                     (bsz, prompt_length + response_length), with images (bsz, 4, ...)
+    weight_versions                  (bsz, response_length) int32, version of the weights that drew each token, -1 where
+                                     the policy drew none
     routed_experts                   (bsz, prompt_length + response_length, layers, experts per token), if those of some
                                      token are known
 """
@@ -22,7 +24,7 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.vision.families import VisionConfig
 from verl.vision.positions import sequence_positions
-from verl.workers.rollout.request import RolloutOutput
+from verl.workers.rollout.request import NO_WEIGHTS, RolloutOutput
 from verl.workers.routers import unknown
 
 PromptTokens = tuple[Tensor, Tensor]
@@ -40,6 +42,8 @@ class ResponseRow:
     """(tokens of prompt and response, layers, experts per token); None if unknown. See :mod:`verl.workers.routers`."""
     response_mask: Sequence[int] | None = None
     """1 on tokens that the policy drew; None if it drew all. All rows of a batch have one, or none has."""
+    weight_versions: Sequence[int] = ()
+    """Version of the weights that drew each token, -1 where the policy did not draw it, and for all tokens beyond."""
 
 
 def sequence_columns(
@@ -61,6 +65,7 @@ def sequence_columns(
     """
     responses, has_token = _padded([row.token_ids for row in rows], response_length, pad_token_id)
     log_probs, _ = _padded([row.log_probs for row in rows], response_length, 0.0)
+    versions, _ = _padded([row.weight_versions for row in rows], response_length, NO_WEIGHTS)
     masks = [row.response_mask for row in rows if row.response_mask is not None]
     response_mask = _padded(masks, response_length, 0)[0] if masks else has_token
     input_ids = torch.cat([prompts[0], responses], dim=-1)
@@ -75,6 +80,7 @@ def sequence_columns(
         else sequence_positions(input_ids, attention_mask, response_mask, *images),
         "response_mask": response_mask,
         "rollout_log_probs": log_probs,
+        "weight_versions": versions.int(),
         **_routing_column([row.routed_experts for row in rows], prompts[1], response_length),
     }
 
@@ -103,7 +109,12 @@ def columns_from_outputs(
     return DataProto.from_dict(
         tensors=sequence_columns(
             (prompts.batch["input_ids"].cpu(), prompts.batch["attention_mask"].cpu()),
-            [ResponseRow(output.token_ids, output.log_probs, output.routed_experts) for output in outputs],
+            [
+                ResponseRow(
+                    output.token_ids, output.log_probs, output.routed_experts, weight_versions=output.weight_versions
+                )
+                for output in outputs
+            ],
             response_length,
             pad_token_id,
             images,

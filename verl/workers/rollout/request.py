@@ -171,6 +171,11 @@ class RolloutOutput:
         if not self.versions and self.token_ids:
             object.__setattr__(self, "versions", ((self.weight_version, len(self.token_ids)),))
 
+    @property
+    def weight_versions(self) -> list[int]:
+        """Version of the weights that drew each token."""
+        return [version for version, count in self.versions for _ in range(count)]
+
     def followed_by(self, rest: RolloutOutput) -> RolloutOutput:
         """Return the whole response, of which this is the beginning.
 
