@@ -6,7 +6,7 @@ take is not the driver's. How long real ranks would take is said by a cost model
 token generated at ``--tokens_per_s`` per rank, trained at ``--flops`` per second and rank (6 FLOPs per parameter and
 token, 2 without gradients). GRPO with a KL loss, 8 responses per rank. ::
 
-    python -m benchmarks.simulated_ranks [--ranks 64 256 1024] [--response 1024] [--json simulated.json]
+    python -m benchmarks.simulated_ranks [--ranks 64 256 1024] [--response 1024] [--lag 1] [--json simulated.json]
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -78,11 +79,23 @@ class Store:
 
     objects: ClassVar[dict[int, Sent]] = {}
     numbers = itertools.count()
+    ends: ClassVar[deque[int]] = deque()
+    """Numbers at the ends of the last steps."""
+    lag: ClassVar[int] = 0
+    """Steps between sampling and training."""
 
     @classmethod
     def values_of(cls, results: list[int]) -> list[Any]:
         """Return the results."""
         return [unpacked(cls.objects[result]) for result in results]
+
+    @classmethod
+    def forget(cls) -> None:
+        """Called after each step: delete the results from which no later step has columns."""
+        cls.ends.append(next(cls.numbers))
+        if len(cls.ends) > cls.lag:
+            end = cls.ends.popleft()
+            cls.objects = {number: sent for number, sent in cls.objects.items() if number > end}
 
 
 class SimulatedGroup(WorkerGroup):
@@ -172,7 +185,7 @@ class MeasuredTrainer(PPOTrainer):
         batch = super().step(context)
         seconds = time.perf_counter() - before[0]
         ranks_s = SimulatedGroup.ranks_s - before[1]
-        reward_s = context.seconds["reward"]
+        reward_s = context.seconds.get("reward", 0.0)  # the last steps of a lag sample nothing
         self.steps.append(
             {
                 "driver_s": seconds - ranks_s - reward_s,
@@ -184,7 +197,7 @@ class MeasuredTrainer(PPOTrainer):
                 "responses": int(batch.batch["response_mask"].sum()),
             }
         )
-        Store.objects.clear()
+        Store.forget()
         return batch
 
 
@@ -198,9 +211,14 @@ class SimulatedRunner(StandInRunner):
         return SimulatedPools({"global_pool": [config.trainer.n_gpus_per_node]}, self.mapping, "cpu")
 
 
-def one_size(ranks: int, response: int) -> dict[str, float]:
-    """Means over all steps but the first, which imports and starts the processes of the reward function."""
+def one_size(ranks: int, response: int, lag: int) -> dict[str, float]:
+    """Means over all steps but the first, which imports and starts the processes of the reward function.
+
+    With a lag the first step also samples the batches of later ones, and the last ``lag`` steps, which sample nothing,
+    are left out.
+    """
     ray.get = Store.values_of  # of a stored column that is read (verl/protocol/stored.py)
+    Store.lag = lag
     keep_freed_memory(of_any_size=True)  # as a Ray session does
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -215,12 +233,15 @@ def one_size(ranks: int, response: int) -> dict[str, float]:
             "custom_reward_function__path": folder / "reward.py",
             "trainer__controller": "ray",
             "trainer__n_gpus_per_node": ranks,
-            "trainer__total_training_steps": STEPS,
+            "trainer__total_training_steps": STEPS + lag,
+            "trainer__async__lag": lag,
             "trainer__recovery__snapshot_freq": 0,
         }
-        config = load_config(compose(overrides(make_tiny_run(folder, prompts=ranks * STEPS), folder, **settings)))
+        config = load_config(
+            compose(overrides(make_tiny_run(folder, prompts=ranks * (STEPS + lag)), folder, **settings))
+        )
         SimulatedRunner().run(config)
-    steps = MeasuredTrainer.steps[1:]
+    steps = MeasuredTrainer.steps[1:STEPS]
     means = {key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}
     return means | {"peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
@@ -236,6 +257,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1024], help="numbers of ranks")
     parser.add_argument("--response", type=int, default=1024, help="tokens of the longest response")
+    parser.add_argument("--lag", type=int, default=0, help="trainer.async.lag")
     parser.add_argument("--parameters", type=float, default=7e9, help="of the simulated policy")
     parser.add_argument("--flops", type=float, default=4e14, help="per second, of one simulated rank in training")
     parser.add_argument("--tokens_per_s", type=float, default=2500, help="that one simulated rank generates")
@@ -244,13 +266,14 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.one:
-        print(json.dumps(one_size(args.ranks[0], args.response)))
+        print(json.dumps(one_size(args.ranks[0], args.response, args.lag)))
         return
     found: dict[str, dict[str, float]] = {}
     heads = "responses | tokens | driver | CPU per rank | faults per rank | reward | sent | memory | simulated"
     lines = [f"| ranks | {heads} |", f"|{'---|' * 10}"]
     for ranks in args.ranks:
         command = [sys.executable, "-m", "benchmarks.simulated_ranks", "--one", "--response", str(args.response)]
+        command += ["--lag", str(args.lag)]
         done = subprocess.run([*command, "--ranks", str(ranks)], stdout=subprocess.PIPE, text=True, check=True)
         means = found[str(ranks)] = json.loads(done.stdout.splitlines()[-1])
         cells = [
