@@ -15,6 +15,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+import torch
 
 from verl.serving.local import LocalSession
 from verl.serving.ray import RaySession, RouterActor
@@ -22,11 +23,21 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
 from verl.single_controller.ray.watched_actor import WatchedActor
-from verl.testing.rollout_conformance import PROMPTS, EngineUnderTest, greedy, oracle_greedy, request, weights_of
+from verl.testing.models import tiny_model
+from verl.testing.rollout_conformance import (
+    PROMPTS,
+    EngineUnderTest,
+    greedy,
+    oracle_greedy,
+    request,
+    shape_of,
+    weights_of,
+)
 from verl.tools.threads import LoopThread
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest
 from verl.workers.rollout.request_queue import EngineRequests
+from verl.workers.routers import unknown
 
 LONG = 300
 WAYS: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"top_k": 10}, {"temperature": 0.7, "top_p": 0.9}]
@@ -52,6 +63,15 @@ def requests() -> list[RolloutRequest]:
         ),
         greedy(PROMPTS[1], max_tokens=LONG, stop=ends),
     ]
+
+
+def conversation(ask: Callable[[RolloutRequest], RolloutOutput]) -> list[RolloutOutput]:
+    """Three turns, each after all tokens of the turns before."""
+    ids, turns = [10, 20, 30], []
+    for turn in range(3):
+        turns.append(ask(request(ids, seed=turn, max_tokens=90, ignore_eos=True)))
+        ids = [*ids, *turns[-1].token_ids, 50 + turn]
+    return turns
 
 
 class LocalEngine:
@@ -151,9 +171,10 @@ def check(outputs: list[RolloutOutput], expected: list[RolloutOutput]) -> int:
 @pytest.mark.parametrize("name", ["native", "hf"])
 def test_callers_get_what_they_would_have_got_without_interruptions(name: str, tmp_path: Path) -> None:
     asked = requests()
-    with local(name, tmp_path) as (session, group):
+    with ThreadPoolExecutor(1) as threads, local(name, tmp_path) as (session, group):
         group.engine.load_weights(weights_of(), -5)
         expected = group.engine.generate(asked)
+        turns = conversation(lambda one: group.engine.generate([one])[0])
         told: dict[int, list[DrawnPart]] = {i: [] for i in range(len(asked))}
         has_drawn = Event()
 
@@ -162,11 +183,13 @@ def test_callers_get_what_they_would_have_got_without_interruptions(name: str, t
                 told[i].append(part)
                 has_drawn.set()
 
-            return [session.send(str(i), one, partial(tell, i)).future() for i, one in enumerate(asked)]
+            turns = threads.submit(conversation, lambda one: session.send("talk", one).future().result())
+            return [*(session.send(str(i), one, partial(tell, i)).future() for i, one in enumerate(asked)), turns]
 
         futures: list[Future[Any]] = []
         rounds = in_rounds(session, group, lambda: futures.extend(start()) or futures, has_drawn)
-        assert check([future.result() for future in futures], expected) >= 2
+        assert check([future.result() for future in futures[:-1]], expected) >= 2
+        assert check(futures[-1].result(), turns) >= 1
         assert rounds >= 2
         for parts, whole in zip(told.values(), expected, strict=True):
             drawn: list[int] = []
@@ -197,3 +220,27 @@ def test_the_requests_of_all_processes_go_on(tmp_path: Path, ray_cluster: None) 
         assert rounds >= 2
         session.interrupt()  # while the engines sleep
         other.end()
+
+
+@pytest.mark.parametrize("name", ["native", "hf"])
+def test_the_experts_of_an_interrupted_response_are_those_of_both_parts(name: str, tmp_path: Path) -> None:
+    engine = EngineUnderTest(name, tmp_path).build("qwen3_moe", prompt_length=20)
+    weights = [tiny_model("qwen3_moe", seed=seed, **shape_of("qwen3_moe")).state_dict() for seed in (0, 1)]
+    engine.load_weights(weights[0].items(), 0)
+    asked = [replace(request(p, seed=i, ignore_eos=True), returns_routing=True) for i, p in enumerate(PROMPTS)]
+    whole, begun = engine.generate(asked), []
+    for one, output in zip(asked, whole, strict=True):
+        experts = output.routed_experts[: len(one.prompt_ids) + 5].clone()
+        experts[-1] = unknown(experts.dtype)  # the last token drawn has not gone into the model
+        begun.append(RolloutOutput(output.token_ids[:5], output.log_probs[:5], "abort", 0, experts, 0))
+    left = [one.after(output.token_ids) for one, output in zip(asked, begun, strict=True)]
+    for first, rest, expected in zip(begun, engine.generate(left), whole, strict=True):
+        joined = first.followed_by(rest)
+        assert (joined.token_ids, joined.versions) == (expected.token_ids, ((0, 12),))
+        assert torch.equal(joined.routed_experts, expected.routed_experts)
+    engine.load_weights(weights[1].items(), 1)
+    for first, rest, one in zip(begun, engine.generate(left), asked, strict=True):
+        joined, known = first.followed_by(rest), len(one.prompt_ids) + 4
+        assert (joined.versions, joined.weight_version) == (((0, 5), (1, 7)), 0)
+        assert torch.equal(joined.routed_experts[:known], first.routed_experts[:known])
+        assert torch.equal(joined.routed_experts[known:], rest.routed_experts[known:])

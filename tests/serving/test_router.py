@@ -237,10 +237,12 @@ def test_an_interrupted_response_goes_on_with_other_weights_and_comes_whole():
         assert old.interrupted == 2
         p.answer(0, 1, DrawnPart(0, [7]))
         p.answer(0, 1, part([7, 8], 3))
+        assert [(load.running, load.waiting) for load in router.state().engines] == [(2, 0)]
         p.answer(0, 2, part([9], 3, "stop"))  # its last token was the one during the interruption
         assert not first.done()
         p.answer(0, 3, part([], -1))
         await asyncio.gather(first, second)
+        assert (router.state().held, router.state().paused_s is None) == (4, False)
         assert (await ends).versions == ((3, 1),)
         left.cancel()
         router.close()

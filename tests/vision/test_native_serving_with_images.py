@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -128,6 +129,10 @@ def test_a_conversation_with_pictures_in_later_turns_and_drawn_image_tokens(fami
             asked = case.request(ids, *shown, seed=turn, text=text)
             (found,) = serving.answered(serving.put([asked], first=turn))
             case.check(asked, found)
+            # Interrupted after a token that has the id of images, and two more.
+            left = asked.after([IMAGE, *found.token_ids[:2]])
+            (rest,) = serving.answered(serving.put([left], first=30 + turn))
+            case.check(replace(left, text_places=tuple(left.places_of_text)), rest)
             # The policy has drawn a token with the id of images at the end of its turn.
             ids = [*ids, *found.token_ids, IMAGE]
             text = (*text, *(at for at in range(len(asked.prompt_ids), len(ids)) if ids[at] == IMAGE))

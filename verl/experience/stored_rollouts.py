@@ -20,6 +20,7 @@ from verl.config import PPOConfig
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.utils.metric import Metrics
+from verl.workers.rollout.columns import with_weight_versions
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class StoredRollouts:
             raise DataError(f"{path}: these responses were drawn with rollout.{differences}. {_remedy(path.parent)}")
         if was["model"] != self._model:
             logger.warning("%s: these responses were drawn by %s, and %s is trained.", path, was["model"], self._model)
-        return batch
+        return with_weight_versions(batch)
 
 
 def _remedy(folder: Path) -> str:

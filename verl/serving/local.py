@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from verl.serving.connection import LocalConnection
 from verl.serving.router import ENDED, Router
+from verl.serving.state import SessionState
 from verl.utils.deferred import Deferred
 from verl.workers.rollout.request_queue import RequestQueue
 
@@ -88,6 +89,10 @@ class LocalSession(LocalConnection):
     def abort(self) -> None:
         """See :meth:`verl.serving.session.Session.abort`."""
         self.loop.call_soon_threadsafe(self.router.abort)
+
+    def state(self) -> SessionState:
+        """See :meth:`verl.serving.session.Session.state`."""
+        return self.router.state()
 
     @property
     def weight_version(self) -> int:

@@ -32,6 +32,7 @@ from verl.errors import EngineLostError, ProcessLostError, RolloutError, WorkerE
 from verl.serving.connection import LocalCall, LocalConnection
 from verl.serving.router import ENDED, RolloutEndedError, Router
 from verl.serving.sent_images import ImageReceiver, ImageSender
+from verl.serving.state import SessionState, joined
 from verl.single_controller.ray.private import brief
 from verl.single_controller.ray.watched_actor import ActorSilentError, WatchedActor
 from verl.utils.deferred import Deferred
@@ -173,6 +174,10 @@ class RouterActor:
     async def silences(self) -> list[float | None]:
         """See :meth:`Router.silences`."""
         return self.router.silences()
+
+    async def state(self) -> SessionState:
+        """See :meth:`Router.state`."""
+        return self.router.state()
 
     async def pause(self) -> None:
         """See :meth:`Router.pause`."""
@@ -605,6 +610,15 @@ class RaySession:
     def _of_all(self, method: str) -> None:
         for router in [self.router, *self._others.values()]:
             router.result(getattr(router.actor, method).remote())
+
+    def state(self) -> SessionState:
+        """See :meth:`verl.serving.session.Session.state`; routers that do not answer are left out."""
+        states = [SessionState(NO_WEIGHTS, 0, None, ())]
+        routers = [] if self._router is None else [self._router, *self._others.values()]
+        for router, reference in [(router, router.actor.state.remote()) for router in routers]:
+            with suppress(ActorSilentError, RayActorError):
+                states.append(router.result(reference))
+        return joined(states)
 
     @property
     def weight_version(self) -> int:

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from verl.errors import EngineLostError, RolloutError
+from verl.serving.state import EngineLoad, SessionState
 from verl.workers.rollout.request import NO_WEIGHTS, DrawnPart, RolloutOutput, RolloutRequest
 from verl.workers.rollout.request_queue import Answer
 
@@ -132,7 +133,7 @@ class Router:
         self._held: dict[int, None] = {}
         """Requests that are held back by :meth:`pause`, in their order."""
         self._home: OrderedDict[str, int] = OrderedDict()
-        self._is_paused = False
+        self._is_paused, self._paused_at = False, 0.0
         self._idle = asyncio.Event()
         """Set when an engine has no requests any more."""
         self._refusal: RolloutError | None = RolloutEndedError(ended)
@@ -204,9 +205,19 @@ class Router:
         now = time.monotonic()
         return [now - engine.heard_at if engine.running else None for engine in self._engines]
 
+    def state(self) -> SessionState:
+        """Return what the engines do with requests of this router."""
+        paused_s = time.monotonic() - self._paused_at if self._is_paused else None
+        loads = [
+            EngineLoad(len(engine.running), len(engine.waiting), silent_s, engine.is_lost)
+            for engine, silent_s in zip(self._engines, self.silences(), strict=True)
+        ]
+        return SessionState(self.weight_version, len(self._held), paused_s, tuple(loads))
+
     def pause(self) -> None:
         """Hold back requests that no engine has yet, also over :meth:`close` and :meth:`open`. Idempotent."""
-        self._is_paused = True
+        if not self._is_paused:
+            self._is_paused, self._paused_at = True, time.monotonic()
         for engine in self._engines:
             self._hold(list(engine.waiting))
             engine.waiting.clear()

@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from verl.serving.connection import Connection
+from verl.serving.state import SessionState
 from verl.utils.deferred import Deferred
 
 if TYPE_CHECKING:
@@ -75,6 +76,10 @@ class Session(Connection, Protocol):
 
     def abort(self) -> None:
         """Let the engines answer what they draw now with the tokens there are and ``finish_reason`` "abort"."""
+        ...
+
+    def state(self) -> SessionState:
+        """Return what the engines do, of which :func:`verl.serving.state.described` makes a text."""
         ...
 
     @property

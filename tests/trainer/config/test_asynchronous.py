@@ -89,3 +89,9 @@ def test_samples_of_earlier_weights_are_weighed(run: Run):
     tree = {"trainer": {"v1": {"trainer_mode": "colocate_async"}}, "algorithm": {"adv_estimator": "grpo"}}
     chosen = load_config(tree, PPOConfig, with_rules=False).algorithm.rollout_correction
     assert (chosen.rollout_is, chosen.bypass_mode) == ("token", False)
+
+
+def test_no_engine_keeps_keys_and_values_of_earlier_weights(run: Run):
+    message = run.refusal({"trainer.async.keep_kv_cache": True})
+    assert "trainer.async.keep_kv_cache=true" in message
+    assert "each token keeps the log-prob it was drawn with" in message

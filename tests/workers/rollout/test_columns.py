@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from verl.protocol import DataProto
 from verl.vision.families import VisionConfig
-from verl.workers.rollout.columns import ResponseRow, padded_prompts, sequence_columns
+from verl.workers.rollout.columns import ResponseRow, padded_prompts, sequence_columns, with_weight_versions
 
 IMAGE = 90
 VISION = VisionConfig(image_token_id=IMAGE, video_token_id=91, merge_size=2, patch_values=12)
@@ -54,3 +56,12 @@ def test_an_image_that_a_tool_shows_has_positions_in_the_response():
         [0, 1, 2, 2, 3, 3, 4, 4],
         [0, 1, 2, 3, 2, 3, 4, 4],
     ]
+
+
+def test_a_batch_that_was_stored_without_versions_has_those_of_its_rows():
+    mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
+    versions = {"weight_version": np.array([3, 5], dtype=object)}
+    batch = DataProto.from_dict({"response_mask": mask}, versions)
+    column = with_weight_versions(batch).batch["weight_versions"]
+    assert (column.tolist(), column.dtype) == ([[3, -1, 3], [5, 5, -1]], torch.int32)
+    assert with_weight_versions(whole := with_weight_versions(batch)) is whole

@@ -124,7 +124,13 @@ def under_test(folder: Path, families: tuple[str, ...] = ("qwen3",), **kwargs: A
         "engine_kwargs": {"vllm": KWARGS | kwargs},
     }
     return PooledUnderTest(
-        "vllm", folder, families=families, settings=settings, keeps_memory=NO_SLEEP_ON_A_CPU, streams=True
+        "vllm",
+        folder,
+        families=families,
+        settings=settings,
+        keeps_memory=NO_SLEEP_ON_A_CPU,
+        streams=True,
+        draws_anew="vLLM gives each request a generator, which begins with its seed",
     )
 
 

@@ -26,6 +26,13 @@ FREE_RUNNING_REFUSES: dict[str, tuple[object, str]] = {
 def asynchronous(config: PPOConfig) -> Iterator[Problem]:
     """The mode fits the other settings: one mode, sizes that divide, no feature that needs whole batches."""
     plan, settings, v1 = AsyncPlan.of(config), config.trainer.async_, config.trainer.v1
+    if settings.keep_kv_cache:
+        cause = (
+            "no rollout engine keeps keys and values over an update of the weights: native and hf release that memory "
+            "to the trainer, and vllm and sglang are told to drop what they have computed with the weights before. An "
+            "interrupted response is computed again, in one pass, and each token keeps the log-prob it was drawn with"
+        )
+        yield Problem("trainer.async.keep_kv_cache", True, cause, "false")
     if not plan.is_free_running:
         return
     mode = v1.trainer_mode

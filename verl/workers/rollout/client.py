@@ -46,6 +46,8 @@ class PartialResponse:
     """The sampling parameters in the engine's own format."""
     is_end: Callable[[list[int]], bool] | None = None
     """Whether the last of the given tokens ends the response; None if the engine itself detects every end."""
+    end_ids: frozenset[int] = frozenset()
+    """Tokens that end the response."""
     has_adapters: bool = False
     """Draw with the adapters that :meth:`EngineClient.load_adapters` brought."""
     token_ids: list[int] = field(default_factory=list)
@@ -68,8 +70,11 @@ class PartialResponse:
                 self.finish_reason = "stop"
                 self.is_done = True
                 return True
+        # An engine may report "abort" even if the abort came after the last token.
+        if finish_reason == "abort" and self.token_ids and self.token_ids[-1] in self.end_ids:
+            finish_reason = "stop"
         if finish_reason == "abort" and len(self.token_ids) == self.request.sampling.max_tokens:
-            finish_reason = "length"  # SGLang reports "abort" even if the abort came after the last token
+            finish_reason = "length"
         if finish_reason == "stop" or finish_reason == "length":
             self.finish_reason = finish_reason
         self.is_done = finish_reason is not None

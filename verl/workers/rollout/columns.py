@@ -126,6 +126,15 @@ def columns_from_outputs(
     )
 
 
+def with_weight_versions(batch: DataProto) -> DataProto:
+    """Return a batch with the column ``weight_versions``, also if an earlier version of verl stored it without."""
+    if "weight_versions" in batch.batch.keys() or "weight_version" not in batch.non_tensor_batch:
+        return batch
+    of_rows = torch.tensor(batch.non_tensor_batch["weight_version"].astype(np.int32))
+    is_drawn = batch.batch["response_mask"].bool()
+    return batch | DataProto.from_dict({"weight_versions": torch.where(is_drawn, of_rows[:, None], NO_WEIGHTS).int()})
+
+
 def padded_prompts(prompt_ids: Sequence[Sequence[int]], prompt_length: int, pad_token_id: int) -> PromptTokens:
     """Pad prompts on the left to (bsz, prompt_length)."""
     return _padded(prompt_ids, prompt_length, pad_token_id, left=True)

@@ -31,7 +31,7 @@ from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, Ro
 from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, PendingRequests
 from verl.workers.rollout.engine_kwargs import applies_adapters, launch_settings
 from verl.workers.rollout.ranks import MachineRanks, RankExchange, devices_of_the_engine, engine_group
-from verl.workers.rollout.request import FinishReason
+from verl.workers.rollout.request import SamplingParams
 from verl.workers.rollout.request_queue import RequestQueue
 from verl.workers.rollout.state import OF_REQUESTS, EngineState
 from verl.workers.rollout.weights import ExpectedWeights, FileBuffer, SharedBuffer, SharedPart, buffer_for
@@ -398,18 +398,16 @@ class RemoteRollout(BaseRollout):
     def _outputs(self, responses: Mapping[int, PartialResponse]) -> dict[int, RolloutOutput]:
         outputs = {
             request_id: RolloutOutput(
-                one.token_ids, one.log_probs, self._reason(one), self.weight_version, num_preempted=one.num_preempted
+                one.token_ids, one.log_probs, one.finish_reason, self.weight_version, num_preempted=one.num_preempted
             )
             for request_id, one in responses.items()
         }
         self.check_finite(outputs.values())
         return outputs
 
-    def _reason(self, response: PartialResponse) -> FinishReason:
-        """Return why a response ended: an engine may be told to abort it after its end token."""
-        sampling, reason = response.request.sampling, response.finish_reason
-        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
-        return "stop" if reason == "abort" and response.token_ids and response.token_ids[-1] in ends else reason
+    def _ends(self, sampling: SamplingParams) -> frozenset[int]:
+        """Return the tokens that end a response."""
+        return frozenset({*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)})
 
     def serve(self, queue: RequestQueue) -> None:
         """See :meth:`BaseRollout.serve`. Collective inside :meth:`awake`: it ends when the queues of all ranks do.

@@ -91,4 +91,4 @@ class SGLangRollout(RemoteRollout):
             return tokens[-1] in ends or bool(texts and completes_stop_text(before + tokens, texts, self.tokenizer))
 
         ends_here = is_end if ends or sampling.stop else None
-        return PartialResponse(request, params, ends_here, has_adapters=self._holds_base)
+        return PartialResponse(request, params, ends_here, self._ends(sampling), has_adapters=self._holds_base)

@@ -40,7 +40,7 @@ class VLLMRollout(RemoteRollout):
 
     def _partial(self, request: RolloutRequest) -> PartialResponse:
         sampling = request.sampling
-        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
+        ends = self._ends(sampling)
         params: dict[str, object] = {
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -56,7 +56,7 @@ class VLLMRollout(RemoteRollout):
             params |= {"top_p": sampling.top_p, "top_k": max(sampling.top_k, 0), "min_p": sampling.min_p}
         texts, before = sampling.stop, request.drawn_ids
         is_end = (lambda tokens: completes_stop_text(before + tokens, texts, self.tokenizer)) if texts else None
-        return PartialResponse(request, params, is_end, has_adapters=self._holds_base)
+        return PartialResponse(request, params, is_end, ends, has_adapters=self._holds_base)
 
 
 vLLMRollout = vLLMAsyncRollout = VLLMRollout  # noqa: N816 - names of other versions, one for each mode
