@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.workers.groups import FP32, N, prompts, start
 from tests.workers.support import P, R, ragged_batch
 from verl.config import RewardModelModelConfig
+from verl.config.rollout import CheckpointEngineConfig
 from verl.errors import CheckpointError, ConfigError, SchemaError
 from verl.protocol import DataProto
 from verl.testing.models import tiny_model_dir
@@ -24,6 +25,7 @@ from verl.workers.config import (
     RolloutConfig,
 )
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from verl.workers.transfer import WeightTransfer
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +33,12 @@ def path(tmp_path_factory):
     return tiny_model_dir(tmp_path_factory.mktemp("model"), "qwen3")
 
 
-def policy(path, role="actor_rollout_ref", calculate_sum_pi_squared=False, actor=None, **rollout):
-    config = ActorRolloutRefConfig(
+def policy(path, role="actor_rollout_ref", **settings):
+    return start(ActorRolloutRefWorker, config=policy_config(path, **settings), role=role)
+
+
+def policy_config(path, calculate_sum_pi_squared=False, actor=None, **rollout):
+    return ActorRolloutRefConfig(
         model=HFModelConfig(path=path),
         actor=FSDPActorConfig(
             fsdp_config=FP32,
@@ -56,7 +62,6 @@ def policy(path, role="actor_rollout_ref", calculate_sum_pi_squared=False, actor
         ),
         ref=RefConfig(fsdp_config=FP32),
     )
-    return start(ActorRolloutRefWorker, config=config, role=role)
 
 
 def test_one_step_of_the_policy(path):
@@ -193,24 +198,27 @@ def test_checkpoints_are_counted_and_removed_when_asked(path, tmp_path):
         group.save_checkpoint(str(tmp_path / "step_4"), "hdfs://x")
 
 
-def test_a_rollout_alone_has_the_pretrained_weights_or_those_of_a_folder_and_tells_their_version(path, tmp_path):
-    both, alone = policy(path, "actor_rollout"), policy(path, "rollout")
+def test_a_rollout_alone_has_the_pretrained_weights_until_it_is_sent_others(path):
+    actor, both, alone = policy(path, "actor"), policy(path, "actor_rollout"), policy(path, "rollout")
+    transfer = WeightTransfer.of(alone.workers[0].config)
     expected, found = both.generate_sequences(prompts()), alone.generate_sequences(prompts())
     assert torch.equal(expected.batch["responses"], found.batch["responses"])
     assert found.non_tensor_batch["weight_version"].tolist() == [0] * len(found)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    with torch.no_grad():
-        model.model.embed_tokens.weight.mul_(-1)
-    model.save_pretrained(tmp_path)
-    alone.set_rollout_weights(str(tmp_path), 7)
-    other = alone.generate_sequences(prompts())
-    assert other.non_tensor_batch["weight_version"].tolist() == [7] * len(other)
-    assert not torch.equal(expected.batch["responses"], other.batch["responses"])
-    alone.set_rollout_weights(path, 7)  # other weights under the same number
-    again = alone.generate_sequences(prompts())
-    assert torch.equal(expected.batch["responses"], again.batch["responses"])
-    with pytest.raises(ConfigError, match="rolls out the policy that it trains"):
-        both.set_rollout_weights(path, 1)
+    for version in (7, 7, 3):  # other weights under the same number, too
+        with torch.no_grad():
+            for group in (actor, both):
+                next(group.workers[0].engine.model.parameters()).mul_(-1.5)
+                group.workers[0].engine.weight_version += 1
+        transfer.update(actor, alone, version)
+        expected, found = both.generate_sequences(prompts()), alone.generate_sequences(prompts())
+        assert found.non_tensor_batch["weight_version"].tolist() == [version] * len(found)
+        for column in ("responses", "rollout_log_probs"):
+            assert torch.equal(expected.batch[column], found.batch[column])
+    with pytest.raises(ConfigError, match="samples from the policy that it trains"):
+        transfer.update(actor, both, 1)
+    broadcast = WeightTransfer.of(policy_config(path, checkpoint_engine=CheckpointEngineConfig(backend="nccl")))
+    with pytest.raises(ConfigError, match=r"trainer and rollout are one process here\. Set it to naive"):
+        broadcast.update(actor, alone, 1)
 
 
 def test_roles(path):

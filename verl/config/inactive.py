@@ -32,7 +32,7 @@ from verl.config.profiler import (
     RoleProfilerConfig,
 )
 from verl.config.reward import JudgeRolloutConfig, ModuleConfig, RewardModelConfig, RewardModelModelConfig
-from verl.config.rollout import CheckpointEngineConfig, RolloutConfig
+from verl.config.rollout import RolloutConfig
 from verl.config.sft import SFTDataConfig
 from verl.config.trainer import TrainerConfig
 
@@ -295,13 +295,6 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             {"mtp": "${oc.select:actor_rollout_ref.model.mtp, null}"},
         ),
     ),
-    CheckpointEngineConfig: (
-        not_yet(
-            "only the direct transfer (naive) is in this version; set checkpoint_engine.backend=naive",
-            {"backend": "naive"},
-        ),
-        no_effect("the direct transfer has no settings", {"engine_kwargs": {}}),
-    ),
     DataConfig: (
         older_name("tokenizer", "actor_rollout_ref.model.tokenizer_path"),
         no_effect(
@@ -403,9 +396,6 @@ _KEYWORDS: dict[type[BaseConfig], tuple[Inactive, ...]] = {
                 "architectures": None,
             },
         ),
-    ),
-    CheckpointEngineConfig: (
-        not_yet("only the direct transfer (naive) is in this version; leave it out", {"custom_backend_module": None}),
     ),
     RolloutConfig: (
         no_effect(

@@ -31,6 +31,15 @@ NO_OTHER_ENGINE = "this engine is not in this version; use native, vllm or sglan
 LOWEST_TEMPERATURE = 1e-5
 """Lowest temperature that engines sample with; vLLM takes less for greedy."""
 
+TRANSFERS = ("naive", "nccl", "shared_memory")
+"""Transfers of weights to rollout ranks apart from the trainer's."""
+_OTHER_TRANSFERS = {
+    "hccl": "Ascend devices are not in this version; use nccl",
+    "nixl": "transfers by NIXL (RDMA) are not in this version; use nccl, or delta_sharded where little changes",
+    "mooncake": "transfers by Mooncake (RDMA) are not in this version; use nccl, or delta_sharded where little changes",
+    "kimi_ckpt_engine": "Kimi's checkpoint engine is not in this version; use nccl, or naive on one machine",
+}
+
 NO_LOGITS = "logits are not log-probs, and nothing here can train on them; use processed_logprobs"
 
 
@@ -70,8 +79,28 @@ class CheckpointEngineConfig(BaseConfig):
 
     hydra_target: ClassVar[str] = "verl.workers.config.CheckpointEngineConfig"
 
+    backend: str = setting("naive", refuse_values=_OTHER_TRANSFERS)
+    """Transfer to rollout ranks apart from the trainer's: `naive` by shared memory if all are on one machine and else
+    by broadcast; `nccl` by broadcast (NCCL between GPUs, gloo between CPUs); `shared_memory`; or a name that
+    `custom_backend_module` registers."""
     update_weights_bucket_megabytes: int = setting(2048, ge=1)
-    """Size of one transfer, in MiB (`vllm`, `sglang`)."""
+    """Size of one part of a transfer, in MiB."""
+    engine_kwargs: dict[str, Any] = setting(factory=dict)
+    """Further arguments, by name of the backend."""
+    custom_backend_module: str | None = setting(None)
+    """Module or file with a backend of your own, registered by `verl.workers.transfer.register_transfer`."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """The backend is a known one, or a module registers it."""
+        if self.backend not in TRANSFERS and self.custom_backend_module is None:
+            cause = f"no backend has this name.{suggest(self.backend, TRANSFERS)}"
+            remedy = f"name the module that registers it in {path}.custom_backend_module"
+            yield Problem(f"{path}.backend", self.backend, cause, ", ".join(TRANSFERS), remedy)
+        for name, arguments in self.engine_kwargs.items():
+            key = f"{path}.engine_kwargs.{name}"
+            if arguments is not None and not isinstance(arguments, Mapping):
+                cause = "a backend takes arguments by name"
+                yield Problem(key, arguments, cause, remedy=f"set {key}.NAME=VALUE")
 
 
 def _per_engine() -> dict[str, object]:

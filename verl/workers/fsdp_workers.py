@@ -9,7 +9,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import TypeVar
 
 from omegaconf import DictConfig
@@ -35,9 +34,13 @@ from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.fsdp.model import pretrained_weights
 from verl.workers.losses import InterpolatedLoss, OwnForwardLoss, PolicyLoss, RecordedLoss, TokenRecord, ValueLoss
 from verl.workers.reward_input import RewardInput
-from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, get_rollout_class
+from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, Weights, get_rollout_class
+from verl.workers.rollout.engine_kwargs import applies_adapters
 from verl.workers.rollout.request_queue import EngineRequests, RequestQueue
 from verl.workers.training_workers import EngineWorker
+from verl.workers.transfer.plan import RankFacts, TransferPlan, TransferReport
+from verl.workers.transfer.receiver import ReceivedWeights
+from verl.workers.transfer.sender import Sections, WeightSender
 from verl.workers.update import OptimizerSteps, UpdatePlan, mini_batch_size_per_rank
 
 T = TypeVar("T")
@@ -78,8 +81,10 @@ class ActorRolloutRefWorker(EngineWorker):
         self.ref: BaseEngine | None = None
         self.rollout: BaseRollout | None = None
         self.policy_loss: PolicyLoss | None = None
-        self._weights_from: tuple[str | None, int] = None, 0
-        """Folder and version of the weights that a worker without a trained policy rolls out."""
+        self.sender: WeightSender | None = None
+        """Sends the trained policy's weights to ranks that only sample."""
+        self.received: ReceivedWeights | None = None
+        """Weights that a worker without a trained policy samples with, once it was sent some."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -98,6 +103,10 @@ class ActorRolloutRefWorker(EngineWorker):
                 self.engine.check_shared_prompts("actor.use_prefix_grouper")
             self.policy_loss = PolicyLoss(actor)
             self.join_mesh("actor", self.engine)
+            rollout = self.config.rollout
+            self.sender = WeightSender(
+                rollout.checkpoint_engine, self.rank, self.engine.device, torch_dtype(rollout.dtype)
+            )
             if model.has_adapters:
                 self.join_mesh("ref", self.engine)
         if "ref" in self.parts:
@@ -119,6 +128,8 @@ class ActorRolloutRefWorker(EngineWorker):
         self.rollout = get_rollout_class(self.config.rollout.name)(self.config.rollout, model, tokenizer, device)
         engine = self.rank // self.rollout.ranks_per_engine
         self._register_dispatch_collect_info("rollout", dp_rank=engine, is_collect=self.rollout.leads)
+        if self.engine is None:
+            self.received = ReceivedWeights(self.config.rollout.checkpoint_engine, self.rank, device)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -142,36 +153,60 @@ class ActorRolloutRefWorker(EngineWorker):
 
     @contextmanager
     def _rollout_awake(self) -> Iterator[BaseRollout]:
-        """Wake the rollout engine with the policy's weights: those of the trained model, else of a folder."""
-        rollout, engine = _present(self.rollout, "rollout"), self.engine
-        if engine is None:
-            path, version = self._weights_from
-            model = self.config.model if path is None else replace(self.config.model, path=path, lora_adapter_path=None)
-            with rollout.awake(lambda: pretrained_weights(model, torch_dtype(self.config.rollout.dtype)), version):
-                yield rollout
-        else:
-            weights = functools.partial(engine.weights_for_rollout, torch_dtype(self.config.rollout.dtype))
-            if rollout.applies_adapters:
-                weights = engine.adapted_weights()
-            with engine.eval_mode(), rollout.awake(weights, engine.weight_version):
-                yield rollout
+        """Wake the rollout engine with the policy's weights: those trained here, or received, or at first of a file."""
+        rollout, engine, dtype = _present(self.rollout, "rollout"), self.engine, torch_dtype(self.config.rollout.dtype)
+        with ExitStack() as entered:
+            weights: Weights
+            if engine is None:
+                received = _present(self.received, "rollout")
+                weights, version = received.weights, received.version
+                if version == NO_WEIGHTS:
+                    weights, version = functools.partial(pretrained_weights, self.config.model, dtype), 0
+            else:
+                entered.enter_context(engine.eval_mode())
+                weights, version = functools.partial(engine.weights_for_rollout, dtype), engine.weight_version
+                if rollout.applies_adapters:
+                    weights = engine.adapted_weights()
+            yield entered.enter_context(rollout.awake(weights, version))
+
+    # ---- weights from ranks that train to ranks that only sample; see verl.workers.transfer
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def set_rollout_weights(self, path: str, version: int) -> None:
-        """Let a worker without a trained policy roll out with the weights of another folder from its next wake on.
+    def transfer_facts(self) -> RankFacts:
+        """Return what a transfer of weights must know of this rank."""
+        return RankFacts.of_this_process(self.received.digests if self.received is not None else {})
 
-        Args:
-            path: folder of a model of the same architecture, on every rank's machine, with adapters merged.
-            version: at least 0; every response drawn with these weights has it as its ``weight_version``. Until the
-                first call the weights are those of ``model.path``, in version 0.
+    def serve_transfer_store(self, host: str) -> int:
+        """Serve a key-value store for transfers from this rank, at its address ``host``; return the port."""
+        return _present(self.sender, "actor").serve_store(host)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def send_weights(self, plan: TransferPlan) -> TransferReport:
+        """Send the trained policy's weights; collective over the ranks that train. Rank 0 returns their size.
 
         Raises:
-            ConfigError: the worker trains the policy whose weights it rolls out.
+            RolloutError: see :meth:`WeightSender.send`.
+        """
+        engine, sender, rollout = self.trained, _present(self.sender, "actor"), self.config.rollout
+        sections: Sections = {"merged": functools.partial(engine.weights_for_rollout, torch_dtype(rollout.dtype))}
+        if applies_adapters(rollout, self.config.model):
+            adapted = engine.adapted_weights()
+            sections = {"base": adapted.base, "adapters": adapted.adapters}
+        with engine.eval_mode():
+            return sender.send(plan, sections)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def receive_weights(self, plan: TransferPlan, version: int) -> None:
+        """Receive weights, which the rollout engine loads when it next wakes; ``version`` is that of its responses.
+
+        Raises:
+            ConfigError: this worker trains the policy that it samples from.
+            RolloutError: see :meth:`ReceivedWeights.receive`. The engine cannot sample until weights are complete.
         """
         if self.engine is not None:
-            raise ConfigError("this worker rolls out the policy that it trains. Set weights of role 'rollout' alone.")
-        self._weights_from = path, version
+            raise ConfigError("this worker samples from the policy that it trains. Send weights to role 'rollout'.")
         self.weights_replaced()
+        _present(self.received, "rollout").receive(plan, version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def post_engine_state(self, board: Board) -> None:

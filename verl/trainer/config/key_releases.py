@@ -197,9 +197,6 @@ RETIRED: tuple[Retired, ...] = (
     ),
     # rollout
     *_refused(
-        "only the direct transfer (naive) is in this version", {"*.checkpoint_engine.custom_backend_module": None}
-    ),
-    *_refused(
         "each response has its own seed, and the engine chooses its kernels; leave it false",
         {"actor_rollout_ref.rollout.full_determinism": False},
     ),

@@ -96,8 +96,8 @@ class MachineRanks:
         self._group: dist.ProcessGroup | None = None
         if is_alone or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        machines = [_machine()] * dist.get_world_size()
-        dist.all_gather_object(machines, _machine())
+        machines = [machine_identity()] * dist.get_world_size()
+        dist.all_gather_object(machines, machine_identity())
         for machine in sorted(set(machines)):
             ranks = [rank for rank, of_rank in enumerate(machines) if of_rank == machine]
             group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(seconds=EXCHANGE_S))
@@ -114,7 +114,7 @@ class MachineRanks:
         return values
 
 
-def _machine() -> str:
+def machine_identity() -> str:
     """Identity of the machine, and on it of the processes that can open each other's files by their process ids."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"

@@ -256,16 +256,38 @@ class FileBuffer(SharedBuffer):
         super().__init__(ranks)
         self._folders = [*(default_folders() if folders is None else folders)]
         self._file: IO[bytes] | None = None
-        self._path = ""
+        self.path = ""
+        """Of the file, for processes of this machine."""
 
     def _location(self) -> Mapping[str, str]:
-        return {"path": self._path}
+        return {"path": self.path}
+
+    @property
+    def memory(self) -> Tensor:
+        """The whole file, as this process has mapped it."""
+        return self._memory
+
+    def reserve(self, size: int) -> None:
+        """Provide at least ``size`` bytes, pinned for GPUs; earlier bytes may be lost.
+
+        Raises:
+            RolloutError: there is no room.
+        """
+        self._make_room(size, size)
+        self._pin()
+
+    def grow(self, size: int) -> bool:
+        """Provide at least ``size`` bytes if there is room, and keep those that are there."""
+        return self._has_room(size)
 
     def parts(self, weights: Iterable[tuple[str, Tensor]], part_bytes: int) -> Iterator[SharedPart]:
         """See :meth:`SharedBuffer.parts`."""
-        if not self._memory.is_pinned():  # not each time that it grows, as pinning takes as long as a copy
-            pin(self._memory, self._path)
+        self._pin()  # not each time that it grows, as pinning takes as long as a copy
         yield from super().parts(weights, part_bytes)
+
+    def _pin(self) -> None:
+        if not self._memory.is_pinned():
+            pin(self._memory, self.path)
 
     def _has_room(self, size: int) -> bool:
         return self._grow(size) is None
@@ -292,7 +314,7 @@ class FileBuffer(SharedBuffer):
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # copies into the mapping that ends here
         unpin(self._memory)
-        self._path = path
+        self.path = path
         self._memory = torch.from_file(path, shared=True, size=allocated, dtype=torch.uint8)
         return None
 

@@ -1,0 +1,158 @@
+"""The sending side of a transfer, on each rank of the trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.config.rollout import CheckpointEngineConfig
+from verl.errors import RolloutError
+from verl.workers.rollout.weights import SharedPart
+from verl.workers.transfer.link import Link, serve_store
+from verl.workers.transfer.plan import TransferPlan, TransferReport
+from verl.workers.transfer.transport import Participant, WeightTransport, transport_class
+
+_MIB = 2**20
+
+Sections = Mapping[str, Callable[[], Iterable[tuple[str, Tensor]]]]
+"""Functions that begin a collective iteration over weights, by section: ``merged``, or ``base`` and ``adapters``."""
+
+
+class WeightSender:
+    """Sends the policy's weights: rank 0 packs and sends, the others take part in gathering.
+
+    Args:
+        config: ``rollout.checkpoint_engine``.
+        rank: of this process among the trainer's.
+        device: of its weights.
+        dtype: of the weights in the rollout engine, to which they are converted before they are sent.
+    """
+
+    def __init__(self, config: CheckpointEngineConfig, rank: int, device: torch.device, dtype: torch.dtype) -> None:
+        self._config, self._rank, self._device, self._dtype = config, rank, device, dtype
+        self._served: dist.TCPStore | None = None
+        self._session = ""
+        self._store: dist.Store | None = None
+        self._transport: WeightTransport | None = None
+        self._last: Link | None = None
+        self._digests: dict[str, str] = {}
+        """Of each section as it was last sent."""
+
+    def serve_store(self, host: str) -> int:
+        """Serve the store of a new session; return its port."""
+        self._served = serve_store(host)
+        return self._served.port
+
+    def send(self, plan: TransferPlan, sections: Sections) -> TransferReport:
+        """Send all sections that the receivers lack. Collective over the trainer's ranks.
+
+        ``base`` is sent only if the receivers do not hold it as it was last sent; other sections always are.
+
+        Raises:
+            RolloutError: a receiver refused or was lost, or there is no memory. All weights have been gathered then,
+                so that the trainer can go on.
+        """
+        if plan.address.session != self._session:
+            self._begin_session(plan)
+        assert self._store is not None
+        link = Link(self._store, plan.transfer)
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)  # the connections may be those of a process that was lost
+            if self._rank == 0:
+                report = self._send(plan, sections, link)
+            else:
+                report = TransferReport()
+                for name in link.read("sections"):
+                    _finish(sections[name]())
+            on_error.pop_all()
+        return report
+
+    def close(self) -> None:
+        """End the session."""
+        if self._transport is not None:
+            self._transport.close()
+        self._session, self._transport, self._store, self._last = "", None, None, None
+        self._digests.clear()
+
+    def _begin_session(self, plan: TransferPlan) -> None:
+        self.close()
+        self._store = plan.address.connect()
+        if self._rank == 0:
+            options = self._config.engine_kwargs.get(plan.transport) or {}
+            participant = Participant(plan.address.session, 0, 1 + len(plan.leaders), self._device, options)
+            self._transport = transport_class(self._config, plan.transport)(participant)
+        self._session = plan.address.session
+
+    def _send(self, plan: TransferPlan, sections: Sections, link: Link) -> TransferReport:
+        assert self._transport is not None
+        self._transport.link = link
+        held = {name: digest for name, digest in plan.held.items() if self._digests.get(name) == digest}
+        names = [name for name in sections if name != "base" or name not in held]
+        link.write("sections", names)  # the other ranks wait for it, whatever happens next
+        report = TransferReport()
+        for name in names:
+            weights = iter(sections[name]())
+            try:
+                if name == names[0]:
+                    self._meet(plan, link)
+                self._send_section(name, weights, name in held, link, report)
+            finally:
+                _finish(weights)  # gathering is collective
+        self._transport.wait()
+        if self._last is not None:
+            self._last.forget()
+        self._last = link
+        return report
+
+    def _meet(self, plan: TransferPlan, link: Link) -> None:
+        """Tell the receivers what comes, and check that they expect it."""
+        assert self._transport is not None
+        link.write("version", plan.version)
+        if plan.is_in_process:
+            self._transport.begin()
+            return
+        for rank in plan.leaders:
+            expected = link.read(f"expects/{rank}")
+            if expected != plan.version:
+                raise RolloutError(
+                    f"rank {rank} of the rollout expects weights of version {expected}, and version {plan.version} is "
+                    "sent. Give both sides the same number."
+                )
+        self._transport.begin()
+
+    def _send_section(
+        self, name: str, weights: Iterator[tuple[str, Tensor]], is_held: bool, link: Link, report: TransferReport
+    ) -> None:
+        assert self._transport is not None
+        digest, index = hashlib.sha256(), 0
+        bucket_bytes = self._config.update_weights_bucket_megabytes * _MIB
+        converted = ((weight, tensor.detach().to(self._dtype)) for weight, tensor in weights)
+        for index, part in enumerate(self._transport.buffer(name).parts(converted, bucket_bytes), start=1):
+            sent = self._transport.send(name, index - 1, part, is_held)
+            message = {**part.description(), "checksums": dict(part.checksums), "sent": dict(sent.message)}
+            link.write(f"{name}/{index - 1}", message)
+            digest.update(_content(part))
+            report.bytes_sent += sent.nbytes
+            report.bytes_of_weights += part.nbytes
+            report.compared += sent.compared
+            report.changed += sent.changed
+        link.write(f"{name}/{index}", {"digest": digest.hexdigest()})
+        self._digests[name] = digest.hexdigest()
+
+
+def _content(part: SharedPart) -> bytes:
+    """Return what makes a part equal to another: its layout and checksums, wherever it lies."""
+    layout = [[name, str(dtype), list(shape), start] for name, (dtype, shape, start) in part.tensors.items()]
+    return json.dumps([layout, dict(part.checksums)]).encode()
+
+
+def _finish(collective: Iterable[object]) -> None:
+    """Iterate to the end: gathering is collective, so every rank must finish it, also after an error."""
+    for _ in collective:
+        pass
