@@ -11,6 +11,7 @@ from pathlib import Path
 
 from verl.config import BaseConfig
 from verl.config.problems import shown
+from verl.trainer.config.fully_async import MOVED
 from verl.trainer.config.generate import ENTRIES, Entry, status
 from verl.trainer.config.key_table import ALIASES, RETIRED
 from verl.trainer.config.keys import InactiveKey, allowed_values, inactive_keys, iter_keys
@@ -41,6 +42,13 @@ def reference_page(entries: Iterable[Entry] = ENTRIES) -> str:
     lines += ["## Other spellings", "", "Accepted for older scripts and published examples.", ""]
     lines += ["| spelling | key |", "|---|---|"]
     lines += [f"| `{alias.old}` | `{alias.new}` |" for alias in ALIASES]
+    lines += [
+        "",
+        "Keys of `fully_async_main` and `one_step_off_policy.main_ppo` ([asynchronous](asynchronous.md)):",
+        "",
+    ]
+    lines += ["| key there | key of `main_ppo` |", "|---|---|"]
+    lines += [f"| `{old}` | `{new}` |" for old, new in MOVED.items()]
     lines += ["", "Keys that are gone:", "", "| key | |", "|---|---|"]
     lines += [f"| `{retired.pattern}` | {retired.reason} |" for retired in RETIRED]
     return "\n".join(lines) + "\n"

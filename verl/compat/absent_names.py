@@ -39,6 +39,12 @@ _ASYNCHRONOUS = Absence(
     "Rollout beside training, and its servers on Ray, are missing: here the rollout engine of each rank generates "
     "between updates (verl.workers.rollout.base.BaseRollout) and takes new weights by load_weights.",
 )
+_ASYNCHRONOUS_TRAINERS = Absence(
+    "other design",
+    "Sampling beside training is a mode of the one trainer, not a trainer of its own: trainer.async.lag and "
+    "trainer.v1.trainer_mode choose it, also for the commands fully_async_main and one_step_off_policy.main_ppo "
+    "(docs/asynchronous.md).",
+)
 _MEGATRON = Absence("other design", "verl.workers.engine.megatron builds, trains and converts models.")
 _VISION = Absence(
     "other design",
@@ -138,15 +144,15 @@ ABSENT: dict[str, Absence] = {
         "other design", "Workers on many machines are verl.single_controller: worker groups and pools on Ray."
     ),
     "verl.experimental.agent_loop": _AGENTS,
-    "verl.experimental.fully_async_policy": _ASYNCHRONOUS,
-    "verl.experimental.one_step_off_policy": _ASYNCHRONOUS,
+    "verl.experimental.fully_async_policy": _ASYNCHRONOUS_TRAINERS,
+    "verl.experimental.one_step_off_policy": _ASYNCHRONOUS_TRAINERS,
     "verl.experimental.reward_loop.RewardLoopManager": Absence(
         "other design",
         "Rewards are computed in processes of the reward manager: verl.trainer.ppo.reward.load_reward_manager; a "
         "reward model that scores is verl.workers.fsdp_workers.RewardModelWorker, one that is asked "
         "verl.judge.service.JudgeService.",
     ),
-    "verl.experimental.separation": _ASYNCHRONOUS,
+    "verl.experimental.separation": _ASYNCHRONOUS_TRAINERS,
     "verl.experimental.teacher_loop": _DISTILLATION,
     "verl.llm_backends": Absence(
         "other design",

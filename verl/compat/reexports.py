@@ -52,6 +52,18 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         _CALLS: "get_event_loop",
         _TRACES: "rollout_trace_op",
     },
+    "verl.experimental.fully_async_policy.fully_async_main": {
+        "verl.base.fs": "copy_to_local",
+        "verl.trainer.config.reward_section": "migrate_legacy_reward_impl",
+        "verl.trainer.ppo.utils": "Role",
+        "verl.utils.device": "auto_set_device",
+    },
+    "verl.experimental.one_step_off_policy.main_ppo": {
+        "verl.compat.toolkit.config": "validate_config",
+        "verl.datasets": "create_rl_dataset create_rl_sampler",
+        "verl.trainer.ppo.utils": "need_critic need_reference_policy",
+        "verl.utils.device": "auto_set_device",
+    },
     "verl.experimental.reward_loop.reward_loop": {
         "verl.protocol": "DataProto pad_dataproto_to_divisor",
         _RAY: "RayResourcePool",

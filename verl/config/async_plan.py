@@ -16,8 +16,8 @@ Mode = Literal["sync", "lag", "colocated", "separate"]
 class AsyncPlan:
     """When samples are drawn, with which weights, and how old they may become.
 
-    The age of a sample is the number of updates between the weights that drew its first token and the step that trains
-    on it: 0 if the step trains on samples of the current weights.
+    A version of the weights is one that the rollout engines had. The age of a sample is the number of versions between
+    the one that drew its first token and the newest at the step that trains on it; 0 if they are the same.
     """
 
     mode: Mode
@@ -30,13 +30,13 @@ class AsyncPlan:
     volume: float | None
     """Between two transfers of weights at most ``1 + volume`` times as many prompts start as are trained on."""
     strategy: Strategy
-    """What keeps the bound: starting fewer prompts, dropping groups that became older, or waiting for old ones."""
+    """What keeps the bound: a step that waits in time, dropping groups that became older, or waiting at the bound."""
     sync_every: int
     """Steps (updates of the policy) between two transfers of weights."""
     batch_prompts: int
     """Prompts of a step."""
     warmup_batches: int
-    """Batches that start before the first step besides its own."""
+    """Batches that start before the first step besides its own; later each step starts one."""
     partial_rollout: bool
     """Whether responses under way are interrupted when weights change, and go on with the new ones."""
     keeps_cache: bool
@@ -80,9 +80,9 @@ class AsyncPlan:
         return self.sync_every * self.batch_prompts
 
     @property
-    def prompts_ahead(self) -> int | None:
-        """Prompts that may start in addition before the first transfer; None without a bound (`drop`, `wait`)."""
+    def prompts_ahead(self) -> int:
+        """Prompts that may start before the weights whose batch they complete."""
         if self.volume is not None:
             # as typed: 0.29 * 100 is 28.999... in binary
             return int(Fraction(str(self.volume)) * self.prompts_per_transfer)
-        return self.bound * self.prompts_per_transfer if self.bound is not None and self.strategy == "admit" else None
+        return self.warmup_batches * self.batch_prompts

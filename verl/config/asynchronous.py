@@ -40,7 +40,7 @@ class ColocateAsyncConfig(BaseConfig):
     """Settings of `trainer_mode=colocate_async`."""
 
     num_warmup_batches: int = setting(1, ge=0)
-    """Batches that start before the first step besides its own, as far as the bound on the age allows."""
+    """Batches that start before the first step besides its own, so that sampling is that much ahead of training."""
 
 
 @section
@@ -48,7 +48,7 @@ class SeparateAsyncConfig(BaseConfig):
     """Settings of `trainer_mode=separate_async`."""
 
     num_warmup_batches: int = setting(1, ge=0)
-    """Batches that start before the first step besides its own, as far as the bound on the age allows."""
+    """Batches that start before the first step besides its own, so that sampling is that much ahead of training."""
     parameter_sync_step: int = setting(4, ge=1)
     """Mini-batches of one step: `data.train_batch_size` must be this times `actor.ppo_mini_batch_size`."""
 
@@ -58,11 +58,10 @@ class OffPolicySamplerConfig(BaseConfig):
     """Which samples a step trains on in the two asynchronous modes."""
 
     max_off_policy_threshold: int = setting(8, ge=0)
-    """Largest age of a sample: updates between the weights that drew its first token and the step that trains on it.
-    """
+    """Largest age of a sample, in versions of the weights: 0 if the newest ones drew it."""
     max_off_policy_strategy: Strategy = setting("admit")
-    """`admit` starts a prompt only if its responses cannot become older than that, so that nothing is lost; `drop`
-    starts without limit and discards groups that became older; `wait` does not train before they are finished."""
+    """`admit` lets a step wait for slow groups early enough that none ever becomes older, and nothing is lost; `drop`
+    discards groups that became older and starts others; `wait` waits for a group once it has that age."""
 
 
 @section

@@ -7,8 +7,14 @@ import pytest
 from tests.trainer.config.support import Run
 from verl.config.async_plan import AsyncPlan
 from verl.trainer.config import PPOConfig, load_config
+from verl.trainer.config.keys import put
+from verl.trainer.config.rules_asynchronous import described_mode
 
-SEPARATE = {"trainer.v1.trainer_mode": "separate_async", "trainer.v1.separate_async.parameter_sync_step": 2}
+MODE = "trainer.v1.trainer_mode"
+SEPARATE = {
+    MODE: "separate_async",
+    "trainer.v1.separate_async.parameter_sync_step": 2,
+}
 
 
 def plan(**changes: Any) -> AsyncPlan:
@@ -41,9 +47,9 @@ def test_a_mode_of_v1_admits_prompts_within_its_threshold():
     sampler = {"max_off_policy_threshold": 3}
     made = plan(v1={"trainer_mode": "colocate_async", "sampler": sampler})
     assert (made.mode, made.bound, made.strategy, made.partial_rollout) == ("colocated", 3, "admit", True)
-    assert (made.sync_every, made.warmup_batches, made.prompts_ahead) == (1, 1, 3 * 64)
+    assert (made.sync_every, made.warmup_batches, made.prompts_ahead) == (1, 1, 64)
     dropping = plan(v1={"trainer_mode": "separate_async", "sampler": sampler | {"max_off_policy_strategy": "drop"}})
-    assert (dropping.mode, dropping.bound, dropping.strategy, dropping.prompts_ahead) == ("separate", 3, "drop", None)
+    assert (dropping.mode, dropping.bound, dropping.strategy) == ("separate", 3, "drop")
 
 
 def test_no_batch_starts_earlier_than_the_bound_allows():
@@ -66,7 +72,7 @@ def test_a_step_of_separate_async_has_whole_mini_batches(run: Run):
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        ("trainer.async.lag", 1, "decides itself which weights draw a sample, at most 8 updates ago"),
+        ("trainer.async.lag", 1, "draws samples as time allows, and not a fixed number of steps ahead"),
         ("algorithm.adv_estimator", "remax", "its greedy responses have to be of the same weights"),
         ("algorithm.filter_groups.enable", True, "groups are filtered batch by batch"),
         ("actor_rollout_ref.rollout.skip_rollout", True, "stored responses belong to the batches of a step"),
@@ -95,3 +101,33 @@ def test_no_engine_keeps_keys_and_values_of_earlier_weights(run: Run):
     message = run.refusal({"trainer.async.keep_kv_cache": True})
     assert "trainer.async.keep_kv_cache=true" in message
     assert "each token keeps the log-prob it was drawn with" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"trainer.async.lag": 2},
+            "trainer.async.lag=2: a step trains on samples that are 2 updates old; they have one ",
+        ),
+        (
+            {MODE: "colocate_async"},
+            "at most 8 versions old (trainer.v1.sampler.max_off_policy_threshold=8): a step waits",
+        ),
+        (
+            SEPARATE | {"trainer.async.volume": 0.5, "algorithm.rollout_correction.bypass_mode": True},
+            "8 prompts are trained on, and at most 8 + 4 start (trainer.async.volume=0.5); the ratio that the",
+        ),
+    ],
+)
+def test_a_run_says_its_mode_its_bound_and_its_ratio(run: Run, changes: dict[str, Any], said: str):
+    tree: dict[str, Any] = {}
+    for key, value in (run.ppo | changes).items():
+        put(tree, key, value)
+    [sentence] = described_mode(load_config(tree, PPOConfig, with_rules=False))
+    assert said in sentence
+
+
+def test_settings_of_another_mode_have_no_effect(run: Run, caplog: pytest.LogCaptureFixture):
+    run.load({"trainer.v1.sampler.max_off_policy_threshold": 2, "trainer.async.record_dir": "x"})
+    assert "trainer.async.record_dir, trainer.v1.sampler.max_off_policy_threshold (trainer.v1" in caplog.text

@@ -70,6 +70,7 @@ def derive(
         if key.follows and path not in explicit and same(get(tree, path), key.default):
             drop(tree, path)
     remarks = _fast_engine(tree, keys, explicit) if chooses_engine else []
+    remarks += _separate_ranks(tree, keys, explicit)
     remarks += _engines(tree, raw, keys, explicit)
     _rows_in_driver(tree, keys, explicit)
     remarks += _time_limits(tree, keys, explicit)
@@ -250,6 +251,19 @@ def _engines(tree: Tree, raw: Tree, keys: Mapping[str, Key], explicit: Collectio
         if key.section in (RolloutConfig, JudgeRolloutConfig) and get(tree, f"{path}.name") is not None:
             remarks += _engine(tree, raw, keys, path, explicit, ranks)
             remarks += _monitoring(tree, keys, f"{path}.prometheus")
+    return remarks
+
+
+def _separate_ranks(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:
+    """Give rollout engines that sample beside training ranks of their own; prompts start there one by one."""
+    key, size, mode = "actor_rollout_ref.hybrid_engine", "data.gen_batch_size", get(tree, "trainer.v1.trainer_mode")
+    remarks = []
+    if mode == "separate_async" and key in keys and key not in explicit and get(tree, key) is True:
+        put(tree, key, False)
+    if mode in ("colocate_async", "separate_async") and (prompts := get(tree, size)) is not None:
+        put(tree, size, None)
+        if prompts not in (1, get(tree, "data.train_batch_size")):
+            remarks.append(f"no effect: {size} (with trainer.v1.trainer_mode={mode} each prompt starts by itself)")
     return remarks
 
 

@@ -22,6 +22,7 @@ from verl.config import (
     RMConfig,
     SFTConfig,
 )
+from verl.trainer.config.fully_async import FULLY_ASYNC, ONE_STEP_OFF
 from verl.trainer.config.keys import InactiveKey, inactive_keys, iter_keys, plain, put
 from verl.trainer.config.overrides import CONFIG_DIR
 
@@ -82,11 +83,10 @@ defaults:
 
 strategy: megatron
 """
-CHANGED = {
-    "ppo_megatron_trainer": """
-# One RL run with PPO, GRPO or another algorithm, trained by Megatron.
+_RUN_BY_MEGATRON = """
+# {what}, trained by Megatron.
 defaults:
-  - ppo_trainer
+  - {base}
   - _self_
 
 actor_rollout_ref:
@@ -96,7 +96,42 @@ critic:
   strategy: megatron
 reward_model:
   strategy: megatron
-""",
+"""
+_FULLY_ASYNC = "One RL run whose responses are sampled by other ranks, while these train"
+_ONE_STEP_OFF = "One RL run whose responses are sampled by other ranks, one step before these train on them"
+CHANGED = {
+    "ppo_megatron_trainer": _RUN_BY_MEGATRON.format(
+        what="One RL run with PPO, GRPO or another algorithm", base="ppo_trainer"
+    ),
+    "fully_async_ppo_trainer": f"""
+# {_FULLY_ASYNC}.
+defaults:
+  - ppo_trainer
+  - _self_
+
+data:
+  train_batch_size: 0
+  gen_batch_size: 1
+actor_rollout_ref:
+  hybrid_engine: false
+algorithm:
+  rollout_correction:
+    bypass_mode: true
+{yaml.safe_dump(FULLY_ASYNC, sort_keys=False)}""",
+    "fully_async_ppo_megatron_trainer": _RUN_BY_MEGATRON.format(what=_FULLY_ASYNC, base="fully_async_ppo_trainer"),
+    "one_step_off_ppo_trainer": f"""
+# {_ONE_STEP_OFF}.
+defaults:
+  - ppo_trainer
+  - _self_
+
+actor_rollout_ref:
+  hybrid_engine: false
+trainer:
+  async:
+    lag: 1
+{yaml.safe_dump(ONE_STEP_OFF, sort_keys=False)}""",
+    "one_step_off_ppo_megatron_trainer": _RUN_BY_MEGATRON.format(what=_ONE_STEP_OFF, base="one_step_off_ppo_trainer"),
     "actor/megatron_actor": _OF_MEGATRON.format(what="The policy", base="dp_actor"),
     "critic/megatron_critic": _OF_MEGATRON.format(what="The value model", base="dp_critic"),
     "ref/megatron_ref": _OF_MEGATRON.format(what="The frozen reference", base="dp_ref"),

@@ -229,6 +229,35 @@ RETIRED: tuple[Retired, ...] = (
     ),
     Retired(f"{_SKIP}._target_", "a section has its own class", (), refused=False, part=True),
     Retired("skip._target_", "a section has its own class", (), refused=False, part=True),
+    # fully_async_main
+    *_told("validation is sampled by the rollout engines", {"async_training.use_trainer_do_validate": False}),
+    *_refused(
+        "ranks do not change between training and sampling; leave it false",
+        {"async_training.use_dynamic_resource_scheduling": False},
+    ),
+    *_told(
+        "part of ranks that change between training and sampling, which is not in this version",
+        {
+            "async_training.dynamic_schedule_policy": "default",
+            "async_training.dynamic_schedule_deactivate_ratio": 0.3,
+            "async_training.dynamic_schedule_enable_rebalance": True,
+        },
+    ),
+    *_told(
+        "actor_rollout_ref.rollout.max_num_seqs says how many responses an engine draws at once; others wait",
+        {"async_training.concurrent_samples_per_replica": 16},
+    ),
+    *_told(
+        "algorithm.rollout_correction.bypass_mode says which log-probs are the old ones",
+        {"async_training.compute_prox_log_prob": False, "actor_rollout_ref.actor.use_rollout_log_probs": True},
+    ),
+    Retired(
+        "async_training.checkpoint_engine",
+        "actor_rollout_ref.rollout.checkpoint_engine has the settings of the transfer of weights",
+        (),
+        refused=False,
+        part=True,
+    ),
     *_told("one batch is sampled at a time", {"algorithm.filter_groups.max_inflight_gen_batches": 1}),
     # the judge's engine
     *_told(

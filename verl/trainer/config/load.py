@@ -107,6 +107,10 @@ def load_config(
         from verl.trainer.config.unused import unused
 
         remarks += unused(config, raw, keys, interpolations)
+    if isinstance(config, PPOConfig) and with_rules and not data_only:
+        from verl.trainer.config.rules_asynchronous import described_mode
+
+        remarks += described_mode(config)
     for advice in (*(problem for problem in checked if problem.advice), *remarks):
         logger.warning("%s", advice)
     return config

@@ -33,13 +33,18 @@ def asynchronous(config: PPOConfig) -> Iterator[Problem]:
             "interrupted response is computed again, in one pass, and each token keeps the log-prob it was drawn with"
         )
         yield Problem("trainer.async.keep_kv_cache", True, cause, "false")
+    hybrid, is_hybrid = "actor_rollout_ref.hybrid_engine", config.actor_rollout_ref.get("hybrid_engine", True)
+    if plan.mode == "sync" and not is_hybrid:
+        cause = "ranks that sample and ranks that train wait for each other in every step"
+        remedy = "set trainer.async.lag=1, so that both work at once, or hybrid_engine=true"
+        yield Problem(hybrid, False, cause, remedy=remedy, advice=True)
     if not plan.is_free_running:
         return
     mode = v1.trainer_mode
     if not FREE_RUNNING_IS_BUILT:
         yield Problem(MODE, mode, "this mode is not in this version", "sync", "set trainer.async.lag=1")
     if settings.lag:
-        cause = f"{MODE}={mode} decides itself which weights draw a sample, at most {plan.bound} updates ago"
+        cause = f"{MODE}={mode} draws samples as time allows, and not a fixed number of steps ahead"
         remedy = f"keep one of the two: {MODE}=sync with a lag, or this mode with lag 0"
         yield Problem("trainer.async.lag", settings.lag, cause, "0", remedy)
     for key, (allowed, why) in FREE_RUNNING_REFUSES.items():
@@ -49,8 +54,44 @@ def asynchronous(config: PPOConfig) -> Iterator[Problem]:
     if config.algorithm.adv_estimator == "remax":
         cause = f"its greedy responses have to be of the same weights as the samples, and {MODE}={mode} mixes weights"
         yield Problem("algorithm.adv_estimator", "remax", cause, remedy="use rloo or grpo, or trainer_mode=sync")
+    if plan.mode == "colocated" and not is_hybrid:
+        cause = f"with {MODE}={mode} the ranks that train sample too"
+        yield Problem(hybrid, False, cause, "true", f"set it to true, or {MODE}=separate_async")
     if plan.mode == "separate":
         yield from _separate(config, plan)
+
+
+def described_mode(config: PPOConfig) -> list[str]:
+    """Describe when samples are drawn, how old they may become and what corrects for it; nothing if always at once."""
+    plan, v1, correction = AsyncPlan.of(config), config.trainer.v1, config.algorithm.rollout_correction
+    if plan.mode == "sync":
+        return []
+    if plan.mode == "lag":
+        updates = "1 update" if plan.lag == 1 else f"{plan.lag} updates"
+        age = f"trainer.async.lag={plan.lag}: a step trains on samples that are {updates} old"
+    elif plan.volume is not None:
+        prompts = plan.prompts_per_transfer
+        age = (
+            f"{MODE}={v1.trainer_mode}: between two transfers of weights {prompts} prompts are trained on, and at most "
+            f"{prompts} + {plan.prompts_ahead} start (trainer.async.volume={plan.volume:g})"
+        )
+    else:
+        how = {
+            "admit": "a step waits for slow ones in time, so that none is discarded",
+            "drop": "groups that became older are discarded",
+            "wait": "a step waits for groups that are so old",
+        }[plan.strategy]
+        age = (
+            f"{MODE}={v1.trainer_mode}: a step trains on samples of weights that are at most {plan.bound} versions old "
+            f"(trainer.v1.sampler.max_off_policy_threshold={plan.bound}): {how}"
+        )
+    if correction.bypass_mode and correction.loss_type == "ppo_clip":
+        ratio = "the ratio that the loss clips is that to the weights that drew them (bypass_mode=true)"
+    elif correction.rollout_is is not None:
+        ratio = f"they have one importance weight per {correction.rollout_is} (rollout_is={correction.rollout_is})"
+    else:
+        ratio = "nothing corrects for their age (algorithm.rollout_correction)"
+    return [f"{age}; {ratio}"]
 
 
 def _separate(config: PPOConfig, plan: AsyncPlan) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from verl.base.nested import flat
 from verl.config import BaseConfig, Problem
 from verl.config.base import config_fields
 from verl.config.problems import shown
-from verl.trainer.config import key_releases, key_table
+from verl.trainer.config import fully_async, key_releases, key_table
 from verl.trainer.config.interpolations import Interpolations
 from verl.trainer.config.key_table import OLD_DEFAULTS, Alias, Retired
 from verl.trainer.config.keys import (
@@ -103,6 +103,8 @@ class Translator:
     def names(self, tree: Tree) -> None:
         """Move other spellings to their keys, in place."""
         self._restore_sections(tree)
+        if "trainer.v1.trainer_mode" in self.keys:
+            fully_async.move_settings(tree, self.explicit, self.problems, self._defaults)
         self._apply_least_rates(tree)
         for alias in ALIASES:
             if get(tree, alias.old, _MISSING) is not _MISSING and self._leads_somewhere(alias):
@@ -229,7 +231,7 @@ class Translator:
             misspelt |= self._resembled(path)
         else:
             leaf_paths = self._leaf_paths()
-            near = nearest(path, leaf_paths + [alias.old for alias in ALIASES])
+            near = nearest(path, [*leaf_paths, *(alias.old for alias in ALIASES), *fully_async.MOVED])
             remedy = f"did you mean {near}?" if near else "remove it"
             if near is None and not parent and (similar := similar_name(name)):
                 remedy = f"did you mean {similar}? {remedy_for(similar, value, leaf_paths)}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verl.algorithms import adv_needs
 from verl.algorithms.loss_registry import policy_loss_info
 from verl.config import ActorConfig, DPOConfig, PPOConfig, SFTConfig, SupervisedConfig
+from verl.config.async_plan import AsyncPlan
 from verl.trainer.config.derive import expanded
 from verl.trainer.config.interpolations import Interpolations
 from verl.trainer.config.keys import FORWARD_PASSES, Key, Tree, get, same
@@ -167,6 +168,7 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
     for is_on, reason, section, names in switches:
         if not is_on:
             yield tuple(f"{section}.{name}" for name in names), reason
+    yield from _of_modes(config)
     yield from _of_other_losses(actor)
     for section, fsdp in _BACK_ENDS.items():
         strategy = _at(config, section).strategy
@@ -207,6 +209,20 @@ def _of_adapters(config: BaseConfig, section: str) -> Iterator[Silent]:
         yield unread, f"{section}.lora_rank=0 trains the model's weights"
     elif model.lora_adapter_path is not None:
         yield unread, f"the adapters of {section}.lora_adapter_path bring theirs"
+
+
+def _of_modes(config: PPOConfig) -> Iterator[Silent]:
+    """Yield the settings of modes of asynchronous training other than the chosen one."""
+    plan, mode = AsyncPlan.of(config), f"trainer.v1.trainer_mode={config.trainer.v1.trainer_mode}"
+    if not plan.is_free_running:
+        names = ("volume", "sync_every", "partial_rollout", "record_dir")
+        yield ("trainer.v1.*", *(f"trainer.async.{name}" for name in names)), mode
+    elif plan.mode == "colocated":
+        yield ("trainer.v1.separate_async.*", "trainer.async.volume", "trainer.async.sync_every"), mode
+    else:
+        yield ("trainer.v1.colocate_async.*",), mode
+    if plan.volume is not None:
+        yield ("trainer.v1.sampler.*",), f"trainer.async.volume={plan.volume:g} bounds the number of prompts instead"
 
 
 def _of_other_losses(actor: ActorConfig) -> Iterator[Silent]:

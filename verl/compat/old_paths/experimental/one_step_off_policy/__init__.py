@@ -1,0 +1,1 @@
+"""Public path of the command that samples on other ranks, one step ahead of training."""
