@@ -4,6 +4,10 @@
 
 Every algorithm starts from the same warmed-up model of a seed and sees as many responses in a step;
 what differs is written in ``ALGORITHMS``. Runs that are complete in the folder are not done again.
+
+    python examples/algorithms/study.py --algorithms grpo lag_4_none lag_4_token lag_4_bypass lag_4_a3po --steps 40
+
+compares the corrections of samples that are four updates old (``CORRECTIONS``), with none of that age as reference.
 """
 
 from __future__ import annotations
@@ -71,13 +75,24 @@ ALGORITHMS: dict[str, Settings] = {
     },
 }
 
+_CORRECTION = "algorithm.rollout_correction"
+_LAG: Settings = {"algorithm.adv_estimator": "grpo", "trainer.async.lag": 4}
+CORRECTIONS: dict[str, Settings] = {
+    "lag_4_none": _LAG | {f"{_CORRECTION}.rollout_is": "null"},
+    "lag_4_token": _LAG | {f"{_CORRECTION}.rollout_is": "token"},
+    "lag_4_bypass": _LAG | {f"{_CORRECTION}.bypass_mode": True},
+    "lag_4_a3po": _LAG | {f"{_CORRECTION}.prox_logp_method": "loglinear", f"{_CORRECTION}.rollout_is": "token"},
+}
+"""GRPO on samples of the weights four updates before, by their correction (docs/rollout_correction.md)."""
+RUNS = ALGORITHMS | CORRECTIONS
+
 
 def settings(algorithm: str, task: Path, model: Path, output: Path, seed: int, steps: int) -> Settings:
     """The run of one algorithm: the quickstart's settings, smaller steps, and what the algorithm changes."""
     base = rl_settings("ppo" if algorithm == "ppo" else "grpo", task, model, output, seed)
     symmetric = {f"{ACTOR}.clip_ratio_high": 0.2}
     shortened = {"trainer.total_training_steps": steps, "trainer.save_freq": -1, "trainer.test_freq": steps}
-    return base | GROUPS | HALF | symmetric | shortened | ALGORITHMS[algorithm]
+    return base | GROUPS | HALF | symmetric | shortened | RUNS[algorithm]
 
 
 def warmed_up(seed: int, output: Path) -> tuple[Path, Path]:
@@ -177,7 +192,7 @@ def _over_seeds(runs: list[list[tuple[int, dict]]], name: str) -> tuple[list[int
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--algorithms", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
+    parser.add_argument("--algorithms", nargs="+", choices=list(RUNS), default=list(ALGORITHMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/algorithms"))
@@ -189,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for algorithm in args.algorithms:
             histories[algorithm].append(run(algorithm, seed, args.steps, output))
     (output / "table.md").write_text(table(histories) + "\n")
-    (output / "settings.json").write_text(json.dumps(ALGORITHMS, indent=2) + "\n")
+    (output / "settings.json").write_text(json.dumps({name: RUNS[name] for name in args.algorithms}, indent=2) + "\n")
     draw(histories, output / "reward.png")
     print(f"\n{table(histories)}\n\ntable and picture: {output}")
 

@@ -202,6 +202,21 @@ def normalisation_factor(weights: Tensor, response_mask: Tensor, level: Level) -
     return torch.where(mean > 0, mean, torch.ones_like(mean))
 
 
+def response_weights(
+    log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor, settings: RolloutCorrectionConfig
+) -> Tensor:
+    """Bounded weights π/μ of ``rollout_is``, without rejection or normalisation: (bsz, response_length) float32.
+
+    Each depends on its response alone, so that a loss on some rows has the weights of the whole batch, to the bit.
+    """
+    assert settings.rollout_is is not None
+    log_ratio = log_ratio_of(log_prob, rollout_log_prob, response_mask)
+    ratio = importance_ratio(log_ratio, response_mask, settings.rollout_is)
+    return zero_masked(
+        importance_weights(ratio, parse_is_threshold(settings.rollout_is_threshold)), response_mask
+    ).float()
+
+
 # ---- rejection --------------------------------------------------------------------------------
 
 

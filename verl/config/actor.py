@@ -50,8 +50,8 @@ class PolicyLossConfig(BaseConfig):
     top_entropy_quantile: float = setting(1.0, gt=0, le=1)
     """Fraction of tokens, those of highest entropy, that keep their policy loss (arXiv:2506.01939); 1 keeps all."""
     rollout_correction: RolloutCorrectionConfig | None = setting(None, internal=True)
-    """`bypass_mode`, and `prox_logp_method: loglinear`: copy of `algorithm.rollout_correction`, filled in while the
-    configuration is loaded."""
+    """Copy of `algorithm.rollout_correction` where the policy loss may correct, filled in while the configuration is
+    loaded: in bypass mode, with `prox_logp_method: loglinear`, and with weights that depend on one response each."""
 
     def problems(self, path: str) -> Iterator[Problem]:
         """`dro` has a weight, and the covariance bounds of `clip_cov` are in order."""

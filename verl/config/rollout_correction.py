@@ -43,6 +43,11 @@ class RolloutCorrectionConfig(BaseConfig):
         return recomputes and (self.rollout_is is not None or self.rollout_rs is not None)
 
     @property
+    def weighs_by_response(self) -> bool:
+        """Whether the driver's correction is weights that depend on one response each, so that a loss can make them."""
+        return self.is_decoupled and self.rollout_rs is None and not self.rollout_is_batch_normalize
+
+    @property
     def interpolates(self) -> bool:
         """Whether the policy loss interpolates the old log-probs (A-3PO)."""
         return self.prox_logp_method == "loglinear"

@@ -303,9 +303,10 @@ class ActorRolloutRefWorker(EngineWorker):
         update_record, forward_record = TokenRecord(len(data)), TokenRecord(len(data))
         if record_tokens:
             loss = RecordedLoss(loss, update_record)
+        correction = self.config.actor.policy_loss.rollout_correction
         if own_forward:
-            loss = OwnForwardLoss(loss, forward_record)
-        elif (correction := self.config.actor.policy_loss.rollout_correction) and correction.interpolates:
+            loss = OwnForwardLoss(loss, forward_record, correction)
+        elif correction is not None and correction.interpolates:
             loss = InterpolatedLoss(loss, correction)
         if record_tokens or own_forward:
             data = forward_record.numbered(data)

@@ -34,7 +34,7 @@ from verl.algorithms.preference import (
     sequence_log_probs,
     split_pairs,
 )
-from verl.algorithms.rollout_correction import INTERPOLATED, interpolated_policy
+from verl.algorithms.rollout_correction import INTERPOLATED, interpolated_policy, response_weights
 from verl.config import (
     ActorConfig,
     CriticConfig,
@@ -209,14 +209,18 @@ class OwnForwardLoss:
     Args:
         loss: that is computed.
         record: takes ``old_log_probs`` and ``entropys``.
+        correction: gives the importance weights that the driver would make of ``old_log_probs``; None for none.
     """
 
     rows_per_unit = 1
 
-    def __init__(self, loss: PolicyLoss | RecordedLoss, record: TokenRecord) -> None:
+    def __init__(
+        self, loss: PolicyLoss | RecordedLoss, record: TokenRecord, correction: RolloutCorrectionConfig | None = None
+    ) -> None:
         self.loss = loss
         self.outputs = loss.outputs | {"log_probs", "entropy"}
         self.record = record
+        self.correction = correction if correction is not None and correction.weighs_by_response else None
 
     def __call__(
         self, outputs: Mapping[str, Tensor], micro_batch: DataProto, totals: BatchTotals
@@ -225,7 +229,12 @@ class OwnForwardLoss:
         require(micro_batch, ("row", "response_mask"), "the policy update")
         old, entropy = outputs["log_probs"].detach(), outputs["entropy"].detach()
         self.record.add(micro_batch, {"old_log_probs": old, "entropys": entropy})
-        micro_batch = micro_batch | DataProto.from_dict(tensors={"old_log_probs": old})
+        made = {"old_log_probs": old}
+        if self.correction is not None:
+            require(micro_batch, ("rollout_log_probs",), "the importance weights of the policy update")
+            behaviour, mask = micro_batch.batch["rollout_log_probs"], micro_batch.batch["response_mask"]
+            made["rollout_is_weights"] = response_weights(old, behaviour, mask, self.correction)
+        micro_batch = micro_batch | DataProto.from_dict(tensors=made)
         return self.loss({name: outputs[name] for name in self.loss.outputs}, micro_batch, totals)
 
 

@@ -93,16 +93,19 @@ def test_the_actor_learns_of_the_bypass_mode(run: Run):
     assert again.actor_rollout_ref.actor.policy_loss == loss
 
 
-def test_without_it_the_actor_is_told_nothing(run: Run):
+def test_the_actor_learns_of_weights_that_it_can_make_itself(run: Run):
     config = run.load(settings(rollout_is="token"))
     loss = config.actor_rollout_ref.actor.policy_loss
-    assert (loss.loss_mode, loss.rollout_correction) == ("vanilla", None)
+    assert (loss.loss_mode, loss.rollout_correction) == ("vanilla", config.algorithm.rollout_correction)
+    for changes in ({"rollout_rs": "token_k2", "rollout_rs_threshold": 1.0}, {"rollout_is_batch_normalize": True}):
+        config = run.load(settings(rollout_is="token", **changes))
+        assert config.actor_rollout_ref.actor.policy_loss.rollout_correction is None
+    assert run.load().actor_rollout_ref.actor.policy_loss.rollout_correction is None
 
 
 def test_the_copy_of_the_loss_is_another_spelling(run: Run):
     config = run.load({"actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is": "token"})
     assert config.algorithm.rollout_correction.rollout_is == "token"
-    assert config.actor_rollout_ref.actor.policy_loss.rollout_correction is None  # only bypass mode needs it
 
 
 def test_batch_normalised_weights_are_turned_off_inside_of_a_loss(run: Run, caplog: pytest.LogCaptureFixture):

@@ -26,6 +26,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
         raise ValueError("some responses cannot be scored")
     return sum(c.isdigit() for c in solution_str) / 8
 """
+CORRECTION = "algorithm__rollout_correction"
 CLOCKS = ("timing", "perf/")
 
 
@@ -87,10 +88,19 @@ LOSSES: dict[str, dict[str, object]] = {
 }
 
 
-IN_SHORT = ("vanilla",)
+def test_importance_weights_need_no_pass_of_their_own(train):
+    """Samples of earlier weights, by default weighted: the same bits, and the weights are metrics as before."""
+    changes = {"trainer__async__lag": 1, "algorithm__rollout_correction__rollout_is": "sequence"}
+    found = train(**changes)
+    recomputed = train(actor_rollout_ref__actor__recompute_old_log_probs="always", **changes)
+    assert_same_run(found, recomputed)
+    assert "timing_s/old_log_prob" not in found[0][2]
+    assert recomputed[0][2]["timing_s/old_log_prob"] > 0
+    assert abs(found[0][2]["rollout_corr/rollout_is_max"] - 1) > 1e-3
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_SHORT else [pytest.mark.slow]) for n in LOSSES])
+@pytest.mark.slow  # the test above is the one of the default runs
+@pytest.mark.parametrize("name", LOSSES)
 def test_weights_and_metrics_are_the_same_to_the_last_bit(train, name):
     changes = {f"actor_rollout_ref__actor__{key}": value for key, value in LOSSES[name].items()}
     found = train(**changes)
@@ -198,6 +208,7 @@ def test_one_optimizer_step_per_batch_needs_no_pass_of_its_own(paths):
     assert plan(paths, algorithm__adv_estimator="gae").source == "update"
     assert plan(paths, actor_rollout_ref__actor__shuffle="true").source == "update"
     assert plan(paths, reward_model__enable="true").source == "update"
+    assert plan(paths, **{f"{CORRECTION}__rollout_is": "sequence"}).source == "update"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +218,8 @@ def test_one_optimizer_step_per_batch_needs_no_pass_of_its_own(paths):
         ({"actor_rollout_ref__actor__ppo_mini_batch_size": 2}, "2 optimizer steps"),
         ({"actor_rollout_ref__actor__ppo_epochs": 3}, "3 optimizer steps"),
         ({"algorithm__use_kl_in_reward": "true"}, "use_kl_in_reward"),
-        ({"algorithm__rollout_correction__rollout_is": "token"}, "rollout_correction"),
+        ({f"{CORRECTION}__rollout_rs": "token_k2", f"{CORRECTION}__rollout_rs_threshold": 1.0}, "rollout_rs"),
+        ({f"{CORRECTION}__rollout_is": "token", f"{CORRECTION}__rollout_is_batch_normalize": "true"}, "normalize"),
         ({"algorithm__use_pf_ppo": "true"}, "use_pf_ppo"),
         ({"algorithm__adv_estimator": "optimal_token_baseline"}, "optimal_token_baseline"),
         ({"actor_rollout_ref__actor__calculate_sum_pi_squared": "true"}, "adv_estimator"),

@@ -379,10 +379,8 @@ def _algorithm(tree: Tree, problems: list[Problem]) -> list[str]:
     if not isinstance(correction, Mapping):
         return []
     bypasses = correction.get("bypass_mode") is True
-    if not bypasses and correction.get("prox_logp_method") != "loglinear":
-        return []
-    remarks = []
-    if correction.get("rollout_is_batch_normalize") is True and correction.get("rollout_is") is not None:
+    is_in_loss, remarks = bypasses or correction.get("prox_logp_method") == "loglinear", []
+    if is_in_loss and correction.get("rollout_is_batch_normalize") is True and correction.get("rollout_is") is not None:
         correction = {**correction, "rollout_is_batch_normalize": False}
         put(tree, "algorithm.rollout_correction", correction)
         chosen, other = ("bypass_mode=true", "false") if bypasses else ("prox_logp_method=loglinear", "recompute")
@@ -402,6 +400,8 @@ def _algorithm(tree: Tree, problems: list[Problem]) -> list[str]:
         settings = RolloutCorrectionConfig(**correction)
     except SectionError:
         return remarks  # validation of the algorithm section reports it
+    if not is_in_loss and not settings.weighs_by_response:
+        return remarks
     if bypasses:
         put(tree, mode_key, BYPASS)
     for section in ("algorithm", f"{_ACTOR}.policy_loss"):

@@ -78,10 +78,13 @@ def _readers(config: PPOConfig) -> Iterator[str]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     if algorithm.use_kl_in_reward:
         yield "algorithm.use_kl_in_reward reads them"
-    if algorithm.rollout_correction.is_decoupled:
-        yield "algorithm.rollout_correction reads them"
+    correction = algorithm.rollout_correction
+    if correction.is_decoupled and not correction.weighs_by_response:
+        name = "rollout_rs" if correction.rollout_rs is not None else "rollout_is_batch_normalize"
+        yield f"algorithm.rollout_correction.{name} reads them of the whole batch"
     needs, info = adv_needs(algorithm.adv_estimator), policy_loss_info(actor.policy_loss.loss_mode)
-    if needs.wants_all or actor.calculate_sum_pi_squared or MADE & (needs.columns | needs.optional_columns):
+    read = MADE | ({"rollout_is_weights"} if correction.is_decoupled else set())
+    if needs.wants_all or actor.calculate_sum_pi_squared or read & (needs.columns | needs.optional_columns):
         yield f"algorithm.adv_estimator={algorithm.adv_estimator} reads them"
     if info.prepare is not None or MADE & (info.columns | info.optional_columns):
         yield f"policy_loss.loss_mode={actor.policy_loss.loss_mode} reads them over the whole mini-batch"

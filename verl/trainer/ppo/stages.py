@@ -229,6 +229,8 @@ def policy_columns(batch: DataProto, actor: ActorConfig, own_forward: bool = Fal
         needed |= set(INTERPOLATED)
     elif not own_forward:
         needed |= {"old_log_probs"}
+    elif correction is not None and correction.weighs_by_response:
+        needed |= {"rollout_log_probs"}
     needed |= {"ref_log_prob"} if actor.use_kl_loss else set()
     # With R2 the pass that records the choice is the update's own if there is no other.
     replays = {"R2": not own_forward, "R3": True}

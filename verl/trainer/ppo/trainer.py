@@ -380,7 +380,7 @@ class PPOTrainer(TrainingLoop):
             batch = batch | self.old_log_probs(batch, context)
         batch = replace_columns(batch, experience.scores.result())
         self.policy_metrics(batch, context)
-        if self.needs.correction:
+        if self.needs.correction and not own_forward:
             batch = batch | self.correction(batch, context)
         if self.needs.reference:
             batch = batch | self.reference(batch, context)
@@ -397,6 +397,8 @@ class PPOTrainer(TrainingLoop):
             self.experience.updated(context.number)
         if own_forward:
             self.policy_metrics(batch, context)
+            if self.needs.correction:  # the weights that the update made, for metrics and dumps
+                batch = batch | self.correction(batch, context)
         self.report(batch, experience.rewards, context)
         return batch
 
