@@ -148,8 +148,12 @@ def test_the_ranks_fetch_from_processes_that_come_later_and_forget_those_that_di
         with session.awake(group):
             index = session.round_index
             assert ray.get(first.actor.ask.remote(index, 5)) == [5]
+            session.pause()
             session.add(2, later)
-            assert ray.get(later.actor.ask.remote(index, 6)) == [6]
+            held = later.actor.ask.remote(index, 6)
+            assert ray.wait([held], timeout=0.2)[0] == []  # it is paused as the others are
+            session.resume()
+            assert ray.get(held) == [6]
             left = later.actor.ask.remote(index, NEVER_ENDS)
             later.end()
             session.remove(2)

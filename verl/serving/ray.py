@@ -445,6 +445,7 @@ class RaySession:
         self._others: dict[int, WatchedActor] = {}
         self._indices = itertools.count(1)
         self._rounds = itertools.count(1)
+        self._is_paused = False
         self._round: tuple[int, int] | None = None
         """Number of this round and of its engines; None while they sleep."""
         self._serving: tuple[WorkerGroup, PendingOutputs[object]] | None = None
@@ -469,6 +470,8 @@ class RaySession:
     def add(self, index: int, router: WatchedActor) -> None:
         """Take requests of another router, made with a number from :meth:`new_index`, from now on."""
         self._others[index] = router
+        if self._is_paused:
+            router.actor.pause.remote()
         if self._round is not None:
             router.actor.open.remote(*self._round, {})
             self.router.actor.join.remote(index, router.actor)
@@ -565,6 +568,7 @@ class RaySession:
 
     def pause(self) -> None:
         """See :meth:`verl.serving.session.Session.pause`."""
+        self._is_paused = True
         self._of_all("pause")
 
     def interrupt(self) -> None:
@@ -573,6 +577,7 @@ class RaySession:
         The routers share the engines, so requests of one may be interrupted before it is told to: it asks again at
         once, or holds them. One that dies meanwhile is its owner's.
         """
+        self._is_paused = True
         routers = [self.router, *self._others.values()]
         waits: dict[ObjectRef, WatchedActor] = {router.actor.interrupt.remote(): router for router in routers}
         while waits:
@@ -601,6 +606,7 @@ class RaySession:
 
     def resume(self) -> None:
         """See :meth:`verl.serving.session.Session.resume`."""
+        self._is_paused = False
         self._of_all("resume")
 
     def abort(self) -> None:
@@ -630,7 +636,7 @@ class RaySession:
     def close(self) -> None:
         """End the driver's router; the others are their owner's. A later use starts a new one."""
         router, self._router, self._connection = self._router, None, None
-        self._round = self._serving = None
+        self._round, self._serving, self._is_paused = None, None, False
         self._others.clear()
         if router is not None and ray.is_initialized():
             router.end()

@@ -151,9 +151,10 @@ def check_abort_answers_what_runs_and_serves_what_comes(engine: EngineUnderTest)
     delay = 0.05
     for _ in range(20):
         with Serving(running) as serving:
+            serving.queue.on_abort = running.abort
             numbers = serving.put(long)
             time.sleep(delay)
-            running.abort()
+            serving.queue.interrupt()
             cut = serving.answered(numbers)
             assert serving.answered(serving.put([greedy(PROMPTS[1], max_tokens=6)], first=9))[0].token_ids == expected
         if any(output.finish_reason == "abort" and output.token_ids for output in cut):
@@ -166,6 +167,12 @@ def check_abort_answers_what_runs_and_serves_what_comes(engine: EngineUnderTest)
         assert part.finish_reason == ("length" if count == 600 else "abort")
         assert part.token_ids == all_.token_ids[:count]
         engine.assert_close([part.log_probs], [all_.log_probs[:count]])
+    begun = [pair for pair in zip(long, cut, whole, strict=True) if pair[1].finish_reason == "abort"]
+    rest = running.generate([asked.after(part.token_ids) for asked, part, _ in begun])
+    joined = [part.followed_by(drawn) for (_, part, _), drawn in zip(begun, rest, strict=True)]
+    if not engine.draws_anew:
+        engine.assert_same(joined, [all_ for *_, all_ in begun])
+    assert {(len(one.token_ids), one.versions) for one in joined} == {(600, ((0, 600),))}
 
 
 def check_a_response_that_streams_is_told_while_it_is_drawn(engine: EngineUnderTest) -> None:
