@@ -227,13 +227,14 @@ def test_what_a_keyword_of_a_public_section_does():
 
 
 def test_a_keyword_without_effect_is_told_unless_it_has_its_default(caplog: pytest.LogCaptureFixture):
-    RolloutConfig(name="hf", nnodes=0, n_gpus_per_node=8, server=object())
+    RolloutConfig(name="hf", standalone_gpu_memory_utilization=None, server=object())
     assert caplog.messages == []
-    config: BaseConfig = RolloutConfig(name="hf", nnodes=2)
+    config: BaseConfig = RolloutConfig(name="hf", standalone_gpu_memory_utilization=0.8)
     assert caplog.messages == [
-        "RolloutConfig.nnodes=2 has no effect: the rollout engine runs on the ranks of the actor"
+        "RolloutConfig.standalone_gpu_memory_utilization=0.8 has no effect: gpu_memory_utilization counts on ranks of "
+        "their own too"
     ]
-    assert "nnodes" not in config
+    assert "standalone_gpu_memory_utilization" not in config
 
 
 def test_a_section_is_checked_by_itself():

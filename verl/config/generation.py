@@ -58,6 +58,9 @@ class GenerationConfig(BaseConfig):
         if not self.rollout.merge_adapters:
             cause = "weights are loaded once, so nothing is saved by sending adapters alone"
             yield Problem("rollout.merge_adapters", False, cause, "true", "leave it out")
+        if self.rollout.nnodes:
+            cause = "nothing is trained, and all ranks (trainer.nnodes, n_gpus_per_node) sample"
+            yield Problem("rollout.nnodes", self.rollout.nnodes, cause, "0")
         if self.rollout.prometheus.enable:
             cause = "only training runs serve metrics (main_ppo)"
             yield Problem("rollout.prometheus.enable", True, cause, "false")

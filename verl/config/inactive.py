@@ -22,7 +22,7 @@ from verl.config.model import (
     WrapPolicyConfig,
 )
 from verl.config.observation import TraceConfig
-from verl.config.ppo import ActorRolloutRefConfig, PPOConfig
+from verl.config.ppo import PPOConfig
 from verl.config.profiler import (
     GlobalProfilerConfig,
     GlobalToolsConfig,
@@ -179,12 +179,6 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         no_effect(
             "actor_rollout_ref.rollout.agent.on_failure says what becomes of a failed conversation",
             {"sync_refill_failed_groups": False},
-        ),
-    ),
-    ActorRolloutRefConfig: (
-        not_yet(
-            "a rollout engine on separate ranks is not in this version; set hybrid_engine=true",
-            {"hybrid_engine": True},
         ),
     ),
     TrainedModelConfig: (no_effect(_NO_TILED_MLP, {"tiled_mlp.enabled": False, "tiled_mlp.num_shards": 4}),),
@@ -399,8 +393,7 @@ _KEYWORDS: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     ),
     RolloutConfig: (
         no_effect(
-            "the rollout engine runs on the ranks of the actor",
-            {"nnodes": 0, "n_gpus_per_node": 8, "standalone_gpu_memory_utilization": None},
+            "gpu_memory_utilization counts on ranks of their own too", {"standalone_gpu_memory_utilization": None}
         ),
         not_yet("responses are sampled without it; leave it at 1", {"repetition_penalty": 1.0}),
         no_effect("responses depend on seed, step and sample alone", {"full_determinism": False}),

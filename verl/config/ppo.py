@@ -24,6 +24,9 @@ from verl.config.trainer import RayConfig, TrainerConfig
 class ActorRolloutRefConfig(BaseConfig):
     """Policy, rollout engine and reference."""
 
+    hybrid_engine: bool = setting(True)
+    """Rollout engines run on the ranks of the policy; false gives them a pool of ranks of their own, of
+    `rollout.nnodes` nodes with `rollout.n_gpus_per_node` ranks each (with `trainer.controller=ray`)."""
     nccl_timeout: int = setting(600, ge=1)
     """Time limit of a collective, in seconds; after it the collective fails. Unless set, larger for large models."""
     model: HFModelConfig = subsection(HFModelConfig)
@@ -36,12 +39,28 @@ class ActorRolloutRefConfig(BaseConfig):
     """The frozen reference."""
 
     @property
+    def of_rollout_pool(self) -> ActorRolloutRefConfig:
+        """The configuration of rollout engines on ranks of their own, where nothing else needs their memory."""
+        return replace(self, rollout=replace(self.rollout, free_cache_engine=False))
+
+    @property
     def trained_model(self) -> HFModelConfig:
         """The model section with the actor's own ``use_remove_padding``."""
         return replace(self.model, use_remove_padding=self.actor.use_remove_padding)
 
     def problems(self, path: str) -> Iterator[Problem]:
-        """Only adapters that there are, and that the engine knows, are sent by themselves."""
+        """A pool of rollout engines has nodes, and only adapters that the engine knows are sent by themselves."""
+        nodes, key = self.rollout.nnodes, f"{path}.rollout.nnodes".lstrip(".")
+        if not self.hybrid_engine and nodes == 0:
+            cause = (
+                f"{path}.hybrid_engine=false gives the rollout engines ranks of their own, and this pool has no node"
+            )
+            remedy = f"set {key}=1 and {path}.rollout.n_gpus_per_node, or {path}.hybrid_engine=true"
+            yield Problem(key, nodes, cause, ">= 1", remedy)
+        if self.hybrid_engine and nodes > 0:
+            cause = f"with {path}.hybrid_engine=true the rollout engines run on the ranks of the policy"
+            remedy = f"set {path}.hybrid_engine=false for a pool of their own"
+            yield Problem(key, nodes, cause, "0", remedy)
         if self.rollout.merge_adapters:
             return
         key, cause = f"{path}.rollout.merge_adapters".lstrip("."), ""

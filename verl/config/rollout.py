@@ -212,6 +212,10 @@ class RolloutConfig(BaseConfig):
     """Sampling settings of validation."""
     checkpoint_engine: CheckpointEngineConfig = subsection(CheckpointEngineConfig)
     """Transfer of new weights to the engine."""
+    nnodes: int = setting(0, ge=0)
+    """Nodes of the pool of rollout engines, with `actor_rollout_ref.hybrid_engine=false`."""
+    n_gpus_per_node: int = setting(8, ge=1, interpolation="${oc.select:trainer.n_gpus_per_node,8}")
+    """Ranks on each of these nodes."""
     multi_turn: MultiTurnConfig = subsection(MultiTurnConfig)
     """Conversations of several turns, with tools and simulated users."""
     agent: AgentLoopConfig = subsection(AgentLoopConfig)
@@ -225,6 +229,11 @@ class RolloutConfig(BaseConfig):
     For debugging: the responses are those of the run that wrote them, not of the current policy."""
     skip_dump_dir: str | None = setting(None, path=True)
     """Folder of these responses; null uses `rollouts` in `trainer.default_local_dir`."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the pool of rollout engines; 0 where they run on those of the policy."""
+        return self.nnodes * self.n_gpus_per_node
 
     @property
     def default_agent_loop(self) -> str:

@@ -9,17 +9,26 @@
 
 Step s trains on responses of the weights after update max(0, s - 1 - lag), in every run: which responses a step sees
 does not depend on how long anything takes, so that a run can be repeated bit by bit.
+
+Rollout engines with a pool of their own sample in a thread while the step trains, and get new weights between two
+steps, when they are at rest. The responses are the same as those of engines on the ranks of the policy::
+
+    main thread   | wait, send weights 0 | wait for 1 | train on 1 | wait, send weights 1 | train on 2 | ...
+    thread                               | sample 1, sample 2             |               | sample 3   | ...
 """
 
 from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+from verl.errors import RolloutError
+from verl.experience.background import CLOSED, RolloutPool
 from verl.experience.off_policy import with_age
 from verl.experience.rewards import RewardRecord
 from verl.experience.source import Experience, ExperienceSource
@@ -31,6 +40,10 @@ _ABOUT = "about_pending"
 """Entry of ``meta_info`` in the files of a checkpoint."""
 
 
+WAIT = "wait_prev_gen"
+"""Stage in which a step waits for engines of a pool of their own; its time has this public name."""
+
+
 @dataclass
 class PendingExperience:
     """Responses that a later step trains on."""
@@ -39,9 +52,14 @@ class PendingExperience:
     """The step that trains on them."""
     updates: int
     """Updates of the policy before they were drawn."""
-    experience: Experience
+    sampled: Future[Experience]
     context: StepContext
     """Has the metrics of sampling until that step takes them."""
+
+    @property
+    def experience(self) -> Experience:
+        """What was sampled; waits for it."""
+        return self.sampled.result()
 
 
 class Ahead(ExperienceSource):
@@ -49,39 +67,72 @@ class Ahead(ExperienceSource):
 
     Args:
         source: samples and scores a batch within one call; it is called for a later step than the one that runs.
-        lag: steps between sampling and training.
+        lag: steps between sampling and training; 0 is for rollout engines with a pool alone.
         last_step: the last step of the run, beyond which nothing is sampled.
+        pool: rollout engines with a pool of their own, which sample while a step trains; None for engines on the ranks
+            of the policy.
     """
 
-    def __init__(self, source: ExperienceSource, lag: int, last_step: int) -> None:
-        self._source, self._lag, self._last_step = source, lag, last_step
+    def __init__(self, source: ExperienceSource, lag: int, last_step: int, pool: RolloutPool | None = None) -> None:
+        self._source, self._lag, self._last_step, self._pool = source, lag, last_step, pool
         self._pending: deque[PendingExperience] = deque()
+        self._under_way: list[PendingExperience] = []
+        """Batches whose sampling the main thread has not waited for."""
         self._updates = 0
+        self._is_closed = False
 
     def next(self, context: StepContext) -> Experience:
         """See :meth:`ExperienceSource.next`; samples the batch of ``lag`` steps later first."""
         first = self._pending[-1].step + 1 if self._pending else context.number
-        for step in range(first, min(context.number + self._lag, self._last_step) + 1):
+        steps = range(first, min(context.number + self._lag, self._last_step) + 1)
+        if self._pool is not None:
+            self._wait(context, self._under_way)
+            if steps:
+                context.metrics |= self._pool.update(self._updates)
+        for step in steps:
             self._pending.append(self._sample(step, context))
         pending = self._pending.popleft()
+        if self._pool is not None:
+            self._wait(context, [pending])
+        experience = pending.experience
         # What is still to come, the wait for scores, is part of the step that runs now.
         pending.context.seconds, pending.context.spans = context.seconds, context.spans
-        pending.context.observe = context.observe
+        pending.context.observe, pending.context.is_shown = context.observe, True
         context.metrics |= pending.context.metrics
-        experience = pending.experience
+        if not self._lag:
+            return experience
         return replace(experience, batch=with_age(experience.batch, self._updates - pending.updates))
+
+    @property
+    def is_sampling(self) -> bool:
+        """See :attr:`ExperienceSource.is_sampling`."""
+        return any(not pending.sampled.done() for pending in self._under_way)
+
+    def trained(self, context: StepContext) -> None:
+        """See :meth:`ExperienceSource.trained`; a thread that takes prompts by itself must not take more meanwhile."""
+        if self._pool is not None and not self._pool.takes_prompts_first:
+            self._wait(context, self._under_way)
 
     def updated(self, version: int) -> None:
         """See :meth:`ExperienceSource.updated`."""
         self._updates += 1
         self._source.updated(version)
 
-    def rest(self) -> AbstractContextManager[None]:
-        """See :meth:`ExperienceSource.rest`."""
-        return self._source.rest()
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """See :meth:`ExperienceSource.rest`; engines of a pool have the newest weights then."""
+        if self._pool is not None:
+            for pending in self._under_way:
+                pending.sampled.result()
+            self._pool.update(self._updates)
+        with self._source.rest():
+            yield
 
     def close(self) -> None:
-        """See :meth:`ExperienceSource.close`."""
+        """See :meth:`ExperienceSource.close`; does not wait for the thread, which ends with the engines."""
+        self._is_closed = True
+        if self._pool is not None:
+            self._pool.prompts.close()
         self._source.close()
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,9 +145,14 @@ class Ahead(ExperienceSource):
         self._source.load_state_dict(state.get("source", {}))
 
     def pending(self) -> Deferred[Mapping[str, DataProto]]:
-        """See :meth:`ExperienceSource.pending`; waiting for it waits for the scores of all pending steps."""
+        """See :meth:`ExperienceSource.pending`; waiting for it waits for the responses and scores of all
+        pending steps.
+        """
         pending = list(self._pending)
-        return Deferred([], lambda: {name: batch for each in pending for name, batch in _to_batches(each).items()})
+        return Deferred(
+            [each.sampled for each in pending],
+            lambda: {name: batch for each in pending for name, batch in _to_batches(each).items()},
+        )
 
     def load_pending(self, batches: Mapping[str, DataProto]) -> None:
         """See :meth:`ExperienceSource.load_pending`."""
@@ -104,12 +160,46 @@ class Ahead(ExperienceSource):
         self._pending = deque(_from_batches(step, batches) for step in steps)
 
     def _sample(self, step: int, context: StepContext) -> PendingExperience:
-        of_step = replace(context, number=step, metrics={})
-        experience = self._source.next(of_step)
+        """Sample the batch of a step, or let the thread of the pool begin to."""
+        if self._pool is None:
+            sampled: Future[Experience] = Future()
+            of_step = replace(context, number=step, metrics={})
+            sampled.set_result(self._held(of_step))
+            return PendingExperience(step, self._updates, sampled, of_step)
+        if self._pool.takes_prompts_first:
+            self._pool.prompts.take()
+        of_step = replace(
+            context, number=step, metrics={}, seconds={}, spans=[], observe=self._check_open, is_shown=False
+        )
+        sampled = self._pool.thread.submit(functools.partial(self._held, of_step))
+        pending = PendingExperience(step, self._updates, sampled, of_step)
+        self._under_way.append(pending)
+        return pending
+
+    def _held(self, context: StepContext) -> Experience:
+        """Sample a batch that outlives the workers, which may be replaced before it is trained on."""
+        experience = self._source.next(context)
+        if not self._lag:
+            return experience
         scores = Deferred(experience.scores.futures, functools.cache(experience.scores.then))
-        # The workers may be replaced before that step, so nothing of the batch may be left with them.
-        held = replace(experience, batch=_copy_to_driver(experience.batch), scores=scores)
-        return PendingExperience(step, self._updates, held, of_step)
+        return replace(experience, batch=_copy_to_driver(experience.batch), scores=scores)
+
+    def _wait(self, context: StepContext, batches: list[PendingExperience]) -> None:
+        """Wait until batches are sampled, and put the times of the sampling into the step that waits."""
+        with context.stage(WAIT):
+            for pending in batches:
+                pending.sampled.result()
+        for pending in [pending for pending in batches if pending in self._under_way]:
+            self._under_way.remove(pending)
+            context.spans += pending.context.spans
+            for name, seconds in pending.context.seconds.items():
+                context.seconds[name] = context.seconds.get(name, 0.0) + seconds
+
+    def _check_open(self, stage: str) -> AbstractContextManager[object]:
+        """End the thread's sampling at its next stage if nothing needs it any more."""
+        if self._is_closed:
+            raise RolloutError(CLOSED)
+        return nullcontext()
 
 
 def _copy_to_driver(batch: DataProto) -> DataProto:
@@ -154,4 +244,6 @@ def _from_batches(step: int, batches: Mapping[str, DataProto]) -> PendingExperie
             draw, of_draw = take(f"draw-{index}")
             rewards.add(draw, of_draw["names"], of_draw["rates"])
     experience = Experience(batch, Deferred.of(scores), rewards, draws_once)
-    return PendingExperience(step, about["updates"], experience, StepContext(step, metrics=about["metrics"]))
+    sampled: Future[Experience] = Future()
+    sampled.set_result(experience)
+    return PendingExperience(step, about["updates"], sampled, StepContext(step, metrics=about["metrics"]))

@@ -46,6 +46,15 @@ class ExperienceSource(ABC):
     def updated(self, version: int) -> None:
         """Called after the policy's update of step ``version``: from now on its new weights may sample."""
 
+    def trained(self, context: StepContext) -> None:
+        """Called when a step has trained, before sampler and data set hear of its batch."""
+        return
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether engines are at work, so that a call of their ranks would wait for them."""
+        return False
+
     def rest(self) -> AbstractContextManager[None]:
         """While this is entered nothing is sampled, so that the engines can serve others, such as validation.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -186,6 +186,11 @@ class TrainingLoop:
     def has_workers(self) -> bool:
         """Whether the workers run."""
         return bool(self.worker_groups.groups)
+
+    @property
+    def busy_role(self) -> Hashable:
+        """The role whose workers are at work between two steps; None for none."""
+        return None
 
     def start_workers(self) -> None:
         """Start all workers of the run and load their models."""
@@ -401,7 +406,7 @@ class TrainingLoop:
     def _report(self, metrics: Metrics, context: StepContext, tracking: Tracking, progress: Progress) -> None:
         if self.global_steps <= self._reported_step:  # a step repeated after a restart is logged once only
             return
-        calls = self.worker_groups.call_times() if tracking.keeps_events else {}
+        calls = self.worker_groups.call_times(self.busy_role) if tracking.keeps_events else {}
         progress.update(self.global_steps, metrics)
         tracking.log(metrics, step=self.global_steps)
         for name, (columns, rows) in context.tables.items():

@@ -53,6 +53,7 @@ __getattr__ = on_first_use(
 )
 
 
+ROLLOUT_POOL = "rollout_pool"
 _IMPORTED_BY_RUN = ("verl.trainer.ppo.trainer", "verl.workers.fsdp_workers", "verl.datasets")
 
 
@@ -75,11 +76,19 @@ class TaskRunner:
         self.mapping: dict[Role, str] = {}
 
     def add_actor_rollout_worker(self, config: PPOConfig | DictConfig) -> tuple[type, type]:
-        """Add the actor and the rollout engine, which share processes; return their class and the controller's."""
+        """Add the actor and the rollout engine; return their class and the controller's.
+
+        They share processes, unless the rollout engines have a pool (``actor_rollout_ref.hybrid_engine=false``).
+        """
+        config = _typed(config)
         from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
-        self.role_worker_mapping[Role.ActorRollout] = ActorRolloutRefWorker
-        self.mapping[Role.ActorRollout] = "global_pool"
+        shares = config.actor_rollout_ref.hybrid_engine
+        pools = (
+            {Role.ActorRollout: "global_pool"} if shares else {Role.Actor: "global_pool", Role.Rollout: ROLLOUT_POOL}
+        )
+        self.role_worker_mapping |= dict.fromkeys(pools, ActorRolloutRefWorker)
+        self.mapping |= pools
         return ActorRolloutRefWorker, load_controller(config.trainer.controller).WorkerGroup
 
     def add_critic_worker(self, config: PPOConfig | DictConfig) -> None:
@@ -118,9 +127,12 @@ class TaskRunner:
         self.mapping[Role.RefPolicy] = "global_pool"
 
     def init_resource_pool_mgr(self, config: PPOConfig | DictConfig) -> PoolManager:
-        """Create the pools of processes: one for the run and, if configured, one for the reward model."""
+        """Create the pools of processes: one for the run and, if configured, for rollout engines and reward model."""
         config = _typed(config)
+        rollout = config.actor_rollout_ref.rollout
         pools = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+        if ROLLOUT_POOL in self.mapping.values():
+            pools[ROLLOUT_POOL] = [rollout.n_gpus_per_node] * rollout.nnodes
         if "reward_pool" in self.mapping.values():
             pools["reward_pool"] = [config.reward_model.n_gpus_per_node] * config.reward_model.nnodes
         controller = load_controller(config.trainer.controller)

@@ -201,7 +201,9 @@ class Recovery:
         return held.driver.global_step >= (self.checkpoint.last_saved or 0)
 
     def _is_whole(self, held: HeldState) -> bool:
-        groups = self.run.trained_groups
+        groups, sampled = self.run.trained_groups, held.driver.pending.futures
+        if not all(future.done() and future.exception() is None for future in sampled):
+            return False
         return all(groups[name].outputs_arrived(references) for name, references in held.workers.items())
 
     def _go_back(self, error: ProcessLostError) -> None:

@@ -64,12 +64,15 @@ class WorkerGroups:
             views = group.spawn(prefix_set=[str(role) for role in workers])
             self.groups |= {role: views[str(role)] for role in workers}
 
-    def call_times(self) -> dict[str, list[CallTime]]:
+    def call_times(self, busy: Hashable = None) -> dict[str, list[CallTime]]:
         """Fetch the calls that each process answered since the last fetch, by pool and rank (``global_pool 0``).
 
-        One call per process. It waits for calls that are still under way.
+        One call per process. It waits for calls that are still under way, so the pool of the role ``busy`` is left for
+        a later fetch.
         """
-        pending = {pool: group.execute_all_async("take_call_times") for pool, group in self._processes.items()}
+        left = None if busy is None else self.pools.mapping[busy]
+        fetched = {pool: group for pool, group in self._processes.items() if pool != left}
+        pending = {pool: group.execute_all_async("take_call_times") for pool, group in fetched.items()}
         return {
             f"{pool} {rank}": calls
             for pool, outputs in pending.items()

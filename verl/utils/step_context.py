@@ -36,6 +36,8 @@ class StepContext:
     """Name, begin and end of each stage in the order of their ends, in seconds since 1970."""
     observe: Callable[[str], AbstractContextManager[object]] = nullcontext
     """Makes what is entered for the duration of each stage, from its name."""
+    is_shown: bool = True
+    """Whether a progress display names the stages; not those of a thread beside the step."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -44,7 +46,11 @@ class StepContext:
         Times of a stage that is entered twice are summed. With nested stages the note names the innermost one.
         """
         began = clock()
-        with self.observe(name), showing_stage(name), simple_timer(name, self.seconds):
+        with (
+            self.observe(name),
+            showing_stage(name) if self.is_shown else nullcontext(),
+            simple_timer(name, self.seconds),
+        ):
             try:
                 yield
                 self.spans.append((name, round(began, 4), round(clock(), 4)))

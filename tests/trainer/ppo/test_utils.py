@@ -28,6 +28,17 @@ def test_the_rollout_is_loaded_last():
     assert roles == [Role.Critic, Role.RefPolicy, Role.RewardModel, Role.ActorRollout]
 
 
+def test_rollout_engines_with_a_pool_keep_their_weights_and_count_its_ranks():
+    words = ["actor_rollout_ref.hybrid_engine=false", "trainer.n_gpus_per_node=3", "actor_rollout_ref.rollout.nnodes=2"]
+    words += ["actor_rollout_ref.rollout.name=native"]
+    config = load_config(compose(words), PPOConfig, with_rules=False, with_algorithms=False)
+    assert config.actor_rollout_ref.rollout.ranks == 6
+    arguments = worker_arguments(config, Needs.of(config))
+    assert [str(role) for role in arguments] == ["critic", "actor", "rollout"]
+    assert config.actor_rollout_ref.rollout.free_cache_engine
+    assert not arguments[Role.Rollout]["config"].rollout.free_cache_engine
+
+
 def test_a_schedule_is_as_long_as_the_run_unless_its_section_says_otherwise():
     words = ["critic.optim.total_training_steps=9"]
     config = load_config(compose(words), PPOConfig, with_rules=False, with_algorithms=False).with_schedules(4)

@@ -235,12 +235,18 @@ class RayPPOTrainer(PPOTrainer):
             caller's timer measures the call.
 
         Raises:
-            ConfigError: an agent loop returned several sequences, or ``trainer.async.lag`` is set.
+            ConfigError: an agent loop returned several sequences, ``trainer.async.lag`` is set, or the rollout engines
+                have a pool (``hybrid_engine=false``).
         """
         if lag := self.typed_config.trainer.async_.lag:
             raise ConfigError(
                 f"trainer.async.lag={lag} samples ahead in verl's own step, and a fit of your own samples when it says "
                 "so. Set trainer.async.lag=0, or build on step()."
+            )
+        if not self.typed_config.actor_rollout_ref.hybrid_engine:
+            raise ConfigError(
+                "actor_rollout_ref.hybrid_engine=false: verl's own step sends weights to rollout engines with a pool, "
+                "and a fit of your own samples when it says so. Set hybrid_engine=true, or build on step()."
             )
         if "sample_index" not in prompts.non_tensor_batch:
             step, drawn = self._sampled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -133,6 +134,7 @@ class RayWorkerGroup(WorkerGroup):
         self.name_prefix = name_prefix or uuid.uuid4().hex[:8]
         self._workers: list[ActorHandle] = list(worker_handles or [])
         self._watchdog = Watchdog(self._workers)
+        self._ordering = threading.Lock()
         self._worker_names = list(worker_names or [])
         self._bundles: list[Bundle] = []
         self._rendezvous: tuple[str, str] | None = None
@@ -280,7 +282,8 @@ class RayWorkerGroup(WorkerGroup):
         shared, references = _Shared(calls), []
         try:
             _store_shared(calls)
-            with by_reference():
+            # Calls of two threads come in the same order on all ranks, as collectives need them to.
+            with by_reference(), self._ordering:
                 for call in calls:
                     worker = self._workers[call.rank]
                     args, kwargs = shared.place(call)

@@ -246,6 +246,8 @@ def _engines(tree: Tree, raw: Tree, keys: Mapping[str, Key], explicit: Collectio
     remarks: list[str] = []
     for path, key in keys.items():
         ranks = "trainer.n_gpus_per_node"
+        if key.section is RolloutConfig and get(tree, "actor_rollout_ref.hybrid_engine") is False:
+            ranks = f"{path}.n_gpus_per_node"
         if key.section is JudgeRolloutConfig and get(tree, "reward_model.enable_resource_pool") is True:
             ranks = "reward_model.n_gpus_per_node"
         if key.section in (RolloutConfig, JudgeRolloutConfig) and get(tree, f"{path}.name") is not None:

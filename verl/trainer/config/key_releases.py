@@ -201,16 +201,6 @@ RETIRED: tuple[Retired, ...] = (
         {"actor_rollout_ref.rollout.full_determinism": False},
     ),
     *_told("trainer.log_expert_counts counts them", {"*.moe_load_balance_metrics_interval": 0}),
-    *_refused(
-        "a rollout engine on separate ranks is not in this version; leave it out",
-        {"actor_rollout_ref.rollout.nnodes": 0},
-    ),
-    Retired(
-        "actor_rollout_ref.rollout.n_gpus_per_node",
-        "the rollout engine runs in the actor's processes; trainer.n_gpus_per_node counts them",
-        ("${trainer.n_gpus_per_node}",),
-        refused=False,
-    ),
     Retired(
         "actor_rollout_ref.rollout.trace.project_name",
         "a trace has the names of its run: trainer.project_name and trainer.experiment_name",

@@ -250,6 +250,14 @@ def judge(config: PPOConfig) -> Problems:
         yield Problem("reward_model.rollout.max_model_len", allowed, cause, f"null, or >= {needed}")
 
 
+def rollout_pool(config: PPOConfig) -> Problems:
+    """A pool of rollout engines has processes of its own."""
+    if not config.actor_rollout_ref.hybrid_engine and config.trainer.controller == "local":
+        cause = "trainer.controller=local runs one rank in this process, and a pool of rollout engines needs others"
+        remedy = "set trainer.controller=ray, or leave it true"
+        yield Problem("actor_rollout_ref.hybrid_engine", False, cause, "true", remedy)
+
+
 def critic_warmup(config: PPOConfig) -> Problems:
     """Only a critic can be warmed up."""
     steps = config.trainer.critic_warmup
@@ -365,6 +373,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         dynamic_sampling,
         losses,
         router_replay,
+        rollout_pool,
         rollouts.parallel_sizes,
         rollouts.speed,
         agent_loops,

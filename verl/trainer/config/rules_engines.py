@@ -65,7 +65,9 @@ def _engines(config: PPOConfig | GenerationConfig) -> Iterator[_PlacedEngine]:
         yield _PlacedEngine("rollout", config.rollout, config.model.path, *of_trainer)
         return
     roles = config.actor_rollout_ref
-    yield _PlacedEngine("actor_rollout_ref.rollout", roles.rollout, roles.model.path, *of_trainer)
+    of_pool = "actor_rollout_ref.rollout.n_gpus_per_node", roles.rollout.n_gpus_per_node
+    ranks = of_trainer if roles.hybrid_engine else of_pool
+    yield _PlacedEngine("actor_rollout_ref.rollout", roles.rollout, roles.model.path, *ranks)
     if config.judge is not None:
         reward = config.reward_model
         of_pool = "reward_model.n_gpus_per_node", reward.n_gpus_per_node

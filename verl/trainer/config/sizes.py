@@ -21,6 +21,9 @@ class Sizes:
 
     nodes: int
     ranks_per_node: int
+    rollout_nodes: int
+    """Nodes of the pool of rollout engines; 0 where they run on the ranks that train."""
+    rollout_ranks_per_node: int
     device: str
     prompts_per_step: int
     responses_per_prompt: int
@@ -62,11 +65,14 @@ class Sizes:
     def rows(self) -> list[tuple[str, str]]:
         """Return name and value of each line of the table."""
         unknown = "known once the data is read"
+        of_rollout = f"rollout.nnodes={self.rollout_nodes}, n_gpus_per_node={self.rollout_ranks_per_node}"
+        rollout_ranks = [("rollout ranks", f"{self.rollout_nodes * self.rollout_ranks_per_node:,} ({of_rollout})")]
         total = f"{self.total_steps:,}" if self.total_steps else unknown
         updates = f"{self.optimizer_steps_per_step:,} per step"
         return [
             ("device", self.device),
             ("ranks", f"{self.ranks:,} (nnodes={self.nodes}, n_gpus_per_node={self.ranks_per_node})"),
+            *(rollout_ranks if self.rollout_nodes else []),
             ("prompts per step", f"{self.prompts_per_step:,}"),
             ("responses per step", f"{self.responses_per_step:,} ({self.responses_per_prompt} per prompt)"),
             ("mini-batches per step", f"{self.mini_batches_per_step:,}"),
@@ -86,7 +92,8 @@ class Sizes:
 def derived_sizes(config: PPOConfig, dataset_len: int | None = None) -> Sizes:
     """Compute the sizes of a run; ``dataset_len`` counts training prompts, and an incomplete last batch is dropped."""
     actor, data, trainer = config.actor_rollout_ref.actor, config.data, config.trainer
-    ranks, n = trainer.ranks, config.actor_rollout_ref.rollout.n
+    rollout = config.actor_rollout_ref.rollout
+    ranks, n = trainer.ranks, rollout.n
     steps_per_epoch = None if dataset_len is None else dataset_len // (data.gen_batch_size or data.train_batch_size)
     total = trainer.total_training_steps or (steps_per_epoch or 0) * trainer.total_epochs
     shared_by, sharing_tokens = actor.shared_by, actor.ulysses_sequence_parallel_size
@@ -98,6 +105,8 @@ def derived_sizes(config: PPOConfig, dataset_len: int | None = None) -> Sizes:
     return Sizes(
         nodes=trainer.nnodes,
         ranks_per_node=trainer.n_gpus_per_node,
+        rollout_nodes=rollout.nnodes,
+        rollout_ranks_per_node=rollout.n_gpus_per_node,
         device=described_device(config),
         prompts_per_step=data.train_batch_size,
         responses_per_prompt=n,

@@ -151,6 +151,12 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
             ("*",),
         ),
         (
+            not config.actor_rollout_ref.hybrid_engine,
+            "actor_rollout_ref.hybrid_engine=true",
+            _ROLLOUT,
+            ("n_gpus_per_node",),
+        ),
+        (
             reward_model.enable_resource_pool,
             "reward_model.enable_resource_pool=false",
             "reward_model",

@@ -52,6 +52,7 @@ from verl.datasets.loading import bound_to_driver
 from verl.datasets.sampler import AbstractCurriculumSampler
 from verl.errors import ConfigError, DataError
 from verl.experience.ahead import Ahead
+from verl.experience.background import PromptsTakenFirst, RolloutPool, SerialThread
 from verl.experience.lockstep import Lockstep
 from verl.experience.off_policy import off_policy_metrics
 from verl.experience.records import RecordFolder
@@ -98,6 +99,7 @@ from verl.utils.deferred import Deferred
 from verl.utils.flops_counter import Arithmetic
 from verl.utils.metric import Metrics
 from verl.utils.step_context import StepContext
+from verl.workers.transfer import WeightTransfer
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -153,7 +155,7 @@ class PPOTrainer(TrainingLoop):
 
     experience: ExperienceSource
     policy_workers: Any = None
-    """Workers of policy and rollout."""
+    """Workers of the policy, and of rollout unless that has a pool of its own (:attr:`rollout_workers`)."""
     critic_workers: Any = None
     reference_workers: WorkerGroup | None = None
     """Workers of the reference policy; None without one, and where it is the policy without its adapters."""
@@ -221,6 +223,8 @@ class PPOTrainer(TrainingLoop):
             )
         self.response_source = ResponseSource(config, tokenizer, processor, self._experience_workers, judge)
         self.scorer = Scorer(config, self._experience_workers, judge)
+        self._sampling_thread = SerialThread("sampling")
+        self._weight_transfer = WeightTransfer.of(config.actor_rollout_ref)
         if train_dataset is None:
             train_dataset, val_dataset, train_sampler = rl_datasets(config, tokenizer, processor)
         self.train_sampler = train_sampler
@@ -267,12 +271,12 @@ class PPOTrainer(TrainingLoop):
     def start_workers(self) -> None:
         """See :meth:`TrainingLoop.start_workers`."""
         groups = self.worker_groups.start(self.worker_arguments())
-        self.policy_workers = groups[Role.ActorRollout]
+        self.policy_workers = groups.get(Role.ActorRollout) or groups[Role.Actor]
         self.critic_workers = groups.get(Role.Critic)
         self.reference_workers = groups.get(Role.RefPolicy)
         self.reward_workers = groups.get(Role.RewardModel)
         self._use_workers()
-        self.observers.watch(self.policy_workers)
+        self.observers.watch(self.rollout_workers)
 
     def end_workers(self) -> None:
         """See :meth:`TrainingLoop.end_workers`."""
@@ -301,17 +305,22 @@ class PPOTrainer(TrainingLoop):
         if self.critic_workers:
             self.arithmetic["update_critic"] = Arithmetic.of_ranks(self.critic_workers.arithmetic())
         self.checkpoint.workers_replaced(self.trained_groups)
+        prompts = PromptsTakenFirst(self.next_batch)
         self.experience = self.experience_class(
             self.typed_config,
             self.tokenizer,
-            self.next_batch,
+            prompts,
             self.response_source,
             self.scorer,
             self.reward_fn,
             self.dump,
         )
-        if lag := self.typed_config.trainer.async_.lag:
-            self.experience = Ahead(self.experience, lag, self.total_training_steps)
+        lag, pool = self.typed_config.trainer.async_.lag, None
+        if self.rollout_workers is not self.policy_workers:
+            takes_first = not self.typed_config.algorithm.filter_groups.enable
+            pool = RolloutPool(self._sampling_thread, prompts, takes_first, self._send_weights)
+        if lag or pool is not None:
+            self.experience = Ahead(self.experience, lag, self.total_training_steps, pool)
         self.controllers["experience"] = self.experience
         self.validator = None
         if self.val_dataloader is not None and self.val_reward_fn is not None:
@@ -355,8 +364,22 @@ class PPOTrainer(TrainingLoop):
         """See :meth:`TrainingLoop.observed`: profiles of the steps of ``global_profiler.steps``."""
         return self.profiles.of_step(context.number, self._groups_by_role)
 
+    @property
+    def rollout_workers(self) -> WorkerGroup:
+        """Workers whose engines sample: those of the policy, or with ``hybrid_engine=false`` a pool of their own."""
+        return self.worker_groups.groups.get(Role.Rollout, self.policy_workers)
+
+    @property
+    def busy_role(self) -> Role | None:
+        """See :attr:`TrainingLoop.busy_role`."""
+        return Role.Rollout if Role.Rollout in self.worker_groups.groups and self.experience.is_sampling else None
+
+    def _send_weights(self, version: int) -> Metrics:
+        """Send the weights of the policy, after ``version`` updates, to rollout engines with a pool of their own."""
+        return self._weight_transfer.update(self.policy_workers, self.rollout_workers, version)
+
     def _experience_workers(self) -> ExperienceWorkers:
-        return ExperienceWorkers(self.policy_workers, self.reward_workers)
+        return ExperienceWorkers(self.rollout_workers, self.reward_workers)
 
     # ---- the step -----------------------------------------------------------------------------
 
@@ -410,6 +433,7 @@ class PPOTrainer(TrainingLoop):
             rewards: all responses scored for the step.
             context: takes the metrics.
         """
+        self.experience.trained(context)
         context.generated_tokens = rewards.generated_tokens()
         context.metrics |= rewards.metrics() | trajectory_metrics(rewards.batches) | off_policy_metrics(batch)
         self.equal_scores.check(rewards)

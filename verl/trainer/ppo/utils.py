@@ -136,5 +136,9 @@ def worker_arguments(config: PPOConfig, needs: Needs) -> dict[Role, dict[str, ob
     if needs.judge:
         arguments[Role.RewardModel] = {"config": config.judge, "role": "rollout"}
     # The actor comes last: its rollout engine takes its share of the memory that the others left.
-    arguments[Role.ActorRollout] = {"config": roles, "role": "actor_rollout"}
+    if roles.hybrid_engine:
+        arguments[Role.ActorRollout] = {"config": roles, "role": "actor_rollout"}
+    else:
+        arguments[Role.Actor] = {"config": roles, "role": "actor"}
+        arguments[Role.Rollout] = {"config": roles.of_rollout_pool, "role": "rollout"}
     return arguments

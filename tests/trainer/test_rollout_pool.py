@@ -1,0 +1,144 @@
+"""Runs whose rollout engines have ranks of their own (``hybrid_engine=false``): the bits of runs that share ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.tiny_run import make_tiny_run, overrides, same
+from tests.trainer.test_recovery import pid_of
+from verl.trainer.config.command_line import compose
+from verl.trainer.main_ppo import TaskRunner, run_ppo
+from verl.trainer.ppo.trainer import PPOTrainer
+
+STEPS = 4
+OWN_POOL = {
+    "trainer__controller": "ray",
+    "actor_rollout_ref__hybrid_engine": "false",
+    "actor_rollout_ref__rollout__nnodes": 1,
+    "actor_rollout_ref__rollout__n_gpus_per_node": 1,
+}
+OF_POOL = ("timing", "perf/", "recovery/", "weight_transfer/")
+"""Metrics that depend on time, or that only engines with a pool have."""
+
+
+class FragileTrainer(PPOTrainer):
+    """Loses rank 0 of a group when the stage of a step begins."""
+
+    deaths: list[tuple[int, str, str]]
+
+    def _strike(self, stage: str) -> None:
+        for death in [d for d in self.deaths if d[:2] == (self.global_steps, stage)]:
+            self.deaths.remove(death)
+            os.kill(pid_of(getattr(self, death[2]), 0), signal.SIGKILL)
+
+    def step(self, context: Any) -> Any:
+        self._strike("gen")
+        return super().step(context)
+
+    def update_actor(self, *args: Any, **kwargs: Any) -> Any:
+        self._strike("update_actor")
+        return super().update_actor(*args, **kwargs)
+
+    def _validate(self) -> Any:
+        self._strike("testing")
+        return super()._validate()
+
+
+class FragileRunner(TaskRunner):
+    def trainer_class(self) -> type[PPOTrainer]:
+        return FragileTrainer
+
+
+Outcome = tuple[dict[int, dict[str, Any]], dict[str, Any]]
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Run:
+    """Train; the metrics of every step and the last checkpoint."""
+    root = tmp_path_factory.mktemp("pools")
+    paths, reward = make_tiny_run(root), root / "reward.py"
+    reward.write_text("def compute_score(solution_str, **others):\n    return len(set(solution_str)) / 8\n")
+
+    def train(name: str, *deaths: tuple[int, str, str], **changes: object) -> Outcome:
+        folder, log = root / name, root / f"{name}.jsonl"
+        FragileTrainer.deaths = list(deaths)
+        settings = {
+            "trainer__total_training_steps": STEPS,
+            "trainer__save_freq": STEPS,
+            "trainer__test_freq": 2,
+            "trainer__recovery__backoff_s": 0,
+            "trainer__recovery__snapshot_freq": 1,
+            "actor_rollout_ref__rollout__name": "native",
+            "custom_reward_function__path": reward,
+        } | changes
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+            run_ppo(compose(overrides(paths, folder, **settings)), FragileRunner)
+        assert not FragileTrainer.deaths
+        records = [json.loads(line) for line in log.read_text().splitlines()]
+        last = folder / "checkpoints" / f"global_step_{STEPS}"
+        files = {str(p.relative_to(last)): torch.load(p, weights_only=True) for p in sorted(last.rglob("*.pt"))}
+        del files["driver_rng.pt"]  # a rank inside the driver seeds its generators
+        return {record["step"]: record["data"] for record in records}, files
+
+    return train
+
+
+def assert_same_run(pooled: Outcome, shared: Outcome) -> None:
+    assert pooled[0].keys() == shared[0].keys()
+    for step, expected in shared[0].items():
+        got = pooled[0][step]
+        names = {name for name in got.keys() | expected.keys() if not name.startswith(OF_POOL)}
+        assert [n for n in sorted(names) if not same(got.get(n), expected.get(n))] == [], f"step {step}"
+    assert pooled[1].keys() == shared[1].keys()
+    for name, state in shared[1].items():
+        assert same(pooled[1][name], state), name
+
+
+def test_engines_with_a_pool_sample_beside_training_what_engines_that_share_ranks_sample(run: Run) -> None:
+    """Also where the rollout rank dies while it samples for a later step, and then the rank that trains."""
+    shared = run("shared", trainer__async__lag=1)
+    deaths = [(2, "update_actor", "rollout_workers"), (3, "update_actor", "policy_workers")]
+    pooled = run("pooled", *deaths, trainer__async__lag=1, **OWN_POOL)
+    assert_same_run(pooled, shared)
+    assert pooled[0][STEPS]["recovery/restarts"] == 2
+    assert "timing_s/wait_prev_gen" in pooled[0][3]
+
+
+CRITIC = {"algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": "true", "trainer__critic_warmup": 1}
+REWARD_MODEL = {"reward_model__enable": "true", "reward_model__launch_reward_fn_async": "true"}
+FILTERS = {
+    "algorithm__filter_groups__enable": "true",
+    "algorithm__filter_groups__metric": "seq_reward",
+    "algorithm__filter_groups__max_num_gen_batches": 0,
+    "data__gen_batch_size": 2,
+}
+ADAPTERS = {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__model__target_modules": "all-linear"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="no_lag"),
+        pytest.param({"trainer__n_gpus_per_node": 2, "trainer__async__lag": 2}, id="two_ranks_train"),
+        pytest.param(
+            CRITIC | REWARD_MODEL | {"trainer__async__lag": 1, "trainer__n_gpus_per_node": 2}, id="all_models"
+        ),
+        pytest.param(FILTERS | {"trainer__async__lag": 1}, id="dynamic_sampling"),
+        pytest.param(ADAPTERS | {"trainer__async__lag": 1}, id="adapters"),
+        pytest.param({"algorithm__adv_estimator": "remax", "trainer__async__lag": 1}, id="greedy_baseline"),
+    ],
+)
+def test_whatever_a_step_needs(run: Run, changes: dict[str, object], request: pytest.FixtureRequest) -> None:
+    name = request.node.callspec.id
+    shared = {"trainer__controller": "ray"} if "trainer__n_gpus_per_node" in changes else {}
+    assert_same_run(run(f"{name} pooled", **changes | OWN_POOL), run(f"{name} shared", **changes | shared))
