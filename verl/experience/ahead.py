@@ -44,7 +44,7 @@ WAIT = "wait_prev_gen"
 """Stage in which a step waits for engines of a pool of their own; its time has this public name."""
 
 
-@dataclass
+@dataclass(eq=False)
 class PendingExperience:
     """Responses that a later step trains on."""
 

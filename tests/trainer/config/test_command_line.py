@@ -137,10 +137,8 @@ def test_cfg_job_says_what_is_refused_and_what_has_no_effect(run: Run):
     keys = {
         "actor_rollout_ref": {"model": {"use_liger": True}},
         "distillation": {"enabled": True},
-        "transfer_queue": {"enable": True},
     }
     said = remarks(keys, PPOConfig)
-    assert "# refused: transfer_queue.enable=true: the transfer queue is not in this version" in said
     assert "# refused: distillation.enabled=true: distillation is not in this version.\n" in said
     assert "# no effect: actor_rollout_ref.model.use_liger (" in said
     assert remarks({"trainer": {"save_freq": 3}}, PPOConfig) == ""

@@ -365,7 +365,7 @@ class PPOTrainer(TrainingLoop):
         return self.profiles.of_step(context.number, self._groups_by_role)
 
     @property
-    def rollout_workers(self) -> WorkerGroup:
+    def rollout_workers(self) -> Any:
         """Workers whose engines sample: those of the policy, or with ``hybrid_engine=false`` a pool of their own."""
         return self.worker_groups.groups.get(Role.Rollout, self.policy_workers)
 
