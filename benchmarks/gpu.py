@@ -20,7 +20,8 @@ equality    log-probs, loss and gradients of one update in fp32, on the device a
             they agree, and the command fails if they do not
 megatron    the same update by strategy=megatron on one rank of the device: log-probs, loss and gradient norm against
             FSDP's on the CPU; skipped without megatron-core
-step_profile   one RL step under PyTorch's profiler: kernels, waits of the host for the device, the longest kernels
+step_profile   an RL and a supervised step under the profilers of PyTorch and Python: kernels, waits of the host for
+            the device, the longest kernels, operations and functions
 head        log-probs of 16,384 tokens over the whole vocabulary, forward and backward
 bandwidth   a copy of 1 GiB from the device to new and to pinned host memory, into a file in shared memory, and back
 agreement   log-probs of the training engine against a plain Transformers forward, and of our rollout engine against
@@ -520,43 +521,81 @@ def megatron(setting: Setting) -> dict[str, Any]:
 
 
 def step_profile(setting: Setting) -> dict[str, Any]:
-    """Kernels and synchronisations of one optimizer step on sixteen sequences, and the kernels that take longest."""
+    """Where the time of optimizer steps goes: of the RL loss on sixteen sequences, of the supervised loss on one."""
+    from verl.workers.config import FSDPActorConfig
+    from verl.workers.losses import PolicyLoss, sft_loss
+
+    engine = training_engine(setting, "bfloat16")
+    rl_loss = PolicyLoss(FSDPActorConfig(use_kl_loss=True, use_dynamic_bsz=True))
+    return {
+        "rl": profiled(setting, engine, [setting.rl_tokens // 16] * 16, rl_loss),
+        "sft": profiled(setting, engine, [setting.sft_tokens], sft_loss),
+        "sft of few tokens": profiled(setting, engine, [64], sft_loss),
+        "rows": [],
+    }
+
+
+def profiled(setting: Setting, engine: Any, lengths: list[int], loss: Any) -> dict[str, Any]:
+    """Times, kernels, waits and functions of one step on sequences of these lengths."""
+    import cProfile
+
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from verl.workers.config import FSDPActorConfig
     from verl.workers.engine import MicroBatchConfig
-    from verl.workers.losses import PolicyLoss
 
-    engine = training_engine(setting, "bfloat16")
-    tokens = setting.rl_tokens
-    batch = training_batch(setting, [tokens // 16] * 16)
-    micro = MicroBatchConfig(use_dynamic_bsz=True, max_token_len_per_gpu=tokens)
-    loss = PolicyLoss(FSDPActorConfig(use_kl_loss=True, use_dynamic_bsz=True))
+    batch = training_batch(setting, lengths)
+    micro = MicroBatchConfig(use_dynamic_bsz=True, max_token_len_per_gpu=sum(lengths))
 
-    def step() -> None:
+    def step() -> tuple[float, float]:
+        """Seconds until the host has returned, and until the device is ready."""
+        started = time.perf_counter()
         with engine.train_mode():
             engine.train_batch(batch, loss, micro)
+        returned = time.perf_counter()
         setting.synchronize()
+        return returned - started, time.perf_counter() - started
 
     step()
+    seconds = min(step() for _ in range(3))
+    functions = cProfile.Profile()
+    functions.runcall(step)
     on_gpu = setting.device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-    started = time.perf_counter()
     with profile(activities=activities) as trace:
-        step()
-    seconds = time.perf_counter() - started
+        under_profiler = step()
     events = trace.key_averages()
     kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    longest = sorted(kernels, key=lambda event: -event.self_device_time_total)[:12]
+    on_host = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
     waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
+
+    def longest(found: list[Any], time_of: str) -> dict[str, list[float]]:
+        ranked = sorted(found, key=lambda event: -getattr(event, time_of))[:20]
+        return {event.key[:80]: [event.count, round(getattr(event, time_of) / 1e3, 2)] for event in ranked}
+
     return {
-        "seconds_under_the_profiler": seconds,
+        "tokens": sum(lengths),
+        "seconds": {"host": seconds[0], "device": seconds[1]},
+        "seconds_under_the_profiler": under_profiler[1],
         "kernels": sum(event.count for event in kernels),
         "kernel_seconds": sum(event.self_device_time_total for event in kernels) / 1e6,
+        "operations": sum(event.count for event in on_host if event.key.startswith("aten::")),
         "waits": {event.key: event.count for event in events if event.key in waits or "nonzero" in event.key},
-        "longest_ms": {event.key[:80]: round(event.self_device_time_total / 1e3, 2) for event in longest},
-        "rows": [],
+        "kernels: calls, ms": longest(kernels, "self_device_time_total"),
+        "operations: calls, ms on the host": longest(on_host, "self_cpu_time_total"),
+        "functions of the main thread: calls, ms": longest_functions(functions),
+    }
+
+
+def longest_functions(functions: Any) -> dict[str, list[float]]:
+    """Calls and milliseconds, own and in all, of the functions that a cProfile saw longest."""
+    import pstats
+
+    stats: Any = pstats.Stats(functions).stats  # type: ignore[attr-defined]
+    ranked = sorted(stats.items(), key=lambda item: -item[1][2])[:30]
+    return {
+        f"{'/'.join(Path(file).parts[-3:])}:{line} {name}"[:110]: [calls, round(own * 1e3, 2), round(total * 1e3, 2)]
+        for (file, line, name), (_, calls, own, total, _) in ranked
     }
 
 

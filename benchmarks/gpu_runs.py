@@ -17,7 +17,8 @@ agents    conversations with a tool
 megatron  ``strategy=megatron`` on one rank
 lag       responses sampled one step ahead (``trainer.async.lag=1``)
 doctor    ``verl doctor``
-large     two steps of GRPO of a model with the shape of Qwen3-0.6B, 256 responses of 512 tokens, alone on the device
+large     two steps of GRPO of a model with the shape of Qwen3-0.6B, 256 responses of 512 tokens, alone on the device;
+          prints its log and the seconds of each step as they come
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,29 @@ class Runs:
         if process.returncode:
             raise RuntimeError(f"{name}: exit status {process.returncode}\n{tail(log)}")
         return dict(read_metrics(metrics))
+
+
+def progress(log: Path) -> Callable[[int, Path], None]:
+    """Make a ``watch`` of :meth:`Runs.run` that prints the log and the seconds of each step as they come.
+
+    Then a run that is cut has told how far it was.
+    """
+    started, seen = time.monotonic(), {"log": 0, "metrics": 0}
+
+    def news(path: Path, name: str) -> list[str]:
+        lines = path.read_text(errors="replace").split("\n")[:-1] if path.exists() else []  # whole ones
+        new, seen[name] = lines[seen[name] :], len(lines)
+        return new
+
+    def tell(pid: int, metrics: Path) -> None:
+        for line in news(log, "log"):
+            print(f"{time.monotonic() - started:6.1f} s  {line[:200]}", flush=True)
+        for line in news(metrics, "metrics"):
+            step = json.loads(line)
+            times = {k: round(v, 2) for k, v in step.get("data", {}).items() if k.startswith("timing_s/")}
+            print(f"{time.monotonic() - started:6.1f} s  {step.get('step')}: {json.dumps(times)}", flush=True)
+
+    return tell
 
 
 def tail(log: Path, lines: int = 45) -> str:
@@ -217,7 +241,8 @@ def large(runs: Runs) -> dict[str, Any]:
         trainer__total_training_steps=2,
         trainer__test_freq=-1,
     )
-    metrics = runs.run("large", "verl.trainer.main_ppo", values)
+    values["trainer.val_before_train"] = False
+    metrics = runs.run("large", "verl.trainer.main_ppo", values, progress(runs.folder / "large" / "log.txt"))
     return {"last": metrics[2], "agrees": 2 in metrics}
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing import assert_close
+from transformers import PreTrainedModel
 
 from tests.workers.rollout.test_weights import ENGINE
 from tests.workers.support import make_engine, ragged_batch, weights_of
@@ -29,6 +30,7 @@ from verl.utils.device import (
     memory_metrics,
 )
 from verl.utils.flops_counter import device_peak_flops
+from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.losses import sft_loss
 from verl.workers.packed_attention import AttentionRule, Packing, attend_packed
@@ -244,6 +246,16 @@ def test_native_draws_what_the_cpu_draws(tmp_path):
     assert [output.token_ids for output in gpu.generate(asked)] == [output.token_ids for output in cpu.generate(asked)]
 
 
+def adapted(model: PreTrainedModel, factor: float) -> AdaptedWeights:
+    """An adapter of rank 2 of the first layer's queries."""
+    name = "model.layers.0.self_attn.q_proj"
+    rows, columns = model.get_submodule(name).weight.shape
+    draw = torch.Generator("cuda").manual_seed(0)
+    down, up = (torch.randn(size, generator=draw, device="cuda") * factor for size in ((2, columns), (rows, 2)))
+    parts = {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+    return AdaptedWeights(lambda: (), parts.items, {name: 2.0})
+
+
 def memory_of(model: NativeModel) -> KeyValueMemory:
     return model.memory(room=6, prompt_room=4, response_room=6)
 
@@ -265,7 +277,7 @@ def decoded(model: NativeModel, memory: KeyValueMemory) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "mistral", "qwen3_moe"])
 def test_recorded_passes_have_the_bits_of_others(family, dtype):
-    """Also after weights have changed in place, and other ones are loaded."""
+    """With adapters; also after weights and adapters have changed in place, and other weights are loaded."""
     reference = tiny_model(family, **({} if family == "qwen3_moe" else {"sliding_window": 2})).to("cuda", dtype)
     recorded, plain = (
         NativeModel(reference.config, dtype, torch.device("cuda"), graph_sizes=(2, 3, 6)) for _ in range(2)
@@ -278,6 +290,7 @@ def test_recorded_passes_have_the_bits_of_others(family, dtype):
         weights = reference.state_dict()
         for model in (recorded, plain):
             assert not model.load((name, w.clone() if factor == 1.02 else w) for name, w in weights.items())
+            model.load_adapters(adapted(reference, factor), version=1)
         found = [decoded(model, memory) for model, memory in zip((recorded, plain), memories, strict=True)]
         assert torch.equal(*found)
         assert family == "qwen3_moe" or recorded.graphs.recorded > 0

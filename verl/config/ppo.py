@@ -66,7 +66,7 @@ class ActorRolloutRefConfig(BaseConfig):
         key, cause = f"{path}.rollout.merge_adapters".lstrip("."), ""
         if self.rollout.name not in OTHER_PROGRAMS:
             engines = " and ".join(OTHER_PROGRAMS)
-            cause = f"rollout.name={self.rollout.name} gets merged weights; only {engines} apply adapters by themselves"
+            cause = f"rollout.name={self.rollout.name} merges where that rounds nothing; only {engines} can be told"
         elif not self.model.has_adapters:
             cause = "no adapters are trained (model.lora_rank=0)"
         elif self.model.lora.use_dora:

@@ -173,7 +173,7 @@ class RolloutConfig(BaseConfig):
     """How the engine loads its first weights: `dummy` waits for the trainer's (`vllm`, `sglang`)."""
     merge_adapters: bool = setting(True)
     """Merge LoRA adapters into the weights that the engine receives; false sends the base weights once and then only
-    adapters, which the engine applies (`vllm`, `sglang`)."""
+    adapters, which the engine applies (`vllm`, `sglang`). `native` and `hf` merge in fp32 alone."""
     limit_images: int | None = setting(None, ge=0)
     """Maximum number of images in one prompt (`vllm`); in a video of Qwen3-VL every two frames count as one."""
     enable_chunked_prefill: bool = setting(True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,5 +15,13 @@ class AdaptedWeights:
     base: Callable[[], Iterable[tuple[str, Tensor]]]
     """Weights of the model without adapters, by the names of Transformers."""
     adapters: Callable[[], Iterable[tuple[str, Tensor]]]
-    """``LAYER.lora_A.weight`` (r, in) and ``LAYER.lora_B.weight`` (out, r) of each adapted layer. The scale is part of
-    the second: the layer computes ``x Wᵀ + (x Aᵀ) Bᵀ``."""
+    """``LAYER.lora_A.weight`` (r, in) and ``LAYER.lora_B.weight`` (out, r) of each adapted layer, in the order in which
+    the trainer has them."""
+    scales: Mapping[str, float]
+    """The scale s of each adapted layer, which computes ``x Wᵀ + ((x Aᵀ) Bᵀ) s``."""
+
+    def scaled_adapters(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the adapters with s B in the place of B, as engines take them that know no scale."""
+        for name, tensor in self.adapters():
+            layer, _, part = name.rpartition(".lora_")
+            yield name, tensor * self.scales[layer] if part.startswith("B") else tensor

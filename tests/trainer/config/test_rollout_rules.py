@@ -286,7 +286,10 @@ def test_a_run_on_a_gpu_takes_the_fast_engine_unless_it_names_one(
 @pytest.mark.parametrize(
     ("settings", "wrong"),
     [
-        ({f"{ROLLOUT}.name": "native", "lora_rank": 4}, "name=native gets merged weights; only vllm and sglang apply"),
+        (
+            {f"{ROLLOUT}.name": "native", "lora_rank": 4},
+            "name=native merges where that rounds nothing; only vllm",
+        ),
         ({}, "no adapters are trained (model.lora_rank=0)"),
         ({"lora_rank": 4, "lora.use_dora": True}, "vllm has no DoRA (model.lora.use_dora=true)"),
         ({f"{ROLLOUT}.name": "sglang", "lora_rank": 4, "lora.use_dora": True}, "sglang has no DoRA"),

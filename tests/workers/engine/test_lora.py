@@ -30,8 +30,9 @@ from verl.backends.cpu.whole_weights import WholeWeights
 from verl.errors import CheckpointError, ConfigError
 from verl.testing.models import MIXTURES, tiny_model_dir, tiny_tokenizer
 from verl.utils.sharded_tensor import full_tensor
+from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.config import CriticConfig
-from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER, AdapterTarget, merged, scaled_adapters
+from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER, AdapterTarget, linear_adapters, merged
 from verl.workers.engine.fsdp.model import trained_parameters
 from verl.workers.losses import ValueLoss, sft_loss
 from verl.workers.rollout.weights import write_adapters
@@ -174,7 +175,8 @@ def test_scales_and_formats_by_hand(tmp_path):
     ]
     [(name, weight)] = merged(weights, targets)
     assert (name, weight.dtype, weight.item()) == ("up.weight", torch.float32, 1 + 2**-8)
-    sent = dict(scaled_adapters(weights[1:], targets))  # engines apply the product alone
+    adapted = AdaptedWeights(lambda: (), lambda: linear_adapters(weights[1:]), {"up": 2.0})
+    sent = dict(adapted.scaled_adapters())  # such engines apply the product alone
     assert {name: one.item() for name, one in sent.items()} == {"up.lora_A.weight": 2**-9, "up.lora_B.weight": 2.0}
     config = json.loads((write_adapters(sent, [tmp_path])[0] / "adapter_config.json").read_text())
     assert config["lora_alpha"] / config["r"] == 1  # s is in B already

@@ -145,6 +145,14 @@ class BaseRollout(ABC):
                 holds no usable weights.
         """
 
+    def load_adapted(self, weights: AdaptedWeights, version: int) -> None:
+        """Replace all weights as :meth:`load_weights` does, by base weights and adapters apart.
+
+        Raises:
+            RolloutError: this engine applies no adapters.
+        """
+        raise RolloutError(f"{type(self).__name__} applies no adapters. Give it merged weights.")
+
     @abstractmethod
     def wake(self) -> None:
         """Allocate the memory that generation needs. Idempotent."""
@@ -190,12 +198,13 @@ class BaseRollout(ABC):
             weights: returns names and tensors; called only if the engine does not already hold ``version``.
             version: version of the weights that ``weights()`` returns.
         """
-        if isinstance(weights, AdaptedWeights):
-            raise RolloutError(f"{type(self).__name__} applies no adapters. Give it merged weights.")
         try:
             self.wake()
             if self.weight_version != version:
-                self.load_weights(weights(), version)
+                if isinstance(weights, AdaptedWeights):
+                    self.load_adapted(weights, version)
+                else:
+                    self.load_weights(weights(), version)
             self.tell_state()
             yield self
         finally:

@@ -83,6 +83,14 @@ def applies_adapters(config: RolloutConfig, model_config: HFModelConfig) -> bool
     return model_config.has_adapters and not config.merge_adapters
 
 
+def are_linear(model_config: HFModelConfig) -> bool:
+    """Return whether all adapters are plain LoRA of linear layers, none of experts and none of DoRA."""
+    if model_config.lora_adapter_path is None:
+        return not model_config.lora.use_dora and not model_config.lora.target_parameters
+    saved = _saved_adapters(model_config.lora_adapter_path)
+    return not saved.get("use_dora") and not saved.get("target_parameters")
+
+
 def largest_rank(model_config: HFModelConfig) -> int:
     """Return the largest rank of a model's LoRA adapters."""
     if model_config.lora_adapter_path is None:

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 
 from verl.errors import RolloutError
 from verl.utils.model import empty_causal_lm, torch_dtype
+from verl.workers.adapted_weights import AdaptedWeights
+from verl.workers.rollout.adapted_layers import AdaptedLayers, computes_adapters
 from verl.workers.rollout.base import (
     NO_WEIGHTS,
     BaseRollout,
@@ -49,6 +51,7 @@ class HFRollout(BaseRollout):
         """See :meth:`BaseRollout.set_up`."""
         self._dtype = torch_dtype(self.config.dtype)
         self._module: PreTrainedModel | None = None
+        self.applies_adapters = computes_adapters(self.config, self.model_config)
         self._drawing = self._waiting = 0  # responses
         self._prompt_tokens = self._response_tokens = 0
         other = set(getattr(self.hf_config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_LAYERS
@@ -69,6 +72,7 @@ class HFRollout(BaseRollout):
                 self.hf_config, self._dtype, self.device, self.model_config.trust_remote_code
             )
             self._routers = Routers(self._module)
+            self._adapters = AdaptedLayers(self._module, self._dtype, self.device)
 
     def sleep(self) -> None:
         """Free the weights if ``rollout.free_cache_engine``."""
@@ -89,11 +93,20 @@ class HFRollout(BaseRollout):
         self.wake()
         module = self._awake_module()
         self.weight_version = NO_WEIGHTS
+        self._adapters.drop()
         targets = dict(module.named_buffers()) | dict(module.named_parameters())
         for name, tensor in ExpectedWeights(module, with_buffers=True).checked(weights, version):
             targets[name].copy_(tensor)
         self.weight_version = version
         logger.info("hf engine: version %d loaded, %.1f MiB of weights", version, self.weight_bytes / 2**20)
+
+    @torch.no_grad()
+    def load_adapted(self, weights: AdaptedWeights, version: int) -> None:
+        """See :meth:`BaseRollout.load_adapted`."""
+        self.load_weights(weights.base(), version)
+        self.weight_version = NO_WEIGHTS
+        self._adapters.load(weights, version)
+        self.weight_version = version
 
     def _awake_module(self) -> PreTrainedModel:
         if self._module is None:

@@ -19,6 +19,8 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.utils.available_memory import available_memory
 from verl.utils.model import longrope_threshold, torch_dtype
+from verl.workers.adapted_weights import AdaptedWeights
+from verl.workers.rollout.adapted_layers import computes_adapters
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRegistry, RolloutRequest
 from verl.workers.rollout.native.check import check_model
 from verl.workers.rollout.native.generation import Generation
@@ -63,7 +65,8 @@ class NativeRollout(BaseRollout):
         self._sized_for: tuple[int, ...] = (0, 0, 0)  # rows, prompt and response tokens that the memory is for
         self._lock = threading.Lock()
         """Held while responses are drawn, so that weights and memory are not replaced or freed meanwhile."""
-        self._is_checked = False
+        self._is_checked = self._holds_base = False
+        self.applies_adapters = computes_adapters(self.config, self.model_config)
         self._generation: Generation | None = None
         self._prompt_tokens = self._hit_tokens = self._response_tokens = 0  # of generations that have ended
 
@@ -96,7 +99,7 @@ class NativeRollout(BaseRollout):
                 return
             self._drop_memory()
             self._model.drop()
-            self.weight_version = NO_WEIGHTS
+            self.weight_version, self._holds_base = NO_WEIGHTS, False
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -112,13 +115,24 @@ class NativeRollout(BaseRollout):
         Waits for responses that another thread draws, which end with the weights that they began with.
         """
         with self._lock:
+            self._holds_base = False
             self._load_weights(weights, version)
 
-    def _load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    @torch.no_grad()
+    def load_adapted(self, weights: AdaptedWeights, version: int) -> None:
+        """See :meth:`BaseRollout.load_adapted`. Base weights are taken once, until the engine has freed them."""
+        with self._lock:
+            self._load_weights(() if self._holds_base else weights.base(), version, weights)
+
+    def _load_weights(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, adapted: AdaptedWeights | None = None
+    ) -> None:
         self.weight_version = NO_WEIGHTS
         self._forget_texts()
-        problems = self._model.load(weights)
-        check_fit(problems, version, type(self._model.module).__name__)
+        if not self._holds_base:
+            check_fit(self._model.load(weights), version, type(self._model.module).__name__)
+        self._holds_base = adapted is not None
+        self._model.load_adapters(adapted, version)
         if not self._is_checked:
             self._is_checked = check_model(self._model)
         self.weight_version = version

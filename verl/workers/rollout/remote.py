@@ -191,7 +191,7 @@ class RemoteRollout(BaseRollout):
     def _load_adapted(self, weights: AdaptedWeights, version: int, gathered: _Lack, lacks: _Lack) -> None:
         """Load the parts that this rank lacks, and gather those that any rank lacks."""
         base = iter(weights.base() if gathered == _Lack.ALL else ())
-        adapters = iter(weights.adapters())
+        adapters = iter(weights.scaled_adapters())
         try:
             if lacks != _Lack.NOTHING:
                 with self._loading(version):

@@ -418,22 +418,15 @@ def base_of(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
             yield _own_name(name), tensor
 
 
-@torch.no_grad()
-def scaled_adapters(
-    weights: Iterable[tuple[str, Tensor]], targets: Mapping[str, AdapterTarget]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield A and s B of each layer as :class:`~verl.workers.adapted_weights.AdaptedWeights` has them.
+def linear_adapters(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield A and B of each layer as :class:`~verl.workers.adapted_weights.AdaptedWeights` has them.
 
     Args:
-        weights: those of a model with adapters, or its adapters alone.
-        targets: what each layer with an adapter adapts, by its name; linear layers alone.
+        weights: those of a model with adapters of linear layers, or its adapters alone.
     """
     for name, tensor in weights:
-        if name.endswith(LORA_A):
-            yield f"{name.removesuffix(LORA_A)}.lora_A.weight", tensor
-        elif name.endswith(LORA_B):
-            layer = name.removesuffix(LORA_B)
-            yield f"{layer}.lora_B.weight", tensor * targets[layer].scale
+        if name.endswith((LORA_A, LORA_B)):
+            yield name.removesuffix(f".{_ADAPTER}.weight") + ".weight", tensor.detach()
 
 
 # ---- files ----------------------------------------------------------------------------------------

@@ -36,9 +36,9 @@ from verl.workers.engine.fsdp.adapters import (
     adapter_layers,
     base_of,
     check_same_scale,
+    linear_adapters,
     merged,
     require_linear,
-    scaled_adapters,
     targets_of,
     without_adapters,
     write_adapters,
@@ -286,14 +286,15 @@ class ShardedModel(BaseEngine):
         if not self.has_adapters:
             return super().adapted_weights()
         require_linear(self.adapters)
-        return AdaptedWeights(self._base_weights, self._adapter_weights)
+        scales = {name: target.scale for name, target in targets_of(self.adapters).items()}
+        return AdaptedWeights(self._base_weights, self._adapter_weights, scales)
 
     def _base_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._reshard()
         return base_of(self.backend.whole_weights())
 
     def _adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return scaled_adapters(self._whole_adapters(), targets_of(self.adapters))
+        return linear_adapters(self._whole_adapters())
 
     def _whole_adapters(self) -> Iterator[tuple[str, Tensor]]:
         """Gather the trained parameters one after the other. Collective: every rank iterates to the end."""

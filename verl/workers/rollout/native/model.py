@@ -22,7 +22,9 @@ from verl.utils.transformers_private import ALL_ATTENTION_FUNCTIONS, attention_o
 from verl.vision.families import VisionConfig
 from verl.vision.model import ImageInputs, hidden_states
 from verl.vision.positions import AXES
+from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.packed_attention import AttentionRule, Packing, packed_attention_forward
+from verl.workers.rollout.adapted_layers import AdaptedLayers
 from verl.workers.rollout.native.graphs import DecodeGraphs
 from verl.workers.rollout.native.memory import (
     CacheShape,
@@ -84,6 +86,7 @@ class NativeModel:
         self._standard_attention = attention_of(self.module.config.get_text_config())
         self._weights = _weights_by_name(self.module, splits)
         self._count = len(set(self._weights.values()))
+        self.adapters = AdaptedLayers(self.module, dtype, device)
         # The compiled step computes all layers in one call, and a split model exchanges sums between them.
         is_whole = self.kernels is not None and self.ranks.size == 1
         self._compiled = compiled_decoder(self.module) if is_whole else None
@@ -147,9 +150,15 @@ class NativeModel:
     def _buffer(self, name: str) -> Tensor | None:
         return dict(self.module.named_buffers()).get(name)
 
+    def load_adapters(self, weights: AdaptedWeights | None, version: int) -> None:
+        """Take adapters, which are computed beside the weights, see :meth:`AdaptedLayers.load`; None removes them."""
+        if self.adapters.drop() if weights is None else self.adapters.load(weights, version):
+            self.forget()
+
     def drop(self) -> None:
-        """Release all weights."""
+        """Release all weights and adapters."""
         self.forget()
+        self.adapters.drop()
         for weight in self._weights.values():
             weight.drop()
 
@@ -162,8 +171,8 @@ class NativeModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's weights, whether the trainer's or copies."""
-        return sum(p.nbytes for p in self.module.parameters() if p.device.type != "meta")
+        """Bytes of this rank's weights, whether the trainer's or copies, and of adapters."""
+        return self.adapters.nbytes + sum(p.nbytes for p in self.module.parameters() if p.device.type != "meta")
 
     # ---- passes
 
