@@ -88,7 +88,9 @@ def main() -> None:
                 for number in range(conversations)
             ]
             began = time.perf_counter()
-            results, _ = agents.run(trajectories, group)
+            future = agents.thread.submit(agents.run(trajectories))
+            agents.serve_until(group, future.done)
+            results, _ = future.result()
             assert all(result.status == "done" for result in results), results[0].message
             return time.perf_counter() - began
 

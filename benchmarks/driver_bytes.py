@@ -96,8 +96,8 @@ def count_reads() -> None:
         CountingGroup.bytes[READ, "", self.origin.names[0]] += self.nbytes
         return gathered(self)
 
-    def counted_run(self: RayAgents, *args: Any) -> Any:
-        results, columns = run(self, *args)
+    async def counted_run(self: RayAgents, *args: Any) -> Any:
+        results, columns = await run(self, *args)
         CountingGroup.bytes[TOLD, "", ""] += len(pickle.dumps(results))
         return results, columns
 

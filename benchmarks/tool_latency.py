@@ -173,7 +173,9 @@ def rollout(arguments: Any, folder: Path, work: Work, is_in_lock_step: bool) -> 
             )
             for n, row in enumerate(rows)
         ]
-        results, _ = agents.run(trajectories, Engine())
+        future = agents.thread.submit(agents.run(trajectories))
+        agents.serve_until(Engine(), future.done)
+        results, _ = future.result()
         assert [result.status for result in results] == ["done"] * count, results[0].message
         assert all(len(result.outputs[0].response_ids) == turns * (RESPONSE + TOOL_ANSWER) for result in results)
 

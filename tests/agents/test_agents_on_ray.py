@@ -93,7 +93,7 @@ class OrderingTrainer(PPOTrainer):
             (self.folder / "new").write_text(f"{self._pid(who)} {int(number)}")
             (self.folder / "new").rename(self.folder / f"order_{where}")
         batch = super().step(context)
-        self.actors += [watched.actor for watched in [self._agents()._session.router, *self._agents()._workers]]
+        self.actors += [watched.actor for watched in [self._agents()._session.router, *self._agents()._processes]]
         return batch
 
     def _agents(self) -> Any:

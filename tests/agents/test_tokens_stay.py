@@ -117,7 +117,9 @@ def agents(tmp_path: Path, ray_cluster: None) -> Iterator[Any]:
             )
             for number, prompt in enumerate(PROMPTS)
         ]
-        results, batch = made.run(trajectories, group)
+        future = made.thread.submit(made.run(trajectories))
+        made.serve_until(group, future.done)
+        results, batch = future.result()
         return results, batch, [len((tmp_path / f"begun_{number}").read_text()) for number in range(len(PROMPTS))]
 
     yield run

@@ -1,16 +1,19 @@
 """Agent loops in the trainer's own process, for ``trainer.controller=local``.
 
-The engine serves in the main thread; trajectories, and the router between them, run beside it.
+The engine serves in the main thread, as long as :meth:`LocalAgents.serve_until` has it; trajectories, and the router
+between them, run beside it, also while the engine sleeps.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from verl.agents.columns import SequenceColumns
-from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
+from verl.agents.polling import Polling
+from verl.agents.worker import AgentLoopWorker, Progress, Trajectory, TrajectoryResult
 from verl.config import PPOConfig
 from verl.protocol import DataProto
 from verl.serving.local import LocalSession
@@ -40,24 +43,49 @@ class LocalAgents:
         processor: ProcessorMixin | None,
     ) -> None:
         self._columns = columns
-        self._thread = LoopThread("agent loops")
-        self._session = LocalSession(config.actor_rollout_ref.rollout.max_num_seqs, self._thread.loop)
-        self._worker = AgentLoopWorker(config, tokenizer, processor, self._session)
+        self.thread = LoopThread("agent loops")
+        self._polling = Polling()
+        self._session = LocalSession(config.actor_rollout_ref.rollout.max_num_seqs, self.thread.loop)
+        self._session.pause()  # until an engine serves
+        router = self._session.router
+        self._worker = AgentLoopWorker(config, tokenizer, processor, self._session, lambda: router.asleep_s)
 
-    def run(self, trajectories: Sequence[Trajectory], group: WorkerGroup) -> tuple[list[TrajectoryResult], DataProto]:
+    async def run(self, trajectories: Sequence[Trajectory]) -> tuple[list[TrajectoryResult], DataProto]:
         """See :meth:`verl.agents.manager.Agents.run`."""
-        results = self._session.serve_while(group, lambda: self._thread.submit(self._all(trajectories))).result()
-        return results, self._columns.of(zip(trajectories, results, strict=True))
-
-    async def _all(self, trajectories: Sequence[Trajectory]) -> list[TrajectoryResult]:
         running = [asyncio.create_task(self._worker.run(trajectory)) for trajectory in trajectories]
         try:
-            return await asyncio.gather(*running)
+            results = await asyncio.gather(*running)
         finally:
             for task in running:
                 task.cancel()  # does nothing unless another one raised
+        return results, await asyncio.to_thread(self._columns.of, list(zip(trajectories, results, strict=True)))
+
+    def serve_until(self, group: WorkerGroup, is_enough: Callable[[], bool]) -> None:
+        """See :meth:`verl.agents.manager.AgentLoopManager.serve_until`."""
+        is_over = threading.Event()
+
+        def serve() -> None:
+            self._session.resume()
+            try:
+                self._polling.until(lambda: is_over.is_set() or is_enough())
+            finally:
+                self._session.pause()
+
+        try:
+            self._session.serve_while(group, lambda: self.thread.submit(asyncio.to_thread(serve))).result()
+        finally:
+            is_over.set()
+            self.notify()
+
+    def notify(self) -> None:
+        """See :meth:`verl.agents.manager.Agents.notify`."""
+        self._polling.notify()
+
+    def progress(self) -> Progress:
+        """See :meth:`verl.agents.manager.AgentLoopManager.progress`."""
+        return self._worker.progress(self._session.router.waiting)
 
     def shutdown(self) -> None:
-        """End the event loop and what trajectories have shared; there can be no later :meth:`run`."""
+        """End the event loop, trajectories under way, and what they have shared."""
         self._worker.close()
-        self._thread.stop()
+        self.thread.stop()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,11 +16,12 @@ from verl.agents.columns import ColumnsInParts, SequenceColumns, images_of
 from verl.agents.images import FOR_TEXT, INPUTS
 from verl.agents.loop import JUDGE_ADDRESS, AgentLoopOutput
 from verl.agents.policy import SampleId
-from verl.agents.worker import Trajectory, TrajectoryResult, agent_loops
-from verl.config import PPOConfig
-from verl.config.agent import TrajectoryStatus
+from verl.agents.worker import Progress, Trajectory, TrajectoryResult, agent_loops
+from verl.config import AgentLoopConfig, PPOConfig
+from verl.config.agent import SINGLE_TURN, TrajectoryStatus
 from verl.errors import DataError, RolloutError
 from verl.protocol import DataProto
+from verl.tools.threads import LoopThread
 from verl.vision.prompts import ImagePrompts
 from verl.workers.rollout.request import requests_from_prompts
 
@@ -35,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 FINISH_REASONS: dict[TrajectoryStatus, str] = {"done": "stop", "turns_used_up": "stop", "context_full": "length"}
 """The column ``finish_reason`` by how a trajectory ended, in the words of the engines; "abort" after all others."""
+ENDS_OF_ONE_TURN: tuple[TrajectoryStatus, ...] = ("done", "context_full")
+"""Statuses of a single turn that an engine has answered."""
 REDRAWS = 2
 """How often a trajectory whose status asks for it is drawn again."""
 NOT_FOR_LOOPS = ("uid", "sample_index")
@@ -49,14 +54,32 @@ def trajectory_id(uid: str, sample_index: int) -> str:
 class Agents(Protocol):
     """What runs trajectories: :class:`verl.agents.local.LocalAgents` or :class:`verl.agents.ray.RayAgents`."""
 
-    def run(self, trajectories: Sequence[Trajectory], group: WorkerGroup) -> tuple[list[TrajectoryResult], DataProto]:
-        """Run all trajectories to their end; ``group`` is that of the engines.
+    thread: LoopThread
+    """The event loop in which :meth:`run` is awaited."""
+
+    async def run(self, trajectories: Sequence[Trajectory]) -> tuple[list[TrajectoryResult], DataProto]:
+        """Run trajectories to their end, at once; their requests wait while no engine serves.
 
         Returns:
             the results, in the order of the trajectories, and the columns of their sequences
             (:meth:`verl.agents.columns.SequenceColumns.of`). The tokens of a sequence are read there alone: its output
             may come without them.
+
+        Raises:
+            WorkerError: a process of agent loops cannot start.
         """
+        ...
+
+    def serve_until(self, group: WorkerGroup, is_enough: Callable[[], bool]) -> None:
+        """See :meth:`AgentLoopManager.serve_until`."""
+        ...
+
+    def notify(self) -> None:
+        """Let :meth:`serve_until` ask ``is_enough`` at once; from any thread."""
+        ...
+
+    def progress(self) -> Progress:
+        """See :meth:`AgentLoopManager.progress`."""
         ...
 
     def shutdown(self) -> None:
@@ -65,7 +88,17 @@ class Agents(Protocol):
 
 
 class AgentLoopManager:
-    """Answers batches of prompts by agent loops.
+    """Answers prompts by agent loops: a batch at once, or trajectories that go on from one training step to the next.
+
+    ::
+
+        batch = manager.generate_sequences(prompts)      # all begins and ends here
+
+        future = manager.submit(prompts_of_a_group)      # begins now, at any time, in any thread
+        manager.serve_until(group, is_enough)            # engines serve; returns with trajectories under way
+        ...                                              # training: tools go on, requests wait
+        manager.serve_until(group, future.done)          # all go on, with the newest weights
+        future.result()
 
     Args:
         config: the whole configuration.
@@ -115,37 +148,112 @@ class AgentLoopManager:
             DataError: a row has images, and its agent loop or the policy takes none.
             RolloutError: too many trajectories failed.
         """
+        future = self.submit(prompts)
+        try:
+            self.serve_until(self.worker_group, future.done)
+        finally:
+            future.cancel()  # does nothing once it is done
+        batch = future.result()
+        if not self._is_plain(prompts):
+            check_failures(batch, self._rollout.agent)
+        return batch
+
+    def submit(self, prompts: DataProto) -> Future[DataProto]:
+        """Begin the trajectories of these rows, for example of one group; may be called at any time, in any thread.
+
+        Args:
+            prompts: as for :meth:`generate_sequences`. The random numbers of a sample follow from its
+                ``global_steps``, ``uid`` and ``sample_index``, and not from what runs beside it.
+
+        Returns:
+            what :meth:`generate_sequences` returns for these rows, trajectories that are drawn again included. How many
+            failed is not judged here: see :func:`check_failures`. It fails with WorkerError if a process of agent loops
+            cannot start, and is cancelled by :meth:`shutdown` and by what :meth:`serve_until` raises.
+
+            Prompts without the column ``agent_name``, in a run whose default is ``single_turn_agent``, get exactly the
+            columns of the ranks' ``generate_sequences``, and a RolloutError if an engine cannot serve one.
+
+        Raises:
+            DataError: a row has images, and its agent loop or the policy takes none.
+        """
         trajectories = self._trajectories(prompts)
         self._check_images(trajectories)
-        parts = ColumnsInParts()
-        results, columns = self._agents.run(trajectories, self.worker_group)
+        future = self._agents.thread.submit(self._answered(prompts, trajectories))
+        future.add_done_callback(lambda _: self._agents.notify())
+        return future
+
+    def serve_until(self, group: WorkerGroup, is_enough: Callable[[], bool]) -> None:
+        """Let the engines serve all submitted trajectories until it is enough.
+
+        The engines wake with their newest weights. At the end what they draw is interrupted, and goes on in the next
+        call; between two calls trajectories run on (tools, simulated users, programs), and only their requests wait.
+        All trajectories under way are served, also while :meth:`generate_sequences` answers prompts of validation.
+
+        Args:
+            group: the ranks of the engines.
+            is_enough: asked at least every 0.1 s and whenever a submitted future is done, perhaps in another thread; it
+                must return at once.
+
+        Raises:
+            ProcessLostError: a rank or the router died, or a rank hangs. On Ray all trajectories have ended.
+            WorkerError: an engine failed, or a process of agent loops cannot start.
+        """
+        self._agents.serve_until(group, is_enough)
+
+    def cancel(self, futures: Iterable[Future[DataProto]]) -> None:
+        """Drop submitted trajectories that nobody wants any more; those that are done stay as they are."""
+        for future in futures:
+            future.cancel()
+
+    def progress(self) -> Progress:
+        """Return what the trajectories under way are doing; on Ray as of up to half a second ago."""
+        return self._agents.progress()
+
+    def shutdown(self) -> None:
+        """End the processes and threads of agent loops; the manager cannot be used afterwards."""
+        self._agents.shutdown()
+
+    def _is_plain(self, prompts: DataProto) -> bool:
+        """Whether the rows are those of a run in which each prompt has one response of the engines."""
+        return "agent_name" not in prompts.non_tensor_batch and self._rollout.default_agent_loop == SINGLE_TURN
+
+    async def _answered(self, prompts: DataProto, trajectories: list[Trajectory]) -> DataProto:
+        parts, agent = ColumnsInParts(), self._rollout.agent
+        results, columns = await self._agents.run(trajectories)
         parts.add(range(len(results)), results, columns)
         for attempt in range(1, REDRAWS + 1):
-            again = [row for row, result in enumerate(results) if self._treatment(result) == "redraw"]
+            again = [row for row, result in enumerate(results) if agent.treatment_of(result.status) == "redraw"]
             if not again:
                 break
             redrawn = [
                 replace(trajectories[row], sample=replace(trajectories[row].sample, attempt=attempt)) for row in again
             ]
-            new, columns = self._agents.run(redrawn, self.worker_group)
+            new, columns = await self._agents.run(redrawn)
             parts.add(again, new, columns)
             for row, result in zip(again, new, strict=True):
                 results[row] = result
-        self._report_failures(results)
+        return await asyncio.to_thread(self._joined, parts, prompts, trajectories, results)
+
+    def _joined(
+        self,
+        parts: ColumnsInParts,
+        prompts: DataProto,
+        trajectories: Sequence[Trajectory],
+        results: Sequence[TrajectoryResult],
+    ) -> DataProto:
+        if self._is_plain(prompts):
+            for result in results:
+                if result.status not in ENDS_OF_ONE_TURN:
+                    raise RolloutError(result.message)
+            return parts.joined() | DataProto.from_dict(non_tensors=_of_engines(trajectories, results))
         batch = parts.joined() | self._described(trajectories, results)
         if "agent_name" in prompts.non_tensor_batch:
             return batch
         names = (trajectory.agent_name for trajectory, *_ in _sequences(trajectories, results))
         return batch | DataProto.from_dict(non_tensors={"agent_name": _objects(names)})
 
-    def shutdown(self) -> None:
-        """End the processes and threads of agent loops; the manager cannot be used afterwards."""
-        self._agents.shutdown()
-
-    def _treatment(self, result: TrajectoryResult) -> str:
-        return self._rollout.agent.treatment_of(result.status)
-
     def _trajectories(self, prompts: DataProto) -> list[Trajectory]:
+        is_plain = self._is_plain(prompts)
         step = int(prompts.meta_info.get("global_steps", 0))
         columns = prompts.non_tensor_batch
         is_trained_on = not prompts.meta_info.get("validate", False) and prompts.meta_info.get("do_sample") is not False
@@ -168,6 +276,7 @@ class AgentLoopManager:
                     row=row,
                     returns_routing=request.returns_routing,
                     is_trained_on=is_trained_on,
+                    is_plain=is_plain,
                 )
             )
         return trajectories
@@ -185,23 +294,6 @@ class AgentLoopManager:
                     "rows with images another agent_name (single_turn_agent), or take them out."
                 )
 
-    def _report_failures(self, results: Sequence[TrajectoryResult]) -> None:
-        """Log each kind of failure once, with its number.
-
-        Raises:
-            RolloutError: too many trajectories failed.
-        """
-        failures = [result for result in results if self._treatment(result) in LEFT_OUT]
-        kinds = Counter((result.status, result.message) for result in failures)
-        shown = [f"{count} x {status}: {message}" for (status, message), count in kinds.most_common(SHOWN_FAILURES)]
-        if not failures:
-            return
-        said = f"{len(failures)} of {len(results)} trajectories failed:\n  " + "\n  ".join(shown)
-        limit = self._rollout.agent.max_failure_rate
-        if len(failures) > limit * len(results):
-            raise RolloutError(f"{said}\nMore than rollout.agent.max_failure_rate={limit:g} ends the run.")
-        logger.warning("%s", said)
-
     def _described(self, trajectories: Sequence[Trajectory], results: Sequence[TrajectoryResult]) -> DataProto:
         """Return the columns of objects: what became of each sequence and of its trajectory."""
         rows = _sequences(trajectories, results)
@@ -215,8 +307,7 @@ class AgentLoopManager:
                     trajectory_id(trajectory.sample.uid, trajectory.sample.sample_index) for trajectory, *_ in rows
                 ),
                 "agent": _objects(output.agent for output in outputs),
-                "finish_reason": _objects(FINISH_REASONS.get(output.status, "abort") for output in outputs),
-                "weight_version": np.array([result.weight_version for _, result, _ in rows]),
+                **_of_engines(trajectories, results),
                 "trajectory_status": _objects(result.status for _, result, _ in rows),
                 "trajectory_message": _objects(result.message for _, result, _ in rows),
                 "__num_turns__": np.array([output.num_turns for output in outputs]),
@@ -227,6 +318,29 @@ class AgentLoopManager:
                 **{name: _objects(output.extra_fields.get(name) for output in outputs) for name in extra},
             },
         )
+
+
+def check_failures(batch: DataProto, agent: AgentLoopConfig) -> None:
+    """Log each kind of failure of a batch once, with its number.
+
+    Args:
+        batch: sequences of trajectories, as :meth:`AgentLoopManager.submit` gives them, perhaps of many groups.
+        agent: says which failures are left out, and how many may be.
+
+    Raises:
+        RolloutError: more trajectories failed than ``rollout.agent.max_failure_rate`` allows.
+    """
+    columns = batch.non_tensor_batch
+    names = ("trajectory_id", "trajectory_status", "trajectory_message")
+    ended = {name: (status, message) for name, status, message in zip(*(columns[n] for n in names), strict=True)}
+    kinds = Counter(kind for kind in ended.values() if agent.treatment_of(kind[0]) in LEFT_OUT)
+    if not kinds:
+        return
+    shown = [f"{count} x {status}: {message}" for (status, message), count in kinds.most_common(SHOWN_FAILURES)]
+    said = f"{kinds.total()} of {len(ended)} trajectories failed:\n  " + "\n  ".join(shown)
+    if kinds.total() > agent.max_failure_rate * len(ended):
+        raise RolloutError(f"{said}\nMore than rollout.agent.max_failure_rate={agent.max_failure_rate:g} ends the run.")
+    logger.warning("%s", said)
 
 
 def _agents(
@@ -247,6 +361,15 @@ def _sequences(
     """The training sequences, each with its trajectory and what became of that."""
     pairs = zip(trajectories, results, strict=True)
     return [(trajectory, result, output) for trajectory, result in pairs for output in result.outputs]
+
+
+def _of_engines(trajectories: Sequence[Trajectory], results: Sequence[TrajectoryResult]) -> dict[str, np.ndarray]:
+    """The columns of objects that the ranks' ``generate_sequences`` gives too."""
+    rows = _sequences(trajectories, results)
+    return {
+        "finish_reason": _objects(FINISH_REASONS.get(output.status, "abort") for *_, output in rows),
+        "weight_version": np.array([result.weight_version for _, result, _ in rows]),
+    }
 
 
 def _objects(values: Iterable[object]) -> np.ndarray:

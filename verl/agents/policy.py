@@ -86,6 +86,7 @@ class AsyncLLMServerManager:
         default: sampling parameters where a call names none.
         images: reads images, by the policy's processor; None for a model for text.
         returns_routing: record the experts that each token went to.
+        asleep_s: returns for how many seconds engines have slept so far.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class AsyncLLMServerManager:
         default: SamplingParams,
         images: ImagePrompts | None = None,
         returns_routing: bool = False,
+        asleep_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._config = config
         self._returns_routing = returns_routing
@@ -111,12 +113,26 @@ class AsyncLLMServerManager:
         """Time spent in ``generate``, summed over calls."""
         self.is_closed = False
         self._under_way: list[GenerationCall] = []
+        self._asleep_s = asleep_s
+        self._held_s = 0.0
+        self._asked_after_s = 0.0
+        """``asleep_s`` at the time of the first of the requests that are under way."""
         self._conversations: set[str] = set()
 
     @property
     def sample(self) -> SampleId:
         """Which response of the run the trajectory is."""
         return self._sample
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether a request is under way."""
+        return bool(self._under_way)
+
+    @property
+    def held_s(self) -> float:
+        """Seconds in which a request of the trajectory waited for engines that slept."""
+        return self._held_s + (self._asleep_s() - self._asked_after_s if self._under_way else 0.0)
 
     def close(self) -> None:
         """Withdraw what is under way and refuse further calls, also those of threads that were left behind."""
@@ -184,6 +200,8 @@ class AsyncLLMServerManager:
         self._conversations.add(conversation)
         try:
             call = self._connection.send(conversation, request, on_part)
+            if not self._under_way:
+                self._asked_after_s = self._asleep_s()
             self._under_way.append(call)
             try:
                 if self.is_closed:  # since the question above
@@ -193,6 +211,7 @@ class AsyncLLMServerManager:
                 call.cancel()
                 raise
             finally:
+                self._held_s = self.held_s if len(self._under_way) == 1 else self._held_s
                 self._under_way.remove(call)
         finally:
             if self.is_closed:  # perhaps since before `send`

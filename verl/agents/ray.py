@@ -7,13 +7,15 @@
                                    ▼
                                 engine 0 … engine m    the ranks' rollout engines
 
-Tokens stay with the worker that ran a trajectory. At the end of a rollout it pads them to columns, which lie in Ray's
-object store as those of the ranks do (:mod:`verl.protocol.stored`); the driver learns how each trajectory ended.
+Tokens stay with the worker that ran a trajectory. When all trajectories of a call of :meth:`RayAgents.run` have ended
+it pads them to columns, which lie in Ray's object store as those of the ranks do (:mod:`verl.protocol.stored`); the
+driver learns how each trajectory ended.
 
-A worker that dies, or does not answer for ``rollout.agent.hang_timeout_s``, is replaced, and its trajectories are
-run again from their beginning with the same random numbers, also those that had ended
-(:mod:`verl.agents.ray_trajectories`). The driver's router (:mod:`verl.serving.ray`), which counts calls of tools too,
-is lost with the ranks if it does so, as a rank is.
+Workers run, and are watched, from the first trajectory to the end of the run, while engines serve and while they sleep.
+One that dies, or does not answer for ``rollout.agent.hang_timeout_s``, is replaced, and its trajectories are run again
+from their beginning with the same random numbers, also those that had ended (:mod:`verl.agents.ray_trajectories`). The
+driver's router (:mod:`verl.serving.ray`), which counts calls of tools too, is lost with the ranks if it does so, as a
+rank is.
 """
 
 from __future__ import annotations
@@ -21,27 +23,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import threading
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import ray
-from ray.exceptions import RayActorError
 
 from verl.agents.columns import Ended, SequenceColumns
 from verl.agents.outputs import without_tokens
-from verl.agents.ray_trajectories import RunningTrajectories, shared_of
+from verl.agents.polling import Polling
+from verl.agents.ray_trajectories import SignOfLife, TrajectoryRun, Workers, shared_of
 from verl.agents.slots import SlotTable, count_by
-from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
+from verl.agents.worker import AgentLoopWorker, Progress, Trajectory, TrajectoryResult
 from verl.base.import_utils import prepare_process
 from verl.config import PPOConfig
 from verl.protocol import DataProto
 from verl.serving.ray import ImageConnection, RaySession, RouterActor
-from verl.single_controller.ray.private import brief
-from verl.single_controller.ray.watched_actor import ActorSilentError, WatchedActor
+from verl.single_controller.ray.watched_actor import WatchedActor
+from verl.tools.threads import LoopThread
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 
 if TYPE_CHECKING:
@@ -110,8 +113,10 @@ class WorkerActor(RouterActor):
         processor = hf_processor(path, trust_remote_code=trusts)
         count_by(partial(RaySlots, router, process))
         self._connection = ImageConnection(self.router)
-        self._worker = AgentLoopWorker(config, tokenizer, processor, self._connection)
+        router_here = self.router
+        self._worker = AgentLoopWorker(config, tokenizer, processor, self._connection, lambda: router_here.asleep_s)
         self._columns = SequenceColumns(rollout, tokenizer, processor)
+        self._under_way: dict[int, asyncio.Task[TrajectoryResult]] = {}
         self._ended: dict[int, Ended] = {}
 
     async def open(self, round_index: int, engines: int, others: Mapping[int, ActorHandle]) -> None:
@@ -119,26 +124,40 @@ class WorkerActor(RouterActor):
         self._connection.loop = asyncio.get_running_loop()  # the constructor runs in none
         await super().open(round_index, engines, others)
 
-    async def run(self, trajectory_index: int, trajectory: Trajectory, round_index: int) -> TrajectoryResult:
-        """Run a trajectory to its end; its tokens stay here under its number until :meth:`hand_in`."""
-        await self.round_opened(round_index)
+    async def run(self, key: int, trajectory: Trajectory) -> TrajectoryResult:
+        """Run a trajectory to its end; its tokens stay here under its key until :meth:`hand_in` or :meth:`drop`."""
+        task = self._under_way[key] = asyncio.create_task(self._run(key, trajectory))
+        try:
+            return await task
+        finally:
+            del self._under_way[key]
+
+    async def _run(self, key: int, trajectory: Trajectory) -> TrajectoryResult:
+        await self.round_opened(1)  # before the first one requests are refused; between later ones they wait
         # Where they lie on another machine they take time, and this thread serves other trajectories too.
         await asyncio.gather(*(asyncio.to_thread(value.arrays) for value in shared_of(trajectory)))
         result = await self._worker.run(trajectory)
-        self._ended[trajectory_index] = trajectory, result
+        self._ended[key] = trajectory, result
         return replace(result, outputs=tuple(map(without_tokens, result.outputs)))
 
-    async def hand_in(self, numbers: Sequence[int]) -> DataProto:
-        """Return the columns of trajectories that have ended, in the order of the numbers, and forget them."""
-        return self._columns.of([self._ended.pop(trajectory_index) for trajectory_index in numbers])
+    async def hand_in(self, keys: Sequence[int]) -> DataProto:
+        """Return the columns of trajectories that have ended, in the order of the keys, and forget them."""
+        return self._columns.of([self._ended.pop(key) for key in keys])
 
-    async def abandoned(self) -> int:
-        """Return the number of threads that do not end."""
-        return self._worker.abandoned
+    async def drop(self, keys: Sequence[int]) -> None:
+        """End trajectories that nobody wants any more, and forget those that have ended."""
+        for key in keys:
+            if key in self._under_way:
+                self._under_way[key].cancel()
+            self._ended.pop(key, None)
+
+    async def sign_of_life(self) -> SignOfLife:
+        """Tell how the worker is doing."""
+        return SignOfLife(self.router.silences(), self._worker.abandoned, self._worker.progress(self.router.waiting))
 
 
 class RayAgents:
-    """Runs trajectories in Ray actors, which start with the first rollout and stay for the run.
+    """Runs trajectories in Ray actors, which start with the first trajectories and stay for the run.
 
     Args:
         config: the whole configuration.
@@ -149,70 +168,84 @@ class RayAgents:
         self._config, self._columns = config, columns
         rollout = config.actor_rollout_ref.rollout
         self._session = RaySession("agent loops", rollout.max_num_seqs, rollout.agent.hang_timeout_s, AgentRouter)
-        self._workers: list[WatchedActor] = []
+        self._session_lock = threading.RLock()
+        """Held by a thread that changes the session: the one that serves, or one that replaces a worker."""
         self._processes: dict[WatchedActor, tuple[str, int]] = {}
         """The name of each worker's process, and the number of its router."""
+        self._polling = Polling()
+        self.thread = LoopThread("agent loops")
+        self._workers = Workers(rollout, self._started, self._joined, self._ended)
 
-    def run(self, trajectories: Sequence[Trajectory], group: WorkerGroup) -> tuple[list[TrajectoryResult], DataProto]:
-        """See :meth:`verl.agents.manager.Agents.run`.
+    async def run(self, trajectories: Sequence[Trajectory]) -> tuple[list[TrajectoryResult], DataProto]:
+        """See :meth:`verl.agents.manager.Agents.run`."""
+        if not self._processes:
+            cores = int(ray.cluster_resources().get("CPU", 1))
+            count = self._config.actor_rollout_ref.rollout.agent.num_workers
+            self._workers.start(max(1, min(count, cores)))
+        return await TrajectoryRun(self._workers, self._columns, trajectories).ended()
 
-        Raises:
-            ProcessLostError: a rank or the router died or hangs.
-            WorkerError: an engine failed, or a process of agent loops cannot start.
-        """
-        rollout = self._config.actor_rollout_ref.rollout
+    def serve_until(self, group: WorkerGroup, is_enough: Callable[[], bool]) -> None:
+        """See :meth:`verl.agents.manager.AgentLoopManager.serve_until`."""
         with ExitStack() as on_failure:
             on_failure.callback(self.shutdown)  # neither the ranks nor the trajectories may go on
-            if not self._workers:
-                cores = int(ray.cluster_resources().get("CPU", 1))
-                self._workers = [self._new_worker() for _ in range(max(1, min(rollout.agent.num_workers, cores)))]
-            with self._session.awake(group):
-                running = RunningTrajectories(
-                    *(rollout, self._columns, trajectories, self._workers),
-                    replacement=self._replacement,
-                    round_index=self._session.round_index,
-                )
-                while not running.look():
-                    self._session.check(running.silences)
-            self._replace_stuck_workers()
+            with ExitStack() as served:
+                with self._session_lock:
+                    served.enter_context(self._session.awake(group))
+                    self._session.resume()
+                self._polling.until(is_enough, self._check)
+                with self._session_lock:
+                    self._session.pause()
+                    served.pop_all().close()
             on_failure.pop_all()
-        return running.results, running.columns
 
-    def _new_worker(self) -> WatchedActor:
+    def _check(self) -> None:
+        self._workers.raise_failure()
+        with self._session_lock:
+            self._session.check(self._workers.silences())
+
+    def notify(self) -> None:
+        """See :meth:`verl.agents.manager.Agents.notify`."""
+        self._polling.notify()
+
+    def progress(self) -> Progress:
+        """See :meth:`verl.agents.manager.AgentLoopManager.progress`."""
+        return self._workers.progress()
+
+    # ---- workers; called in the event loop or, where they wait, in other threads
+
+    def _started(self) -> WatchedActor:
+        """Start a worker, which takes trajectories at once, and begins them when it has joined the session."""
+        with self._session_lock:
+            router, index = self._session.router.actor, self._session.new_index()
         limit_s = self._config.actor_rollout_ref.rollout.agent.hang_timeout_s
-        process, index = uuid.uuid4().hex, self._session.new_index()
-        arguments = self._config, self._session.router.actor, process, sys.path, index
-        worker = WatchedActor("a process of agent loops", WorkerActor, "silences", limit_s, *arguments)
+        process = uuid.uuid4().hex
+        arguments = self._config, router, process, sys.path, index
+        worker = WatchedActor("a process of agent loops", WorkerActor, "sign_of_life", limit_s, *arguments)
         self._processes[worker] = process, index
-        self._session.add(index, worker)
         return worker
 
-    def _replacement(self, worker: WatchedActor) -> WatchedActor:
-        """End a worker, give back the slots of tools that it holds, and start another one."""
-        worker.end()
-        process, index = self._processes.pop(worker)
-        self._session.remove(index)
-        self._session.router.actor.lose_process.remote(process)
-        return self._new_worker()
+    def _joined(self, worker: WatchedActor) -> None:
+        """Let the ranks fetch the requests of a worker that has started."""
+        with self._session_lock:
+            if worker in self._processes:
+                self._session.add(self._processes[worker][1], worker)
 
-    def _replace_stuck_workers(self) -> None:
-        asked = [worker.actor.abandoned.remote() for worker in self._workers]
-        for slot, (worker, reference) in enumerate(zip(list(self._workers), asked, strict=True)):
-            try:
-                count = worker.result(reference)
-            except (ActorSilentError, RayActorError) as error:
-                logger.warning("a process of agent loops is replaced: %s", brief(str(error)))
-            else:
-                if not count:
-                    continue
-                logger.warning("%d agent loop(s) do not end; their process is replaced", count)
-            self._workers[slot] = self._replacement(worker)
+    def _ended(self, worker: WatchedActor) -> None:
+        """End a worker, and give back the slots of tools that it holds."""
+        worker.end()
+        with self._session_lock:
+            if worker in self._processes:
+                process, index = self._processes.pop(worker)
+                self._session.remove(index)
+                self._session.router.actor.lose_process.remote(process)
 
     def shutdown(self) -> None:
-        """End all processes. A later :meth:`run` starts new ones."""
-        workers, self._workers = self._workers, []
-        self._processes.clear()
-        if ray.is_initialized():
-            for worker in workers:
-                worker.end()
-        self._session.close()
+        """End all processes, and cancel what runs; there can be no later :meth:`run`."""
+        self.thread.stop()
+        with self._session_lock:
+            workers = list(self._processes)
+            self._processes.clear()
+            if ray.is_initialized():
+                for worker in workers:
+                    worker.end()
+            self._session.close()

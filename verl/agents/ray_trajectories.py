@@ -1,25 +1,32 @@
-"""The trajectories of one rollout on Ray: they are given to processes, and those of a lost process to others."""
+"""Trajectories on Ray: they are given to processes, and those of a lost process to others.
+
+All of it runs in one event loop of the driver. :class:`Workers` are the processes, which are watched as long as the
+loop runs; a :class:`TrajectoryRun` is what becomes of the trajectories of one call.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import RayActorError
 
 from verl.agents.columns import ColumnsInParts, SequenceColumns
-from verl.agents.worker import Trajectory, TrajectoryResult, failed
+from verl.agents.worker import Progress, Trajectory, TrajectoryResult, failed
 from verl.config import RolloutConfig
-from verl.errors import WorkerError
+from verl.errors import ProcessLostError, WorkerError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors
 from verl.protocol.stored import by_reference
 from verl.serving.ray import CHECK_S
 from verl.single_controller.ray.private import brief
-from verl.single_controller.ray.processes import finished_of
 from verl.single_controller.ray.watched_actor import ActorSilentError, WatchedActor
 
 if TYPE_CHECKING:
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""How often a trajectory is begun whose process dies or hangs; the last time without others beside it."""
+"""How often a trajectory is begun whose process dies or hangs; the last time in a process of its own."""
 
 
 def shared_of(trajectory: Trajectory) -> list[SharedTensors]:
@@ -36,141 +43,292 @@ def shared_of(trajectory: Trajectory) -> list[SharedTensors]:
     return [value for value in trajectory.row.values() if isinstance(value, SharedTensors) and value.nbytes]
 
 
-class RunningTrajectories:
-    """The trajectories of one rollout, and the workers that run them.
+@dataclass(frozen=True)
+class SignOfLife:
+    """What a worker tells of itself."""
+
+    silences: list[float | None]
+    """For how long each engine has answered none of its requests; see ``RaySession.check``."""
+    abandoned: int
+    """Number of threads that do not end."""
+    progress: Progress
+
+
+@dataclass(eq=False)
+class Worker:
+    """A process that runs trajectories."""
+
+    actor: WatchedActor
+    load: int = 0
+    """Trajectories that it runs, or whose tokens it has."""
+    sign: SignOfLife | None = None
+    """The newest one; None until the process has started."""
+    loss: asyncio.Task[None] | None = None
+    """Ends the process and starts another one, once this one is lost."""
+    to_tell: list[Callable[[], object]] = field(default_factory=list)
+    """Called when the process is lost."""
+
+
+class Workers:
+    """The processes that run trajectories. Methods are for the event loop, unless they say otherwise.
 
     Args:
         rollout: ``actor_rollout_ref.rollout``.
-        columns: makes the columns of trajectories that no process could run to their end.
-        trajectories: what to run.
-        workers: the actors; one that died or hangs is replaced in this list.
-        replacement: ends an actor, and starts the one that takes its place.
-        round_index: number of the round of the engines that answer; see :class:`verl.serving.ray.RouterActor`.
+        start: starts a process.
+        join: lets the engines serve a process that has started; may take time.
+        end: ends a process and all that it has started; may take time.
     """
 
     def __init__(
         self,
         rollout: RolloutConfig,
-        columns: SequenceColumns,
-        trajectories: Sequence[Trajectory],
-        workers: list[WatchedActor],
-        replacement: Callable[[WatchedActor], WatchedActor],
-        round_index: int,
+        start: Callable[[], WatchedActor],
+        join: Callable[[WatchedActor], object],
+        end: Callable[[WatchedActor], object],
     ) -> None:
-        self._rollout, self._trajectories, self._columns = rollout, trajectories, columns
-        self._workers, self._replacement, self._round = workers, replacement, round_index
-        self._begun: Counter[int] = Counter()
-        self._running: dict[ObjectRef, tuple[int, int, WatchedActor]] = {}
-        """Trajectory, slot and worker of each reference to a result."""
-        self._alone: list[int] = []
-        """Trajectories whose process was lost too often to run them beside others."""
-        self._results: dict[int, TrajectoryResult] = {}
-        self._held: dict[int, list[int]] = {slot: [] for slot in range(len(workers))}
-        """The trajectories of each slot that have ended, and whose tokens still are with its worker."""
-        self._parts = ColumnsInParts()
-        self.silences: list[list[float | None]] = []
-        """Of each worker, for how long each engine has answered none of its requests; see ``RaySession.check``."""
-        for index in range(len(trajectories)):
-            self._begin(index, index % len(workers))
+        self.rollout = rollout
+        self._start, self._join, self._end = start, join, end
+        self._workers: list[Worker] = []
+        """Those that take trajectories."""
+        self._retired: list[Worker] = []
+        """Those that end when they have nothing left."""
+        self._alone = asyncio.Lock()
+        """Held by the trajectory that runs in a process of its own."""
+        self._quarantine: Worker | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: Exception | None = None
+        self.keys = itertools.count()
+        """Names for trajectories, by which workers know them."""
 
-    def look(self) -> bool:
-        """Take results for at most ``CHECK_S`` seconds; return whether there are all.
+    def start(self, count: int) -> None:
+        """Start so many processes, the first ones."""
+        self._workers = [self._new() for _ in range(count)]
+        self._spawn(self._watch())
+
+    def raise_failure(self) -> None:
+        """Raise what ends all trajectories; from any thread.
 
         Raises:
-            WorkerError: a worker cannot start.
+            ProcessLostError: Ray has ended.
+            WorkerError: a process cannot start.
         """
-        if not any(self._begun[index] < ATTEMPTS for index, _, _ in self._running.values()):
-            self._take_columns()
-            self._begin_alone()
-        if self._running:
-            for reference in finished_of(list(self._running), CHECK_S, fetch_local=False):
-                self._take(reference)
-        self.silences = []
-        for slot, worker in enumerate(list(self._workers)):
-            try:
-                self.silences.append(worker.look() or [])
-            except (ActorSilentError, RayActorError) as error:
-                self._replace(slot, worker, error)
-        return not (self._running or self._alone or any(self._held.values()))
+        if self._failure is not None:
+            raise self._failure
 
-    @property
-    def results(self) -> list[TrajectoryResult]:
-        """The results, in the order of the trajectories; their outputs have no tokens."""
-        return [self._results[index] for index in range(len(self._trajectories))]
+    def silences(self) -> list[list[float | None]]:
+        """Of each process, for how long each engine has answered none of its requests; from any thread."""
+        return [worker.sign.silences for worker in self._all() if worker.sign is not None]
 
-    @property
-    def columns(self) -> DataProto:
-        """The columns of all sequences, in the same order."""
-        return self._parts.joined()
+    def progress(self) -> Progress:
+        """What the trajectories of all processes are doing; from any thread."""
+        return Progress.total(worker.sign.progress for worker in self._all() if worker.sign is not None)
 
-    def _begin(self, index: int, slot: int) -> None:
-        self._begun[index] += 1
-        worker, trajectory = self._workers[slot], self._trajectories[index]
-        for value in shared_of(trajectory):
-            value.store(ray.put)
-        with by_reference():
-            reference = worker.actor.run.remote(index, trajectory, self._round)
-        self._running[reference] = (index, slot, worker)
+    @asynccontextmanager
+    async def lent(self, alone: bool) -> AsyncIterator[Worker]:
+        """Lend the process with the fewest trajectories, or one that runs no other."""
+        if not alone:
+            yield min(self._workers, key=lambda worker: worker.load)
+            return
+        async with self._alone:
+            if self._quarantine is None:
+                self._quarantine = self._new()
+            yield self._quarantine
 
-    def _begin_alone(self) -> None:
-        """Run one of the trajectories that may end their process in each worker that has nothing else to lose."""
-        busy = {slot for _, slot, _ in self._running.values()}
-        for slot in range(len(self._workers)):
-            if self._alone and slot not in busy:
-                self._begin(self._alone.pop(0), slot)
+    async def lose(self, worker: Worker, error: RayActorError | ActorSilentError) -> None:
+        """Replace a process that is lost, unless it was.
 
-    def _take_columns(self) -> None:
-        """Take the columns of the trajectories that have ended; those of a lost worker are begun again."""
-        asked = {
-            slot: self._workers[slot].actor.hand_in.remote(numbers) for slot, numbers in self._held.items() if numbers
-        }
-        for slot, reference in asked.items():
-            worker, numbers = self._workers[slot], self._held[slot]
-            try:
-                columns: DataProto = worker.result(reference)
-            except (ActorSilentError, RayActorError) as error:
-                self._replace(slot, worker, error)
-                continue
-            columns.remember(reference)
-            self._parts.add(numbers, [self._results[index] for index in numbers], columns)
-            self._held[slot] = []
+        Raises:
+            WorkerError: it could not start, so no other can.
+        """
+        if worker.loss is None:
+            worker.loss = asyncio.create_task(self._replace(worker, error))
+        await asyncio.shield(worker.loss)
 
-    def _take(self, reference: ObjectRef) -> None:
-        index, slot, worker = self._running.pop(reference)
+    def release(self, worker: Worker, count: int) -> None:
+        """Take back trajectories whose tokens a process has no more."""
+        worker.load -= count
+        if worker.load == 0 and worker.loss is None:
+            if worker is self._quarantine and not self._alone.locked():
+                self._quarantine = None
+                self._retired.append(worker)
+            if worker in self._retired:
+                worker.loss = self._spawn(self._end_retired(worker))
+
+    def _all(self) -> list[Worker]:
+        return [*self._workers, *self._retired, *([self._quarantine] if self._quarantine else [])]
+
+    def _new(self) -> Worker:
+        worker = Worker(self._start())
+        self._spawn(self._let_join(worker))
+        return worker
+
+    async def _let_join(self, worker: Worker) -> None:
         try:
-            self._results[index] = worker.result(reference)
-        except (ActorSilentError, RayActorError) as error:
-            self._replace(slot, worker, error)
-            self._begin_again(index)
-            return
-        if self._workers[slot] is worker:
-            self._held[slot].append(index)
-        else:  # the process was lost afterwards, and the tokens with it
-            self._begin_ended(index, slot)
+            await value_of(worker.actor.actor.sign_of_life.remote())
+        except RayActorError as error:
+            await self.lose(worker, error)
+        else:
+            await asyncio.to_thread(self._join, worker.actor)
 
-    def _replace(self, slot: int, worker: WatchedActor, error: RayActorError | ActorSilentError) -> None:
-        """Replace a worker, unless it was; what it ran fails with a RayActorError, and is begun again."""
-        if self._workers[slot] is not worker:
-            return
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_S)
+            for worker in self._all():
+                try:
+                    worker.sign = worker.actor.look()
+                except (ActorSilentError, RayActorError) as error:
+                    self._spawn(self.lose(worker, error))
+                if worker.sign is not None and worker.sign.abandoned and worker in self._workers:
+                    logger.warning("%d agent loop(s) do not end; their process is replaced", worker.sign.abandoned)
+                    self._workers[self._workers.index(worker)] = self._new()
+                    self._retired.append(worker)
+                    self.release(worker, 0)
+
+    async def _replace(self, worker: Worker, error: RayActorError | ActorSilentError) -> None:
         if isinstance(error, RayActorError) and error.actor_init_failed:
             raise WorkerError(f"a process of agent loops cannot start: {error}") from error
         logger.warning("a process of agent loops is lost, and is replaced: %s", brief(str(error)))
-        self._workers[slot] = self._replacement(worker)
-        ended, self._held[slot] = self._held[slot], []
-        for index in ended:
-            self._begin_ended(index, slot)
-
-    def _begin_ended(self, index: int, slot: int) -> None:
-        self._begun[index] -= 1  # it did end, so it is not what its process was lost by
-        self._begin(index, slot)
-
-    def _begin_again(self, index: int) -> None:
-        if self._begun[index] >= ATTEMPTS:
-            message = f"its process died or hung each of the {ATTEMPTS} times that it was begun"
-            trajectory = self._trajectories[index]
-            result = self._results[index] = failed(trajectory, (), "agent_error", message, self._rollout)
-            self._parts.add([index], [result], self._columns.of([(trajectory, result)]))
-        elif self._begun[index] == ATTEMPTS - 1:
-            self._alone.append(index)
+        if worker in self._workers:
+            self._workers[self._workers.index(worker)] = self._new()
+        elif worker in self._retired:
+            self._retired.remove(worker)
         else:
-            self._begin(index, index % len(self._workers))
+            self._quarantine = None
+        await asyncio.to_thread(self._end, worker.actor)
+        for tell in worker.to_tell:
+            tell()
+
+    async def _end_retired(self, worker: Worker) -> None:
+        self._retired.remove(worker)
+        await asyncio.to_thread(self._end, worker.actor)
+
+    def _spawn(self, coroutine: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._finish)
+        return task
+
+    def _finish(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            if not isinstance(error, ProcessLostError | WorkerError):
+                logger.error("the watch over processes of agent loops failed", exc_info=error)
+            self._failure = self._failure or error
+
+
+class TrajectoryRun:
+    """The trajectories of one call, until the columns of all are there.
+
+    Args:
+        workers: the processes.
+        columns: makes the columns of trajectories that no process could run to their end.
+        trajectories: what to run.
+    """
+
+    def __init__(self, workers: Workers, columns: SequenceColumns, trajectories: Sequence[Trajectory]) -> None:
+        self._workers, self._columns, self._trajectories = workers, columns, trajectories
+        self._losses: Counter[int] = Counter()
+        """How often the process of each trajectory was lost while it ran."""
+        self._running: dict[asyncio.Task[tuple[Worker | None, int, TrajectoryResult]], int] = {}
+        self._results: dict[int, TrajectoryResult] = {}
+        self._held: dict[Worker, dict[int, int]] = {}
+        """The trajectories that have ended, and whose tokens their worker still has, each with its key there."""
+        self._parts = ColumnsInParts()
+        self._events: asyncio.Queue[Worker | asyncio.Task[Any]] = asyncio.Queue()
+        """Trajectories that have ended, and workers that were lost."""
+
+    async def ended(self) -> tuple[list[TrajectoryResult], DataProto]:
+        """Run all; return the results, whose outputs have no tokens, and the columns, in the order of trajectories.
+
+        Raises:
+            WorkerError: a process cannot start.
+        """
+        for index in range(len(self._trajectories)):
+            self._begin(index)
+        try:
+            while self._running or self._held:
+                if self._running:
+                    self._take(await self._events.get())
+                else:
+                    await self._take_columns()
+        finally:  # after an error, or cancelled
+            for task in self._running:
+                task.cancel()
+            for worker, keys in self._held.items():
+                worker.actor.actor.drop.remote(list(keys.values()))
+                self._workers.release(worker, len(keys))
+        return [self._results[index] for index in range(len(self._trajectories))], self._parts.joined()
+
+    def _begin(self, index: int) -> None:
+        task = asyncio.create_task(self._outcome(index))
+        self._running[task] = index
+        task.add_done_callback(self._events.put_nowait)
+
+    async def _outcome(self, index: int) -> tuple[Worker | None, int, TrajectoryResult]:
+        """Run a trajectory; return the worker that has its tokens, its key there, and the result."""
+        trajectory = self._trajectories[index]
+        while self._losses[index] < ATTEMPTS:
+            async with self._workers.lent(alone=self._losses[index] == ATTEMPTS - 1) as worker:
+                key = next(self._workers.keys)
+                worker.load += 1
+                has_tokens = False
+                try:
+                    for value in shared_of(trajectory):
+                        value.store(ray.put)
+                    with by_reference():
+                        reference = worker.actor.actor.run.remote(key, trajectory)
+                    result = await value_of(reference)
+                    has_tokens = True
+                    return worker, key, result
+                except RayActorError as error:
+                    await self._workers.lose(worker, error)
+                    self._losses[index] += 1
+                except asyncio.CancelledError:
+                    worker.actor.actor.drop.remote([key])
+                    raise
+                finally:
+                    if not has_tokens:
+                        self._workers.release(worker, 1)
+        message = f"its process died or hung each of the {ATTEMPTS} times that it was begun"
+        return None, 0, failed(trajectory, (), "agent_error", message, self._workers.rollout)
+
+    def _take(self, event: Worker | asyncio.Task[tuple[Worker | None, int, TrajectoryResult]]) -> None:
+        if isinstance(event, Worker):
+            self._begin_ended(event)
+            return
+        index = self._running.pop(event)
+        worker, key, result = event.result()
+        self._results[index] = result
+        if worker is None:
+            self._parts.add([index], [result], self._columns.of([(self._trajectories[index], result)]))
+            return
+        if worker not in self._held:
+            worker.to_tell.append(lambda: self._events.put_nowait(worker))
+        self._held.setdefault(worker, {})[index] = key
+        if worker.loss is not None and worker.loss.done():  # it has told already
+            self._begin_ended(worker)
+
+    def _begin_ended(self, worker: Worker) -> None:
+        """Begin again what had ended in a process that was lost, and whose tokens are lost with it."""
+        for index in self._held.pop(worker, ()):
+            self._begin(index)
+
+    async def _take_columns(self) -> None:
+        """Take the columns of the trajectories that have ended; those of a lost process are begun again."""
+        asked = {worker: worker.actor.actor.hand_in.remote(list(keys.values())) for worker, keys in self._held.items()}
+        for worker, reference in asked.items():
+            indices = list(self._held.get(worker, ()))
+            try:
+                columns: DataProto = await value_of(reference)
+            except RayActorError as error:
+                await self._workers.lose(worker, error)
+                self._begin_ended(worker)
+                continue
+            columns.remember(reference)
+            self._parts.add(indices, [self._results[index] for index in indices], columns)
+            self._workers.release(worker, len(self._held.pop(worker)))
+
+
+async def value_of(reference: ObjectRef) -> Any:
+    """Wait for the result of a call; cancelling the wait leaves the call alone."""
+    return await asyncio.shield(asyncio.wrap_future(reference.future()))

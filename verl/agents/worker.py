@@ -14,8 +14,9 @@ import logging
 import math
 import pickle
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -100,6 +101,10 @@ class Trajectory:
     is_trained_on: bool = True
     """Whether the policy is trained on it; not in validation, nor where it is a greedy baseline."""
 
+    is_plain: bool = False
+    """Whether it stands for a row of the ranks' ``generate_sequences``: one turn, which takes no place of
+    ``rollout.agent.max_concurrent``, and as long as it needs."""
+
     def to_train_on(self, turns: Sequence[DrawnTurn]) -> list[DrawnTurn]:
         """Return the turns that training may score: drawn from the probabilities that it computes.
 
@@ -124,6 +129,39 @@ class TrajectoryResult:
         """How it ended: as the last of its sequences that is not ``done``."""
         failures: list[TrajectoryStatus] = [output.status for output in self.outputs if output.status != "done"]
         return failures[-1] if failures else "done"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What trajectories under way are doing."""
+
+    running: int = 0
+    """Trajectories that have begun, without those that wait for a place (``rollout.agent.max_concurrent``)."""
+    at_engines: int = 0
+    """Those of them with a request under way, whether an engine draws it, or it waits for one."""
+    placeless: int = 0
+    """Trajectories that wait for a place."""
+    waiting_requests: int = 0
+    """Requests that no engine has: engines sleep, or have no room."""
+    oldest_s: float = 0.0
+    """Seconds since the oldest of the running ones has begun."""
+
+    @property
+    def in_tools(self) -> int:
+        """Running trajectories that ask no engine: they wait for tools, users or programs."""
+        return self.running - self.at_engines
+
+    @staticmethod
+    def total(parts: Iterable[Progress]) -> Progress:
+        """Return the progress of several processes together."""
+        progress = list(parts)
+        return Progress(
+            running=sum(one.running for one in progress),
+            at_engines=sum(one.at_engines for one in progress),
+            placeless=sum(one.placeless for one in progress),
+            waiting_requests=sum(one.waiting_requests for one in progress),
+            oldest_s=max((one.oldest_s for one in progress), default=0.0),
+        )
 
 
 @dataclass
@@ -207,6 +245,8 @@ class AgentLoopWorker:
         tokenizer: the policy's.
         processor: the multi-modal processor, if the model has one.
         connection: the way to the engines.
+        asleep_s: returns for how many seconds engines have slept so far; a trajectory whose request waits for them does
+            not use up its time.
 
     Raises:
         ConfigError: ``agent_loop_config_path`` cannot be read.
@@ -218,8 +258,9 @@ class AgentLoopWorker:
         tokenizer: PreTrainedTokenizerBase,
         processor: ProcessorMixin | None,
         connection: Connection,
+        asleep_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        self._config = config
+        self._config, self._asleep_s = config, asleep_s
         self._rollout = config.actor_rollout_ref.rollout
         self._tokenizer, self._processor, self._connection = tokenizer, processor, connection
         self._images = ImagePrompts.of(processor)
@@ -234,6 +275,9 @@ class AgentLoopWorker:
         self._places = asyncio.Semaphore(self._rollout.agent.max_concurrent)
         self.abandoned = 0
         """Number of threads that were left behind."""
+        self._placeless = 0
+        self._running: dict[AsyncLLMServerManager, float] = {}
+        """When each trajectory began that has a place."""
         self._ending: set[asyncio.Task[TrajectoryResult]] = set()
         """Cancelled trajectories that wait for tools which they called; an event loop alone would forget them."""
 
@@ -246,17 +290,52 @@ class AgentLoopWorker:
             trajectory.sampling,
             self._images,
             trajectory.returns_routing,
+            self._asleep_s,
         )
-        async with self._places:
+        if not trajectory.is_plain:
+            self._placeless += 1
+            try:
+                await self._places.acquire()
+            finally:
+                self._placeless -= 1
+        self._running[policy] = time.monotonic()
+        try:
+            if trajectory.is_plain:
+                return await self._answered(trajectory, policy)
             if self._loops.get(trajectory.agent_name, (None,))[0] in self._never_blocking:
                 return await self._run_here(trajectory, policy)
             return await self._run_in_thread(trajectory, policy)
+        finally:
+            del self._running[policy]
+            policy.close()
+            if not trajectory.is_plain:
+                self._places.release()
+
+    def progress(self, waiting_requests: int = 0) -> Progress:
+        """Return what the trajectories of this process are doing; from any thread."""
+        running = list(self._running.items())
+        return Progress(
+            running=len(running),
+            at_engines=sum(policy.is_asking for policy, _ in running),
+            placeless=self._placeless,
+            waiting_requests=waiting_requests,
+            oldest_s=max((time.monotonic() - began for _, began in running), default=0.0),
+        )
+
+    async def _wait_for(self, ended: asyncio.Future[TrajectoryResult], policy: AsyncLLMServerManager) -> None:
+        """Wait until a trajectory has ended or its time is up."""
+        began = time.monotonic()
+        while not ended.done():
+            used_s = time.monotonic() - began - policy.held_s
+            if used_s >= self._rollout.agent.trajectory_timeout_s:
+                return
+            await asyncio.wait({ended}, timeout=self._rollout.agent.trajectory_timeout_s - used_s)
 
     async def _run_here(self, trajectory: Trajectory, policy: AsyncLLMServerManager) -> TrajectoryResult:
         running = asyncio.create_task(self._answered(trajectory, policy))
         limit_s = self._rollout.agent.trajectory_timeout_s
         try:
-            await asyncio.wait({running}, timeout=limit_s)
+            await self._wait_for(running, policy)
             if running.done():
                 return running.result()
         finally:
@@ -279,7 +358,7 @@ class AgentLoopWorker:
         threading.Thread(target=self._in_thread, args=(attempt, trajectory, policy), name=name, daemon=True).start()
         result, thread_end = asyncio.wrap_future(attempt.result), asyncio.wrap_future(attempt.thread_end)
         try:
-            await asyncio.wait({result}, timeout=limit_s)
+            await self._wait_for(result, policy)
             if not result.done():
                 attempt.cancel("timeout")
             policy.close()

@@ -187,8 +187,9 @@ class RouterActor:
         """See :meth:`Router.interrupt`."""
         await self.router.interrupt()
 
-    async def resume(self) -> None:
-        """See :meth:`Router.resume`."""
+    async def resume(self, round_index: int = 0) -> None:
+        """See :meth:`Router.resume`; waits for the call of :meth:`open` with this number."""
+        await self.round_opened(round_index)
         self.router.resume()
 
     async def abort(self) -> None:
@@ -478,7 +479,7 @@ class RaySession:
 
     def remove(self, index: int) -> None:
         """Take no requests of a router any more, whose process has ended."""
-        del self._others[index]
+        self._others.pop(index, None)
 
     # ---- requests of this process
 
@@ -607,15 +608,18 @@ class RaySession:
     def resume(self) -> None:
         """See :meth:`verl.serving.session.Session.resume`."""
         self._is_paused = False
-        self._of_all("resume")
+        self._of_all("resume", 0 if self._round is None else self._round[0])
 
     def abort(self) -> None:
         """See :meth:`verl.serving.session.Session.abort`."""
         self._of_all("abort")
 
-    def _of_all(self, method: str) -> None:
-        for router in [self.router, *self._others.values()]:
-            router.result(getattr(router.actor, method).remote())
+    def _of_all(self, method: str, *args: object) -> None:
+        asked = [(router, getattr(router.actor, method).remote(*args)) for router in self._others.values()]
+        self.router.result(getattr(self.router.actor, method).remote(*args))
+        for router, reference in asked:
+            with suppress(ActorSilentError, RayActorError):  # its owner notices it, and removes the router
+                router.result(reference)
 
     def state(self) -> SessionState:
         """See :meth:`verl.serving.session.Session.state`; routers that do not answer are left out."""

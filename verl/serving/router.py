@@ -138,6 +138,7 @@ class Router:
         """Set when an engine has no requests any more."""
         self._refusal: RolloutError | None = RolloutEndedError(ended)
         """Why requests are refused; None while there are engines."""
+        self._slept_s, self._asleep_since = 0.0, time.monotonic()
         self.weight_version = NO_WEIGHTS
         """Version of the weights that the engines have, or had when they were closed."""
 
@@ -145,7 +146,18 @@ class Router:
         """Give requests to these engines from now on."""
         self._engines = [_RoutedEngine(link) for link in links]
         self._home.clear()  # these engines know no conversation yet
+        self._slept_s = self.asleep_s
         self._refusal = None
+
+    @property
+    def asleep_s(self) -> float:
+        """For how many seconds there have been no engines since the router was made."""
+        return self._slept_s + (0.0 if self._refusal is None else time.monotonic() - self._asleep_since)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that no engine has."""
+        return len(self._held) + sum(len(engine.waiting) for engine in self._engines)
 
     async def generate(
         self, conversation: str, request: RolloutRequest, on_part: Callable[[DrawnPart], object] | None = None
@@ -263,7 +275,7 @@ class Router:
         """
         if self._refusal is not None:
             return
-        self._refusal = error or RolloutEndedError(self._ended)
+        self._refusal, self._asleep_since = error or RolloutEndedError(self._ended), time.monotonic()
         for engine in self._engines:
             for request_id in engine.running:
                 engine.link.cancel(request_id)
