@@ -267,7 +267,7 @@ def test_sequences_of_a_trajectory_are_rows_in_their_order(answers):
     batch = answers(["good", "several", "good"])
     columns = batch.non_tensor_batch
     # The helper's sequence without a token of the policy is left out.
-    assert columns["trajectory_id"].tolist() == ["1-good/0", *["1-several/0"] * 3, "1-good/0"]
+    assert columns["trajectory_id"].tolist() == ["1-good/0", *["1-several/0"] * 3, "1-good/1"]
     assert columns["agent"].tolist() == ["main", "main", "helper", "main", "main"]
     assert columns["trajectory_status"].tolist() == ["done", *["turns_used_up"] * 3, "done"]
     assert batch.batch["response_mask"].sum(-1).tolist()[2:4] == [3, 2]

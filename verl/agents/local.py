@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from verl.agents.columns import SequenceColumns
 from verl.agents.polling import Polling
-from verl.agents.worker import AgentLoopWorker, Progress, Trajectory, TrajectoryResult
+from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryProgress, TrajectoryResult
 from verl.config import PPOConfig
 from verl.protocol import DataProto
 from verl.serving.local import LocalSession
@@ -81,7 +81,7 @@ class LocalAgents:
         """See :meth:`verl.agents.manager.Agents.notify`."""
         self._polling.notify()
 
-    def progress(self) -> Progress:
+    def progress(self) -> TrajectoryProgress:
         """See :meth:`verl.agents.manager.AgentLoopManager.progress`."""
         return self._worker.progress(self._session.router.waiting)
 

@@ -16,7 +16,7 @@ from verl.agents.columns import ColumnsInParts, SequenceColumns, images_of
 from verl.agents.images import FOR_TEXT, INPUTS
 from verl.agents.loop import JUDGE_ADDRESS, AgentLoopOutput
 from verl.agents.policy import SampleId
-from verl.agents.worker import Progress, Trajectory, TrajectoryResult, agent_loops
+from verl.agents.worker import Trajectory, TrajectoryProgress, TrajectoryResult, agent_loops
 from verl.config import AgentLoopConfig, PPOConfig
 from verl.config.agent import SINGLE_TURN, TrajectoryStatus
 from verl.errors import DataError, RolloutError
@@ -78,7 +78,7 @@ class Agents(Protocol):
         """Let :meth:`serve_until` ask ``is_enough`` at once; from any thread."""
         ...
 
-    def progress(self) -> Progress:
+    def progress(self) -> TrajectoryProgress:
         """See :meth:`AgentLoopManager.progress`."""
         ...
 
@@ -205,7 +205,7 @@ class AgentLoopManager:
         for future in futures:
             future.cancel()
 
-    def progress(self) -> Progress:
+    def progress(self) -> TrajectoryProgress:
         """Return what the trajectories under way are doing; on Ray as of up to half a second ago."""
         return self._agents.progress()
 

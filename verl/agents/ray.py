@@ -36,9 +36,9 @@ import ray
 from verl.agents.columns import Ended, SequenceColumns
 from verl.agents.outputs import without_tokens
 from verl.agents.polling import Polling
-from verl.agents.ray_trajectories import SignOfLife, TrajectoryRun, Workers, shared_of
+from verl.agents.ray_trajectories import AgentProcesses, TrajectoryRun, shared_of
 from verl.agents.slots import SlotTable, count_by
-from verl.agents.worker import AgentLoopWorker, Progress, Trajectory, TrajectoryResult
+from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryProgress, TrajectoryResult
 from verl.base.import_utils import prepare_process
 from verl.config import PPOConfig
 from verl.protocol import DataProto
@@ -151,9 +151,9 @@ class WorkerActor(RouterActor):
                 self._under_way[key].cancel()
             self._ended.pop(key, None)
 
-    async def sign_of_life(self) -> SignOfLife:
-        """Tell how the worker is doing."""
-        return SignOfLife(self.router.silences(), self._worker.abandoned, self._worker.progress(self.router.waiting))
+    async def report(self) -> tuple[int, TrajectoryProgress]:
+        """Return the number of threads that do not end, and what the trajectories are doing."""
+        return self._worker.abandoned, self._worker.progress(self.router.waiting)
 
 
 class RayAgents:
@@ -174,7 +174,7 @@ class RayAgents:
         """The name of each worker's process, and the number of its router."""
         self._polling = Polling()
         self.thread = LoopThread("agent loops")
-        self._workers = Workers(rollout, self._started, self._joined, self._ended)
+        self._workers = AgentProcesses(rollout, self._started, self._joined, self._ended)
 
     async def run(self, trajectories: Sequence[Trajectory]) -> tuple[list[TrajectoryResult], DataProto]:
         """See :meth:`verl.agents.manager.Agents.run`."""
@@ -207,7 +207,7 @@ class RayAgents:
         """See :meth:`verl.agents.manager.Agents.notify`."""
         self._polling.notify()
 
-    def progress(self) -> Progress:
+    def progress(self) -> TrajectoryProgress:
         """See :meth:`verl.agents.manager.AgentLoopManager.progress`."""
         return self._workers.progress()
 
@@ -220,7 +220,7 @@ class RayAgents:
         limit_s = self._config.actor_rollout_ref.rollout.agent.hang_timeout_s
         process = uuid.uuid4().hex
         arguments = self._config, router, process, sys.path, index
-        worker = WatchedActor("a process of agent loops", WorkerActor, "sign_of_life", limit_s, *arguments)
+        worker = WatchedActor("a process of agent loops", WorkerActor, "silences", limit_s, *arguments)
         self._processes[worker] = process, index
         return worker
 

@@ -1,6 +1,6 @@
 """Trajectories on Ray: they are given to processes, and those of a lost process to others.
 
-All of it runs in one event loop of the driver. :class:`Workers` are the processes, which are watched as long as the
+All of it runs in one event loop of the driver. :class:`AgentProcesses` are the processes, which are watched as long as the
 loop runs; a :class:`TrajectoryRun` is what becomes of the trajectories of one call.
 """
 
@@ -11,7 +11,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from verl.agents.columns import ColumnsInParts, SequenceColumns
-from verl.agents.worker import Progress, Trajectory, TrajectoryResult, failed
+from verl.agents.worker import Trajectory, TrajectoryProgress, TrajectoryResult, failed
 from verl.config import RolloutConfig
 from verl.errors import ProcessLostError, WorkerError
 from verl.protocol import DataProto
@@ -43,33 +43,24 @@ def shared_of(trajectory: Trajectory) -> list[SharedTensors]:
     return [value for value in trajectory.row.values() if isinstance(value, SharedTensors) and value.nbytes]
 
 
-@dataclass(frozen=True)
-class SignOfLife:
-    """What a worker tells of itself."""
-
-    silences: list[float | None]
-    """For how long each engine has answered none of its requests; see ``RaySession.check``."""
-    abandoned: int
-    """Number of threads that do not end."""
-    progress: Progress
-
-
 @dataclass(eq=False)
-class Worker:
+class AgentProcess:
     """A process that runs trajectories."""
 
     actor: WatchedActor
     load: int = 0
     """Trajectories that it runs, or whose tokens it has."""
-    sign: SignOfLife | None = None
-    """The newest one; None until the process has started."""
+    silences: list[float | None] = field(default_factory=list)
+    """For how long each engine has answered none of its requests; see ``RaySession.check``."""
+    report: tuple[int, TrajectoryProgress] = 0, TrajectoryProgress()
+    """The number of threads that do not end, and what its trajectories are doing."""
     loss: asyncio.Task[None] | None = None
     """Ends the process and starts another one, once this one is lost."""
     to_tell: list[Callable[[], object]] = field(default_factory=list)
     """Called when the process is lost."""
 
 
-class Workers:
+class AgentProcesses:
     """The processes that run trajectories. Methods are for the event loop, unless they say otherwise.
 
     Args:
@@ -88,22 +79,21 @@ class Workers:
     ) -> None:
         self.rollout = rollout
         self._start, self._join, self._end = start, join, end
-        self._workers: list[Worker] = []
+        self._workers: list[AgentProcess] = []
         """Those that take trajectories."""
-        self._retired: list[Worker] = []
+        self._retired: list[AgentProcess] = []
         """Those that end when they have nothing left."""
         self._alone = asyncio.Lock()
         """Held by the trajectory that runs in a process of its own."""
-        self._quarantine: Worker | None = None
+        self._quarantine: AgentProcess | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self.keys = itertools.count()
         """Names for trajectories, by which workers know them."""
 
     def start(self, count: int) -> None:
         """Start so many processes, the first ones."""
         self._workers = [self._new() for _ in range(count)]
-        self._spawn(self._watch())
 
     def raise_failure(self) -> None:
         """Raise what ends all trajectories; from any thread.
@@ -117,14 +107,14 @@ class Workers:
 
     def silences(self) -> list[list[float | None]]:
         """Of each process, for how long each engine has answered none of its requests; from any thread."""
-        return [worker.sign.silences for worker in self._all() if worker.sign is not None]
+        return [worker.silences for worker in self._all()]
 
-    def progress(self) -> Progress:
+    def progress(self) -> TrajectoryProgress:
         """What the trajectories of all processes are doing; from any thread."""
-        return Progress.total(worker.sign.progress for worker in self._all() if worker.sign is not None)
+        return TrajectoryProgress.total(worker.report[1] for worker in self._all())
 
     @asynccontextmanager
-    async def lent(self, alone: bool) -> AsyncIterator[Worker]:
+    async def lent(self, alone: bool) -> AsyncIterator[AgentProcess]:
         """Lend the process with the fewest trajectories, or one that runs no other."""
         if not alone:
             yield min(self._workers, key=lambda worker: worker.load)
@@ -134,7 +124,7 @@ class Workers:
                 self._quarantine = self._new()
             yield self._quarantine
 
-    async def lose(self, worker: Worker, error: RayActorError | ActorSilentError) -> None:
+    async def lose(self, worker: AgentProcess, error: RayActorError | ActorSilentError) -> None:
         """Replace a process that is lost, unless it was.
 
         Raises:
@@ -144,7 +134,7 @@ class Workers:
             worker.loss = asyncio.create_task(self._replace(worker, error))
         await asyncio.shield(worker.loss)
 
-    def release(self, worker: Worker, count: int) -> None:
+    def release(self, worker: AgentProcess, count: int) -> None:
         """Take back trajectories whose tokens a process has no more."""
         worker.load -= count
         if worker.load == 0 and worker.loss is None:
@@ -154,37 +144,41 @@ class Workers:
             if worker in self._retired:
                 worker.loss = self._spawn(self._end_retired(worker))
 
-    def _all(self) -> list[Worker]:
+    def _all(self) -> list[AgentProcess]:
         return [*self._workers, *self._retired, *([self._quarantine] if self._quarantine else [])]
 
-    def _new(self) -> Worker:
-        worker = Worker(self._start())
-        self._spawn(self._let_join(worker))
+    def _new(self) -> AgentProcess:
+        worker = AgentProcess(self._start())
+        self._spawn(self._watch(worker))
+        self._spawn(self._follow(worker))
         return worker
 
-    async def _let_join(self, worker: Worker) -> None:
-        try:
-            await value_of(worker.actor.actor.sign_of_life.remote())
-        except RayActorError as error:
-            await self.lose(worker, error)
-        else:
-            await asyncio.to_thread(self._join, worker.actor)
-
-    async def _watch(self) -> None:
-        while True:
+    async def _watch(self, worker: AgentProcess) -> None:
+        """Notice that a process is lost."""
+        while worker.loss is None:
+            try:
+                worker.silences = worker.actor.look() or []
+            except (ActorSilentError, RayActorError) as error:
+                await self.lose(worker, error)
             await asyncio.sleep(CHECK_S)
-            for worker in self._all():
-                try:
-                    worker.sign = worker.actor.look()
-                except (ActorSilentError, RayActorError) as error:
-                    self._spawn(self.lose(worker, error))
-                if worker.sign is not None and worker.sign.abandoned and worker in self._workers:
-                    logger.warning("%d agent loop(s) do not end; their process is replaced", worker.sign.abandoned)
+
+    async def _follow(self, worker: AgentProcess) -> None:
+        """Let a process join when it has started, and ask again and again what it is doing."""
+        has_joined = False
+        with suppress(RayActorError):  # see _watch
+            while worker.loss is None:
+                worker.report = await value_of(worker.actor.actor.report.remote())
+                if not has_joined:
+                    await asyncio.to_thread(self._join, worker.actor)
+                    has_joined = True
+                if worker.report[0] and worker in self._workers:
+                    logger.warning("%d agent loop(s) do not end; their process is replaced", worker.report[0])
                     self._workers[self._workers.index(worker)] = self._new()
                     self._retired.append(worker)
                     self.release(worker, 0)
+                await asyncio.sleep(CHECK_S)
 
-    async def _replace(self, worker: Worker, error: RayActorError | ActorSilentError) -> None:
+    async def _replace(self, worker: AgentProcess, error: RayActorError | ActorSilentError) -> None:
         if isinstance(error, RayActorError) and error.actor_init_failed:
             raise WorkerError(f"a process of agent loops cannot start: {error}") from error
         logger.warning("a process of agent loops is lost, and is replaced: %s", brief(str(error)))
@@ -198,7 +192,7 @@ class Workers:
         for tell in worker.to_tell:
             tell()
 
-    async def _end_retired(self, worker: Worker) -> None:
+    async def _end_retired(self, worker: AgentProcess) -> None:
         self._retired.remove(worker)
         await asyncio.to_thread(self._end, worker.actor)
 
@@ -225,16 +219,16 @@ class TrajectoryRun:
         trajectories: what to run.
     """
 
-    def __init__(self, workers: Workers, columns: SequenceColumns, trajectories: Sequence[Trajectory]) -> None:
+    def __init__(self, workers: AgentProcesses, columns: SequenceColumns, trajectories: Sequence[Trajectory]) -> None:
         self._workers, self._columns, self._trajectories = workers, columns, trajectories
         self._losses: Counter[int] = Counter()
         """How often the process of each trajectory was lost while it ran."""
-        self._running: dict[asyncio.Task[tuple[Worker | None, int, TrajectoryResult]], int] = {}
+        self._running: dict[asyncio.Task[tuple[AgentProcess | None, int, TrajectoryResult]], int] = {}
         self._results: dict[int, TrajectoryResult] = {}
-        self._held: dict[Worker, dict[int, int]] = {}
+        self._held: dict[AgentProcess, dict[int, int]] = {}
         """The trajectories that have ended, and whose tokens their worker still has, each with its key there."""
         self._parts = ColumnsInParts()
-        self._events: asyncio.Queue[Worker | asyncio.Task[Any]] = asyncio.Queue()
+        self._events: asyncio.Queue[AgentProcess | asyncio.Task[Any]] = asyncio.Queue()
         """Trajectories that have ended, and workers that were lost."""
 
     async def ended(self) -> tuple[list[TrajectoryResult], DataProto]:
@@ -264,7 +258,7 @@ class TrajectoryRun:
         self._running[task] = index
         task.add_done_callback(self._events.put_nowait)
 
-    async def _outcome(self, index: int) -> tuple[Worker | None, int, TrajectoryResult]:
+    async def _outcome(self, index: int) -> tuple[AgentProcess | None, int, TrajectoryResult]:
         """Run a trajectory; return the worker that has its tokens, its key there, and the result."""
         trajectory = self._trajectories[index]
         while self._losses[index] < ATTEMPTS:
@@ -292,8 +286,8 @@ class TrajectoryRun:
         message = f"its process died or hung each of the {ATTEMPTS} times that it was begun"
         return None, 0, failed(trajectory, (), "agent_error", message, self._workers.rollout)
 
-    def _take(self, event: Worker | asyncio.Task[tuple[Worker | None, int, TrajectoryResult]]) -> None:
-        if isinstance(event, Worker):
+    def _take(self, event: AgentProcess | asyncio.Task[tuple[AgentProcess | None, int, TrajectoryResult]]) -> None:
+        if isinstance(event, AgentProcess):
             self._begin_ended(event)
             return
         index = self._running.pop(event)
@@ -308,7 +302,7 @@ class TrajectoryRun:
         if worker.loss is not None and worker.loss.done():  # it has told already
             self._begin_ended(worker)
 
-    def _begin_ended(self, worker: Worker) -> None:
+    def _begin_ended(self, worker: AgentProcess) -> None:
         """Begin again what had ended in a process that was lost, and whose tokens are lost with it."""
         for index in self._held.pop(worker, ()):
             self._begin(index)

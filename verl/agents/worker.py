@@ -132,7 +132,7 @@ class TrajectoryResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class TrajectoryProgress:
     """What trajectories under way are doing."""
 
     running: int = 0
@@ -152,10 +152,10 @@ class Progress:
         return self.running - self.at_engines
 
     @staticmethod
-    def total(parts: Iterable[Progress]) -> Progress:
+    def total(parts: Iterable[TrajectoryProgress]) -> TrajectoryProgress:
         """Return the progress of several processes together."""
         progress = list(parts)
-        return Progress(
+        return TrajectoryProgress(
             running=sum(one.running for one in progress),
             at_engines=sum(one.at_engines for one in progress),
             placeless=sum(one.placeless for one in progress),
@@ -311,10 +311,10 @@ class AgentLoopWorker:
             if not trajectory.is_plain:
                 self._places.release()
 
-    def progress(self, waiting_requests: int = 0) -> Progress:
+    def progress(self, waiting_requests: int = 0) -> TrajectoryProgress:
         """Return what the trajectories of this process are doing; from any thread."""
         running = list(self._running.items())
-        return Progress(
+        return TrajectoryProgress(
             running=len(running),
             at_engines=sum(policy.is_asking for policy, _ in running),
             placeless=self._placeless,
