@@ -69,7 +69,7 @@ class LocalAgents:
             try:
                 self._polling.until(lambda: is_over.is_set() or is_enough())
             finally:
-                self._session.pause()
+                self._session.interrupt()
 
         try:
             self._session.serve_while(group, lambda: self.thread.submit(asyncio.to_thread(serve))).result()

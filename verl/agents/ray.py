@@ -194,7 +194,7 @@ class RayAgents:
                     self._session.resume()
                 self._polling.until(is_enough, self._check)
                 with self._session_lock:
-                    self._session.pause()
+                    self._session.interrupt()
                     served.pop_all().close()
             on_failure.pop_all()
 

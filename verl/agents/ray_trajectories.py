@@ -1,6 +1,6 @@
 """Trajectories on Ray: they are given to processes, and those of a lost process to others.
 
-All of it runs in one event loop of the driver. :class:`AgentProcesses` are the processes, which are watched as long as the
+All of it runs in one event loop of the driver. :class:`AgentProcesses` are the processes, watched as long as the
 loop runs; a :class:`TrajectoryRun` is what becomes of the trajectories of one call.
 """
 
