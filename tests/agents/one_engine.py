@@ -69,7 +69,7 @@ class OneEngine:
 
 
 def prompts(does: list[str], question: str = "2?") -> DataProto:
-    """One prompt for each of the names in the column ``does``; equal names are samples of one prompt."""
+    """One prompt for each of the names in the column ``does``."""
     ids = torch.full((len(does), 4), 9)
     raw = np.empty(len(does), dtype=object)
     raw[:] = [[{"role": "user", "content": question}] for _ in does]
@@ -77,7 +77,7 @@ def prompts(does: list[str], question: str = "2?") -> DataProto:
         tensors={"input_ids": ids, "attention_mask": torch.ones_like(ids)},
         non_tensors={
             "uid": np.array([f"1-{what}" for what in does], dtype=object),
-            "sample_index": np.array([does[:row].count(what) for row, what in enumerate(does)]),
+            "sample_index": np.zeros(len(does), dtype=int),
             "does": np.array(does, dtype=object),
             "raw_prompt": raw,
         },

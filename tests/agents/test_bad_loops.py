@@ -225,13 +225,14 @@ def answers(tmp_path_factory):
 
 
 def prompts(does: list[str], **meta: Any) -> DataProto:
+    """A row for each; what stands behind a # only makes another prompt of it."""
     ids = torch.full((len(does), 32), 9)
     return DataProto.from_dict(
         tensors={"input_ids": ids, "attention_mask": torch.ones_like(ids)},
         non_tensors={
             "uid": np.array([f"1-{what}" for what in does], dtype=object),
             "sample_index": np.zeros(len(does), dtype=int),
-            "agent_does": np.array(does, dtype=object),
+            "agent_does": np.array([what.partition("#")[0] for what in does], dtype=object),
         },
         meta_info={"global_steps": 1, "validate": False, **meta},
     )
@@ -267,7 +268,7 @@ def test_sequences_of_a_trajectory_are_rows_in_their_order(answers):
     batch = answers(["good", "several", "good"])
     columns = batch.non_tensor_batch
     # The helper's sequence without a token of the policy is left out.
-    assert columns["trajectory_id"].tolist() == ["1-good/0", *["1-several/0"] * 3, "1-good/1"]
+    assert columns["trajectory_id"].tolist() == ["1-good/0", *["1-several/0"] * 3, "1-good/0"]
     assert columns["agent"].tolist() == ["main", "main", "helper", "main", "main"]
     assert columns["trajectory_status"].tolist() == ["done", *["turns_used_up"] * 3, "done"]
     assert batch.batch["response_mask"].sum(-1).tolist()[2:4] == [3, 2]
@@ -277,7 +278,7 @@ def test_sequences_of_a_trajectory_are_rows_in_their_order(answers):
 
 def test_a_batch_that_fails_as_a_whole_ends_the_run_with_one_screen(answers):
     with pytest.raises(RolloutError, match=r"24 of 24 trajectories failed:\n  24 x agent_error") as raised:
-        answers(["raises"] * 24, max_failure_rate=0.5)
+        answers([f"raises#{row}" for row in range(24)], max_failure_rate=0.5)
     assert len(str(raised.value).splitlines()) < 10
     assert "rollout.agent.max_failure_rate=0.5" in str(raised.value)
 

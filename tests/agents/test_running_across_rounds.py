@@ -185,7 +185,7 @@ def test_groups_go_on_with_the_next_weights_and_draw_what_they_draw_together(
         run.serve(late)
         assert [row[:3] for row in tokens(late.result())] == [row[:3] for row in tokens(alone)[N : 2 * N]]
         assert [row[3:] for row in tokens(late.result())] != [row[3:] for row in tokens(alone)[N : 2 * N]]
-        assert late.result().non_tensor_batch["weight_version"].tolist() == [5, 5]
+        assert late.result().batch["weight_versions"][:, :6].tolist() == [[0, 0, 0, 5, 5, 5]] * N
         failing = run.submit("1", "fails")
         run.serve(failing)
         assert failing.result().non_tensor_batch["trajectory_status"].tolist() == ["agent_error"] * N

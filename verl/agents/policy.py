@@ -110,7 +110,7 @@ class AsyncLLMServerManager:
         self.turns: list[DrawnTurn] = []
         """All responses of the trajectory, in the order in which they arrived."""
         self.seconds = 0.0
-        """Time spent in ``generate``, summed over calls."""
+        """Time spent in ``generate``, summed over calls, without that in which engines slept."""
         self.is_closed = False
         self._under_way: list[GenerationCall] = []
         self._asleep_s = asleep_s
@@ -195,7 +195,7 @@ class AsyncLLMServerManager:
         params = replace(self.sampling, **wanted, max_tokens=most, seed=self._seed(tuple(ids)))
         on_part = None if on_drawn is None else _in_this_loop(on_drawn)
         request = RolloutRequest(ids, params, images, texts, self._returns_routing, streams=on_part is not None)
-        asked_at, began = time.time(), time.monotonic()
+        asked_at, began, slept_s = time.time(), time.monotonic(), self._asleep_s()
         conversation = f"{self._sample.name}/{request_id}"
         self._conversations.add(conversation)
         try:
@@ -217,7 +217,7 @@ class AsyncLLMServerManager:
             if self.is_closed:  # perhaps since before `send`
                 self._connection.end(conversation)
             seconds = time.monotonic() - began
-            self.seconds += seconds
+            self.seconds += seconds - (self._asleep_s() - slept_s)
         self.turns.append(
             DrawnTurn(
                 ids,

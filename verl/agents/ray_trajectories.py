@@ -56,8 +56,8 @@ class AgentProcess:
     """The number of threads that do not end, and what its trajectories are doing."""
     loss: asyncio.Task[None] | None = None
     """Ends the process and starts another one, once this one is lost."""
-    to_tell: list[Callable[[], object]] = field(default_factory=list)
-    """Called when the process is lost."""
+    holds_for: set[TrajectoryRun] = field(default_factory=set)
+    """Whose tokens it has; they learn of its loss."""
 
 
 class AgentProcesses:
@@ -189,8 +189,8 @@ class AgentProcesses:
         else:
             self._quarantine = None
         await asyncio.to_thread(self._end, worker.actor)
-        for tell in worker.to_tell:
-            tell()
+        for run in worker.holds_for:
+            run.lost(worker)
 
     async def _end_retired(self, worker: AgentProcess) -> None:
         self._retired.remove(worker)
@@ -250,8 +250,13 @@ class TrajectoryRun:
                 task.cancel()
             for worker, keys in self._held.items():
                 worker.actor.actor.drop.remote(list(keys.values()))
+                worker.holds_for.discard(self)
                 self._workers.release(worker, len(keys))
         return [self._results[index] for index in range(len(self._trajectories))], self._parts.joined()
+
+    def lost(self, worker: AgentProcess) -> None:
+        """Learn that a process is lost which has tokens of this run."""
+        self._events.put_nowait(worker)
 
     def _begin(self, index: int) -> None:
         task = asyncio.create_task(self._outcome(index))
@@ -296,8 +301,7 @@ class TrajectoryRun:
         if worker is None:
             self._parts.add([index], [result], self._columns.of([(self._trajectories[index], result)]))
             return
-        if worker not in self._held:
-            worker.to_tell.append(lambda: self._events.put_nowait(worker))
+        worker.holds_for.add(self)
         self._held.setdefault(worker, {})[index] = key
         if worker.loss is not None and worker.loss.done():  # it has told already
             self._begin_ended(worker)
@@ -320,6 +324,7 @@ class TrajectoryRun:
                 continue
             columns.remember(reference)
             self._parts.add(indices, [self._results[index] for index in indices], columns)
+            worker.holds_for.discard(self)
             self._workers.release(worker, len(self._held.pop(worker)))
 
 
