@@ -60,20 +60,28 @@ _OWN_LOG_PROBS = "actor_rollout_ref.actor.use_rollout_log_probs"
 
 
 def move_settings(
-    tree: Tree, explicit: Collection[str], problems: list[Problem], defaults_of: Callable[[str], tuple[object, ...]]
+    tree: Tree,
+    explicit: Collection[str],
+    problems: list[Problem],
+    defaults_of: Callable[[str], tuple[object, ...]],
+    of_program: bool,
 ) -> None:
     """Replace the settings of these commands in a composed configuration by those of ``main_ppo``, in place.
 
-    A configuration without the section ``async_training`` or a key ``rollout.nnodes`` is that of another command.
+    A configuration without the section ``async_training`` or a key ``rollout.nnodes`` is that of another command; and a
+    program may have sections of these names itself, unless it sets ``hybrid_engine=false``.
 
     Args:
         tree: the configuration before interpolation.
         explicit: keys that the user set on the command line.
         problems: list to which contradictions are appended.
         defaults_of: returns the values that an unset key of ``main_ppo`` can hold.
+        of_program: whether the configuration is that of a Python program.
     """
     asynchronous = isinstance(get(tree, "async_training"), dict)
     if not asynchronous and get(tree, "rollout.nnodes") is None:
+        return
+    if of_program and get(tree, _HYBRID) is not False:
         return
     if get(tree, _HYBRID) is True:
         old = "async_training" if asynchronous else "rollout.nnodes"

@@ -104,7 +104,7 @@ class Translator:
         """Move other spellings to their keys, in place."""
         self._restore_sections(tree)
         if "trainer.v1.trainer_mode" in self.keys:
-            fully_async.move_settings(tree, self.explicit, self.problems, self._defaults)
+            fully_async.move_settings(tree, self.explicit, self.problems, self._defaults, self.of_program)
         self._apply_least_rates(tree)
         for alias in ALIASES:
             if get(tree, alias.old, _MISSING) is not _MISSING and self._leads_somewhere(alias):
