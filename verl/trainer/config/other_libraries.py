@@ -242,6 +242,12 @@ TRL: tuple[OtherName, ...] = (
     # the loss
     OtherName("beta", (f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef"), _kl_loss, note="0 is no penalty"),
     OtherName("num_iterations", (f"{_ACTOR}.ppo_epochs",)),
+    OtherName(
+        "max_staleness",
+        ("trainer.v1.sampler.max_off_policy_threshold",),
+        note="with trainer.v1.trainer_mode=colocate_async or separate_async",
+    ),
+    OtherName("weight_sync_steps", ("trainer.async.sync_every",), note="with trainer.v1.trainer_mode=separate_async"),
     OtherName("epsilon", (f"{_ACTOR}.clip_ratio",), note="clip_ratio_low and clip_ratio_high follow it"),
     OtherName("epsilon_high", (f"{_ACTOR}.clip_ratio_high",)),
     OtherName("delta", (f"{_ACTOR}.clip_ratio_c",)),
@@ -417,7 +423,7 @@ OPENRLHF: tuple[OtherName, ...] = (
     OtherName("enable_prefix_caching", (_sampling("enable_prefix_caching"),)),
     OtherName("enforce_eager", (_sampling("enforce_eager"),)),
     OtherName("colocate_all_models", note="always; leave it out"),
-    OtherName("async_train", note="asynchronous training is not in this version; leave it out"),
+    OtherName("async_train", values={True: {"trainer.async.lag": 1}, False: {"trainer.async.lag": 0}}),
     OtherName("actor_num_nodes", ("trainer.nnodes",)),
     OtherName("actor_num_gpus_per_node", ("trainer.n_gpus_per_node",)),
     OtherName("zero_stage", note="FSDP2 always shards weights, gradients and optimizer; leave it out"),
