@@ -31,7 +31,7 @@ NO_OTHER_ENGINE = "this engine is not in this version; use native, vllm or sglan
 LOWEST_TEMPERATURE = 1e-5
 """Lowest temperature that engines sample with; vLLM takes less for greedy."""
 
-TRANSFERS = ("naive", "nccl", "shared_memory")
+TRANSFERS = ("naive", "nccl", "shared_memory", "delta_sharded")
 """Transfers of weights to rollout ranks apart from the trainer's."""
 _OTHER_TRANSFERS = {
     "hccl": "Ascend devices are not in this version; use nccl",
@@ -81,8 +81,8 @@ class CheckpointEngineConfig(BaseConfig):
 
     backend: str = setting("naive", refuse_values=_OTHER_TRANSFERS)
     """Transfer to rollout ranks apart from the trainer's: `naive` by shared memory if all are on one machine and else
-    by broadcast; `nccl` by broadcast (NCCL between GPUs, gloo between CPUs); `shared_memory`; or a name that
-    `custom_backend_module` registers."""
+    by broadcast; `nccl` by broadcast (NCCL between GPUs, gloo between CPUs); `delta_sharded` by broadcast of changed
+    elements; `shared_memory`; or a name that `custom_backend_module` registers."""
     update_weights_bucket_megabytes: int = setting(2048, ge=1)
     """Size of one part of a transfer, in MiB."""
     engine_kwargs: dict[str, Any] = setting(factory=dict)

@@ -26,8 +26,9 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.single_controller.base.board import Board
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils.device import get_device
+from verl.utils.device import ensure_process_group, get_device
 from verl.utils.model import hf_config_of, torch_dtype, training_randomness
+from verl.utils.model_facts.time_limits import time_limits
 from verl.utils.tokenizer import hf_tokenizer
 from verl.vision.families import TOWER
 from verl.workers.engine import BaseEngine, MicroBatchConfig
@@ -124,7 +125,9 @@ class ActorRolloutRefWorker(EngineWorker):
             chat_template=model.custom_chat_template,
             trust_remote_code=model.trust_remote_code,
         )
-        device = get_device(self.device_name)
+        device, rollout = get_device(self.device_name), self.config.rollout
+        if rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size > 1:
+            ensure_process_group(device, time_limits(model.path).collective_s)  # ranks of an engine exchange values
         self.rollout = get_rollout_class(self.config.rollout.name)(self.config.rollout, model, tokenizer, device)
         engine = self.rank // self.rollout.ranks_per_engine
         self._register_dispatch_collect_info("rollout", dp_rank=engine, is_collect=self.rollout.leads)

@@ -1,11 +1,12 @@
-"""Ranks that hold some tensors as weights: trainers send them, samplers receive them."""
+"""Ranks that hold some tensors as weights: trainers send them, samplers receive them; and transports that break."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.rollout.engine_side.verl_engine import checksum
+from verl.workers.transfer import Broadcast, register_transfer
 from verl.workers.transfer.plan import RankFacts, TransferPlan, TransferReport
 from verl.workers.transfer.receiver import ReceivedWeights
 from verl.workers.transfer.sender import WeightSender
@@ -67,7 +69,7 @@ class Trainer(Worker):
 
     def _weights(self, version: int) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights_of(version % 10, self.dtype).items():
-            if version == 91 and name == "layer.3":  # while others wait for the rest
+            if version == 91 and self.rank == 0 and name == "layer.3":  # while others wait for the rest
                 os.kill(os.getpid(), signal.SIGKILL)
             self.gathered += 1
             yield name, tensor.float()
@@ -97,11 +99,27 @@ class Sampler(Worker):
         assert not isinstance(weights, AdaptedWeights)
         return self.received.version, {name: described(tensor) for name, tensor in weights()}
 
-    def flip(self) -> None:
-        """Change one bit of a weight."""
-        weights = self.received.weights
-        assert not isinstance(weights, AdaptedWeights)
-        dict(weights())["norm"].view(torch.uint8)[5] ^= 1
+
+@register_transfer("flips")
+class Flips(Broadcast):
+    """Changes one bit of the last byte that arrives."""
+
+    def receive(self, message: Mapping[str, Any], memory: Tensor) -> None:
+        super().receive(message, memory)
+        memory[-1] ^= 1
+
+
+@register_transfer("dies")
+class Dies(Broadcast):
+    """The receiver is killed when the second part is sent."""
+
+    received = 0
+
+    def receive(self, message: Mapping[str, Any], memory: Tensor) -> None:
+        self.received += 1
+        if self.received == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().receive(message, memory)
 
 
 def described(tensor: Tensor) -> tuple[str, tuple[int, ...], int]:

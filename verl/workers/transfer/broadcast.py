@@ -35,7 +35,7 @@ class Broadcasts:
         link.write(f"joins/{participant.rank}", True)
         for rank in range(participant.size):
             link.read(f"joins/{rank}")
-        store = dist.PrefixStore(participant.session, link.store)
+        store = dist.PrefixStore(f"{link.transfer}/group", link.store)
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _LIMIT

@@ -16,6 +16,9 @@ from verl.workers.transfer.link import Link, StoreAddress
 from verl.workers.transfer.plan import RankFacts, TransferPlan, TransferReport
 from verl.workers.transfer.transport import WeightTransport, transport_class
 
+_GIVE_UP_S = 5.0
+"""Longest wait for the store of a transfer that failed: it may have been lost with its process."""
+
 
 class WeightTransfer:
     """Moves the policy's weights from the ranks that train it to ranks that only sample.
@@ -154,4 +157,4 @@ class WeightTransfer:
     def _give_up(self, plan: TransferPlan) -> None:
         """Let the ranks that still wait for others raise."""
         with contextlib.suppress(RolloutError):  # the store was lost with its process, which all of them notice
-            Link(plan.address.connect(), plan.transfer).give_up()
+            Link(plan.address.connect(_GIVE_UP_S), plan.transfer).give_up()

@@ -31,8 +31,8 @@ class StoreAddress:
     session: str
     """Name of all transfers over one set of connections."""
 
-    def connect(self) -> dist.Store:
-        """Return a client of the store.
+    def connect(self, timeout_s: float = _LIMIT.total_seconds()) -> dist.Store:
+        """Return a client of the store, whose requests have this limit too.
 
         Raises:
             RolloutError: the process that serves it cannot be reached.
@@ -42,8 +42,9 @@ class StoreAddress:
                 _in_process.clear()  # of earlier sessions
                 _in_process[self.session] = dist.HashStore()
             return _in_process[self.session]
+        limit = datetime.timedelta(seconds=timeout_s)
         try:
-            return dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=_LIMIT)
+            return dist.TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=limit)
         except dist.DistError as error:
             raise _lost(error) from error
 
@@ -63,7 +64,7 @@ class Link:
 
     def __init__(self, store: dist.Store, transfer: str) -> None:
         self.store = store
-        self._prefix = transfer
+        self.transfer = transfer
         self._written: list[str] = []
 
     def write(self, key: str, message: object) -> None:
@@ -128,7 +129,7 @@ class Link:
             self.store.delete_key(key)
 
     def _of(self, key: str) -> str:
-        return f"{self._prefix}/{key}"
+        return f"{self.transfer}/{key}"
 
 
 def _lost(error: Exception) -> RolloutError:

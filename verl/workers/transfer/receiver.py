@@ -143,7 +143,7 @@ class ReceivedWeights:
         if self._rank in plan.leaders:
             options = self._config.engine_kwargs.get(plan.transport) or {}
             place, size = 1 + plan.leaders.index(self._rank), 1 + len(plan.leaders)
-            participant = Participant(plan.address.session, place, size, self._device, options)
+            participant = Participant(place, size, self._device, options)
             self._transport = transport_class(self._config, plan.transport)(participant)
         self._session = plan.address.session
 

@@ -45,8 +45,8 @@ class WeightSender:
         """Of each section as it was last sent."""
 
     def serve_store(self, host: str) -> int:
-        """Serve the store of a new session; return its port."""
-        self._served = serve_store(host)
+        """Serve the store of this rank's transfers, from the first call on; return its port."""
+        self._served = self._served or serve_store(host)
         return self._served.port
 
     def send(self, plan: TransferPlan, sections: Sections) -> TransferReport:
@@ -85,7 +85,7 @@ class WeightSender:
         self._store = plan.address.connect()
         if self._rank == 0:
             options = self._config.engine_kwargs.get(plan.transport) or {}
-            participant = Participant(plan.address.session, 0, 1 + len(plan.leaders), self._device, options)
+            participant = Participant(0, 1 + len(plan.leaders), self._device, options)
             self._transport = transport_class(self._config, plan.transport)(participant)
         self._session = plan.address.session
 

@@ -21,7 +21,6 @@ from verl.workers.transfer.link import Link
 class Participant:
     """What a transport knows of the processes that it connects."""
 
-    session: str
     rank: int
     """0 sends; the others are the first receiving rank of each machine."""
     size: int
