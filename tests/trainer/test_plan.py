@@ -63,6 +63,23 @@ def test_estimators_are_those_that_are_registered():
     assert ours - set(WITH_CRITIC) == set(WITHOUT_CRITIC)
 
 
+def test_a_pool_of_rollout_engines_has_gpus_and_memory_of_its_own(folder, capsys: pytest.CaptureFixture[str]):
+    rollout = "actor_rollout_ref.rollout"
+    pool = ["actor_rollout_ref.hybrid_engine=false", f"{rollout}.nnodes=2", f"{rollout}.n_gpus_per_node=2"]
+    words = ["--gpus", "8", NATIVE, f"{rollout}.n=4", "data.train_batch_size=64", "trainer.async.lag=1"]
+    words += ["actor_rollout_ref.actor.ppo_mini_batch_size=64"]
+    pooled, shared = plan_of(folder, *words, *pool), plan_of(folder, *words)
+    assert (pooled.gpus, shared.gpus) == (12, 8)
+    assert (pooled.stages[0].micro_batch, shared.stages[0].micro_batch) == (64, 32)  # of 256 rows on 4 and on 8 ranks
+    assert [*pooled.stages[0].parts] == ["engine weights", "KV cache", "CUDA graphs"]
+    assert pooled.stages[1:] == shared.stages[1:]
+    training = sum(stage.seconds for stage in shared.stages[1:])
+    assert pooled.seconds == max(pooled.stages[0].seconds, training)
+    assert shared.seconds == shared.stages[0].seconds + training
+    show_plan(pooled, [])
+    assert "on 12 x H100 (8 on 1 node train, 4 on 2 of their own sample)" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_run_that_is_too_large_is_told_what_makes_it_fit(folder):
     # 7.6 billion parameters take 16 bytes each: 122 GB on one GPU, 61 GB on two, and activations come on top.
     alone = plan_of(folder, "--gpus", "1")

@@ -80,8 +80,10 @@ def _candidates(plan: Plan) -> Iterator[dict[str, object]]:
 def _can_share_rollout(plan: Plan, size: int) -> bool:
     """Whether so many ranks of one machine can share an engine of the policy."""
     shape = plan.models["actor"].memory.shape
-    ranks = size * plan.config.actor_rollout_ref.rollout.pipeline_model_parallel_size
-    return plan.cluster.gpus_per_node % ranks == 0 and head_split_problem(shape.heads, shape.kv_heads, size) is None
+    rollout = plan.config.actor_rollout_ref.rollout
+    ranks = size * rollout.pipeline_model_parallel_size
+    per_node = rollout.n_gpus_per_node if plan.has_rollout_pool else plan.cluster.gpus_per_node
+    return per_node % ranks == 0 and head_split_problem(shape.heads, shape.kv_heads, size) is None
 
 
 def _recomputation(plan: Plan) -> Iterator[dict[str, object]]:

@@ -103,8 +103,28 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the run."""
+        """Ranks that train."""
         return self.cluster.gpus
+
+    @property
+    def has_rollout_pool(self) -> bool:
+        """Whether rollout engines have ranks of their own, besides those that train."""
+        return not self.config.actor_rollout_ref.hybrid_engine
+
+    @property
+    def rollout_ranks(self) -> int:
+        """Ranks that sample."""
+        return self.config.actor_rollout_ref.rollout.ranks if self.has_rollout_pool else self.ranks
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the run, in all pools."""
+        return self.ranks + (self.rollout_ranks if self.has_rollout_pool else 0)
+
+    def rollout_rows(self, shared_by: int) -> int:
+        """Rows of a step on each group of ranks that share a rollout engine."""
+        total = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        return max(1, total * shared_by // self.rollout_ranks)
 
     @property
     def row_tokens(self) -> int:
@@ -264,7 +284,7 @@ class Plan:
     def _engine_leaves(self) -> float:
         """Bytes that the rollout engine keeps while models are trained."""
         rollout = self.config.actor_rollout_ref.rollout
-        return 0.0 if rollout.free_cache_engine else sum(self._engine(0.0)[0].values())
+        return 0.0 if rollout.free_cache_engine or self.has_rollout_pool else sum(self._engine(0.0)[0].values())
 
     def _pass(
         self,
@@ -333,14 +353,14 @@ class Plan:
         shape = actor.shape
         weights = shape.parameters() * size / ranks / rollout.pipeline_model_parallel_size
         row = self.row_tokens * shape.kv_bytes(size) / ranks / rollout.pipeline_model_parallel_size
-        rows = min(self.rows(ranks * rollout.pipeline_model_parallel_size), rollout.max_num_seqs)
+        rows = min(self.rollout_rows(ranks * rollout.pipeline_model_parallel_size), rollout.max_num_seqs)
         if rollout.name in OTHER_PROGRAMS:
             memory = self.cluster.memory_gb * 1e9 * rollout.gpu_memory_utilization
             room = memory - weights - _ENGINE_RESERVE
             parts = {"engine weights": weights, "engine reserve": _ENGINE_RESERVE, "KV cache": max(0.0, room)}
             return parts, min(rows, int(max(0.0, room) // row))
         is_shared = not actor.layout.is_gathered and not actor.adapters and actor.layout.stored_bytes == size
-        if is_shared and ranks == 1:
+        if is_shared and ranks == 1 and not self.has_rollout_pool:
             weights = 0.0  # the trainer's own
         free = self.cluster.usable_bytes - resident - weights
         allowed = max(0.0, free) * rollout.gpu_memory_utilization
@@ -355,20 +375,26 @@ class Plan:
 
     def _rollout(self) -> Stage:
         rollout = self.config.actor_rollout_ref.rollout
-        resident = self._idle("")
+        resident = {} if self.has_rollout_pool else self._idle("")
         parts, at_once = self._engine(sum(resident.values()))
         ranks = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
         memory = self.models["actor"].memory
-        work = self.work(ranks)
+        work = replace(self.work(ranks), rows=self.rollout_rows(ranks))
         seconds = generation_seconds(memory, self.cluster, work, ranks, max(1, at_once), BYTES[rollout.dtype])
-        return Stage("rollout", resident | parts, seconds, "rows at once", self.rows(ranks), at_once)
+        return Stage("rollout", resident | parts, seconds, "rows at once", work.rows, at_once)
 
     # ---- the whole
 
     @property
     def seconds(self) -> float:
-        """Seconds of a step."""
-        return sum(stage.seconds for stage in self.stages)
+        """Seconds of a step; those of sampling and training, or of the longer one if both work at once."""
+        sampling, training = self.stages[0].seconds, sum(stage.seconds for stage in self.stages[1:])
+        return max(sampling, training) if self.overlaps else sampling + training
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a pool of rollout engines samples while others train."""
+        return self.has_rollout_pool and self.config.trainer.async_.lag > 0
 
     @property
     def snapshot_bytes(self) -> float:

@@ -68,7 +68,7 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--gpus",
         type=int,
-        help="number of GPUs; else that of trainer.nnodes and n_gpus_per_node, or the GPUs of this machine, or 8",
+        help="number of GPUs that train; else that of trainer.nnodes and n_gpus_per_node, or of this machine, or 8",
     )
     parser.add_argument("--gpu", default="h100", help=f"their kind: {', '.join(GPUS)}; default h100")
     parser.add_argument("--memory_gb", type=float, help="memory of one in 10^9 bytes, if not that of the data sheet")
@@ -199,7 +199,7 @@ def _placement(gpus: int, settings: list[str]) -> list[str]:
 def as_json(plan: Plan, advice: list[Change]) -> dict[str, object]:
     """Return the plan as plain values: bytes and seconds."""
     return {
-        "gpus": plan.cluster.gpus,
+        "gpus": plan.gpus,
         "gpu": plan.cluster.gpu.name,
         "usable_bytes": plan.cluster.usable_bytes,
         "parameters": plan.models["actor"].memory.shape.parameters(),
@@ -233,9 +233,13 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
 
     cluster, shape = plan.cluster, plan.models["actor"].memory.shape
     nodes, usable = cluster.gpus // cluster.gpus_per_node, cluster.usable_bytes / _GB
+    rollout = plan.config.actor_rollout_ref.rollout
+    placed = f"{nodes} node{'s' * (nodes != 1)}"
+    if plan.has_rollout_pool:
+        placed = f"{plan.ranks} on {placed} train, {rollout.ranks} on {rollout.nnodes} of their own sample"
     show(
-        f"{shape.family}, {parameters_in_words(shape.parameters())}, on {cluster.gpus} x {cluster.gpu.name} "
-        f"({nodes} node{'s' * (nodes != 1)}): {usable:.0f} GB of each are for tensors, "
+        f"{shape.family}, {parameters_in_words(shape.parameters())}, on {plan.gpus} x {cluster.gpu.name} "
+        f"({placed}): {usable:.0f} GB of each are for tensors, "
         f"{cluster.reserved_gb:.0f} GB are kept for CUDA, NCCL and the allocator"
     )
     memory = Table(title="Memory of one GPU at the highest point of each stage, GB", title_justify="left")
@@ -257,9 +261,12 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
     work, speed = plan.work(1), plan.tokens_per_step / plan.seconds
     show(
         f"{plan.seconds:.1f} s per step of {plan.tokens_per_step:,} tokens ({work.prompt} + {work.response} per row): "
-        f"{speed:,.0f} tokens/s, {speed / cluster.gpus:,.0f} per GPU, if passes reach {cluster.mfu:.0%} of the peak "
-        f"and decoding {cluster.bandwidth_use:.0%} of the bandwidth. Rewards and the driver are not counted."
+        f"{speed:,.0f} tokens/s, {speed / plan.gpus:,.0f} per GPU, if passes reach {cluster.mfu:.0%} of the peak "
+        f"and decoding {cluster.bandwidth_use:.0%} of the bandwidth. Rewards, the driver and the transfer of "
+        "weights are not counted."
     )
+    if plan.overlaps:
+        show("Sampling and training overlap: the step takes as long as the longer one.")
     if plan.snapshot_steps:
         often = "each step" if plan.snapshot_steps == 1 else f"every {plan.snapshot_steps} steps"
         show(
