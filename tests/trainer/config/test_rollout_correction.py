@@ -250,6 +250,7 @@ def test_the_policy_loss_learns_of_the_interpolation(run: Run, caplog: pytest.Lo
         ({f"{CORRECTION}.bypass_mode": True}, "the bypass mode has no proximal policy"),
         ({"algorithm.use_kl_in_reward": True}, "the KL in the reward reads old log-probs before the update"),
         ({LOSS_MODE: "kl_cov"}, "the loss reads old log-probs of the whole mini-batch first"),
+        ({LOSS_MODE: "gpg"}, "the loss has no ratio to the old policy"),
         ({LIMIT: 0.1}, "with algorithm.rollout_correction.prox_logp_method=loglinear the trainer makes no pass"),
         ({"actor_rollout_ref.actor.entropy_target": 0.5}, "and so has no entropy"),
         ({"actor_rollout_ref.actor.router_replay.mode": "R2"}, "loglinear skips the pass of the actor"),
@@ -257,3 +258,12 @@ def test_the_policy_loss_learns_of_the_interpolation(run: Run, caplog: pytest.Lo
 )
 def test_nothing_reads_old_log_probs_before_the_loss_makes_them(run: Run, changes: dict[str, Any], said: str):
     assert said in only(run.refusal(changes | LOGLINEAR))
+
+
+def test_a_band_for_rounding_is_too_narrow_for_updates(run: Run, caplog: pytest.LogCaptureFixture):
+    narrow = settings(rollout_rs="token_k2,seq_mean_k1", rollout_rs_threshold="1.0,0.999_1.001")
+    run.load(narrow)
+    run.load({"trainer.async.lag": 1} | settings(rollout_rs="seq_mean_k1", rollout_rs_threshold="0.8_1.25"))
+    assert "nearly every response" not in caplog.text
+    run.load({"trainer.async.lag": 1} | narrow)
+    assert "with trainer.async.lag=1 the ratios are those of whole updates" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 
 from verl.algorithms import adv_needs, policy_loss_info
@@ -16,6 +17,8 @@ Problems = Iterator[Problem]
 ROLLOUT = "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+_BAND_OF_UPDATES = 1.01
+"""A band of geometric means below this is narrower than what one update changes in a typical response."""
 GAP_LIMIT = "trainer.max_rollout_actor_probs_diff"
 
 
@@ -92,6 +95,12 @@ def _interpolated(config: PPOConfig) -> Problems:
     if "old_log_probs" in needs.columns:
         cause = "the estimator reads old log-probs before the update, and loglinear makes them in the loss"
         yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, cause, remedy="choose another, " + remedy)
+    if info.returns_terms and "old_log_prob" not in inspect.signature(info.function).parameters:
+        cause = (
+            "the loss has no ratio to the old policy, so that only a part of each weight would be applied: of "
+            "π_θ/π_b = π_θ/π_prox · π_prox/π_b, the second factor"
+        )
+        yield Problem(LOSS_MODE, loss_mode, cause, remedy="choose one with a ratio, such as vanilla, " + remedy)
     if info.prepare is not None:
         cause = "the loss reads old log-probs of the whole mini-batch first, and loglinear makes them in the loss"
         yield Problem(LOSS_MODE, loss_mode, cause, remedy="choose another, " + remedy)
@@ -176,6 +185,21 @@ def lag(config: PPOConfig) -> Problems:
             f"{CORRECTION}.bypass_mode=true",
             advice=True,
         )
+    chosen = config.algorithm.rollout_correction
+    if plan.mode != "sync" and chosen.rollout_rs is not None:
+        try:
+            criteria = correction.parse_criteria(chosen.rollout_rs, chosen.rollout_rs_threshold)
+        except ConfigError:
+            return  # reported with the thresholds
+        if any(name == "seq_mean_k1" and band.upper < _BAND_OF_UPDATES for name, band in criteria):
+            cause = (
+                f"such a band is made for the rounding between two engines; with {key}={value} the ratios are those "
+                "of whole updates, and it may reject nearly every response (rollout_corr/rollout_rs_masked_fraction)"
+            )
+            remedy = f"widen it, or leave {CORRECTION}.rollout_rs null and weigh by rollout_is=token"
+            yield Problem(
+                f"{CORRECTION}.rollout_rs_threshold", chosen.rollout_rs_threshold, cause, remedy=remedy, advice=True
+            )
 
 
 def _raw(rollout: RolloutConfig, because: str) -> Problem:
