@@ -17,11 +17,12 @@ from tests.support.tiny_run import make_tiny_run, overrides
 from verl.agents.manager import AgentLoopManager, check_failures
 from verl.errors import RolloutError
 from verl.protocol import DataProto
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.local import LocalWorkerGroup
-from verl.testing.models import tiny_model_dir
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.engine import FSDPEngine
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
 LOOP = """
@@ -45,6 +46,20 @@ class Twice(AgentLoopBase):
         return AgentLoopOutput(prompt_ids=prompt, response_ids=ids, response_mask=[1] * len(ids))
 """
 N = 2
+
+
+class ChangedPolicy(ActorRolloutRefWorker):
+    """A policy whose weights a test changes, as an update does."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def change(self, version: int) -> None:
+        assert isinstance(self.engine, FSDPEngine)
+        with torch.no_grad():
+            for parameter in self.engine.model.hf.parameters():
+                parameter.mul_(-1.5)
+        self.engine.weight_version = version
+
+
 ENOUGH_S = 120.0
 
 
@@ -67,16 +82,14 @@ class Run:
         config = load_config(compose(overrides(make_tiny_run(folder), folder, **settings)))
         self.agent = config.actor_rollout_ref.rollout.agent
         self._pool = None
-        arguments: dict[str, Any] = {"config": config.actor_rollout_ref, "role": "rollout", "device_name": "cpu"}
+        arguments: dict[str, Any] = {"config": config.actor_rollout_ref, "role": "actor_rollout", "device_name": "cpu"}
         if controller == "local":
-            self.group: Any = LocalWorkerGroup(
-                ray_cls_with_init=LocalWorkerGroup.describe(ActorRolloutRefWorker, **arguments)
-            )
+            self.group: Any = LocalWorkerGroup(ray_cls_with_init=LocalWorkerGroup.describe(ChangedPolicy, **arguments))
         else:
             from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
 
             self._pool = RayResourcePool([1], use_gpu=False)
-            described = RayWorkerGroup.describe(ActorRolloutRefWorker, **arguments)
+            described = RayWorkerGroup.describe(ChangedPolicy, **arguments)
             self.group = RayWorkerGroup(self._pool, described, device_name="cpu")
         self.group.init_model()
         self.manager = AgentLoopManager(config, self.group, hf_tokenizer(config.actor_rollout_ref.model.path))
@@ -154,7 +167,6 @@ def test_groups_go_on_with_the_next_weights_and_draw_what_they_draw_together(
 ) -> None:
     if controller == "ray":
         request.getfixturevalue("ray_cluster")
-    other = tiny_model_dir(tmp_path / "other", family="qwen3", seed=7)
     with run_of(tmp_path, controller) as run:
         alone = run.manager.generate_sequences(rows(("1", "a"), ("2", "a"), ("3", "a"), ("4", "a")))
         futures = [run.submit("1", "b"), run.submit("2", "waits"), run.submit("3", "waits"), run.submit("4", "waits")]
@@ -180,7 +192,7 @@ def test_groups_go_on_with_the_next_weights_and_draw_what_they_draw_together(
         (tmp_path / "go").unlink()
         late = run.submit("2", "waits_again")
         run.manager.serve_until(run.group, lambda: len(run.turns("waits_again")) == N)
-        run.group.set_rollout_weights(other, 5)
+        run.group.change(5)
         (tmp_path / "go").touch()
         run.serve(late)
         assert [row[:3] for row in tokens(late.result())] == [row[:3] for row in tokens(alone)[N : 2 * N]]

@@ -216,8 +216,8 @@ class AsyncLLMServerManager:
         finally:
             if self.is_closed:  # perhaps since before `send`
                 self._connection.end(conversation)
-            seconds = time.monotonic() - began
-            self.seconds += seconds - (self._asleep_s() - slept_s)
+            seconds = time.monotonic() - began - (self._asleep_s() - slept_s)
+            self.seconds += seconds
         self.turns.append(
             DrawnTurn(
                 ids,
