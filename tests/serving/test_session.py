@@ -152,6 +152,8 @@ def test_the_ranks_fetch_from_processes_that_come_later_and_forget_those_that_di
             session.add(2, later)
             held = later.actor.ask.remote(index, 6)
             assert ray.wait([held], timeout=0.2)[0] == []  # it is paused as the others are
+            state = session.state()
+            assert (state.held, state.paused_s is None, state.weight_version, len(state.engines)) == (1, False, 0, 2)
             session.resume()
             assert ray.get(held) == [6]
             left = later.actor.ask.remote(index, NEVER_ENDS)

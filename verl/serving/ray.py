@@ -32,7 +32,7 @@ from verl.errors import EngineLostError, ProcessLostError, RolloutError, WorkerE
 from verl.serving.connection import LocalCall, LocalConnection
 from verl.serving.router import ENDED, RolloutEndedError, Router
 from verl.serving.sent_images import ImageReceiver, ImageSender
-from verl.serving.state import SessionState, joined
+from verl.serving.state import SessionState, described, joined
 from verl.single_controller.ray.private import brief
 from verl.single_controller.ray.watched_actor import ActorSilentError, WatchedActor
 from verl.utils.deferred import Deferred
@@ -56,6 +56,8 @@ The integer is the id of the request, or the index of the router.
 """
 CHECK_S = 0.5
 """How often the driver checks the ranks while engines serve."""
+STATE_S = 5.0
+"""How long routers may take to tell their state."""
 AWAKE_S = 1.0
 """How long one question of the driver waits for engines that wake."""
 ID_BITS = 40
@@ -565,6 +567,7 @@ class RaySession:
             raise WorkerError(f"the engines of {self._title} ended before they had answered all requests.")
         limit_s, silent_s = group.hang_timeout_s, longest_silence([self.router.look() or [], *silences])
         if limit_s is not None and silent_s > limit_s:
+            logger.error("%s: %s", self._title, described(self.state()))
             raise group.end_hanging(outputs)
 
     def pause(self) -> None:
@@ -622,12 +625,13 @@ class RaySession:
                 router.result(reference)
 
     def state(self) -> SessionState:
-        """See :meth:`verl.serving.session.Session.state`; routers that do not answer are left out."""
+        """See :meth:`verl.serving.session.Session.state`; routers that do not answer for ``STATE_S`` are left out."""
         states = [SessionState(NO_WEIGHTS, 0, None, ())]
         routers = [] if self._router is None else [self._router, *self._others.values()]
-        for router, reference in [(router, router.actor.state.remote()) for router in routers]:
-            with suppress(ActorSilentError, RayActorError):
-                states.append(router.result(reference))
+        asked = [router.actor.state.remote() for router in routers]
+        for reference in ray.wait(asked, num_returns=len(asked), timeout=STATE_S)[0] if asked else []:
+            with suppress(RayActorError):
+                states.append(ray.get(reference))
         return joined(states)
 
     @property
