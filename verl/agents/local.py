@@ -85,6 +85,11 @@ class LocalAgents:
         """See :meth:`verl.agents.manager.AgentLoopManager.progress`."""
         return self._worker.progress(self._session.router.waiting)
 
+    @property
+    def weight_version(self) -> int:
+        """See :attr:`verl.agents.manager.AgentLoopManager.weight_version`."""
+        return self._session.weight_version
+
     def shutdown(self) -> None:
         """End the event loop, trajectories under way, and what they have shared."""
         self._worker.close()

@@ -82,6 +82,11 @@ class Agents(Protocol):
         """See :meth:`AgentLoopManager.progress`."""
         ...
 
+    @property
+    def weight_version(self) -> int:
+        """See :attr:`AgentLoopManager.weight_version`."""
+        ...
+
     def shutdown(self) -> None:
         """End what runs."""
         ...
@@ -208,6 +213,11 @@ class AgentLoopManager:
     def progress(self) -> TrajectoryProgress:
         """Return what the trajectories under way are doing; on Ray as of up to half a second ago."""
         return self._agents.progress()
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that the engines have, or had when they served last; -1 before the first time."""
+        return self._agents.weight_version
 
     def shutdown(self) -> None:
         """End the processes and threads of agent loops; the manager cannot be used afterwards."""

@@ -239,6 +239,11 @@ class RayAgents:
                 self._session.remove(index)
                 self._session.router.actor.lose_process.remote(process)
 
+    @property
+    def weight_version(self) -> int:
+        """See :attr:`verl.agents.manager.AgentLoopManager.weight_version`."""
+        return self._session.weight_version
+
     def shutdown(self) -> None:
         """End all processes, and cancel what runs; there can be no later :meth:`run`."""
         self.thread.stop()

@@ -67,16 +67,27 @@ class ResponseSource:
         if not wants_agents(prompts, self._config.actor_rollout_ref.rollout):
             self._warn_of_unused(prompts)
             return policy.generate_sequences(prompts)
-        judge = self._judge if self._judge is not None and self._config.judge_answers_agents else None
-        if self.agent_loops is None:
-            address = None if judge is None else judge.reward_router_address
-            self.agent_loops = AgentLoopManager(self._config, policy, self._tokenizer, self._processor, address)
-        self.agent_loops.worker_group = policy  # the workers may have been replaced
-        conversations = Deferred([], partial(self.agent_loops.generate_sequences, prompts))
+        judge, agents = self._agents_judge, self.agents()
+        conversations = Deferred([], partial(agents.generate_sequences, prompts))
         if judge is None:
             return conversations.result()
         assert reward is not None  # a judge is served by these workers
         return judge.serve_while(reward, int(prompts.meta_info["global_steps"]), lambda: conversations).result()
+
+    @property
+    def _agents_judge(self) -> JudgeService | None:
+        """The judge, if agents may ask it."""
+        return self._judge if self._judge is not None and self._config.judge_answers_agents else None
+
+    def agents(self) -> AgentLoopManager:
+        """Return the manager of agent loops, for the workers as they are now; it starts with the first call."""
+        policy, _ = self._workers()
+        if self.agent_loops is None:
+            judge = self._agents_judge
+            address = None if judge is None else judge.reward_router_address
+            self.agent_loops = AgentLoopManager(self._config, policy, self._tokenizer, self._processor, address)
+        self.agent_loops.worker_group = policy  # the workers may have been replaced
+        return self.agent_loops
 
     def end_agent_loops(self) -> None:
         """End the processes and threads of agent loops; the next prompts for them start new ones."""

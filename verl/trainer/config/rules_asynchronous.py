@@ -9,9 +9,6 @@ from verl.config.async_plan import AsyncPlan
 
 MODE = "trainer.v1.trainer_mode"
 
-FREE_RUNNING_IS_BUILT = False
-"""Whether ``verl.experience`` has the source of samples of the two modes of ``trainer.v1``."""
-
 FREE_RUNNING_REFUSES: dict[str, tuple[object, str]] = {
     "algorithm.filter_groups.enable": (False, "groups are filtered batch by batch, and here no batch is sampled"),
     "actor_rollout_ref.rollout.skip_rollout": (False, "stored responses belong to the batches of a step"),
@@ -41,8 +38,6 @@ def asynchronous(config: PPOConfig) -> Iterator[Problem]:
     if not plan.is_free_running:
         return
     mode = v1.trainer_mode
-    if not FREE_RUNNING_IS_BUILT:
-        yield Problem(MODE, mode, "this mode is not in this version", "sync", "set trainer.async.lag=1")
     if settings.lag:
         cause = f"{MODE}={mode} draws samples as time allows, and not a fixed number of steps ahead"
         remedy = f"keep one of the two: {MODE}=sync with a lag, or this mode with lag 0"

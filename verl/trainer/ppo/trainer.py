@@ -34,6 +34,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -47,15 +48,18 @@ from verl.base.redact import secrets_in
 from verl.checkpoint.resume import CheckpointPlan
 from verl.checkpoint.states import rng_state, set_rng_state
 from verl.config import PPOConfig
+from verl.config.async_plan import AsyncPlan
 from verl.datasets import collate_fn as default_collate_fn
 from verl.datasets.loading import bound_to_driver
 from verl.datasets.sampler import AbstractCurriculumSampler
 from verl.errors import ConfigError, DataError
 from verl.experience.ahead import Ahead
 from verl.experience.background import PromptsTakenFirst, RolloutPool, SerialThread
+from verl.experience.free_running import FreeRunning
 from verl.experience.lockstep import Lockstep
 from verl.experience.off_policy import off_policy_metrics
 from verl.experience.records import RecordFolder
+from verl.experience.replay import Replay
 from verl.experience.response_source import ResponseSource
 from verl.experience.rewards import EqualScores, RewardRecord, Scored
 from verl.experience.scoring import Scorer
@@ -305,22 +309,7 @@ class PPOTrainer(TrainingLoop):
         if self.critic_workers:
             self.arithmetic["update_critic"] = Arithmetic.of_ranks(self.critic_workers.arithmetic())
         self.checkpoint.workers_replaced(self.trained_groups)
-        prompts = PromptsTakenFirst(self.next_batch)
-        self.experience = self.experience_class(
-            self.typed_config,
-            self.tokenizer,
-            prompts,
-            self.response_source,
-            self.scorer,
-            self.reward_fn,
-            self.dump,
-        )
-        lag, pool = self.typed_config.trainer.async_.lag, None
-        if self.rollout_workers is not self.policy_workers:
-            takes_first = not self.typed_config.algorithm.filter_groups.enable
-            pool = RolloutPool(self._sampling_thread, prompts, takes_first, self._send_weights)
-        if lag or pool is not None:
-            self.experience = Ahead(self.experience, lag, self.total_training_steps, pool)
+        self.experience = self._experience_source()
         self.controllers["experience"] = self.experience
         self.validator = None
         if self.val_dataloader is not None and self.val_reward_fn is not None:
@@ -332,6 +321,26 @@ class PPOTrainer(TrainingLoop):
                 self.val_reward_fn,
                 self.val_dataloader,
             )
+
+    def _experience_source(self) -> ExperienceSource:
+        """Make what samples and scores, for the workers as they are now."""
+        config, steps, pool = self.typed_config, self.total_training_steps, None
+        prompts = PromptsTakenFirst(self.next_batch)
+        lockstep = self.experience_class(
+            config, self.tokenizer, prompts, self.response_source, self.scorer, self.reward_fn, self.dump
+        )
+        plan, folder = AsyncPlan.of(config), config.trainer.async_.replay
+        if folder is not None:
+            return Replay(lockstep, Path(folder))
+        if self.rollout_workers is not self.policy_workers:
+            takes_first = not config.algorithm.filter_groups.enable
+            pool = RolloutPool(self._sampling_thread, prompts, takes_first, self._send_weights)
+        if plan.is_free_running:
+            agents, workers = self.response_source.agents, self._experience_workers
+            return FreeRunning(lockstep, plan, agents, workers, steps, pool)
+        if plan.lag or pool is not None:
+            return Ahead(lockstep, plan.lag, steps, pool)
+        return lockstep
 
     def pending(self) -> Deferred[Mapping[str, DataProto]]:
         """See :meth:`TrainingLoop.pending`."""

@@ -1,0 +1,142 @@
+"""Runs that do not wait for the slowest response (``trainer.v1.trainer_mode``)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.support.tiny_run import make_tiny_run, overrides
+from verl.errors import DataError
+from verl.trainer.config.command_line import compose
+from verl.trainer.main_ppo import run_ppo
+
+STALENESS = "training/off_policy/trajectory_staleness"
+AGENT = '''
+import asyncio
+from pathlib import Path
+
+from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+
+
+class Worker(AgentLoopBase):
+    """One sample of every fourth prompt of the first steps ends after its step."""
+
+    async def run(self, sampling_params, **kwargs):
+        prompt = kwargs["raw_prompt_ids"]
+        drawn = await self.server_manager.generate("turn", prompt_ids=prompt, sampling_params=sampling_params)
+        sample = self.server_manager.sample
+        if kwargs["extra_info"]["index"] % 4 == 0 and sample.sample_index == 1 and sample.step <= 3:
+            while not Path(self.config.trainer.rollout_data_dir, f"{sample.step}.jsonl").exists():
+                await asyncio.sleep(0.01)
+        tokens = list(drawn.token_ids)
+        return AgentLoopOutput(
+            prompt_ids=prompt,
+            response_ids=tokens,
+            response_mask=[1] * len(tokens),
+            response_logprobs=drawn.log_probs,
+            metrics=AgentLoopMetrics(),
+        )
+'''
+
+
+class Finished(NamedTuple):
+    """What a run left."""
+
+    metrics: dict[int, dict[str, Any]]
+    samples: dict[int, list[tuple[str, str]]]
+    """Name and text of each sample that a step trained on."""
+
+    @property
+    def names(self) -> list[str]:
+        return [name for step in sorted(self.samples) for name, _ in self.samples[step]]
+
+
+Train = Callable[..., Finished]
+
+
+@pytest.fixture(scope="module")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Train in this process."""
+    root = tmp_path_factory.mktemp("free")
+    paths, reward = make_tiny_run(root), root / "reward.py"
+    reward.write_text("def compute_score(solution_str, **others):\n    return len(set(solution_str)) / 8\n")
+    (root / "agents.py").write_text(AGENT)
+    (root / "agents.yaml").write_text(f"- {{name: slow, _target_: Worker, path: {root}/agents.py}}\n")
+
+    def run(name: str, **changes: object) -> Finished:
+        folder = root / name
+        log = folder / "log.jsonl"
+        settings: dict[str, object] = {
+            "actor_rollout_ref__rollout__name": "native",
+            "actor_rollout_ref__rollout__agent__agent_loop_config_path": root / "agents.yaml",
+            "trainer__rollout_data_dir": folder / "samples",
+            "trainer__v1__trainer_mode": "colocate_async",
+            "trainer__total_training_steps": 5,
+            "custom_reward_function__path": reward,
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+            run_ppo(compose(overrides(paths, folder, **settings | changes)))
+        steps = {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
+        samples = {}
+        for path in (folder / "samples").glob("*.jsonl"):
+            rows = map(json.loads, path.read_text().splitlines())
+            samples[int(path.stem)] = [(f"{row['uid']}/{row['sample_index']}", row["output"]) for row in rows]
+        return Finished(steps, samples)
+
+    return run
+
+
+def test_without_prompts_ahead_a_run_is_the_synchronous_one(train: Train) -> None:
+    sync = train("sync", trainer__v1__trainer_mode="sync", trainer__total_training_steps=3)
+    free = train("free", trainer__v1__colocate_async__num_warmup_batches=0, trainer__total_training_steps=3)
+    assert free.samples == sync.samples
+    for step in (1, 2, 3):
+        for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
+            assert free.metrics[step][name] == pytest.approx(sync.metrics[step][name], rel=1e-4, abs=1e-6)
+        assert free.metrics[step][f"{STALENESS}/max"] == 0
+
+
+def test_slow_samples_are_trained_on_in_a_later_step_and_each_once(train: Train) -> None:
+    run = train("slow", actor_rollout_ref__rollout__agent__default_agent_loop="slow")
+    assert len(run.names) == len(set(run.names)) == 5 * 4 * 4
+    late = [name for step, samples in run.samples.items() for name, _ in samples if int(name.split("-")[0]) < step]
+    assert late
+    assert max(metrics[f"{STALENESS}_worst/max"] for metrics in run.metrics.values()) >= 1
+    # All prompts of the data were used, none twice: 5 steps of 4.
+    assert {name.split("/")[0] for name in run.names} == {f"{step}-{row}" for step in range(1, 6) for row in range(4)}
+
+
+def test_a_recorded_run_is_repeated_bit_by_bit(train: Train, tmp_path: Path) -> None:
+    slow = {"actor_rollout_ref__rollout__agent__default_agent_loop": "slow", "trainer__total_training_steps": 4}
+    run = train("recorded", trainer__async__record_dir=tmp_path, **slow)
+    again = train("repeated", trainer__async__replay=tmp_path, **slow)
+    assert again.samples == run.samples
+    names = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean", f"{STALENESS}/max")
+    for step, metrics in run.metrics.items():
+        assert {name: again.metrics[step][name] for name in names} == {name: metrics[name] for name in names}
+    with pytest.raises(DataError, match=r"has steps 1 to 4, not step 5"):
+        train("beyond", trainer__async__replay=tmp_path, **slow | {"trainer__total_training_steps": 5})
+
+
+def test_a_resumed_run_trains_on_each_sample_once(train: Train, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    slow = {
+        "actor_rollout_ref__rollout__agent__default_agent_loop": "slow",
+        "trainer__default_local_dir": folder,
+        "trainer__save_freq": 2,
+        "trainer__test_freq": 1,  # while samples are under way
+    }
+    first = train("first", **slow)
+    pending = {path.name for path in (folder / "global_step_2" / "pending").iterdir()}
+    assert "prompts.safetensors" in pending
+    from_step_2 = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": folder / "global_step_2"}
+    rest = train("rest", **slow | from_step_2 | {"trainer__default_local_dir": tmp_path / "rest"})
+    assert sorted(rest.samples) == [3, 4, 5]
+    before = [name for step in (1, 2) for name, _ in first.samples[step]]
+    assert sorted(before + rest.names) == sorted(first.names)
+    assert len(set(first.names)) == 80

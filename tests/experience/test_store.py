@@ -1,0 +1,62 @@
+"""Which groups a step trains on."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.experience.admission import Admission
+from verl.experience.store import Group, GroupStore
+from verl.protocol import DataProto
+
+NOTHING = DataProto()
+
+
+def started(store: GroupStore, *versions: int) -> list[Group]:
+    groups = [Group(len(store) + index, NOTHING, version) for index, version in enumerate(versions)]
+    for group in groups:
+        store.add(group)
+    return groups
+
+
+def indices(groups: list[Group] | None) -> list[int] | None:
+    return None if groups is None else [group.index for group in groups]
+
+
+def test_the_groups_that_finished_first_are_taken():
+    store = GroupStore(Admission(batch_size=2, groups_ahead=2, max_staleness=None))
+    groups = started(store, 0, 0, 0, 0)
+    groups[3].responses.set_result(NOTHING)
+    assert store.choice(0) is None
+    groups[1].responses.set_result(NOTHING)
+    groups[0].responses.set_result(NOTHING)
+    assert indices(store.choice(0)) == [1, 3]
+    store.take(store.choice(0) or [])
+    assert store.choice(1) is None
+    assert [group.index for group in store.groups()] == [0, 2]
+
+
+def test_a_group_that_is_due_is_waited_for_though_others_are_there():
+    store = GroupStore(Admission(batch_size=1, groups_ahead=1, max_staleness=1))
+    slow, fast = started(store, 0, 1)
+    fast.responses.set_result(NOTHING)
+    assert store.choice(1) is None
+    slow.responses.set_result(NOTHING)
+    assert indices(store.choice(1)) == [0]
+
+
+def test_groups_that_are_too_old_are_dropped_if_that_is_asked_for():
+    store = GroupStore(Admission(batch_size=1, groups_ahead=1, max_staleness=1), drops=True)
+    _, fast = started(store, 0, 1)
+    fast.responses.set_result(NOTHING)
+    assert indices(store.choice(1)) == [1]
+    assert indices(store.drop_late(1)) == []
+    assert indices(store.drop_late(2)) == [0]
+
+
+def test_the_error_of_a_group_is_raised():
+    store = GroupStore(Admission(batch_size=1, groups_ahead=0, max_staleness=None))
+    [group] = started(store, 0)
+    group.responses.set_exception(ValueError("no answer"))
+    assert store.choice(0) is None
+    with pytest.raises(ValueError, match="no answer"):
+        store.raise_failure()

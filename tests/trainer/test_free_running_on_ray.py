@@ -1,0 +1,103 @@
+"""Runs on Ray that do not wait for the slowest response: one pool or two, and processes that die."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import ray
+
+from tests.support.tiny_run import make_tiny_run, overrides
+from verl.trainer.config.command_line import compose
+from verl.trainer.main_ppo import TaskRunner, run_ppo
+from verl.trainer.ppo.trainer import PPOTrainer
+
+STEPS = 4
+COLOCATED = {"trainer__v1__trainer_mode": "colocate_async"}
+SEPARATE = {
+    "trainer__v1__trainer_mode": "separate_async",
+    "trainer__v1__separate_async__parameter_sync_step": 2,  # mini-batches of a step
+    "actor_rollout_ref__hybrid_engine": "false",
+    "actor_rollout_ref__rollout__nnodes": 1,
+    "actor_rollout_ref__rollout__n_gpus_per_node": 1,
+}
+
+
+class FragileTrainer(PPOTrainer):
+    """Kills processes at the end of step 2: ``kills`` has ``policy`` or ``rollout``, whose rank 0 it is."""
+
+    kills: ClassVar[list[str]] = []
+
+    def report(self, *args: Any) -> None:
+        super().report(*args)
+        if self.global_steps == 2:
+            for name in [self.kills.pop() for _ in list(self.kills)]:
+                group = {"policy": self.policy_workers, "rollout": self.rollout_workers}[name]
+                os.kill(ray.get(group.workers[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+
+
+class FragileRunner(TaskRunner):
+    def trainer_class(self) -> type[PPOTrainer]:
+        return FragileTrainer
+
+
+Names = dict[int, list[str]]
+Run = Callable[..., tuple[Names, dict[int, dict[str, float]]]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Run:
+    """Train; the names of the samples of each step, and its metrics."""
+    root = tmp_path_factory.mktemp("free_on_ray")
+    paths = make_tiny_run(root)
+
+    def train(name: str, *kills: str, **changes: object) -> tuple[Names, dict[int, dict[str, float]]]:
+        folder = root / name
+        log = folder / "log.jsonl"
+        FragileTrainer.kills[:] = kills
+        settings = {
+            "trainer__controller": "ray",
+            "trainer__total_training_steps": STEPS,
+            "trainer__rollout_data_dir": folder / "samples",
+            "trainer__recovery__backoff_s": 0,
+            "trainer__recovery__snapshot_freq": 1,
+            "actor_rollout_ref__rollout__name": "native",
+        } | changes
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+            run_ppo(compose(overrides(paths, folder, **settings)), FragileRunner)
+        assert not FragileTrainer.kills
+        metrics = {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
+        return {step: samples_of(folder / "samples" / f"{step}.jsonl") for step in range(1, STEPS + 1)}, metrics
+
+    return train
+
+
+def samples_of(path: Path) -> list[str]:
+    rows = map(json.loads, path.read_text().splitlines())
+    return [f"{row['uid']}/{row['sample_index']}" for row in rows]
+
+
+ALL = sorted(f"{step}-{row}/{index}" for step in range(1, STEPS + 1) for row in range(4) for index in range(4))
+
+
+@pytest.mark.parametrize(
+    ("mode", "kills"),
+    [
+        pytest.param(SEPARATE, ["rollout"], id="rollout_rank"),
+        pytest.param(SEPARATE, ["policy"], id="trainer_rank", marks=pytest.mark.slow),
+        pytest.param(COLOCATED, ["policy"], id="one_pool", marks=pytest.mark.slow),
+    ],
+)
+def test_every_sample_is_trained_on_once_though_a_process_dies(
+    run: Run, mode: dict[str, object], kills: list[str], request: pytest.FixtureRequest
+) -> None:
+    names, metrics = run(request.node.callspec.id, *kills, **mode)
+    assert sorted(name for step in names.values() for name in step) == ALL
+    assert metrics[STEPS]["recovery/restarts"] == 1
+    assert max(of_step["training/off_policy/trajectory_staleness_worst/max"] for of_step in metrics.values()) <= 8

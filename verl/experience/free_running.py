@@ -1,0 +1,421 @@
+"""Sampling that does not wait for the slowest response: ``trainer.v1.trainer_mode`` and ``fully_async``.
+
+Prompts start as soon as the admission rule allows, each group of samples by itself. A step trains on the groups that
+finished first (:mod:`verl.experience.store`); the others go on, by the next weights, where they were interrupted.
+
+::
+
+    colocated (one pool)     step 1                        step 2
+    engines                  sample … interrupted          go on … interrupted
+    training                                update 1                      update 2
+
+    separate (two pools)
+    engines                  sample ……………………… interrupted, new weights, go on ………………………
+    training                 step 1 … update 1           step 2 … update 2
+
+No group is thrown away for its age: one that could become too old is not started yet, and one that is due is waited
+for. So long responses are as frequent among those that are trained on as among those that were started.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.agents.manager import AgentLoopManager, check_failures
+from verl.config.async_plan import AsyncPlan
+from verl.errors import CheckpointError
+from verl.experience.admission import Admission
+from verl.experience.background import RolloutPool
+from verl.experience.lockstep import Lockstep
+from verl.experience.prompts import name_groups, repeat_prompts
+from verl.experience.replay import record
+from verl.experience.rewards import RewardRecord
+from verl.experience.sequences import with_prompts
+from verl.experience.source import Experience, ExperienceSource
+from verl.experience.store import Group, GroupStore
+from verl.experience.workers import CurrentWorkers
+from verl.protocol import DataProto
+from verl.protocol.rows import fill_column
+from verl.utils.deferred import Deferred
+from verl.utils.metric import Metrics
+from verl.utils.step_context import StepContext
+from verl.workers.routers import unknown
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5
+"""How often a waiting step looks whether the engines still serve."""
+FIRST_NOTICE_S = 120.0
+"""A wait of this length is told with its reason, and again whenever it has doubled."""
+_ABOUT = "about_pending"
+"""Entry of ``meta_info`` in the files of a checkpoint."""
+
+
+class _Wait:
+    """How long a step has waited, and when to tell so."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._began, self._notice_s = time.monotonic(), FIRST_NOTICE_S
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def is_notice_due(self) -> bool:
+        if self.seconds < self._notice_s:
+            return False
+        self._notice_s *= 2
+        return True
+
+
+class FreeRunning(ExperienceSource):
+    """Samples groups one by one, across steps.
+
+    Args:
+        source: names prompts, and scores the batch of a step.
+        plan: how old samples may become, and where engines run.
+        agents: runs the samples; made with the first prompts.
+        workers: returns the worker groups of the run.
+        last_step: the last step of the run; no more groups are started than it and those before it take.
+        pool: rollout engines with a pool of their own, which sample while a step trains; None for engines on the ranks
+            of the policy.
+    """
+
+    def __init__(
+        self,
+        source: Lockstep,
+        plan: AsyncPlan,
+        agents: Callable[[], AgentLoopManager],
+        workers: CurrentWorkers,
+        last_step: int,
+        pool: RolloutPool | None = None,
+    ) -> None:
+        self._source, self._plan, self._agents, self._workers = source, plan, agents, workers
+        self._pool, self._last_step = pool, last_step
+        self._record_dir = source.config.trainer.async_.record_dir
+        self._batch_size = source.config.data.train_batch_size
+        self._n = source.config.actor_rollout_ref.rollout.n
+        self._admission, choice = _admissions(plan, self._batch_size)
+        self._store = GroupStore(choice, drops=plan.strategy == "drop")
+        self._waiting: deque[DataProto] = deque()
+        """Prompts that were taken from the data and not started yet, one each."""
+        self._started = 0
+        self._dropped = 0
+        self._steps = 0
+        """Steps that have taken their groups. The bound counts them, because there are at least as many as updates."""
+        self._updates = 0
+        """Updates of the policy."""
+        self._engine_steps = 0
+        """Steps before the weights that the engines have."""
+        self._updates_of_version: dict[int, int] = {}
+        """Updates of the policy by the number that the engines give their weights."""
+        self._metrics: Metrics = {}
+        """Of the next step: what happened between two steps."""
+        self._serving: Future[None] | None = None
+        """The engines on a pool of their own, while they serve."""
+        self._must_rest = False
+        self._wait = _Wait(0)
+
+    # ---- the step -------------------------------------------------------------------------------
+
+    def next(self, context: StepContext) -> Experience:
+        """See :meth:`ExperienceSource.next`."""
+        with context.stage("gen"):
+            self._update_engines()
+            dropped = self._store.drop_late(self._steps)
+            self._agents().cancel([group.responses for group in dropped])
+            self._dropped += len(dropped)
+            self._start_groups()
+            groups = self._wait_for_groups(context.number)
+        self._store.take(groups)
+        self._steps += 1
+        batch = self._with_ages(_joined([self._join(group) for group in groups]))
+        if "trajectory_status" in batch.non_tensor_batch:
+            check_failures(batch, self._source.config.actor_rollout_ref.rollout.agent)
+        if self._record_dir is not None:
+            record(Path(self._record_dir), context.number, batch)
+        context.metrics |= self._metrics | self._measure(groups, dropped)
+        self._metrics = {}
+        rewards = RewardRecord()
+        return Experience(batch, self._source.score(batch, context, rewards), rewards)
+
+    def updated(self, version: int) -> None:
+        """See :meth:`ExperienceSource.updated`."""
+        self._updates += 1
+
+    def _update_engines(self) -> None:
+        """Give the engines new weights if it is time; those on the trainer's ranks have them always."""
+        if self._pool is None:
+            self._engine_steps = self._steps
+        elif self._serving is None or self._steps - self._engine_steps >= self._plan.sync_every:
+            with self.rest():
+                self._engine_steps = self._steps
+
+    def _start_groups(self) -> None:
+        transfers = self._engine_steps // self._plan.sync_every
+        wanted = self._admission.capacity(transfers, self._started - self._dropped)
+        for _ in range(min(wanted, self._last_step * self._batch_size + self._dropped - self._started)):
+            if not self._waiting:
+                prompts = self._source.next_prompts()
+                self._waiting.extend(prompts.select_idxs([row]) for row in range(len(prompts)))
+            step, row = divmod(self._started, self._batch_size)
+            # The names are those of a run without asynchronous sampling.
+            named = repeat_prompts(name_groups(self._waiting.popleft(), step + 1, row), self._n)
+            self._begin(Group(self._started, named.with_meta_info({}), self._engine_steps))
+            self._started += 1
+
+    def _begin(self, group: Group) -> None:
+        step = group.index // self._batch_size + 1
+        prompts = group.prompts.with_meta_info({"global_steps": step, "validate": False})
+        group.responses = self._agents().submit(prompts)
+        self._store.add(group)
+
+    def _wait_for_groups(self, step: int) -> list[Group]:
+        self._wait = _Wait(step)
+        if self._pool is not None:
+            self._serve(self._pool)
+            self._wait_while_serving()
+        elif not self._is_enough():
+            self._agents().serve_until(self._workers().policy, self._is_enough)
+        self._note_version()
+        self._store.raise_failure()
+        groups = self._store.choice(self._steps)
+        assert groups is not None, "the engines ended before a batch was complete"
+        return groups
+
+    def _is_enough(self) -> bool:
+        """Whether the step can take its groups; called now and then while it waits, and tells why if that is long."""
+        self._store.raise_failure()
+        if self._store.choice(self._steps) is not None:
+            return True
+        if self._wait.is_notice_due():
+            logger.warning("%s", self._describe_wait())
+        return False
+
+    def _describe_wait(self) -> str:
+        running = [group for group in self._store.groups() if not group.is_finished]
+        text = (
+            f"step {self._wait.step} has waited for {self._wait.seconds:.0f} s. Of {self._batch_size} prompts, "
+            f"{len(self._store) - len(running)} have all their responses, {len(running)} are under way"
+        )
+        if running:
+            uid, age_s = running[0].prompts.non_tensor_batch["uid"][0], time.monotonic() - running[0].started_at
+            text += f", the oldest ({uid}) for {age_s:.0f} s"
+        state = self._agents().progress()
+        return (
+            f"{text}. Of {state.running} samples {state.at_engines} have a request at the engines, of which "
+            f"{state.waiting_requests} wait for a place; {state.running - state.at_engines} are in tools or programs."
+        )
+
+    # ---- engines on a pool of their own ---------------------------------------------------------
+
+    def _serve(self, pool: RolloutPool) -> None:
+        """Let the engines serve in the background, if they do not yet."""
+        if self._serving is not None:
+            return
+        self._must_rest = False
+        group = self._workers().policy
+        self._serving = pool.thread.submit(lambda: self._agents().serve_until(group, lambda: self._must_rest))
+        self._serving.add_done_callback(lambda _: self._wake_waiting())
+
+    @property
+    def is_sampling(self) -> bool:
+        """See :attr:`ExperienceSource.is_sampling`."""
+        return self._serving is not None and not self._serving.done()
+
+    def _wake_waiting(self) -> None:
+        with self._store.changed:
+            self._store.changed.notify_all()
+
+    def _wait_while_serving(self) -> None:
+        assert self._serving is not None
+        while not self._is_enough():
+            if self._serving.done():
+                self._serving.result()  # raises why
+            with self._store.changed:
+                if self._store.choice(self._steps) is None:
+                    self._store.changed.wait(POLL_S)
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """See :meth:`ExperienceSource.rest`; engines on a pool of their own get the newest weights."""
+        serving, self._serving = self._serving, None
+        if serving is not None:
+            self._must_rest = True
+            serving.result()
+        if self._pool is not None:
+            self._metrics |= self._pool.update(self._updates)
+            self._updates_of_version[self._updates] = self._updates
+        yield
+        self._note_version()
+        if self._pool is not None and serving is not None:
+            self._serve(self._pool)
+
+    def close(self) -> None:
+        """See :meth:`ExperienceSource.close`."""
+        self._must_rest = True
+        if len(self._store):
+            self._agents().cancel([group.responses for group in self._store.groups()])
+
+    # ---- batches ----------------------------------------------------------------------------------
+
+    def _join(self, group: Group) -> DataProto:
+        return with_prompts(group.prompts.select(batch_keys=[]), group.responses.result()).with_meta_info({})
+
+    def _note_version(self) -> None:
+        """Remember how many updates the weights have had that engines on the trainer's ranks sampled with just now."""
+        if self._pool is None:
+            self._updates_of_version.setdefault(self._agents().weight_version, self._updates)
+
+    def _with_ages(self, batch: DataProto) -> DataProto:
+        """Add ``updates_behind``, (bsz, response_length): updates since the weights that drew a token; else -1."""
+        versions = batch.batch["weight_versions"]
+        behind = torch.full_like(versions, -1)
+        for version in versions.unique().tolist():
+            if version >= 0:
+                behind[versions == version] = self._updates - self._updates_of_version[version]
+        return batch | DataProto.from_dict(tensors={"updates_behind": behind})
+
+    def _measure(self, groups: Sequence[Group], dropped: Sequence[Group]) -> Metrics:
+        """Metrics of the queue, under the public names of V1 and fully_async."""
+        running = sum(not group.is_finished for group in self._store.groups())
+        seconds = [group.finished_at - group.started_at for group in groups if group.finished_at is not None]
+        times = {"avg": np.mean(seconds), "max": max(seconds), "min": min(seconds)}
+        times |= {f"tp{share}": np.percentile(seconds, share) for share in (50, 95, 99)}
+        stale = sum(self._steps - 1 > group.version for group in groups)
+        counts = {
+            "current_param_version": self._engine_steps // self._plan.sync_every,
+            "stale_trajectory_processed": self._n * stale,
+            "total_generated_samples": self._n * self._started,
+            "staleness_samples": self._n * len(self._store),
+            "dropped_stale_samples": self._n * self._dropped,
+        }
+        return {
+            **{f"fully_async/count/{name}": value for name, value in counts.items()},
+            **{f"fully_async/processing_time/{name}": float(value) for name, value in times.items()},
+            "training/off_policy/evicted_samples": self._n * len(dropped),
+            "async/groups/running": running,
+            "async/groups/finished": len(self._store) - running,
+        }
+
+    # ---- checkpoints ------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`ExperienceSource.state_dict`; prompts and responses themselves are in :meth:`pending`."""
+        counts = {"started": self._started, "dropped": self._dropped, "steps": self._steps, "updates": self._updates}
+        return counts | {"updates_of_version": list(self._updates_of_version.items())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See :meth:`ExperienceSource.load_state_dict`.
+
+        Raises:
+            CheckpointError: the checkpoint is of a run with another mode.
+        """
+        if "started" not in state:
+            raise CheckpointError(
+                "the checkpoint is of a run that sampled whole batches (trainer.v1.trainer_mode=sync), and this run "
+                "samples group by group. Resume with the mode of the checkpoint."
+            )
+        self._started, self._dropped = state["started"], state["dropped"]
+        self._steps = self._engine_steps = state["steps"]
+        self._updates = state["updates"]
+        self._updates_of_version = dict(state["updates_of_version"])
+
+    def pending(self) -> Deferred[Mapping[str, DataProto]]:
+        """See :meth:`ExperienceSource.pending`: finished groups with their responses, the prompts of all others."""
+        groups = self._store.groups()
+        finished = [group for group in groups if group.is_finished]
+        for group in finished:
+            group.hold()
+        batches: dict[str, DataProto] = {}
+        self._add(batches, "prompts", groups, [group.prompts for group in groups])
+        self._add(batches, "responses", finished, [group.responses.result() for group in finished])
+        if self._waiting:
+            batches["waiting"] = DataProto.concat(list(self._waiting))
+        return Deferred.of(batches)
+
+    def _add(
+        self, batches: dict[str, DataProto], name: str, groups: Sequence[Group], parts: Sequence[DataProto]
+    ) -> None:
+        if parts:
+            about = [[group.index, group.version, len(part)] for group, part in zip(groups, parts, strict=True)]
+            batches[name] = _joined(parts).with_meta_info({_ABOUT: about})
+
+    def load_pending(self, batches: Mapping[str, DataProto]) -> None:
+        """See :meth:`ExperienceSource.load_pending`; groups without responses are drawn anew."""
+        if "waiting" in batches:
+            waiting = batches["waiting"]
+            self._waiting = deque(waiting.select_idxs([row]) for row in range(len(waiting)))
+        responses = {index: part for index, _, part in self._parts(batches, "responses")}
+        for index, version, prompts in self._parts(batches, "prompts"):
+            group = Group(index, prompts, version)
+            if index in responses:
+                group.responses.set_result(responses[index])
+                self._store.add(group)
+            else:
+                self._begin(group)
+
+    def _parts(self, batches: Mapping[str, DataProto], name: str) -> Iterator[tuple[int, int, DataProto]]:
+        if name not in batches:
+            return
+        batch = batches[name]
+        about, start = batch.meta_info[_ABOUT], 0
+        for index, version, rows in about:
+            yield index, version, batch.slice(start, start + rows).with_meta_info({})
+            start += rows
+
+
+def _admissions(plan: AsyncPlan, batch_size: int) -> tuple[Admission, Admission]:
+    """Return the rule by which groups start, whose versions are transfers of weights, and that of a step's choice."""
+    between = plan.sync_every * batch_size
+    if plan.volume is not None:
+        starts = Admission.by_volume(batch_size, 1, plan.sync_every, plan.volume)
+    else:
+        ahead = plan.warmup_batches * batch_size
+        if plan.bound is not None:
+            ahead = min(ahead, (plan.bound + 1 - plan.sync_every) * batch_size)
+        starts = Admission(between, ahead, None)
+    return starts, Admission(batch_size, 0, plan.bound)
+
+
+def _admissions(plan: AsyncPlan, batch_size: int) -> tuple[Admission, Admission]:
+    """Return the rule by which groups start, whose versions are transfers of weights, and that of a step's choice."""
+    between = plan.sync_every * batch_size
+    if plan.volume is not None:
+        starts = Admission.by_volume(batch_size, 1, plan.sync_every, plan.volume)
+    else:
+        ahead = plan.warmup_batches * batch_size
+        if plan.bound is not None:
+            ahead = min(ahead, (plan.bound + 1 - plan.sync_every) * batch_size)
+        starts = Admission(between, ahead, None)
+    return starts, Admission(batch_size, 0, plan.bound)
+
+
+def _finished(responses: DataProto) -> Future[DataProto]:
+    future: Future[DataProto] = Future()
+    future.set_result(responses)
+    return future
+
+
+def _joined(parts: Sequence[DataProto]) -> DataProto:
+    """Concatenate batches of groups; a column of objects that some lack is None there."""
+    names = {name: None for part in parts for name in part.non_tensor_batch}
+    complete = [
+        part
+        | DataProto.from_dict(
+            non_tensors={name: np.full(len(part), None) for name in names if name not in part.non_tensor_batch}
+        )
+        for part in parts
+    ]
+    return DataProto.concat(fill_column(complete, "routed_experts", unknown))

@@ -1,0 +1,128 @@
+"""Prompt groups that were started and that no step has trained on yet, and the choice of those that a step takes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from verl.experience.admission import Admission
+from verl.protocol import DataProto
+
+
+@dataclass(eq=False)
+class Group:
+    """The samples of one prompt, under way or finished."""
+
+    index: int
+    """Its place in the order in which prompts were started, from 0."""
+    prompts: DataProto
+    """A row for each sample, named, without ``meta_info``."""
+    version: int
+    """Updates of the policy before the weights that began it."""
+    responses: Future[DataProto] = field(default_factory=Future)
+    """A row for each sequence, without the columns of the prompts."""
+    started_at: float = field(default_factory=time.monotonic)
+    finished_at: float | None = None
+
+    _is_held: bool = False
+
+    def hold(self) -> None:
+        """Copy the responses of a finished group to this process, because those that have them may end before a step.
+
+        Does nothing if they are here.
+        """
+        if not self._is_held:
+            responses, self.responses = self.responses.result(), Future()
+            self.responses.set_result(copy_to_driver(responses))
+            self._is_held = True
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all of its samples are there."""
+        return self.finished_at is not None
+
+
+class GroupStore:
+    """Groups that were started and not trained on yet; its methods may be called by any thread.
+
+    Args:
+        admission: which of the finished groups a step takes, with versions counted in updates of the policy.
+        drops: whether groups that become too old are dropped (:meth:`drop_late`) instead of waited for.
+    """
+
+    def __init__(self, admission: Admission, drops: bool = False) -> None:
+        self._admission, self._drops = admission, drops
+        self._groups: dict[int, Group] = {}
+        self._finished_order: list[int] = []
+        self.changed = threading.Condition()
+        """Notified when a group is finished or has failed."""
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, group: Group) -> None:
+        """Keep a group until a step takes it."""
+        with self.changed:
+            self._groups[group.index] = group
+        group.responses.add_done_callback(lambda done: self._note_end(group, done))
+
+    def _note_end(self, group: Group, done: Future[DataProto]) -> None:
+        with self.changed:
+            if not done.cancelled() and done.exception() is None:
+                group.finished_at = time.monotonic()
+                self._finished_order.append(group.index)
+            self.changed.notify_all()
+
+    def groups(self) -> list[Group]:
+        """Return all groups, in the order in which they were started."""
+        with self.changed:
+            return [self._groups[index] for index in sorted(self._groups)]
+
+    def raise_failure(self) -> None:
+        """Raise the error of a group that has failed, if there is one."""
+        for group in self.groups():
+            if group.responses.done() and not group.responses.cancelled():
+                group.responses.result()
+
+    def choice(self, updates: int) -> list[Group] | None:
+        """Return the groups that the next step trains on, in the order of their start; None if it must wait.
+
+        Args:
+            updates: updates of the policy so far.
+        """
+        with self.changed:
+            finished = [self._groups[index] for index in self._finished_order]
+            running = Counter(group.version for group in self._groups.values() if not group.is_finished)
+            chosen = self._admission.next_batch(
+                updates, {} if self._drops else running, [group.version for group in finished]
+            )
+            if chosen is None:
+                return None
+            return sorted((finished[position] for position in chosen), key=lambda group: group.index)
+
+    def take(self, groups: Iterable[Group]) -> None:
+        """Forget groups, because a step trains on them."""
+        with self.changed:
+            for group in groups:
+                del self._groups[group.index]
+            self._finished_order = [index for index in self._finished_order if index in self._groups]
+
+    def drop_late(self, updates: int) -> list[Group]:
+        """Forget and return the groups that have become too old, if such are dropped."""
+        limit = self._admission.max_staleness
+        late = [
+            group for group in self.groups() if self._drops and limit is not None and updates - group.version > limit
+        ]
+        self.take(late)
+        return late
+
+
+def copy_to_driver(batch: DataProto) -> DataProto:
+    """Return the batch with all columns in this process."""
+    return DataProto.from_dict(
+        tensors=dict(batch.batch.items()), non_tensors=batch.non_tensor_batch, meta_info=batch.meta_info
+    )
