@@ -33,12 +33,21 @@ class FragileTrainer(PPOTrainer):
 
     kills: ClassVar[list[str]] = []
 
+    def start_workers(self) -> None:
+        super().start_workers()
+        groups = {"policy": self.policy_workers, "rollout": self.rollout_workers}
+        # Ranks that serve answer no call.
+        self.pids = {name: pid_of(group.workers[0]) for name, group in groups.items()}
+
     def report(self, *args: Any) -> None:
         super().report(*args)
         if self.global_steps == 2:
             for name in [self.kills.pop() for _ in list(self.kills)]:
-                group = {"policy": self.policy_workers, "rollout": self.rollout_workers}[name]
-                os.kill(ray.get(group.workers[0].__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
+                os.kill(self.pids[name], signal.SIGKILL)
+
+
+def pid_of(worker: Any) -> int:
+    return ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))
 
 
 class FragileRunner(TaskRunner):
