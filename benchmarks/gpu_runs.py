@@ -16,6 +16,7 @@ offload   weights, gradients and moments leave the device between phases
 agents    conversations with a tool
 megatron  ``strategy=megatron`` on one rank
 lag       responses sampled one step ahead (``trainer.async.lag=1``)
+colocate  stragglers go on in the next step (``trainer.v1.trainer_mode=colocate_async``)
 doctor    ``verl doctor``
 large     two steps of GRPO of a model with the shape of Qwen3-0.6B, 256 responses of 512 tokens, alone on the device;
           prints its log and the seconds of each step as they come
@@ -259,6 +260,7 @@ RUNS: dict[str, Any] = {
     "agents": conversations,
     "megatron": plain("megatron", ARR__actor__strategy="megatron"),
     "lag": plain("lag", trainer__async__lag=1),
+    "colocate": plain("colocate", trainer__v1__trainer_mode="colocate_async"),
     "doctor": doctor,
 }
 ALONE = {"large": large}

@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from verl.experience.admission import Admission
-from verl.experience.store import Group, GroupStore
+from verl.experience.store import GroupStore, PromptGroup
 from verl.protocol import DataProto
 
 NOTHING = DataProto()
 
 
-def started(store: GroupStore, *versions: int) -> list[Group]:
-    groups = [Group(len(store) + index, NOTHING, version) for index, version in enumerate(versions)]
+def started(store: GroupStore, *versions: int) -> list[PromptGroup]:
+    groups = [PromptGroup(len(store) + index, NOTHING, version) for index, version in enumerate(versions)]
     for group in groups:
         store.add(group)
     return groups
 
 
-def indices(groups: list[Group] | None) -> list[int] | None:
+def indices(groups: list[PromptGroup] | None) -> list[int] | None:
     return None if groups is None else [group.index for group in groups]
 
 

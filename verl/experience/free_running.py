@@ -42,7 +42,7 @@ from verl.experience.replay import record
 from verl.experience.rewards import RewardRecord
 from verl.experience.sequences import with_prompts
 from verl.experience.source import Experience, ExperienceSource
-from verl.experience.store import Group, GroupStore
+from verl.experience.store import GroupStore, PromptGroup
 from verl.experience.workers import CurrentWorkers
 from verl.protocol import DataProto
 from verl.protocol.rows import fill_column
@@ -172,16 +172,16 @@ class FreeRunning(ExperienceSource):
             step, row = divmod(self._started, self._batch_size)
             # The names are those of a run without asynchronous sampling.
             named = repeat_prompts(name_groups(self._waiting.popleft(), step + 1, row), self._n)
-            self._begin(Group(self._started, named.with_meta_info({}), self._engine_steps))
+            self._begin(PromptGroup(self._started, named.with_meta_info({}), self._engine_steps))
             self._started += 1
 
-    def _begin(self, group: Group) -> None:
+    def _begin(self, group: PromptGroup) -> None:
         step = group.index // self._batch_size + 1
         prompts = group.prompts.with_meta_info({"global_steps": step, "validate": False})
         group.responses = self._agents().submit(prompts)
         self._store.add(group)
 
-    def _wait_for_groups(self, step: int) -> list[Group]:
+    def _wait_for_groups(self, step: int) -> list[PromptGroup]:
         self._wait = _Wait(step)
         if self._pool is not None:
             self._serve(self._pool)
@@ -270,7 +270,7 @@ class FreeRunning(ExperienceSource):
 
     # ---- batches ----------------------------------------------------------------------------------
 
-    def _join(self, group: Group) -> DataProto:
+    def _join(self, group: PromptGroup) -> DataProto:
         return with_prompts(group.prompts.select(batch_keys=[]), group.responses.result()).with_meta_info({})
 
     def _note_version(self) -> None:
@@ -287,7 +287,7 @@ class FreeRunning(ExperienceSource):
                 behind[versions == version] = self._updates - self._updates_of_version[version]
         return batch | DataProto.from_dict(tensors={"updates_behind": behind})
 
-    def _measure(self, groups: Sequence[Group], dropped: Sequence[Group]) -> Metrics:
+    def _measure(self, groups: Sequence[PromptGroup], dropped: Sequence[PromptGroup]) -> Metrics:
         """Metrics of the queue, under the public names of V1 and fully_async."""
         running = sum(not group.is_finished for group in self._store.groups())
         seconds = [group.finished_at - group.started_at for group in groups if group.finished_at is not None]
@@ -346,7 +346,7 @@ class FreeRunning(ExperienceSource):
         return Deferred.of(batches)
 
     def _add(
-        self, batches: dict[str, DataProto], name: str, groups: Sequence[Group], parts: Sequence[DataProto]
+        self, batches: dict[str, DataProto], name: str, groups: Sequence[PromptGroup], parts: Sequence[DataProto]
     ) -> None:
         if parts:
             about = [[group.index, group.version, len(part)] for group, part in zip(groups, parts, strict=True)]
@@ -359,7 +359,7 @@ class FreeRunning(ExperienceSource):
             self._waiting = deque(waiting.select_idxs([row]) for row in range(len(waiting)))
         responses = {index: part for index, _, part in self._parts(batches, "responses")}
         for index, version, prompts in self._parts(batches, "prompts"):
-            group = Group(index, prompts, version)
+            group = PromptGroup(index, prompts, version)
             if index in responses:
                 group.responses.set_result(responses[index])
                 self._store.add(group)

@@ -14,7 +14,7 @@ from verl.protocol import DataProto
 
 
 @dataclass(eq=False)
-class Group:
+class PromptGroup:
     """The samples of one prompt, under way or finished."""
 
     index: int
@@ -56,7 +56,7 @@ class GroupStore:
 
     def __init__(self, admission: Admission, drops: bool = False) -> None:
         self._admission, self._drops = admission, drops
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, PromptGroup] = {}
         self._finished_order: list[int] = []
         self.changed = threading.Condition()
         """Notified when a group is finished or has failed."""
@@ -64,20 +64,20 @@ class GroupStore:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def add(self, group: Group) -> None:
+    def add(self, group: PromptGroup) -> None:
         """Keep a group until a step takes it."""
         with self.changed:
             self._groups[group.index] = group
         group.responses.add_done_callback(lambda done: self._note_end(group, done))
 
-    def _note_end(self, group: Group, done: Future[DataProto]) -> None:
+    def _note_end(self, group: PromptGroup, done: Future[DataProto]) -> None:
         with self.changed:
             if not done.cancelled() and done.exception() is None:
                 group.finished_at = time.monotonic()
                 self._finished_order.append(group.index)
             self.changed.notify_all()
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[PromptGroup]:
         """Return all groups, in the order in which they were started."""
         with self.changed:
             return [self._groups[index] for index in sorted(self._groups)]
@@ -88,7 +88,7 @@ class GroupStore:
             if group.responses.done() and not group.responses.cancelled():
                 group.responses.result()
 
-    def choice(self, updates: int) -> list[Group] | None:
+    def choice(self, updates: int) -> list[PromptGroup] | None:
         """Return the groups that the next step trains on, in the order of their start; None if it must wait.
 
         Args:
@@ -104,14 +104,14 @@ class GroupStore:
                 return None
             return sorted((finished[position] for position in chosen), key=lambda group: group.index)
 
-    def take(self, groups: Iterable[Group]) -> None:
+    def take(self, groups: Iterable[PromptGroup]) -> None:
         """Forget groups, because a step trains on them."""
         with self.changed:
             for group in groups:
                 del self._groups[group.index]
             self._finished_order = [index for index in self._finished_order if index in self._groups]
 
-    def drop_late(self, updates: int) -> list[Group]:
+    def drop_late(self, updates: int) -> list[PromptGroup]:
         """Forget and return the groups that have become too old, if such are dropped."""
         limit = self._admission.max_staleness
         late = [
