@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
@@ -66,16 +68,13 @@ ENOUGH_S = 120.0
 class Run:
     """A manager, and the ranks of a policy whose weights a test replaces."""
 
-    def __init__(self, folder: Path, controller: str, agent: str) -> None:
+    def __init__(self, folder: Path, controller: str, **agent: object) -> None:
         self.folder = folder
         (folder / "loop.py").write_text(LOOP)
         (folder / "loops.yaml").write_text(f"- {{name: twice, _target_: Twice, path: {folder}/loop.py}}\n")
         key = "actor_rollout_ref__rollout__agent__"
-        settings = {
-            f"{key}agent_loop_config_path": folder / "loops.yaml",
-            f"{key}default_agent_loop": agent,
-            f"{key}num_workers": 2,
-            f"{key}hang_timeout_s": 10,
+        of_agents = {"agent_loop_config_path": folder / "loops.yaml", "num_workers": 2, "hang_timeout_s": 10} | agent
+        settings = {f"{key}{name}": value for name, value in of_agents.items()} | {
             "actor_rollout_ref__rollout__name": "native",
             "trainer__controller": controller,
         }
@@ -103,13 +102,12 @@ class Run:
         self.manager.serve_until(self.group, lambda: all(future.done() for future in futures) or time.monotonic() > end)
         assert all(future.done() for future in futures)
 
-    def reaches(self, running: int, in_tools: int, waiting_requests: int) -> None:
+    def reaches(self, **wanted: int) -> None:
         """Wait for this progress."""
         end = time.monotonic() + ENOUGH_S
-        wanted = running, in_tools, waiting_requests
         while time.monotonic() < end:
             now = self.manager.progress()
-            if (now.running, now.in_tools, now.waiting_requests) == wanted:
+            if {name: getattr(now, name) for name in wanted} == wanted:
                 return
             time.sleep(0.02)
         raise AssertionError(f"{now}, not {wanted}")
@@ -150,8 +148,8 @@ def tokens(*batches: DataProto) -> list[list[int]]:
 
 
 @contextmanager
-def run_of(folder: Path, controller: str, agent: str = "twice") -> Iterator[Run]:
-    run = Run(folder, controller, agent)
+def run_of(folder: Path, controller: str, agent: str = "twice", **settings: object) -> Iterator[Run]:
+    run = Run(folder, controller, default_agent_loop=agent, **settings)
     try:
         yield run
     finally:
@@ -173,10 +171,10 @@ def test_groups_go_on_with_the_next_weights_and_draw_what_they_draw_together(
         run.serve(futures[0])
         run.manager.serve_until(run.group, lambda: len(run.turns("waits")) == 3 * N)
         assert [future.done() for future in futures] == [True, False, False, False]
-        run.reaches(3 * N, in_tools=3 * N, waiting_requests=0)
+        run.reaches(running=3 * N, in_tools=3 * N, waiting_requests=0)
         run.manager.cancel(futures[3:])
         (tmp_path / "go").touch()  # tools end while the engines sleep, and their requests wait
-        run.reaches(2 * N, in_tools=0, waiting_requests=2 * N)
+        run.reaches(running=2 * N, in_tools=0, waiting_requests=2 * N)
         # A batch in between, as validation is: those under way are served beside it.
         between = run.manager.generate_sequences(rows(("1", "c")))
         assert tokens(between) == tokens(alone)[:N]
@@ -208,6 +206,55 @@ def test_groups_go_on_with_the_next_weights_and_draw_what_they_draw_together(
         run.manager.serve_until(run.group, lambda: len(run.turns("waits_to_the_end")) == N)
     with pytest.raises(CancelledError):
         left.result(10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_processes_that_are_lost_in_a_round_and_between_two_are_replaced(
+    number: signal.Signals, tmp_path: Path, ray_cluster: None
+) -> None:
+    with run_of(tmp_path, "ray") as run:
+        groups = [(str(uid), "waits") for uid in range(1, 5)]
+        alone = run.manager.generate_sequences(rows(*((uid, "a") for uid, _ in groups)))
+        futures = [run.submit(*group) for group in groups]
+        run.manager.serve_until(run.group, lambda: len(run.turns("waits")) == 4 * N)
+        first = run.turns("waits")
+        assert len(set(first)) == 2
+        os.kill(first[0], number)  # while the engines sleep
+        lost = first.count(first[0])
+        # What it ran is begun again, and waits for an engine.
+        run.reaches(running=4 * N - lost, placeless=lost)
+        assert run.turns("waits") == first
+        run.manager.serve_until(run.group, lambda: len(run.turns("waits")) == 4 * N + lost)
+        survivor = next(pid for pid in first if pid != first[0])
+        others = first.count(survivor)
+
+        def is_enough() -> bool:
+            if not hit:
+                hit.append(survivor)
+                os.kill(survivor, number)  # while they serve
+            return len(run.turns("waits")) == 4 * N + lost + others
+
+        hit: list[int] = []
+        run.manager.serve_until(run.group, is_enough)
+        (tmp_path / "go").touch()
+        run.serve(*futures)
+        batches = [future.result() for future in futures]
+        assert tokens(*batches) == tokens(alone)
+        assert {status for batch in batches for status in batch.non_tensor_batch["trajectory_status"]} == {"done"}
+        assert len(run.turns("waits")) == 4 * N + lost + others  # nothing else was begun again
+
+
+def test_time_in_which_a_request_waits_for_sleeping_engines_is_not_counted(tmp_path: Path) -> None:
+    with run_of(tmp_path, "local", trajectory_timeout_s=3) as run:
+        waits = run.submit("1", "a")
+        works = run.submit("2", "waits")
+        run.manager.serve_until(run.group, lambda: len(run.turns("waits")) == N)
+        late = run.submit("3", "a")
+        time.sleep(3.5)
+        run.serve(waits, works, late)
+        statuses = [future.result().non_tensor_batch["trajectory_status"].tolist() for future in (waits, works, late)]
+        assert statuses == [["done"] * N, ["timeout"] * N, ["done"] * N]
 
 
 @pytest.mark.parametrize("controller", CONTROLLERS)

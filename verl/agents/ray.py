@@ -153,7 +153,8 @@ class WorkerActor(RouterActor):
 
     async def report(self) -> tuple[int, TrajectoryProgress]:
         """Return the number of threads that do not end, and what the trajectories are doing."""
-        return self._worker.abandoned, self._worker.progress(self.router.waiting)
+        progress = self._worker.progress(self.router.waiting)
+        return self._worker.abandoned, replace(progress, placeless=len(self._under_way) - progress.running)
 
 
 class RayAgents:

@@ -140,7 +140,7 @@ class TrajectoryProgress:
     at_engines: int = 0
     """Those of them with a request under way, whether an engine draws it, or it waits for one."""
     placeless: int = 0
-    """Trajectories that wait for a place."""
+    """Trajectories that wait for a place, or in a new process for the first engines."""
     waiting_requests: int = 0
     """Requests that no engine has: engines sleep, or have no room."""
     oldest_s: float = 0.0
