@@ -30,7 +30,7 @@ def asynchronous(config: PPOConfig) -> Iterator[Problem]:
             "interrupted response is computed again, in one pass, and each token keeps the log-prob it was drawn with"
         )
         yield Problem("trainer.async.keep_kv_cache", True, cause, "false")
-    hybrid, is_hybrid = "actor_rollout_ref.hybrid_engine", config.actor_rollout_ref.get("hybrid_engine", True)
+    hybrid, is_hybrid = "actor_rollout_ref.hybrid_engine", config.actor_rollout_ref.hybrid_engine
     if plan.mode == "sync" and not is_hybrid:
         cause = "ranks that sample and ranks that train wait for each other in every step"
         remedy = "set trainer.async.lag=1, so that both work at once, or hybrid_engine=true"
@@ -52,6 +52,9 @@ def asynchronous(config: PPOConfig) -> Iterator[Problem]:
     if plan.mode == "colocated" and not is_hybrid:
         cause = f"with {MODE}={mode} the ranks that train sample too"
         yield Problem(hybrid, False, cause, "true", f"set it to true, or {MODE}=separate_async")
+    if plan.mode == "separate" and is_hybrid:
+        cause = f"with {MODE}={mode} other ranks sample than those that train"
+        yield Problem(hybrid, True, cause, "false", f"leave it out, or set {MODE}=colocate_async")
     if plan.mode == "separate":
         yield from _separate(config, plan)
 
