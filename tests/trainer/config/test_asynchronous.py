@@ -14,6 +14,7 @@ MODE = "trainer.v1.trainer_mode"
 SEPARATE = {
     MODE: "separate_async",
     "trainer.v1.separate_async.parameter_sync_step": 2,
+    "actor_rollout_ref.rollout.nnodes": 1,
 }
 
 
@@ -126,6 +127,16 @@ def test_a_run_says_its_mode_its_bound_and_its_ratio(run: Run, changes: dict[str
         put(tree, key, value)
     [sentence] = described_mode(load_config(tree, PPOConfig, with_rules=False))
     assert said in sentence
+
+
+def test_separate_sampling_has_ranks_of_its_own_without_being_told(run: Run):
+    tree: dict[str, Any] = {}
+    for key, value in (run.ppo | SEPARATE | {"data.gen_batch_size": 1}).items():
+        put(tree, key, value)
+    config = load_config(tree, PPOConfig, with_rules=False)
+    assert (config.actor_rollout_ref.hybrid_engine, config.data.gen_batch_size) == (False, None)
+    message = run.refusal({MODE: "colocate_async", "actor_rollout_ref.hybrid_engine": False})
+    assert f"with {MODE}=colocate_async the ranks that train sample too" in message
 
 
 def test_settings_of_another_mode_have_no_effect(run: Run, caplog: pytest.LogCaptureFixture):

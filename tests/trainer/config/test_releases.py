@@ -17,7 +17,12 @@ from verl.trainer.config.load import load_config
 from verl.trainer.config.overrides import keys_set
 from verl.trainer.config.translate import Translator
 
-ROOTS = {"ppo_trainer": PPOConfig, "ppo_megatron_trainer": PPOConfig, "sft_trainer_engine": SFTConfig}
+ROOTS = {
+    "ppo_trainer": PPOConfig,
+    "ppo_megatron_trainer": PPOConfig,
+    "fully_async_ppo_trainer": PPOConfig,
+    "sft_trainer_engine": SFTConfig,
+}
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 

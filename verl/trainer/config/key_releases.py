@@ -220,6 +220,10 @@ RETIRED: tuple[Retired, ...] = (
     Retired(f"{_SKIP}._target_", "a section has its own class", (), refused=False, part=True),
     Retired("skip._target_", "a section has its own class", (), refused=False, part=True),
     # fully_async_main
+    *_told(
+        "actor_rollout_ref.rollout.gpu_memory_utilization counts on ranks of their own too",
+        {"actor_rollout_ref.rollout.standalone_gpu_memory_utilization": None},
+    ),
     *_told("validation is sampled by the rollout engines", {"async_training.use_trainer_do_validate": False}),
     *_refused(
         "ranks do not change between training and sampling; leave it false",
