@@ -21,7 +21,6 @@ rank is.
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 import threading
 import uuid
@@ -41,6 +40,7 @@ from verl.agents.slots import SlotTable, count_by
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryProgress, TrajectoryResult
 from verl.base.import_utils import prepare_process
 from verl.config import PPOConfig
+from verl.errors import WorkerError
 from verl.protocol import DataProto
 from verl.serving.ray import ImageConnection, RaySession, RouterActor
 from verl.single_controller.ray.watched_actor import WatchedActor
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
     from verl.single_controller.base.worker_group import WorkerGroup
-
-logger = logging.getLogger(__name__)
 
 
 class AgentRouter(RouterActor):
@@ -173,6 +171,7 @@ class RayAgents:
         """Held by a thread that changes the session: the one that serves, or one that replaces a worker."""
         self._processes: dict[WatchedActor, tuple[str, int]] = {}
         """The name of each worker's process, and the number of its router."""
+        self._is_over = False
         self._polling = Polling()
         self.thread = LoopThread("agent loops")
         self._workers = AgentProcesses(rollout, self._started, self._joined, self._ended)
@@ -217,6 +216,8 @@ class RayAgents:
     def _started(self) -> WatchedActor:
         """Start a worker, which takes trajectories at once, and begins them when it has joined the session."""
         with self._session_lock:
+            if self._is_over:
+                raise WorkerError("the agent loops have been shut down.")
             router, index = self._session.router.actor, self._session.new_index()
         limit_s = self._config.actor_rollout_ref.rollout.agent.hang_timeout_s
         process = uuid.uuid4().hex
@@ -249,6 +250,7 @@ class RayAgents:
         """End all processes, and cancel what runs; there can be no later :meth:`run`."""
         self.thread.stop()
         with self._session_lock:
+            self._is_over = True
             workers = list(self._processes)
             self._processes.clear()
             if ray.is_initialized():

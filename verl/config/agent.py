@@ -91,7 +91,7 @@ class AgentLoopConfig(BaseConfig):
     max_concurrent: int = setting(256, ge=1)
     """Maximum number of trajectories that one process runs at once; each has its own thread."""
     trajectory_timeout_s: float = setting(1800.0, gt=0)
-    """Time limit of a trajectory, in seconds."""
+    """Time limit of a trajectory, in seconds; time in which it waits for engines that sleep does not count."""
     tool_timeout_s: float = setting(60.0, gt=0)
     """Time limit of one call of a tool, a simulated user or an environment, in seconds."""
     hang_timeout_s: float = setting(120.0, gt=0)
