@@ -16,8 +16,8 @@ Mode = Literal["sync", "lag", "colocated", "separate"]
 class AsyncPlan:
     """When samples are drawn, with which weights, and how old they may become.
 
-    A version of the weights is one that the rollout engines had. The age of a sample is the number of versions between
-    the one that drew its first token and the newest at the step that trains on it; 0 if they are the same.
+    The age of a sample is the number of updates of the policy between the weights that drew its first token and the
+    step that trains on it; 0 if the step trains on samples of the newest weights.
     """
 
     mode: Mode

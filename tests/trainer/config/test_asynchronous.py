@@ -85,6 +85,13 @@ def test_what_needs_whole_batches_is_refused(run: Run, key: str, value: Any, sai
     assert said in message
 
 
+def test_steps_between_two_transfers_keep_the_bound(run: Run):
+    changes = {"trainer.async.sync_every": 4, "trainer.v1.sampler.max_off_policy_threshold": 2}
+    message = run.refusal(SEPARATE | changes)
+    assert "the last of 4 steps between two transfers trains on samples of weights that are 3 updates old" in message
+    assert "set it to 3, or trainer.v1.sampler.max_off_policy_threshold=3" in message
+
+
 def test_one_process_has_no_second_pool(run: Run):
     message = run.refusal(SEPARATE | {"trainer.controller": "local", "trainer.n_gpus_per_node": 1})
     assert "needs ranks that train and ranks that sample" in message
@@ -113,7 +120,7 @@ def test_no_engine_keeps_keys_and_values_of_earlier_weights(run: Run):
         ),
         (
             {MODE: "colocate_async"},
-            "at most 8 versions old (trainer.v1.sampler.max_off_policy_threshold=8): a step waits",
+            "at most 8 updates old (trainer.v1.sampler.max_off_policy_threshold=8): a step waits",
         ),
         (
             SEPARATE | {"trainer.async.volume": 0.5, "algorithm.rollout_correction.bypass_mode": True},

@@ -80,7 +80,7 @@ def described_mode(config: PPOConfig) -> list[str]:
             "wait": "a step waits for groups that are so old",
         }[plan.strategy]
         age = (
-            f"{MODE}={v1.trainer_mode}: a step trains on samples of weights that are at most {plan.bound} versions old "
+            f"{MODE}={v1.trainer_mode}: a step trains on samples of weights that are at most {plan.bound} updates old "
             f"(trainer.v1.sampler.max_off_policy_threshold={plan.bound}): {how}"
         )
     if correction.bypass_mode and correction.loss_type == "ppo_clip":
@@ -106,6 +106,14 @@ def _separate(config: PPOConfig, plan: AsyncPlan) -> Iterator[Problem]:
         if plan.batch_prompts % mini_batch == 0:
             remedy += f", or {key}={plan.batch_prompts // mini_batch}"
         yield Problem("data.train_batch_size", plan.batch_prompts, cause, str(wanted), remedy)
+    if plan.bound is not None and plan.sync_every > plan.bound + 1:
+        key, sampler = "trainer.async.sync_every", "trainer.v1.sampler.max_off_policy_threshold"
+        cause = (
+            f"the last of {plan.sync_every} steps between two transfers trains on samples of weights that are "
+            f"{plan.sync_every - 1} updates old, and {sampler}={plan.bound} allows {plan.bound}"
+        )
+        remedy = f"set it to {plan.bound + 1}, or {sampler}={plan.sync_every - 1}"
+        yield Problem(key, plan.sync_every, cause, f"<= {plan.bound + 1}", remedy)
     if config.trainer.controller == "local":
         cause = (
             f"it runs one rank in this process, and {MODE}=separate_async needs ranks that train and ranks that sample"
