@@ -16,13 +16,14 @@ import argparse
 import heapq
 import json
 import math
-import random
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
+
+import numpy as np
 
 from verl.experience.admission import Admission
 
@@ -71,14 +72,15 @@ class Trace:
         """Seconds to train on responses of mean length, without the pass for old log-probs if ``bypass``."""
         return (1.0 if bypass else 1 + self.old_log_probs) * (self.train_fixed_s + self.train_rank_s / ranks)
 
-    def lengths(self, draw: random.Random) -> Iterator[list[int]]:
+    def lengths(self, seed: int) -> Iterator[list[int]]:
         """Lengths of the responses of one group after the other."""
+        draw = np.random.default_rng(seed)
         within, between = math.sqrt(1 - self.correlation), math.sqrt(self.correlation)
         center = math.log(self.mean) - self.sigma**2 / 2
         while True:
-            prompt = between * draw.gauss(0, 1)
-            drawn = (center + self.sigma * (prompt + within * draw.gauss(0, 1)) for _ in range(self.responses))
-            yield [max(1, min(self.limit, round(math.exp(value)))) for value in drawn]
+            of_group, of_responses = draw.standard_normal(), draw.standard_normal(self.responses)
+            drawn = np.exp(center + self.sigma * (between * of_group + within * of_responses))
+            yield drawn.round().clip(1, self.limit).astype(int).tolist()
 
 
 TRACES = {
@@ -128,6 +130,8 @@ class Schedule:
     """Discard groups older than ``staleness`` instead of waiting for them."""
     chunks: int = 1
     """Parts of a batch that are trained on as soon as they are complete; one version of weights for all."""
+    keeps_kv: bool = False
+    """Responses under way keep their keys and values when the weights change."""
     bypass: bool = False
     """No pass for old log-probs."""
 
@@ -135,6 +139,9 @@ class Schedule:
 SYNC = Schedule("sync, shared ranks", is_shared=True)
 LAG_2 = Schedule("lag 2, batches on 2 halves", by_batch=True, staleness=2, ahead=2, pools=2)
 LAG_4 = Schedule("lag 4, batches on 4 quarters", by_batch=True, staleness=4, ahead=4, pools=4)
+LAG_8 = Schedule("lag 8, batches on 8 eighths", by_batch=True, staleness=8, ahead=8, pools=8)
+FREE_8 = Schedule("free-running, age ≤ 8", staleness=8, ahead=8)
+FREE_8_KV = replace(FREE_8, name="free-running, age ≤ 8, keys and values kept", keeps_kv=True)
 FREE = Schedule("free-running, age ≤ 8, 2 batches ahead", staleness=8, ahead=2)
 SCHEDULES = (
     SYNC,
@@ -146,9 +153,11 @@ SCHEDULES = (
     Schedule("lag 4", by_batch=True, staleness=4, ahead=4),
     LAG_2,
     LAG_4,
+    LAG_8,
     Schedule("free-running, age ≤ 1", staleness=1, ahead=1),
     Schedule("free-running, age ≤ 4", staleness=4, ahead=4),
-    Schedule("free-running, age ≤ 8", staleness=8, ahead=8),
+    FREE_8,
+    FREE_8_KV,
     FREE,
     Schedule("dropping, age ≤ 1", staleness=1, ahead=1, drops=True),
 )
@@ -188,8 +197,13 @@ class Engine:
 
     def advance(self, now: float) -> None:
         """Generate until ``now``."""
-        rows, trace, elapsed = len(self.ends), self.trace, now - self.now
-        if rows and elapsed > 0:
+        elapsed = now - self.now
+        if elapsed <= 0:
+            return
+        self.now = now
+        rows = len(self.ends)
+        if rows:
+            trace = self.trace
             first = trace.read_s + trace.row_s * rows + trace.context_s * self.context
             growth = trace.context_s * rows
             tokens = 2 * elapsed / (first + math.sqrt(first * first + 2 * growth * elapsed))
@@ -197,12 +211,11 @@ class Engine:
             self.context += rows * tokens
             self.busy_s += elapsed
             self.response_s += rows * elapsed
-        self.now = max(self.now, now)
 
-    def pause(self, now: float, seconds: float) -> None:
-        """Stop from ``now`` on; afterwards compute the keys and values of all context again, with new weights."""
+    def pause(self, now: float, seconds: float, keeps_kv: bool) -> None:
+        """Stop from ``now`` on; afterwards compute the keys and values of all context again, unless they are kept."""
         self.advance(now)
-        self.now += seconds + self.context * self.trace.row_s
+        self.now += seconds + (0.0 if keeps_kv else self.context * self.trace.row_s)
 
 
 class Pool:
@@ -268,13 +281,14 @@ class Pool:
         heapq.heappush(self.counts, (len(engine.ends), index))
         self.total -= 1
         self.changed.add(index)
-        self._fill(now)
+        if self.queue:
+            self._fill(now)
         return group
 
-    def pause(self, now: float, seconds: float) -> None:
+    def pause(self, now: float, seconds: float, keeps_kv: bool = False) -> None:
         """Pause all engines."""
         for index, engine in enumerate(self.engines):
-            engine.pause(now, seconds)
+            engine.pause(now, seconds, keeps_kv)
             self.changed.add(index)
 
 
@@ -317,7 +331,7 @@ class Run:
         self.chunk = trace.prompts // schedule.chunks
         self.chunk_admission = self.admission if schedule.chunks == 1 else Admission(self.chunk, 0, None)
         self.pools = [Pool(trace, rollout_ranks // schedule.pools) for _ in range(schedule.pools)]
-        self.lengths = trace.lengths(random.Random(seed))
+        self.lengths = trace.lengths(seed)
         self.now = 0.0
         self.version = self.chunks = self.discarded_groups = 0
         self.started: list[Group] = []
@@ -338,17 +352,18 @@ class Run:
             if may_train and self.now >= self.trainer_at and not self.trains:
                 self._train()
                 may_train = False
-            pool = min(self.pools, key=Pool.next_end)
+            ends = [pool.next_end() for pool in self.pools]
+            end = min(ends)
             trainer_at = self.trainer_at if self.trains or self.trainer_at > self.now else math.inf
-            if trainer_at <= pool.next_end():
+            if trainer_at <= end:
                 self.now, may_train = trainer_at, True
                 if self.trains:
                     self._update()
                     if self.version == warm_up and not self.chunks:
                         before = self._totals()
             else:
-                self.now = pool.next_end()
-                may_train |= self._end_response(pool)
+                self.now = end
+                may_train |= self._end_response(self.pools[ends.index(end)])
         elapsed, training_s, busy_s, response_s = (
             after - first for after, first in zip(self._totals(), before, strict=True)
         )
@@ -374,6 +389,8 @@ class Run:
         )
 
     def _start_groups(self) -> None:
+        if not self.schedule.by_batch and self.pools[0].free < self.trace.responses:
+            return
         version = self.version
         capacity = self.admission.capacity(version, len(self.started) - self.discarded_groups)
         if self.schedule.by_batch:
@@ -413,7 +430,8 @@ class Run:
             if positions is None:
                 return
             chosen = [self.finished[position] for position in positions]
-            self.finished = [group for position, group in enumerate(self.finished) if position not in set(positions)]
+            gone = set(positions)
+            self.finished = [group for position, group in enumerate(self.finished) if position not in gone]
         self.trained += [(self.version, group) for group in chosen]
         tokens = sum(sum(group.lengths) for group in chosen) / (len(chosen) * trace.responses)
         seconds = trace.train_s(self.trainer_ranks, schedule.bypass) / schedule.chunks * tokens / trace.cut_mean
@@ -431,7 +449,7 @@ class Run:
         self.version += 1
         self.trainer_at += self.trace.switch_s if self.schedule.is_shared else self.trace.transfer_s
         if not self.schedule.is_shared and not self.schedule.by_batch:
-            self.pools[0].pause(self.now, self.trace.transfer_s)
+            self.pools[0].pause(self.now, self.trace.transfer_s, self.schedule.keeps_kv)
 
     def _end_response(self, pool: Pool) -> bool:
         """End the next response, and return whether it was the last one of its group."""
@@ -455,24 +473,36 @@ class Run:
         return self.now, self.training_s, busy_s, response_s
 
 
-def best(schedule: Schedule, trace: Trace, ranks: int, steps: int, warm_up: int) -> Result:
-    """Return the fastest of several splits of the ranks; on shared ranks there is none to choose."""
+COUNTED = 12
+"""Steps that are counted."""
+TRAINER_IS_BUSY = 0.9
+
+
+def simulate(schedule: Schedule, trace: Trace, trainer_ranks: int, rollout_ranks: int) -> Result:
+    """Simulate one split. The batches that start together at the beginning are over before counting starts."""
+    warm_up = 3 * (math.ceil(schedule.ahead) + 1)
+    return Run(schedule, trace, trainer_ranks, rollout_ranks).simulate(warm_up + COUNTED, warm_up)
+
+
+def best(job: tuple[Schedule, Trace, int]) -> Result:
+    """Return the fastest of several splits of the ranks; on shared ranks there is none to choose.
+
+    The splits, in sixteenths, are those of a bisection: if the trainer is busy nearly all the time, it gets more ranks.
+    """
+    schedule, trace, ranks = job
     if schedule.is_shared:
-        return Run(schedule, trace, ranks, ranks).simulate(steps, warm_up)
-    results: dict[int, Result] = {}
-    least = schedule.pools * trace.engine_ranks
-
-    def at(sixteenths: int) -> float:
-        if sixteenths not in results:
-            trainer = ranks * sixteenths // 16
-            results[sixteenths] = Run(schedule, trace, trainer, ranks - trainer).simulate(steps, warm_up)
-        return results[sixteenths].step_s
-
-    fastest = min((3, 6, 9), key=at)
-    for step in (2, 1, 1):
-        near = [split for split in (fastest - step, fastest, fastest + step) if 1 <= split <= 16 - 16 * least / ranks]
-        fastest = min(near, key=at)
-    return results[fastest]
+        return simulate(schedule, trace, ranks, ranks)
+    results: list[Result] = []
+    low, high = 1, 16 - math.ceil(16 * schedule.pools * trace.engine_ranks / ranks)
+    while low <= high:
+        sixteenths = (low + high) // 2
+        trainer = ranks * sixteenths // 16
+        results.append(simulate(schedule, trace, trainer, ranks - trainer))
+        if results[-1].training > TRAINER_IS_BUSY:
+            low = sixteenths + 1
+        else:
+            high = sixteenths - 1
+    return min(results, key=lambda result: result.step_s)
 
 
 PUBLISHED: tuple[tuple[str, Schedule, int | tuple[int, int], str], ...] = (
@@ -493,17 +523,12 @@ PUBLISHED: tuple[tuple[str, Schedule, int | tuple[int, int], str], ...] = (
     ("reasoning", SYNC, (128, 128), "590"),
     ("reasoning", AREAL, (32, 96), "213; 2.77"),
     ("reasoning", LAG_4, 128, ""),
-    ("reasoning", FREE, 128, ""),
+    ("reasoning", LAG_8, 128, ""),
+    ("reasoning", FREE_8, 128, ""),
+    ("reasoning", FREE_8_KV, 128, ""),
 )
 """Trace, schedule, ranks of trainer and rollout, published seconds of a step and speed against sync. With one number of
 ranks the best split is searched."""
-
-STEPS, WARM_UP = 30, 12
-
-
-def best_of(job: tuple[Schedule, Trace, int]) -> Result:
-    """Call :func:`best`, in a process of a pool."""
-    return best(*job, STEPS, WARM_UP)
 
 
 def table(results: list[tuple[Schedule, Result]]) -> str:
@@ -532,9 +557,9 @@ def published() -> str:
     sync_s = 0.0
     for name, schedule, split, figures in PUBLISHED:
         if isinstance(split, int):
-            result = best(schedule, TRACES[name], split, STEPS, WARM_UP)
+            result = best((schedule, TRACES[name], split))
         else:
-            result = Run(schedule, TRACES[name], *split).simulate(STEPS, WARM_UP)
+            result = simulate(schedule, TRACES[name], *split)
         sync_s = result.step_s if schedule is SYNC else sync_s
         speed = "" if schedule is SYNC else f"; {sync_s / result.step_s:.2f}"
         both = f"{result.trainer_ranks} : {result.rollout_ranks}"
@@ -575,7 +600,7 @@ def main() -> None:
     jobs = [(schedule, trace, ranks) for _, trace, ranks in cases for schedule in SCHEDULES]
     everything: dict[str, dict[str, dict[str, float]]] = {}
     with ProcessPoolExecutor() as processes:
-        results = processes.map(best_of, jobs)
+        results = processes.map(best, jobs)
         for title, _, _ in cases:
             rows = [(schedule, next(results)) for schedule in SCHEDULES]
             everything[title] = {schedule.name: asdict(result) for schedule, result in rows}

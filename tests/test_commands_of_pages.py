@@ -77,6 +77,7 @@ NOT_RUN = {
     "verl.model_merger": "needs a checkpoint; tests/model_merger makes one",
     "verl view": "serves until it is ended; tests/view starts it",
     "verl": "needs runs or models of the reader; tests/cli and tests/view run it on made-up ones",
+    "benchmarks.asynchronous_schedules": "takes half an hour; tests/benchmarks computes small cases by hand",
     "benchmarks.invariance": "trains in a dozen layouts; tests/trainer compares them, two at a time",
 }
 """Why the slow test leaves out the other commands, by the beginning of the program or module."""
