@@ -473,14 +473,14 @@ class Run:
         return self.now, self.training_s, busy_s, response_s
 
 
-COUNTED = 12
+COUNTED = 8
 """Steps that are counted."""
 TRAINER_IS_BUSY = 0.9
 
 
 def simulate(schedule: Schedule, trace: Trace, trainer_ranks: int, rollout_ranks: int) -> Result:
     """Simulate one split. The batches that start together at the beginning are over before counting starts."""
-    warm_up = 3 * (math.ceil(schedule.ahead) + 1)
+    warm_up = 2 * math.ceil(schedule.ahead) + 3
     return Run(schedule, trace, trainer_ranks, rollout_ranks).simulate(warm_up + COUNTED, warm_up)
 
 
@@ -493,7 +493,7 @@ def best(job: tuple[Schedule, Trace, int]) -> Result:
     if schedule.is_shared:
         return simulate(schedule, trace, ranks, ranks)
     results: list[Result] = []
-    low, high = 1, 16 - math.ceil(16 * schedule.pools * trace.engine_ranks / ranks)
+    low, high = 1, min(13, 16 - math.ceil(16 * schedule.pools * trace.engine_ranks / ranks))
     while low <= high:
         sixteenths = (low + high) // 2
         trainer = ranks * sixteenths // 16
