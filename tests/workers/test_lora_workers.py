@@ -22,6 +22,7 @@ from verl.workers.config import (
     RolloutConfig,
 )
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+from verl.workers.transfer import WeightTransfer
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +127,30 @@ def test_a_critic_learns_through_adapters_and_goes_on_from_them(path, tmp_path):
     model = replace(config.model, lora_rank=0, lora_adapter_path=str(tmp_path / "lora_adapter"))
     again = start(CriticWorker, config=replace(config, model=model)).compute_values(batch).batch["values"]
     assert_close(again, values, atol=1e-5, rtol=0)
+
+
+def test_adapters_alone_are_sent_to_ranks_that_hold_the_base(path):
+    lora = {"lora_rank": 4, "lora_alpha": 6, "dtype": "bf16"}  # the native engine computes adapters beside bf16
+    actor, both, alone = (policy(path, role, **lora) for role in ("actor", "actor_rollout", "rollout"))
+    transfer = WeightTransfer.of(actor.workers[0].config)
+    given = actor.workers[0].engine.adapted_weights()
+    base = sum(2 * tensor.numel() for _, tensor in given.base())
+    adapters = sum(tensor.nbytes for _, tensor in given.adapters())  # as they are trained
+    sizes, responses = [], []
+    for version in (1, 2):
+        for group in (actor, both):
+            group.workers[0].engine.model.apply(grow_adapters)
+            group.workers[0].engine.weight_version += 1
+        sizes.append(transfer.update(actor, alone, version)["weight_transfer/bytes_of_weights"])
+        expected, found = both.generate_sequences(prompts()), alone.generate_sequences(prompts())
+        for column in ("responses", "rollout_log_probs"):
+            assert torch.equal(expected.batch[column], found.batch[column])
+        responses.append(found.batch["rollout_log_probs"])
+    assert sizes == [base + adapters, adapters]
+    assert not torch.equal(*responses)
+
+
+def grow_adapters(module):
+    for parameter in module.parameters(recurse=False):
+        if parameter.requires_grad:
+            parameter.data.add_(0.01)

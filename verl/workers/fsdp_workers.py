@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ from verl.config import (
     UpdateConfig,
     local_copies,
 )
+from verl.config.rollout import OWN_ENGINES
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.single_controller.base.board import Board
@@ -35,6 +36,7 @@ from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.fsdp.model import pretrained_weights
 from verl.workers.losses import InterpolatedLoss, OwnForwardLoss, PolicyLoss, RecordedLoss, TokenRecord, ValueLoss
 from verl.workers.reward_input import RewardInput
+from verl.workers.rollout.adapted_layers import computes_adapters
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, Weights, get_rollout_class
 from verl.workers.rollout.engine_kwargs import applies_adapters
 from verl.workers.rollout.request_queue import EngineRequests, RequestQueue
@@ -192,11 +194,13 @@ class ActorRolloutRefWorker(EngineWorker):
         """
         engine, sender, rollout = self.trained, _present(self.sender, "actor"), self.config.rollout
         sections: Sections = {"merged": functools.partial(engine.weights_for_rollout, torch_dtype(rollout.dtype))}
-        if applies_adapters(rollout, self.config.model):
+        scales: Mapping[str, float] = {}
+        takes_adapters = computes_adapters if rollout.name in OWN_ENGINES else applies_adapters
+        if takes_adapters(rollout, self.config.model):
             adapted = engine.adapted_weights()
-            sections = {"base": adapted.base, "adapters": adapted.adapters}
+            sections, scales = {"base": adapted.base, "adapters": adapted.adapters}, adapted.scales
         with engine.eval_mode():
-            return sender.send(plan, sections)
+            return sender.send(plan, sections, scales)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, plan: TransferPlan, version: int) -> None:

@@ -64,7 +64,7 @@ class TransferReport:
     bytes_sent: int = 0
     """Bytes that each receiving machine was sent."""
     bytes_of_weights: int = 0
-    """Bytes of all weights whose values the receivers have afterwards."""
+    """Bytes of the weights that were given: all, or the adapters of a model whose base the receivers hold."""
     compared: int = 0
     """Elements that were compared with those sent before."""
     changed: int = 0

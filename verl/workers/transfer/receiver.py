@@ -82,6 +82,8 @@ class ReceivedWeights:
         self.digests: dict[str, str] = {}
         """Of the sections that are complete."""
         self._parts: dict[str, list[_ReceivedPart]] = {}
+        self._scales: dict[str, float] = {}
+        """Of adapters, by layer."""
         self._session = ""
         self._store: dist.Store | None = None
         self._transport: WeightTransport | None = None
@@ -100,9 +102,8 @@ class ReceivedWeights:
                 "no complete weights. Update them again before it samples."
             )
         if "adapters" in self._parts:
-            return AdaptedWeights(
-                functools.partial(self._tensors, "base"), functools.partial(self._tensors, "adapters")
-            )
+            base, adapters = (functools.partial(self._tensors, name) for name in ("base", "adapters"))
+            return AdaptedWeights(base, adapters, self._scales)
         return functools.partial(self._tensors, "merged")
 
     def _tensors(self, section: str) -> Iterator[tuple[str, Tensor]]:
@@ -163,7 +164,8 @@ class ReceivedWeights:
             self._transport.begin()
         of_machine = [rank for rank in range(len(plan.machines)) if plan.leader_of(rank) == leader]
         share = Share(of_machine.index(self._rank), len(of_machine))
-        names = link.read("sections")
+        sections = link.read("sections")
+        names, self._scales = sections["names"], sections["scales"]
         for name in names:
             self._receive_section(name, leader, share, link)
         if "merged" in names:

@@ -49,10 +49,16 @@ class WeightSender:
         self._served = self._served or serve_store(host)
         return self._served.port
 
-    def send(self, plan: TransferPlan, sections: Sections) -> TransferReport:
+    def send(self, plan: TransferPlan, sections: Sections, scales: Mapping[str, float] | None = None) -> TransferReport:
         """Send all sections that the receivers lack. Collective over the trainer's ranks.
 
-        ``base`` is sent only if the receivers do not hold it as it was last sent; other sections always are.
+        ``base`` is sent only if the receivers do not hold it as it was last sent; other sections always are. Adapters
+        keep their format, because engines that know no scale multiply by it before they round.
+
+        Args:
+            plan: of the transfer.
+            sections: what there is to send.
+            scales: of adapters, by layer; see :class:`~verl.workers.adapted_weights.AdaptedWeights`.
 
         Raises:
             RolloutError: a receiver refused or was lost, or there is no memory. All weights have been gathered then,
@@ -65,10 +71,10 @@ class WeightSender:
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)  # the connections may be those of a process that was lost
             if self._rank == 0:
-                report = self._send(plan, sections, link)
+                report = self._send(plan, sections, scales or {}, link)
             else:
                 report = TransferReport()
-                for name in link.read("sections"):
+                for name in link.read("sections")["names"]:
                     _finish(sections[name]())
             on_error.pop_all()
         return report
@@ -89,12 +95,14 @@ class WeightSender:
             self._transport = transport_class(self._config, plan.transport)(participant)
         self._session = plan.address.session
 
-    def _send(self, plan: TransferPlan, sections: Sections, link: Link) -> TransferReport:
+    def _send(self, plan: TransferPlan, sections: Sections, scales: Mapping[str, float], link: Link) -> TransferReport:
         assert self._transport is not None
         self._transport.link = link
         held = {name: digest for name, digest in plan.held.items() if self._digests.get(name) == digest}
         names = [name for name in sections if name != "base" or name not in held]
-        link.write("sections", names)  # the other ranks wait for it, whatever happens next
+        link.write(
+            "sections", {"names": names, "scales": dict(scales)}
+        )  # the other ranks wait for it, whatever happens next
         report = TransferReport()
         for name in names:
             weights = iter(sections[name]())
@@ -132,7 +140,8 @@ class WeightSender:
         assert self._transport is not None
         digest, index = hashlib.sha256(), 0
         bucket_bytes = self._config.update_weights_bucket_megabytes * _MIB
-        converted = ((weight, tensor.detach().to(self._dtype)) for weight, tensor in weights)
+        dtype = None if name == "adapters" else self._dtype
+        converted = ((weight, tensor.detach().to(dtype or tensor.dtype)) for weight, tensor in weights)
         for index, part in enumerate(self._transport.buffer(name).parts(converted, bucket_bytes), start=1):
             sent = self._transport.send(name, index - 1, part, is_held)
             message = {**part.description(), "checksums": dict(part.checksums), "sent": dict(sent.message)}
