@@ -49,20 +49,22 @@ class AsyncPlan:
         free_running = v1.trainer_mode != "sync"
         mode: Mode = "lag" if settings.lag else "sync"
         bound: int | None = settings.lag
-        volume, warmup_batches = None, settings.lag
+        volume, warmup_batches, sync_every = None, settings.lag, 1
         if free_running:
             mode = "colocated" if v1.trainer_mode == "colocate_async" else "separate"
             volume = settings.volume if mode == "separate" else None
+            sync_every = settings.sync_every if mode == "separate" else 1
             bound = v1.sampler.max_off_policy_threshold if volume is None else None
             warmup_batches = (v1.colocate_async if mode == "colocated" else v1.separate_async).num_warmup_batches
-            warmup_batches = warmup_batches if bound is None else min(warmup_batches, bound)
+            if bound is not None:  # a batch ahead of the next transfer becomes that much older
+                warmup_batches = min(warmup_batches, max(0, bound + 1 - sync_every))
         return cls(
             mode=mode,
             lag=settings.lag if mode == "lag" else 0,
             bound=bound,
             volume=volume,
             strategy=v1.sampler.max_off_policy_strategy if free_running else "admit",
-            sync_every=settings.sync_every if mode == "separate" else 1,
+            sync_every=sync_every,
             batch_prompts=config.data.train_batch_size,
             warmup_batches=warmup_batches,
             partial_rollout=free_running and settings.partial_rollout,

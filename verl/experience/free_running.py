@@ -104,9 +104,9 @@ class FreeRunning(ExperienceSource):
         self._source, self._plan, self._agents, self._workers = source, plan, agents, workers
         self._pool, self._last_step = pool, last_step
         self._record_dir = source.config.trainer.async_.record_dir
-        self._batch_size = source.config.data.train_batch_size
+        self._batch_size = plan.batch_prompts
         self._n = source.config.actor_rollout_ref.rollout.n
-        self._admission, choice = _admissions(plan, self._batch_size)
+        self._admission, choice = _admissions(plan)
         self._store = GroupStore(choice, drops=plan.strategy == "drop")
         self._waiting: deque[DataProto] = deque()
         """Prompts that were taken from the data and not started yet, one each."""
@@ -376,36 +376,10 @@ class FreeRunning(ExperienceSource):
             start += rows
 
 
-def _admissions(plan: AsyncPlan, batch_size: int) -> tuple[Admission, Admission]:
+def _admissions(plan: AsyncPlan) -> tuple[Admission, Admission]:
     """Return the rule by which groups start, whose versions are transfers of weights, and that of a step's choice."""
-    between = plan.sync_every * batch_size
-    if plan.volume is not None:
-        starts = Admission.by_volume(batch_size, 1, plan.sync_every, plan.volume)
-    else:
-        ahead = plan.warmup_batches * batch_size
-        if plan.bound is not None:
-            ahead = min(ahead, (plan.bound + 1 - plan.sync_every) * batch_size)
-        starts = Admission(between, ahead, None)
-    return starts, Admission(batch_size, 0, plan.bound)
-
-
-def _admissions(plan: AsyncPlan, batch_size: int) -> tuple[Admission, Admission]:
-    """Return the rule by which groups start, whose versions are transfers of weights, and that of a step's choice."""
-    between = plan.sync_every * batch_size
-    if plan.volume is not None:
-        starts = Admission.by_volume(batch_size, 1, plan.sync_every, plan.volume)
-    else:
-        ahead = plan.warmup_batches * batch_size
-        if plan.bound is not None:
-            ahead = min(ahead, (plan.bound + 1 - plan.sync_every) * batch_size)
-        starts = Admission(between, ahead, None)
-    return starts, Admission(batch_size, 0, plan.bound)
-
-
-def _finished(responses: DataProto) -> Future[DataProto]:
-    future: Future[DataProto] = Future()
-    future.set_result(responses)
-    return future
+    starts = Admission(plan.prompts_per_transfer, plan.prompts_ahead, None)
+    return starts, Admission(plan.batch_prompts, 0, plan.bound)
 
 
 def _joined(parts: Sequence[DataProto]) -> DataProto:
