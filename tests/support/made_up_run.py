@@ -188,6 +188,8 @@ def write_tokens(
             numbers["update_log_probs"] = [old + gap for old, gap in zip(before, gaps, strict=True)]
             numbers["update_clipped"] = [float(abs(math.exp(gap) - 1) > 0.2) if gap == gap else gap for gap in gaps]
             row = {"uid": f"{step}-{prompt}", "sample_index": sibling, "weight_version": step - 1}
+            versions = [max(step - 2, 0) if place < 10 else step - 1 for place in range(len(ids))]  # interrupted once
+            row["weight_versions"] = [version if own else -1 for version, own in zip(versions, mask, strict=True)]
             rows.append(row | {"prompt_ids": [1, 3, 5], "response_ids": ids, "response_mask": mask} | numbers)
     metadata = {"step": str(step), "tokens": json.dumps(dict(enumerate(words)))}
     table = pa.Table.from_pylist(rows).replace_schema_metadata(metadata)

@@ -291,11 +291,13 @@ def test_a_sample_has_siblings_history_and_tokens_with_their_numbers(server, ope
     page.locator("[role=listbox]").press("ArrowRight")
     about = page.locator(".about-token").inner_text()
     assert "4 of 24" in about
-    assert {"advantage", "entropy", "weights"} <= {line.strip() for line in about.splitlines()}
+    assert {"advantage", "entropy", "weight version"} <= {line.strip() for line in about.splitlines()}
     colours = "() => new Set([...document.querySelectorAll('.token')].map(token => token.style.background)).size"
     assert page.evaluate(colours) > 5
     page.locator("select[name=colour]").select_option("mask")
     assert page.evaluate(colours) == 2
+    page.locator("select[name=colour]").select_option("weight_versions")
+    assert page.evaluate(colours) == 3  # the older and the newer weights, and what the policy did not draw
     page.locator("select[name=colour]").select_option("ratio")
     assert page.evaluate(colours) > 5
     assert page.locator(".legend .low").inner_text() == "below 1"
