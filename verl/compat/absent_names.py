@@ -139,7 +139,11 @@ _COMPILED = Absence("no use", "Functions of this version run uncompiled, and wit
 _TRAINER = "verl.trainer.ppo.ray_trainer.RayPPOTrainer"
 
 ABSENT: dict[str, Absence] = {
-    "verl.checkpoint_engine": _ASYNCHRONOUS,
+    "verl.checkpoint_engine": Absence(
+        "other design",
+        "Weights go to rollout ranks of their own by verl.workers.transfer.WeightTransfer; a backend of your own "
+        "derives from its WeightTransport, registered by register_transfer (docs/internals/weight_transfer.md).",
+    ),
     "verl.distributed_engine": Absence(
         "other design", "Workers on many machines are verl.single_controller: worker groups and pools on Ray."
     ),

@@ -69,18 +69,21 @@ def changes_of(new: Tensor, old: Tensor, start: int) -> tuple[Changes | None, li
     Returns:
         the changes, None without any; gaps and values, or all values; the number of changed elements.
     """
-    changed = (new != old).nonzero().squeeze(-1)
-    count = len(changed)
+    differs = new != old
+    count, itemsize = int(differs.count_nonzero()), new.itemsize
     if not count:
         return None, [], 0
-    itemsize = new.itemsize
+    whole = Changes(start, new.nbytes, itemsize, _WHOLE, new.numel())
+    if count * (min(_GAPS) + itemsize) >= new.nbytes:  # before positions are collected, which takes longer
+        return whole, [new], count
+    changed = differs.nonzero().squeeze(-1)
     skipped = changed.clone()  # elements between a changed one and the changed one before
     skipped[1:] -= changed[:-1] + 1
     bridges = {width: int((skipped >> 8 * width).sum()) if width < 4 else 0 for width in _GAPS}
     sizes = {width: (count + bridges[width]) * (width + itemsize) for width in _GAPS}
     width = min(sizes, key=lambda width: sizes[width])
     if sizes[width] >= new.nbytes or new.numel() > torch.iinfo(torch.int32).max:
-        return Changes(start, new.nbytes, itemsize, _WHOLE, new.numel()), [new], count
+        return whole, [new], count
     gaps = skipped
     if bridges[width]:
         step = 1 << 8 * width
