@@ -140,3 +140,12 @@ def test_a_resumed_run_trains_on_each_sample_once(train: Train, tmp_path: Path) 
     before = [name for step in (1, 2) for name, _ in first.samples[step]]
     assert sorted(before + rest.names) == sorted(first.names)
     assert len(set(first.names)) == 80
+
+
+def test_samples_that_became_too_old_are_dropped_if_that_is_asked_for(train: Train) -> None:
+    sampler = "trainer__v1__sampler__max_off_policy"
+    drops = {f"{sampler}_strategy": "drop", f"{sampler}_threshold": 0, "trainer__total_training_steps": 3}
+    run = train("drops", actor_rollout_ref__rollout__agent__default_agent_loop="slow", **drops)
+    assert [len(run.samples[step]) for step in (1, 2, 3)] == [16] * 3
+    assert sum(metrics["training/off_policy/evicted_samples"] for metrics in run.metrics.values()) > 0
+    assert max(metrics[f"{STALENESS}_worst/max"] for metrics in run.metrics.values()) == 0

@@ -45,7 +45,7 @@ def test_a_group_that_is_due_is_waited_for_though_others_are_there():
 
 
 def test_groups_that_are_too_old_are_dropped_if_that_is_asked_for():
-    store = GroupStore(Admission(batch_size=1, groups_ahead=1, max_staleness=1), drops=True)
+    store = GroupStore(Admission(batch_size=1, groups_ahead=1, max_staleness=None), drop_after=1)
     _, fast = started(store, 0, 1)
     fast.responses.set_result(NOTHING)
     assert indices(store.choice(1)) == [1]

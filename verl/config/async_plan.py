@@ -56,7 +56,9 @@ class AsyncPlan:
             sync_every = settings.sync_every if mode == "separate" else 1
             bound = v1.sampler.max_off_policy_threshold if volume is None else None
             warmup_batches = (v1.colocate_async if mode == "colocated" else v1.separate_async).num_warmup_batches
-            if bound is not None:  # a batch ahead of the next transfer becomes that much older
+            if (
+                bound is not None and v1.sampler.max_off_policy_strategy != "drop"
+            ):  # a batch ahead of the next transfer becomes that much older
                 warmup_batches = min(warmup_batches, max(0, bound + 1 - sync_every))
         return cls(
             mode=mode,

@@ -106,8 +106,10 @@ class FreeRunning(ExperienceSource):
         self._record_dir = source.config.trainer.async_.record_dir
         self._batch_size = plan.batch_prompts
         self._n = source.config.actor_rollout_ref.rollout.n
-        self._admission, choice = _admissions(plan)
-        self._store = GroupStore(choice, drops=plan.strategy == "drop")
+        self._admission = Admission(plan.prompts_per_transfer, plan.prompts_ahead, None)
+        """Which groups may start; its versions are transfers of weights."""
+        waits_for, drop_after = (None, plan.bound) if plan.strategy == "drop" else (plan.bound, None)
+        self._store = GroupStore(Admission(plan.batch_prompts, 0, waits_for), drop_after)
         self._waiting: deque[DataProto] = deque()
         """Prompts that were taken from the data and not started yet, one each."""
         self._started = 0
@@ -374,12 +376,6 @@ class FreeRunning(ExperienceSource):
         for index, version, rows in about:
             yield index, version, batch.slice(start, start + rows).with_meta_info({})
             start += rows
-
-
-def _admissions(plan: AsyncPlan) -> tuple[Admission, Admission]:
-    """Return the rule by which groups start, whose versions are transfers of weights, and that of a step's choice."""
-    starts = Admission(plan.prompts_per_transfer, plan.prompts_ahead, None)
-    return starts, Admission(plan.batch_prompts, 0, plan.bound)
 
 
 def _joined(parts: Sequence[DataProto]) -> DataProto:

@@ -51,11 +51,11 @@ class GroupStore:
 
     Args:
         admission: which of the finished groups a step takes, with versions counted in updates of the policy.
-        drops: whether groups that become too old are dropped (:meth:`drop_late`) instead of waited for.
+        drop_after: largest age of a group, beyond which :meth:`drop_late` drops it; None drops none.
     """
 
-    def __init__(self, admission: Admission, drops: bool = False) -> None:
-        self._admission, self._drops = admission, drops
+    def __init__(self, admission: Admission, drop_after: int | None = None) -> None:
+        self._admission, self._drop_after = admission, drop_after
         self._groups: dict[int, PromptGroup] = {}
         self._finished_order: list[int] = []
         self.changed = threading.Condition()
@@ -97,9 +97,7 @@ class GroupStore:
         with self.changed:
             finished = [self._groups[index] for index in self._finished_order]
             running = Counter(group.version for group in self._groups.values() if not group.is_finished)
-            chosen = self._admission.next_batch(
-                updates, {} if self._drops else running, [group.version for group in finished]
-            )
+            chosen = self._admission.next_batch(updates, running, [group.version for group in finished])
             if chosen is None:
                 return None
             return sorted((finished[position] for position in chosen), key=lambda group: group.index)
@@ -113,10 +111,8 @@ class GroupStore:
 
     def drop_late(self, updates: int) -> list[PromptGroup]:
         """Forget and return the groups that have become too old, if such are dropped."""
-        limit = self._admission.max_staleness
-        late = [
-            group for group in self.groups() if self._drops and limit is not None and updates - group.version > limit
-        ]
+        limit = self._drop_after
+        late = [group for group in self.groups() if limit is not None and updates - group.version > limit]
         self.take(late)
         return late
 
