@@ -7,7 +7,11 @@ what differs is written in ``ALGORITHMS``. Runs that are complete in the folder 
 
     python examples/algorithms/study.py --algorithms grpo lag_4_none lag_4_token lag_4_bypass lag_4_a3po --steps 40
 
-compares the corrections of samples that are four updates old (``CORRECTIONS``), with none of that age as reference.
+compares the corrections of samples that are four updates old (``CORRECTIONS``), with none of that age as reference;
+
+    python examples/algorithms/study.py --algorithms grpo lag_1 colocate separate fully_async lag_4_token --steps 40
+
+the modes of asynchronous training (``MODES``) with a run that samples and trains in turns.
 """
 
 from __future__ import annotations
@@ -84,7 +88,23 @@ CORRECTIONS: dict[str, Settings] = {
     "lag_4_a3po": _LAG | {f"{_CORRECTION}.prox_logp_method": "loglinear", f"{_CORRECTION}.rollout_is": "token"},
 }
 """GRPO on samples of the weights four updates before, by their correction (docs/rollout_correction.md)."""
-RUNS = ALGORITHMS | CORRECTIONS
+_TWO_POOLS: Settings = {
+    "trainer.controller": "ray",
+    "actor_rollout_ref.hybrid_engine": False,
+    "actor_rollout_ref.rollout.nnodes": 1,
+    "actor_rollout_ref.rollout.n_gpus_per_node": 1,
+    "trainer.v1.trainer_mode": "separate_async",
+    "trainer.v1.separate_async.parameter_sync_step": 2,  # mini-batches of a step
+}
+MODES: dict[str, Settings] = {
+    "lag_1": {"algorithm.adv_estimator": "grpo", "trainer.async.lag": 1},
+    "colocate": {"algorithm.adv_estimator": "grpo", "trainer.v1.trainer_mode": "colocate_async"},
+    "separate": {"algorithm.adv_estimator": "grpo"} | _TWO_POOLS,
+    "fully_async": {"algorithm.adv_estimator": "grpo", "trainer.async.volume": 0.5, "trainer.async.sync_every": 2}
+    | _TWO_POOLS,
+}
+"""GRPO in the modes of asynchronous training (docs/asynchronous.md), with their default correction."""
+RUNS = ALGORITHMS | CORRECTIONS | MODES
 
 
 def settings(algorithm: str, task: Path, model: Path, output: Path, seed: int, steps: int) -> Settings:
