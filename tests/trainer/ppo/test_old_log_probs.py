@@ -156,8 +156,11 @@ def test_dynamic_sampling_and_micro_batches_by_tokens(train):
 
 
 @pytest.mark.slow
-def test_two_ranks_make_the_same_step(train):
+@pytest.mark.parametrize("kind", ["update", "interpolation"])
+def test_two_ranks_make_the_same_step(train, kind):
     changes = {"actor_rollout_ref__actor__use_kl_loss": "true", "actor_rollout_ref__actor__entropy_coeff": 0.01}
+    if kind == "interpolation":
+        changes |= {"trainer__async__lag": 1, f"{CORRECTION}__prox_logp_method": "loglinear"}
     one = train(**changes)
     two = train(trainer__controller="ray", trainer__n_gpus_per_node=2, **changes)
     balance = frozenset(name for name in one[0][1] if name.startswith("global_seqlen/"))
