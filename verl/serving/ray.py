@@ -628,7 +628,7 @@ class RaySession:
         """See :meth:`verl.serving.session.Session.state`; routers that do not answer for ``STATE_S`` are left out."""
         states = [SessionState(NO_WEIGHTS, 0, None, ())]
         routers = [] if self._router is None else [self._router, *self._others.values()]
-        asked = [router.actor.state.remote() for router in routers]
+        asked: list[ObjectRef] = [router.actor.state.remote() for router in routers]
         for reference in ray.wait(asked, num_returns=len(asked), timeout=STATE_S)[0] if asked else []:
             with suppress(RayActorError):
                 states.append(ray.get(reference))

@@ -49,6 +49,10 @@ def asynchronous(config: PPOConfig) -> Iterator[Problem]:
     if config.algorithm.adv_estimator == "remax":
         cause = f"its greedy responses have to be of the same weights as the samples, and {MODE}={mode} mixes weights"
         yield Problem("algorithm.adv_estimator", "remax", cause, remedy="use rloo or grpo, or trainer_mode=sync")
+    if config.judge_answers_agents:
+        key = "reward_model.enable_resource_pool"
+        cause = f"conversations may ask a judge of its own ranks, which with {MODE}={mode} is awake for rewards alone"
+        yield Problem(key, True, cause, "false", "set it to false: only the reward function asks the judge then")
     if plan.mode == "colocated" and not is_hybrid:
         cause = f"with {MODE}={mode} the ranks that train sample too"
         yield Problem(hybrid, False, cause, "true", f"set it to true, or {MODE}=separate_async")
