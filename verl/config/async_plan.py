@@ -37,10 +37,6 @@ class AsyncPlan:
     """Prompts of a step."""
     warmup_batches: int
     """Batches that start before the first step besides its own; later each step starts one."""
-    partial_rollout: bool
-    """Whether responses under way are interrupted when weights change, and go on with the new ones."""
-    keeps_cache: bool
-    """Whether an interrupted response keeps keys and values of earlier weights."""
 
     @classmethod
     def of(cls, config: PPOConfig) -> AsyncPlan:
@@ -69,8 +65,6 @@ class AsyncPlan:
             sync_every=sync_every,
             batch_prompts=config.data.train_batch_size,
             warmup_batches=warmup_batches,
-            partial_rollout=free_running and settings.partial_rollout,
-            keeps_cache=free_running and settings.keep_kv_cache,
         )
 
     @property

@@ -23,7 +23,7 @@ class AsyncConfig(BaseConfig):
     """With `trainer.v1.trainer_mode=separate_async`, steps between two transfers of weights to the rollout engines."""
     partial_rollout: bool = setting(True)
     """In the two modes of `trainer.v1`, interrupt responses under way when weights change, and continue them with the
-    new weights; false finishes them first."""
+    new weights; false, which would finish them first, is not in this version."""
     keep_kv_cache: bool = setting(False)
     """Keep keys and values of an interrupted response, which are those of earlier weights, instead of computing them
     again with the new weights."""

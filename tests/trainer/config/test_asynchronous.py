@@ -34,8 +34,6 @@ def test_without_settings_a_step_trains_on_its_own_samples():
         sync_every=1,
         batch_prompts=64,
         warmup_batches=0,
-        partial_rollout=False,
-        keeps_cache=False,
     )
 
 
@@ -47,7 +45,7 @@ def test_with_a_lag_the_age_is_the_lag():
 def test_a_mode_of_v1_admits_prompts_within_its_threshold():
     sampler = {"max_off_policy_threshold": 3}
     made = plan(v1={"trainer_mode": "colocate_async", "sampler": sampler})
-    assert (made.mode, made.bound, made.strategy, made.partial_rollout) == ("colocated", 3, "admit", True)
+    assert (made.mode, made.bound, made.strategy) == ("colocated", 3, "admit")
     assert (made.sync_every, made.warmup_batches, made.prompts_ahead) == (1, 1, 64)
     dropping = plan(v1={"trainer_mode": "separate_async", "sampler": sampler | {"max_off_policy_strategy": "drop"}})
     assert (dropping.mode, dropping.bound, dropping.strategy) == ("separate", 3, "drop")
@@ -77,6 +75,7 @@ def test_a_step_of_separate_async_has_whole_mini_batches(run: Run):
         ("algorithm.adv_estimator", "remax", "its greedy responses have to be of the same weights"),
         ("algorithm.filter_groups.enable", True, "groups are filtered batch by batch"),
         ("actor_rollout_ref.rollout.skip_rollout", True, "stored responses belong to the batches of a step"),
+        ("trainer.async.partial_rollout", False, "engines get new weights without waiting for what they draw"),
     ],
 )
 def test_what_needs_whole_batches_is_refused(run: Run, key: str, value: Any, said: str):
