@@ -23,6 +23,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from verl.errors import DataError
+from verl.view.ages import StepAges, ages_of, names_of_ages
 from verl.view.comparison import best_of, csv_of, curves_of, experiment_of
 from verl.view.curves import Curve, thinned
 from verl.view.ranks import bounds_of, lanes_of, summary_of
@@ -102,6 +103,7 @@ class Answers:
             "/api/sample/{number:int}": self.sample,
             "/api/tokens/{number:int}": self.tokens,
             "/api/spans": self.spans,
+            "/api/ages": self.ages,
             "/api/ranks": self.ranks,
             "/api/lanes": self.lanes,
             "/api/trace": self.trace,
@@ -178,6 +180,11 @@ class Answers:
     def spans(self, request: Request) -> object:
         """The stages of steps."""
         return spans_of(self._run(request).events, *_step_range(request))
+
+    def ages(self, request: Request) -> list[StepAges]:
+        """Shares of tokens by age, step by step; nothing of a run without them."""
+        metrics = self._run(request).metrics
+        return ages_of(metrics.series(self.index, names_of_ages(metrics.names)), *_step_range(request))
 
     def ranks(self, request: Request) -> object:
         """How long ranks were busy and waited, over the newest steps."""

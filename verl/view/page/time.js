@@ -1,6 +1,7 @@
 // Where the time of steps goes: a line for each step, its stages beside each other, and their mean; what each rank did
-// in one step, how long it was busy and where it waited, and its memory.
+// in one step, how long it was busy and where it waited, and its memory; of asynchronous runs the ages of tokens.
 
+import { showAges } from "./ages.js";
 import { ask } from "./api.js";
 import { stageColour } from "./colours.js";
 import { field, fill, h, short } from "./dom.js";
@@ -20,11 +21,15 @@ export async function showTime(main, parameters, list) {
   const range = { step_from: parameters.step_from || "", step_to: parameters.step_to || "" };
   const body = h("div");
   const ranks = h("section", { class: "ranks" });
+  const ages = h("section", { class: "ages" });
+  let removeCharts = () => {};
   let chosen = parameters.step ? Number(parameters.step) : null;
   const load = async () => {
     keepInAddress("time", { ...own, ...range, step: chosen ?? "" }, true);
     const [steps, about] = await Promise.all([ask("spans", { run: run.id, ...range }), ask("details", { run: [run.id] })]);
     const resumed = about[run.id].marks.filter((mark) => mark.kind === "resumed");
+    removeCharts();
+    removeCharts = await showAges(ages, run, about[run.id], range, SHOWN);
     if (steps.length) await showRanks(ranks, run, range, chosen ?? steps.at(-1).step);
     else fill(ranks);
     fill(body, steps.length ? timeline(steps, resumed, choose) : h("p", { class: "empty" },
@@ -44,9 +49,9 @@ export async function showTime(main, parameters, list) {
   }));
   const trace = h("a", { class: "button", href: traceOf(run, range), download: `${run.id}.trace.json` }, "Trace for Perfetto");
   fill(main, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
-    h("strong", { class: "of" }, run.name), step("step_from", "Step from"), step("step_to", "Step to"), trace), ranks, body);
+    h("strong", { class: "of" }, run.name), step("step_from", "Step from"), step("step_to", "Step to"), trace), ranks, body, ages);
   await load();
-  return { news: (changed) => changed.includes(run.id) && load() };
+  return { news: (changed) => changed.includes(run.id) && load(), close: () => removeCharts() };
 }
 
 function traceOf(run, range) {
