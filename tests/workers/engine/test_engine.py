@@ -298,16 +298,23 @@ def test_half_precision_stays_close_and_learns(path, batch):
     assert all(weight.dtype == torch.float32 for weight in weights_of(engine).values())
 
 
-def test_sharding_on_one_rank_is_the_identity(path, batch):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ({}, {"offload_policy": True, "forward_prefetch": True}),
+        ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "wrap_policy": {"min_num_params": 3000}}),
+    ],
+    ids=["offload", "units_by_size"],
+)
+def test_sharding_on_one_rank_changes_no_bit(settings, path, batch):
     results = []
-    for settings in ({}, {"offload_policy": True, "forward_prefetch": True}, {"wrap_policy": {"min_num_params": 3000}}):
-        engine = make_engine(path, **settings)
+    for each in settings:
+        engine = make_engine(path, **each)
         with engine.train_mode():
             engine.train_batch(batch, sft_loss, WHOLE)
             engine.train_batch(batch, sft_loss, WHOLE)
         results.append(weights_of(engine))
-    for other in results[1:]:
-        assert all(torch.equal(results[0][name], other[name]) for name in results[0])
+    assert_close(*results, atol=0, rtol=0)
 
 
 def test_optimizer_settings_and_schedule(path):

@@ -154,7 +154,10 @@ def _units(model: HeadedModel, config: FSDPEngineConfig) -> list[nn.Module]:
     """Return the modules to be gathered as one unit each, in the order of the forward pass."""
     wrap = config.wrap_policy
     if wrap.min_num_params > 0:
-        return _by_size(model, wrap.min_num_params)
+        # The root keeps the head, and an embedding that it is tied to: the head's weight is used without its module.
+        head = {id(parameter) for parameter in model.head.parameters()}
+        units = _by_size(model, wrap.min_num_params)
+        return [unit for unit in units if head.isdisjoint(map(id, unit.parameters()))]
     names = set(wrap.transformer_layer_cls_to_wrap or layer_classes(model))
     units = [module for module in model.modules() if type(module).__name__ in names]
     if not units and wrap.transformer_layer_cls_to_wrap:
