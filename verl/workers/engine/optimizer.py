@@ -64,18 +64,19 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
         return 0.0
     # This rank's parts as plain tensors: an operation on a DTensor costs the host ten times as much.
     parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-    squares: dict[tuple[Any, Any], list[Tensor]] = defaultdict(list)
+    by_layout: dict[tuple[Any, Any], list[Tensor]] = defaultdict(list)
     for gradient, part in zip(gradients, parts, strict=True):
         layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())
-        squares[layout].append(torch.linalg.vector_norm(part, dtype=torch.float32).square())
-    total = torch.stack(
-        [_sum_over_shards(torch.stack(parts_of_layout).sum(), *layout) for layout, parts_of_layout in squares.items()]
-    ).sum()
+        by_layout[layout].append(part)
+    squares = [
+        _sum_over_shards(torch.stack(torch._foreach_norm(alike, dtype=torch.float32)).square().sum(), *layout)
+        for layout, alike in by_layout.items()
+    ]
+    total = torch.stack(squares).sum()
     norm = total.sqrt().item()
     factor = max_norm / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
     if math.isfinite(norm) and factor < 1:
-        for part in parts:
-            part.mul_(factor)
+        torch._foreach_mul_(parts, factor)
     return norm
 
 
