@@ -15,7 +15,7 @@ from verl.base.engine_python import engine_python
 from verl.config import RolloutConfig
 from verl.trainer.config import GenerationConfig
 from verl.trainer.config.derive import engine_for_gpu
-from verl.trainer.config.rules_engines import without_graphs
+from verl.trainer.config.rules_engines import not_for_serving
 from verl.workers.rollout.engine_kwargs import launch_settings
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -160,12 +160,14 @@ def test_native_deals_out_heads_evenly(run: Run):
     run.load(ranks | {key: 6}, explicit={key})
 
 
-def test_engines_without_graphs_are_advised_against_on_a_gpu():
-    (advice,) = without_graphs(ROLLOUT, "native", "cuda")
+def test_engines_without_kernels_for_serving_are_advised_against_on_a_gpu():
+    (advice,) = not_for_serving(ROLLOUT, "native", "cuda")
     assert advice.advice
-    assert f"{ROLLOUT}.name=native: it starts each operation" in str(advice)
+    assert f"{ROLLOUT}.name=native: it has PyTorch's kernels" in str(advice)
+    assert "only dense models of text are recorded as CUDA graphs" in str(advice)
     assert f"set {ROLLOUT}.name=vllm" in str(advice)
-    assert not [*without_graphs(ROLLOUT, "native", "cpu"), *without_graphs(ROLLOUT, "vllm", "cuda")]
+    assert not [*not_for_serving(ROLLOUT, "native", "cpu"), *not_for_serving(ROLLOUT, "vllm", "cuda")]
+    assert "it starts each operation of each token" in str(*not_for_serving(ROLLOUT, "hf", "cuda"))
 
 
 def test_the_usual_tensor_parallel_size_is_that_of_engines_that_are_split(run: Run):

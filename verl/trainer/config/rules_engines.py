@@ -33,16 +33,21 @@ def parallel_sizes(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
 
 
 def speed(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
-    """Advise against an engine that starts each operation from Python on a GPU."""
+    """Advise against an engine without the kernels of a server on a GPU."""
     device = resolve_device(config)
     for engine in _engines(config):
-        yield from without_graphs(engine.path, engine.settings.name, device)
+        yield from not_for_serving(engine.path, engine.settings.name, device)
 
 
-def without_graphs(path: str, name: str, device: str) -> Iterator[Problem]:
-    """Advise against engine ``name`` of the section ``path`` on a GPU if it starts each operation from Python."""
+def not_for_serving(path: str, name: str, device: str) -> Iterator[Problem]:
+    """Advise against engine ``name`` of the section ``path`` on a GPU if it is none of those made for serving."""
     if device == "cuda" and name in OWN_ENGINES:
         cause = "it starts each operation of each token from Python, and the GPU waits for it"
+        if name == "native":
+            cause = (
+                "it has PyTorch's kernels, not those of an engine for serving, and only dense models of text are "
+                "recorded as CUDA graphs: for others it starts each operation of each token from Python"
+            )
         where = "which is installed here" if importlib.util.find_spec("vllm") else "in an environment of its own too"
         remedy = f"set {path}.name=vllm ({where}), unless this engine is what you want"
         yield Problem(f"{path}.name", name, cause, "vllm, sglang", remedy, advice=True)
