@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from verl.config.trainer import RecoveryConfig
 from verl.errors import ProcessLostError
 from verl.supervision.termination import Termination
 from verl.trainer.recovery import PassLimits, Recovery
+from verl.utils.deferred import Deferred
 
 
 class Ranks:
@@ -41,14 +43,21 @@ class Ranks:
 
 
 class Steps:
-    """A run that only counts its steps."""
+    """A run that only counts its steps; what is sampled after some of them is lost or not complete."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, lost: set[int], under_way: set[int]) -> None:
         self.global_steps = 0
+        self.lost, self.under_way = lost, under_way
         self.trained_groups: dict[str, Any] = {"actor": ranks}
 
     def state(self) -> RunState:
-        return RunState(global_step=self.global_steps, dataloader={}, controllers={}, rng={})
+        sampled: Future[None] = Future()
+        if self.global_steps in self.lost:
+            sampled.set_exception(ProcessLostError("a rank that samples was killed"))
+        elif self.global_steps not in self.under_way:
+            sampled.set_result(None)
+        pending = Deferred([sampled], dict)
+        return RunState(global_step=self.global_steps, dataloader={}, controllers={}, rng={}, pending=pending)
 
     def go_on_from(self, state: RunState) -> None:
         self.global_steps = state.global_step
@@ -60,11 +69,21 @@ class Steps:
         pass
 
 
-@pytest.mark.parametrize(("arriving", "goes_on_after"), [({1, 2, 3}, 3), ({1, 2}, 2), ({1}, 1), (set(), 0)])
-def test_a_lost_run_goes_on_from_the_newest_state_that_is_whole(arriving, goes_on_after, tmp_path):
+@pytest.mark.parametrize(
+    ("arriving", "lost", "under_way", "goes_on_after"),
+    [
+        ({1, 2, 3}, set(), set(), 3),
+        ({1, 2}, set(), set(), 2),
+        ({1}, set(), set(), 1),
+        (set(), set(), set(), 0),
+        ({1, 2, 3}, {3}, set(), 2),
+        ({1, 2, 3}, set(), {3}, 2),
+    ],
+)
+def test_a_lost_run_goes_on_from_the_newest_state_that_is_whole(arriving, lost, under_way, goes_on_after, tmp_path):
     """The last one that is whole is kept beside a newer one; one that has not arrived by the next step is dropped."""
     ranks = Ranks(arriving)
-    run = Steps(ranks)
+    run = Steps(ranks, lost, under_way)
     checkpoint = TrainerCheckpoint(CheckpointPlan(root=str(tmp_path)), run.trained_groups)
     settings = RecoveryConfig(snapshot_freq=1, backoff_s=0.0)
     recovery = Recovery(settings, run, checkpoint, PassLimits(may_cut=True), Termination())

@@ -162,6 +162,7 @@ def test_without_states_in_memory_the_run_goes_back_to_its_newest_checkpoint_or_
     assert disturbed[0][3]["recovery/redone_steps"] == 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_to_a_checkpoint_that_is_newer_than_the_state_in_memory(run: Run, undisturbed: Outcome) -> None:
     """Of steps 0 to 3 the first is held in memory, and the second is saved."""
     disturbed = run("older state", [(3, "gen", 0)], trainer__recovery__snapshot_freq=3)

@@ -235,7 +235,7 @@ class TaskRunner:
             trainer.observers.close()
             if judge is not None:
                 judge.close()
-            pools.release()  # the Ray cluster may outlive this run and place another one
+            trainer.worker_groups.end()  # the Ray cluster may outlive this run and place another one
 
 
 def run_ppo(config: PPOConfig | DictConfig, task_runner_class: Any = None) -> None:
