@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -81,6 +82,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Run:
             patch.setenv("VERL_FILE_LOGGER_PATH", str(log))
             run_ppo(compose(overrides(paths, folder, **settings)), FragileRunner)
         assert not FragileTrainer.kills
+        if changes.items() >= SEPARATE.items():
+            check_that_engines_served_beside_the_update(folder / "log.run.jsonl")
         metrics = {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
         return {step: samples_of(folder / "samples" / f"{step}.jsonl") for step in range(1, STEPS + 1)}, metrics
 
@@ -90,6 +93,16 @@ def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Run:
 def samples_of(path: Path) -> list[str]:
     rows = map(json.loads, path.read_text().splitlines())
     return [f"{row['uid']}/{row['sample_index']}" for row in rows]
+
+
+def check_that_engines_served_beside_the_update(path: Path) -> None:
+    events = map(json.loads, path.read_text().splitlines())
+    spans = {event["step"]: event["spans"] for event in events if event["event"] == "step"}
+    [(_, begin, end)] = [span for span in spans[1] if span[0] == "engines"]
+    [(_, first, last)] = [span for span in spans[1] if span[0] == "update_actor"]
+    assert begin < first < last <= end
+    rounds = sorted((begin, end) for of_step in spans.values() for name, begin, end in of_step if name == "engines")
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(rounds))
 
 
 ALL = sorted(f"{step}-{row}/{index}" for step in range(1, STEPS + 1) for row in range(4) for index in range(4))

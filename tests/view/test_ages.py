@@ -11,8 +11,14 @@ import numpy as np
 from tests.support.made_up_run import make_up_run
 from verl.view.ages import ages_of
 from verl.view.curves import Curve
+from verl.view.timeline import chrome_trace, spans_of
 
 AGE = "training/off_policy/tokens_by_age"
+SPANS = {  # the engines serve until the trainer asks for new weights; a lag's batch is sampled in the step before
+    1: [["gen", 0.0, 4.0], ["engines", 1.0, 9.0], ["step", 0.0, 10.0]],
+    2: [["gen", 10.0, 12.0], ["engines", 9.0, 11.0], ["engines", 12.0, 19.0], ["step", 10.0, 20.0]],
+    3: [["gen", 14.0, 18.0], ["wait_prev_gen", 20.0, 21.0], ["step", 20.0, 30.0]],
+}
 SHARES = {1: [1.0], 2: [0.25, 0.75], 3: [0.5, 0.0, 0.5]}
 
 
@@ -44,8 +50,33 @@ def test_of_a_step_that_was_made_again_the_ages_of_the_later_one_count():
     assert ages_of(old, None, None) == [{"step": 1, "shares": [0.5, 0.5]}]
 
 
+def test_what_engines_did_beside_the_stages_is_cut_to_the_steps_and_no_stage():
+    events = [{"event": "step", "step": step, "spans": spans} for step, spans in SPANS.items()]
+    steps = spans_of(events, None, None)
+    assert [[(span["name"], span["begin"], span["seconds"]) for span in step["beside"]] for step in steps] == [
+        [("engines", 1.0, 8.0), ("engines", 9.0, 1.0)],  # the second goes on in step 2, which records it
+        [("engines", 10.0, 1.0), ("engines", 12.0, 7.0), ("gen", 14.0, 4.0)],
+        [],
+    ]
+    assert [[span["name"] for span in step["spans"]] for step in steps] == [
+        ["step", "gen"], ["step", "gen"], ["step", "wait_prev_gen"]
+    ]  # fmt: skip
+    assert spans_of(events, 2, 2) == [steps[1]]
+    trace = chrome_trace("run", steps)["traceEvents"]
+    assert [(event["ts"], event["dur"]) for event in trace if event.get("tid") == 2] == [
+        (1_000_000, 8_000_000), (9_000_000, 1_000_000), (10_000_000, 1_000_000), (12_000_000, 7_000_000),
+        (14_000_000, 4_000_000),
+    ]  # fmt: skip
+    assert spans_of([{"event": "step", "step": 1, "spans": []}], None, None) == [{"step": 1, "spans": [], "beside": []}]
+
+
 def test_an_asynchronous_run_shows_ages_queue_and_staleness_and_another_does_not(serve, open_view, tmp_path):
-    add_async_metrics(make_up_run(tmp_path / "free", steps=3, prompts=1, siblings=1))
+    log = make_up_run(tmp_path / "free", steps=3, prompts=1, siblings=1)
+    add_async_metrics(log)
+    events = log.with_name("metrics.run.jsonl")
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    lines = [line | {"spans": SPANS[line["step"]]} if line["event"] == "step" else line for line in lines]
+    events.write_text("".join(json.dumps(line) + "\n" for line in lines))
     make_up_run(tmp_path / "plain", steps=3, prompts=1, siblings=1)
     tab = open_view(serve(tmp_path))
     page = tab.page
@@ -65,7 +96,13 @@ def test_an_asynchronous_run_shows_ages_queue_and_staleness_and_another_does_not
         "Groups in the queue. running: 3 points, from 7 to 5; finished: 3 points, from 1 to 3",
         "Updates between sampling and training. newest token, mean: 3 points, from 0.5 to 1.5",
     ]
+    lanes = page.locator("main .beside")
+    assert [lanes.nth(step).locator(".span").count() for step in range(lanes.count())] == [2, 3]
+    page.get_by_role("button", name="Ranks of step 1").click()
+    page.locator(".lanes").get_by_role("listitem", name="sampling: engines 8 s, engines 1 s").wait_for()
     page.locator("#runs li", has_text="plain").locator("button.only").click()
     page.locator("main .of", has_text="plain").wait_for()
     page.locator("main[aria-busy=false]").wait_for()
     assert page.locator(".ages").inner_text() == ""
+    assert page.locator(".timeline .step").count() > 0
+    assert page.locator("main .beside").count() == 0

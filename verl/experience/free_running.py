@@ -48,6 +48,7 @@ from verl.protocol import DataProto
 from verl.protocol.rows import fill_column
 from verl.utils.deferred import Deferred
 from verl.utils.metric import Metrics
+from verl.utils.run_log import ENGINES, clock
 from verl.utils.step_context import StepContext
 from verl.workers.routers import unknown
 
@@ -124,8 +125,12 @@ class FreeRunning(ExperienceSource):
         """Updates of the policy by the number that the engines give their weights."""
         self._metrics: Metrics = {}
         """Of the next step: what happened between two steps."""
-        self._serving: Future[None] | None = None
-        """The engines on a pool of their own, while they serve."""
+        self._serving: Future[float] | None = None
+        """The engines on a pool of their own, while they serve; its result is when they ended."""
+        self._served_from = 0.0
+        """When the engines began to serve, or until when :attr:`_spans` has it."""
+        self._spans: list[tuple[str, float, float]] = []
+        """Of the step: when the engines served."""
         self._must_rest = False
         self._wait = _Wait(0)
 
@@ -155,6 +160,18 @@ class FreeRunning(ExperienceSource):
     def updated(self, version: int) -> None:
         """See :meth:`ExperienceSource.updated`."""
         self._updates += 1
+
+    def trained(self, context: StepContext) -> None:
+        """See :meth:`ExperienceSource.trained`; the step's spans get the times in which the engines served."""
+        if self.is_sampling:
+            self._add_span(clock())
+        context.spans += self._spans
+        self._spans = []
+
+    def _add_span(self, end: float) -> None:
+        if end > self._served_from:
+            self._spans.append((ENGINES, round(self._served_from, 4), round(end, 4)))
+            self._served_from = end
 
     def _update_engines(self) -> None:
         """Give the engines new weights if it is time; those on the trainer's ranks have them always."""
@@ -228,7 +245,13 @@ class FreeRunning(ExperienceSource):
             return
         self._must_rest = False
         group = self._workers().policy
-        self._serving = pool.thread.submit(lambda: self._agents().serve_until(group, lambda: self._must_rest))
+
+        def serve() -> float:
+            self._agents().serve_until(group, lambda: self._must_rest)
+            return clock()
+
+        self._served_from = clock()
+        self._serving = pool.thread.submit(serve)
         self._serving.add_done_callback(lambda _: self._wake_waiting())
 
     @property
@@ -255,7 +278,7 @@ class FreeRunning(ExperienceSource):
         serving, self._serving = self._serving, None
         if serving is not None:
             self._must_rest = True
-            serving.result()
+            self._add_span(serving.result())
         if self._pool is not None:
             self._metrics |= self._pool.update(self._updates)
             self._updates_of_version[self._updates] = self._updates

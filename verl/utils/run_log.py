@@ -40,6 +40,8 @@ def clock() -> float:
     return _AHEAD_S + time.monotonic()
 
 
+ENGINES = "engines"
+"""Name of the spans of a step in which engines on a pool of their own served, beside the stages."""
 STAGE_NOTE = "This happened in stage"
 """Beginning of the note that a step adds to an error: it goes into the record of the run's end."""
 EndStatus = Literal["done", "stopped", "failed"]

@@ -194,7 +194,7 @@ class Answers:
     def lanes(self, request: Request) -> object:
         """What driver and ranks did in one step."""
         run, step = self._run(request), int(request.query_params.get("step", ""))
-        (stages,) = spans_of(run.events, step, step) or [StepSpans(step=step, spans=[])]
+        (stages,) = spans_of(run.events, step, step) or [StepSpans(step=step, spans=[], beside=[])]
         spans = stages["spans"]
         calls = run.ranks.calls(step) if run.ranks.steps(step, step) else []
         return {**stages, "lanes": lanes_of(calls, *bounds_of(spans)) if spans else []}

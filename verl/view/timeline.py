@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypedDict
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias, TypedDict
 
 from verl.base.types import JsonMapping
+from verl.utils.run_log import ENGINES
 
+RawSpan: TypeAlias = tuple[str, float, float]
+"""Name, begin and end of a stage, as the file of a run has it."""
 MOST_STEPS = 200  # bounds one answer to the page, whatever steps it asks for
 
 
@@ -24,6 +28,8 @@ class StepSpans(TypedDict):
 
     step: int
     spans: list[Span]
+    beside: list[Span]
+    """What engines with a pool of their own did in the same time, cut to the step."""
 
 
 class RankCall(TypedDict):
@@ -48,17 +54,34 @@ class Mark(TypedDict):
 
 def spans_of(events: Iterable[JsonMapping], first: int | None, last: int | None) -> list[StepSpans]:
     """Return the stages of steps ``first`` to ``last``, of the newest ``MOST_STEPS`` of them."""
-    steps = {
+    recorded = {
         event["step"]: event["spans"]
         for event in events
-        if event["event"] == "step"
-        and (first is None or event["step"] >= first)
-        and (last is None or event["step"] <= last)
+        if event["event"] == "step" and (first is None or event["step"] >= first)
     }
-    return [{"step": step, "spans": _nested(steps[step])} for step in sorted(steps)[-MOST_STEPS:]]
+    steps: list[StepSpans] = []
+    for step in sorted(step for step in recorded if last is None or step <= last)[-MOST_STEPS:]:
+        stages, beside = _split(recorded[step])
+        begin, end = min((span[1] for span in stages), default=0.0), max((span[2] for span in stages), default=0.0)
+        # The step that waits for what was sampled in the background records it: often the next one.
+        beside += _split(recorded.get(step + 1, []))[1]
+        cut = [
+            (name, max(first, begin), min(last, end)) for name, first, last in beside if first < end and last > begin
+        ]
+        steps.append({"step": step, "spans": _nested(stages), "beside": _nested(cut)})
+    return steps
 
 
-def _nested(spans: Iterable[tuple[str, float, float]]) -> list[Span]:
+def _split(spans: Sequence[RawSpan]) -> tuple[list[RawSpan], list[RawSpan]]:
+    """Return the stages of a step, and what went on beside them or before the step, in the background."""
+    begin = min((begin for name, begin, _ in spans if name == "step"), default=-math.inf)
+    stages, beside = [], []
+    for span in spans:
+        (beside if span[0] == ENGINES or span[1] < begin else stages).append(span)
+    return stages, beside
+
+
+def _nested(spans: Iterable[RawSpan]) -> list[Span]:
     nested: list[Span] = []
     open_until: list[float] = []
     for name, begin, end in sorted(spans, key=lambda span: (span[1], -span[2])):
@@ -88,6 +111,7 @@ def chrome_trace(
     events = [_process(1, f"verl {name}: driver")]
     for step in steps:
         events += [_complete(span, 1, "stage", step["step"]) for span in step["spans"]]
+        events += [_complete(span, 1, "sampling", step["step"]) | {"tid": 2} for span in step["beside"]]
     events += [
         {"name": f"{mark['kind']}, step {mark['step']}", "ph": "i", "s": "g", "pid": 1, "tid": 1, "ts": round(at * 1e6)}
         for mark in marks

@@ -23,7 +23,7 @@ export function lineBackground({ colour, dash }) {
 }
 
 const STAGES = {
-  gen: RUNS[0], reward: RUNS[4], old_log_prob: RUNS[2], ref: RUNS[3], values: "#7b61c4", adv: RUNS[7], update_critic: "#a0522d",
+  gen: RUNS[0], engines: RUNS[0], reward: RUNS[4], old_log_prob: RUNS[2], ref: RUNS[3], values: "#7b61c4", adv: RUNS[7], update_critic: "#a0522d",
   update_actor: RUNS[1], testing: RUNS[5], save_checkpoint: RUNS[6],
 };
 

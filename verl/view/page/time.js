@@ -71,9 +71,10 @@ async function showRanks(element, run, range, number) {
   const stages = found.spans.filter((span) => span.name !== "step");
   const rows = [
     lane("driver", stages, begin, seconds, (span) => span.depth > 1),
+    ...(found.beside.length ? [lane("sampling", found.beside, begin, seconds, (span) => span.depth > 0)] : []),
     ...found.lanes.map(({ rank, calls }) => lane(rank, calls, begin, seconds, () => false)),
   ];
-  const named = [...new Set([...stages, ...found.lanes.flatMap(({ calls }) => calls)].map((span) => shortName(span.name)))];
+  const named = [...new Set([...stages, ...found.beside, ...found.lanes.flatMap(({ calls }) => calls)].map((span) => shortName(span.name)))];
   fill(element,
     h("h2", {}, `Step ${short(number)}: ${short(seconds)} s on the driver and each rank`),
     h("div", { class: "legend" }, named.map((name) => swatch(name))),
@@ -140,14 +141,21 @@ function waits({ steps, ranks }) {
 
 function timeline(steps, resumed, choose) {
   const totals = new Map();
-  for (const { spans } of steps) for (const span of spans) totals.set(span.name, (totals.get(span.name) || 0) + span.seconds);
+  const beside = new Map();
+  const add = (sums, span) => sums.set(span.name, (sums.get(span.name) || 0) + span.seconds);
+  for (const step of steps) {
+    for (const span of step.spans) add(totals, span);
+    for (const span of step.beside) add(beside, span);
+  }
   const whole = totals.get("step") || 1;
-  const rows = [...totals].filter(([name]) => name !== "step").sort((a, b) => b[1] - a[1]);
+  const sorted = (sums) => [...sums].filter(([name]) => name !== "step").sort((a, b) => b[1] - a[1]);
+  const rows = [...sorted(totals), ...sorted(beside).map(([name, seconds]) => [`${name}, beside these`, seconds])];
+  const named = [...new Set([...sorted(totals), ...sorted(beside)].map(([name]) => name))];
   const shown = steps.slice(-SHOWN);
   const longest = Math.max(...shown.map(lengthOf));
   return [
     h("h2", {}, `Stages of the last ${shown.length} steps`),
-    h("div", { class: "legend" }, rows.map(([name]) => h("span", {}, h("i", { class: "swatch", style: { background: stageColour(name) } }), name))),
+    h("div", { class: "legend" }, named.map((name) => h("span", {}, h("i", { class: "swatch", style: { background: stageColour(name) } }), name))),
     h("div", { class: "timeline", role: "group", "aria-label": `Stages of ${shown.length} steps; the table below has their means` },
       shown.flatMap((step) => [
         ...resumed.filter((mark) => mark.step === step.step - 1).map((mark) => h("div", { class: "resumed" }, `resumed after step ${mark.step}`)),
@@ -169,12 +177,15 @@ function line(step, longest, choose) {
   const begin = beginOf(step);
   const inner = step.spans.filter((span) => span.name !== "step");
   const open = h("button", { type: "button", class: "link label", "aria-label": `Ranks of step ${step.step}`, onclick: () => choose(step.step) }, short(step.step));
-  return h("div", { class: "step" }, open,
-    h("div", { class: "bar" }, inner.map((span) => h("i", {
-      class: span.depth > 1 ? "span inner" : "span", title: `${span.name}: ${short(span.seconds)} s`,
-      style: {
-        left: `${(100 * (span.begin - begin)) / longest}%`, width: `${(100 * span.seconds) / longest}%`,
-        background: stageColour(span.name),
-      },
-    }))), h("span", { class: "label" }, `${short(lengthOf(step))} s`));
+  const bar = (kind, spans, isInner, note) => h("div", { class: kind }, spans.map((span) => h("i", {
+    class: isInner(span) ? "span inner" : "span", title: `${span.name}: ${short(span.seconds)} s${note}`,
+    style: {
+      left: `${(100 * (span.begin - begin)) / longest}%`, width: `${(100 * span.seconds) / longest}%`,
+      background: stageColour(span.name),
+    },
+  })));
+  const stages = bar("bar", inner, (span) => span.depth > 1, "");
+  const sampling = bar("bar beside", step.beside, (span) => span.depth > 0, ", sampled beside the stages");
+  return h("div", { class: "step" }, open, step.beside.length ? h("div", { class: "bars" }, stages, sampling) : stages,
+    h("span", { class: "label" }, `${short(lengthOf(step))} s`));
 }
