@@ -70,9 +70,9 @@ def test_a_judge_of_the_run_and_another_one_are_not_both_asked(run: Run, judged:
 def test_settings_of_the_other_kind_of_reward_model_are_told(
     run: Run, judged: dict[str, Any], caplog: pytest.LogCaptureFixture
 ):
-    run.load(judged | {"reward_model.max_length": 100, "reward_model.rollout.enforce_eager": False})
+    run.load(judged | {"reward_model.max_length": 100, "reward_model.rollout.enable_chunked_prefill": False})
     assert "no effect: reward_model.max_length (reward_model.rollout.name=native serves the model" in caplog.text
-    assert "no effect: reward_model.rollout.enforce_eager (only vllm and sglang read it" in caplog.text
+    assert "no effect: reward_model.rollout.enable_chunked_prefill (only vllm and sglang read it" in caplog.text
     del judged["custom_reward_function.path"]
     caplog.clear()
     run.load(judged)

@@ -39,7 +39,7 @@ class Broadcasts:
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _LIMIT
-            self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL = dist.ProcessGroupNCCL(
+            self._group: Any = dist.ProcessGroupNCCL(  # whose annotations have no collectives
                 store, participant.rank, participant.size, options
             )
         else:

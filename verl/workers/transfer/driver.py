@@ -34,7 +34,7 @@ class WeightTransfer:
 
     def __init__(self, config: ActorRolloutRefConfig) -> None:
         self._config = config.rollout.checkpoint_engine
-        self._ranks: tuple[Sequence[RankFacts], ...] = ()
+        self._ranks: tuple[tuple[str, int], ...] = ()
         self._session: tuple[str, StoreAddress] | None = None
         """Transport and store between the current processes."""
 

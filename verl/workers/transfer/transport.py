@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -106,9 +106,12 @@ class WeightTransport(ABC):
 _transports: Registry[type[WeightTransport]] = Registry("transfer of weights")
 
 
-def register_transfer(name: str) -> Callable[[type[WeightTransport]], type[WeightTransport]]:
+T = TypeVar("T", bound=type[WeightTransport])
+
+
+def register_transfer(name: str) -> Callable[[T], T]:
     """Register the decorated class as value of ``rollout.checkpoint_engine.backend``."""
-    return _transports.register(name)
+    return cast(Any, _transports.register(name))
 
 
 def transport_class(config: CheckpointEngineConfig, name: str) -> type[WeightTransport]:
