@@ -122,4 +122,7 @@ def test_every_sample_is_trained_on_once_though_a_process_dies(
     names, metrics = run(request.node.callspec.id, *kills, **mode)
     assert sorted(name for step in names.values() for name in step) == ALL
     assert metrics[STEPS]["recovery/restarts"] == 1
+    if mode is SEPARATE:
+        assert 0 <= metrics[STEPS]["fully_async/trainer/idle_ratio"] <= 1
+        assert 0 <= metrics[STEPS]["fully_async/rollouter/idle_ratio"] <= 1
     assert max(of_step["training/off_policy/trajectory_staleness_worst/max"] for of_step in metrics.values()) <= 8

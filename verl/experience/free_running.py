@@ -131,6 +131,8 @@ class FreeRunning(ExperienceSource):
         """When the engines began to serve, or until when :attr:`_spans` has it."""
         self._spans: list[tuple[str, float, float]] = []
         """Of the step: when the engines served."""
+        self._trained_at: float | None = None
+        """When the step before had trained."""
         self._must_rest = False
         self._wait = _Wait(0)
 
@@ -163,10 +165,16 @@ class FreeRunning(ExperienceSource):
 
     def trained(self, context: StepContext) -> None:
         """See :meth:`ExperienceSource.trained`; the step's spans get the times in which the engines served."""
+        now = clock()
         if self.is_sampling:
-            self._add_span(clock())
+            self._add_span(now)
         context.spans += self._spans
-        self._spans = []
+        if self._pool is not None and self._trained_at is not None:
+            elapsed = now - self._trained_at
+            served = sum(end - start for _, start, end in self._spans)
+            context.metrics["fully_async/trainer/idle_ratio"] = min(1.0, context.seconds["gen"] / elapsed)
+            context.metrics["fully_async/rollouter/idle_ratio"] = max(0.0, 1 - served / elapsed)
+        self._spans, self._trained_at = [], now
 
     def _add_span(self, end: float) -> None:
         if end > self._served_from:
