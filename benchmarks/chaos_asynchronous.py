@@ -1,0 +1,150 @@
+"""Kills a process of a run in an asynchronous mode at a random moment, and counts what its steps trained on.
+
+    python -m benchmarks.chaos_asynchronous [--rounds 20] [--seed 1] [--modes lag colocate separate]
+
+The work is that of ``benchmarks.asynchronous_modes`` with tools of log-normal time, saved every second step, on Ray.
+Each round runs a mode anew and kills, by SIGKILL and at a moment that the seed draws, the driver, a rank of the
+trainer, a rank of the rollout pool, a process of agents, or their router. A run whose driver died is started again by
+the same command. Survived means: all steps are done, and their samples have the names of the undisturbed run, each
+once, so that nothing is lost, and nothing is trained on twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from benchmarks import asynchronous_modes, shape
+
+STEPS, PROMPTS, RESPONSES = 6, 4, 4
+RUN_S = 240
+BEGINS_S, ENDS_S = 12.0, 34.0
+"""Seconds after the start of a run between which the process is killed: ranks are there, and steps are left."""
+EXPECTED = Counter(
+    f"{step}-{row}/{index}" for step in range(1, STEPS + 1) for row in range(PROMPTS) for index in range(RESPONSES)
+)
+"""Names of the samples of the whole run."""
+
+
+def children(driver: psutil.Process, title: str) -> list[psutil.Process]:
+    """Processes of Ray below the driver with this title, in the order of their start."""
+    found = [one for one in driver.children(recursive=True) if f"ray::{title}" in " ".join(one.cmdline())]
+    return sorted(found, key=lambda one: one.create_time())
+
+
+VICTIMS: dict[str, Callable[[psutil.Process], list[psutil.Process]]] = {
+    "driver": lambda driver: [driver],
+    "first rank": lambda driver: children(driver, "WorkerHost")[:1],
+    "last rank": lambda driver: children(driver, "WorkerHost")[-1:],
+    "process of agents": lambda driver: children(driver, "WorkerActor")[:1],
+    "router of agents": lambda driver: children(driver, "AgentRouter")[:1],
+}
+"""What is killed; with two pools the last rank is one that samples."""
+
+
+def command(folder: Path, output: Path, mode: str) -> list[str]:
+    """The command line of a run of this mode."""
+    options = argparse.Namespace(prompts=PROMPTS, epochs=1, steps=STEPS, work="tools", controller="ray")
+    changes = {
+        "trainer.save_freq": 2,
+        "trainer.resume_mode": "auto",
+        "trainer.default_local_dir": output / "checkpoints",
+        "trainer.rollout_data_dir": output / "samples",
+        "trainer.recovery.backoff_s": 0,
+        "trainer.recovery.snapshot_freq": 1,
+        "actor_rollout_ref.rollout.agent.hang_timeout_s": 60,
+    }
+    of_mode = asynchronous_modes.command(folder, mode, options)
+    replaced = {text.split("=")[0] for text in map(str, of_mode)} & changes.keys()
+    kept = [text for text in of_mode if text.split("=")[0] not in replaced]
+    return [*kept, *(f"{key}={value}" for key, value in changes.items())]
+
+
+def run(folder: Path, output: Path, mode: str, victim: str | None, moment_s: float) -> tuple[int, str]:
+    """Run to the end, starting it again after its driver was killed; the number of starts, and what was killed."""
+    output.mkdir()
+    environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(output / "metrics.jsonl"), "OMP_NUM_THREADS": "1"}
+    killed, starts, code = "nothing", 0, -signal.SIGKILL
+    with (output / "log.txt").open("w") as log:
+        while code == -signal.SIGKILL and starts < 3:
+            starts += 1
+            began = time.monotonic()
+            process = subprocess.Popen(
+                command(folder, output, mode), stdout=log, stderr=log, env=environment, cwd=shape.ROOT
+            )
+            while process.poll() is None:
+                elapsed = time.monotonic() - began
+                if (
+                    victim is not None
+                    and elapsed > moment_s
+                    and (found := VICTIMS[victim](psutil.Process(process.pid)))
+                ):
+                    found[0].kill()
+                    killed, victim = f"{victim} after {elapsed:.1f} s", None
+                if elapsed > RUN_S:
+                    process.kill()
+                    raise RuntimeError(f"no end after {RUN_S} s; its log: {output / 'log.txt'}")
+                time.sleep(0.1)
+            code = process.returncode
+    if code:
+        raise RuntimeError(f"the run ended with code {code}; its log: {output / 'log.txt'}")
+    return starts, killed
+
+
+def problems(output: Path) -> list[str]:
+    """What is wrong with the samples of a run."""
+    names: Counter[str] = Counter()
+    for step in range(1, STEPS + 1):
+        path = output / "samples" / f"{step}.jsonl"
+        if not path.exists():
+            return [f"step {step} is missing"]
+        rows = map(json.loads, path.read_text().splitlines())
+        names.update(f"{row['uid']}/{row['sample_index']}" for row in rows)
+    lost, twice = EXPECTED - names, names - EXPECTED
+    return [f"lost: {sorted(lost)}"] * bool(lost) + [f"too often: {sorted(twice)}"] * bool(twice)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--modes", nargs="+", choices=("lag", "colocate", "separate"), default=["separate", "colocate"])
+    arguments = parser.parse_args()
+    draws, failed = random.Random(arguments.seed), 0
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        asynchronous_modes.prepare(folder, "tools")
+        for number in range(arguments.rounds):
+            mode = arguments.modes[number % len(arguments.modes)]
+            victim, moment_s = draws.choice(list(VICTIMS)), draws.uniform(BEGINS_S, ENDS_S)
+            output = folder / f"round-{number}"
+            began = time.monotonic()
+            try:
+                starts, killed = run(folder, output, mode, victim, moment_s)
+                found = problems(output)
+            except RuntimeError as error:
+                starts, killed, found = 0, victim, [str(error), (output / "log.txt").read_text()[-3000:]]
+            failed += bool(found)
+            seconds = time.monotonic() - began
+            print(
+                f"{'FAIL' if found else 'ok  '} {mode:9} {killed}; starts {starts}; {seconds:.0f} s", *found, flush=True
+            )
+    print(f"{arguments.rounds - failed} of {arguments.rounds} survived")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
