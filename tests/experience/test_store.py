@@ -60,3 +60,31 @@ def test_the_error_of_a_group_is_raised():
     assert store.choice(0) is None
     with pytest.raises(ValueError, match="no answer"):
         store.raise_failure()
+
+
+def test_a_group_at_the_age_to_wait_at_is_waited_for_and_others_may_become_older():
+    store = GroupStore(Admission(batch_size=1, groups_ahead=0, max_staleness=None), wait_at=1)
+    slow, other = started(store, 0, 0)
+    other.responses.set_result(NOTHING)
+    assert indices(store.choice(0)) == [1]
+    assert store.choice(1) is None
+    slow.responses.set_result(NOTHING)
+    assert indices(store.choice(1)) == [1]  # it finished first
+    store.take([other])
+    assert indices(store.choice(2)) == [0]
+
+
+def test_a_dropped_group_that_ends_before_it_is_cancelled_is_not_taken():
+    store = GroupStore(Admission(batch_size=1, groups_ahead=1, max_staleness=None), drop_after=0)
+    [late] = started(store, 0)
+    assert indices(store.drop_late(1)) == [0]
+    late.responses.set_result(NOTHING)
+    assert store.choice(1) is None
+
+
+def test_with_none_under_way_a_step_does_not_wait():
+    """As after a resume with a lower bound or larger batches."""
+    store = GroupStore(Admission(batch_size=1, groups_ahead=0, max_staleness=1))
+    for group in started(store, 0, 0, 0):
+        group.responses.set_result(NOTHING)
+    assert indices(store.choice(5)) == [0]

@@ -101,7 +101,8 @@ class Admission:
         if len(finished) < self.batch_size:
             return None
         order = sorted(range(len(finished)), key=finished.__getitem__)
-        if self.max_staleness is not None:
+        # With none under way waiting changes nothing: the bound was lowered, or batches enlarged, by a resumed run.
+        if self.max_staleness is not None and any(under_way.values()):
             left = Counter(under_way)
             left.update(finished[position] for position in order[self.batch_size :])
             count = 0

@@ -156,6 +156,8 @@ class Ahead(ExperienceSource):
 
     def load_pending(self, batches: Mapping[str, DataProto]) -> None:
         """See :meth:`ExperienceSource.load_pending`."""
+        if "prompts" in batches or "waiting" in batches:  # groups, not whole batches
+            super().load_pending(batches)
         steps = sorted({int(name.split("-")[0]) for name in batches})
         self._pending = deque(_from_batches(step, batches) for step in steps)
 

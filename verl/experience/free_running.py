@@ -109,12 +109,15 @@ class FreeRunning(ExperienceSource):
         self._n = source.config.actor_rollout_ref.rollout.n
         self._admission = Admission(plan.prompts_per_transfer, plan.prompts_ahead, None)
         """Which groups may start; its versions are transfers of weights."""
-        waits_for, drop_after = (None, plan.bound) if plan.strategy == "drop" else (plan.bound, None)
-        self._store = GroupStore(Admission(plan.batch_prompts, 0, waits_for), drop_after)
+        bound_of = {"admit": None, "wait": None, "drop": None} | {plan.strategy: plan.bound}
+        admission = Admission(plan.batch_prompts, 0, bound_of["admit"])
+        self._store = GroupStore(admission, drop_after=bound_of["drop"], wait_at=bound_of["wait"])
         self._waiting: deque[DataProto] = deque()
         """Prompts that were taken from the data and not started yet, one each."""
         self._started = 0
         self._dropped = 0
+        self._stale = 0
+        """Groups that were trained on after the engines had got newer weights than those that began them."""
         self._steps = 0
         """Steps that have taken their groups. The bound counts them, because there are at least as many as updates."""
         self._updates = 0
@@ -185,13 +188,19 @@ class FreeRunning(ExperienceSource):
         """Give the engines new weights if it is time; those on the trainer's ranks have them always."""
         if self._pool is None:
             self._engine_steps = self._steps
-        elif self._serving is None or self._steps - self._engine_steps >= self._plan.sync_every:
+        elif self._serving is None or self._transfers(self._steps) > self._transfers(self._engine_steps):
+            # Not when the last transfer is sync_every steps ago: after a resume in between, prompts would run out.
             with self.rest():
-                self._engine_steps = self._steps
+                pass
+        elif self._serving.done():
+            self._serving.result()  # raises why, before a group is given to agents that have ended
+
+    def _transfers(self, steps: int) -> int:
+        """How many times engines have had to get new weights after so many steps."""
+        return steps // self._plan.sync_every
 
     def _start_groups(self) -> None:
-        transfers = self._engine_steps // self._plan.sync_every
-        wanted = self._admission.capacity(transfers, self._started - self._dropped)
+        wanted = self._admission.capacity(self._transfers(self._engine_steps), self._started - self._dropped)
         for _ in range(min(wanted, self._last_step * self._batch_size + self._dropped - self._started)):
             if not self._waiting:
                 prompts = self._source.next_prompts()
@@ -215,7 +224,8 @@ class FreeRunning(ExperienceSource):
             self._wait_while_serving()
         elif not self._is_enough():
             self._agents().serve_until(self._workers().policy, self._is_enough)
-        self._note_version()
+            # An update that was skipped leaves the version as it is, and its weights are the newest all the same.
+            self._updates_of_version[self._agents().weight_version] = self._updates
         self._store.raise_failure()
         groups = self._store.choice(self._steps)
         assert groups is not None, "the engines ended before a batch was complete"
@@ -290,9 +300,11 @@ class FreeRunning(ExperienceSource):
         if self._pool is not None:
             self._metrics |= self._pool.update(self._updates)
             self._updates_of_version[self._updates] = self._updates
+            self._engine_steps = self._steps
         yield
-        self._note_version()
-        if self._pool is not None and serving is not None:
+        if self._pool is None:  # samples under way were served too, if the engines have served by the agents
+            self._updates_of_version.setdefault(self._agents().weight_version, self._updates)
+        elif serving is not None:
             self._serve(self._pool)
 
     def close(self) -> None:
@@ -305,11 +317,6 @@ class FreeRunning(ExperienceSource):
 
     def _join(self, group: PromptGroup) -> DataProto:
         return with_prompts(group.prompts.select(batch_keys=[]), group.responses.result()).with_meta_info({})
-
-    def _note_version(self) -> None:
-        """Remember how many updates the weights have had that engines on the trainer's ranks sampled with just now."""
-        if self._pool is None:
-            self._updates_of_version.setdefault(self._agents().weight_version, self._updates)
 
     def _with_ages(self, batch: DataProto) -> DataProto:
         """Add ``updates_behind``, (bsz, response_length): updates since the weights that drew a token; else -1."""
@@ -326,13 +333,15 @@ class FreeRunning(ExperienceSource):
         seconds = [group.finished_at - group.started_at for group in groups if group.finished_at is not None]
         times = {"avg": np.mean(seconds), "max": max(seconds), "min": min(seconds)}
         times |= {f"tp{share}": np.percentile(seconds, share) for share in (50, 95, 99)}
-        stale = sum(self._steps - 1 > group.version for group in groups)
+        newest = self._transfers(self._engine_steps)
+        self._stale += sum(newest > self._transfers(group.version) for group in groups)
         counts = {
-            "current_param_version": self._engine_steps // self._plan.sync_every,
-            "stale_trajectory_processed": self._n * stale,
-            "total_generated_samples": self._n * self._started,
-            "staleness_samples": self._n * len(self._store),
-            "dropped_stale_samples": self._n * self._dropped,
+            "current_param_version": newest,
+            "stale_trajectory_processed": self._n * self._stale,
+            # A sample of these names is a prompt with all its responses.
+            "total_generated_samples": self._started - self._dropped - running,
+            "staleness_samples": len(self._store),
+            "dropped_stale_samples": self._dropped,
         }
         return {
             **{f"fully_async/count/{name}": value for name, value in counts.items()},
@@ -347,6 +356,7 @@ class FreeRunning(ExperienceSource):
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`ExperienceSource.state_dict`; prompts and responses themselves are in :meth:`pending`."""
         counts = {"started": self._started, "dropped": self._dropped, "steps": self._steps, "updates": self._updates}
+        counts["stale"] = self._stale
         return counts | {"updates_of_version": list(self._updates_of_version.items())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -362,7 +372,7 @@ class FreeRunning(ExperienceSource):
             )
         self._started, self._dropped = state["started"], state["dropped"]
         self._steps = self._engine_steps = state["steps"]
-        self._updates = state["updates"]
+        self._updates, self._stale = state["updates"], state.get("stale", 0)
         self._updates_of_version = dict(state["updates_of_version"])
 
     def pending(self) -> Deferred[Mapping[str, DataProto]]:
@@ -392,7 +402,8 @@ class FreeRunning(ExperienceSource):
             self._waiting = deque(waiting.select_idxs([row]) for row in range(len(waiting)))
         responses = {index: part for index, _, part in self._parts(batches, "responses")}
         for index, version, prompts in self._parts(batches, "prompts"):
-            group = PromptGroup(index, prompts, version)
+            # Those without responses begin anew, with the weights that there are now.
+            group = PromptGroup(index, prompts, version if index in responses else self._steps)
             if index in responses:
                 group.responses.set_result(responses[index])
                 self._store.add(group)

@@ -7,11 +7,13 @@ nothing, and computes the same weights with the same seeds, on one process if wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from verl.base.fs import below
 from verl.errors import DataError
+from verl.experience.background import RolloutPool
 from verl.experience.lockstep import Lockstep
 from verl.experience.rewards import RewardRecord
 from verl.experience.source import Experience, ExperienceSource
@@ -30,10 +32,12 @@ class Replay(ExperienceSource):
     Args:
         source: scores batches.
         folder: where :func:`record` wrote.
+        pool: rollout engines with a pool of their own, which serve validation.
     """
 
-    def __init__(self, source: Lockstep, folder: Path) -> None:
-        self._source, self._folder = source, folder
+    def __init__(self, source: Lockstep, folder: Path, pool: RolloutPool | None = None) -> None:
+        self._source, self._folder, self._pool = source, folder, pool
+        self._updates = 0
 
     def next(self, context: StepContext) -> Experience:
         """See :meth:`ExperienceSource.next`.
@@ -56,6 +60,14 @@ class Replay(ExperienceSource):
 
     def updated(self, version: int) -> None:
         """See :meth:`ExperienceSource.updated`."""
+        self._updates += 1
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """See :meth:`ExperienceSource.rest`; engines of a pool have the newest weights then."""
+        if self._pool is not None:
+            self._pool.update(self._updates)
+        yield
 
     def state_dict(self) -> dict[str, object]:
         """See :meth:`ExperienceSource.state_dict`; the number of the step is all that counts."""
@@ -63,6 +75,9 @@ class Replay(ExperienceSource):
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """See :meth:`ExperienceSource.load_state_dict`."""
+
+    def load_pending(self, batches: Mapping[str, DataProto]) -> None:
+        """See :meth:`ExperienceSource.load_pending`; what a recorded run had under way is in its files."""
 
 
 def _file(folder: Path, step: int) -> Path:

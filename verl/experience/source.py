@@ -85,8 +85,9 @@ class ExperienceSource(ABC):
         """
         if batches:
             raise CheckpointError(
-                f"the checkpoint has responses of {len(batches)} batches that were sampled ahead (trainer.async.lag), "
-                "and this run samples in each step. Resume with the lag that the checkpoint was made with."
+                f"the checkpoint has responses of {len(batches)} batches that were sampled ahead (trainer.async.lag, "
+                "or a trainer.v1.trainer_mode other than sync), and this run would not train on them. Resume with the "
+                "lag and the mode that the checkpoint was made with."
             )
 
     @abstractmethod

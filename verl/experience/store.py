@@ -52,10 +52,11 @@ class GroupStore:
     Args:
         admission: which of the finished groups a step takes, with versions counted in updates of the policy.
         drop_after: largest age of a group, beyond which :meth:`drop_late` drops it; None drops none.
+        wait_at: age of an unfinished group at which a step waits for it; None is no such age.
     """
 
-    def __init__(self, admission: Admission, drop_after: int | None = None) -> None:
-        self._admission, self._drop_after = admission, drop_after
+    def __init__(self, admission: Admission, drop_after: int | None = None, wait_at: int | None = None) -> None:
+        self._admission, self._drop_after, self._wait_at = admission, drop_after, wait_at
         self._groups: dict[int, PromptGroup] = {}
         self._finished_order: list[int] = []
         self.changed = threading.Condition()
@@ -72,7 +73,8 @@ class GroupStore:
 
     def _note_end(self, group: PromptGroup, done: Future[DataProto]) -> None:
         with self.changed:
-            if not done.cancelled() and done.exception() is None:
+            # One that was dropped may end before it is cancelled.
+            if group.index in self._groups and not done.cancelled() and done.exception() is None:
                 group.finished_at = time.monotonic()
                 self._finished_order.append(group.index)
             self.changed.notify_all()
@@ -97,6 +99,8 @@ class GroupStore:
         with self.changed:
             finished = [self._groups[index] for index in self._finished_order]
             running = Counter(group.version for group in self._groups.values() if not group.is_finished)
+            if self._wait_at is not None and any(updates - version >= self._wait_at for version in running):
+                return None
             chosen = self._admission.next_batch(updates, running, [group.version for group in finished])
             if chosen is None:
                 return None

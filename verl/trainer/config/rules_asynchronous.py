@@ -82,7 +82,7 @@ def described_mode(config: PPOConfig) -> list[str]:
         how = {
             "admit": "a step waits for slow ones in time, so that none is discarded",
             "drop": "groups that became older are discarded",
-            "wait": "a step waits for groups that are so old",
+            "wait": "a step waits for groups that are so old, and finished ones that have no place in it become older",
         }[plan.strategy]
         age = (
             f"{MODE}={v1.trainer_mode}: a step trains on samples of weights that are at most {plan.bound} updates old "

@@ -228,7 +228,8 @@ def _of_modes(config: PPOConfig) -> Iterator[Silent]:
     else:
         yield ("trainer.v1.colocate_async.*",), mode
     if plan.volume is not None:
-        yield ("trainer.v1.sampler.*",), f"trainer.async.volume={plan.volume:g} bounds the number of prompts instead"
+        keys = ("trainer.v1.sampler.*", "trainer.v1.separate_async.num_warmup_batches")
+        yield keys, f"trainer.async.volume={plan.volume:g} bounds the number of prompts instead"
 
 
 def _of_other_losses(actor: ActorConfig) -> Iterator[Silent]:

@@ -330,11 +330,11 @@ class PPOTrainer(TrainingLoop):
             config, self.tokenizer, prompts, self.response_source, self.scorer, self.reward_fn, self.dump
         )
         plan, folder = AsyncPlan.of(config), config.trainer.async_.replay
-        if folder is not None:
-            return Replay(lockstep, Path(folder))
         if self.rollout_workers is not self.policy_workers:
             takes_first = not config.algorithm.filter_groups.enable
             pool = RolloutPool(self._sampling_thread, prompts, takes_first, self._send_weights)
+        if folder is not None:
+            return Replay(lockstep, Path(folder), pool)
         if plan.is_free_running:
             agents, workers = self.response_source.agents, self._experience_workers
             return FreeRunning(lockstep, plan, agents, workers, steps, pool)

@@ -1,0 +1,98 @@
+"""A run with its rollout engines on a pool of their own, resumed between two transfers of weights; nothing is drawn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verl.config.async_plan import AsyncPlan
+from verl.experience.background import SerialThread
+from verl.experience.free_running import FreeRunning
+from verl.protocol import DataProto
+from verl.utils.deferred import Deferred
+from verl.utils.step_context import StepContext
+
+LAST = 9
+
+
+class Engines:
+    """A pool and its agents in one: samples are there at once, and have the version of the newest weights."""
+
+    def __init__(self) -> None:
+        self.thread, self.version = SerialThread("engines"), 0
+
+    def update(self, version: int) -> dict[str, float]:
+        self.version = version
+        return {}
+
+    def submit(self, prompts: DataProto) -> Future[DataProto]:
+        done: Future[DataProto] = Future()
+        versions = torch.full((len(prompts), 2), self.version)
+        done.set_result(DataProto.from_dict(tensors={"weight_versions": versions}))
+        return done
+
+    def serve_until(self, group: object, is_enough: Callable[[], bool]) -> None:
+        while not is_enough():
+            time.sleep(0.01)
+
+    def cancel(self, futures: Iterable[object]) -> None:
+        assert not list(futures)
+
+
+def make_run(plan: AsyncPlan) -> FreeRunning:
+    rollout = SimpleNamespace(n=1, agent=None)
+    config = SimpleNamespace(
+        trainer=SimpleNamespace(async_=SimpleNamespace(record_dir=None)),
+        actor_rollout_ref=SimpleNamespace(rollout=rollout),
+    )
+
+    def next_prompts() -> DataProto:
+        return DataProto.from_dict(tensors={"input_ids": torch.zeros(2, 2)}, non_tensors={"row": np.arange(2)})
+
+    source: Any = SimpleNamespace(config=config, next_prompts=next_prompts, score=lambda *_: Deferred.of(DataProto()))
+    engines: Any = Engines()
+    return FreeRunning(source, plan, lambda: engines, lambda: SimpleNamespace(policy=None), LAST, engines)  # type: ignore[arg-type, return-value]
+
+
+def train(run: FreeRunning, first: int, last: int) -> list[tuple[str, int]]:
+    samples = []
+    for step in range(first, last + 1):
+        context = StepContext(step)
+        batch = run.next(context).batch
+        run.updated(step)
+        run.trained(context)
+        samples += zip(batch.non_tensor_batch["uid"], batch.batch["updates_behind"].amax(-1).tolist(), strict=True)
+    return samples
+
+
+@pytest.mark.parametrize("resumed_after", range(1, LAST))
+@pytest.mark.parametrize(("volume", "bound", "warmup"), [(0.1, None, 1), (None, 3, 0), (None, 4, 1)])
+def test_a_run_resumed_between_two_transfers_takes_every_prompt_once(
+    resumed_after: int, volume: float | None, bound: int | None, warmup: int
+) -> None:
+    plan = AsyncPlan(
+        mode="separate",
+        lag=0,
+        bound=bound,
+        volume=volume,
+        strategy="admit",
+        sync_every=4,
+        batch_prompts=2,
+        warmup_batches=warmup,
+    )
+    first = make_run(plan)
+    samples = train(first, 1, resumed_after)
+    state, pending = first.state_dict(), first.pending().result()
+    second = make_run(plan)
+    second.load_state_dict(state)
+    second.load_pending(pending)
+    samples += train(second, resumed_after + 1, LAST)
+    assert sorted(name for name, _ in samples) == [f"{step}-{row}" for step in range(1, LAST + 1) for row in range(2)]
+    assert bound is None or max(age for _, age in samples) <= bound
