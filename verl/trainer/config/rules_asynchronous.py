@@ -37,6 +37,7 @@ def asynchronous(config: PPOConfig) -> Iterator[Problem]:
         remedy = "set trainer.async.lag=1, so that both work at once, or hybrid_engine=true"
         yield Problem(hybrid, False, cause, remedy=remedy, advice=True)
     if not plan.is_free_running:
+        yield from _replay_elsewhere(settings.replay)
         return
     mode = v1.trainer_mode
     if settings.lag:
@@ -95,6 +96,15 @@ def described_mode(config: PPOConfig) -> list[str]:
     else:
         ratio = "nothing corrects for their age (algorithm.rollout_correction)"
     return [f"{age}; {ratio}"]
+
+
+def _replay_elsewhere(folder: str | None) -> Iterator[Problem]:
+    """Refuse to replay in a mode that records nothing."""
+    if folder is None:
+        return
+    cause = f"the recorded run had another {MODE}, on which the correction for the age of samples depends"
+    remedy = f"set {MODE}=colocate_async, which trains on one process too, and all else as the recorded run had it"
+    yield Problem("trainer.async.replay", folder, cause, "null", remedy)
 
 
 def _separate(config: PPOConfig, plan: AsyncPlan) -> Iterator[Problem]:
