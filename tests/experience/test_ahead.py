@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,8 +15,11 @@ from tests.support.tiny_run import make_tiny_run, overrides, same
 from tests.support.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
 from verl.config import PPOConfig
 from verl.errors import CheckpointError, ConfigError
+from verl.experience.ahead import Ahead
+from verl.experience.background import PromptsTakenFirst, RolloutPool, SerialThread
 from verl.experience.lockstep import Lockstep
 from verl.experience.source import Experience
+from verl.protocol import DataProto
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.trainer.main_ppo import run_ppo
@@ -144,3 +149,17 @@ def test_samples_of_earlier_weights_are_weighed_unless_the_run_chooses(
     assert "weigh them with algorithm.rollout_correction.rollout_is=token" in caplog.text
     with pytest.raises(ConfigError, match=r"with trainer\.async\.lag=1 the difference is that of 1 updates"):
         loaded(trainer__max_rollout_actor_probs_diff=0.1)
+
+
+def test_a_pool_without_a_lag_refuses_batches_that_were_sampled_ahead() -> None:
+    pool = RolloutPool(SerialThread("sampling"), PromptsTakenFirst(DataProto), True, lambda version: {"sent": version})
+    source = Ahead(Mock(rest=nullcontext), lag=0, last_step=3, pool=pool)
+    source.load_pending({})
+    with pytest.raises(CheckpointError, match="1 batches that were sampled ahead"):
+        source.load_pending({"3-batch": DataProto()})
+    # What a validation between two steps sends is reported in the step after it.
+    with source.rest():
+        pass
+    context = StepContext(1, metrics={})
+    source.next(context)
+    assert context.metrics["sent"] == 0

@@ -18,7 +18,6 @@ from verl.base.fs import copy_to_local, is_remote
 from verl.config import HFModelConfig, SFTDataConfig, local_copies
 from verl.errors import DataError, ResourceError
 from verl.utils.device import (
-    _use_interface_to,
     auto_set_device,
     backend_for,
     ensure_process_group,
@@ -30,6 +29,7 @@ from verl.utils.device import (
     is_cuda_available,
     memory_metrics,
     set_expandable_segments,
+    use_interface_to,
 )
 
 CPU = torch.device("cpu")
@@ -61,16 +61,16 @@ def test_ranks_of_several_machines_use_the_interface_that_reaches_the_first(monk
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    _use_interface_to("localhost")
+    use_interface_to("localhost")
     loopback = os.environ["GLOO_SOCKET_IFNAME"]
     assert "127.0.0.1" in {entry.address for entry in psutil.net_if_addrs()[loopback]}
     assert os.environ["NCCL_SOCKET_IFNAME"] == loopback
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "chosen")
-    _use_interface_to("localhost")
+    use_interface_to("localhost")
     assert os.environ["NCCL_SOCKET_IFNAME"] == "chosen"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(psutil, "net_if_addrs", dict)
-    _use_interface_to("localhost")
+    use_interface_to("localhost")
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     assert "no network interface has the address 127.0.0.1" in caplog.text
 

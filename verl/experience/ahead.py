@@ -34,6 +34,7 @@ from verl.experience.rewards import RewardRecord
 from verl.experience.source import Experience, ExperienceSource
 from verl.protocol import DataProto, replace_columns
 from verl.utils.deferred import Deferred
+from verl.utils.metric import Metrics
 from verl.utils.step_context import StepContext
 
 _ABOUT = "about_pending"
@@ -78,6 +79,8 @@ class Ahead(ExperienceSource):
         self._pending: deque[PendingExperience] = deque()
         self._under_way: list[PendingExperience] = []
         """Batches whose sampling the main thread has not waited for."""
+        self._sent: Metrics = {}
+        """Metrics of a transfer of weights between two steps, for the next one."""
         self._updates = 0
         self._is_closed = False
 
@@ -88,7 +91,8 @@ class Ahead(ExperienceSource):
         if self._pool is not None:
             self._wait(context, self._under_way)
             if steps:
-                context.metrics |= self._pool.update(self._updates)
+                context.metrics |= self._sent | self._pool.update(self._updates)
+                self._sent = {}
         for step in steps:
             self._pending.append(self._sample(step, context))
         pending = self._pending.popleft()
@@ -124,7 +128,7 @@ class Ahead(ExperienceSource):
         if self._pool is not None:
             for pending in self._under_way:
                 pending.sampled.result()
-            self._pool.update(self._updates)
+            self._sent |= self._pool.update(self._updates)
         with self._source.rest():
             yield
 
@@ -155,8 +159,8 @@ class Ahead(ExperienceSource):
         )
 
     def load_pending(self, batches: Mapping[str, DataProto]) -> None:
-        """See :meth:`ExperienceSource.load_pending`."""
-        if "prompts" in batches or "waiting" in batches:  # groups, not whole batches
+        """See :meth:`ExperienceSource.load_pending`; without a lag there is none, also with a pool."""
+        if not self._lag or "prompts" in batches or "waiting" in batches:  # the last two are groups, not whole batches
             super().load_pending(batches)
         steps = sorted({int(name.split("-")[0]) for name in batches})
         self._pending = deque(_from_batches(step, batches) for step in steps)

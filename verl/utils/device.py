@@ -78,11 +78,11 @@ def ensure_process_group(device: torch.device, timeout_s: float = 600, backend: 
             "through a worker group or torchrun."
         )
     if world_size > int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
-        _use_interface_to(os.environ["MASTER_ADDR"])
+        use_interface_to(os.environ["MASTER_ADDR"])
     dist.init_process_group(backend, timeout=timeout)
 
 
-def _use_interface_to(master: str) -> None:
+def use_interface_to(master: str) -> None:
     """Let gloo and NCCL use the network interface by which this machine reaches ``master``, unless the user chose.
 
     Otherwise gloo binds the address of the host's name, which may be 127.0.1.1 or one that other machines cannot reach.

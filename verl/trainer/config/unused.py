@@ -68,6 +68,9 @@ _PASSES = {
 }
 """Section to the switch, the keys read when it is on (passes filled by tokens), and those read when it is off."""
 
+_OF_TRANSFERS = ("backend", "engine_kwargs", "custom_backend_module")
+"""Settings of ``checkpoint_engine`` for rollout engines on ranks of their own."""
+
 Silent = tuple[tuple[str, ...], str]
 """Patterns of keys that nothing reads, and why."""
 
@@ -154,7 +157,7 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
             not config.actor_rollout_ref.hybrid_engine,
             "actor_rollout_ref.hybrid_engine=true",
             _ROLLOUT,
-            ("n_gpus_per_node",),
+            ("n_gpus_per_node", *(f"checkpoint_engine.{name}" for name in _OF_TRANSFERS)),
         ),
         (
             reward_model.enable_resource_pool,

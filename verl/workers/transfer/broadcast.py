@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import RolloutError
+from verl.utils.device import use_interface_to
 from verl.workers.rollout.weights import SharedBuffer, SharedPart
 from verl.workers.transfer.link import Link
 from verl.workers.transfer.transport import Participant, Sent, WeightTransport, register_transfer
@@ -35,6 +36,8 @@ class Broadcasts:
         link.write(f"joins/{participant.rank}", True)
         for rank in range(participant.size):
             link.read(f"joins/{rank}")
+        if isinstance(link.store, dist.TCPStore):
+            use_interface_to(link.store.host)  # ranks of one machine have no default group that has chosen one
         store = dist.PrefixStore(f"{link.transfer}/group", link.store)
         if self.device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
@@ -42,6 +45,9 @@ class Broadcasts:
             self._group: Any = dist.ProcessGroupNCCL(  # whose annotations have no collectives
                 store, participant.rank, participant.size, options
             )
+            # NCCL connects in the first collective, whose call returns when all are in it. Receivers call a broadcast
+            # only when they are told of it, which is after the sender's call has returned: so not in a broadcast.
+            self._group.broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device), 0).wait()
         else:
             self._group = dist.ProcessGroupGloo(store, participant.rank, participant.size, _LIMIT)
 

@@ -144,7 +144,11 @@ class WeightTransfer:
         ]
         with ThreadPoolExecutor(len(started), "weight-transfer") as threads:
             waits = [threads.submit(group.wait_for, outputs) for group, outputs in started]
-            done, _ = wait(waits, return_when=FIRST_EXCEPTION)
+            try:
+                done, _ = wait(waits, return_when=FIRST_EXCEPTION)
+            except BaseException:  # Ctrl-C or SIGTERM: the threads, which are waited for, end with the ranks' calls
+                self._give_up(plan)
+                raise
             first = [one.exception() for one in done if one.exception() is not None]
             if first:
                 self._give_up(plan)

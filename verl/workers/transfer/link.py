@@ -121,7 +121,7 @@ class Link:
 
     def give_up(self) -> None:
         """Let every process that waits in this transfer raise."""
-        self.store.set(self._of(_FAILED), "true")
+        self.write(_FAILED, True)
 
     def forget(self) -> None:
         """Delete the messages that this process wrote; all have read them."""
