@@ -182,8 +182,8 @@ ENGINE = (
     Mutant(
         "engine",
         "workers/engine/optimizer.py",
-        "            part.mul_(factor)",
-        "            part.mul(factor)",
+        "        torch._foreach_mul_(parts, factor)",
+        "        torch._foreach_mul(parts, factor)",
         "workers/engine/engine",
     ),
     Mutant(

@@ -14,6 +14,7 @@ from tests.support.vision_models import picture_rows, tiny_vision_model_dir, wri
 from tests.workers.support import make_engine
 from verl.agents.manager import AgentLoopManager
 from verl.datasets.rl_dataset import RLHFDataset, collate_fn
+from verl.experience.sequences import with_prompts
 from verl.protocol import DataProto
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.config.command_line import compose
@@ -74,10 +75,10 @@ class VisionAgents:
         return batch
 
     def answer(self, prompts: DataProto) -> DataProto:
-        """Answer by agent loops."""
+        """Answer by agent loops, with the columns of the prompts as the trainer joins them."""
         manager = AgentLoopManager(self.config, self.group, self.tokenizer, self.processor)
         try:
-            return manager.generate_sequences(prompts)
+            return with_prompts(prompts.select(batch_keys=[]), manager.generate_sequences(prompts))
         finally:
             manager.shutdown()
 

@@ -51,6 +51,7 @@ class HFRollout(BaseRollout):
         """See :meth:`BaseRollout.set_up`."""
         self._dtype = torch_dtype(self.config.dtype)
         self._module: PreTrainedModel | None = None
+        self._adapters: AdaptedLayers | None = None
         self.applies_adapters = computes_adapters(self.config, self.model_config)
         self._drawing = self._waiting = 0  # responses
         self._prompt_tokens = self._response_tokens = 0
@@ -79,6 +80,7 @@ class HFRollout(BaseRollout):
         # Keys and values are freed after each batch.
         if self.config.free_cache_engine:
             self._module, self.weight_version = None, NO_WEIGHTS
+            self._adapters = None  # it refers to the module
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -93,7 +95,8 @@ class HFRollout(BaseRollout):
         self.wake()
         module = self._awake_module()
         self.weight_version = NO_WEIGHTS
-        self._adapters.drop()
+        if self._adapters is not None:
+            self._adapters.drop()
         targets = dict(module.named_buffers()) | dict(module.named_parameters())
         for name, tensor in ExpectedWeights(module, with_buffers=True).checked(weights, version):
             targets[name].copy_(tensor)
@@ -105,6 +108,7 @@ class HFRollout(BaseRollout):
         """See :meth:`BaseRollout.load_adapted`."""
         self.load_weights(weights.base(), version)
         self.weight_version = NO_WEIGHTS
+        assert self._adapters is not None, "load_weights wakes the engine"
         self._adapters.load(weights, version)
         self.weight_version = version
 
