@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from typing import Self
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any, Self
 from uuid import uuid4
 
 from verl.config import ActorRolloutRefConfig
@@ -144,11 +144,12 @@ class WeightTransfer:
         ]
         with ThreadPoolExecutor(len(started), "weight-transfer") as threads:
             waits = [threads.submit(group.wait_for, outputs) for group, outputs in started]
+            done: set[Future[list[Any]]] = set()
             try:
                 done, _ = wait(waits, return_when=FIRST_EXCEPTION)
-            except BaseException:  # Ctrl-C or SIGTERM: the threads, which are waited for, end with the ranks' calls
-                self._give_up(plan)
-                raise
+            finally:
+                if not done:  # Ctrl-C or SIGTERM: the threads, which are waited for, end with the ranks' calls
+                    self._give_up(plan)
             first = [one.exception() for one in done if one.exception() is not None]
             if first:
                 self._give_up(plan)
