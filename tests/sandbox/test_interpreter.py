@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -18,8 +19,11 @@ pytestmark = needs_sandbox
 
 def left_over() -> list[str]:
     """Descendants of this process that are of a sandbox."""
-    names = ("bwrap", "prlimit", "setpriv")
-    return [child.name() for child in psutil.Process().children(recursive=True) if child.name() in names]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ended after it was listed
+            found.append(child.name())
+    return [name for name in found if name in ("bwrap", "prlimit", "setpriv")]
 
 
 def test_variables_imports_and_files_stay():
