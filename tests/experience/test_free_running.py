@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.tiny_run import make_tiny_run, overrides
 from verl.errors import DataError
+from verl.protocol import DataProto
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
@@ -113,6 +114,7 @@ def test_slow_samples_are_trained_on_in_a_later_step_and_each_once(train: Train)
 
 def test_a_recorded_run_is_repeated_bit_by_bit(train: Train, tmp_path: Path) -> None:
     slow = {"actor_rollout_ref__rollout__agent__default_agent_loop": "slow", "trainer__total_training_steps": 4}
+    DataProto().save_to_disk(tmp_path / "7.safetensors")  # of a longer run before
     run = train("recorded", trainer__async__record_dir=tmp_path, **slow)
     again = train("repeated", trainer__async__replay=tmp_path, **slow)
     assert again.samples == run.samples

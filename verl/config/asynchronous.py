@@ -29,7 +29,8 @@ class AsyncConfig(BaseConfig):
     again with the new weights."""
     record_dir: str | None = setting(None, path=True)
     """In the two modes of `trainer.v1`, folder for what each step trains on: its samples in their order, with tokens,
-    log-probs and versions of weights, a safetensors file for each step; null records nothing."""
+    log-probs and versions of weights, a safetensors file for each step; those of later steps are removed. null records
+    nothing."""
     replay: str | None = setting(None, path=True)
     """Folder that `record_dir` of an earlier run has filled. The run trains on these samples instead of drawing any,
     and so computes the same weights, also on one process; null draws samples."""

@@ -22,7 +22,10 @@ from verl.utils.step_context import StepContext
 
 
 def record(folder: Path, step: int, batch: DataProto) -> None:
-    """Write the batch of a step, before its scores."""
+    """Write the batch of a step, before its scores, and remove those of later steps, which another run has left."""
+    for path in folder.glob("*.safetensors"):
+        if path.stem.isdigit() and int(path.stem) > step:
+            path.unlink()
     batch.save_to_disk(_file(folder, step))
 
 
