@@ -27,6 +27,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks import asynchronous_modes, shape
+from benchmarks.chaos_run import agent_processes, ranks
 
 STEPS, PROMPTS, RESPONSES = 6, 4, 4
 RUN_S = 240
@@ -38,18 +39,12 @@ EXPECTED = Counter(
 """Names of the samples of the whole run."""
 
 
-def children(driver: psutil.Process, title: str) -> list[psutil.Process]:
-    """Processes of Ray below the driver with this title, in the order of their start."""
-    found = [one for one in driver.children(recursive=True) if f"ray::{title}" in " ".join(one.cmdline())]
-    return sorted(found, key=lambda one: one.create_time())
-
-
 VICTIMS: dict[str, Callable[[psutil.Process], list[psutil.Process]]] = {
     "driver": lambda driver: [driver],
-    "first rank": lambda driver: children(driver, "WorkerHost")[:1],
-    "last rank": lambda driver: children(driver, "WorkerHost")[-1:],
-    "process of agents": lambda driver: children(driver, "WorkerActor")[:1],
-    "router of agents": lambda driver: children(driver, "AgentRouter")[:1],
+    "first rank": lambda _: ranks()[:1],
+    "last rank": lambda _: ranks()[-1:],
+    "process of agents": lambda _: agent_processes("WorkerActor")[:1],
+    "router of agents": lambda _: agent_processes("AgentRouter")[:1],
 }
 """What is killed; with two pools the last rank is one that samples."""
 
@@ -127,10 +122,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         asynchronous_modes.prepare(folder, "tools")
-        for number in range(arguments.rounds):
-            mode = arguments.modes[number % len(arguments.modes)]
+        for round_index in range(arguments.rounds):
+            mode = arguments.modes[round_index % len(arguments.modes)]
             victim, moment_s = draws.choice(list(VICTIMS)), draws.uniform(BEGINS_S, ENDS_S)
-            output = folder / f"round-{number}"
+            output = folder / f"round-{round_index}"
             began = time.monotonic()
             try:
                 starts, killed = run(folder, output, mode, victim, moment_s)

@@ -103,8 +103,8 @@ def main() -> None:
     seconds: dict[str, list[dict[str, float]]] = {name: [] for name in RUNS}
     with tempfile.TemporaryDirectory() as folder:
         common = settings(Path(folder), work, args.steps, args.reward_s)
-        for number in range(args.rounds):
-            for name in RUNS if number % 2 == 0 else reversed(RUNS):
+        for round_index in range(args.rounds):
+            for name in RUNS if round_index % 2 == 0 else reversed(RUNS):
                 seconds[name] += step_seconds(Path(folder) / "log.jsonl", common, RUNS[name])
     print(f"{work.describe()}; reward {args.reward_s:g} s per response; {os.cpu_count()} cores")
     medians = {name: statistics.median(step["timing_s/step"] for step in steps) for name, steps in seconds.items()}

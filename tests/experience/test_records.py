@@ -5,30 +5,17 @@ from __future__ import annotations
 import json
 import logging
 import math
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from tests.support.full_disk import files_of_at_most
 from verl.experience.records import LONGEST_TEXT, RecordFolder, generation_records, sample_numbers
 from verl.protocol import DataProto
 from verl.testing.models import tiny_tokenizer
 from verl.utils.file_log import THIS_RUN
-
-
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """What a full disk does to a file that grows: a part of it is written, then an OSError."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def records(count: int) -> list[dict]:
@@ -42,7 +29,7 @@ def numbers(path: Path) -> list[int]:
 def test_lines_are_whole_and_the_run_is_told_once(tmp_path, caplog):
     folder = RecordFolder(str(tmp_path / "new" / "dump"))
     folder.write(1, records(2))
-    with largest_file(400), caplog.at_level(logging.WARNING):
+    with files_of_at_most(400), caplog.at_level(logging.WARNING):
         folder.write(1, records(9), append=True)  # 160 bytes are there, 80 to a line: it breaks off inside of a line
         folder.write(2, records(9))
     file = tmp_path / "new" / "dump" / "1.jsonl"

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from tests.protocol.batches import batches, four_rows, same
+from tests.support.full_disk import files_of_at_most
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.protocol.files import FORMAT, TREE
@@ -65,17 +63,6 @@ def test_rows_that_share_tensors_share_them_again(tmp_path: Path):
     assert torch.equal(read.images[1]["pixels"], pixels)
     assert torch.equal(read.images[3]["pixels"], pixels + 1)
     assert (tmp_path / "batch").stat().st_size < 2.1 * pixels.nbytes
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """The system refuses to write more into a file, as it does on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_disk_that_takes_no_more_is_an_error_of_the_system_and_the_older_file_stays(tmp_path: Path):

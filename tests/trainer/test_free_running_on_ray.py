@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-import ray
 
 from tests.support.tiny_run import make_tiny_run, overrides
+from tests.trainer.test_recovery import pid_of
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.trainer import PPOTrainer
@@ -29,7 +29,7 @@ SEPARATE = {
 }
 
 
-class FragileTrainer(PPOTrainer):
+class KilledTrainer(PPOTrainer):
     """Kills processes at the end of step 2: ``kills`` has ``policy`` or ``rollout``, whose rank 0 it is."""
 
     kills: ClassVar[list[str]] = []
@@ -38,7 +38,7 @@ class FragileTrainer(PPOTrainer):
         super().start_workers()
         groups = {"policy": self.policy_workers, "rollout": self.rollout_workers}
         # Ranks that serve answer no call.
-        self.pids = {name: pid_of(group.workers[0]) for name, group in groups.items()}
+        self.pids = {name: pid_of(group, 0) for name, group in groups.items()}
 
     def report(self, *args: Any) -> None:
         super().report(*args)
@@ -47,13 +47,9 @@ class FragileTrainer(PPOTrainer):
                 os.kill(self.pids[name], signal.SIGKILL)
 
 
-def pid_of(worker: Any) -> int:
-    return ray.get(worker.__ray_call__.remote(lambda _: os.getpid()))
-
-
-class FragileRunner(TaskRunner):
+class KilledRunner(TaskRunner):
     def trainer_class(self) -> type[PPOTrainer]:
-        return FragileTrainer
+        return KilledTrainer
 
 
 Names = dict[int, list[str]]
@@ -69,7 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Run:
     def train(name: str, *kills: str, **changes: object) -> tuple[Names, dict[int, dict[str, float]]]:
         folder = root / name
         log = folder / "log.jsonl"
-        FragileTrainer.kills[:] = kills
+        KilledTrainer.kills[:] = kills
         settings = {
             "trainer__controller": "ray",
             "trainer__total_training_steps": STEPS,
@@ -80,8 +76,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Run:
         } | changes
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VERL_FILE_LOGGER_PATH", str(log))
-            run_ppo(compose(overrides(paths, folder, **settings)), FragileRunner)
-        assert not FragileTrainer.kills
+            run_ppo(compose(overrides(paths, folder, **settings)), KilledRunner)
+        assert not KilledTrainer.kills
         if changes.items() >= SEPARATE.items():
             check_that_engines_served_beside_the_update(folder / "log.run.jsonl")
         metrics = {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}

@@ -25,9 +25,9 @@ NOT_COMPARED = ("timing", "perf/", "recovery/")
 
 
 class FragileTrainer(PPOTrainer):
-    """Kills a rank when it enters a stage; ``deaths`` says which rank, in which step and stage."""
+    """Kills a rank when it enters a stage; ``deaths`` says in which step and stage, and which rank."""
 
-    deaths: list[tuple[int, str, int]]
+    deaths: list[tuple[int, str, Any]]
 
     def _strike(self, stage: str) -> None:
         for death in [d for d in self.deaths if d[:2] == (self.global_steps, stage)][:1]:

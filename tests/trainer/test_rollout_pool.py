@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.experience.test_ahead import CRITIC, FILTERS
 from tests.support.tiny_run import make_tiny_run, overrides, same
-from tests.trainer.test_recovery import pid_of
+from tests.trainer.test_recovery import FragileTrainer, pid_of
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.trainer import PPOTrainer
@@ -28,32 +29,16 @@ OF_POOL = ("timing", "perf/", "recovery/", "weight_transfer/")
 """Metrics that depend on time, or that only engines with a pool have."""
 
 
-class FragileTrainer(PPOTrainer):
-    """Loses rank 0 of a group when the stage of a step begins."""
+class PoolTrainer(FragileTrainer):
+    """Loses rank 0 of a group, which ``deaths`` names by its attribute."""
 
-    deaths: list[tuple[int, str, str]]
-
-    def _strike(self, stage: str) -> None:
-        for death in [d for d in self.deaths if d[:2] == (self.global_steps, stage)]:
-            self.deaths.remove(death)
-            os.kill(pid_of(getattr(self, death[2]), 0), signal.SIGKILL)
-
-    def step(self, context: Any) -> Any:
-        self._strike("gen")
-        return super().step(context)
-
-    def update_actor(self, *args: Any, **kwargs: Any) -> Any:
-        self._strike("update_actor")
-        return super().update_actor(*args, **kwargs)
-
-    def _validate(self) -> Any:
-        self._strike("testing")
-        return super()._validate()
+    def _harm(self, group: str) -> None:
+        os.kill(pid_of(getattr(self, group), 0), signal.SIGKILL)
 
 
-class FragileRunner(TaskRunner):
+class PoolRunner(TaskRunner):
     def trainer_class(self) -> type[PPOTrainer]:
-        return FragileTrainer
+        return PoolTrainer
 
 
 Outcome = tuple[dict[int, dict[str, Any]], dict[str, Any]]
@@ -81,7 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Run:
         } | changes
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VERL_FILE_LOGGER_PATH", str(log))
-            run_ppo(compose(overrides(paths, folder, **settings)), FragileRunner)
+            run_ppo(compose(overrides(paths, folder, **settings)), PoolRunner)
         assert not FragileTrainer.deaths
         records = [json.loads(line) for line in log.read_text().splitlines()]
         last = folder / "checkpoints" / f"global_step_{STEPS}"
@@ -113,14 +98,7 @@ def test_engines_with_a_pool_sample_beside_training_what_engines_that_share_rank
     assert "timing_s/wait_prev_gen" in pooled[0][3]
 
 
-CRITIC = {"algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": "true", "trainer__critic_warmup": 1}
 REWARD_MODEL = {"reward_model__enable": "true", "reward_model__launch_reward_fn_async": "true"}
-FILTERS = {
-    "algorithm__filter_groups__enable": "true",
-    "algorithm__filter_groups__metric": "seq_reward",
-    "algorithm__filter_groups__max_num_gen_batches": 0,
-    "data__gen_batch_size": 2,
-}
 ADAPTERS = {"actor_rollout_ref__model__lora_rank": 4, "actor_rollout_ref__model__target_modules": "all-linear"}
 
 

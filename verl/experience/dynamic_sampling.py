@@ -8,7 +8,7 @@ policy gets better.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from verl.config import FilterGroupsConfig
 from verl.errors import RewardError, RolloutError
 from verl.experience.sequences import Trajectories, trajectory_scores
 from verl.protocol import DataProto
+from verl.protocol.rows import with_equal_columns
 from verl.utils.metric import Metrics, number_or_nan
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def fill_batch(
         f"{name}/surplus": float(num_kept - num_prompts),
         f"{name}/{config.metric}/mean": float(np.concatenate(values).mean()),
     }
-    batch = DataProto.concat(_with_equal_columns([part for part in kept if len(part)]))
+    batch = DataProto.concat(with_equal_columns([part for part in kept if len(part)]))
     first = set(list(dict.fromkeys(prompts))[:num_prompts])
     return batch.select_idxs([row for row, prompt in enumerate(prompts) if prompt in first]), metrics
 
@@ -151,16 +152,6 @@ def values_of(batch: DataProto, metric: str) -> tuple[np.ndarray, np.ndarray]:
         raise RewardError(
             f"algorithm.filter_groups.metric={metric} must be a number, got {column[0]!r:.100}."
         ) from None
-
-
-def _with_equal_columns(parts: Sequence[DataProto]) -> list[DataProto]:
-    """Add columns that some batches lack, filled with None: a reward function may return a value only sometimes."""
-    names = {name for part in parts for name in part.non_tensor_batch}
-    empty = [
-        {name: np.full(len(part), None, dtype=object) for name in names - part.non_tensor_batch.keys()}
-        for part in parts
-    ]
-    return [part | DataProto.from_dict(non_tensors=columns) for part, columns in zip(parts, empty, strict=True)]
 
 
 def _too_few_message(config: FilterGroupsConfig, num_kept: int, drawn: int, wanted: int, values: np.ndarray) -> str:

@@ -45,7 +45,7 @@ from verl.experience.source import Experience, ExperienceSource
 from verl.experience.store import GroupStore, PromptGroup
 from verl.experience.workers import CurrentWorkers
 from verl.protocol import DataProto
-from verl.protocol.rows import fill_column
+from verl.protocol.rows import fill_column, with_equal_columns
 from verl.utils.deferred import Deferred
 from verl.utils.metric import Metrics
 from verl.utils.run_log import ENGINES, clock
@@ -381,19 +381,18 @@ class FreeRunning(ExperienceSource):
         finished = [group for group in groups if group.is_finished]
         for group in finished:
             group.hold()
-        batches: dict[str, DataProto] = {}
-        self._add(batches, "prompts", groups, [group.prompts for group in groups])
-        self._add(batches, "responses", finished, [group.responses.result() for group in finished])
-        if self._waiting:
-            batches["waiting"] = DataProto.concat(list(self._waiting))
-        return Deferred.of(batches)
+        parts = {
+            "prompts": [(group, group.prompts) for group in groups],
+            "responses": [(group, group.responses.result()) for group in finished],
+        }
+        waiting = list(self._waiting)
 
-    def _add(
-        self, batches: dict[str, DataProto], name: str, groups: Sequence[PromptGroup], parts: Sequence[DataProto]
-    ) -> None:
-        if parts:
-            about = [[group.index, group.version, len(part)] for group, part in zip(groups, parts, strict=True)]
-            batches[name] = _joined(parts).with_meta_info({_ABOUT: about})
+        def batches() -> dict[str, DataProto]:
+            made = {name: _of_groups(of_name) for name, of_name in parts.items() if of_name}
+            return made | ({"waiting": DataProto.concat(waiting)} if waiting else {})
+
+        # Most states are never written, so they are not put together yet.
+        return Deferred([], batches)
 
     def load_pending(self, batches: Mapping[str, DataProto]) -> None:
         """See :meth:`ExperienceSource.load_pending`; groups without responses are drawn anew."""
@@ -420,14 +419,12 @@ class FreeRunning(ExperienceSource):
             start += rows
 
 
+def _of_groups(parts: Sequence[tuple[PromptGroup, DataProto]]) -> DataProto:
+    """Join what there is of each group; ``meta_info`` says whose rows they are."""
+    about = [[group.index, group.version, len(part)] for group, part in parts]
+    return _joined([part for _, part in parts]).with_meta_info({_ABOUT: about})
+
+
 def _joined(parts: Sequence[DataProto]) -> DataProto:
-    """Concatenate batches of groups; a column of objects that some lack is None there."""
-    names = {name: None for part in parts for name in part.non_tensor_batch}
-    complete = [
-        part
-        | DataProto.from_dict(
-            non_tensors={name: np.full(len(part), None) for name in names if name not in part.non_tensor_batch}
-        )
-        for part in parts
-    ]
-    return DataProto.concat(fill_column(complete, "routed_experts", unknown))
+    """Concatenate batches of groups, of which some may lack a column."""
+    return DataProto.concat(fill_column(with_equal_columns(parts), "routed_experts", unknown))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from verl.errors import SchemaError
@@ -55,6 +56,16 @@ def fill_column(parts: Sequence[DataProto], name: str, value: Callable[[torch.dt
         else part | DataProto.from_dict({name: torch.full((len(part), *shape), value(dtype), dtype=dtype)})
         for part, column in zip(parts, columns, strict=True)
     ]
+
+
+def with_equal_columns(parts: Sequence[DataProto]) -> list[DataProto]:
+    """Add columns of objects that some parts of a batch lack, filled with None."""
+    names = {name for part in parts for name in part.non_tensor_batch}
+    empty = [
+        {name: np.full(len(part), None, dtype=object) for name in names - part.non_tensor_batch.keys()}
+        for part in parts
+    ]
+    return [part | DataProto.from_dict(non_tensors=columns) for part, columns in zip(parts, empty, strict=True)]
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
