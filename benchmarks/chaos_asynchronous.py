@@ -31,6 +31,7 @@ from benchmarks.chaos_run import agent_processes, ranks
 
 STEPS, PROMPTS, RESPONSES = 6, 4, 4
 RUN_S = 240
+NOTHING = "nothing"
 BEGINS_S, ENDS_S = 12.0, 34.0
 """Seconds after the start of a run between which the process is killed: ranks are there, and steps are left."""
 EXPECTED = Counter(
@@ -71,7 +72,7 @@ def run(folder: Path, output: Path, mode: str, victim: str | None, moment_s: flo
     """Run to the end, starting it again after its driver was killed; the number of starts, and what was killed."""
     output.mkdir()
     environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(output / "metrics.jsonl"), "OMP_NUM_THREADS": "1"}
-    killed, starts, code = "nothing", 0, -signal.SIGKILL
+    killed, starts, code = NOTHING, 0, -signal.SIGKILL
     with (output / "log.txt").open("w") as log:
         while code == -signal.SIGKILL and starts < 3:
             starts += 1
@@ -118,7 +119,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--modes", nargs="+", choices=("lag", "colocate", "separate"), default=["separate", "colocate"])
     arguments = parser.parse_args()
-    draws, failed = random.Random(arguments.seed), 0
+    draws, failed, killed_nothing = random.Random(arguments.seed), 0, 0
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         asynchronous_modes.prepare(folder, "tools")
@@ -133,11 +134,13 @@ def main() -> None:
             except RuntimeError as error:
                 starts, killed, found = 0, victim, [str(error), (output / "log.txt").read_text()[-3000:]]
             failed += bool(found)
+            killed_nothing += killed == NOTHING
             seconds = time.monotonic() - began
             print(
                 f"{'FAIL' if found else 'ok  '} {mode:9} {killed}; starts {starts}; {seconds:.0f} s", *found, flush=True
             )
-    print(f"{arguments.rounds - failed} of {arguments.rounds} survived")
+    counted = arguments.rounds - killed_nothing
+    print(f"{counted - failed} of {counted} survived; {killed_nothing} ended before something was killed")
     sys.exit(1 if failed else 0)
 
 
