@@ -11,6 +11,7 @@ def test_core_and_auxiliary_names_by_hand():
     )
     assert metrics["val-core/math/reward/mean@2"] == pytest.approx(0.75)
     assert metrics["val-core/math/reward/best@2/mean"] == pytest.approx(0.875)
+    assert metrics["val-core/math/reward/pass@2"] == 1  # each prompt has a right response
     assert "val-aux/math/reward/std@2" in metrics
     assert metrics["val-aux/error_rate"] == 0
 

@@ -37,6 +37,29 @@ def test_all_numbers_of_a_prompt_by_enumeration():
     assert found["best@2/mean"] > found["mean@4"] > found["worst@2/mean"]
 
 
+def test_pass_at_k_by_hand():
+    # a: 1 right of 4, b: none, c: 3 of 4. Two of a's four without replacement: 1 - C(3,2)/C(4,2) = 1 - 3/6 = 1/2;
+    # of c's: at most one is wrong, so 1. All four: a and c have a right one.
+    scores = [0, 0, 1, 0] + [0] * 4 + [1, 1, 0, True]
+    found = process_validation_metrics(["s"] * 12, [row // 4 for row in range(12)], {"acc": scores})["s"]["acc"]
+    assert found["pass@2"] == pytest.approx((1 / 2 + 0 + 1) / 3)
+    assert found["pass@4"] == pytest.approx(2 / 3)
+    assert "pass@1" not in found  # it is mean@4
+    # 50 wrong ones of 100, 16 drawn: 1 - C(50,16)/C(100,16) by the product of (50-i)/(100-i).
+    many = one_prompt(acc=[1, 0] * 50)["acc"]
+    assert many["pass@16"] == pytest.approx(1 - np.prod((50 - np.arange(16)) / (100 - np.arange(16))), rel=1e-12)
+
+
+def test_pass_at_k_of_fewer_values_and_of_graded_scores():
+    # Two of the four responses are left, one of them right: pass@2 and pass@4 draw both.
+    missing = one_prompt(acc=[None, 1, 0, None])["acc"]
+    assert (missing["pass@2"], missing["pass@4"], missing["mean@4"]) == (1, 1, 0.5)
+    # A half in one prompt takes pass@k from the variable in that data source, not from the other source.
+    found = process_validation_metrics(["m", "m", "m", "m", "g", "g"], list("aabbcc"), {"acc": [1, 0, 0.5, 0, 1, 0]})
+    assert not any(name.startswith("pass@") for name in found["m"]["acc"])
+    assert found["g"]["acc"]["pass@2"] == 1
+
+
 def test_which_k_there_are():
     def ks(size: int) -> set[str]:
         return {

@@ -112,9 +112,9 @@ class Validator:
 def validation_metrics(data_sources: list[str], uids: list[str], columns: dict[str, list]) -> dict[str, float]:
     """Reduce the values of all samples to metrics ``val-{core|aux}/{data_source}/{variable}/{metric}``.
 
-    Core metrics are mean@N, maj@N/mean and best@N/mean of the core variable, with N samples per prompt: ``acc`` if the
-    reward function returns it, else ``reward``. A variable is used for a data source if its values there are numbers or
-    texts.
+    Core metrics are mean@N, maj@N/mean, best@N/mean and pass@N of the core variable, with N samples per prompt: ``acc``
+    if the reward function returns it, else ``reward``. A variable is used for a data source if its values there are
+    numbers or texts.
 
     Samples that could not be scored, those of failed trajectories that ``rollout.agent.on_failure`` leaves out, and
     samples whose value of a variable is None or not finite, are missing data
@@ -157,7 +157,11 @@ def _responses(name: str) -> int:
 
 
 def _is_core(name: str, largest: int) -> bool:
-    return name.startswith(("mean@", "maj@", "best@")) and _responses(name) == largest and not name.endswith("/std")
+    return (
+        name.startswith(("mean@", "maj@", "best@", "pass@"))
+        and _responses(name) == largest
+        and not name.endswith("/std")
+    )
 
 
 def _data_sources(batch: DataProto) -> list[str]:

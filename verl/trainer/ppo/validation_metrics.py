@@ -5,16 +5,22 @@ With N responses per prompt, m of which have a value (m ≤ N; the others could 
     mean@N, std@N                      over the m values (std: population)
     best@k, worst@k  (/mean, /std)     largest and smallest of k values drawn from the m with replacement
     maj@k            (/mean, /std)     value of the most frequent answer among k drawn responses
+    pass@k                             chance that one of k responses drawn without replacement has the value 1
 
 for k = 2, 4, 8, ... and N. best@k and worst@k are exact expectations over all draws; maj@k is a bootstrap estimate with
-a fixed seed. A response without a value is missing data: the names stay those of N and of its powers of two, and a
-prompt without any value is left out of the average over prompts.
+a fixed seed. pass@k is the unbiased estimate of arXiv:2107.03374, and exists for a variable whose values in this data
+source are all 0 or 1; pass@1 is mean@N. best@k of the same values is smaller, because it may draw a response twice.
+
+A response without a value is missing data: the names stay those of N and of its powers of two, pass@k draws all
+values of a prompt that has fewer than k, and a prompt without any value is left out of the average over prompts.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import comb
 from typing import Any
 
 import numpy as np
@@ -59,10 +65,16 @@ def process_validation_metrics(
     samples: dict[str, dict[str, dict[str, list[np.ndarray]]]] = {}
     for variable, column in numeric.items():
         values = np.array(list(map(number_or_nan, column)), dtype=np.float64)
-        for (source, size), rows in _blocks(prompts, ~np.isnan(values)):
+        present = ~np.isnan(values)
+        is_graded = present & ~np.isin(values, (0, 1))
+        graded = set(itertools.compress(data_sources, is_graded))
+        for (source, size), rows in _blocks(prompts, present):
             into = samples.setdefault(source, {}).setdefault(variable, defaultdict(list))
             winners = {} if ballots is None else ballots.winners(rows, _draws(size))
-            for name, per_prompt in _reduce(values[rows], size, winners).items():
+            metrics = _reduce(values[rows], size, winners)
+            if source not in graded:
+                metrics |= {f"pass@{k}": _pass_at(values[rows], k) for k in _draws(size)}
+            for name, per_prompt in metrics.items():
                 into[name].append(per_prompt)
     return {
         source: {
@@ -121,6 +133,17 @@ def _largest_of(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     mean = ordered @ chance
     variance = ((ordered - mean[:, None]) ** 2) @ chance
     return mean, np.sqrt(variance)
+
+
+def _pass_at(scores: np.ndarray, k: int) -> np.ndarray:
+    """Chance that k of the responses in a row, drawn without replacement, have a 1 among them; scores are 0 or 1.
+
+    1 - C(m-c, k) / C(m, k)            c ones among m scores; k is at most m
+    """
+    m = scores.shape[1]
+    k = min(k, m)
+    chance = np.array([1 - comb(m - c, k) / comb(m, k) for c in range(m + 1)])
+    return chance[scores.sum(1).astype(np.intp)]
 
 
 class _Ballots:
