@@ -43,6 +43,12 @@ from verl.config.data import (
     DatagenConfig,
     SamplerConfig,
 )
+from verl.config.distillation import (
+    DistillationConfig,
+    DistillationLossConfig,
+    DistillationTeacherModelConfig,
+    TeacherInferenceConfig,
+)
 from verl.config.generation import (
     EvalConfig,
     EvalDataConfig,
@@ -143,6 +149,9 @@ __all__ = [
     "DataConfig",
     "DatagenConfig",
     "DirectPreferenceLossConfig",
+    "DistillationConfig",
+    "DistillationLossConfig",
+    "DistillationTeacherModelConfig",
     "EvalConfig",
     "EvalDataConfig",
     "FSDPActorConfig",
@@ -202,6 +211,7 @@ __all__ = [
     "SeparateAsyncConfig",
     "SupervisedConfig",
     "SupervisedDataConfig",
+    "TeacherInferenceConfig",
     "TorchProfilerToolConfig",
     "TraceConfig",
     "TrainedModelConfig",

@@ -75,7 +75,7 @@ class RouterReplayConfig(BaseConfig):
     choice in that pass and in the update."""
 
 
-def _follows_clip_ratio(data: dict[str, Any]) -> float:
+def follows_clip_ratio(data: dict[str, Any]) -> float:
     return data["clip_ratio"]
 
 
@@ -118,9 +118,9 @@ class ActorConfig(UpdateConfig):
 
     clip_ratio: float = setting(0.2, ge=0)
     """How far the ratio of new to old probability may move before its gradient stops."""
-    clip_ratio_low: float = setting(factory=_follows_clip_ratio, ge=0)
+    clip_ratio_low: float = setting(factory=follows_clip_ratio, ge=0)
     """Clip range for falling probabilities; by default `clip_ratio`."""
-    clip_ratio_high: float = setting(factory=_follows_clip_ratio, ge=0)
+    clip_ratio_high: float = setting(factory=follows_clip_ratio, ge=0)
     """Clip range for rising probabilities; by default `clip_ratio`. More than `clip_ratio_low` is clip-higher
     (arXiv:2503.14476)."""
     tau_pos: float = setting(1.0, gt=0)

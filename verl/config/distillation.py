@@ -1,0 +1,199 @@
+"""Configuration of distillation: teachers, and the loss by which the policy learns from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+from verl.config.actor import follows_clip_ratio
+from verl.config.base import BaseConfig, section, setting, subsection
+from verl.config.machine import DTYPE
+from verl.config.model import DType
+from verl.config.problems import Problem
+from verl.config.rollout import NO_OTHER_ENGINE
+
+TeacherEngineName = Literal["native", "hf", "vllm", "sglang", "openai", "trtllm"]
+FORWARD_PASSES = ("native", "hf")
+"""Teachers that are a forward pass of the training engine, without a rollout engine."""
+UNNAMED = "teacher_model"
+"""Name of the teacher that the YAML files declare, for runs with a single one."""
+
+
+@section
+class TeacherInferenceConfig(BaseConfig):
+    """How a teacher computes log-probs."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.RolloutConfig"
+
+    name: TeacherEngineName = setting(
+        "native",
+        refuse_values={"trtllm": NO_OTHER_ENGINE},
+        interpolation="${oc.select:actor_rollout_ref.rollout.name,native}",
+    )
+    """`native` and `hf`: a forward pass of the training engine, with the back end, precision and sizes of
+    `actor_rollout_ref.ref`; `vllm` and `sglang`: an engine; `openai`: an endpoint at `base_url` that gives log-probs of
+    prompts."""
+    base_url: str | None = setting(None)
+    """Address of the endpoint, such as `http://host:8000/v1`, with `name=openai`."""
+    temperature: float = setting(1.0, gt=0, interpolation="${oc.select:actor_rollout_ref.rollout.temperature,1.0}")
+    """Divisor of the teacher's logits; by default that of the rollout."""
+    prompt_length: int = setting(512, ge=1, interpolation="${oc.select:actor_rollout_ref.rollout.prompt_length,512}")
+    """Maximum length of a prompt, in tokens."""
+    response_length: int = setting(
+        512, ge=1, interpolation="${oc.select:actor_rollout_ref.rollout.response_length,512}"
+    )
+    """Maximum length of a response, in tokens."""
+    dtype: DType = setting("bfloat16", interpolation=DTYPE)
+    """Precision of the weights inside an engine; by default bfloat16 on GPUs and float32 on a CPU."""
+    gpu_memory_utilization: float = setting(0.5, gt=0, le=1)
+    """Fraction of a GPU's memory that an engine may use."""
+    enforce_eager: bool = setting(True)
+    """Do not capture CUDA graphs (`vllm`, `sglang`)."""
+    cudagraph_capture_sizes: tuple[int, ...] | None = setting(None)
+    """Batch sizes for which CUDA graphs are captured (`vllm`, `sglang`); null lets the engine choose."""
+    free_cache_engine: bool = setting(True)
+    """Free the teacher's device memory while others compute: an engine sleeps, weights of a forward pass move to main
+    memory. On ranks of its own a single teacher always stays loaded."""
+    data_parallel_size: int = setting(1, ge=1)
+    """Copies of the model inside one engine; only 1, because each further copy has its own engine."""
+    expert_parallel_size: int = setting(1, ge=1)
+    """Ranks that split the experts of one layer (`vllm`, `sglang`); other engines allow only 1."""
+    tensor_model_parallel_size: int = setting(2, ge=1)
+    """Ranks that split each layer (`vllm`, `sglang`). If unset: 1 if 2 does not divide the ranks."""
+    max_num_batched_tokens: int = setting(8192, ge=1)
+    """Maximum number of tokens that the engine computes in one pass (`vllm`, `sglang`)."""
+    max_model_len: int | None = setting(None, ge=1)
+    """Maximum length of prompt and response together plus one, in tokens; null uses the sum of both limits."""
+    max_num_seqs: int = setting(1024, ge=1)
+    """Sequences that the engine, or an endpoint, computes at once."""
+    engine_kwargs: dict[str, Any] = setting(factory=dict)
+    """Further arguments of the engine, as in `actor_rollout_ref.rollout`."""
+    enable_chunked_prefill: bool = setting(True)
+    """Process long sequences in several passes (`vllm`, `sglang`)."""
+    enable_prefix_caching: bool = setting(True)
+    """Compute common prefixes of sequences only once (`vllm`, `sglang`)."""
+    disable_log_stats: bool = setting(True)
+    """Leave statistics out of the engine's log (`vllm`, `sglang`)."""
+
+    @property
+    def is_forward_pass(self) -> bool:
+        """Whether the teacher is a forward pass of the training engine."""
+        return self.name in FORWARD_PASSES
+
+
+@section
+class DistillationTeacherModelConfig(BaseConfig):
+    """One teacher."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.DistillationTeacherModelConfig"
+
+    key: str | None = setting(None)
+    """The rows that this teacher scores: those whose column `distillation.teacher_key` has this value; null only for a
+    single teacher, which scores all rows."""
+    model_path: str | None = setting(None, path=True, remote=True)
+    """Model folder or Hugging Face name; its vocabulary is the policy's."""
+    num_replicas: int | None = setting(0, ge=0)
+    """Copies of the teacher's engine in the pool of `distillation.nnodes`; 0 uses the ranks that it has."""
+    inference: TeacherInferenceConfig = subsection(TeacherInferenceConfig)
+    """How the teacher computes log-probs."""
+
+
+@section
+class DistillationLossConfig(BaseConfig):
+    """The divergence between policy and teacher, and how the policy learns from it."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.DistillationLossConfig"
+
+    loss_mode: str = setting("k3")
+    """Registered divergence: of sampled tokens k1, k2, k3, abs; of the teacher's `topk` tokens forward_kl_topk,
+    reverse_kl_topk, jsd_topk; of the whole vocabulary forward_kl, reverse_kl, jsd; or your own
+    (`register_distillation_loss`)."""
+    topk: int | None = setting(32, ge=1)
+    """Most likely tokens of the teacher that a divergence of them reads; all others count as one more token."""
+    beta: float = setting(0.5, gt=0, lt=1)
+    """Weight of the teacher in the mixture of the Jensen-Shannon divergence (jsd, jsd_topk)."""
+    use_task_rewards: bool = setting(True)
+    """Learn from the rewards too; false learns from the teacher alone."""
+    distillation_loss_coef: float = setting(1.0, ge=0)
+    """Weight of the distillation loss beside the policy loss."""
+    loss_max_clamp: float | None = setting(None, gt=0)
+    """Bound on the absolute divergence of one token; null is no bound."""
+    log_prob_min_clamp: float | None = setting(None, lt=0)
+    """Least log-prob of policy and teacher that a divergence reads; null is no bound."""
+    use_policy_gradient: bool = setting(False)
+    """Take the negative divergence of each token as its advantage in a policy loss, instead of as a loss whose gradient
+    is followed."""
+    policy_loss_mode: str = setting("vanilla")
+    """Policy loss of these advantages, with `use_policy_gradient`."""
+    clip_ratio: float = setting(0.2, ge=0)
+    """Clip range of that policy loss."""
+    clip_ratio_low: float = setting(factory=follows_clip_ratio, ge=0)
+    """Clip range for falling probabilities; by default `clip_ratio`."""
+    clip_ratio_high: float = setting(factory=follows_clip_ratio, ge=0)
+    """Clip range for rising probabilities; by default `clip_ratio`."""
+
+
+def _one_teacher() -> dict[str, DistillationTeacherModelConfig]:
+    return {UNNAMED: DistillationTeacherModelConfig()}
+
+
+@section
+class DistillationConfig(BaseConfig):
+    """Learning from teachers, on the responses of the policy."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.DistillationConfig"
+
+    enabled: bool = setting(False)
+    """Compute the log-probs of teachers, and learn from them."""
+    n_gpus_per_node: int = setting(8, ge=1)
+    """Ranks on each node of the teachers' own pool."""
+    nnodes: int = setting(0, ge=0)
+    """Nodes of the teachers' own pool; 0 runs them on the ranks of the trainer."""
+    teacher_models: dict[str, DistillationTeacherModelConfig] = setting(factory=_one_teacher)
+    """Teachers, by names of your own."""
+    teacher_key: str = setting("data_source")
+    """Column of the data that says which of several teachers scores a row."""
+    distillation_loss: DistillationLossConfig = subsection(DistillationLossConfig)
+    """The divergence between policy and teacher, and how the policy learns from it."""
+
+    @property
+    def teachers(self) -> Mapping[str, DistillationTeacherModelConfig]:
+        """The teachers of the run by name, without the one that the YAML files declare if only others have a model."""
+        named = {name: teacher for name, teacher in self.teacher_models.items() if name != UNNAMED}
+        unnamed = self.teacher_models.get(UNNAMED)
+        if named and (unnamed is None or unnamed.model_path is None):
+            return named
+        return self.teacher_models
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the teachers' own pool; 0 where they run on those of the trainer."""
+        return self.nnodes * self.n_gpus_per_node
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """Each teacher has a model, and each of several a key of its own."""
+        if not self.enabled:
+            return
+        teachers = self.teachers
+        if not teachers:
+            remedy = f"set {path}.teacher_models.{UNNAMED}.model_path"
+            yield Problem(f"{path}.teacher_models", {}, "there is no teacher to learn from", remedy=remedy)
+        names: dict[str, str] = {}
+        for name, teacher in teachers.items():
+            key = f"{path}.teacher_models.{name}"
+            if teacher.model_path is None:
+                cause = f"{path}.enabled=true, and this teacher has no model"
+                yield Problem(f"{key}.model_path", None, cause, "a model folder or Hugging Face name")
+            if len(teachers) > 1 and teacher.key is None:
+                cause = f"with {len(teachers)} teachers, rows must say which of them scores them"
+                remedy = f"name the value of {path}.teacher_key={self.teacher_key} whose rows this teacher scores"
+                yield Problem(f"{key}.key", None, cause, remedy=remedy)
+            elif teacher.key is not None and teacher.key in names:
+                cause = f"the teacher {names[teacher.key]} scores these rows already"
+                yield Problem(f"{key}.key", teacher.key, cause, "a key of its own for each teacher")
+            names.setdefault(str(teacher.key), name)
+            inference = teacher.inference
+            if inference.name == "openai" and not (inference.base_url or "").startswith(("http://", "https://")):
+                cause = "name=openai asks an endpoint, and this is no address of one"
+                allowed = "http://HOST:PORT/v1 or https://HOST/v1"
+                yield Problem(f"{key}.inference.base_url", inference.base_url, cause, allowed)
