@@ -76,6 +76,7 @@ class RouterReplayConfig(BaseConfig):
 
 
 def follows_clip_ratio(data: dict[str, Any]) -> float:
+    """Return ``clip_ratio``, the default of both its sides."""
     return data["clip_ratio"]
 
 
