@@ -47,6 +47,7 @@ from verl.config.distillation import (
     DistillationConfig,
     DistillationLossConfig,
     DistillationTeacherModelConfig,
+    DivergenceConfig,
     TeacherInferenceConfig,
 )
 from verl.config.generation import (
@@ -152,6 +153,7 @@ __all__ = [
     "DistillationConfig",
     "DistillationLossConfig",
     "DistillationTeacherModelConfig",
+    "DivergenceConfig",
     "EvalConfig",
     "EvalDataConfig",
     "FSDPActorConfig",

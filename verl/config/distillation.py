@@ -99,10 +99,8 @@ class DistillationTeacherModelConfig(BaseConfig):
 
 
 @section
-class DistillationLossConfig(BaseConfig):
-    """The divergence between policy and teacher, and how the policy learns from it."""
-
-    hydra_target: ClassVar[str] = "verl.workers.config.DistillationLossConfig"
+class DivergenceConfig(BaseConfig):
+    """The divergence between model and teacher, and its weight in the loss."""
 
     loss_mode: str = setting("k3")
     """Registered divergence: of sampled tokens k1, k2, k3, abs; of the teacher's `topk` tokens forward_kl_topk,
@@ -112,14 +110,22 @@ class DistillationLossConfig(BaseConfig):
     """Most likely tokens of the teacher that a divergence of them reads; all others count as one more token."""
     beta: float = setting(0.5, gt=0, lt=1)
     """Weight of the teacher in the mixture of the Jensen-Shannon divergence (jsd, jsd_topk)."""
-    use_task_rewards: bool = setting(True)
-    """Learn from the rewards too; false learns from the teacher alone."""
     distillation_loss_coef: float = setting(1.0, ge=0)
-    """Weight of the distillation loss beside the policy loss."""
+    """Weight of the distillation loss beside the other loss."""
     loss_max_clamp: float | None = setting(None, gt=0)
     """Bound on the absolute divergence of one token; null is no bound."""
     log_prob_min_clamp: float | None = setting(None, lt=0)
-    """Least log-prob of policy and teacher that a divergence reads; null is no bound."""
+    """Least log-prob of model and teacher that a divergence reads; null is no bound."""
+
+
+@section
+class DistillationLossConfig(DivergenceConfig):
+    """The divergence between policy and teacher, and how the policy learns from it."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.DistillationLossConfig"
+
+    use_task_rewards: bool = setting(True)
+    """Learn from the rewards too; false learns from the teacher alone."""
     use_policy_gradient: bool = setting(False)
     """Take the negative divergence of each token as its advantage in a policy loss, instead of as a loss whose gradient
     is followed."""
