@@ -200,6 +200,15 @@ _LOG_PROBS = (
     ),
 )
 
+_PRIVILEGED = (
+    Column("teacher_prompts", "int64", ("bsz", "teacher_prompt_length"), "prompt under which the policy teaches "
+           "itself, padded on the left", "self-distillation", ("teacher",)),
+    Column("teacher_prompts_mask", "int64", ("bsz", "teacher_prompt_length"), "1 on its tokens, 0 on padding",
+           "self-distillation", ("teacher",)),
+    Column("distillation_mask", "int64", RESPONSE, "response_mask without the rows that have no context to learn from",
+           "self-distillation", ("actor",)),
+)  # fmt: skip
+
 _REWARDS = (
     Column(
         "rm_scores", "float32", RESPONSE, "score of the reward model, on the last token",
@@ -310,7 +319,8 @@ _OBJECTS = (
 )  # fmt: skip
 
 COLUMNS: Mapping[str, Column] = {
-    column.name: column for column in (*_SEQUENCES, *_LOG_PROBS, *_REWARDS, *_PREPARED, *_OTHER_TENSORS, *_OBJECTS)
+    column.name: column
+    for column in (*_SEQUENCES, *_LOG_PROBS, *_PRIVILEGED, *_REWARDS, *_PREPARED, *_OTHER_TENSORS, *_OBJECTS)
 }
 """All known columns by name. Any other column is the user's own and is not checked."""
 

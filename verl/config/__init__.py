@@ -48,6 +48,7 @@ from verl.config.distillation import (
     DistillationLossConfig,
     DistillationTeacherModelConfig,
     DivergenceConfig,
+    SelfDistillationConfig,
     TeacherInferenceConfig,
 )
 from verl.config.generation import (
@@ -210,6 +211,7 @@ __all__ = [
     "SamplerConfig",
     "SamplingConfig",
     "SandboxFusionConfig",
+    "SelfDistillationConfig",
     "SeparateAsyncConfig",
     "SupervisedConfig",
     "SupervisedDataConfig",

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from verl.config.actor import follows_clip_ratio
 from verl.config.base import BaseConfig, section, setting, subsection
+from verl.config.data import Truncation
 from verl.config.machine import DTYPE
 from verl.config.model import DType
 from verl.config.problems import Problem
@@ -139,6 +140,49 @@ class DistillationLossConfig(DivergenceConfig):
     """Clip range for rising probabilities; by default `clip_ratio`."""
 
 
+SELF_TEMPLATES = ("reference", "demonstration", "attempts")
+"""Built-in templates of the prompt under which a policy teaches itself; see :mod:`verl.trainer.ppo.privileged`."""
+
+
+@section
+class SelfDistillationConfig(BaseConfig):
+    """The policy as its own teacher: the same model, with context in its prompt that the policy does not see."""
+
+    enabled: bool = setting(False)
+    """Learn from the policy itself instead of from `teacher_models`; needs `distillation.enabled`."""
+    weights: Literal["policy", "initial", "ema"] = setting("policy")
+    """Weights of the teacher: the policy's at the beginning of the step, those before training, or their exponential
+    moving average."""
+    ema_decay: float = setting(0.99, ge=0, le=1)
+    """Share of the average that a step keeps, with `weights=ema`: 0 is `policy`, 1 is `initial`."""
+    template: str | None = setting(None)
+    """What the teacher reads as the last user message: Jinja text, or the name of a built-in template (reference,
+    demonstration, attempts). A row for which it renders nothing is not learnt from."""
+    template_path: str | None = setting(None, path=True)
+    """File of the Jinja text, instead of `template`."""
+    success_score: float = setting(1.0)
+    """Least score of another response to the prompt that a template may show as `best_response`."""
+    max_prompt_length: int = setting(1024, ge=1)
+    """Maximum length of the teacher's prompt, in tokens."""
+    truncation: Truncation = setting("error")
+    """What happens to a longer one: an error, or truncation on the left, on the right or in the middle."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """There is one template."""
+        if not self.enabled:
+            return
+        if (self.template is None) == (self.template_path is None):
+            cause = "the prompt of the teacher needs one template"
+            allowed = f"Jinja text, or one of {', '.join(SELF_TEMPLATES)}"
+            remedy = f"set {path}.template or {path}.template_path, not both"
+            yield Problem(f"{path}.template", self.template, cause, allowed, remedy)
+        elif self.template is not None and "{" not in self.template and self.template not in SELF_TEMPLATES:
+            cause = "it is no built-in template and has no Jinja expression, so that all rows would have one prompt"
+            yield Problem(
+                f"{path}.template", self.template, cause, f"one of {', '.join(SELF_TEMPLATES)}, or Jinja text"
+            )
+
+
 def _one_teacher() -> dict[str, DistillationTeacherModelConfig]:
     return {UNNAMED: DistillationTeacherModelConfig()}
 
@@ -161,6 +205,8 @@ class DistillationConfig(BaseConfig):
     """Column of the data that says which of several teachers scores a row."""
     distillation_loss: DistillationLossConfig = subsection(DistillationLossConfig)
     """The divergence between policy and teacher, and how the policy learns from it."""
+    self_distillation: SelfDistillationConfig = subsection(SelfDistillationConfig)
+    """The policy as its own teacher."""
 
     @property
     def teachers(self) -> Mapping[str, DistillationTeacherModelConfig]:
