@@ -50,6 +50,7 @@ from verl.algorithms import (
     policy_loss_names,
     top_entropy_mask,
 )
+from verl.algorithms.distillation import DISTILLATION_LOSSES, distillation_loss_info
 from verl.algorithms.kl import KL_KINDS
 from verl.algorithms.preference import PreferenceLossType, bradley_terry_loss
 from verl.algorithms.rollout_correction import (
@@ -71,6 +72,7 @@ KINDS = {
     "peer": "equal to another package's code on random input",
 }
 LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+DISTILLATION_MODE = "distillation.distillation_loss.loss_mode"
 CHOSEN = {
     "bypass_mode": "Chosen by `algorithm.rollout_correction.bypass_mode=true`; common settings: "
     "[presets](internals/rollout_correction.md#presets).",
@@ -116,6 +118,14 @@ def sections() -> list[Section]:
             "actor_rollout_ref.actor.kl_loss_type, algorithm.kl_penalty",
             tuple(KL_KINDS),
             ("by hand", "gradient"),
+            ("test_kl.py", "test_peer_trl.py"),
+        ),
+        Section(
+            "Distillation losses",
+            DISTILLATION_MODE,
+            tuple(name for name in DISTILLATION_LOSSES if distillation_loss_info(name).reads != "full"),
+            ("by hand", "oracle", "gradient", "masks"),
+            ("test_distillation.py",),
         ),
         Section("Importance weights", "algorithm.rollout_correction.rollout_is", ("token", "sequence"), usual),
         Section("Rejection", "algorithm.rollout_correction.rollout_rs", tuple(REJECTION_CRITERIA), usual),
@@ -304,6 +314,20 @@ def _number(paper: str) -> str:
     return paper.rpartition("/")[2]
 
 
+def distillation_entries() -> list[str]:
+    """What divergences of sampled tokens descend, which the KL kinds estimate, and the divergences of distributions."""
+    lines = [
+        "Names of [KL kinds](#kl-kinds) are estimates from the sampled tokens; what their gradients descend, and more "
+        "of all losses: [distillation](internals/distillation.md).",
+        "",
+    ]
+    for name in DISTILLATION_LOSSES:
+        info = distillation_loss_info(name)
+        if info.reads != "sampled":
+            lines += [f"### {name}", "", *described(info.function), *paper_of(info.paper)]
+    return lines
+
+
 CORRECTION = "More: [rollout correction](rollout_correction.md)."
 PREFERENCES = (
     "This is `sigmoid` of `verl.trainer.dpo_trainer`, and the loss of `verl.trainer.rm_trainer`. For the other losses, "
@@ -314,6 +338,7 @@ BODIES: dict[str, Callable[[], list[str]]] = {
     "Policy losses": loss_entries,
     "Aggregation": lambda: described(agg_loss),
     "KL kinds": lambda: described(kl_penalty),
+    "Distillation losses": distillation_entries,
     "Importance weights": lambda: [*described(importance_ratio), *described(importance_weights), CORRECTION],
     "Rejection": lambda: [*described(rejection_statistic), CORRECTION],
     "Preference losses": lambda: [*described(bradley_terry_loss), PREFERENCES],

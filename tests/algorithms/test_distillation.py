@@ -30,8 +30,9 @@ ACTOR = ActorConfig(ppo_mini_batch_size=1, ppo_micro_batch_size_per_gpu=1)
 
 def evaluate(name: str, outputs: dict[str, Tensor], columns: dict[str, Tensor], **settings: object):
     """Losses per token and metrics of some rows."""
-    config = DistillationConfig(distillation_loss=replace(DistillationLossConfig(), **settings))  # type: ignore[arg-type]
-    return evaluate_distillation_loss(distillation_loss_info(name), outputs, columns, config, ACTOR)
+    section = DistillationConfig(distillation_loss=replace(DistillationLossConfig(), **settings))  # type: ignore[arg-type]
+    info = distillation_loss_info(name)
+    return evaluate_distillation_loss(info, outputs, columns, section.distillation_loss, (ACTOR, section))
 
 
 def of_tokens(name: str, student: Tensor, teacher: Tensor, **settings: object) -> Tensor:
@@ -150,7 +151,7 @@ def test_rewards_of_k1_have_the_policy_gradient_of_the_reverse_kl():
     start, of_teacher = torch.randn(2, 7, generator=generator, dtype=torch.float64)
     log_p, log_q = start.log_softmax(-1), of_teacher.log_softmax(-1)
     columns = {"teacher_logprobs": log_q[None], "response_mask": torch.ones(1, 7)}
-    rewards = distillation_rewards(distillation_loss_info("k1"), log_p[None], columns, DistillationConfig(), ACTOR)[0]
+    rewards = distillation_rewards(distillation_loss_info("k1"), log_p[None], columns, DistillationLossConfig())[0]
     logits = start.clone().requires_grad_()
     ascent = torch.autograd.grad((log_p.exp() * rewards * logits.log_softmax(-1)).sum(), logits)[0]
     kl = (logits.softmax(-1) * (logits.log_softmax(-1) - log_q)).sum()
@@ -169,7 +170,7 @@ def test_bounds():
     assert_close(losses, torch.tensor([5 - math.log(2)]))
 
 
-@pytest.mark.proof("masks", param="name")
+@pytest.mark.proof("masks", *KL_KINDS, *TOPK)
 @pytest.mark.parametrize("name", sorted(DISTILLATION_LOSSES))
 def test_masked_tokens_change_nothing(name: str):
     reads = distillation_loss_info(name).reads
@@ -238,6 +239,8 @@ def test_losses_of_users():
         losses, metrics = evaluate("public", outputs, columns, beta=0.25, loss_max_clamp=0.4)
         assert losses.tolist() == [[pytest.approx(0.4), 0.0]]
         assert metrics["distillation/gap"] == 1.0
+        with pytest.raises(ConfigError, match=r"'public' reads the sections of verl\.trainer\.main_ppo"):
+            evaluate_distillation_loss(distillation_loss_info("public"), outputs, columns, DistillationLossConfig())
         in_public_form = distillation_loss_info("squared").public_form
         assert in_public_form(ACTOR, DistillationConfig(), outputs, columns)[0].tolist() == [[4.0, 0.0]]
 

@@ -33,7 +33,7 @@ from verl.algorithms.kl import KL_KINDS, kl_penalty
 from verl.algorithms.loss_registry import over_tokens
 from verl.algorithms.signatures import describe_result
 from verl.base.registry import Registry
-from verl.config import ActorConfig, DistillationConfig, DistillationLossConfig
+from verl.config import ActorConfig, DistillationConfig, DistillationLossConfig, DivergenceConfig
 from verl.errors import ConfigError, SchemaError
 from verl.schema import require
 from verl.utils.torch_functional import zero_masked
@@ -142,7 +142,8 @@ class DistillationLossInfo:
             model_output: Mapping[str, Tensor],
             data: Mapping[str, Tensor],
         ) -> DistillationResult:
-            return evaluate_distillation_loss(self, model_output, data, distillation_config, config)
+            sections = config, distillation_config
+            return evaluate_distillation_loss(self, model_output, data, distillation_config.distillation_loss, sections)
 
         return loss
 
@@ -202,22 +203,23 @@ def distillation_loss_info(name: str) -> DistillationLossInfo:
     return DISTILLATION_LOSSES.get(name)
 
 
-def check_distillation_loss(config: DistillationLossConfig) -> DistillationLossInfo:
+def check_distillation_loss(config: DivergenceConfig) -> DistillationLossInfo:
     """Look up the loss of a configuration, and check that the policy can learn from it as ``config`` says.
 
     Raises:
         ConfigError: there is no such loss; ``topk`` is missing; or its gradient has the expectation zero.
     """
+    is_advantage = isinstance(config, DistillationLossConfig) and config.use_policy_gradient
     info, mode = distillation_loss_info(config.loss_mode), config.loss_mode
     if info.reads == "topk" and config.topk is None:
         raise ConfigError(f"distillation_loss.topk=null: {mode} reads the teacher's topk most likely tokens. Set it.")
-    if config.use_policy_gradient and info.reads != "sampled":
+    if is_advantage and info.reads != "sampled":
         raise ConfigError(
             f"distillation_loss.use_policy_gradient=true with loss_mode={mode}: the divergence of two distributions "
             "is the same whichever token was sampled, so as an advantage it has a gradient of expectation zero. Set "
             "use_policy_gradient=false, or a loss of sampled tokens: k1."
         )
-    if not config.use_policy_gradient and mode in ("kl", "k1"):
+    if not is_advantage and mode in ("kl", "k1"):
         raise ConfigError(
             f"distillation_loss.loss_mode={mode} with use_policy_gradient=false: as a loss its gradient has the "
             "expectation zero, and the policy learns nothing. Set use_policy_gradient=true, or loss_mode=k1+ or k2."
@@ -232,8 +234,8 @@ def evaluate_distillation_loss(
     info: DistillationLossInfo,
     outputs: Mapping[str, Tensor],
     columns: Mapping[str, Tensor],
-    distillation: DistillationConfig,
-    actor: ActorConfig,
+    config: DivergenceConfig,
+    sections: tuple[ActorConfig, DistillationConfig] | None = None,
 ) -> DistillationResult:
     """Compute the losses per token and the metrics of some rows of a mini-batch.
 
@@ -241,8 +243,8 @@ def evaluate_distillation_loss(
         info: the registered loss.
         outputs: ``info.outputs`` of the policy's engine, with gradient.
         columns: ``response_mask`` and ``info.columns``.
-        distillation: the section; losses of the public form get it, others ``distillation_loss``.
-        actor: the section, for losses of the public form.
+        config: ``distillation.distillation_loss``, or the section of another command with its settings.
+        sections: ``actor_rollout_ref.actor`` and ``distillation``, which losses of the public form read.
 
     Returns:
         (bsz, response_length) losses, 0 where ``response_mask`` is 0, with |loss| ≤ ``loss_max_clamp``, to be
@@ -253,14 +255,21 @@ def evaluate_distillation_loss(
 
     Raises:
         SchemaError: a column is missing, or a user's loss returned something else than losses per token.
+        ConfigError: a loss of the public form has no sections to read.
     """
-    mask, config = columns["response_mask"], distillation.distillation_loss
+    mask = columns["response_mask"]
     require(columns, info.columns, f"distillation loss '{info.name}'")
     valid = {name: _zero_masked(outputs[name], mask) for name in info.outputs if name in outputs}
     teacher = {name: _zero_masked(columns[name], mask) for name in info.columns if columns[name].is_floating_point()}
     metrics: dict[str, Any] = {}
     if info.has_public_form:
-        result = info.function(actor, distillation, valid, dict(columns.items()) | teacher)
+        if sections is None:
+            raise ConfigError(
+                f"distillation loss '{info.name}' reads the sections of verl.trainer.main_ppo, as "
+                f"{', '.join(_PUBLIC_ARGUMENTS)}. For this command write it as a function of (log_probs, "
+                "teacher_logprobs, config), or with use_topk of (student_topk_logprobs, teacher_topk_logprobs, config)."
+            )
+        result = info.function(*sections, valid, dict(columns.items()) | teacher)
         losses, metrics = _losses_and_metrics(info.name, result, mask)
     elif info.reads == "sampled":
         losses = info.function(valid["log_probs"], teacher["teacher_logprobs"], config)
@@ -291,8 +300,8 @@ def distillation_rewards(
     info: DistillationLossInfo,
     log_probs: Tensor,
     columns: Mapping[str, Tensor],
-    distillation: DistillationConfig,
-    actor: ActorConfig,
+    config: DivergenceConfig,
+    sections: tuple[ActorConfig, DistillationConfig] | None = None,
 ) -> Tensor:
     """Compute rewards per token, (bsz, response_length) without gradient: minus the loss of a sampled token.
 
@@ -304,10 +313,10 @@ def distillation_rewards(
         info: a loss that reads ``sampled``.
         log_probs: (bsz, response_length) of the policy that sampled, or at the start of the update.
         columns: ``response_mask`` and ``teacher_logprobs``.
-        distillation: the section.
-        actor: the section, for losses of the public form.
+        config: ``distillation.distillation_loss``.
+        sections: as of :func:`evaluate_distillation_loss`.
     """
-    losses, _ = evaluate_distillation_loss(info, {"log_probs": log_probs.detach()}, columns, distillation, actor)
+    losses, _ = evaluate_distillation_loss(info, {"log_probs": log_probs.detach()}, columns, config, sections)
     return -losses.detach()
 
 
@@ -373,7 +382,7 @@ def _with_tail(log_probs: Tensor) -> Tensor:
     return torch.cat([log_probs, _tail(log_probs)], dim=-1)
 
 
-def _topk_divergence(student: Tensor, teacher: Tensor, kind: DivergenceKind, config: DistillationLossConfig) -> Tensor:
+def _topk_divergence(student: Tensor, teacher: Tensor, kind: DivergenceKind, config: DivergenceConfig) -> Tensor:
     log_p, log_q = _with_tail(student), _with_tail(teacher)
     return divergence_terms(log_p, log_q, kind, config.beta, config.log_prob_min_clamp).sum(-1)
 
@@ -383,7 +392,7 @@ def _topk_divergence(student: Tensor, teacher: Tensor, kind: DivergenceKind, con
 _GKD = "https://arxiv.org/abs/2306.13649"
 
 
-def _estimator(kind: str) -> Callable[[Tensor, Tensor, DistillationLossConfig], Tensor]:
+def _estimator(kind: str) -> Callable[[Tensor, Tensor, DivergenceConfig], Tensor]:
     """Return the loss of :func:`~verl.algorithms.kl.kl_penalty` of this kind between policy and teacher.
 
     With x sampled from p and Δ = log p(x) - log q(x), the expected gradients of these losses are (arXiv:2506.09477;
@@ -397,7 +406,7 @@ def _estimator(kind: str) -> Callable[[Tensor, Tensor, DistillationLossConfig], 
     If x was sampled by another policy than p, none of them is unbiased.
     """
 
-    def loss(log_probs: Tensor, teacher_logprobs: Tensor, config: DistillationLossConfig) -> Tensor:
+    def loss(log_probs: Tensor, teacher_logprobs: Tensor, config: DivergenceConfig) -> Tensor:
         least = config.log_prob_min_clamp
         if least is not None:
             log_probs, teacher_logprobs = log_probs.clamp_min(least), teacher_logprobs.clamp_min(least)
@@ -413,9 +422,7 @@ for _kind in KL_KINDS:
 
 
 @_register(DistillationLossSettings("forward_kl_topk", use_topk=True, paper=_GKD))
-def forward_kl_topk(
-    student_topk_logprobs: Tensor, teacher_topk_logprobs: Tensor, config: DistillationLossConfig
-) -> Tensor:
+def forward_kl_topk(student_topk_logprobs: Tensor, teacher_topk_logprobs: Tensor, config: DivergenceConfig) -> Tensor:
     """KL(q ‖ p) over the teacher's k most likely tokens and the class of all others.
 
     It is never larger than the divergence over the whole vocabulary, and equal to it if p / q is the same on all tokens
@@ -425,15 +432,13 @@ def forward_kl_topk(
 
 
 @_register(DistillationLossSettings("reverse_kl_topk", use_topk=True, paper="https://arxiv.org/abs/2306.08543"))
-def reverse_kl_topk(
-    student_topk_logprobs: Tensor, teacher_topk_logprobs: Tensor, config: DistillationLossConfig
-) -> Tensor:
+def reverse_kl_topk(student_topk_logprobs: Tensor, teacher_topk_logprobs: Tensor, config: DivergenceConfig) -> Tensor:
     """KL(p ‖ q) over the teacher's k most likely tokens and the class of all others; see :func:`forward_kl_topk`."""
     return _topk_divergence(student_topk_logprobs, teacher_topk_logprobs, "reverse_kl", config)
 
 
 @_register(DistillationLossSettings("jsd_topk", use_topk=True, paper=_GKD))
-def jsd_topk(student_topk_logprobs: Tensor, teacher_topk_logprobs: Tensor, config: DistillationLossConfig) -> Tensor:
+def jsd_topk(student_topk_logprobs: Tensor, teacher_topk_logprobs: Tensor, config: DivergenceConfig) -> Tensor:
     """Jensen-Shannon divergence over the teacher's k most likely tokens and the class of all others.
 
     β KL(q ‖ m) + (1 - β) KL(p ‖ m) with m = β q + (1 - β) p and β = ``distillation_loss.beta``. Divided by β it tends
@@ -443,18 +448,18 @@ def jsd_topk(student_topk_logprobs: Tensor, teacher_topk_logprobs: Tensor, confi
 
 
 @_register(DistillationLossSettings("forward_kl", paper=_GKD))
-def forward_kl(divergence: Tensor, config: DistillationLossConfig) -> Tensor:
+def forward_kl(divergence: Tensor, config: DivergenceConfig) -> Tensor:
     """KL(q ‖ p) over the whole vocabulary, (bsz, response_length), which the policy's engine has computed."""
     return divergence
 
 
 @_register(DistillationLossSettings("reverse_kl", paper="https://arxiv.org/abs/2306.08543"))
-def reverse_kl(divergence: Tensor, config: DistillationLossConfig) -> Tensor:
+def reverse_kl(divergence: Tensor, config: DivergenceConfig) -> Tensor:
     """KL(p ‖ q) over the whole vocabulary, (bsz, response_length), which the policy's engine has computed."""
     return divergence
 
 
 @_register(DistillationLossSettings("jsd", paper=_GKD))
-def jsd(divergence: Tensor, config: DistillationLossConfig) -> Tensor:
+def jsd(divergence: Tensor, config: DivergenceConfig) -> Tensor:
     """Jensen-Shannon divergence over the whole vocabulary, which the policy's engine has computed; see `jsd_topk`."""
     return divergence
