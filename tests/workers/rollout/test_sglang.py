@@ -31,12 +31,14 @@ from verl.testing.rollout_conformance import (
     tokens_of,
     weights_of,
 )
+from verl.testing.rollout_conformance.scores import assert_of_the_model
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.workers.rollout import base, remote
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.client import EngineClient
 from verl.workers.rollout.engine_kwargs import Launch
+from verl.workers.rollout.scoring import ScoreRequest
 from verl.workers.rollout.sglang_rollout import SGLangRollout
 from verl.workers.rollout.sglang_rollout.client import SGLangClient
 from verl.workers.rollout.sglang_rollout.settings import process_environment
@@ -139,6 +141,14 @@ def test_engine(under_test: EngineUnderTest, check: Callable[[EngineUnderTest], 
     check(under_test)
 
 
+@pytest.mark.slow
+def test_a_prompt_that_is_prefilled_in_chunks_is_scored_whole(under_test: EngineUnderTest) -> None:
+    running = under_test.ready(max_num_seqs=4, max_num_batched_tokens=4)  # by a server of its own
+    asked = [ScoreRequest([*prompt, 50, 3, 77, 60, 12], len(prompt), top_k=5, temperature=0.5) for prompt in PROMPTS]
+    for one, scores in zip(asked, running.score(asked), strict=True):
+        assert_of_the_model(under_test, one, scores)
+
+
 def test_weights_that_do_not_arrive_as_sent_are_noticed(
     under_test: EngineUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,12 +230,14 @@ def test_the_private_parts_are_where_they_were(under_test: EngineUnderTest) -> N
     """What verl calls of SGLang without a promise: see ``engine_side/verl_sglang.py``."""
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.layers import sampler
+    from sglang.srt.layers.logprob_processor import InputLogprobProcessor
     from sglang.srt.lora.lora import LoRAAdapter
     from sglang.srt.managers import mm_schedule
     from sglang.srt.managers.scheduler import run_scheduler_process
 
     assert "run_scheduler_process_func" in inspect.signature(launch_server).parameters
     assert callable(run_scheduler_process)
+    assert "get_logits_fn" in inspect.signature(InputLogprobProcessor.forward).parameters
     assert callable(LoRAAdapter.initialize_weights)
     assert "tensors" in inspect.signature(LoRAAdapter.initialize_weights_from_tensors).parameters
     assert callable(mm_schedule.MultiModalStaticCache.clear)

@@ -8,7 +8,7 @@ import importlib.util
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from verl.config import PrometheusConfig
 from verl.testing.rollout_conformance import EngineUnderTest
 from verl.workers.rollout.client import EngineClient, PartialResponse, PendingRequests
 from verl.workers.rollout.engine_side.verl_engine import weights_in_part
+from verl.workers.rollout.scoring import ScoreRequest, TokenScores
 from verl.workers.rollout.vllm_rollout import VLLMRollout
 from verl.workers.rollout.weights import FileBuffer, SharedPart
 
@@ -74,6 +75,12 @@ class Lease(EngineClient):
     def serve(self, requests: PendingRequests, aborted: threading.Event) -> None:
         self._take_over()
         self.shared.engine.serve(requests, aborted)
+
+    def score(
+        self, requests: Mapping[int, ScoreRequest], take: Callable[[int, TokenScores], object], **settings: Any
+    ) -> None:
+        self._take_over()
+        self.shared.engine.score(requests, take, **settings)
 
     def _take_over(self) -> None:
         if self.shared.owner is not self:

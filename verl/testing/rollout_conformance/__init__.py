@@ -10,7 +10,7 @@ checks then hold it to the next weaker promise.
 
 from __future__ import annotations
 
-from verl.testing.rollout_conformance import interface, sampling, serving, state
+from verl.testing.rollout_conformance import interface, sampling, scores, serving, state
 from verl.testing.rollout_conformance.engine_under_test import (
     PROMPTS,
     EngineUnderTest,
@@ -31,7 +31,7 @@ from verl.testing.rollout_conformance.state import check_ten_thousand_requests_l
 
 CHECKS = [
     value
-    for module in (sampling, serving, state, interface)
+    for module in (sampling, scores, serving, state, interface)
     for name, value in sorted(vars(module).items())
     if name.startswith("check_")
 ]

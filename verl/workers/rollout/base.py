@@ -15,7 +15,7 @@ import pkgutil
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -40,6 +40,7 @@ from verl.workers.rollout.request import (
     requests_from_prompts,
 )
 from verl.workers.rollout.request_queue import RequestQueue
+from verl.workers.rollout.scoring import ScoreRequest, TokenScores
 from verl.workers.rollout.state import EngineState
 
 _TELL_EVERY_S = 0.5
@@ -80,6 +81,8 @@ class BaseRollout(ABC):
     """Whether requests may have images."""
     applies_adapters = False
     """Whether :meth:`awake` takes LoRA adapters apart from the weights that they were added to."""
+    scores_tokens = False
+    """Whether :meth:`score` can be called."""
 
     def __init__(
         self,
@@ -144,6 +147,17 @@ class BaseRollout(ABC):
             RolloutError: weights are unknown, missing or of another shape; the message names them. The engine then
                 holds no usable weights.
         """
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
+        """Compute the log-probs of given tokens, in the order of the requests.
+
+        Raises:
+            RolloutError: this engine scores no tokens, it holds no weights, or a request cannot be served.
+        """
+        raise RolloutError(
+            f"{type(self).__name__} computes no log-probs of given tokens. Use vllm or sglang, or a forward pass of "
+            "the training engine."
+        )
 
     def load_adapted(self, weights: AdaptedWeights, version: int) -> None:
         """Replace all weights as :meth:`load_weights` does, by base weights and adapters apart.

@@ -25,6 +25,7 @@ from verl.workers.rollout.engine_process import EngineProcess, new_token
 from verl.workers.rollout.engine_side.verl_engine import TOKEN_VARIABLE
 from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest
 from verl.workers.rollout.request_queue import STREAM_EVERY_S, RequestQueue
+from verl.workers.rollout.scoring import ScoreRequest, TokenScores
 from verl.workers.rollout.state import fields_of, samples_of
 from verl.workers.rollout.weights import SharedPart
 
@@ -284,6 +285,25 @@ class EngineClient(ABC):
         """Answer requests, and those that come meanwhile, until there is none.
 
         After ``aborted`` is set, answer those that were taken with what there is, and return soon.
+        """
+
+    @abstractmethod
+    def score(
+        self,
+        requests: Mapping[int, ScoreRequest],
+        take: Callable[[int, TokenScores], object],
+        *,
+        unknown_ids: Sequence[int] = (),
+        has_adapters: bool = False,
+    ) -> None:
+        """Compute the log-probs of given tokens.
+
+        Args:
+            requests: by a number of the caller's.
+            take: called with the number and the scores of a request as soon as they are there, possibly in another
+                thread, so that they are kept if the engine is lost later.
+            unknown_ids: ids that have no share of the distribution.
+            has_adapters: score with the adapters that :meth:`load_adapters` brought.
         """
 
     @abstractmethod

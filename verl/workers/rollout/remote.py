@@ -33,6 +33,7 @@ from verl.workers.rollout.engine_kwargs import applies_adapters, launch_settings
 from verl.workers.rollout.ranks import MachineRanks, RankExchange, devices_of_the_engine, engine_group
 from verl.workers.rollout.request import SamplingParams
 from verl.workers.rollout.request_queue import RequestQueue
+from verl.workers.rollout.scoring import ScoreRequest, TokenScores
 from verl.workers.rollout.state import OF_REQUESTS, EngineState
 from verl.workers.rollout.weights import ExpectedWeights, FileBuffer, SharedBuffer, SharedPart, buffer_for
 
@@ -81,6 +82,7 @@ class RemoteRollout(BaseRollout):
             engine.
     """
 
+    scores_tokens = True
     starts_at_once: ClassVar[bool]
     """Whether the engine is started in the constructor and then put to sleep; otherwise the first :meth:`wake` does."""
 
@@ -404,6 +406,33 @@ class RemoteRollout(BaseRollout):
         }
         self.check_finite(outputs.values())
         return outputs
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
+        """See :meth:`BaseRollout.score`. Collective inside :meth:`awake`; ranks that do not lead pass no requests.
+
+        One more token than those of a request must fit into the engine's context.
+        """
+        if requests and not self.leads:
+            raise RolloutError("this rank shares an engine with others and does not lead: the first of them scores.")
+        self.check_requests([request.as_prompt for request in requests])
+        self._check_top_k(max((request.top_k for request in requests), default=0))
+        scores: dict[int, TokenScores] = {}
+        while not self._collectively(lambda: self._ask_scores(requests, scores)):
+            self._make_ready()
+        self._losses.clear()
+        return [scores[request_id] for request_id in range(len(requests))]
+
+    def _ask_scores(self, requests: Sequence[ScoreRequest], scores: dict[int, TokenScores]) -> None:
+        """Add the scores of all requests that have none; those that came before a loss of the engine stay."""
+        left = {request_id: request for request_id, request in enumerate(requests) if request_id not in scores}
+        if not left:
+            return
+        if self._engine is None:
+            raise EngineLostError(f"the {self.config.name} engine was lost, and no other one was started yet.")
+        self._engine.score(left, scores.__setitem__, unknown_ids=self.unknown_ids, has_adapters=self._holds_base)
+
+    def _check_top_k(self, top_k: int) -> None:
+        """Raise RolloutError if the engine returns fewer most likely tokens."""
 
     def _ends(self, sampling: SamplingParams) -> frozenset[int]:
         """Return the tokens that end a response."""

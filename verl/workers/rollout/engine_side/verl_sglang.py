@@ -8,12 +8,13 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from sglang.srt.layers import logprob_processor
 from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.managers import mm_schedule
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
@@ -58,6 +59,7 @@ def run_scheduler_process(*args: object, **kwargs: object) -> object:
     from sglang.srt.managers import scheduler
 
     LoRAAdapter.initialize_weights = read_adapters
+    score_by_rule()
     sglang_sampler.register_sampler_backend(CONTRACT_BACKEND, ContractSampler)
     if not torch.accelerator.is_available():
         pin_nothing()
@@ -173,6 +175,37 @@ class ContractSampler(sglang_sampler.Sampler):
         self._known |= {id(p): (row, p) for row, p in zip(rows, new, strict=True)}
 
 
+# ---- scores
+
+
+@dataclass
+class ScoreRule:
+    """How distributions are made of the logits of a prompt: see ``verl.workers.rollout.scoring``."""
+
+    temperature: float = 1.0
+    unknown_ids: list[int] = field(default_factory=list)
+
+
+rule = ScoreRule()
+
+
+def score_by_rule() -> None:
+    """Let SGLang's log-probs of prompts follow ``rule``; its own are those of the logits as they are."""
+    forward = logprob_processor.InputLogprobProcessor.forward
+
+    @functools.wraps(forward)
+    def by_rule(self: object, *args: object, get_logits_fn: Callable[..., Tensor], **kwargs: object) -> object:
+        def shaped(*args: object, **kwargs: object) -> Tensor:
+            logits = get_logits_fn(*args, **kwargs)
+            unknown = torch.tensor(rule.unknown_ids, dtype=torch.long, device=logits.device)
+            return (logits.float() / rule.temperature).index_fill_(-1, unknown, -torch.inf)
+
+        follows = rule.temperature != 1 or rule.unknown_ids
+        return forward(self, *args, get_logits_fn=shaped if follows else get_logits_fn, **kwargs)
+
+    logprob_processor.InputLogprobProcessor.forward = by_rule
+
+
 # ---- weights
 
 
@@ -187,11 +220,14 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     Args:
         model: the model of this rank.
         named_tensors: ``verl.order``, a JSON object as bytes: ``report``, the path of the report without
-            ``-<rank>.json``, the number of ``ranks``, and ``part``, the description of a part in shared memory; null
-            asks for the report alone.
+            ``-<rank>.json``, the number of ``ranks``, ``part``, the description of a part in shared memory, and
+            ``rule``, that of the scores from now on; null leaves weights or rule as they are.
     """
+    global rule
     ((_, order_bytes),) = named_tensors
     order = json.loads(bytes(order_bytes.tolist()))
+    if order["rule"]:
+        rule = ScoreRule(**order["rule"])
     device = next(model.parameters()).device
     arrived: dict[str, str] = {}
     report: dict[str, object] = {

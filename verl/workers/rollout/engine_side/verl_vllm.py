@@ -82,6 +82,25 @@ class WeightLoader:
         self.model_runner.reset_encoder_cache()
         self.model_runner.reset_mm_cache()
 
+    def follow_rule(self, temperature: float, unknown_ids: list[int]) -> None:
+        """Divide all logits by a temperature and give some ids no probability, until another rule comes.
+
+        vLLM's log-probs of a prompt are those of the logits as they are, whatever the request's temperature.
+        """
+        model = self.model_runner.get_model()
+        vars(model).pop("compute_logits", None)  # of the rule before, over the method of the class
+        if temperature == 1 and not unknown_ids:
+            return
+        compute, unknown = model.compute_logits, torch.tensor(unknown_ids, dtype=torch.long, device=self.device)
+
+        def by_rule(*args: object, **kwargs: object) -> Tensor | None:
+            logits = compute(*args, **kwargs)
+            if logits is None:  # of all ranks but the first
+                return None
+            return (logits.float() / temperature).index_fill_(-1, unknown, -torch.inf)
+
+        model.compute_logits = by_rule
+
     def load_adapters(self, name: str, adapter_id: int, folder: str) -> dict[str, object]:
         """Replace the LoRA adapters of that name by those in a folder of peft; return the checksums of their files."""
         from vllm.lora.request import LoRARequest

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import json
 import math
 import pickle
 import shutil
 import uuid
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any, ClassVar
@@ -31,6 +32,7 @@ from verl.workers.rollout.engine_side.verl_engine import ADAPTER_REPORT, checksu
 from verl.workers.rollout.http_client import HttpClient, refusals
 from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
+from verl.workers.rollout.scoring import ScoreRequest, ScoreRule, TokenScores
 from verl.workers.rollout.weights import (
     ADAPTER,
     SharedPart,
@@ -43,6 +45,8 @@ ORDER = "verl.order"
 _PASS_PARAMS = json.dumps({"callable": b"cverl_sglang\nPassParams\n.".hex()})
 """The logit processor of every request, in SGLang's format: a pickle, as hex, that names a class."""
 _ABORT_ALL = ("/abort_request", {"abort_all": True})
+_SCORES_PER_CALL = 2**20
+"""Most log-probs that one HTTP request asks for: its answer is JSON."""
 _MEMORY_TAGS = {"kv_cache": ("kv_cache",), "weights": ("weights", "cuda_graph")}
 
 
@@ -79,6 +83,7 @@ class SGLangClient(EngineClient):
         self.ranks = int(arguments["tp_size"])
         self._vision = vision
         self._has_adapters = False
+        self._rule = ScoreRule()
         script = [launch.python, str(ENGINE_SIDE / "verl_sglang_server.py")]
         encoded = json.dumps(dict(arguments))
         super().__init__("sglang", lambda port: [*script, str(port), encoded], environment, launch, devices)
@@ -87,6 +92,7 @@ class SGLangClient(EngineClient):
 
     def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
         """See :meth:`EngineClient.generate`."""
+        self._follow(ScoreRule())
         if responses:
             # All in one HTTP request: if they arrive one by one, SGLang's batches, and with them the rounding of
             # log-probs, differ from run to run.
@@ -96,6 +102,7 @@ class SGLangClient(EngineClient):
 
     def serve(self, requests: PendingRequests, aborted: Event) -> None:
         """See :meth:`EngineClient.serve`."""
+        self._follow(ScoreRule())
 
         def work(http: HttpClient) -> Coroutine[object, object, None]:
             names: dict[int, str] = {}
@@ -119,6 +126,47 @@ class SGLangClient(EngineClient):
             return ask_each(requests, ask, aborted, cancel=cancel, abort_all=abort_all)
 
         self.server.run(work)
+
+    def score(
+        self,
+        requests: Mapping[int, ScoreRequest],
+        take: Callable[[int, TokenScores], object],
+        *,
+        unknown_ids: Sequence[int] = (),
+        has_adapters: bool = False,
+    ) -> None:
+        """See :meth:`EngineClient.score`."""
+        for temperature in sorted({request.temperature for request in requests.values()}):
+            self._follow(ScoreRule(temperature, tuple(unknown_ids)))
+            asked = {number: one for number, one in requests.items() if one.temperature == temperature}
+            for numbers in _calls(asked):
+                responses = [
+                    PartialResponse(asked[number].as_prompt, {"max_new_tokens": 0}, has_adapters=has_adapters)
+                    for number in numbers
+                ]
+                with self._asked(responses) as body:
+                    body |= {
+                        # SGLang counts from the token whose successor is scored first.
+                        "logprob_start_len": [asked[number].start - 1 for number in numbers],
+                        "top_logprobs_num": [asked[number].top_k for number in numbers],
+                    }
+                    answers = self.server.post("/generate", body)
+                for number, answer in zip(numbers, answers, strict=True):
+                    take(number, scores_of(asked[number], answer))
+
+    def _follow(self, rule: ScoreRule) -> None:
+        """Let SGLang make distributions of prompts by a rule: in SGLang these have no temperature."""
+        if rule == self._rule:
+            return
+        report = str(self.server.folder / "rule")
+        self._call("begin_weight_update")
+        try:
+            self._load(report, rule=rule)
+        finally:
+            self._call("end_weight_update")
+        for _ in reports_of(report, self.ranks):
+            pass
+        self._rule = rule
 
     def weights_devices(self) -> Sequence[str | None]:
         """See :meth:`EngineClient.weights_devices`."""
@@ -145,9 +193,10 @@ class SGLangClient(EngineClient):
             self._call("end_weight_update")
         return size
 
-    def _load(self, report: str, part: SharedPart | None = None) -> None:
-        """Let each rank load a part of the weights, if there is one, and write its report."""
-        order = json.dumps({"report": report, "ranks": self.ranks, "part": part and part.description()}).encode()
+    def _load(self, report: str, part: SharedPart | None = None, rule: ScoreRule | None = None) -> None:
+        """Let each rank load a part of the weights or follow a rule, if there is one, and write its report."""
+        what = {"part": part and part.description(), "rule": rule and dataclasses.asdict(rule)}
+        order = json.dumps({"report": report, "ranks": self.ranks, **what}).encode()
         payload = base64.b64encode(pickle.dumps([(ORDER, _Bytes(order))])).decode()
         self._call(
             "update_weights_from_tensor",
@@ -240,9 +289,44 @@ def take(responses: Sequence[PartialResponse], answers: Sequence[Mapping[str, An
         reported = [entry[0] for entry in meta.get("output_token_logprobs") or ()][: len(tokens)]
         if len(reported) != len(tokens):
             raise RolloutError(f"SGLang gave {len(reported)} log-probs for {len(tokens)} tokens.")
-        log_probs = [math.nan if value is None else value for value in reported]
+        log_probs = [_or_nan(value) for value in reported]
         response.num_preempted = meta.get("num_retractions")
         response.take(tokens, log_probs, meta["finish_reason"]["type"])
+
+
+def _calls(requests: Mapping[int, ScoreRequest]) -> Iterator[list[int]]:
+    """Divide requests among HTTP requests, in their order."""
+    numbers: list[int] = []
+    size = 0
+    for number, request in requests.items():
+        of_request = len(request.scored_ids) * (request.top_k + 1)
+        if numbers and size + of_request > _SCORES_PER_CALL:
+            yield numbers
+            numbers, size = [], 0
+        numbers.append(number)
+        size += of_request
+    yield numbers
+
+
+def scores_of(request: ScoreRequest, answer: Mapping[str, Any]) -> TokenScores:
+    """Read the log-probs of a prompt in SGLang's format, which begins with the token before the first scored one.
+
+    Raises:
+        RolloutError: they are incomplete, of other tokens, or not finite.
+    """
+    meta = answer["meta_info"]
+    reported = meta["input_token_logprobs"][1:]
+    if (ids := [token for _, token, _ in reported]) != request.scored_ids:
+        raise RolloutError(f"SGLang scored tokens {ids}, and was asked for {request.scored_ids}.")
+    if request.top_k:
+        top = [[(token, _or_nan(value)) for value, token, _ in entries] for entries in meta["input_top_logprobs"][1:]]
+    else:
+        top = [[] for _ in reported]
+    return TokenScores.of(request, [_or_nan(value) for value, _, _ in reported], top, "SGLang")
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
 
 
 def reports_of(path: str, ranks: int) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, RolloutError
 from verl.utils.model import has_experts
 from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
 from verl.workers.rollout.client import EngineClient, PartialResponse
@@ -16,7 +16,7 @@ from verl.workers.rollout.remote import RemoteRollout
 from verl.workers.rollout.request import continued_seed
 from verl.workers.rollout.sampling import completes_stop_text
 from verl.workers.rollout.vllm_rollout.client import VLLMClient
-from verl.workers.rollout.vllm_rollout.settings import engine_arguments
+from verl.workers.rollout.vllm_rollout.settings import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, engine_arguments
 
 
 @RolloutRegistry.register("vllm")
@@ -57,6 +57,14 @@ class VLLMRollout(RemoteRollout):
         texts, before = sampling.stop, request.drawn_ids
         is_end = (lambda tokens: completes_stop_text(before + tokens, texts, self.tokenizer)) if texts else None
         return PartialResponse(request, params, is_end, ends, has_adapters=self._holds_base)
+
+    def _check_top_k(self, top_k: int) -> None:
+        most = self._arguments.get(MAX_LOGPROBS, DEFAULT_MAX_LOGPROBS)
+        if top_k > most >= 0:  # -1 is no limit
+            raise RolloutError(
+                f"top_k={top_k}: this vLLM returns at most max_logprobs={most} most likely tokens. Set "
+                f"engine_kwargs.vllm.{MAX_LOGPROBS}={top_k}."
+            )
 
 
 vLLMRollout = vLLMAsyncRollout = VLLMRollout  # noqa: N816 - names of other versions, one for each mode

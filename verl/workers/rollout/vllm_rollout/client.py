@@ -6,7 +6,7 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from threading import Event
 from typing import Any
 
@@ -22,6 +22,7 @@ from verl.workers.rollout.engine_side.verl_engine import checksum
 from verl.workers.rollout.http_client import HttpClient, refusals
 from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
+from verl.workers.rollout.scoring import ScoreRequest, ScoreRule, TokenScores
 from verl.workers.rollout.vllm_rollout.settings import ADAPTER_ID, METRICS, command_line, process_environment
 from verl.workers.rollout.weights import ADAPTER, SharedPart, check_arrival, write_adapters
 
@@ -56,6 +57,7 @@ class VLLMClient(EngineClient):
         # A base that stays while its adapters change is kept in the CPU's memory (1), other weights are dropped (2).
         self._sleep_level = 1 if arguments.get("enable_lora") else 2
         self._knows_adapters = False
+        self._rule = ScoreRule()
 
         def command(port: int) -> list[str]:
             return [
@@ -79,6 +81,7 @@ class VLLMClient(EngineClient):
 
     def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
         """See :meth:`EngineClient.generate`. With stop texts, tokens are streamed so that work ends at a stop text."""
+        self._follow(ScoreRule())
 
         def take(index: int, answer: object) -> bool:
             return self.take(responses[index], answer)
@@ -92,6 +95,7 @@ class VLLMClient(EngineClient):
 
     def serve(self, requests: PendingRequests, aborted: Event) -> None:
         """See :meth:`EngineClient.serve`. vLLM drops a request whose connection is closed."""
+        self._follow(ScoreRule())
 
         def work(http: HttpClient) -> Coroutine[object, object, None]:
             async def ask(request_id: int, response: PartialResponse) -> None:
@@ -114,6 +118,35 @@ class VLLMClient(EngineClient):
             return ask_each(requests, ask, aborted, abort_all=abort_all)
 
         self.server.run(work)
+
+    def score(
+        self,
+        requests: Mapping[int, ScoreRequest],
+        take: Callable[[int, TokenScores], object],
+        *,
+        unknown_ids: Sequence[int] = (),
+        has_adapters: bool = False,
+    ) -> None:
+        """See :meth:`EngineClient.score`. vLLM computes a prompt's log-probs anew, whatever its prefix cache holds."""
+        for temperature in sorted({request.temperature for request in requests.values()}):
+            asked = {number: one for number, one in requests.items() if one.temperature == temperature}
+            self._follow(ScoreRule(temperature, tuple(unknown_ids)))
+            numbers = list(asked)
+
+            def take_answer(index: int, answer: Any, numbers: list[int] = numbers) -> None:
+                take(numbers[index], scores_of(requests[numbers[index]], answer))
+
+            bodies = [
+                self._body(PartialResponse(one.as_prompt, params_of(one), has_adapters=has_adapters))
+                for one in asked.values()
+            ]
+            self.server.post_many(_GENERATE, bodies, take=take_answer)
+
+    def _follow(self, rule: ScoreRule) -> None:
+        """Let vLLM's workers make distributions by a rule: those of a prompt have no temperature in vLLM."""
+        if rule != self._rule:
+            self._call_workers("follow_rule", rule.temperature, list(rule.unknown_ids))
+            self._rule = rule
 
     @contextlib.contextmanager
     def _body(self, response: PartialResponse, stream: bool = False) -> Iterator[dict[str, object]]:
@@ -146,7 +179,7 @@ class VLLMClient(EngineClient):
             return False
         choice = answer["choices"][0]
         reported = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or []]
-        log_probs = [value if value > _NOT_FINITE else -math.inf for value in reported]
+        log_probs = [_finite_or_not(value) for value in reported]
         return response.take(choice["token_ids"] or [], log_probs, choice["finish_reason"])
 
     def weights_devices(self) -> Sequence[str | None]:
@@ -215,6 +248,42 @@ class VLLMClient(EngineClient):
         """See :meth:`EngineClient.wake`."""
         tags = "" if set(parts) == set(MEMORY) else "?" + "&".join(f"tags={part}" for part in parts)
         self.server.post(f"/wake_up{tags}")
+
+
+def params_of(request: ScoreRequest) -> dict[str, object]:
+    """Sampling parameters of vLLM that ask for the log-probs of a prompt; vLLM must draw one token."""
+    return {
+        "max_tokens": 1,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "prompt_logprobs": request.top_k,
+        "detokenize": False,
+    }
+
+
+def scores_of(request: ScoreRequest, answer: Mapping[str, Any]) -> TokenScores:
+    """Read the log-probs of a prompt in vLLM's format: of each place its token and the most likely ones, by id.
+
+    Raises:
+        RolloutError: vLLM gave up the request, or its log-probs are incomplete or not finite.
+    """
+    if "error" in answer:
+        raise RolloutError(f"vLLM gave up a request: {answer['error']}")
+    log_probs: list[float] = []
+    top: list[list[tuple[int, float]]] = []
+    places = (answer.get("prompt_logprobs") or [])[request.start :]
+    for token, entries in zip(request.scored_ids, places, strict=False):  # TokenScores compares the numbers
+        by_id = {int(token_id): entry for token_id, entry in entries.items()}
+        # A token that is not among the most likely ones comes besides these; its rank may be that of an equal.
+        likely = by_id if len(by_id) <= request.top_k else {i: e for i, e in by_id.items() if i != token}
+        ranked = sorted(likely.items(), key=lambda item: item[1]["rank"])
+        log_probs.append(_finite_or_not(by_id[token]["logprob"]))
+        top.append([(token_id, _finite_or_not(entry["logprob"])) for token_id, entry in ranked])
+    return TokenScores.of(request, log_probs, top, "vLLM")
+
+
+def _finite_or_not(reported: float) -> float:
+    return reported if reported > _NOT_FINITE else -math.inf
 
 
 def _explain(error: RolloutError, python: str) -> RolloutError | ConfigError:
