@@ -179,14 +179,14 @@ class ContractSampler(sglang_sampler.Sampler):
 
 
 @dataclass
-class ScoreRule:
+class FollowedRule:
     """How distributions are made of the logits of a prompt: see ``verl.workers.rollout.scoring``."""
 
     temperature: float = 1.0
     unknown_ids: list[int] = field(default_factory=list)
 
 
-rule = ScoreRule()
+rule = FollowedRule()
 
 
 def score_by_rule() -> None:
@@ -227,7 +227,7 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     ((_, order_bytes),) = named_tensors
     order = json.loads(bytes(order_bytes.tolist()))
     if order["rule"]:
-        rule = ScoreRule(**order["rule"])
+        rule = FollowedRule(**order["rule"])
     device = next(model.parameters()).device
     arrived: dict[str, str] = {}
     report: dict[str, object] = {
