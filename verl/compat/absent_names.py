@@ -247,7 +247,6 @@ ABSENT: dict[str, Absence] = {
         "no use", "verl.workers.rollout.vllm_rollout loads weights by vLLM's own loader, without a patch."
     ),
     "verl.workers.actor": _ACTOR,
-    "verl.workers.config.DistillationConfig": _DISTILLATION,
     "verl.workers.critic": _ACTOR,
     "verl.workers.engine_workers_tinker": Absence(
         "other design",
@@ -352,7 +351,6 @@ ABSENT: dict[str, Absence] = {
     "verl.trainer.ppo.metric_utils.get_metric_data_with_optional_routed_experts": _EXPERT_LOAD,
     "verl.trainer.ppo.metric_utils.infer_moe_num_experts": _EXPERT_LOAD,
     "verl.trainer.ppo.metric_utils.infer_rollout_moe_num_experts": _EXPERT_LOAD,
-    "verl.trainer.ppo.ray_trainer.DistillationConfig": _DISTILLATION,
     "verl.trainer.ppo.ray_trainer.EngineConfig": Absence(
         "other design", "The sections of the back ends are verl.workers.config.FSDPEngineConfig and McoreEngineConfig."
     ),
@@ -424,7 +422,6 @@ ABSENT: dict[str, Absence] = {
         "other design", "verl.workers.config.CheckpointConfig holds for all back ends."
     ),
     "verl.workers.config.actor.QATConfig": Absence("not yet", "Training of quantized weights is missing."),
-    "verl.workers.config.distillation": _DISTILLATION,
     "verl.workers.config.rollout.CustomAsyncServerConfig": _SERVERS_ON_RAY,
     "verl.workers.config.rollout.DisaggregationConfig": _SERVERS_ON_RAY,
     "verl.workers.config.rollout.MtpConfig": _MTP,
@@ -436,7 +433,6 @@ ABSENT: dict[str, Absence] = {
     "verl.workers.engine.base.get_vendor": _OTHER_DEVICES,
     "verl.workers.engine.base.maybe_fix_3d_position_ids": _VISION,
     "verl.workers.engine_workers.CheckpointEngineRegistry": _ASYNCHRONOUS,
-    "verl.workers.engine_workers.DistillationConfig": _DISTILLATION,
     "verl.workers.engine_workers.MtpConfig": _MTP,
     "verl.workers.engine_workers.TrainingWorkerConfig": Absence(
         "other design",

@@ -121,7 +121,7 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.single_controller.base.worker": "WorkerType",
         "verl.trainer.ppo": "core_algos",
         "verl.algorithms": "agg_loss",
-        _SECTIONS: "AlgoConfig",
+        _SECTIONS: "AlgoConfig DistillationConfig",
         "verl.trainer.ppo.metric_utils": (
             "compute_data_metrics compute_throughout_metrics compute_timing_metrics compute_variance_proxy_metrics "
             "process_validation_metrics"
@@ -202,13 +202,17 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         ),
         "verl.compat.toolkit.profiler": "ProfilerConfig",
     },
+    "verl.workers.config.distillation": {
+        _SECTIONS: "BaseConfig RolloutConfig",
+        "verl.compat.toolkit.config": "omega_conf_to_dataclass",
+    },
     "verl.workers.config.rollout": {
         _SECTIONS: "BaseConfig",
         "verl.compat.toolkit.profiler": "ProfilerConfig",
     },
     "verl.workers.engine.base": {"verl.utils.device": "get_device_name"},
     "verl.workers.engine_workers": {
-        _SECTIONS: "ActorConfig HFModelConfig RolloutConfig",
+        _SECTIONS: "ActorConfig DistillationConfig HFModelConfig RolloutConfig",
         "verl.single_controller.base": "Worker",
         "verl.single_controller.base.decorator": "Dispatch make_nd_compute_dataproto_dispatch_fn register",
         "verl.compat.toolkit.dicts": "append_to_dict",

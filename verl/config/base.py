@@ -98,9 +98,11 @@ class _SectionType(ABCMeta):
                 if others := values.keys() - fields.keys():
                     _take_inactive(cls, values, others)
                 for name in values.keys() & fields.keys():
-                    below = section_of(fields[name])
-                    if below is not None and type(values[name]) is dict:  # made by its class, with its keywords
-                        values[name] = below(**{key: v for key, v in values[name].items() if key != "_target_"})
+                    below, named = section_of(fields[name]), named_section_of(fields[name])
+                    if named is not None and type(values[name]) is dict:
+                        values[name] = {key: _made_by(named, item) for key, item in values[name].items()}
+                    elif below is not None:
+                        values[name] = _made_by(below, values[name])
             return cls.strict(*args, **values)
 
     def strict(cls, *args: object, **values: object) -> Any:
@@ -117,6 +119,11 @@ class _SectionType(ABCMeta):
             of_users = [one for one in details if one["type"] != "default_factory_not_called"]
             cause = (f"{'.'.join(map(str, one['loc']))}={one['input']!r:.80}: {one['msg']}" for one in of_users)
             raise SectionError(f"{cls.__name__} cannot be made: {'; '.join(cause)}.", details) from error
+
+
+def _made_by(cls: type[BaseConfig], values: object) -> object:
+    """Return the section of a dict, made by its class, which takes public keywords; anything else unchanged."""
+    return cls(**{key: value for key, value in values.items() if key != "_target_"}) if type(values) is dict else values
 
 
 def _null_is_default(cls: type[BaseConfig], name: str) -> bool:
@@ -368,6 +375,9 @@ def local_copies(section: SectionT, without: Collection[str] = ()) -> SectionT:
             continue
         if isinstance(value, BaseConfig):
             changes[name] = local_copies(value)
+        elif named_section_of(field) is not None:
+            copies = {key: local_copies(section) for key, section in value.items()}
+            changes[name] = copies if any(copies[key] is not value[key] for key in value) else value
         elif meta_of(field).remote and isinstance(value, str) and (shm or is_remote(value)):
             changes[name] = copy_to_local(value, verbose=True, use_shm=shm)
         elif meta_of(field).remote and isinstance(value, tuple) and (shm or any(map(is_remote, value))):
@@ -398,6 +408,13 @@ def section_of(field: FieldInfo) -> type[BaseConfig] | None:
     annotation = field.annotation
     options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     return next((o for o in options if isinstance(o, type) and issubclass(o, BaseConfig)), None)
+
+
+def named_section_of(field: FieldInfo) -> type[BaseConfig] | None:
+    """Return the section class of a field that holds sections by names of the user's own, a dict of them."""
+    arguments = typing.get_args(field.annotation) if typing.get_origin(field.annotation) is dict else ()
+    item = arguments[1] if arguments else None
+    return item if isinstance(item, type) and issubclass(item, BaseConfig) else None
 
 
 def meta_of(field: FieldInfo) -> Meta:
@@ -438,7 +455,9 @@ def _sentences(module: str) -> dict[tuple[str, str], str]:
 
 
 def _of_type(field: FieldInfo, value: object) -> object:
-    below = section_of(field)
+    below, named = section_of(field), named_section_of(field)
+    if named is not None and isinstance(value, Mapping):
+        return {name: named.of(item) if isinstance(item, Mapping) else item for name, item in value.items()}
     return below.of(value) if below is not None and isinstance(value, Mapping) else _plain(value)
 
 

@@ -13,6 +13,7 @@ from verl.config.asynchronous import OffPolicySamplerConfig, SeparateAsyncConfig
 from verl.config.base import ANY, INACTIVE, KEYWORDS, BaseConfig, Inactive
 from verl.config.critic import CriticConfig, FSDPCriticConfig
 from verl.config.data import DataConfig
+from verl.config.distillation import DistillationLossConfig, TeacherInferenceConfig
 from verl.config.model import (
     FSDPEngineConfig,
     FSDPOptimizerConfig,
@@ -325,6 +326,17 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         no_effect("the engine receives the weights from its worker", {"load_format": "auto"}),
         no_effect("a judge that the run serves reads texts", {"limit_images": None}),
         no_effect("the endpoint tokenizes, whatever the engine does", {"skip_tokenizer_init": False}),
+    ),
+    TeacherInferenceConfig: (
+        no_effect("a teacher's weights are always those of its model_path", {"load_format": "auto"}),
+        no_effect("a teacher reads the images of the policy's prompts", {"limit_images": None}),
+        no_effect("teachers read and return token ids", {"skip_tokenizer_init": True}),
+    ),
+    DistillationLossConfig: (
+        no_effect(
+            "divergences are always computed in chunks of tokens",
+            {"use_chunked_topk": False, "chunked_topk_chunk_size": 4096},
+        ),
     ),
     ModuleConfig: (no_effect("reward_manager.name names the class", {"name": "custom_reward_manager"}),),
     RewardModelModelConfig: (

@@ -12,6 +12,7 @@ from verl.config.algorithm import AlgoConfig
 from verl.config.base import INTERNAL, BaseConfig, section, setting, subsection
 from verl.config.critic import FSDPCriticConfig
 from verl.config.data import DataConfig
+from verl.config.distillation import DistillationConfig
 from verl.config.model import NO_OTHER_BACK_END, HFModelConfig
 from verl.config.problems import Problem
 from verl.config.profiler import GlobalProfilerConfig
@@ -97,6 +98,8 @@ class PPOConfig(BaseConfig):
     """Your own scorer."""
     algorithm: AlgoConfig = subsection(AlgoConfig)
     """Advantages, discounting, KL in the reward."""
+    distillation: DistillationConfig = subsection(DistillationConfig)
+    """Learning from teachers, on the responses of the policy."""
     trainer: TrainerConfig = subsection(TrainerConfig)
     """Length, placement, logging, checkpoints and recovery of the run."""
     ray_kwargs: RayConfig = subsection(RayConfig)

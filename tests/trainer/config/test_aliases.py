@@ -260,7 +260,6 @@ RETIRED_CASES = [
     ("algorithm.rollout_is_threshold", 2.0, "these settings have a section of their own"),
     ("algorithm.rollout_rs", "token_k1", "these settings have a section of their own"),
     (f"{ACTOR}.fsdp_config.grad_offload", True, "use param_offload=true instead"),
-    ("distillation.enabled", True, "distillation is not in this version"),
 ]
 
 

@@ -136,10 +136,10 @@ def test_cfg_job_prints_the_composed_configuration():
 def test_cfg_job_says_what_is_refused_and_what_has_no_effect(run: Run):
     keys = {
         "actor_rollout_ref": {"model": {"use_liger": True}},
-        "distillation": {"enabled": True},
+        "critic": {"model": {"mtp": {"enable": True}}},
     }
     said = remarks(keys, PPOConfig)
-    assert "# refused: distillation.enabled=true: distillation is not in this version.\n" in said
+    assert "# refused: critic.model.mtp.enable=true: multi-token prediction is not in this version.\n" in said
     assert "# no effect: actor_rollout_ref.model.use_liger (" in said
     assert remarks({"trainer": {"save_freq": 3}}, PPOConfig) == ""
 

@@ -128,7 +128,6 @@ def test_settings_of_megatron_in_the_engine_of_a_supervised_run(changes: dict[st
     "changes, said",
     [
         ({"model_engine": "veomni"}, "model_engine=veomni: this training back end is not in this version"),
-        ({"distillation.enabled": True, "distillation.topk": 3}, "distillation is not in this version"),
         ({f"{ACTOR}.qat.enable": True}, "training of quantized weights is not in this version"),
         ({"trainer.device": "npu"}, "Ascend devices are not in this version"),
         ({f"{ACTOR}.optim.min_lr": "low"}, "it is no share of lr="),
@@ -150,7 +149,6 @@ def test_refusals(run: Run, changes: dict[str, Any], said: str):
         (f"{ACTOR}.pad_to_length", True),
         (f"{ACTOR}.optim.zero_indexed_step", False),
         (f"{ROLLOUT}.profiler.enable", True),
-        ("distillation.distillation_loss.topk", 64),
         (f"{ACTOR}.veomni.param_offload", True),
     ],
 )
@@ -179,5 +177,5 @@ def test_names_of_configurations_and_of_their_groups(name: str, root: type, over
 
 def test_a_part_of_an_absent_feature_is_silent_in_a_whole_configuration(run: Run, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
-        run.load({"distillation.distillation_loss.topk": 64})
-    assert "distillation" not in caplog.text
+        run.load({f"{ACTOR}.qat.mode": "w4a16"})
+    assert "qat" not in caplog.text

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.base.engine_python import engine_python
-from verl.config import JudgeRolloutConfig, Problem, RolloutConfig, RolloutCorrectionConfig
+from verl.config import JudgeRolloutConfig, Problem, RolloutConfig, RolloutCorrectionConfig, TeacherInferenceConfig
 from verl.config.machine import gpus_of_nodes
 from verl.config.megatron import SHARING
 from verl.config.megatron import SIZES as MEGATRON_SIZES
@@ -250,7 +250,12 @@ def _engines(tree: Tree, raw: Tree, keys: Mapping[str, Key], explicit: Collectio
             ranks = f"{path}.n_gpus_per_node"
         if key.section is JudgeRolloutConfig and get(tree, "reward_model.enable_resource_pool") is True:
             ranks = "reward_model.n_gpus_per_node"
-        if key.section in (RolloutConfig, JudgeRolloutConfig) and get(tree, f"{path}.name") is not None:
+        if key.section is TeacherInferenceConfig:
+            if get(tree, "distillation.enabled") is not True:
+                continue
+            ranks = "distillation.n_gpus_per_node" if get(tree, "distillation.nnodes") else ranks
+        sections = (RolloutConfig, JudgeRolloutConfig, TeacherInferenceConfig)
+        if key.section in sections and get(tree, f"{path}.name") is not None:
             remarks += _engine(tree, raw, keys, path, explicit, ranks)
             remarks += _monitoring(tree, keys, f"{path}.prometheus")
     return remarks

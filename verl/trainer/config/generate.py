@@ -22,6 +22,7 @@ from verl.config import (
     RMConfig,
     SFTConfig,
 )
+from verl.config.base import named_section_of
 from verl.trainer.config.fully_async import FULLY_ASYNC, ONE_STEP_OFF
 from verl.trainer.config.keys import InactiveKey, inactive_keys, iter_keys, plain, put
 from verl.trainer.config.overrides import CONFIG_DIR
@@ -207,6 +208,11 @@ def _lines(
         if key.section is not None and isinstance(key.default, BaseConfig):
             yield f"{indent}{key.name}:"
             yield from _lines(key.section, key.default, skip, f"{full}.", indent + "  ")
+        elif (named := named_section_of(key.field)) is not None:
+            yield f"{indent}{key.name}:"
+            for name, item in key.default.items():
+                yield f"{indent}  {name}:"
+                yield from _lines(named, item, skip, f"{full}.{name}.", indent + "    ")
         elif isinstance(value := plain(key.yaml_default), Mapping) and value:
             yield from _block({key.name: value}, indent)
         else:

@@ -78,7 +78,6 @@ _REQUESTS = "the reward function says it in its request"
 _MEGATRON_STATE = "the optimizer keeps its state in fp32; leave it out"
 
 RETIRED: tuple[Retired, ...] = (
-    *_absent("distillation", "distillation", "enabled"),
     *_absent("training of quantized weights", "*.qat", "enable"),
     *_absent("prefill and decoding on separate machines", "*.disaggregation", "enabled"),
     *_absent("tokens that go on from turn to turn without being rendered again", "data.continuous_token", "enable"),

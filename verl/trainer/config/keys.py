@@ -16,7 +16,17 @@ from typing import Any
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from verl.config.base import INACTIVE, BaseConfig, Meta, config_fields, defaults_of, meta_of, section_of, sentence_of
+from verl.config.base import (
+    INACTIVE,
+    BaseConfig,
+    Meta,
+    config_fields,
+    defaults_of,
+    meta_of,
+    named_section_of,
+    section_of,
+    sentence_of,
+)
 
 Tree = dict[str, Any]
 
@@ -43,7 +53,8 @@ class Key:
     @property
     def sentence(self) -> str:
         """Sentence that documents the key."""
-        return sentence_of(self.owner, self.name)
+        stated = sentence_of(self.owner, self.name)
+        return stated or (self.section.__doc__ or "").partition("\n")[0] if self.section else stated
 
     @property
     def takes_null(self) -> bool:
@@ -108,6 +119,29 @@ def iter_keys(root: type[BaseConfig], default: BaseConfig | None = None, prefix:
         yield Key(prefix + name, root, field, meta, value, below)
         if below is not None:
             yield from iter_keys(below, value, f"{prefix}{name}.")
+        elif (named := named_section_of(field)) is not None:
+            for own_name, item in value.items():
+                yield from _keys_of_named(f"{prefix}{name}.{own_name}", root, named, item)
+
+
+def _keys_of_named(path: str, owner: type[BaseConfig], section: type[BaseConfig], default: BaseConfig) -> Iterator[Key]:
+    yield Key(path, owner, FieldInfo(annotation=section), Meta(), default, section)
+    yield from iter_keys(section, default, f"{path}.")
+
+
+def added_sections(root: type[BaseConfig], settings: Mapping[str, Any]) -> dict[str, Key]:
+    """Map dotted path to key, of sections that only the user named (one more teacher): each, and what is below it."""
+    added: dict[str, Key] = {}
+    known = keys_of(root)
+    for path, key in known.items():
+        named, items = named_section_of(key.field), get(settings, path)
+        if named is None or not isinstance(items, Mapping):
+            continue
+        for name in items:
+            if f"{path}.{name}" not in known and "." not in name:
+                of_name = _keys_of_named(f"{path}.{name}", key.owner, named, defaults_of(named))
+                added |= {below.path: below for below in of_name}
+    return added
 
 
 def inactive_keys(root: type[BaseConfig], prefix: str = "") -> Iterator[InactiveKey]:
@@ -128,8 +162,13 @@ def keys_of(root: type[BaseConfig]) -> Mapping[str, Key]:
 @functools.cache
 def all_inactive(root: type[BaseConfig]) -> Mapping[str, InactiveKey]:
     """Map dotted path to inactive key, over all sections."""
-    sections = [("", root)] + [(f"{key.path}.", key.section) for key in iter_keys(root) if key.section is not None]
-    return MappingProxyType({key.path: key for prefix, section in sections for key in inactive_keys(section, prefix)})
+    return MappingProxyType({key.path: key for key in inactive_keys(root)} | inactive_below(keys_of(root)))
+
+
+def inactive_below(keys: Mapping[str, Key]) -> dict[str, InactiveKey]:
+    """Map dotted path to inactive key, of the sections among ``keys``."""
+    sections = {key.path: key.section for key in keys.values() if key.section is not None}
+    return {key.path: key for path, section in sections.items() for key in inactive_keys(section, f"{path}.")}
 
 
 def leaves(root: type[BaseConfig]) -> dict[str, Key]:
@@ -160,6 +199,8 @@ def default_tree(root: type[BaseConfig], default: BaseConfig | None = None) -> T
             continue
         if key.section is not None and isinstance(key.default, BaseConfig):
             tree[key.name] = default_tree(key.section, key.default)
+        elif (named := named_section_of(key.field)) is not None:
+            tree[key.name] = {name: default_tree(named, item) for name, item in key.default.items()}
         else:
             tree[key.name] = plain(key.yaml_default)
     for inactive in inactive_keys(root):

@@ -29,6 +29,7 @@ from verl.config import (
     SupervisedConfig,
 )
 from verl.config.agent import SINGLE_TURN
+from verl.config.base import config_fields, named_section_of
 from verl.config.rollout import OWN_ENGINES
 from verl.datasets.build import SAMPLERS
 from verl.errors import ConfigError
@@ -40,6 +41,7 @@ from verl.trainer.config import rules_off_policy as off_policy
 from verl.trainer.config import rules_sizes as sizes
 from verl.trainer.config import rules_vision as vision
 from verl.trainer.config.rules_asynchronous import asynchronous
+from verl.trainer.config.rules_distillation import distillation
 from verl.trainer.config.rules_resume import own_checkpoints
 from verl.trainer.config.rules_sizes import needs_critic, profilers
 from verl.trainer.ppo.utils import need_reference_policy
@@ -77,6 +79,9 @@ def section_problems(section: BaseConfig, path: str = "") -> Problems:
     for name, value in section.items():
         if isinstance(value, BaseConfig):
             yield from section_problems(value, f"{path}.{name}".lstrip("."))
+        elif named_section_of(config_fields(type(section))[name]) is not None:
+            for own_name, item in value.items():
+                yield from section_problems(item, f"{path}.{name}.{own_name}".lstrip("."))
 
 
 def router_replay(config: PPOConfig) -> Problems:
@@ -383,6 +388,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         asynchronous,
         rewards,
         judge,
+        distillation,
         critic_warmup,
         profilers,
     ),

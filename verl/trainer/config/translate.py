@@ -29,10 +29,12 @@ from verl.trainer.config.keys import (
     InactiveKey,
     Key,
     Tree,
+    added_sections,
     all_inactive,
     default_tree,
     drop,
     get,
+    inactive_below,
     keys_of,
     merged,
     nearest,
@@ -69,8 +71,8 @@ class Translator:
     """
 
     root: type[BaseConfig]
-    keys: Mapping[str, Key]
-    inactive: Mapping[str, InactiveKey]
+    keys: dict[str, Key]
+    inactive: dict[str, InactiveKey]
     explicit: Collection[str]
     problems: list[Problem]
     of_program: bool = False
@@ -84,7 +86,7 @@ class Translator:
         cls, root: type[BaseConfig], explicit: Collection[str], problems: list[Problem], of_program: bool = False
     ) -> Translator:
         """Make the translator of an entry point from the root section of its configuration."""
-        return cls(root, keys_of(root), all_inactive(root), explicit, problems, of_program)
+        return cls(root, {**keys_of(root)}, {**all_inactive(root)}, explicit, problems, of_program)
 
     def translate(self, cfg: DictConfig | Mapping[str, object]) -> tuple[Tree, Tree, Interpolations, list[str]]:
         """Translate a composed configuration, or a plain dict with any part of it; the rest has its defaults.
@@ -94,11 +96,21 @@ class Translator:
             what resolves interpolations in the latter, and messages about settings without effect.
         """
         settings: Any = OmegaConf.to_container(cfg, resolve=False) if OmegaConf.is_config(cfg) else cfg
-        raw = merged(default_tree(self.root), settings)
+        raw = merged(self._defaults_with_added(settings), settings)
         self.names(raw)
         interpolations = Interpolations(raw)
         tree = self._resolved(raw, interpolations)
         return tree, raw, interpolations, self.values(tree, raw, interpolations)
+
+    def _defaults_with_added(self, settings: Mapping[str, Any]) -> Tree:
+        """Return the defaults of all sections; sections that only ``settings`` names become known from now on."""
+        defaults, added = default_tree(self.root), added_sections(self.root, settings)
+        self.keys.update(added)
+        self.inactive.update(inactive_below(added))
+        for key in added.values():
+            if key.section is not None:
+                put(defaults, key.path, default_tree(key.section, key.default))
+        return defaults
 
     def names(self, tree: Tree) -> None:
         """Move other spellings to their keys, in place."""

@@ -12,6 +12,7 @@ from verl.algorithms import adv_needs
 from verl.algorithms.loss_registry import policy_loss_info
 from verl.config import ActorConfig, DPOConfig, PPOConfig, SFTConfig, SupervisedConfig
 from verl.config.async_plan import AsyncPlan
+from verl.config.base import named_section_of
 from verl.trainer.config.derive import expanded
 from verl.trainer.config.interpolations import Interpolations
 from verl.trainer.config.keys import FORWARD_PASSES, Key, Tree, get, same
@@ -99,7 +100,11 @@ def unused(
 def _is_set(key: Key, raw: Tree, interpolations: Interpolations) -> bool:
     """Whether a key's value is not its default."""
     written = get(raw, key.path, key.yaml_default)
-    if key.section is not None or any(same(written, usual) for usual in (key.yaml_default, key.default)):
+    if (
+        key.section is not None
+        or named_section_of(key.field) is not None
+        or any(same(written, usual) for usual in (key.yaml_default, key.default))
+    ):
         return False
     source = dict(FORWARD_PASSES).get(key.path)
     if source is not None and same(written, get(raw, source)):  # in a configuration that a run saved
@@ -120,7 +125,9 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
         yield unread, f"algorithm.adv_estimator={algorithm.adv_estimator} does not take it"
     if not needs_critic(config) and not config.reward_model.enable:  # whose sizes follow the critic's
         yield ("critic.*",), f"algorithm.adv_estimator={algorithm.adv_estimator} needs no critic"
-    if not need_reference_policy(config):
+    teachers, of_teachers = config.distillation.teachers.values(), config.distillation.distillation_loss
+    runs_like_reference = config.distillation.enabled and any(one.inference.is_forward_pass for one in teachers)
+    if not need_reference_policy(config) and not runs_like_reference:
         yield (f"{_REF}.*",), "no KL term needs the reference: use_kl_loss and use_kl_in_reward are false"
     reward_model, penalty = config.reward_model, algorithm.kl_ctrl
     others = [name for name, arguments in rollout.engine_kwargs.items() if arguments and name != rollout.name]
@@ -173,6 +180,17 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
         ),
         (rollout.skip_rollout, f"{_ROLLOUT}.skip_rollout=false", _ROLLOUT, ("skip_dump_dir",)),
         (not others, f"{', '.join(others)}: {_ROLLOUT}.name={rollout.name}", _ROLLOUT, ("engine_kwargs",)),
+    )
+    switches += (
+        (config.distillation.enabled, "distillation.enabled=false", "distillation", ("*",)),
+        (config.distillation.nnodes > 0, "distillation.nnodes=0", "distillation", ("n_gpus_per_node",)),
+        (len(teachers) > 1, "one teacher scores all rows", "distillation", ("teacher_key",)),
+        (
+            of_teachers.use_policy_gradient,
+            "distillation.distillation_loss.use_policy_gradient=false",
+            "distillation.distillation_loss",
+            ("policy_loss_mode", "clip_ratio*"),
+        ),
     )
     for is_on, reason, section, names in switches:
         if not is_on:

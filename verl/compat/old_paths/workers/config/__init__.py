@@ -6,6 +6,9 @@ from verl.config import AgentLoopConfig as AgentLoopConfig
 from verl.config import CheckpointConfig as CheckpointConfig
 from verl.config import CheckpointEngineConfig as CheckpointEngineConfig
 from verl.config import CriticConfig as CriticConfig
+from verl.config import DistillationConfig as DistillationConfig
+from verl.config import DistillationLossConfig as DistillationLossConfig
+from verl.config import DistillationTeacherModelConfig as DistillationTeacherModelConfig
 from verl.config import FSDPActorConfig as FSDPActorConfig
 from verl.config import FSDPCriticConfig as FSDPCriticConfig
 from verl.config import FSDPCriticModelCfg as FSDPCriticModelCfg
