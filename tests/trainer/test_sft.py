@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.tiny_run import write_jsonl
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.model_merger import merge
 from verl.testing.models import tiny_model_dir
 from verl.trainer.config.command_line import compose
@@ -134,3 +134,58 @@ def test_two_ranks_on_ray_give_the_numbers_of_one_local_rank(train, ray_cluster)
             assert ray[step][key] == pytest.approx(metrics[key], rel=1e-5), (step, key)
         assert min(metrics["train/mfu"], ray[step]["train/mfu"]) > 0
     assert ray[3]["val/loss"] == pytest.approx(local[3]["val/loss"], rel=1e-5)
+
+
+def test_a_teacher_is_learnt_from_at_the_tokens_of_the_data(train, tmp_path):
+    teacher = tiny_model_dir(tmp_path / "teacher", seed=1)
+    taught = {"distillation.model_path": teacher, "distillation.distillation_loss.loss_mode": "k2"}
+    both = {"distillation.distillation_loss.distillation_loss_coef": 0.5, "distillation.cross_entropy_coef": 2}
+    steps = train("run", 12, **taught)
+    mixed = train("mixed", 1, **(taught | both))
+    plain = train("plain", 1)
+    # Validation after the last step: the same numbers by Transformers alone.
+    found = expected_divergence(tmp_path / "run" / "global_step_12" / "huggingface", teacher)
+    assert steps[12]["val/divergence"] == pytest.approx(found, rel=1e-4)
+    assert steps[12]["val/divergence"] < 0.5 * expected_divergence(tmp_path / "model", teacher)
+    # The first step of each run reads the same rows under the same weights.
+    divergence, cross_entropy = steps[1]["train/divergence"], plain[1]["train/loss"]
+    assert steps[1]["train/loss"] == divergence
+    assert mixed[1]["train/cross_entropy"] == pytest.approx(cross_entropy, rel=1e-6)
+    assert mixed[1]["train/loss"] == pytest.approx(0.5 * divergence + 2 * cross_entropy, rel=1e-6)
+
+
+def expected_divergence(model: Path, teacher: Path | str) -> float:
+    """Mean of (log p - log q)² / 2 over the assistant's tokens of the data, by Transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    student, teacher = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (model, teacher))
+    values = []
+    for i in range(12):
+        user = [{"role": "user", "content": f"say {i}"}]
+        whole = [*user, {"role": "assistant", "content": f"{i}" * (1 + i % 3)}]
+        start = len(tokenizer.apply_chat_template(user, add_generation_prompt=True, return_dict=False))
+        ids = torch.tensor(tokenizer.apply_chat_template(whole, return_dict=False))
+        with torch.no_grad():
+            p, q = (m(input_ids=ids[None]).logits[0, :-1].log_softmax(-1) for m in (student, teacher))
+        gap = (p - q).gather(-1, ids[1:, None])[start - 1 :, 0]
+        values.append(gap.square() / 2)
+    return torch.cat(values).mean().item()
+
+
+def test_a_model_that_is_its_own_teacher_has_nothing_to_learn(train, tmp_path):
+    settings = {"distillation.model_path": tmp_path / "model", "distillation.distillation_loss.loss_mode": "k3"}
+    (first,) = train("run", 1, **settings).values()
+    assert abs(first["train/loss"]) < 1e-10
+    assert first["train/grad_norm"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"distillation.model_path": "/nowhere"}, "distillation.model_path=/nowhere: there is no such folder"),
+        ({"distillation.distillation_loss.loss_mode": "k1"}, "expectation zero"),
+        ({"distillation.distillation_loss.distillation_loss_coef": 0}, "nothing would be learnt from it"),
+    ],
+)
+def test_a_teacher_from_which_nothing_can_be_learnt_is_refused(train, tmp_path, changes, problem):
+    with pytest.raises(ConfigError, match=problem):
+        train("run", 1, **({"distillation.model_path": tmp_path / "model"} | changes))

@@ -115,10 +115,7 @@ from verl.config.rollout import (
 from verl.config.rollout_correction import (
     RolloutCorrectionConfig,
 )
-from verl.config.sft import (
-    SFTConfig,
-    SFTDataConfig,
-)
+from verl.config.sft import SFTConfig, SFTDataConfig, SFTDistillationConfig
 from verl.config.supervised import (
     SupervisedConfig,
     SupervisedDataConfig,
@@ -207,6 +204,7 @@ __all__ = [
     "RouterReplayConfig",
     "SFTConfig",
     "SFTDataConfig",
+    "SFTDistillationConfig",
     "SFTTrainerConfig",
     "SamplerConfig",
     "SamplingConfig",

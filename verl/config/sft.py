@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Literal
 
-from verl.config.base import OneOrMany, section, setting, subsection
+from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
+from verl.config.distillation import DivergenceConfig
+from verl.config.megatron import McoreEngineConfig
+from verl.config.model import FSDPEngineConfig, HFModelConfig
 from verl.config.problems import Problem
 from verl.config.supervised import SupervisedConfig, SupervisedDataConfig
 
@@ -42,8 +46,44 @@ class SFTDataConfig(SupervisedDataConfig):
 
 
 @section
+class SFTDistillationConfig(BaseConfig):
+    """A frozen teacher, whose distributions the model learns at the tokens of the data (off-policy distillation)."""
+
+    model_path: str | None = setting(None, path=True, remote=True)
+    """Model folder or Hugging Face name of the teacher, with the model's vocabulary; null learns from the data alone.
+    """
+    param_offload: bool = setting(False)
+    """Keep its parameters in host memory while it is idle."""
+    cross_entropy_coef: float = setting(0.0, ge=0)
+    """Weight of -log p of the data's tokens beside the divergence from the teacher; 0 leaves it out."""
+    distillation_loss: DivergenceConfig = subsection(DivergenceConfig, loss_mode="forward_kl")
+    """The divergence, and its weight."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """Something is left to learn from."""
+        loss = self.distillation_loss
+        if self.model_path is not None and not loss.distillation_loss_coef:
+            cause = "a teacher is loaded, and nothing would be learnt from it"
+            remedy = f"set {path}.model_path=null to learn from the data alone"
+            yield Problem(f"{path}.distillation_loss.distillation_loss_coef", 0, cause, "a number > 0", remedy)
+
+
+@section
 class SFTConfig(SupervisedConfig):
     """Supervised fine-tuning: data, model, optimizer, run."""
 
     data: SFTDataConfig = subsection(SFTDataConfig)
     """Conversations."""
+    distillation: SFTDistillationConfig = subsection(SFTDistillationConfig)
+    """A teacher beside the data."""
+
+    @property
+    def teacher_model(self) -> HFModelConfig:
+        """The teacher's model, loaded as the trained one but for its files and adapters."""
+        of_model = {"lora_rank": 0, "lora_adapter_path": None, "hf_config_path": None, "tokenizer_path": None}
+        return replace(self.model, path=self.distillation.model_path or self.model.path, **of_model)
+
+    @property
+    def teacher_engine(self) -> FSDPEngineConfig | McoreEngineConfig:
+        """Sharding and precision of the teacher: the model's, with its own ``param_offload``."""
+        return replace(self.placement, param_offload=self.distillation.param_offload)

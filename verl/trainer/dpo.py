@@ -57,7 +57,7 @@ class DPORunner(PreferenceRunner):
     role = "policy"
     trainer_class = DPOTrainer
 
-    def worker_class(self) -> type:
+    def worker_class(self, config: DPOConfig) -> type:
         """The worker with the policy and its frozen reference."""
         from verl.workers.training_workers import DirectPreferenceWorker
 

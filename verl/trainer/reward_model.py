@@ -47,7 +47,7 @@ class RMRunner(PreferenceRunner):
     role = "reward_model"
     trainer_class = RMTrainer
 
-    def worker_class(self) -> type:
+    def worker_class(self, config: RMConfig) -> type:
         """The worker that trains a reward model."""
         from verl.workers.training_workers import RewardModelTrainingWorker
 

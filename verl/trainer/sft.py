@@ -6,6 +6,7 @@ micro-batches, packing or the number of ranks.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,17 +36,25 @@ class SFTTrainer(SupervisedTrainer):
         return batch
 
     def _validate(self) -> Metrics:
-        """Compute ``val/loss``: mean over all tokens of the validation set with ``loss_mask`` 1."""
+        """Compute ``val/loss``: mean of -log p over all tokens of the validation set with ``loss_mask`` 1.
+
+        With a teacher also ``val/divergence`` from it.
+        """
         assert self.val_dataloader is not None
-        loss, tokens = 0.0, 0
+        sums, tokens = defaultdict[str, float](float), 0
         for rows in batches(self.val_dataloader):
             batch = to_batch(rows)
-            log_probs = self.workers.infer_batch(batch).batch["log_probs"]
-            mask = batch.batch["response_mask"]
-            loss -= (log_probs * mask).sum().item()
+            outputs, mask = self.workers.infer_batch(batch).batch, batch.batch["response_mask"]
+            sums["val/loss"] -= (outputs["log_probs"] * mask).sum().item()
+            if "divergence" in outputs.keys():
+                sums["val/divergence"] += (outputs["divergence"] * mask).sum().item()
             tokens += int(mask.sum())
         require_trained(tokens, "data.val_files", self.typed_config.data)
-        return {"val/loss": loss / tokens}
+        return {name: total / tokens for name, total in sums.items()}
+
+    def useful_flops(self, batch: DataProto) -> float | None:
+        """See :meth:`SupervisedTrainer.useful_flops`; None with a teacher, whose work is not known."""
+        return None if self.typed_config.distillation.model_path else super().useful_flops(batch)
 
 
 def require_trained(tokens: int, what: str, data: Any) -> None:
@@ -81,11 +90,11 @@ class SFTRunner(SupervisedRunner):
     role = "sft"
     trainer_class = SFTTrainer
 
-    def worker_class(self) -> type:
-        """The worker that trains a language model with the supervised loss."""
-        from verl.workers.training_workers import TrainingWorker
+    def worker_class(self, config: SFTConfig) -> type:
+        """The worker that trains a language model with the supervised loss, or also from a teacher."""
+        from verl.workers.training_workers import DistillingWorker, TrainingWorker
 
-        return TrainingWorker
+        return TrainingWorker if config.distillation.model_path is None else DistillingWorker
 
     def open_data(
         self, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, files: str | Sequence[str], max_samples: int

@@ -173,7 +173,7 @@ class SupervisedRunner:
     """Name of the worker group."""
     trainer_class: ClassVar[type[SupervisedTrainer]]
 
-    def worker_class(self) -> type:
+    def worker_class(self, config: SupervisedConfig) -> type:
         """The worker class; imported inside, so that an invalid configuration fails before the slow engine imports."""
         raise NotImplementedError
 
@@ -216,7 +216,7 @@ class SupervisedRunner:
             {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}, {self.role: "global_pool"}, device
         )
         worker_groups = WorkerGroups(
-            worker_classes={self.role: self.worker_class()},
+            worker_classes={self.role: self.worker_class(config)},
             pools=pools,
             group_class=controller.WorkerGroup,
             device_name=device,

@@ -24,6 +24,7 @@ from verl.algorithms import (
     policy_loss_info,
     update_columns,
 )
+from verl.algorithms.distillation import check_distillation_loss, evaluate_distillation_loss
 from verl.algorithms.loss_registry import over_tokens
 from verl.algorithms.preference import (
     Pairs,
@@ -41,6 +42,7 @@ from verl.config import (
     DirectPreferenceLossConfig,
     RewardModelLossConfig,
     RolloutCorrectionConfig,
+    SFTDistillationConfig,
 )
 from verl.errors import ConfigError
 from verl.protocol import DataProto
@@ -317,6 +319,41 @@ class SFTLoss:
 
 
 sft_loss = SFTLoss()
+
+
+class DistilledSFTLoss:
+    """distillation_loss_coef · D(model, teacher) + cross_entropy_coef · (-log p), means over the trained tokens.
+
+    Args:
+        config: ``distillation`` of the supervised trainer.
+
+    Raises:
+        ConfigError: see :func:`verl.algorithms.distillation.check_distillation_loss`.
+    """
+
+    rows_per_unit = 1
+
+    def __init__(self, config: SFTDistillationConfig) -> None:
+        self.config = config
+        self.info = check_distillation_loss(config.distillation_loss)
+        self.outputs = self.info.outputs | {"log_probs"}
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro_batch: DataProto, totals: BatchTotals
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute the loss; reads ``response_mask`` and the columns of the teacher."""
+        config, mask = self.config, micro_batch.batch["response_mask"]
+        counts = denominators(totals, "token-mean", {})
+        losses, metrics = evaluate_distillation_loss(
+            self.info, outputs, dict(micro_batch.batch.items()), config.distillation_loss
+        )
+        divergence = agg_loss(losses, mask, "token-mean", **counts)
+        cross_entropy = agg_loss(-outputs["log_probs"], mask, "token-mean", **counts)
+        loss = config.distillation_loss.distillation_loss_coef * divergence
+        if config.cross_entropy_coef:
+            loss = loss + config.cross_entropy_coef * cross_entropy
+        terms = {"loss": loss, "divergence": divergence, "cross_entropy": cross_entropy}
+        return loss, {**metrics, **{name: PartialSum(term.detach() / totals.dp_size) for name, term in terms.items()}}
 
 
 # ---- pairs ------------------------------------------------------------------------------------

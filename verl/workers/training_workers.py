@@ -14,6 +14,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
+from verl.algorithms.distillation import evaluate_distillation_loss
 from verl.base.import_utils import prepare_process
 from verl.checkpoint.files import FileEntry
 from verl.checkpoint.ranks import SaveReport, Writing, on_all_ranks
@@ -37,11 +38,12 @@ from verl.utils.model_facts.time_limits import time_limits
 from verl.workers.engine import BaseEngine, EngineRegistry, LossFunction, MicroBatchConfig
 from verl.workers.engine.loss import LossCallable, as_loss_function
 from verl.workers.engine.non_finite import NonFinite
-from verl.workers.losses import DirectPreferenceLoss, RewardModelLoss, sft_loss
+from verl.workers.losses import DirectPreferenceLoss, DistilledSFTLoss, RewardModelLoss, sft_loss
 from verl.workers.profiling import OF_PROCESS, RecordingPlan
+from verl.workers.teacher.forward import teacher_columns
 
 if TYPE_CHECKING:
-    from verl.config import DPOConfig, RMConfig, SupervisedConfig
+    from verl.config import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
 
 
 class EngineWorker(Worker):
@@ -367,6 +369,49 @@ class TrainingWorker(EngineWorker):
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move weights and optimizer state to ``"cpu"`` or to the engine's device; gradients go with the weights."""
         self.trained.to(device, model, optimizer)
+
+
+class DistillingWorker(TrainingWorker):
+    """Worker that trains a language model to agree with a frozen teacher at the tokens of the data.
+
+    Arguments as for :class:`TrainingWorker`.
+    """
+
+    config: SFTConfig
+
+    def make_loss(self) -> LossFunction:
+        """Make the divergence from the teacher, with the supervised loss beside it if that has a weight."""
+        self.distilled = DistilledSFTLoss(self.config.distillation)
+        return self.distilled
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model and the teacher."""
+        super().init_model()
+        config = self.config
+        self.teacher = self.make_engine(
+            "language_model", config.engine.strategy, config.teacher_model, config.teacher_engine
+        )
+
+    def _with_teacher(self, data: DataProto) -> DataProto:
+        loss = self.config.distillation.distillation_loss
+        return data | teacher_columns(self.teacher, data, self.distilled.info.reads, self.micro, topk=loss.topk)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
+    def train_batch(self, data: DataProto) -> DataProto:
+        """Make one optimizer step; see :meth:`TrainingWorker.train_batch`."""
+        return super().train_batch(self._with_teacher(data))
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
+    def infer_batch(self, data: DataProto) -> DataProto:
+        """Compute ``log_probs`` and ``divergence``, (bsz, response_length)."""
+        loss, data = self.distilled, self._with_teacher(data)
+        with self.trained.eval_mode():
+            outputs = self.trained.infer_batch(data, set(loss.outputs), self.micro)
+        divergence, _ = evaluate_distillation_loss(
+            loss.info, outputs, dict(data.batch.items()), loss.config.distillation_loss
+        )
+        return DataProto.from_dict(tensors={"log_probs": outputs["log_probs"], "divergence": divergence})
 
 
 class RewardModelTrainingWorker(TrainingWorker):

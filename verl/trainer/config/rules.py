@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import verl.algorithms as algorithms
+from verl.algorithms.distillation import check_distillation_loss
 from verl.base.registry import suggest
 from verl.base.requirements import install_command
 from verl.config import (
@@ -271,6 +272,20 @@ def critic_warmup(config: PPOConfig) -> Problems:
         yield Problem("trainer.critic_warmup", steps, cause, "0", "set it to 0, or critic.enable=true")
 
 
+def teacher_of_data(config: SFTConfig) -> Problems:
+    """The teacher of supervised training exists, and the model can learn from it by the loss."""
+    distillation, key = config.distillation, "distillation"
+    if distillation.model_path is None:
+        return
+    yield from files.model(f"{key}.model_path", distillation.model_path)
+    try:
+        check_distillation_loss(distillation.distillation_loss)
+    except ConfigError as error:
+        mode = distillation.distillation_loss.loss_mode
+        remedy = "take another loss_mode; forward_kl learns the whole distribution of the teacher"
+        yield Problem(f"{key}.distillation_loss.loss_mode", mode, str(error), remedy=remedy)
+
+
 def engines(config: PPOConfig | SupervisedConfig) -> Problems:
     """Groups of ranks divide the ranks, their sequences the heads of the model, and trained models do not use fp16."""
     policy = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
@@ -392,7 +407,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         critic_warmup,
         profilers,
     ),
-    SFTConfig: (*_SUPERVISED, sizes.sft_batches),
+    SFTConfig: (*_SUPERVISED, sizes.sft_batches, teacher_of_data),
     RMConfig: (*_SUPERVISED, sizes.preference_batches),
     DPOConfig: (*_SUPERVISED, sizes.preference_batches, files.reference),
     GenerationConfig: (files.generation_files, files.models, rollouts.parallel_sizes, rollouts.speed, one_response),

@@ -106,7 +106,12 @@ def models(config: PPOConfig | SupervisedConfig | GenerationConfig) -> Problems:
 def reference(config: DPOConfig) -> Problems:
     """The local folder of the reference exists; a name on the hub is not checked."""
     if config.ref.path is not None:
-        yield from _model("ref.path", config.ref.path, "config.json", has_weights=True)
+        yield from model("ref.path", config.ref.path)
+
+
+def model(key: str, path: str) -> Problems:
+    """The local folder of a further model exists, and has weights; a name on the hub is not checked."""
+    yield from _model(key, path, "config.json", has_weights=True)
 
 
 def tokenizer(config: PPOConfig | SupervisedConfig) -> Problems:

@@ -1,0 +1,52 @@
+"""The columns of a teacher that is a forward pass of a training engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from verl.algorithms.distillation import Reads
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.workers.engine import BaseEngine, MicroBatchConfig
+from verl.workers.teacher.prompts import rows_for_teacher
+
+COLUMNS: Mapping[Reads, Mapping[str, str]] = {
+    "sampled": {"log_probs": "teacher_logprobs", "entropy": "teacher_entropys"},
+    "topk": {
+        "log_probs": "teacher_logprobs",
+        "entropy": "teacher_entropys",
+        "top_ids": "teacher_topk_ids",
+        "top_log_probs": "teacher_topk_logprobs",
+    },
+    "full": {"hidden": "teacher_hidden"},
+}
+"""By what a distillation loss reads: outputs of the teacher's engine, and the batch columns that they become."""
+
+
+def teacher_columns(
+    engine: BaseEngine,
+    batch: DataProto,
+    reads: Reads,
+    micro: MicroBatchConfig,
+    temperature: float = 1.0,
+    topk: int | None = None,
+) -> DataProto:
+    """Compute the columns of the teacher that a distillation loss reads; collective.
+
+    Args:
+        engine: the teacher.
+        batch: this rank's rows, with the prompts of the policy or also with those of the teacher.
+        reads: of the loss.
+        micro: size of the passes.
+        temperature: divisor of the teacher's logits.
+        topk: most likely tokens, for a loss of them.
+
+    Raises:
+        ConfigError: the loss reads the most likely tokens, and ``topk`` is None.
+    """
+    if reads == "topk" and topk is None:
+        raise ConfigError("a distillation loss of the teacher's most likely tokens needs their number: set topk.")
+    columns, more = COLUMNS[reads], {"topk": topk} if reads == "topk" else {}
+    with engine.eval_mode():
+        outputs = engine.infer_batch(rows_for_teacher(batch), set(columns), micro, temperature, **more)
+    return DataProto.from_dict(tensors={column: outputs[name] for name, column in columns.items()})
