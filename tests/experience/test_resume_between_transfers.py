@@ -51,12 +51,19 @@ def make_run(plan: AsyncPlan) -> FreeRunning:
     config = SimpleNamespace(
         trainer=SimpleNamespace(async_=SimpleNamespace(record_dir=None)),
         actor_rollout_ref=SimpleNamespace(rollout=rollout),
+        algorithm=SimpleNamespace(filter_groups=SimpleNamespace(enable=False)),
     )
 
     def next_prompts() -> DataProto:
         return DataProto.from_dict(tensors={"input_ids": torch.zeros(2, 2)}, non_tensors={"row": np.arange(2)})
 
-    source: Any = SimpleNamespace(config=config, next_prompts=next_prompts, score=lambda *_: Deferred.of(DataProto()))
+    source: Any = SimpleNamespace(
+        config=config,
+        next_prompts=next_prompts,
+        score=lambda *_: Deferred.of(DataProto()),
+        scorer=SimpleNamespace(scores_any_time=lambda _: False),
+        reward_fn=None,
+    )
     engines: Any = Engines()
     return FreeRunning(source, plan, lambda: engines, lambda: SimpleNamespace(policy=None), LAST, engines)  # type: ignore[arg-type, return-value]
 

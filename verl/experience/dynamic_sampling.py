@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 FLOAT32 = rounding_unit(torch.float32)
+PREFIX = "training/filter_groups"
 NOTABLE_BATCHES = 10
 """Log a warning after every 10 batches drawn for one step: without ``max_num_gen_batches`` there is no limit."""
 
@@ -68,6 +69,38 @@ class Draw:
     """(bsz,) false where a response is not trained on, because it has no score or no token."""
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What dynamic sampling makes of scored responses."""
+
+    is_kept: np.ndarray
+    """(bsz,) whether the row's prompt is informative."""
+    values: np.ndarray
+    """The metric of each response that has one and takes part."""
+    num_prompts: int
+    num_kept: int
+    """Informative prompts."""
+
+
+def judged(one: Draw, metric: str, n: int) -> Judged:
+    """Judge which prompts of scored responses are informative.
+
+    Args:
+        one: the responses.
+        metric: ``algorithm.filter_groups.metric``.
+        n: responses per prompt.
+
+    Raises:
+        RewardError: the reward function does not return the metric.
+    """
+    value, rounding = values_of(one.batch, metric)
+    scored = Trajectories.of(one.batch).scored_rows
+    rows = informative_rows(value[scored], one.prompts[scored], one.takes_part[scored], rounding[scored])
+    is_kept = np.isin(one.prompts.astype(str), one.prompts[scored][rows].astype(str))
+    has_value = one.takes_part[scored] & ~np.isnan(value[scored])
+    return Judged(is_kept, value[scored][has_value], len(scored) // n, len(rows) // n)
+
+
 def fill_batch(
     draws: Iterator[Draw], config: FilterGroupsConfig, num_prompts: int, n: int
 ) -> tuple[DataProto, Metrics]:
@@ -95,21 +128,17 @@ def fill_batch(
     drawn = num_kept = 0
     while num_kept < num_prompts:
         if config.max_num_gen_batches and len(values) == config.max_num_gen_batches:
-            raise RolloutError(_too_few_message(config, num_kept, drawn, num_prompts, np.concatenate(values)))
+            raise RolloutError(too_few_message(config, num_kept, drawn, num_prompts, np.concatenate(values)))
         one = next(draws)
-        value, rounding = values_of(one.batch, str(config.metric))
-        scored = Trajectories.of(one.batch).scored_rows
-        rows = informative_rows(value[scored], one.prompts[scored], one.takes_part[scored], rounding[scored])
-        informative = np.isin(one.prompts.astype(str), one.prompts[scored][rows].astype(str))
-        kept.append(one.batch.select_idxs(np.flatnonzero(informative).tolist()))
-        prompts += one.prompts[informative].tolist()
-        has_value = one.takes_part[scored] & ~np.isnan(value[scored])
-        values.append(value[scored][has_value])
-        drawn += len(scored) // n
-        num_kept += len(rows) // n
+        outcome = judged(one, str(config.metric), n)
+        kept.append(one.batch.select_idxs(np.flatnonzero(outcome.is_kept).tolist()))
+        prompts += one.prompts[outcome.is_kept].tolist()
+        values.append(outcome.values)
+        drawn += outcome.num_prompts
+        num_kept += outcome.num_kept
         level = logging.WARNING if len(values) % NOTABLE_BATCHES == 0 else logging.INFO
         logger.log(level, "dynamic sampling: %d of %d prompts after %d batches", num_kept, num_prompts, len(values))
-    name = "training/filter_groups"
+    name = PREFIX
     metrics = {
         f"{name}/num_gen_batches": float(len(values)),
         f"{name}/kept_ratio": num_kept / drawn,
@@ -154,7 +183,8 @@ def values_of(batch: DataProto, metric: str) -> tuple[np.ndarray, np.ndarray]:
         ) from None
 
 
-def _too_few_message(config: FilterGroupsConfig, num_kept: int, drawn: int, wanted: int, values: np.ndarray) -> str:
+def too_few_message(config: FilterGroupsConfig, num_kept: int, drawn: int, wanted: int, values: np.ndarray) -> str:
+    """Say that ``max_num_gen_batches`` is used up: ``num_kept`` of ``drawn`` prompts are informative."""
     mean = f"mean {config.metric}: {values.mean():.3g}" if len(values) else "no response has a score"
     return (
         f"dynamic sampling found {num_kept} prompts whose responses differ in '{config.metric}' among {drawn}, and a "

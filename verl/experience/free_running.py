@@ -33,24 +33,27 @@ import torch
 
 from verl.agents.manager import AgentLoopManager, check_failures
 from verl.config.async_plan import AsyncPlan
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, RolloutError
 from verl.experience.admission import Admission
 from verl.experience.background import RolloutPool
+from verl.experience.dynamic_sampling import NOTABLE_BATCHES, too_few_message
+from verl.experience.dynamic_sampling import PREFIX as FILTER_PREFIX
+from verl.experience.group_scores import GroupScorer, joined_groups
+from verl.experience.group_scores import from_batch as scores_from_batch
+from verl.experience.group_scores import to_batch as scores_to_batch
 from verl.experience.lockstep import Lockstep
 from verl.experience.prompts import name_groups, repeat_prompts
 from verl.experience.replay import record
-from verl.experience.rewards import RewardRecord
+from verl.experience.rewards import RewardRecord, Scored
 from verl.experience.sequences import with_prompts
 from verl.experience.source import Experience, ExperienceSource
 from verl.experience.store import GroupStore, PromptGroup
 from verl.experience.workers import CurrentWorkers
 from verl.protocol import DataProto
-from verl.protocol.rows import fill_column, with_equal_columns
 from verl.utils.deferred import Deferred
 from verl.utils.metric import Metrics
 from verl.utils.run_log import ENGINES, clock
 from verl.utils.step_context import StepContext
-from verl.workers.routers import unknown
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +115,11 @@ class FreeRunning(ExperienceSource):
         bound_of = {"admit": None, "wait": None, "drop": None} | {plan.strategy: plan.bound}
         admission = Admission(plan.batch_prompts, 0, bound_of["admit"])
         self._store = GroupStore(admission, drop_after=bound_of["drop"], wait_at=bound_of["wait"])
+        self._scorer = GroupScorer(source, self._join)
+        self._filters = source.config.algorithm.filter_groups
+        self._filtered: list[PromptGroup] = []
+        """Groups that dynamic sampling has dropped since a step took its groups."""
+        self._num_filtered = 0
         self._waiting: deque[DataProto] = deque()
         """Prompts that were taken from the data and not started yet, one each."""
         self._started = 0
@@ -149,10 +157,10 @@ class FreeRunning(ExperienceSource):
             self._agents().cancel([group.responses for group in dropped])
             self._dropped += len(dropped)
             self._start_groups()
-            groups = self._wait_for_groups(context.number)
+            groups = self._wait_for_groups(context)
         self._store.take(groups)
         self._steps += 1
-        batch = self._with_ages(_joined([self._join(group) for group in groups]))
+        batch = self._with_ages(joined_groups([self._join(group) for group in groups]))
         if "trajectory_status" in batch.non_tensor_batch:
             check_failures(batch, self._source.config.actor_rollout_ref.rollout.agent)
         if self._record_dir is not None:
@@ -160,7 +168,26 @@ class FreeRunning(ExperienceSource):
         context.metrics |= self._metrics | self._measure(groups, dropped)
         self._metrics = {}
         rewards = RewardRecord()
-        return Experience(batch, self._source.score(batch, context, rewards), rewards)
+        return Experience(batch, self._score(groups, batch, context, rewards), rewards)
+
+    def _score(
+        self, groups: Sequence[PromptGroup], batch: DataProto, context: StepContext, rewards: RewardRecord
+    ) -> Deferred[DataProto]:
+        """Return :attr:`Experience.scores` of the groups of a step; groups that were dropped join ``rewards``."""
+        if not self._scorer.scores_groups:
+            return self._source.score(batch, context, rewards)
+        filtered, self._filtered = self._filtered, []
+        scores, extra = self._scorer.joined([*groups, *filtered])
+
+        def of_rows(rows: slice) -> Deferred[Scored]:
+            return Deferred.of((scores[rows], {name: values[rows] for name, values in extra.items()}))
+
+        size = len(batch)
+        columns = self._source.take_scores(batch, of_rows(slice(size)), context, rewards)
+        if filtered:
+            dropped = joined_groups([self._join(group) for group in filtered])
+            self._source.take_scores(dropped, of_rows(slice(size, None)), context, rewards).result()
+        return columns
 
     def updated(self, version: int) -> None:
         """See :meth:`ExperienceSource.updated`."""
@@ -200,8 +227,9 @@ class FreeRunning(ExperienceSource):
         return steps // self._plan.sync_every
 
     def _start_groups(self) -> None:
-        wanted = self._admission.capacity(self._transfers(self._engine_steps), self._started - self._dropped)
-        for _ in range(min(wanted, self._last_step * self._batch_size + self._dropped - self._started)):
+        kept = self._started - self._dropped - self._num_filtered
+        wanted = self._admission.capacity(self._transfers(self._engine_steps), kept)
+        for _ in range(min(wanted, self._last_step * self._batch_size - kept)):
             if not self._waiting:
                 prompts = self._source.next_prompts()
                 self._waiting.extend(prompts.select_idxs([row]) for row in range(len(prompts)))
@@ -215,37 +243,80 @@ class FreeRunning(ExperienceSource):
         step = group.index // self._batch_size + 1
         prompts = group.prompts.with_meta_info({"global_steps": step, "validate": False})
         group.responses = self._agents().submit(prompts)
+        self._scorer.follow(group)
         self._store.add(group)
 
-    def _wait_for_groups(self, step: int) -> list[PromptGroup]:
-        self._wait = _Wait(step)
-        if self._pool is not None:
-            self._serve(self._pool)
-            self._wait_while_serving()
-        elif not self._is_enough():
-            self._agents().serve_until(self._workers().policy, self._is_enough)
-            # An update that was skipped leaves the version as it is, and its weights are the newest all the same.
-            self._updates_of_version[self._agents().weight_version] = self._updates
-        self._store.raise_failure()
-        groups = self._store.choice(self._steps)
-        assert groups is not None, "the engines ended before a batch was complete"
-        return groups
+    def _wait_for_groups(self, context: StepContext) -> list[PromptGroup]:
+        self._wait = _Wait(context.number)
+        while True:
+            if self._pool is not None:
+                self._serve(self._pool)
+                self._wait_while_serving()
+            elif not self._is_enough():
+                self._agents().serve_until(self._workers().policy, self._is_enough)
+                # An update that was skipped leaves the version as it is, and its weights are the newest all the same.
+                self._updates_of_version[self._agents().weight_version] = self._updates
+            self._store.raise_failure()
+            groups = self._store.choice(self._steps)
+            assert groups is not None, "the engines ended before a batch was complete"
+            unscored = [group for group in groups if group.scores is None]
+            if not unscored or not self._scorer.scores_groups:
+                return groups
+            with context.stage("reward"):
+                self._scorer.score(unscored, context.number)
 
     def _is_enough(self) -> bool:
-        """Whether the step can take its groups; called now and then while it waits, and tells why if that is long."""
+        """Whether the step can take its groups; called now and then while it waits, and tells why if that is long.
+
+        The thread that takes prompts from the data waits meanwhile, if it is not the one that calls.
+        """
         self._store.raise_failure()
+        self._replace_uninformative()
         if self._store.choice(self._steps) is not None:
             return True
         if self._wait.is_notice_due():
             logger.warning("%s", self._describe_wait())
         return False
 
+    def _replace_uninformative(self) -> None:
+        """Drop the groups that dynamic sampling rejects, and start others in their place.
+
+        Raises:
+            RewardError: too many samples of a batch of dropped groups could not be scored.
+            RolloutError: ``max_num_gen_batches`` batches were not enough.
+        """
+        dropped = self._store.drop_uninformative()
+        if not dropped:
+            return
+        size = self._batch_size
+        for group in dropped:
+            group.hold()
+            self._filtered.append(group)
+            if len(self._filtered) % size == 0:  # a reward that always fails would otherwise be asked for ever
+                self._scorer.joined(self._filtered[-size:])
+                batches = len(self._filtered) // size
+                level = logging.INFO if batches % NOTABLE_BATCHES else logging.WARNING
+                logger.log(level, "dynamic sampling: %d prompts dropped for one step", len(self._filtered))
+        self._num_filtered += len(dropped)
+        drawn, kept = len(self._scorer.values), sum(group.is_finished for group in self._store.groups())
+        limit = self._filters.max_num_gen_batches * self._prompts_per_draw
+        if limit and drawn >= limit and kept < size:
+            values = np.concatenate(list(self._scorer.values))
+            raise RolloutError(too_few_message(self._filters, kept, drawn, size, values))
+        self._start_groups()
+
+    @property
+    def _prompts_per_draw(self) -> int:
+        return self._source.config.data.gen_batch_size or self._batch_size
+
     def _describe_wait(self) -> str:
         running = [group for group in self._store.groups() if not group.is_finished]
         text = (
             f"step {self._wait.step} has waited for {self._wait.seconds:.0f} s. Of {self._batch_size} prompts, "
-            f"{len(self._store) - len(running)} have all their responses, {len(running)} are under way"
+            f"{len(self._store) - len(running)} are finished, {len(running)} are under way"
         )
+        if scoring := sum(group.has_responses for group in running):
+            text += f", {scoring} of them with all their responses and not scored yet"
         if running:
             uid, age_s = running[0].prompts.non_tensor_batch["uid"][0], time.monotonic() - running[0].started_at
             text += f", the oldest ({uid}) for {age_s:.0f} s"
@@ -344,6 +415,7 @@ class FreeRunning(ExperienceSource):
             "dropped_stale_samples": self._dropped,
         }
         return {
+            **(self._measure_filter() if self._filters.enable else {}),
             **{f"fully_async/count/{name}": value for name, value in counts.items()},
             **{f"fully_async/processing_time/{name}": float(value) for name, value in times.items()},
             "training/off_policy/evicted_samples": self._n * len(dropped),
@@ -351,12 +423,26 @@ class FreeRunning(ExperienceSource):
             "async/groups/finished": len(self._store) - running,
         }
 
+    def _measure_filter(self) -> Metrics:
+        """Metrics of dynamic sampling, of the groups that were scored since a step took its groups."""
+        values = [self._scorer.values.popleft() for _ in range(len(self._scorer.values))]
+        of_responses = np.concatenate([np.zeros(0), *values])
+        counts: Metrics = {
+            "num_gen_batches": len(values) / self._prompts_per_draw,
+            "dropped_prompts": float(len(self._filtered)),
+        }
+        if values:
+            counts["kept_ratio"] = 1 - len(self._filtered) / len(values)
+        if len(of_responses):
+            counts[f"{self._filters.metric}/mean"] = float(of_responses.mean())
+        return {f"{FILTER_PREFIX}/{name}": value for name, value in counts.items()}
+
     # ---- checkpoints ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """See :meth:`ExperienceSource.state_dict`; prompts and responses themselves are in :meth:`pending`."""
         counts = {"started": self._started, "dropped": self._dropped, "steps": self._steps, "updates": self._updates}
-        counts["stale"] = self._stale
+        counts |= {"stale": self._stale, "filtered": self._num_filtered}
         return counts | {"updates_of_version": list(self._updates_of_version.items())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -373,23 +459,27 @@ class FreeRunning(ExperienceSource):
         self._started, self._dropped = state["started"], state["dropped"]
         self._steps = self._engine_steps = state["steps"]
         self._updates, self._stale = state["updates"], state.get("stale", 0)
+        self._num_filtered = state.get("filtered", 0)
         self._updates_of_version = dict(state["updates_of_version"])
 
     def pending(self) -> Deferred[Mapping[str, DataProto]]:
         """See :meth:`ExperienceSource.pending`: finished groups with their responses, the prompts of all others."""
         groups = self._store.groups()
-        finished = [group for group in groups if group.is_finished]
-        for group in finished:
+        answered = [group for group in groups if group.has_responses]
+        for group in answered:
             group.hold()
         parts = {
             "prompts": [(group, group.prompts) for group in groups],
-            "responses": [(group, group.responses.result()) for group in finished],
+            "responses": [(group, group.responses.result()) for group in answered],
         }
+        scores = scores_to_batch(answered)
         waiting = list(self._waiting)
 
         def batches() -> dict[str, DataProto]:
             made = {name: _of_groups(of_name) for name, of_name in parts.items() if of_name}
-            return made | ({"waiting": DataProto.concat(waiting)} if waiting else {})
+            if waiting:
+                made["waiting"] = DataProto.concat(waiting)
+            return made | ({"scores": scores} if len(scores) else {})
 
         # Most states are never written, so they are not put together yet.
         return Deferred([], batches)
@@ -400,11 +490,16 @@ class FreeRunning(ExperienceSource):
             waiting = batches["waiting"]
             self._waiting = deque(waiting.select_idxs([row]) for row in range(len(waiting)))
         responses = {index: part for index, _, part in self._parts(batches, "responses")}
+        scores = scores_from_batch(batches["scores"]) if "scores" in batches and self._scorer.scores_groups else {}
         for index, version, prompts in self._parts(batches, "prompts"):
             # Those without responses begin anew, with the weights that there are now.
             group = PromptGroup(index, prompts, version if index in responses else self._steps)
             if index in responses:
                 group.responses.set_result(responses[index])
+                if index in scores:
+                    group.scores = Future()
+                    group.scores.set_result(self._scorer.judge(self._join(group), scores[index]))
+                self._scorer.follow(group)
                 self._store.add(group)
             else:
                 self._begin(group)
@@ -422,9 +517,4 @@ class FreeRunning(ExperienceSource):
 def _of_groups(parts: Sequence[tuple[PromptGroup, DataProto]]) -> DataProto:
     """Join what there is of each group; ``meta_info`` says whose rows they are."""
     about = [[group.index, group.version, len(part)] for group, part in parts]
-    return _joined([part for _, part in parts]).with_meta_info({_ABOUT: about})
-
-
-def _joined(parts: Sequence[DataProto]) -> DataProto:
-    """Concatenate batches of groups, of which some may lack a column."""
-    return DataProto.concat(fill_column(with_equal_columns(parts), "routed_experts", unknown))
+    return joined_groups([part for _, part in parts]).with_meta_info({_ABOUT: about})

@@ -133,10 +133,29 @@ class Lockstep(ExperienceSource):
         """
         with context.stage("reward"):
             scoring = self.scorer.submit(batch, self.reward_fn, context.number)
+        return self.take_scores(batch, scoring, context, rewards)
+
+    def take_scores(
+        self, batch: DataProto, scoring: Deferred[Scored], context: StepContext, rewards: RewardRecord
+    ) -> Deferred[DataProto]:
+        """As :meth:`score`, with scoring that has begun before."""
         columns = Deferred([], partial(self._scored_columns, batch, scoring, context, rewards))
         if self.config.reward_model.launch_reward_fn_async:
             return columns
         return Deferred.of(columns.result())
+
+    def draw_of(self, batch: DataProto, scored: Scored) -> Draw:
+        """Return what dynamic sampling reads of some samples.
+
+        Raises:
+            RewardError: a sample has no score, and ``reward_model.on_failure`` is ``stop``.
+        """
+        scores, extra = scored
+        policy = self.config.reward_model.on_failure
+        kept, _ = leave_out_failed(batch, extra["reward_status"], policy, self._compares_siblings)
+        takes_part = kept.batch["response_mask"].any(-1).numpy()
+        read = batch.select(batch_keys=["response_mask"]) | score_columns(scores, extra)
+        return Draw(read, batch.non_tensor_batch["uid"], takes_part)
 
     def _scored_columns(
         self, batch: DataProto, scoring: Deferred[Scored], context: StepContext, rewards: RewardRecord

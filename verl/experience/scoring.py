@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from verl.utils.metric import Metrics
 from verl.workers.reward_manager import AbstractRewardManager
 from verl.workers.reward_manager.abstract import call
 from verl.workers.reward_manager.function import tensors_of
+from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.scores import on_drawn_tokens, token_scores
 
 if TYPE_CHECKING:
@@ -31,6 +33,31 @@ if TYPE_CHECKING:
     from verl.workers.reward_manager.abstract import Result
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PartScores:
+    """Scores of some samples of a batch; :func:`joined_scores` judges over all parts how many failed."""
+
+    scored: Scored
+    num_samples: int = 0
+    """How many the reward function was to score."""
+    num_failed: int = 0
+    """How many of them it could not score."""
+    failures: str = ""
+    """How many these are, and why the first could not be scored; empty if there are none."""
+
+    def split(self, sizes: Sequence[int]) -> list[PartScores]:
+        """Return the scores of consecutive samples, so many in each part."""
+        parts, (scores, extra), start = [], self.scored, 0
+        for size in sizes:
+            rows = slice(start, start + size)
+            of_rows = {name: values[rows] for name, values in extra.items()}
+            statuses = [status for status in of_rows["reward_status"] if not status.startswith(OF_TRAJECTORY)]
+            failed = len(statuses) - statuses.count("ok")
+            parts.append(PartScores((scores[rows], of_rows), len(statuses), failed, self.failures if failed else ""))
+            start += size
+        return parts
 
 
 class Scorer:
@@ -58,21 +85,42 @@ class Scorer:
             reward_fn: a reward manager, or any callable that takes the batch.
             step: the training step, from which the judge's random numbers follow.
         """
+        return self.submit_part(batch, reward_fn, step).map(lambda part: self.joined([part], reward_fn))
+
+    def scores_any_time(self, reward_fn: object) -> bool:
+        """Whether :meth:`submit_part` may be called in any thread, and for few samples, while others are drawn.
+
+        Not with a judge or a reward model: their ranks may be those that sample or train, and serve a batch in one
+        call. Nor with a function of whole batches.
+        """
+        is_free = self._judge is None and not self._has_reward_model
+        return is_free and isinstance(reward_fn, NaiveRewardManager) and reward_fn.scores_single_samples
+
+    def submit_part(self, batch: DataProto, reward_fn: object, step: int) -> Deferred[PartScores]:
+        """As :meth:`submit`, for some samples of a batch; :meth:`joined` judges over all how many failed."""
         if self._judge is None:
             return self._submit(batch, reward_fn)
         judge_workers = self._workers().reward
         assert judge_workers is not None
         return self._judge.serve_while(judge_workers, step, lambda: self._submit(batch, reward_fn))
 
-    def _submit(self, batch: DataProto, reward_fn: object) -> Deferred[Scored]:
+    def joined(self, parts: Sequence[PartScores], reward_fn: object) -> Scored:
+        """Return the scores of a batch from those of its parts, in their order.
+
+        Raises:
+            RewardError: too many samples failed.
+        """
+        return joined_scores(parts, _limit(reward_fn, self._max_error_rate))
+
+    def _submit(self, batch: DataProto, reward_fn: object) -> Deferred[PartScores]:
         if "trajectory_status" not in batch.non_tensor_batch:
-            return submit_scores(self._with_model_scores(batch), reward_fn, self._max_error_rate)
+            return _submit_part(self._with_model_scores(batch), reward_fn)
         rows = rows_to_score(batch, self._agent)
         if not rows:
-            return Deferred.of(complete_scores(batch, NO_SCORES, rows, self._agent))
+            return Deferred.of(PartScores(complete_scores(batch, NO_SCORES, rows, self._agent)))
         chosen = self._with_model_scores(with_earlier_turns(batch).select_idxs(rows))
-        scoring = submit_scores(chosen, reward_fn, self._max_error_rate)
-        return scoring.map(lambda scored: complete_scores(batch, scored, rows, self._agent))
+        scoring = _submit_part(chosen, reward_fn)
+        return scoring.map(lambda part: replace(part, scored=complete_scores(batch, part.scored, rows, self._agent)))
 
     def _with_model_scores(self, batch: DataProto) -> DataProto:
         """Add ``rm_scores`` if the run has a reward model."""
@@ -94,13 +142,52 @@ def submit_scores(data: DataProto, reward_fn: Any, max_error_rate: float = 0.5) 
     Returns:
         the running computation; ``result()`` waits, and returns or raises what :func:`compute_reward` does.
     """
+    limit = _limit(reward_fn, max_error_rate)
+    return _submit_part(data, reward_fn).map(lambda part: joined_scores([part], limit))
 
-    def checked(result: torch.Tensor | Result) -> Scored:
-        return _checked(result, data, reward_fn, getattr(reward_fn, "max_error_rate", max_error_rate))
 
+def _limit(reward_fn: object, max_error_rate: float) -> float:
+    return getattr(reward_fn, "max_error_rate", max_error_rate)
+
+
+def _submit_part(data: DataProto, reward_fn: Any) -> Deferred[PartScores]:
+    def checked(result: torch.Tensor | Result) -> PartScores:
+        return _checked(result, data, reward_fn)
+
+    if isinstance(reward_fn, NaiveRewardManager) and type(reward_fn).start is NaiveRewardManager.start:
+        return reward_fn.start(data, is_part=True).map(checked)
     if isinstance(reward_fn, AbstractRewardManager):
         return reward_fn.start(data).map(checked)
     return Deferred([], lambda: checked(call(reward_fn, data)))
+
+
+def joined_scores(parts: Sequence[PartScores], max_error_rate: float) -> Scored:
+    """Join the scores of the samples of a batch.
+
+    Args:
+        parts: in the order of the samples.
+        max_error_rate: largest fraction of samples without a score.
+
+    Raises:
+        RewardError: too many samples failed.
+    """
+    failed, total = sum(part.num_failed for part in parts), sum(part.num_samples for part in parts)
+    if failed:
+        what = next(part.failures for part in parts if part.failures)
+        if len(parts) > 1:
+            what = f"{failed} of {total} samples could not be scored ({failed / total:.1%}). Of one part: {what}"
+        if failed > max_error_rate * total:
+            raise RewardError(
+                f"{what}\nThat is more than reward_model.max_error_rate={max_error_rate}. Correct the reward function "
+                "or the data; a higher rate lets the run go on, with the failed samples left out of training."
+            )
+        logger.warning("%s\nThey count as failed (reward_status, reward_model.on_failure).", what)
+    names = dict.fromkeys(name for part in parts for name in part.scored[1])
+    extra: dict[str, list[Any]] = {name: [] for name in names}
+    for part in parts:
+        for name, values in extra.items():
+            values += part.scored[1].get(name, [None] * len(part.scored[0]))
+    return torch.cat([part.scored[0] for part in parts]), extra
 
 
 def compute_reward(data: DataProto, reward_fn: object, max_error_rate: float = 0.5) -> Scored:
@@ -187,7 +274,7 @@ def leave_out_failed(
     return columns, metrics | {"reward/left_out_rate": float(out[scored].mean())}
 
 
-def _checked(result: torch.Tensor | Result, data: DataProto, reward_fn: object, max_error_rate: float) -> Scored:
+def _checked(result: torch.Tensor | Result, data: DataProto, reward_fn: object) -> PartScores:
     manager = type(reward_fn).__name__
     extra: dict[str, list] = {}
     if isinstance(result, torch.Tensor):
@@ -218,15 +305,11 @@ def _checked(result: torch.Tensor | Result, data: DataProto, reward_fn: object, 
     extra["reward_status"] = ["error" if row in unusable else status for row, status in enumerate(statuses)]
     extra.setdefault("score", placed.tokens.sum(-1, dtype=torch.float64).tolist())
     failed = sum(status != "ok" for status in extra["reward_status"])
-    what = f"{failed} of {len(data)} samples could not be scored ({failed / max(len(data), 1):.1%})."
+    failures = "" if isinstance(result, torch.Tensor) else result.get("failures", "")
+    if failed and not failures:
+        failures = f"{failed} of {len(data)} samples could not be scored ({failed / len(data):.1%})."
     if unusable:
         first = unusable[0]
-        what += f" The first whose score from {manager} cannot be used: row {first}:\n{placed.samples[first].error}"
-    if failed > max_error_rate * len(data):
-        raise RewardError(
-            f"{what}\nThat is more than reward_model.max_error_rate={max_error_rate}. Correct the reward function or "
-            "the data; a higher rate lets the run go on, with the failed samples left out of training."
-        )
-    if unusable:
-        logger.error("%s\nThey count as failed (reward_status=error, reward_model.on_failure).", what)
-    return placed.tokens, extra
+        text = f"The first whose score from {manager} cannot be used: row {first}:\n{placed.samples[first].error}"
+        failures = f"{failures} {text}"
+    return PartScores((placed.tokens, extra), len(data), failed, failures)

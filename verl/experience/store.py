@@ -8,9 +8,20 @@ from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from verl.experience.admission import Admission
+from verl.experience.scoring import PartScores
 from verl.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class GroupScores:
+    """What scoring a group has given."""
+
+    part: PartScores
+    is_informative: bool = True
+    """False if dynamic sampling drops the group."""
 
 
 @dataclass(eq=False)
@@ -25,6 +36,8 @@ class PromptGroup:
     """Updates of the policy before the weights that began it."""
     responses: Future[DataProto] = field(default_factory=Future)
     """A row for each sequence, without the columns of the prompts."""
+    scores: Future[GroupScores] | None = None
+    """Of the rows of :attr:`responses`; None until scoring begins, or where the batch of a step is scored at once."""
     started_at: float = field(default_factory=time.monotonic)
     finished_at: float | None = None
 
@@ -41,9 +54,19 @@ class PromptGroup:
             self._is_held = True
 
     @property
+    def has_responses(self) -> bool:
+        """Whether all of its samples are there, with scores or without."""
+        return self.responses.done() and not self.responses.cancelled() and self.responses.exception() is None
+
+    @property
     def is_finished(self) -> bool:
-        """Whether all of its samples are there."""
+        """Whether all of its samples are there, and the scores that a step waits for."""
         return self.finished_at is not None
+
+    @property
+    def is_informative(self) -> bool:
+        """False if it is finished and dynamic sampling drops it."""
+        return not self.is_finished or self.scores is None or self.scores.result().is_informative
 
 
 class GroupStore:
@@ -66,12 +89,13 @@ class GroupStore:
         return len(self._groups)
 
     def add(self, group: PromptGroup) -> None:
-        """Keep a group until a step takes it."""
+        """Keep a group until a step takes it; it is finished when it has its scores, if these are under way."""
         with self.changed:
             self._groups[group.index] = group
-        group.responses.add_done_callback(lambda done: self._note_end(group, done))
+        last: Future[Any] = group.responses if group.scores is None else group.scores
+        last.add_done_callback(lambda done: self._note_end(group, done))
 
-    def _note_end(self, group: PromptGroup, done: Future[DataProto]) -> None:
+    def _note_end(self, group: PromptGroup, done: Future[Any]) -> None:
         with self.changed:
             # One that was dropped may end before it is cancelled.
             if group.index in self._groups and not done.cancelled() and done.exception() is None:
@@ -87,8 +111,9 @@ class GroupStore:
     def raise_failure(self) -> None:
         """Raise the error of a group that has failed, if there is one."""
         for group in self.groups():
-            if group.responses.done() and not group.responses.cancelled():
-                group.responses.result()
+            for part in (group.responses, group.scores):
+                if part is not None and part.done() and not part.cancelled():
+                    part.result()
 
     def choice(self, updates: int) -> list[PromptGroup] | None:
         """Return the groups that the next step trains on, in the order of their start; None if it must wait.
@@ -112,6 +137,12 @@ class GroupStore:
             for group in groups:
                 del self._groups[group.index]
             self._finished_order = [index for index in self._finished_order if index in self._groups]
+
+    def drop_uninformative(self) -> list[PromptGroup]:
+        """Forget and return the finished groups that dynamic sampling drops."""
+        dropped = [group for group in self.groups() if not group.is_informative]
+        self.take(dropped)
+        return dropped
 
     def drop_late(self, updates: int) -> list[PromptGroup]:
         """Forget and return the groups that have become too old, if such are dropped."""

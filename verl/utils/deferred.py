@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -28,6 +29,19 @@ class Deferred(Generic[T]):
     def result(self) -> T:
         """Wait for the value in this thread."""
         return self.then()
+
+    def when_done(self, call: Callable[[], object]) -> None:
+        """Call this as soon as :meth:`result` need not wait: now, or in the thread that completes the last part."""
+        if not self.futures:
+            call()
+        done = itertools.count(1)  # its next value is atomic
+
+        def note(_: Future[Any]) -> None:
+            if next(done) == len(self.futures):
+                call()
+
+        for future in self.futures:
+            future.add_done_callback(note)
 
     async def wait(self) -> T:
         """Wait for the value without blocking the event loop."""

@@ -73,7 +73,6 @@ def test_a_step_of_separate_async_has_whole_mini_batches(run: Run):
     [
         ("trainer.async.lag", 1, "draws samples as time allows, and not a fixed number of steps ahead"),
         ("algorithm.adv_estimator", "remax", "its greedy responses have to be of the same weights"),
-        ("algorithm.filter_groups.enable", True, "groups are filtered batch by batch"),
         ("actor_rollout_ref.rollout.skip_rollout", True, "stored responses belong to the batches of a step"),
         ("trainer.async.partial_rollout", False, "engines get new weights without waiting for what they draw"),
     ],

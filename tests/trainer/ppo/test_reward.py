@@ -11,6 +11,7 @@ from tests.workers.reward_manager.batches import LENGTH, TOKENIZER, batch_of
 from verl import DataProto
 from verl.datasets import RLHFDataset
 from verl.errors import ConfigError, DataError, RewardError, SchemaError
+from verl.experience.scoring import PartScores, joined_scores
 from verl.scorers import UnknownDataSourceError
 from verl.trainer.config import DataConfig, PPOConfig
 from verl.trainer.config.command_line import compose
@@ -191,6 +192,19 @@ def test_a_score_that_cannot_be_used_is_a_failed_sample_whoever_gave_it(statuses
     assert tokens[1, 0] == float("inf")  # the manager's own tensor is left alone
     with pytest.raises(RewardError, match=r"more than reward_model\.max_error_rate=0\.5"):
         compute_reward(data, lambda data: tokens)
+
+
+def test_how_many_samples_failed_is_judged_over_all_parts_of_a_batch():
+    failed = PartScores((torch.zeros(1, LENGTH), {"reward_status": ["error"]}), 1, 1, "1 of 1 samples: no answer")
+    scored = PartScores((torch.ones(3, LENGTH), {"reward_status": ["ok"] * 3, "acc": [1, 0, 1]}), 3, 0)
+    tokens, extra = joined_scores([failed, scored], 0.25)
+    assert tokens.sum(-1).tolist() == [0.0, LENGTH, LENGTH, LENGTH]
+    assert extra == {"reward_status": ["error", "ok", "ok", "ok"], "acc": [None, 1, 0, 1]}
+    with pytest.raises(RewardError, match=r"1 of 4 samples could not be scored \(25\.0%\)\. .*no answer"):
+        joined_scores([failed, scored], 0.2)
+    [first, second] = PartScores((tokens, extra), 4, 1, "why").split([1, 3])
+    assert (first.num_samples, first.num_failed, first.failures) == (1, 1, "why")
+    assert (second.num_samples, second.num_failed, second.failures) == (3, 0, "")
 
 
 @pytest.mark.parametrize(

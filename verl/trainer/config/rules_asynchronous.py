@@ -10,7 +10,6 @@ from verl.config.async_plan import AsyncPlan
 MODE = "trainer.v1.trainer_mode"
 
 FREE_RUNNING_REFUSES: dict[str, tuple[object, str]] = {
-    "algorithm.filter_groups.enable": (False, "groups are filtered batch by batch, and here no batch is sampled"),
     "trainer.async.partial_rollout": (True, "engines get new weights without waiting for what they draw"),
     "actor_rollout_ref.rollout.skip_rollout": (False, "stored responses belong to the batches of a step"),
     "trainer.rollout_only": (False, "without updates nothing becomes older; use trainer_mode=sync"),

@@ -178,14 +178,27 @@ class NaiveRewardManager(AbstractRewardManager):
         result = self.start(data).result()
         return result if return_dict else RewardTensor.of(result)
 
-    def start(self, data: DataProto) -> Deferred[Result]:
-        """Start to score a batch and return at once; ``result()`` waits, and raises as :meth:`__call__` does."""
+    @property
+    def scores_single_samples(self) -> bool:
+        """Whether the function takes one sample, so that samples may be scored before their batch is complete."""
+        return self.function.form == "sample"
+
+    def start(self, data: DataProto, is_part: bool = False) -> Deferred[Result]:
+        """Start to score a batch and return at once; ``result()`` waits, and raises as :meth:`__call__` does.
+
+        Args:
+            data: the batch.
+            is_part: these are some samples of a batch, over all of which the caller judges how many may fail. The
+                result says under ``failures`` which did, and why; empty if none.
+        """
         samples = self.samples(data)
 
         def checked(scores: Scores) -> Result:
-            self._report_errors(samples, scores.samples)
+            failures = _failures(samples, scores.samples)
+            if not is_part:
+                self._report(failures, scores.samples)
             self._log_examples(data, samples, scores.samples)
-            return self._result(scores)
+            return self._result(scores) | ({"failures": failures} if is_part else {})
 
         return self._scores(data, samples).map(checked)
 
@@ -276,23 +289,16 @@ class NaiveRewardManager(AbstractRewardManager):
                 info[name] = value
         return extras
 
-    def _report_errors(self, samples: Sequence[RewardSample], scores: Sequence[Score]) -> None:
-        failed = [(sample, score) for sample, score in zip(samples, scores, strict=True) if score.status != "ok"]
-        if not failed:
+    def _report(self, failures: str, scores: Sequence[Score]) -> None:
+        """Log the failures of a batch, or raise if they are too many."""
+        if not failures:
             return
-        counts = Counter(score.status for _, score in failed)
-        (sample, score), rate = failed[0], len(failed) / len(samples)
-        what = (
-            f"{len(failed)} of {len(samples)} samples could not be scored ({rate:.1%}): "
-            f"{', '.join(f'{count} {status}' for status, count in sorted(counts.items()))}. "
-            f"The first: sample {sample.uid}, data source '{sample.data_source}', {score.status}:\n{score.error}"
-        )
-        if rate > self.max_error_rate:
+        if sum(score.status != "ok" for score in scores) > self.max_error_rate * len(scores):
             raise RewardError(
-                f"{what}\nThat is more than max_error_rate={self.max_error_rate}. Correct the reward "
+                f"{failures}\nThat is more than max_error_rate={self.max_error_rate}. Correct the reward "
                 "function or the data; a higher rate lets the run go on, with the failed samples left out of training."
             )
-        logger.warning("%s\nFailed samples score 0 and are left out of training.", what)
+        logger.warning("%s\nFailed samples score 0 and are left out of training.", failures)
 
     def _log_examples(self, data: DataProto, samples: Sequence[RewardSample], scores: Sequence[Score]) -> None:
         shown: Counter[str] = Counter()
@@ -379,6 +385,20 @@ def _check_truths(dataset: RLHFDataset, reward_format: str | None = None, reward
             f"{len(unreadable)} of {len(dataset)} rows have a ground truth that their scorer cannot read. The first is "
             f"{dataset.place(item)}, scorer of '{source}': {error}"
         )
+
+
+def _failures(samples: Sequence[RewardSample], scores: Sequence[Score]) -> str:
+    """Say how many samples failed, and why the first did; empty if none did."""
+    failed = [(sample, score) for sample, score in zip(samples, scores, strict=True) if score.status != "ok"]
+    if not failed:
+        return ""
+    counts = Counter(score.status for _, score in failed)
+    sample, score = failed[0]
+    return (
+        f"{len(failed)} of {len(samples)} samples could not be scored ({len(failed) / len(samples):.1%}): "
+        f"{', '.join(f'{count} {status}' for status, count in sorted(counts.items()))}. "
+        f"The first: sample {sample.uid}, data source '{sample.data_source}', {score.status}:\n{score.error}"
+    )
 
 
 def _truth(reward_model: object, column: object) -> object:
