@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from verl.config.base import BaseConfig, section, setting
 from verl.config.machine import DTYPE
-from verl.config.model import DType, FSDPEngineConfig, Strategy
+from verl.config.model import FP16, DType, FSDPEngineConfig, Strategy
 from verl.config.problems import Problem
 
 MIXTURES = ("mixtral", "qwen3_moe")
@@ -123,7 +123,7 @@ class McoreEngineConfig(BaseConfig):
                 f"{path}.override_transformer_config", self.override_transformer_config, cause, ", ".join(RECOMPUTE)
             )
         yield from self._recomputation(f"{path}.override_transformer_config")
-        if self.dtype in ("fp16", "float16"):
+        if self.dtype in FP16:
             yield Problem(f"{path}.dtype", self.dtype, "its gradients underflow", "bfloat16 or float32")
 
     def pipeline_problems(self, path: str) -> Iterator[Problem]:

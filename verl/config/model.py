@@ -118,6 +118,8 @@ NO_OTHER_BACK_END = dict.fromkeys(
     (*OTHER_ENGINES, "mindspeed_megatron"), "this training back end is not in this version; use fsdp2 or megatron"
 )
 DType = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
+FP16 = ("fp16", "float16")
+"""Names of one format."""
 
 
 @section
@@ -178,7 +180,7 @@ class FSDPEngineConfig(BaseConfig):
     """Sharding back end; `fsdp` and `fsdp2` both use FSDP2; `megatron` does not read this section."""
     dtype: DType = setting("bfloat16", interpolation=DTYPE)
     """Precision of the computation (parameters are cast to it inside the passes); by default bfloat16 on GPUs and
-    float32 on a CPU."""
+    float32 on a CPU. With `float16` the loss is scaled (docs/precision.md)."""
     model_dtype: DType = setting(factory=_stored_dtype, interpolation=STORED_DTYPE)
     """Precision in which the parameters are stored; by default fp32 for a trained model, and for a frozen one
     (`forward_only`) the precision of the computation."""

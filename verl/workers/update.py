@@ -81,6 +81,9 @@ def mini_batch_size_per_rank(name: str, prompts: int, n: int, dp_size: int) -> i
     return prompts * n // dp_size
 
 
+_OF_ENGINE = {"grad_norm", "skipped_steps", "loss_scale"}
+
+
 @dataclass
 class OptimizerSteps:
     """Reports of the optimizer steps of one batch."""
@@ -114,10 +117,10 @@ class OptimizerSteps:
         Returns:
             the mean of each metric (names that end in ``_max`` or ``_min``: the extreme), ``{prefix}/grad_norm`` over
             the steps that were not skipped, the number of skipped ones as ``{prefix}/skipped_steps``, and
-            ``{prefix}/lr``.
+            ``{prefix}/lr``; in fp16 the last ``{prefix}/loss_scale``.
         """
         metrics: Metrics = {}
-        for name in sorted({key for report in self.reports for key in report} - {"grad_norm", "skipped_steps"}):
+        for name in sorted({key for report in self.reports for key in report} - _OF_ENGINE):
             values = [report[name] for report in self.reports if name in report]
             is_extreme = name.endswith(("_max", "_min"))
             metrics[name] = extreme(name, values) if is_extreme else sum(values) / len(values)
@@ -125,4 +128,6 @@ class OptimizerSteps:
         metrics[f"{prefix}/grad_norm"] = sum(taken) / len(taken) if taken else math.nan
         metrics[f"{prefix}/skipped_steps"] = sum(report["skipped_steps"] for report in self.reports)
         metrics[f"{prefix}/lr"] = lr
+        if "loss_scale" in self.reports[-1]:
+            metrics[f"{prefix}/loss_scale"] = self.reports[-1]["loss_scale"]
         return metrics

@@ -166,9 +166,9 @@ def test_sharding_groups_divide_the_ranks(run: Run):
     assert run.load({f"{ACTOR}.fsdp_config.fsdp_size": 8, "trainer.n_gpus_per_node": 4})  # more than there are: all
 
 
-def test_fp16_cannot_be_trained(run: Run):
-    message = only(run.refusal({f"{ACTOR}.fsdp_config.dtype": "fp16"}))
-    assert "gradients underflow in fp16" in message
+def test_nothing_that_is_trained_is_stored_in_fp16(run: Run):
+    message = only(run.refusal({f"{ACTOR}.fsdp_config.model_dtype": "fp16", f"{ACTOR}.fsdp_config.dtype": "fp16"}))
+    assert "dtype=fp16 only computes in it" in message
     only(run.refusal({"engine.model_dtype": "float16"}, SFTConfig))
 
 

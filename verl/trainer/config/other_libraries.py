@@ -238,7 +238,11 @@ TRL: tuple[OtherName, ...] = (
         },
         note="the precision of computing; weights and optimizer stay in fp32",
     ),
-    OtherName("fp16", note="not in this version; bf16 and fp32 are"),
+    OtherName(
+        "fp16",
+        values={True: {f"{_ACTOR}.fsdp_config.dtype engine.dtype": "float16"}, False: {}},
+        note="the precision of computing, with a loss scale; weights and optimizer stay in fp32",
+    ),
     # the loss
     OtherName("beta", (f"{_ACTOR}.use_kl_loss", f"{_ACTOR}.kl_loss_coef"), _kl_loss, note="0 is no penalty"),
     OtherName("num_iterations", (f"{_ACTOR}.ppo_epochs",)),

@@ -31,6 +31,7 @@ from verl.config import (
 )
 from verl.config.agent import SINGLE_TURN
 from verl.config.base import config_fields, named_section_of
+from verl.config.model import FP16
 from verl.config.rollout import OWN_ENGINES
 from verl.datasets.build import SAMPLERS
 from verl.errors import ConfigError
@@ -287,7 +288,7 @@ def teacher_of_data(config: SFTConfig) -> Problems:
 
 
 def engines(config: PPOConfig | SupervisedConfig) -> Problems:
-    """Groups of ranks divide the ranks, their sequences the heads of the model, and trained models do not use fp16."""
+    """Groups of ranks divide the ranks, their sequences the heads of the model; fp16 stores nothing that is trained."""
     policy = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
     of_policy = policy.path, config.trainer.ranks
     sections: dict[str, tuple[FSDPEngineConfig, str, int]] = {}
@@ -309,10 +310,13 @@ def engines(config: PPOConfig | SupervisedConfig) -> Problems:
             continue
         yield from _groups_of_ranks(name, engine, path, ranks)
         if not engine.forward_only and not name.startswith("reward_model"):
-            for key in ("dtype", "model_dtype"):
-                if engine[key] in ("fp16", "float16"):
-                    cause = "gradients underflow in fp16"
-                    yield Problem(f"{name}.{key}", engine[key], cause, "bfloat16, fp32")
+            if engine.model_dtype in FP16:
+                cause = "small updates of weights that are stored in fp16 are lost; dtype=fp16 only computes in it"
+                yield Problem(f"{name}.model_dtype", engine.model_dtype, cause, "fp32")
+            precision = engine.mixed_precision
+            if precision is not None and precision.reduce_dtype in FP16:
+                cause = "sums of scaled gradients overflow in fp16"
+                yield Problem(f"{name}.mixed_precision.reduce_dtype", precision.reduce_dtype, cause, "fp32")
 
 
 def _groups_of_ranks(name: str, engine: FSDPEngineConfig, path: str, ranks: int) -> Problems:

@@ -53,8 +53,10 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerCon
         ) from error
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, loss_scale: int = 1) -> float:
     """Scale all gradients so that their joint norm is at most ``max_norm``. Collective.
+
+    Gradients of a loss that was multiplied by ``loss_scale`` are divided by it first.
 
     Returns:
         the norm before clipping, in fp32. If it is not finite, gradients stay as they are.
@@ -64,6 +66,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
         return 0.0
     # This rank's parts as plain tensors: an operation on a DTensor costs the host ten times as much.
     parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    if loss_scale != 1:
+        torch._foreach_mul_(parts, 1 / loss_scale)
     by_layout: dict[tuple[Any, Any], list[Tensor]] = defaultdict(list)
     for gradient, part in zip(gradients, parts, strict=True):
         layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else (None, ())

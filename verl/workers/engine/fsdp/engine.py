@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -47,6 +48,8 @@ from verl.workers.engine.passes import (
     split_micro_batches,
 )
 from verl.workers.routers import Choices, unknown
+
+logger = logging.getLogger(__name__)
 
 ROUTING = "routed_experts"
 """Output and column: the experts that each token goes to."""
@@ -250,7 +253,7 @@ class FSDPEngine(ShardedModel):
                         metrics = {**metrics, "moe/aux_loss": PartialSum(of_sequences)}
             if not loss.requires_grad:  # every rank must run the same backward collectives
                 loss = loss + 0.0 * torch.stack([column.sum() for column in columns.values()]).sum()
-            loss.backward()
+            (loss if self.loss_scale is None else loss * self.loss_scale.value).backward()
         return columns, loss, metrics
 
     def _balance(self, choices: Choices, counts: Tensor) -> Tensor:
@@ -273,17 +276,47 @@ class FSDPEngine(ShardedModel):
         """Clear the gradients."""
         self._trained()[0].zero_grad(set_to_none=True)
 
+    def train_batch(
+        self,
+        batch: DataProto,
+        loss_fn: LossFunction | LossCallable,
+        micro: MicroBatchConfig,
+        temperature: float = 1.0,
+    ) -> dict[str, float]:
+        """Run one optimizer step; see :class:`BaseEngine`.
+
+        In fp16 a mini-batch whose gradients overflow is computed again, with smaller loss scales; metric
+        ``loss_scale``.
+        """
+        if self.loss_scale is None:
+            return super().train_batch(batch, loss_fn, micro, temperature)
+        while True:
+            can_fall = self.loss_scale.can_fall
+            metrics = super().train_batch(batch, loss_fn, micro, temperature)
+            # What else is not finite, a smaller scale does not mend. The same on every rank.
+            overflowed = bool(self.non_finite) and all(problem.kind == "gradient" for problem in self.non_finite)
+            if not (overflowed and can_fall):
+                return metrics | {"loss_scale": float(self.loss_scale.value)}
+            logger.info(
+                "gradients overflow in fp16: the mini-batch is computed again, its loss times %d", self.loss_scale.value
+            )
+
     def optimizer_step(self) -> float:
         """Clip the gradients and update the weights; see :class:`BaseEngine`."""
         optimizer, _, config = self._trained()
-        grad_norm = clip_gradients(self.model.parameters(), config.clip_grad)
+        scale = 1 if self.loss_scale is None else self.loss_scale.value
+        grad_norm = clip_gradients(self.model.parameters(), config.clip_grad, scale)
         if not math.isfinite(grad_norm):
             trained = ((name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None)
             gradients = ((name, local_rows(grad)[0]) for name, grad in trained)
             self.non_finite = gathered(in_gradients(gradients, dist.get_rank()))
             optimizer.zero_grad(set_to_none=True)
+            if self.loss_scale is not None:
+                self.loss_scale.overflowed()
             return grad_norm
         optimizer.step()
+        if self.loss_scale is not None:
+            self.loss_scale.updated()
         self.weight_version += 1
         return grad_norm
 

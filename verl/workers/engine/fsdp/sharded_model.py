@@ -66,6 +66,7 @@ from verl.workers.engine.fsdp.sharding import (
     needs_sharding,
     shard_model,
 )
+from verl.workers.engine.loss_scale import LossScale
 from verl.workers.engine.optimizer import build_optimizer, build_scheduler
 from verl.workers.routers import Routers
 
@@ -112,6 +113,8 @@ class ShardedModel(BaseEngine):
         self._host_memory = HostMemory(is_pinned=self.device.type == "cuda")
         self.is_packed = False
         self.balance_weight = 0.0
+        self.loss_scale: LossScale | None = None
+        """Of a model that is trained in fp16."""
         self._contexts = 0
 
     # ---- set-up -------------------------------------------------------------------------------
@@ -156,6 +159,8 @@ class ShardedModel(BaseEngine):
                 raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
             self.optimizer = build_optimizer(trained_parameters(model).values(), self.optimizer_config)
             self.scheduler = build_scheduler(self.optimizer, self.optimizer_config)
+            if self.compute_dtype == torch.float16:
+                self.loss_scale = LossScale()
         self._offload()
 
     def build(self, dtype: torch.dtype) -> HeadedModel:
@@ -344,6 +349,8 @@ class ShardedModel(BaseEngine):
     ) -> RankState:
         """Collect this rank's part of a checkpoint; see :mod:`verl.checkpoint.shards`."""
         numbers = {"weight_version": self.weight_version, "global_step": global_step}
+        if self.loss_scale is not None:
+            numbers |= self.loss_scale.numbers()
         states = self._training_state().states(contents, numbers, copied)
         export = WeightFiles.collect(self.get_per_tensor_param(), self.model.hf) if "hf_model" in contents else None
         adapters = None
@@ -372,13 +379,17 @@ class ShardedModel(BaseEngine):
 
     def load_state(self, states: Mapping[str, State]) -> None:
         """Restore what :meth:`state` returned; see :class:`BaseEngine`."""
-        numbers = self._training_state().restore(states)
-        self.weight_version = int(numbers.get("weight_version", self.weight_version))
+        self._take(self._training_state().restore(states))
 
     def load_checkpoint(self, local_path: str, contents: Sequence[str] = ("model", "optimizer", "extra")) -> None:
         """Restore from a checkpoint folder; see :class:`BaseEngine`."""
         folder = Path(local_path).expanduser()
         if self.has_adapters and "model" in contents:
             check_same_scale(self.model.hf, folder / ADAPTER_FOLDER)
-        numbers = self._training_state().load(folder, contents)
+        self._take(self._training_state().load(folder, contents))
+
+    def _take(self, numbers: Mapping[str, int]) -> None:
+        """Take the numbers of a checkpoint, which has none without ``extra``."""
         self.weight_version = int(numbers.get("weight_version", self.weight_version))
+        if self.loss_scale is not None and numbers:
+            self.loss_scale = LossScale.of(numbers)

@@ -71,13 +71,16 @@ def mixed_precision(config: FSDPEngineConfig) -> MixedPrecisionPolicy:
     """Return FSDP's precision policy: compute in ``dtype`` and reduce gradients in fp32, unless configured otherwise.
 
     Raises:
-        ConfigError: training in fp16 (gradients underflow without loss scaling), or buffers not in fp32.
+        ConfigError: weights that are trained are stored in fp16, or their gradients summed in it; buffers not in fp32.
     """
     chosen = config.mixed_precision
     param_dtype = torch_dtype(chosen.param_dtype if chosen else config.dtype)
     reduce_dtype = torch_dtype(chosen.reduce_dtype) if chosen else torch.float32
-    if not config.forward_only and torch.float16 in (param_dtype, torch_dtype(config.model_dtype)):
-        raise ConfigError("fsdp_config.dtype=fp16 cannot be trained: its gradients underflow. Use bfloat16 or fp32.")
+    if not config.forward_only and torch.float16 in (reduce_dtype, torch_dtype(config.model_dtype)):
+        raise ConfigError(
+            "fsdp_config.model_dtype=fp16 or mixed_precision.reduce_dtype=fp16: small updates of weights that are "
+            "stored in fp16 are lost, and sums of gradients overflow. Set both to fp32, and dtype=fp16 to compute in it."
+        )
     if chosen and torch_dtype(chosen.buffer_dtype) != torch.float32:
         raise ConfigError("fsdp_config.mixed_precision.buffer_dtype: buffers stay in fp32 under FSDP2; leave it fp32.")
     return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
