@@ -115,5 +115,5 @@ def test_a_checkpoint_has_the_scale(path, tmp_path):
     "settings", [{"model_dtype": "fp16"}, {"mixed_precision": MixedPrecisionConfig(reduce_dtype="fp16")}]
 )
 def test_weights_and_sums_of_gradients_are_not_in_fp16(settings):
-    with pytest.raises(ConfigError, match="dtype=fp16 to compute in it"):
+    with pytest.raises(ConfigError, match="dtype=fp16 only computes in it"):
         mixed_precision(FSDPEngineConfig(**settings))

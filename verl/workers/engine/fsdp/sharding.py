@@ -79,7 +79,7 @@ def mixed_precision(config: FSDPEngineConfig) -> MixedPrecisionPolicy:
     if not config.forward_only and torch.float16 in (reduce_dtype, torch_dtype(config.model_dtype)):
         raise ConfigError(
             "fsdp_config.model_dtype=fp16 or mixed_precision.reduce_dtype=fp16: small updates of weights that are "
-            "stored in fp16 are lost, and sums of gradients overflow. Set both to fp32, and dtype=fp16 to compute in it."
+            "stored in fp16 are lost, and sums of gradients overflow. Set both to fp32; dtype=fp16 only computes in it."
         )
     if chosen and torch_dtype(chosen.buffer_dtype) != torch.float32:
         raise ConfigError("fsdp_config.mixed_precision.buffer_dtype: buffers stay in fp32 under FSDP2; leave it fp32.")
