@@ -98,6 +98,7 @@ _TWO_POOLS: Settings = {
 }
 MODES: dict[str, Settings] = {
     "lag_1": {"algorithm.adv_estimator": "grpo", "trainer.async.lag": 1},
+    "lag_4": {"algorithm.adv_estimator": "grpo", "trainer.async.lag": 4},
     "colocate": {"algorithm.adv_estimator": "grpo", "trainer.v1.trainer_mode": "colocate_async"},
     "separate": {"algorithm.adv_estimator": "grpo"} | _TWO_POOLS,
     "fully_async": {"algorithm.adv_estimator": "grpo", "trainer.async.volume": 0.5, "trainer.async.sync_every": 2}
