@@ -6,8 +6,10 @@ the tokenizer lacks (padding of the embedding) have no share of the distribution
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +38,7 @@ class ScoreRequest:
     images: SharedTensors | None = None
     """See :attr:`RolloutRequest.images`."""
     text_places: tuple[int, ...] = ()
-    """See :attr:`RolloutRequest.text_places`; tokens from ``start`` on never stand for an image."""
+    """Places of tokens that have the id of images and stand for none, because the policy drew them."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.start < len(self.token_ids):
@@ -62,7 +64,6 @@ class ScoreRequest:
             SamplingParams(max_tokens=1, seed=0, temperature=0.0),
             self.images,
             self.text_places,
-            drawn=len(self.token_ids) - self.start,
         )
 
 
@@ -115,6 +116,44 @@ class TokenScores:
         ids = torch.tensor([[token for token, _ in entries] for entries in top], dtype=torch.int32)
         tops = torch.tensor([[value for _, value in entries] for entries in top], dtype=torch.float32)
         return cls(values, ids.reshape(shape), tops.reshape(shape))
+
+
+# vLLM's servers report a log-prob of nan or minus infinity as -9999.
+_NOT_FINITE = -9000.0
+
+
+def finite_or_not(reported: float | None) -> float:
+    """Return a log-prob as vLLM's and SGLang's servers report it, minus infinity where it is not finite."""
+    return reported if reported is not None and reported > _NOT_FINITE else -math.inf
+
+
+def scores_of_prompt(
+    request: ScoreRequest,
+    places: Sequence[Mapping[str, Mapping[str, Any]] | None],
+    source: str,
+    known: int | None = None,
+) -> TokenScores:
+    """Read the log-probs of a prompt in vLLM's format.
+
+    Args:
+        request: what was asked.
+        places: of each place of the prompt its token and the most likely ones, by id: ``logprob`` and ``rank``.
+        source: who reports them, for messages.
+        known: only ids below it are returned as most likely ones; None for all.
+
+    Raises:
+        RolloutError: they are incomplete or not finite.
+    """
+    log_probs: list[float] = []
+    top: list[list[tuple[int, float]]] = []
+    for token, entries in zip(request.scored_ids, places[request.start :], strict=False):
+        by_id = {int(token_id): entry for token_id, entry in (entries or {}).items()}
+        # A token that is not among the most likely ones comes besides these; its rank may be that of an equal.
+        likely = by_id if len(by_id) <= request.top_k else {i: e for i, e in by_id.items() if i != token}
+        ranked = sorted(likely.items(), key=lambda item: item[1]["rank"])
+        log_probs.append(finite_or_not(by_id[token]["logprob"] if token in by_id else None))
+        top.append([(i, finite_or_not(e["logprob"])) for i, e in ranked if known is None or i < known])
+    return TokenScores.of(request, log_probs, top, source)  # which compares the numbers
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from verl.workers.rollout.engine_side.verl_engine import checksum
 from verl.workers.rollout.http_client import HttpClient, refusals
 from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
-from verl.workers.rollout.scoring import ScoreRequest, ScoreRule, TokenScores
+from verl.workers.rollout.scoring import ScoreRequest, ScoreRule, TokenScores, finite_or_not, scores_of_prompt
 from verl.workers.rollout.vllm_rollout.settings import ADAPTER_ID, METRICS, command_line, process_environment
 from verl.workers.rollout.weights import ADAPTER, SharedPart, check_arrival, write_adapters
 
@@ -32,8 +31,6 @@ _ROUTES = ("--tokens-only",)
 _ROUTES_WITH_IMAGES = ("--enable-scale-out", "--middleware", "verl_vllm.ReadImages")
 _ABORT_ALL: tuple[str, object] = ("/abort_requests", {})
 _UNKNOWN_ARGUMENTS = "unrecognized arguments:"
-# vLLM's server reports a log-prob of nan or minus infinity as -9999.
-_NOT_FINITE = -9000.0
 # vLLM refuses to drop its prefix cache while blocks of ended requests are still in use, for some steps.
 _RESET_WITHIN_S = 10.0
 
@@ -179,7 +176,7 @@ class VLLMClient(EngineClient):
             return False
         choice = answer["choices"][0]
         reported = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or []]
-        log_probs = [_finite_or_not(value) for value in reported]
+        log_probs = [finite_or_not(value) for value in reported]
         return response.take(choice["token_ids"] or [], log_probs, choice["finish_reason"])
 
     def weights_devices(self) -> Sequence[str | None]:
@@ -262,28 +259,14 @@ def params_of(request: ScoreRequest) -> dict[str, object]:
 
 
 def scores_of(request: ScoreRequest, answer: Mapping[str, Any]) -> TokenScores:
-    """Read the log-probs of a prompt in vLLM's format: of each place its token and the most likely ones, by id.
+    """Read the scores of a request from vLLM's answer.
 
     Raises:
         RolloutError: vLLM gave up the request, or its log-probs are incomplete or not finite.
     """
     if "error" in answer:
         raise RolloutError(f"vLLM gave up a request: {answer['error']}")
-    log_probs: list[float] = []
-    top: list[list[tuple[int, float]]] = []
-    places = (answer.get("prompt_logprobs") or [])[request.start :]
-    for token, entries in zip(request.scored_ids, places, strict=False):  # TokenScores compares the numbers
-        by_id = {int(token_id): entry for token_id, entry in entries.items()}
-        # A token that is not among the most likely ones comes besides these; its rank may be that of an equal.
-        likely = by_id if len(by_id) <= request.top_k else {i: e for i, e in by_id.items() if i != token}
-        ranked = sorted(likely.items(), key=lambda item: item[1]["rank"])
-        log_probs.append(_finite_or_not(by_id[token]["logprob"]))
-        top.append([(token_id, _finite_or_not(entry["logprob"])) for token_id, entry in ranked])
-    return TokenScores.of(request, log_probs, top, "vLLM")
-
-
-def _finite_or_not(reported: float) -> float:
-    return reported if reported > _NOT_FINITE else -math.inf
+    return scores_of_prompt(request, answer.get("prompt_logprobs") or [], "vLLM")
 
 
 def _explain(error: RolloutError, python: str) -> RolloutError | ConfigError:

@@ -1,0 +1,261 @@
+"""Teachers that are a rollout engine or an endpoint: they score the policy's tokens, and know none of their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+import transformers
+
+from verl.algorithms.distillation import distillation_loss_info
+from verl.base.import_utils import prepare_process
+from verl.config import (
+    DistillationConfig,
+    DistillationTeacherModelConfig,
+    HFModelConfig,
+    RolloutConfig,
+    config_fields,
+    local_copies,
+)
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.protocol.shared import SharedTensors
+from verl.schema import require
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.device import ensure_process_group, get_device
+from verl.utils.model import hf_config_of, torch_dtype
+from verl.utils.model_facts.time_limits import time_limits
+from verl.utils.tokenizer import hf_tokenizer
+from verl.vision.families import VisionConfig
+from verl.workers.engine.fsdp.model import pretrained_weights
+from verl.workers.rollout.base import BaseRollout, get_rollout_class
+from verl.workers.rollout.scoring import ScoreRequest, TokenScores
+from verl.workers.teacher.endpoint import EndpointTeacher
+from verl.workers.teacher.tokenizers import teacher_model
+
+COLUMNS = ("input_ids", "attention_mask", "responses", "response_mask")
+_MOST_LIKELY = 20
+"""Most likely tokens that vLLM returns by default."""
+
+
+class EngineTeacher:
+    """A teacher that is a rollout engine with frozen weights.
+
+    Args:
+        teacher: model and engine.
+        student: the policy's model, whose tokenizer the teacher reads.
+        top_k: how many most likely tokens the divergence reads.
+        device: where the engine computes.
+        stays_awake: keep the engine's memory between calls.
+    """
+
+    def __init__(
+        self,
+        teacher: DistillationTeacherModelConfig,
+        student: HFModelConfig,
+        top_k: int,
+        device: torch.device,
+        stays_awake: bool,
+    ) -> None:
+        config = rollout_of(teacher, top_k, stays_awake)
+        model = teacher_model(teacher.model_path, student)
+        if config.tensor_model_parallel_size > 1:
+            ensure_process_group(device, time_limits(model.path).collective_s)  # ranks of an engine exchange values
+        tokenizer = hf_tokenizer(student.tokenizer_path or student.path, trust_remote_code=student.trust_remote_code)
+        # With the policy's tokenizer: ids that the policy cannot draw have no share of the teacher's distribution.
+        self.rollout: BaseRollout = get_rollout_class(config.name)(config, model, tokenizer, device)
+        self._weights = functools.partial(pretrained_weights, model, torch_dtype(config.dtype))
+        self.vision = VisionConfig.of(hf_config_of(model))
+
+    def score(self, requests: Sequence[ScoreRequest]) -> list[TokenScores]:
+        """Wake the engine and compute the log-probs of given tokens. Collective over the ranks of the group."""
+        with self.rollout.awake(self._weights, version=0) as rollout:
+            return rollout.score(requests if rollout.leads else [])
+
+
+def rollout_of(teacher: DistillationTeacherModelConfig, top_k: int, stays_awake: bool) -> RolloutConfig:
+    """Return the settings of a teacher's engine as those of a rollout engine."""
+    inference = teacher.inference
+    shared = config_fields(type(inference)).keys() & config_fields(RolloutConfig).keys()
+    settings = {name: inference[name] for name in shared}
+    settings["free_cache_engine"] = inference.free_cache_engine and not stays_awake
+    settings["max_model_len"] = inference.max_model_len or inference.prompt_length + inference.response_length + 1
+    if inference.name == "vllm":
+        most = {"max_logprobs": max(top_k, _MOST_LIKELY)}
+        settings["engine_kwargs"] = {"vllm": most | dict(inference.engine_kwargs.get("vllm") or {})}
+    return RolloutConfig(**settings)
+
+
+class TeacherEngineWorker(Worker):
+    """Worker with teachers that are engines or endpoints.
+
+    Args:
+        config: teachers, and the loss, which says what is computed.
+        student: the policy's model.
+        names: those of the teachers that this worker has; by default all.
+        device_name: ``"cuda"``, ``"cpu"``, or None to use a GPU if there is one.
+
+    Raises:
+        ConfigError: a teacher is a forward pass, the loss reads whole vocabularies, or the engines are divided among
+            different numbers of ranks.
+    """
+
+    def __init__(
+        self,
+        config: DistillationConfig,
+        student: HFModelConfig,
+        names: Sequence[str] | None = None,
+        device_name: str | None = None,
+    ) -> None:
+        super().__init__()
+        prepare_process()
+        transformers.utils.logging.disable_progress_bar()  # Ray forwards output to the driver's log
+        self.config = config
+        self.student = local_copies(student)
+        self.device_name = device_name
+        self.configured = {
+            name: local_copies(teacher) for name, teacher in config.teachers.items() if names is None or name in names
+        }
+        info = distillation_loss_info(config.distillation_loss.loss_mode)
+        if info.reads == "full":
+            raise ConfigError(
+                f"distillation_loss.loss_mode={info.name} reads the teacher's whole vocabulary, and an engine gives "
+                "only some log-probs. Set inference.name=native, or a divergence of the most likely tokens "
+                f"(such as {info.name}_topk)."
+            )
+        self.top_k = config.distillation_loss.topk or 0 if info.reads == "topk" else 0
+        self.teachers: dict[str, EngineTeacher | EndpointTeacher] = {}
+        self._check_engines()
+
+    def _check_engines(self) -> None:
+        for name, teacher in self.configured.items():
+            if teacher.inference.is_forward_pass:
+                raise ConfigError(
+                    f"distillation.teacher_models.{name}.inference.name={teacher.inference.name}: a forward pass is no "
+                    "engine. Its worker is another one."
+                )
+        sizes = {
+            name: teacher.inference.tensor_model_parallel_size
+            for name, teacher in self.configured.items()
+            if teacher.inference.name != "openai"
+        }
+        if len(set(sizes.values())) > 1:
+            raise ConfigError(
+                "teachers on the same ranks share their rows, so that their engines need one "
+                f"inference.tensor_model_parallel_size, and they have {sizes}. Set one for all."
+            )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Start the engines, and connect to the endpoints."""
+        is_alone = self.config.nnodes > 0 and len(self.configured) == 1
+        device = get_device(self.device_name)
+        ranks_per_engine, leads = 1, True
+        for name, teacher in self.configured.items():
+            if teacher.inference.name == "openai":
+                continue
+            engine = EngineTeacher(teacher, self.student, self.top_k, device, stays_awake=is_alone)
+            ranks_per_engine, leads = engine.rollout.ranks_per_engine, engine.rollout.leads
+            self.teachers[name] = engine
+        self._register_dispatch_collect_info("teacher", dp_rank=self.rank // ranks_per_engine, is_collect=leads)
+        student = self.student
+        for name, teacher in self.configured.items():
+            if name not in self.teachers and leads:
+                path = student.tokenizer_path or student.path
+                tokenizer = hf_tokenizer(path, trust_remote_code=student.trust_remote_code)
+                setting = f"distillation.teacher_models.{name}"
+                self.teachers[name] = EndpointTeacher(setting, teacher, tokenizer, self.top_k)
+        self.leads = leads
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="teacher"))
+    def compute_teacher_log_prob(self, data: DataProto, teacher: str = "") -> DataProto:
+        """Compute the log-probs of the policy's tokens under a teacher.
+
+        Args:
+            data: rows with ``input_ids``, ``attention_mask``, ``responses`` and ``response_mask``; with
+                ``multi_modal_inputs`` where there are images.
+            teacher: its name among ``distillation.teacher_models``; may be left out where there is one.
+
+        Returns:
+            ``teacher_logprobs``, (bsz, response_length) float32, 0 where ``response_mask`` is; for divergences of the
+            most likely tokens also ``teacher_topk_ids``, (bsz, response_length, topk) int32, and
+            ``teacher_topk_logprobs``, float32.
+
+        Raises:
+            ConfigError: there is no teacher of that name.
+            RolloutError: a row cannot be scored.
+        """
+        name = teacher or next(iter(self.configured))
+        if name not in self.configured or (not teacher and len(self.configured) > 1):
+            raise ConfigError(
+                f"teacher='{teacher}': this worker has the teachers {', '.join(self.configured)}. Name one of them."
+            )
+        temperature = self.configured[name].inference.temperature or 1.0  # 0 is greedy
+        if not self.leads:
+            if isinstance(shared := self.teachers.get(name), EngineTeacher):
+                shared.score([])
+            return DataProto()
+        scorer = self.teachers[name]
+        vision = scorer.vision if isinstance(scorer, EngineTeacher) else None
+        requests = requests_of(data, self.top_k, temperature, vision)
+        scores = scorer.score([request for request in requests if request is not None])
+        return columns_of(data, requests, scores, self.top_k)
+
+
+def requests_of(
+    data: DataProto, top_k: int, temperature: float, vision: VisionConfig | None = None
+) -> list[ScoreRequest | None]:
+    """Make one request per row, of its tokens up to the last one of the policy; None for rows without such a token."""
+    require(data, COLUMNS, "compute_teacher_log_prob")
+    columns = data.batch
+    width = columns["responses"].shape[1]
+    images = data.non_tensor_batch.get("multi_modal_inputs", [None] * len(data))
+    requests: list[ScoreRequest | None] = []
+    for ids, has_token, learnt, inputs in zip(
+        columns["input_ids"], columns["attention_mask"].bool(), columns["response_mask"].bool(), images, strict=True
+    ):
+        if not bool(learnt.any()):
+            requests.append(None)
+            continue
+        first, last = int(learnt.nonzero()[0]), int(learnt.nonzero()[-1])
+        end = len(ids) - width + last + 1
+        tokens = ids[:end][has_token[:end]]
+        text_places: tuple[int, ...] = ()
+        shared = None
+        if inputs:
+            shared = inputs if isinstance(inputs, SharedTensors) else SharedTensors(inputs)
+        if shared is not None and vision is not None:
+            drawn = torch.zeros_like(has_token)
+            drawn[-width:] = learnt
+            drawn = drawn[:end][has_token[:end]]
+            text_places = tuple((drawn & vision.marked(tokens)).nonzero().flatten().tolist())
+        requests.append(
+            ScoreRequest(tokens.tolist(), len(tokens) - (last - first + 1), top_k, temperature, shared, text_places)
+        )
+    return requests
+
+
+def columns_of(
+    data: DataProto, requests: Sequence[ScoreRequest | None], scores: Sequence[TokenScores], top_k: int
+) -> DataProto:
+    """Put scores at the places of their tokens; those that the policy did not draw stay 0."""
+    learnt = data.batch["response_mask"].bool()
+    log_probs = torch.zeros(learnt.shape)
+    top_ids = torch.zeros((*learnt.shape, top_k), dtype=torch.int32)
+    top_log_probs = torch.zeros((*learnt.shape, top_k))
+    scored = iter(scores)
+    for row, request in enumerate(requests):
+        if request is None:
+            continue
+        of_row = next(scored)
+        places = learnt[row].nonzero().flatten().cpu()
+        at = places - places[0]
+        log_probs[row, places] = of_row.log_probs[at]
+        top_ids[row, places] = of_row.top_ids[at]
+        top_log_probs[row, places] = of_row.top_log_probs[at]
+    columns = {"teacher_logprobs": log_probs}
+    if top_k:
+        columns |= {"teacher_topk_ids": top_ids, "teacher_topk_logprobs": top_log_probs}
+    return DataProto.from_dict(tensors=columns)
