@@ -36,6 +36,8 @@ class TeacherInferenceConfig(BaseConfig):
     prompts."""
     base_url: str | None = setting(None)
     """Address of the endpoint, such as `http://host:8000/v1`, with `name=openai`."""
+    api_key_env: str | None = setting(None)
+    """Environment variable with the key of the endpoint; null for one that asks for none."""
     temperature: float = setting(1.0, ge=0, interpolation="${oc.select:actor_rollout_ref.rollout.temperature,1.0}")
     """Divisor of the teacher's logits; by default that of the rollout, and 1 for 0, which is greedy."""
     prompt_length: int = setting(512, ge=1, interpolation="${oc.select:actor_rollout_ref.rollout.prompt_length,512}")

@@ -15,9 +15,9 @@ from verl.config import (
     DistillationTeacherModelConfig,
     HFModelConfig,
     RolloutConfig,
-    config_fields,
     local_copies,
 )
+from verl.config.base import config_fields
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors
