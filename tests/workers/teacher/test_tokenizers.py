@@ -33,7 +33,5 @@ def test_a_token_that_one_of_them_lacks() -> None:
     more = tiny_tokenizer()
     more.add_tokens(["<think>"])
     check_same_tokenizer(more, tiny_tokenizer(), "big")
-    with pytest.raises(
-        ConfigError, match=r"104 is '<think>' to the policy and no token of the teacher .1 of 105"
-    ):
+    with pytest.raises(ConfigError, match=r"104 is '<think>' to the policy and no token of the teacher .1 of 105"):
         check_same_tokenizer(tiny_tokenizer(), more, "big")
