@@ -164,9 +164,9 @@ class SelfDistillationConfig(BaseConfig):
     """File of the Jinja text, instead of `template`."""
     success_score: float = setting(1.0)
     """Least score of another response to the prompt that a template may show as `best_response`."""
-    max_prompt_length: int = setting(1024, ge=1)
+    teacher_prompt_length: int = setting(1024, ge=1)
     """Maximum length of the teacher's prompt, in tokens."""
-    truncation: Truncation = setting("error")
+    teacher_prompt_truncation: Truncation = setting("error")
     """What happens to a longer one: an error, or truncation on the left, on the right or in the middle."""
 
     def problems(self, path: str) -> Iterator[Problem]:

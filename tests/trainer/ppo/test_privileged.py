@@ -119,9 +119,13 @@ def test_control_tokens_in_the_context_stay_text():
 def test_a_long_prompt_is_refused_or_cut():
     batch = scored(["q"], ["x"], [0])
     size = len(ids_of("q" * 9))
-    with pytest.raises(DataError, match=rf"the teacher's prompt has {size} tokens, more than .*max_prompt_length=5"):
-        privileged("{{ prompt * 9 }}", max_prompt_length=5).columns(batch)
-    cut, metrics = privileged("{{ prompt * 9 }}", max_prompt_length=5, truncation="left").columns(batch)
+    with pytest.raises(
+        DataError, match=rf"the teacher's prompt has {size} tokens, more than .*teacher_prompt_length=5"
+    ):
+        privileged("{{ prompt * 9 }}", teacher_prompt_length=5).columns(batch)
+    cut, metrics = privileged("{{ prompt * 9 }}", teacher_prompt_length=5, teacher_prompt_truncation="left").columns(
+        batch
+    )
     assert prompts_of(cut) == [ids_of("q" * 9)[-5:]]
     assert metrics["distillation/teacher_prompt_length/clip_ratio"] == 1
 

@@ -141,7 +141,7 @@ class PrivilegedPrompts:
             "teacher_prompts_mask": torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]),
             "distillation_mask": mask * is_learnt.to(mask).unsqueeze(-1),
         }
-        limit = self._config.max_prompt_length
+        limit = self._config.teacher_prompt_length
         return DataProto.from_dict(tensors=made), {
             "distillation/rows_without_context": 1 - is_learnt.float().mean().item(),
             "distillation/teacher_prompt_length/mean": sum(lengths) / len(lengths),
@@ -208,14 +208,14 @@ class PrivilegedPrompts:
                 f"{where}: the policy's prompt is not its messages in the chat template, so that the teacher's would "
                 f"differ by more than {KEY}.template. Use RLHFDataset and an agent that leaves the prompt as it is."
             )
-        config = self._config
-        return truncate(
-            tokens(text),
-            config.max_prompt_length,
-            config.truncation,
-            f"{where}: the teacher's prompt",
-            KEY + ".max_prompt_length",
-        )
+        ids, limit, how = tokens(text), self._config.teacher_prompt_length, self._config.teacher_prompt_truncation
+        if len(ids) > limit and how == "error":
+            raise DataError(
+                f"{where}: the teacher's prompt has {len(ids)} tokens, more than {KEY}.teacher_prompt_length={limit}. "
+                f"Raise it, shorten what {KEY}.template shows, or set {KEY}.teacher_prompt_truncation=left, right or "
+                "middle."
+            )
+        return truncate(ids, limit, how, where, f"{KEY}.teacher_prompt_length")
 
 
 def _unpadded(prompts: torch.Tensor, attention_mask: torch.Tensor) -> list[list[int]]:
