@@ -23,6 +23,7 @@ LAYERS = {
     "verl.__main__": 8,
     "verl.cli": 8,
     "verl.view": 7,
+    "verl.tinker": 7,
     "verl.trainer": 7,
     "verl.model_merger": 7,
     "verl.experience": 6,

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from verl import DataProto
-from verl.config import ActorConfig, DataConfig, DPOConfig, GenerationConfig, PPOConfig, RMConfig, SFTConfig
+from verl.config import (
+    ActorConfig,
+    DataConfig,
+    DPOConfig,
+    GenerationConfig,
+    PPOConfig,
+    RMConfig,
+    ServeConfig,
+    SFTConfig,
+)
 from verl.errors import VerlError
 from verl.tools.function_tool import load_function_tools
 from verl.trainer.config.keys import iter_keys, keys_named
@@ -58,7 +67,7 @@ DOTTED = re.compile(r"(?<![\w./-])[a-z_]\w*(?:\.[a-z_]\w*)+")
 def known_keys() -> set[str]:
     """Keys of all commands, and what remains of them without their first sections: ``rollout.n``."""
     known = set()
-    for root in (PPOConfig, SFTConfig, RMConfig, DPOConfig, GenerationConfig):
+    for root in (PPOConfig, SFTConfig, RMConfig, DPOConfig, GenerationConfig, ServeConfig):
         for key in iter_keys(root):
             parts = key.path.split(".")
             known |= {".".join(parts[first:]) for first in range(len(parts) - 1)}

@@ -14,6 +14,7 @@ VERL_DATAPROTO_             numpy or torch: both are accepted, and batches
 SERIALIZATION_METHOD        travel as flat buffers whatever it says               numpy
 VERL_FILE_LOGGER_PATH       file of the `file` tracker                            none
 VERL_FILE_LOGGER_ROOT       its folder, where no path is given                    .
+TINKER_API_KEY              key that clients of `verl serve` send            a random one
 TENSORBOARD_DIR             folder of the `tensorboard` tracker                   tensorboard_log
 RANK                        number of this process, set by torchrun               0
 MLP_... and SAGEMAKER_...   when a rented machine expires                         never
@@ -47,6 +48,11 @@ def logging_level() -> int:
 def rank() -> int:
     """Number of this process among those of a launcher such as torchrun, from ``RANK``; 0 without one."""
     return int(os.environ.get("RANK", "0"))
+
+
+def tinker_api_key() -> str | None:
+    """Key that clients of ``verl serve`` send, from ``TINKER_API_KEY``; None if it is not set."""
+    return os.environ.get("TINKER_API_KEY") or None
 
 
 _EXPIRY = (

@@ -23,6 +23,7 @@ MODULES: dict[str, ModuleCommand] = {
     "rm": ModuleCommand("verl.trainer.rm_trainer", "Train a reward model from preferences.", "rm_trainer"),
     "dpo": ModuleCommand("verl.trainer.dpo_trainer", "Train a policy from preferences.", "dpo_trainer"),
     "generate": ModuleCommand("verl.trainer.main_generation", "Generate responses to a file of prompts.", "generation"),
+    "serve": ModuleCommand("verl.trainer.main_serve", "Serve a model that clients train, by HTTP (Tinker).", "serve"),
     "eval": ModuleCommand("verl.trainer.main_eval", "Score a file of responses.", "evaluation"),
     "merge": ModuleCommand("verl.model_merger.__main__", "Make a model folder of a sharded checkpoint."),
 }

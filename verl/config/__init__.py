@@ -115,6 +115,7 @@ from verl.config.rollout import (
 from verl.config.rollout_correction import (
     RolloutCorrectionConfig,
 )
+from verl.config.serve import SamplerEngineConfig, ServeConfig, ServerConfig
 from verl.config.sft import SFTConfig, SFTDataConfig, SFTDistillationConfig
 from verl.config.supervised import (
     SupervisedConfig,
@@ -207,10 +208,13 @@ __all__ = [
     "SFTDistillationConfig",
     "SFTTrainerConfig",
     "SamplerConfig",
+    "SamplerEngineConfig",
     "SamplingConfig",
     "SandboxFusionConfig",
     "SelfDistillationConfig",
     "SeparateAsyncConfig",
+    "ServeConfig",
+    "ServerConfig",
     "SupervisedConfig",
     "SupervisedDataConfig",
     "TeacherInferenceConfig",

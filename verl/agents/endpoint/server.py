@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 
 from verl.agents.endpoint.app import endpoint_app
 from verl.agents.endpoint.calls import CallRefusedError, ModelBackend
+from verl.errors import ConfigError
 from verl.tools.threads import LoopThread
 
 LOOPBACK = "127.0.0.1"
@@ -29,14 +30,23 @@ END_S = 5.0
 
 
 class LoopbackServer:
-    """Serves an application on a free port of 127.0.0.1, in a thread of its own.
+    """Serves an application on 127.0.0.1, in a thread of its own.
 
     Args:
         app: the application.
+        port: where it listens; 0 takes a free one.
+
+    Raises:
+        ConfigError: the port is taken.
     """
 
-    def __init__(self, app: Starlette) -> None:
-        self._socket = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
+    def __init__(self, app: Starlette, port: int = 0) -> None:
+        try:
+            self._socket = socket.create_server((LOOPBACK, port), backlog=BACKLOG)
+        except OSError as error:
+            raise ConfigError(
+                f"port {port} cannot be used: {error.strerror}. Choose another; 0 is a free one."
+            ) from error
         self.url = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}"
         # No access log: it would be written for every call. Errors of ours go to verl's own logger.
         self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))

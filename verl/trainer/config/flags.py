@@ -8,7 +8,17 @@ from pathlib import Path
 
 import yaml
 
-from verl.config import BaseConfig, DPOConfig, EvalConfig, GenerationConfig, PPOConfig, Problem, RMConfig, SFTConfig
+from verl.config import (
+    BaseConfig,
+    DPOConfig,
+    EvalConfig,
+    GenerationConfig,
+    PPOConfig,
+    Problem,
+    RMConfig,
+    ServeConfig,
+    SFTConfig,
+)
 from verl.trainer.config.keys import leaves, nearest
 from verl.trainer.config.omegaconf_private import yaml_loader
 from verl.trainer.config.other_libraries import remedy_for
@@ -21,6 +31,7 @@ CONFIG_NAMES: dict[type[BaseConfig], str] = {
     DPOConfig: "dpo_trainer",
     GenerationConfig: "generation",
     EvalConfig: "evaluation",
+    ServeConfig: "serve",
 }
 """Root section of a command → its YAML file."""
 

@@ -20,6 +20,7 @@ from verl.config import (
     GenerationConfig,
     PPOConfig,
     RMConfig,
+    ServeConfig,
     SFTConfig,
 )
 from verl.config.base import named_section_of
@@ -73,6 +74,7 @@ ENTRIES = (
     Entry("dpo_trainer", DPOConfig, "dpo_trainer", {"model": "model/hf_model", "engine": "engine/fsdp"}),
     Entry("generation", GenerationConfig, "main_generation", {"model": "model/hf_model"}),
     Entry("evaluation", EvalConfig, "main_eval"),
+    Entry("serve", ServeConfig, "main_serve", {"model": "model/hf_model", "engine": "engine/fsdp"}),
 )
 
 # Files that change others, under names that public scripts and configurations choose.

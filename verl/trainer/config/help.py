@@ -9,7 +9,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from verl.config import BaseConfig, DPOConfig, EvalConfig, GenerationConfig, PPOConfig, RMConfig, SFTConfig
+from verl.config import BaseConfig, DPOConfig, EvalConfig, GenerationConfig, PPOConfig, RMConfig, ServeConfig, SFTConfig
 from verl.config.problems import shown
 from verl.errors import ConfigError
 from verl.trainer.config.keys import Key, all_inactive, allowed_values, keys_of, nearest
@@ -54,6 +54,15 @@ FIRST: dict[type[BaseConfig], tuple[str, ...]] = {
         "rollout.temperature",
     ),
     EvalConfig: ("data.path", "data.response_key", "custom_reward_function.path"),
+    ServeConfig: (
+        "model.path",
+        "server.port",
+        "server.state_dir",
+        "server.max_models",
+        "server.max_lora_rank",
+        "server.max_length",
+        "trainer.n_gpus_per_node",
+    ),
 }
 """The keys on the first screen of each command."""
 

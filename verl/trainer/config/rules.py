@@ -26,6 +26,7 @@ from verl.config import (
     PPOConfig,
     Problem,
     RMConfig,
+    ServeConfig,
     SFTConfig,
     SupervisedConfig,
 )
@@ -416,5 +417,6 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
     DPOConfig: (*_SUPERVISED, sizes.preference_batches, files.reference),
     GenerationConfig: (files.generation_files, files.models, rollouts.parallel_sizes, rollouts.speed, one_response),
     EvalConfig: (files.evaluation_files, files.own_code),
+    ServeConfig: (files.models,),
 }
 """Root section → the rules of its entry point."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from verl.base.registry import suggest
 from verl.base.remote import driver_problem, expand, is_remote, version
 from verl.checkpoint.locate import shards_below
-from verl.config import DPOConfig, EvalConfig, GenerationConfig, PPOConfig, Problem, SupervisedConfig
+from verl.config import DPOConfig, EvalConfig, GenerationConfig, PPOConfig, Problem, ServeConfig, SupervisedConfig
 from verl.datasets.files import SUFFIXES
 from verl.errors import DataError
 from verl.trainer.config.rules_sizes import needs_critic
@@ -76,7 +76,7 @@ def evaluation_files(config: EvalConfig) -> Problems:
         yield from _data_file("data.path", config.data.path)
 
 
-def models(config: PPOConfig | SupervisedConfig | GenerationConfig) -> Problems:
+def models(config: PPOConfig | SupervisedConfig | GenerationConfig | ServeConfig) -> Problems:
     """Local folders of models and tokenizers exist; names on the hub are not checked."""
     ppo = isinstance(config, PPOConfig)
     model, prefix = (config.actor_rollout_ref.model, "actor_rollout_ref.model") if ppo else (config.model, "model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl.config import GenerationConfig, PPOConfig, SupervisedConfig
+from verl.config import GenerationConfig, PPOConfig, ServeConfig, SupervisedConfig
 from verl.config.machine import gpus_of_nodes, has_driver
 
 if TYPE_CHECKING:
@@ -132,7 +132,9 @@ def sizes_table(sizes: Sizes) -> Table:
     return table
 
 
-def resolve_device(config: PPOConfig | SupervisedConfig | GenerationConfig, cuda_available: bool | None = None) -> str:
+def resolve_device(
+    config: PPOConfig | SupervisedConfig | GenerationConfig | ServeConfig, cuda_available: bool | None = None
+) -> str:
     """Return the device of a run: "cuda" if ``trainer.device=cuda`` and its nodes have GPUs, else "cpu".
 
     Args:

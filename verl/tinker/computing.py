@@ -1,0 +1,243 @@
+"""What the ranks compute for jobs, and which adapters are in their memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from verl.base.types import JsonMapping
+from verl.config import ServeConfig
+from verl.errors import NonFiniteError, ProcessLostError, ResourceError, VerlError
+from verl.protocol import DataProto
+from verl.tinker.data import NO_SLOT, TrainingRow, batch_of
+from verl.tinker.files import SavedPath, StateFiles, now
+from verl.tinker.jobs import Job, JobBoard, ModelState, Result
+from verl.tinker.messages import MEDIA_TYPE, Sampled, write_samples, write_training_result
+from verl.tinker.refusals import RefusedError
+from verl.tinker.worker import AdamSettings
+from verl.workers.rollout.request import RolloutOutput, RolloutRequest, SamplingParams
+
+if TYPE_CHECKING:
+    from verl.single_controller.base.worker_group import WorkerGroup
+
+
+@dataclass(frozen=True)
+class LoadTask:
+    """Load saved weights into a model."""
+
+    path: SavedPath
+    with_optimizer: bool
+
+
+@dataclass(frozen=True)
+class SaveTask:
+    """Save the weights of a model."""
+
+    folder: Path
+    answer: JsonMapping
+    """What the client is told."""
+    with_optimizer: bool
+    user_metadata: JsonMapping | None = None
+
+
+@dataclass(frozen=True)
+class SampleTask:
+    """Draw responses to a prompt."""
+
+    prompt: list[int]
+    sampling: tuple[SamplingParams, ...]
+    """Of each response."""
+    scored: int = 0
+    """How many of the prompt's last tokens are scored too."""
+    wants_prompt: bool = False
+    """Whether the client asks for log-probs of the prompt."""
+
+
+class Computing:
+    """Answers jobs by a worker group; used by one thread.
+
+    Args:
+        config: of the service.
+        board: where jobs come from.
+        files: what clients save.
+        group: the workers.
+    """
+
+    def __init__(self, config: ServeConfig, board: JobBoard, files: StateFiles, group: WorkerGroup) -> None:
+        self.group = group
+        self._board, self._files = board, files
+        self._slots = config.server.max_models
+        self._uses = 0
+
+    def do(self, jobs: Sequence[Job]) -> None:
+        """Answer jobs of one kind, each with its result or its error.
+
+        Raises:
+            ProcessLostError: a rank died; the jobs were answered with that.
+        """
+        try:
+            outcomes = self._outcomes(jobs)
+        except ProcessLostError as error:
+            for job in jobs:
+                self._board.answer(job, error)
+            raise
+        except VerlError as error:
+            if len(jobs) == 1:
+                if jobs[0].kind == "forward_backward" and jobs[0].model is not None:
+                    jobs[0].model.lacks_gradients = True
+                self._board.answer(jobs[0], error)
+                return
+            for job in jobs:  # one of them may be at fault
+                self.do([job])
+            return
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            self._board.answer(job, outcome)
+
+    def _outcomes(self, jobs: Sequence[Job]) -> Sequence[Result]:
+        kind = jobs[0].kind
+        if kind == "sample":
+            return self._sample(jobs)
+        if kind in ("forward", "forward_backward"):
+            return self._train(jobs, with_gradients=kind == "forward_backward")
+        [job] = jobs
+        model = cast(ModelState, job.model)
+        if kind == "create":
+            slot = self._free_slot([model])
+            self.group.create_adapter(slot, model.spec)
+            model.slot = slot
+            return [_json({"model_id": model.model_id, "type": "create_model"})]
+        if kind == "load":
+            return [self._load(model, cast(LoadTask, job.payload))]
+        self._place([model])
+        if kind == "optim_step":
+            return [self._step(model, cast(AdamSettings, job.payload))]
+        task = cast(SaveTask, job.payload)
+        notes = {"time": now(), "user_metadata": task.user_metadata}
+        self.group.save_adapter(model.slot, str(task.folder), task.with_optimizer, notes)
+        return [_json(task.answer)]
+
+    # ---- adapters in memory
+
+    def _place(self, models: Sequence[ModelState]) -> None:
+        """Bring the adapters of models into the memory of the ranks."""
+        for model in models:
+            self._uses += 1
+            model.last_used = self._uses
+            if model.slot is None:
+                if model.stash is None:
+                    raise ResourceError(f"the model {model.model_id} was not made: its first request failed.")
+                slot = self._free_slot(models)
+                self.group.load_adapter(slot, str(model.stash), True)
+                shutil.rmtree(model.stash)
+                model.slot, model.stash = slot, None
+
+    def _free_slot(self, needed: Sequence[ModelState]) -> int:
+        """Return a slot that is free, if necessary after writing the adapter used longest ago to the disk."""
+        placed = [model for model in self._board.models() if model.slot is not None]
+        if free := {*range(self._slots)} - {model.slot for model in placed}:
+            return min(free)
+        movable = [model for model in placed if not model.has_gradients and model not in needed]
+        if not movable:
+            raise ResourceError(
+                f"all {self._slots} places for models (server.max_models of the service) have gradients that no "
+                "optim_step has used. Make the step first, or start the service with more places."
+            )
+        model = min(movable, key=lambda model: model.last_used)
+        slot, stash = cast(int, model.slot), self._files.running / f"stash-{model.model_id}"
+        self.group.save_adapter(slot, str(stash), True, {})
+        model.stash, model.slot = stash, None
+        return slot
+
+    def _load(self, model: ModelState, task: LoadTask) -> Result:
+        folder = self._files.saved(task.path)
+        is_new = model.slot is None
+        slot = self._free_slot([model]) if model.slot is None else model.slot
+        try:
+            self.group.load_adapter(slot, str(folder), task.with_optimizer)
+        except VerlError:
+            model.slot = None if is_new else model.slot
+            raise
+        if model.stash is not None:
+            shutil.rmtree(model.stash)
+        model.slot, model.stash, model.has_gradients, model.lacks_gradients = slot, None, False, False
+        return _json({"path": task.path.text, "model_id": model.model_id, "type": "load_weights"})
+
+    # ---- training
+
+    def _step(self, model: ModelState, settings: AdamSettings) -> Result:
+        lacks, has = model.lacks_gradients, model.has_gradients
+        model.lacks_gradients = model.has_gradients = False
+        if lacks or not has:
+            self.group.clear_gradients(model.slot)
+            why = "a forward_backward since the last step was refused or failed; gradients of others were cleared"
+            why = why if lacks else "there was no forward_backward since the last step"
+            raise RefusedError(f"no step was made: {why}.")
+        return _json({"metrics": self.group.optim_step(model.slot, settings)[0]})
+
+    def _train(self, jobs: Sequence[Job], with_gradients: bool) -> Sequence[Result]:
+        models = list(dict.fromkeys(cast(ModelState, job.model) for job in jobs))
+        self._place(models)
+        parts = [cast(list[TrainingRow], job.payload) for job in jobs]
+        slots = [cast(int, cast(ModelState, job.model).slot) for job in jobs]
+        of_rows = [slot for slot, part in zip(slots, parts, strict=True) for _ in part]
+        batch, places = batch_of([row for part in parts for row in part], of_rows, self.group.world_size)
+        output = cast(DataProto, (self.group.forward_backward if with_gradients else self.group.forward)(batch))
+        if not output.meta_info["finite"]:
+            raise NonFiniteError(
+                "the loss or its gradient is not finite, so that no gradients were added. Look for extreme logprobs "
+                "or advantages, or a learning rate that spoiled the weights."
+            )
+        log_probs, losses = output.batch["log_probs"].numpy(), output.batch["losses"].tolist()
+        results, first = [], 0
+        for job, part in zip(jobs, parts, strict=True):
+            mine, first = places[first : first + len(part)], first + len(part)
+            cast(ModelState, job.model).has_gradients |= with_gradients
+            of_targets = [log_probs[place, : len(row.tokens)] for place, row in zip(mine, part, strict=True)]
+            metrics = {"loss:sum": float(sum(losses[place] for place in mine))}
+            results.append(Result(write_training_result(of_targets, metrics), MEDIA_TYPE))
+        return results
+
+    # ---- sampling
+
+    def _sample(self, jobs: Sequence[Job]) -> Sequence[Result]:
+        weights, ranks = jobs[0].weights, self.group.world_size
+        folder = None if weights is None else str(weights)
+        tasks = [cast(SampleTask, job.payload) for job in jobs]
+        requests = [RolloutRequest(task.prompt, sampling) for task in tasks for sampling in task.sampling]
+        dealt = self.group.sample([requests[rank::ranks] for rank in range(ranks)], [folder] * ranks)
+        outputs: list[RolloutOutput] = [dealt[i % ranks][i // ranks] for i in range(len(requests))]
+        scores = iter(self._prompt_scores([task for task in tasks if task.scored], folder))
+        results, drawn = [], iter(outputs)
+        for task in tasks:
+            samples = [_sampled(next(drawn)) for _ in task.sampling]
+            prompt: list[float] | None = None
+            if task.wants_prompt:
+                prompt = [float("nan")] * len(task.prompt)
+                if task.scored:
+                    prompt[len(prompt) - task.scored :] = next(scores)[-task.scored :].tolist()
+            results.append(Result(write_samples(samples, prompt), MEDIA_TYPE))
+        return results
+
+    def _prompt_scores(self, tasks: Sequence[SampleTask], folder: str | None) -> list[np.ndarray]:
+        """Compute the log-probs of the prompts' tokens after the first, by the training engine."""
+        if not tasks:
+            return []
+        slot = NO_SLOT if folder is None else self.group.load_for_scoring(folder)[0]
+        rows = [TrainingRow(np.array(task.prompt[:-1]), np.array(task.prompt[1:])) for task in tasks]
+        batch, places = batch_of(rows, [slot] * len(rows), self.group.world_size)
+        log_probs = self.group.forward(batch).batch["log_probs"].numpy()
+        return [log_probs[place, : len(row.tokens)] for place, row in zip(places, rows, strict=True)]
+
+
+def _sampled(output: RolloutOutput) -> Sampled:
+    return Sampled(output.token_ids, output.log_probs, "stop" if output.finish_reason == "stop" else "length")
+
+
+def _json(value: JsonMapping) -> Result:
+    return Result(json.dumps(value).encode(), "application/json")
