@@ -152,7 +152,8 @@ def test_samples_of_earlier_weights_are_weighed_unless_the_run_chooses(
 
 
 def test_a_pool_without_a_lag_refuses_batches_that_were_sampled_ahead() -> None:
-    pool = RolloutPool(SerialThread("sampling"), PromptsTakenFirst(DataProto), True, lambda version: {"sent": version})
+    thread, prompts = SerialThread("sampling"), PromptsTakenFirst(DataProto)
+    pool = RolloutPool(thread, prompts, True, lambda version: {"sent": version}, Mock())
     source = Ahead(Mock(rest=nullcontext), lag=0, last_step=3, pool=pool)
     source.load_pending({})
     with pytest.raises(CheckpointError, match="1 batches that were sampled ahead"):

@@ -27,6 +27,7 @@ class Engines:
 
     def __init__(self) -> None:
         self.thread, self.version = SerialThread("engines"), 0
+        self.is_starting = self.has_ended = False
 
     def update(self, version: int) -> dict[str, float]:
         self.version = version

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 
-from verl.errors import EngineLostError
+from verl.errors import EngineLostError, ProcessLostError
 from verl.serving.local import LocalSession
 from verl.serving.ray import RaySession, RouterActor, longest_silence
 from verl.serving.router import RolloutEndedError
@@ -141,6 +141,11 @@ class Asks(RouterActor):
         return (await self.router.generate("own", request(token))).token_ids
 
 
+def wait_until_two_run(session: RaySession) -> None:
+    while sum(load.running for load in session.state().engines) < 2:
+        session.check()
+
+
 def test_the_ranks_fetch_from_processes_that_come_later_and_forget_those_that_die(ray_cluster: None) -> None:
     with on_ray() as (session, group):
         first, later = (WatchedActor("another", Asks, "silences", 60.0, 8, "", session.new_index()) for _ in range(2))
@@ -163,6 +168,30 @@ def test_the_ranks_fetch_from_processes_that_come_later_and_forget_those_that_di
                 ray.get(left)
             assert ray.get(first.actor.ask.remote(index, 7)) == [7]
             session.check()
+        # Ranks die: the requests that they had wait for the engines of another group.
+        asked: list[Any] = []
+
+        def lose_ranks() -> None:
+            with session.awake(group, keeps_requests=True):
+                asked.append(first.actor.ask.remote(session.round_index, NEVER_ENDS))
+                asked.append(session.send("a", request(NEVER_ENDS)).future())
+                wait_until_two_run(session)
+                for worker in group.workers:
+                    ray.kill(worker)
+                while True:
+                    session.check()
+
+        with pytest.raises(ProcessLostError):
+            lose_ranks()
+        assert session.state().held == 2
+        others = RayWorkerGroup(group.resource_pool, RayWorkerGroup.describe(Echo), device_name="cpu")
+        others.init_model()
+        with session.awake(others, keeps_requests=True):
+            session.resume()
+            wait_until_two_run(session)
+            session.abort()
+            assert [ray.get(asked[0]), asked[1].result(60).token_ids] == [[8], [8]]
+        others.shutdown()
         first.end()
         session.remove(1)
         session.pause()  # so that the request waits

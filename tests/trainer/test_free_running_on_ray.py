@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from benchmarks.chaos_run import agent_processes
 from tests.support.tiny_run import make_tiny_run, overrides
 from tests.trainer.test_recovery import pid_of
 from verl.trainer.config.command_line import compose
@@ -30,21 +31,29 @@ SEPARATE = {
 
 
 class KilledTrainer(PPOTrainer):
-    """Kills processes at the end of step 2: ``kills`` has ``policy`` or ``rollout``, whose rank 0 it is."""
+    """Kills processes at the end of step 2: rank 0 of ``policy`` or ``rollout``, or the ``router``."""
 
     kills: ClassVar[list[str]] = []
+    trainer_pids: ClassVar[list[int]] = []
+    """Of rank 0 of the policy, whenever workers have started, and at the end of each step."""
+    agent_pids: ClassVar[list[set[int]]] = []
+    """Of the processes of agents, at the end of each step."""
 
     def start_workers(self) -> None:
         super().start_workers()
         groups = {"policy": self.policy_workers, "rollout": self.rollout_workers}
         # Ranks that serve answer no call.
         self.pids = {name: pid_of(group, 0) for name, group in groups.items()}
+        self.trainer_pids.append(self.pids["policy"])
 
     def report(self, *args: Any) -> None:
         super().report(*args)
+        self.trainer_pids.append(pid_of(self.policy_workers, 0))
+        self.agent_pids.append({process.pid for process in agent_processes("WorkerActor")})
         if self.global_steps == 2:
             for name in [self.kills.pop() for _ in list(self.kills)]:
-                os.kill(self.pids[name], signal.SIGKILL)
+                pid = self.pids[name] if name in self.pids else agent_processes("AgentRouter")[0].pid
+                os.kill(pid, signal.SIGKILL)
 
 
 class KilledRunner(TaskRunner):
@@ -66,6 +75,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Run:
         folder = root / name
         log = folder / "log.jsonl"
         KilledTrainer.kills[:] = kills
+        KilledTrainer.trainer_pids.clear()
+        KilledTrainer.agent_pids.clear()
         settings = {
             "trainer__controller": "ray",
             "trainer__total_training_steps": STEPS,
@@ -108,6 +119,7 @@ ALL = sorted(f"{step}-{row}/{index}" for step in range(1, STEPS + 1) for row in 
     ("mode", "kills"),
     [
         pytest.param(SEPARATE, ["rollout"], id="rollout_rank"),
+        pytest.param(SEPARATE, ["router"], id="router", marks=pytest.mark.slow),
         pytest.param(SEPARATE, ["policy"], id="trainer_rank", marks=pytest.mark.slow),
         pytest.param(COLOCATED, ["policy"], id="one_pool", marks=pytest.mark.slow),
     ],
@@ -117,7 +129,13 @@ def test_every_sample_is_trained_on_once_though_a_process_dies(
 ) -> None:
     names, metrics = run(request.node.callspec.id, *kills, **mode)
     assert sorted(name for step in names.values() for name in step) == ALL
-    assert metrics[STEPS]["recovery/restarts"] == 1
+    if "policy" in kills:
+        assert metrics[STEPS]["recovery/restarts"] == 1
+    else:  # the trainer has gone on, in the same process, without going back to an earlier state
+        assert len(set(KilledTrainer.trainer_pids)) == 1
+        assert "recovery/restarts" not in metrics[STEPS]
+        assert metrics[STEPS]["recovery/rollout_restarts"] == 1
+        assert (KilledTrainer.agent_pids[0] == KilledTrainer.agent_pids[-1]) is ("router" not in kills)
     if mode is SEPARATE:
         assert 0 <= metrics[STEPS]["fully_async/trainer/idle_ratio"] <= 1
         assert 0 <= metrics[STEPS]["fully_async/rollouter/idle_ratio"] <= 1

@@ -94,7 +94,9 @@ def test_engines_with_a_pool_sample_beside_training_what_engines_that_share_rank
     deaths = [(2, "update_actor", "rollout_workers"), (3, "update_actor", "policy_workers")]
     pooled = run("pooled", *deaths, trainer__async__lag=1, **OWN_POOL)
     assert_same_run(pooled, shared)
-    assert pooled[0][STEPS]["recovery/restarts"] == 2
+    # Which of the two the first death is depends on whether the rank was still sampling.
+    restarts = [pooled[0][STEPS].get(f"recovery/{name}", 0) for name in ("restarts", "rollout_restarts")]
+    assert restarts in ([1, 1], [2, 0])
     assert "timing_s/wait_prev_gen" in pooled[0][3]
 
 

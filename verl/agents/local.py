@@ -90,6 +90,11 @@ class LocalAgents:
         """See :attr:`verl.agents.manager.AgentLoopManager.weight_version`."""
         return self._session.weight_version
 
+    @property
+    def has_ended(self) -> bool:
+        """See :attr:`verl.agents.manager.Agents.has_ended`; the router is lost with this process alone."""
+        return False
+
     def shutdown(self) -> None:
         """End the event loop, trajectories under way, and what they have shared."""
         self._worker.close()

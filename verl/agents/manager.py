@@ -87,6 +87,11 @@ class Agents(Protocol):
         """See :attr:`AgentLoopManager.weight_version`."""
         ...
 
+    @property
+    def has_ended(self) -> bool:
+        """See :attr:`AgentLoopManager.has_ended`."""
+        ...
+
     def shutdown(self) -> None:
         """End what runs."""
         ...
@@ -173,7 +178,7 @@ class AgentLoopManager:
         Returns:
             what :meth:`generate_sequences` returns for these rows, trajectories that are drawn again included. How many
             failed is not judged here: see :func:`check_failures`. It fails with WorkerError if a process of agent loops
-            cannot start, and is cancelled by :meth:`shutdown` and by what :meth:`serve_until` raises.
+            cannot start, and is cancelled by :meth:`shutdown` and when the manager :attr:`has_ended`.
 
             Prompts without the column ``agent_name``, in a run whose default is ``single_turn_agent``, get exactly the
             columns of the ranks' ``generate_sequences``, and a RolloutError if an engine cannot serve one.
@@ -200,7 +205,8 @@ class AgentLoopManager:
                 must return at once.
 
         Raises:
-            ProcessLostError: a rank or the router died, or a rank hangs. On Ray all trajectories have ended.
+            ProcessLostError: a rank died or hangs; trajectories go on, and their requests wait for the engines of
+                another call, without the tokens drawn since this one began. Or the router died: see :attr:`has_ended`.
             WorkerError: an engine failed, or a process of agent loops cannot start.
         """
         self._agents.serve_until(group, is_enough)
@@ -218,6 +224,14 @@ class AgentLoopManager:
     def weight_version(self) -> int:
         """Version of the weights that the engines have, or had when they served last; -1 before the first time."""
         return self._agents.weight_version
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all trajectories were cancelled because the router was lost, or by an error of engines or processes.
+
+        Columns of trajectories that had ended can be read until :meth:`shutdown`; another manager has to run the rest.
+        """
+        return self._agents.has_ended
 
     def shutdown(self) -> None:
         """End the processes and threads of agent loops; the manager cannot be used afterwards."""

@@ -13,9 +13,9 @@ driver learns how each trajectory ended.
 
 Workers run, and are watched, from the first trajectory to the end of the run, while engines serve and while they sleep.
 One that dies, or does not answer for ``rollout.agent.hang_timeout_s``, is replaced, and its trajectories are run again
-from their beginning with the same random numbers, also those that had ended (:mod:`verl.agents.ray_trajectories`). The
-driver's router (:mod:`verl.serving.ray`), which counts calls of tools too, is lost with the ranks if it does so, as a
-rank is.
+from their beginning with the same random numbers, also those that had ended (:mod:`verl.agents.ray_trajectories`). If
+ranks are lost, trajectories go on, and their requests wait for other ranks. If the driver's router
+(:mod:`verl.serving.ray`) is lost, which counts calls of tools too, all trajectories end.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from verl.agents.slots import SlotTable, count_by
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryProgress, TrajectoryResult
 from verl.base.import_utils import prepare_process
 from verl.config import PPOConfig
-from verl.errors import WorkerError
+from verl.errors import ProcessLostError, WorkerError
 from verl.protocol import DataProto
 from verl.serving.ray import ImageConnection, RaySession, RouterActor
 from verl.single_controller.ray.watched_actor import WatchedActor
@@ -172,6 +172,8 @@ class RayAgents:
         self._processes: dict[WatchedActor, tuple[str, int]] = {}
         """The name of each worker's process, and the number of its router."""
         self._is_over = False
+        self.has_ended = False
+        """See :attr:`verl.agents.manager.Agents.has_ended`."""
         self._polling = Polling()
         self.thread = LoopThread("agent loops")
         self._workers = AgentProcesses(rollout, self._started, self._joined, self._ended)
@@ -188,14 +190,21 @@ class RayAgents:
         """See :meth:`verl.agents.manager.AgentLoopManager.serve_until`."""
         with ExitStack() as on_failure:
             on_failure.callback(self.shutdown)  # neither the ranks nor the trajectories may go on
-            with ExitStack() as served:
-                with self._session_lock:
-                    served.enter_context(self._session.awake(group))
-                    self._session.resume()
-                self._polling.until(is_enough, self._check)
-                with self._session_lock:
-                    self._session.interrupt()
-                    served.pop_all().close()
+            try:
+                with ExitStack() as served:
+                    with self._session_lock:
+                        served.enter_context(self._session.awake(group, keeps_requests=True))
+                        self._session.resume()
+                    self._polling.until(is_enough, self._check)
+                    with self._session_lock:
+                        self._session.interrupt()
+                        served.pop_all().close()
+            except ProcessLostError:
+                on_failure.pop_all()
+                if not self._session.has_router:
+                    self.has_ended = True
+                    self.thread.clear(lambda _: None)
+                raise
             on_failure.pop_all()
 
     def _check(self) -> None:
@@ -248,6 +257,7 @@ class RayAgents:
 
     def shutdown(self) -> None:
         """End all processes, and cancel what runs; there can be no later :meth:`run`."""
+        self.has_ended = True
         self.thread.stop()
         with self._session_lock:
             self._is_over = True

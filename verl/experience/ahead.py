@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.errors import RolloutError
+from verl.errors import ProcessLostError, RolloutError
 from verl.experience.background import CLOSED, RolloutPool
 from verl.experience.off_policy import with_age
 from verl.experience.rewards import RewardRecord
@@ -131,6 +131,12 @@ class Ahead(ExperienceSource):
             self._sent |= self._pool.update(self._updates)
         with self._source.rest():
             yield
+
+    def replace_lost(self, error: ProcessLostError) -> None:
+        """See :meth:`ExperienceSource.replace_lost`."""
+        if self._pool is None:
+            raise error
+        self._pool.replace(error)
 
     def close(self) -> None:
         """See :meth:`ExperienceSource.close`; does not wait for the thread, which ends with the engines."""

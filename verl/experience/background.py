@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TypeVar
 
-from verl.errors import RolloutError
+from verl.errors import ProcessLostError, RolloutError
 from verl.protocol import DataProto
 from verl.utils.metric import Metrics
 
@@ -93,6 +93,7 @@ class RolloutPool:
         takes_prompts_first: whether a batch is one batch of prompts, as it is without dynamic sampling.
         send_weights: sends the newest weights of the policy, which have this number of updates, to the engines; called
             while both are at rest.
+        replace: starts the engines anew if what this error reports lost them alone, in any thread; raises it if not.
     """
 
     def __init__(
@@ -101,15 +102,37 @@ class RolloutPool:
         prompts: PromptsTakenFirst,
         takes_prompts_first: bool,
         send_weights: Callable[[int], Metrics],
+        replace: Callable[[ProcessLostError], None],
     ) -> None:
         self.thread, self.prompts, self.takes_prompts_first = thread, prompts, takes_prompts_first
-        self._send_weights = send_weights
+        self._send_weights, self._replace = send_weights, replace
         self._version: int | None = None
+        self.is_starting = False
+        """Whether engines are started anew."""
 
     def update(self, version: int) -> Metrics:
-        """Send the weights after ``version`` updates of the policy, unless the engines have them."""
-        if version == self._version:
-            return {}
-        metrics = self._send_weights(version)
-        self._version = version
+        """Send the weights after ``version`` updates of the policy, unless the engines have them.
+
+        Engines that are lost meanwhile are replaced.
+        """
+        metrics: Metrics = {}
+        while version != self._version:
+            try:
+                metrics = self._send_weights(version)
+                self._version = version
+            except ProcessLostError as error:
+                self.replace(error)
         return metrics
+
+    def replace(self, error: ProcessLostError) -> None:
+        """Start the engines anew, which then need :meth:`update`.
+
+        Raises:
+            ProcessLostError: the error itself, if others than the engines are lost, or they were lost too often.
+        """
+        self.is_starting = True
+        try:
+            self._replace(error)
+        finally:
+            self.is_starting = False
+        self._version = None

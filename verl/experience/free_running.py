@@ -33,7 +33,7 @@ import torch
 
 from verl.agents.manager import AgentLoopManager, check_failures
 from verl.config.async_plan import AsyncPlan
-from verl.errors import CheckpointError, RolloutError
+from verl.errors import CheckpointError, ProcessLostError, RolloutError
 from verl.experience.admission import Admission
 from verl.experience.background import RolloutPool
 from verl.experience.dynamic_sampling import NOTABLE_BATCHES, too_few_message
@@ -142,6 +142,8 @@ class FreeRunning(ExperienceSource):
         """When the engines began to serve, or until when :attr:`_spans` has it."""
         self._spans: list[tuple[str, float, float]] = []
         """Of the step: when the engines served."""
+        self._manager: AgentLoopManager | None = None
+        """What runs the groups under way."""
         self._trained_at: float | None = None
         """When the step before had trained."""
         self._must_rest = False
@@ -154,7 +156,7 @@ class FreeRunning(ExperienceSource):
         with context.stage("gen"):
             self._update_engines()
             dropped = self._store.drop_late(self._steps)
-            self._agents().cancel([group.responses for group in dropped])
+            self._running_agents().cancel([group.responses for group in dropped])
             self._dropped += len(dropped)
             self._start_groups()
             groups = self._wait_for_groups(context)
@@ -215,12 +217,12 @@ class FreeRunning(ExperienceSource):
         """Give the engines new weights if it is time; those on the trainer's ranks have them always."""
         if self._pool is None:
             self._engine_steps = self._steps
-        elif self._serving is None or self._transfers(self._steps) > self._transfers(self._engine_steps):
+        elif self._pool.is_starting:
+            return  # enough groups may be finished for this step
+        elif not self.is_sampling or self._transfers(self._steps) > self._transfers(self._engine_steps):
             # Not when the last transfer is sync_every steps ago: after a resume in between, prompts would run out.
             with self.rest():
                 pass
-        elif self._serving.done():
-            self._serving.result()  # raises why, before a group is given to agents that have ended
 
     def _transfers(self, steps: int) -> int:
         """How many times engines have had to get new weights after so many steps."""
@@ -242,9 +244,27 @@ class FreeRunning(ExperienceSource):
     def _begin(self, group: PromptGroup) -> None:
         step = group.index // self._batch_size + 1
         prompts = group.prompts.with_meta_info({"global_steps": step, "validate": False})
-        group.responses = self._agents().submit(prompts)
+        group.responses = self._running_agents().submit(prompts)
         self._scorer.follow(group)
         self._store.add(group)
+
+    def _running_agents(self) -> AgentLoopManager:
+        """Return what runs the groups under way; if that has ended, another one, which begins the unfinished anew.
+
+        Called by the thread that takes prompts from the data alone.
+        """
+        if self._manager is not None and self._manager.has_ended:
+            groups = self._store.groups()
+            for group in groups:
+                if group.has_responses:
+                    group.hold()
+            self._manager = self._agents()
+            for group in groups:
+                if not group.has_responses:
+                    self._begin(PromptGroup(group.index, group.prompts, self._engine_steps))
+        else:
+            self._manager = self._agents()
+        return self._manager
 
     def _wait_for_groups(self, context: StepContext) -> list[PromptGroup]:
         self._wait = _Wait(context.number)
@@ -253,9 +273,10 @@ class FreeRunning(ExperienceSource):
                 self._serve(self._pool)
                 self._wait_while_serving()
             elif not self._is_enough():
-                self._agents().serve_until(self._workers().policy, self._is_enough)
+                agents = self._running_agents()
+                agents.serve_until(self._workers().policy, self._is_enough)
                 # An update that was skipped leaves the version as it is, and its weights are the newest all the same.
-                self._updates_of_version[self._agents().weight_version] = self._updates
+                self._updates_of_version[agents.weight_version] = self._updates
             self._store.raise_failure()
             groups = self._store.choice(self._steps)
             assert groups is not None, "the engines ended before a batch was complete"
@@ -320,7 +341,7 @@ class FreeRunning(ExperienceSource):
         if running:
             uid, age_s = running[0].prompts.non_tensor_batch["uid"][0], time.monotonic() - running[0].started_at
             text += f", the oldest ({uid}) for {age_s:.0f} s"
-        state = self._agents().progress()
+        state = self._running_agents().progress()
         return (
             f"{text}. Of {state.running} samples {state.at_engines} have a request at the engines, of which "
             f"{state.waiting_requests} wait for a place; {state.running - state.at_engines} are in tools or programs."
@@ -333,11 +354,16 @@ class FreeRunning(ExperienceSource):
         if self._serving is not None:
             return
         self._must_rest = False
-        group = self._workers().policy
+        agents, group = self._running_agents(), self._workers().policy
 
         def serve() -> float:
-            self._agents().serve_until(group, lambda: self._must_rest)
-            return clock()
+            try:
+                agents.serve_until(group, lambda: self._must_rest)
+                return clock()
+            except ProcessLostError as error:
+                served_until = clock()
+                pool.replace(error)  # here, so that the main thread can train meanwhile
+                return served_until
 
         self._served_from = clock()
         self._serving = pool.thread.submit(serve)
@@ -353,10 +379,11 @@ class FreeRunning(ExperienceSource):
             self._store.changed.notify_all()
 
     def _wait_while_serving(self) -> None:
-        assert self._serving is not None
         while not self._is_enough():
-            if self._serving.done():
-                self._serving.result()  # raises why
+            if not self.is_sampling:  # other engines have been started
+                with self.rest():
+                    pass
+                self._start_groups()
             with self._store.changed:
                 if self._store.choice(self._steps) is None:
                     self._store.changed.wait(POLL_S)
@@ -374,15 +401,21 @@ class FreeRunning(ExperienceSource):
             self._engine_steps = self._steps
         yield
         if self._pool is None:  # samples under way were served too, if the engines have served by the agents
-            self._updates_of_version.setdefault(self._agents().weight_version, self._updates)
+            self._updates_of_version.setdefault(self._running_agents().weight_version, self._updates)
         elif serving is not None:
             self._serve(self._pool)
+
+    def replace_lost(self, error: ProcessLostError) -> None:
+        """See :meth:`ExperienceSource.replace_lost`."""
+        if self._pool is None:
+            raise error
+        self._pool.replace(error)
 
     def close(self) -> None:
         """See :meth:`ExperienceSource.close`."""
         self._must_rest = True
-        if len(self._store):
-            self._agents().cancel([group.responses for group in self._store.groups()])
+        if self._manager is not None:
+            self._manager.cancel([group.responses for group in self._store.groups()])
 
     # ---- batches ----------------------------------------------------------------------------------
 

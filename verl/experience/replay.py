@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from verl.base.fs import below
-from verl.errors import DataError
+from verl.errors import DataError, ProcessLostError
 from verl.experience.background import RolloutPool
 from verl.experience.lockstep import Lockstep
 from verl.experience.rewards import RewardRecord
@@ -71,6 +71,12 @@ class Replay(ExperienceSource):
         if self._pool is not None:
             self._pool.update(self._updates)
         yield
+
+    def replace_lost(self, error: ProcessLostError) -> None:
+        """See :meth:`ExperienceSource.replace_lost`."""
+        if self._pool is None:
+            raise error
+        self._pool.replace(error)
 
     def state_dict(self) -> dict[str, object]:
         """See :meth:`ExperienceSource.state_dict`; the number of the step is all that counts."""

@@ -80,8 +80,13 @@ class ResponseSource:
         return self._judge if self._judge is not None and self._config.judge_answers_agents else None
 
     def agents(self) -> AgentLoopManager:
-        """Return the manager of agent loops, for the workers as they are now; it starts with the first call."""
+        """Return the manager of agent loops, for the workers as they are now; another one if it has ended.
+
+        It starts with the first call.
+        """
         policy, _ = self._workers()
+        if self.agent_loops is not None and self.agent_loops.has_ended:
+            self.end_agent_loops()
         if self.agent_loops is None:
             judge = self._agents_judge
             address = None if judge is None else judge.reward_router_address

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, ProcessLostError
 from verl.experience.rewards import RewardRecord
 from verl.protocol import DataProto
 from verl.utils.deferred import Deferred
@@ -61,6 +61,14 @@ class ExperienceSource(ABC):
         What was under way goes on afterwards.
         """
         return nullcontext()
+
+    def replace_lost(self, error: ProcessLostError) -> None:
+        """Start rollout engines with a pool of their own anew, if they alone were lost while they served others.
+
+        Raises:
+            ProcessLostError: the error itself, if workers in training are lost, or the engines share their ranks.
+        """
+        raise error
 
     def close(self) -> None:
         """Drop what is under way, because the workers end. Idempotent; the source cannot be used afterwards."""

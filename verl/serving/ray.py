@@ -518,25 +518,47 @@ class RaySession:
         return Deferred([outcome], result)
 
     @contextmanager
-    def awake(self, group: WorkerGroup) -> Iterator[None]:
-        """Let the engines of a group serve within the context; after an error :meth:`close` the session."""
+    def awake(self, group: WorkerGroup, keeps_requests: bool = False) -> Iterator[None]:
+        """Let the engines of a group serve within the context; after an error :meth:`close` the session.
+
+        With ``keeps_requests`` the session stays if ranks are lost and its router is not: requests wait, those under
+        way without the tokens drawn since they were last interrupted, for the engines of another call.
+        """
         engines = len(group.mesh("rollout").collecting_ranks)
         this_round = self._round = next(self._rounds), engines
         with ExitStack() as on_failure:
             on_failure.callback(self._close_in, this_round)
-            with self._loss_named():
-                for other in self._others.values():
-                    other.actor.open.remote(*this_round, {})
-                router, others = self.router, {index: other.actor for index, other in self._others.items()}
-                router.result(router.actor.open.remote(*this_round, others))
-                self._serving = group, group.serve(RayRequests(router.actor, this_round[0]))
-                yield
-                for other in self._others.values():
-                    other.actor.close.remote(this_round[0])
-                router.result(router.actor.close.remote(this_round[0]))
-                group.wait_for(self._serving[1])
-                self._round = self._serving = None
+            try:
+                with self._loss_named():
+                    for other in self._others.values():
+                        other.actor.open.remote(*this_round, {})
+                    router, others = self.router, {index: other.actor for index, other in self._others.items()}
+                    router.result(router.actor.open.remote(*this_round, others))
+                    self._serving = group, group.serve(RayRequests(router.actor, this_round[0]))
+                    yield
+                    self._end_round(this_round[0])
+                    group.wait_for(self._serving[1])
+            except ProcessLostError:
+                if keeps_requests:
+                    with suppress(ActorSilentError, RayActorError):  # without the router its requests are lost too
+                        self.pause()
+                        self._end_round(this_round[0])
+                        self._round = self._serving = None
+                        on_failure.pop_all()
+                raise
+            self._round = self._serving = None
             on_failure.pop_all()
+
+    def _end_round(self, round_index: int) -> None:
+        """Let the engines end their work."""
+        for other in list(self._others.values()):
+            other.actor.close.remote(round_index)
+        self.router.result(self.router.actor.close.remote(round_index))
+
+    @property
+    def has_router(self) -> bool:
+        """Whether the driver's router runs: from the first use to :meth:`close`, which a loss of it calls."""
+        return self._router is not None
 
     def _close_in(self, this_round: tuple[int, int]) -> None:
         """Close, unless the engines serve in a later round: an abandoned round ends late, when its handle is freed."""
@@ -618,7 +640,8 @@ class RaySession:
         self._of_all("abort")
 
     def _of_all(self, method: str, *args: object) -> None:
-        asked = [(router, getattr(router.actor, method).remote(*args)) for router in self._others.values()]
+        routers = list(self._others.values())
+        asked = [(router, getattr(router.actor, method).remote(*args)) for router in routers]
         self.router.result(getattr(self.router.actor, method).remote(*args))
         for router, reference in asked:
             with suppress(ActorSilentError, RayActorError):  # its owner notices it, and removes the router

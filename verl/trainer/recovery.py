@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,6 +115,8 @@ class Recovery:
         """Restarts of the workers since this process began."""
         self.lost_s = 0.0
         """Seconds lost by restarts: from the last call of :meth:`hold` until training continues."""
+        self.replacements = 0
+        """Starts of the rollout pool alone."""
         self.redone_steps = 0
         """Finished steps that had to be repeated."""
         self._in_a_row = 0
@@ -167,6 +169,44 @@ class Recovery:
             groups[name].wait_until_made(references)
         self._schedule.record(time.monotonic() - self._held_at)
 
+    def replace(self, error: ProcessLostError, start: Callable[[], None]) -> None:
+        """Start a rollout pool anew that was lost, while the trainer goes on; may be called in any thread.
+
+        It counts as a restart of the workers: after a new step there may be ``max_restarts`` again.
+
+        Args:
+            error: the loss.
+            start: starts the pool.
+
+        Raises:
+            ProcessLostError: the loss, if it is one too many, or after SIGTERM; all workers have to be restarted then.
+        """
+        while not self.termination.requested and self._in_a_row < self.settings.max_restarts:
+            self._first = self._first or error
+            self._in_a_row += 1
+            pause = self._pause_s
+            logger.error(
+                "The rollout pool is started anew (restart %d of at most %d, in %.1f s), and the trainer goes on: %s",
+                self._in_a_row,
+                self.settings.max_restarts,
+                pause,
+                _full_text(error),
+            )
+            time.sleep(pause)
+            try:
+                start()
+            except ProcessLostError as another:
+                error = another
+            else:
+                self.replacements += 1
+                logger.warning("The rollout pool is there again.")
+                return
+        raise error
+
+    @property
+    def _pause_s(self) -> float:
+        return min(LONGEST_PAUSE_S, self.settings.backoff_s * 2 ** (self._in_a_row - 1))
+
     @property
     def can_save(self) -> bool:
         """Whether :meth:`save` can write a state from memory, without the workers, that no checkpoint is newer than."""
@@ -187,10 +227,13 @@ class Recovery:
         return held.driver.global_step
 
     def metrics(self) -> dict[str, float]:
-        """``recovery/restarts``, ``recovery/redone_steps`` and ``recovery/lost_s`` so far; empty without a restart."""
+        """``recovery/restarts``, ``recovery/redone_steps`` and ``recovery/lost_s`` so far, and
+        ``recovery/rollout_restarts``; each only after such a restart.
+        """
+        metrics = {"recovery/rollout_restarts": float(self.replacements)} if self.replacements else {}
         if not self.restarts:
-            return {}
-        return {
+            return metrics
+        return metrics | {
             "recovery/restarts": float(self.restarts),
             "recovery/redone_steps": float(self.redone_steps),
             "recovery/lost_s": self.lost_s,
@@ -216,7 +259,7 @@ class Recovery:
             self.limits.learn(error)
             if self._in_a_row > self.settings.max_restarts:
                 raise self._restart_limit_error(self._first, error) from error
-            pause = min(LONGEST_PAUSE_S, self.settings.backoff_s * 2 ** (self._in_a_row - 1))
+            pause = self._pause_s
             logger.error("%s", _full_text(error))
             logger.error(
                 "Restart %d of at most %d in %.1f s: all workers are started anew.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -32,6 +33,10 @@ class WorkerGroups:
     """The worker group of each role; empty while no workers run."""
     _processes: dict[str, WorkerGroup] = field(default_factory=dict)
     """The group that holds the processes of a pool, by the pool's name."""
+    _arguments: dict[Any, Mapping[str, object]] = field(default_factory=dict)
+    """Constructor arguments of the workers that were started, by role."""
+    _changing: threading.RLock = field(default_factory=threading.RLock)
+    """Held while workers start or end, which two threads may ask for."""
 
     def start(self, arguments: Mapping[RoleT, Mapping[str, object]]) -> Mapping[RoleT, WorkerGroup]:
         """Start the workers and load their models, in the order of ``arguments``.
@@ -42,17 +47,47 @@ class WorkerGroups:
         Returns:
             the worker group of each role.
         """
+        with self._changing:
+            self._arguments = dict(arguments)
+            self.pools.create_resource_pool()
+            self._start(arguments)
+            return {role: self.groups[role] for role in arguments}
+
+    def replace(self, role: Hashable) -> None:
+        """Start the workers of a role's pool anew, because it has lost a process; other pools go on.
+
+        Does nothing if the pool was replaced meanwhile, or all workers have ended.
+
+        Raises:
+            ProcessLostError: a new process was lost too; :meth:`replace` may be called again.
+            ResourceError: the cluster has become too small.
+        """
+        pool = self.pools.mapping[role]
+        with self._changing:
+            processes = self._processes.get(pool)
+            if not self.groups or (processes is not None and not processes.is_lost):
+                return
+            if processes is not None:
+                del self._processes[pool]
+                processes.shutdown()
+            self.pools.renew(pool)
+            self._start({each: of for each, of in self._arguments.items() if self.pools.mapping[each] == pool})
+
+    @property
+    def lost_pools(self) -> set[str]:
+        """Names of the pools that have lost a process."""
+        return {pool for pool, processes in self._processes.copy().items() if processes.is_lost}
+
+    def _start(self, arguments: Mapping[Any, Mapping[str, object]]) -> None:
         names = ", ".join(map(str, arguments))
         with working(f"starting the processes of {names}"):
             self._start_processes(arguments)
         for role in arguments:
             with working(f"loading the model of {role} on {self.groups[role].world_size} rank(s)"):
                 self.groups[role].init_model()
-        return {role: self.groups[role] for role in arguments}
 
-    def _start_processes(self, arguments: Mapping[RoleT, Mapping[str, object]]) -> None:
-        self.pools.create_resource_pool()
-        members: dict[ResourcePool, dict[RoleT, ClassWithInitArgs]] = {}
+    def _start_processes(self, arguments: Mapping[Any, Mapping[str, object]]) -> None:
+        members: dict[ResourcePool, dict[Hashable, ClassWithInitArgs]] = {}
         for role, of_role in arguments.items():
             worker = self.group_class.describe(self.worker_classes[role], **of_role, device_name=self.device_name)
             members.setdefault(self.pools.get_resource_pool(role), {})[role] = worker
@@ -68,21 +103,22 @@ class WorkerGroups:
         """Fetch the calls that each process answered since the last fetch, by pool and rank (``global_pool 0``).
 
         One call per process. It waits for calls that are still under way, so the pool of the role ``busy`` is left for
-        a later fetch.
+        a later fetch, and so are pools that are lost.
         """
-        left = None if busy is None else self.pools.mapping[busy]
-        fetched = {pool: group for pool, group in self._processes.items() if pool != left}
+        left = self.lost_pools | ({self.pools.mapping[busy]} if busy is not None else set())
+        fetched = {pool: group for pool, group in self._processes.copy().items() if pool not in left}
         pending = {pool: group.execute_all_async("take_call_times") for pool, group in fetched.items()}
         return {
             f"{pool} {rank}": calls
             for pool, outputs in pending.items()
-            for rank, calls in enumerate(self._processes[pool].wait_for(outputs))
+            for rank, calls in enumerate(fetched[pool].wait_for(outputs))
         }
 
     def end(self) -> None:
         """End the workers and release their pools; :meth:`start` may be called again."""
-        for processes in self._processes.values():
-            processes.shutdown()
-        self._processes.clear()
-        self.groups.clear()
-        self.pools.release()
+        with self._changing:
+            for processes in self._processes.values():
+                processes.shutdown()
+            self._processes.clear()
+            self.groups.clear()
+            self.pools.release()

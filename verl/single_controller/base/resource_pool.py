@@ -95,6 +95,15 @@ class PoolManager:
             name: self._make_pool(name, counts) for name, counts in self.resource_pool_spec.items()
         }
 
+    def renew(self, name: str) -> None:
+        """Release a pool and make it anew, without its workers; the other pools keep theirs.
+
+        Raises:
+            ResourceError: all pools together need more devices than there are.
+        """
+        self.resource_pool_dict[name].release()
+        self.resource_pool_dict[name] = self._make_pool(name, self.resource_pool_spec[name])
+
     def release(self) -> None:
         """Free the resources of all pools, for another run in the same cluster."""
         for pool in self.resource_pool_dict.values():

@@ -200,6 +200,11 @@ class WorkerGroup(ABC):
         all later ones raise a ProcessLostError.
         """
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank has died or hung, so that all ranks were ended and every call raises a ProcessLostError."""
+        return False
+
     @abstractmethod
     def shutdown(self) -> None:
         """End the workers, including those of spawned groups over the same processes."""

@@ -313,6 +313,11 @@ class Watchdog:
         """Whether the watchdog was started, so that a rank's death ends the others."""
         return self._thread is not None
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether a rank was lost, and all were ended."""
+        return self._loss is not None
+
     def start(self, every_n_seconds: float) -> None:
         """Start a thread that checks the ranks every so many seconds until one is dead; later calls do nothing."""
         if self._thread is None:

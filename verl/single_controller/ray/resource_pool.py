@@ -239,6 +239,14 @@ class ResourcePoolManager(PoolManager):
         started and that died on this node.
         """
         restart_if_lost()
+        self._check_fits()
+
+    def renew(self, name: str) -> None:
+        """See :meth:`PoolManager.renew`; waits for a node that replaces one that died."""
+        self._check_fits()
+        super().renew(name)
+
+    def _check_fits(self) -> None:
         asked = [(counts, self.device_name != "cpu") for counts in self.resource_pool_spec.values()]
         deadline = time.monotonic() + (REPLACEMENT_TIMEOUT_S if self.resource_pool_dict and dead_nodes() else 0)
         while True:

@@ -314,6 +314,11 @@ class RayWorkerGroup(WorkerGroup):
         """Seconds after which a call without an answer counts as a lost process; None waits without limit."""
         return self._watchdog.hang_timeout_s
 
+    @property
+    def is_lost(self) -> bool:
+        """See :attr:`WorkerGroup.is_lost`."""
+        return self._watchdog.is_lost
+
     def end_hanging(self, outputs: PendingOutputs[Any]) -> ProcessLostError:
         """End the ranks, because a call has hung for ``hang_timeout_s``; return the error that says where they are.
 

@@ -52,7 +52,7 @@ from verl.config.async_plan import AsyncPlan
 from verl.datasets import collate_fn as default_collate_fn
 from verl.datasets.loading import bound_to_driver
 from verl.datasets.sampler import AbstractCurriculumSampler
-from verl.errors import ConfigError, DataError
+from verl.errors import ConfigError, DataError, ProcessLostError
 from verl.experience.ahead import Ahead
 from verl.experience.background import PromptsTakenFirst, RolloutPool, SerialThread
 from verl.experience.free_running import FreeRunning
@@ -332,7 +332,9 @@ class PPOTrainer(TrainingLoop):
         plan, folder = AsyncPlan.of(config), config.trainer.async_.replay
         if self.rollout_workers is not self.policy_workers:
             takes_first = not config.algorithm.filter_groups.enable
-            pool = RolloutPool(self._sampling_thread, prompts, takes_first, self._send_weights)
+            pool = RolloutPool(
+                self._sampling_thread, prompts, takes_first, self._send_weights, self._replace_rollout_pool
+            )
         if folder is not None:
             return Replay(lockstep, Path(folder), pool)
         if plan.is_free_running:
@@ -386,6 +388,19 @@ class PPOTrainer(TrainingLoop):
     def _send_weights(self, version: int) -> Metrics:
         """Send the weights of the policy, after ``version`` updates, to rollout engines with a pool of their own."""
         return self._weight_transfer.update(self.policy_workers, self.rollout_workers, version)
+
+    def _replace_rollout_pool(self, error: ProcessLostError) -> None:
+        """Start the rollout pool anew if it or the router of its requests was lost, and nothing else; else raise."""
+        lost = self.worker_groups.lost_pools
+        agents = self.response_source.agent_loops
+        if lost - {self.resource_pool_manager.mapping[Role.Rollout]} or not (lost or (agents and agents.has_ended)):
+            raise error
+        self.recovery.replace(error, self._start_rollout_pool)
+
+    def _start_rollout_pool(self) -> None:
+        self.worker_groups.replace(Role.Rollout)
+        self.observers.unwatch()
+        self.observers.watch(self.rollout_workers)
 
     def _experience_workers(self) -> ExperienceWorkers:
         return ExperienceWorkers(self.rollout_workers, self.reward_workers)
@@ -687,9 +702,14 @@ class PPOTrainer(TrainingLoop):
         assert self.validator is not None, "validation needs val_dataset and val_reward_fn"
         # A resumed run may validate once more. Neither later steps nor later validations may depend on that.
         before = rng_state()
-        self.validation_order.manual_seed(self.typed_config.trainer.seed)
-        with self.experience.rest():
-            metrics = self.validator.run(self.global_steps)
+        metrics: Metrics | None = None
+        while metrics is None:
+            self.validation_order.manual_seed(self.typed_config.trainer.seed)
+            try:
+                with self.experience.rest():
+                    metrics = self.validator.run(self.global_steps)
+            except ProcessLostError as error:
+                self.experience.replace_lost(error)
         set_rng_state(before)
         inputs, outputs, scores = ([s[name] for s in self.validator.samples] for name in ("input", "output", "score"))
         self._log_validation_samples(inputs, outputs, scores)
