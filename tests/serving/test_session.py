@@ -141,11 +141,6 @@ class Asks(RouterActor):
         return (await self.router.generate("own", request(token))).token_ids
 
 
-def wait_until_two_run(session: RaySession) -> None:
-    while sum(load.running for load in session.state().engines) < 2:
-        session.check()
-
-
 def test_the_ranks_fetch_from_processes_that_come_later_and_forget_those_that_die(ray_cluster: None) -> None:
     with on_ray() as (session, group):
         first, later = (WatchedActor("another", Asks, "silences", 60.0, 8, "", session.new_index()) for _ in range(2))
@@ -175,7 +170,8 @@ def test_the_ranks_fetch_from_processes_that_come_later_and_forget_those_that_di
             with session.awake(group, keeps_requests=True):
                 asked.append(first.actor.ask.remote(session.round_index, NEVER_ENDS))
                 asked.append(session.send("a", request(NEVER_ENDS)).future())
-                wait_until_two_run(session)
+                while sum(load.running for load in session.state().engines) < 2:
+                    session.check()
                 for worker in group.workers:
                     ray.kill(worker)
                 while True:
@@ -188,7 +184,9 @@ def test_the_ranks_fetch_from_processes_that_come_later_and_forget_those_that_di
         others.init_model()
         with session.awake(others, keeps_requests=True):
             session.resume()
-            wait_until_two_run(session)
+            # So the engines have the ones before, too.
+            assert ray.get(first.actor.ask.remote(session.round_index, 7)) == [7]
+            assert session.send("a", request(7)).future().result(60).token_ids == [7]
             session.abort()
             assert [ray.get(asked[0]), asked[1].result(60).token_ids] == [[8], [8]]
         others.shutdown()
