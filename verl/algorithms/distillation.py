@@ -364,6 +364,32 @@ def divergence_terms(
     return from_teacher + (1 - beta) * log_p.exp() * (bounded(log_p) - log_m)
 
 
+def divergence_gradient(
+    log_p: Tensor, log_q: Tensor, kind: DivergenceKind, beta: float, log_prob_min: float | None
+) -> Tensor:
+    """Return h = p ∂D/∂p of each class, up to a multiple of p; arguments as of :func:`divergence_terms`.
+
+    The gradient in the policy's logits is h - p Σ h, in which that multiple cancels. Without a bound::
+
+        forward_kl   -q        reverse_kl   p (log p - log q)        jsd   (1 - β) p (log p - log m)
+
+    A logarithm at its bound has no gradient.
+    """
+    if kind == "forward_kl":
+        h = -log_q.exp()
+        return h if log_prob_min is None else h.masked_fill_(log_p < log_prob_min, 0)
+    other = log_q if kind == "reverse_kl" else log_mixture(log_p, log_q, beta)
+    if log_prob_min is None:
+        h = log_p - other
+    else:
+        h = log_p.clamp_min(log_prob_min) - other.clamp_min(log_prob_min)
+        h -= (log_p < log_prob_min).to(h.dtype)
+        if kind == "jsd":
+            h += (other < log_prob_min).to(h.dtype)
+    h *= log_p.exp()
+    return h if kind == "reverse_kl" else h.mul_(1 - beta)
+
+
 def log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     """Return log(β q + (1 - β) p)."""
     return torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))

@@ -361,7 +361,7 @@ def test_wrong_models_and_calls_are_refused(path, tmp_path, batch):
     with pytest.raises(ConfigError, match="fp16"):
         make_engine(path, dtype="fp16")
     engine = make_engine(path, trained=False)
-    with pytest.raises(ConfigError, match="no output values; it has entropy, log_probs"):
+    with pytest.raises(ConfigError, match="no output values; it has agreement, divergence, entropy, hidden, log_probs"):
         engine.infer_batch(batch, {"values"}, WHOLE)
     with pytest.raises(ConfigError, match="temperature=0"):
         engine.infer_batch(batch, {"log_probs"}, WHOLE, temperature=0)

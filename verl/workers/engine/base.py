@@ -38,6 +38,7 @@ from verl.workers.engine.passes import MicroBatchConfig, PassSizes
 
 if TYPE_CHECKING:
     from verl.checkpoint.states import State
+    from verl.workers.engine.fsdp.divergence import FullDivergence, OutputMatrix
 
 
 class BaseEngine(ABC):
@@ -59,7 +60,12 @@ class BaseEngine(ABC):
     """(layers with experts, experts) tokens that each expert got in the last mini-batch, over all ranks; None if the
     model is no policy, or its routers do not return what they choose."""
 
-    def _check_request(self, outputs: set[str] | frozenset[str], temperature: float) -> None:
+    divergence: FullDivergence | None = None
+    """What the output ``divergence`` compares this model with; set before a batch whose loss reads it."""
+
+    def _check_request(
+        self, outputs: set[str] | frozenset[str], temperature: float, topk: int = 0, vocab_size: int = 0
+    ) -> None:
         if unknown := outputs - self.output_names:
             raise ConfigError(
                 f"a {self.model_type} has no output {', '.join(sorted(unknown))}; it has "
@@ -67,6 +73,8 @@ class BaseEngine(ABC):
             )
         if temperature <= 0:
             raise ConfigError(f"temperature={temperature}: log-probs need one above 0; a greedy policy is scored at 1.")
+        if outputs & {"top_ids", "top_log_probs"} and not 0 < topk <= vocab_size:
+            raise ConfigError(f"topk={topk}: the model has {vocab_size} tokens. Use 1 to {vocab_size}.")
 
     @abstractmethod
     def initialize(self) -> None:
@@ -107,20 +115,35 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def infer_batch(
-        self, batch: DataProto, outputs: set[str], micro: MicroBatchConfig, temperature: float = 1.0
+        self, batch: DataProto, outputs: set[str], micro: MicroBatchConfig, temperature: float = 1.0, topk: int = 0
     ) -> dict[str, Tensor]:
         """Compute model outputs without gradients.
 
         Args:
             batch: this rank's rows.
-            outputs: of ``log_probs``, ``entropy``, ``sum_pi_squared`` (language models); ``values`` (value models);
-                ``scores`` (reward models).
+            outputs: of ``log_probs``, ``entropy``, ``sum_pi_squared``, ``top_ids``, ``top_log_probs``, ``hidden``
+                (language models, see :func:`~verl.workers.engine.fsdp.outputs.language_outputs`); ``values`` (value
+                models); ``scores`` (reward models).
             micro: size of the passes.
             temperature: of the policy; logits are divided by it.
+            topk: number K of the most likely tokens in ``top_ids`` and ``top_log_probs``.
 
         Returns:
-            each output as (bsz, response_length) float32 on the CPU, 0 where ``response_mask`` is 0.
+            each output as (bsz, response_length) float32 on the CPU, 0 where ``response_mask`` is 0; ``top_ids`` int32
+            and ``top_log_probs`` (bsz, response_length, K); ``hidden``, the last hidden states that predict the tokens,
+            (bsz, response_length, hidden size) in the format of the computation.
         """
+
+    def output_matrix(self) -> OutputMatrix:
+        """Return the whole projection from last hidden states to logits, without gradient, on this rank. Collective.
+
+        It does not change with later updates of the model. Of a pipeline only the last stage, where it is used, has
+        rows of it.
+
+        Raises:
+            ConfigError: the model is no language model.
+        """
+        raise ConfigError(f"a {self.model_type} has no output matrix: it is no language model.")
 
     @abstractmethod
     def forward_backward_batch(

@@ -19,11 +19,13 @@ from verl.config import FSDPOptimizerConfig
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.utils.model import longrope_threshold
-from verl.utils.sharded_tensor import local_rows
+from verl.utils.sharded_tensor import full_tensor, local_rows
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.activations import activations_on_cpu
+from verl.workers.engine.fsdp.divergence import OutputMatrix
 from verl.workers.engine.fsdp.experts import ExpertLoad, balance_loss, load_metrics
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
+from verl.workers.engine.fsdp.outputs import LANGUAGE_OUTPUTS, empty_columns, without_hidden
 from verl.workers.engine.fsdp.packing_check import shared_prompt_difference
 from verl.workers.engine.fsdp.sharded_model import ShardedModel
 from verl.workers.engine.images import has_images
@@ -58,7 +60,7 @@ ROUTING = "routed_experts"
 class FSDPEngine(ShardedModel):
     """One model under FSDP2; arguments as of :class:`ShardedModel`."""
 
-    output_names = frozenset({"log_probs", "entropy", "sum_pi_squared", ROUTING})
+    output_names = LANGUAGE_OUTPUTS | {ROUTING}
 
     def initialize(self) -> None:
         """Build and shard the model, and make the optimizer; see :class:`BaseEngine`."""
@@ -101,10 +103,10 @@ class FSDPEngine(ShardedModel):
 
     @torch.no_grad()
     def infer_batch(
-        self, batch: DataProto, outputs: set[str], micro: MicroBatchConfig, temperature: float = 1.0
+        self, batch: DataProto, outputs: set[str], micro: MicroBatchConfig, temperature: float = 1.0, topk: int = 0
     ) -> dict[str, Tensor]:
         """Compute output columns without gradients; see :class:`BaseEngine`."""
-        self._check_request(outputs, temperature)
+        self._check_request(outputs, temperature, topk, self.model.head.out_features)
         if micro.shares_prompts and ROUTING in outputs:
             raise ConfigError(
                 "actor.use_prefix_grouper=true: the experts of a shared prompt are not recorded for each row. Set "
@@ -118,23 +120,32 @@ class FSDPEngine(ShardedModel):
             for attempt in self._attempts("infer"):
                 with attempt as limit:
                     # On the device, so that no pass waits for the one before to be copied.
-                    columns = {name: torch.zeros(shape, device=self.device) for name in outputs - {ROUTING}}
+                    size = self.model.head.in_features
+                    columns = empty_columns(shape, outputs - {ROUTING}, topk, size, self.compute_dtype, self.device)
                     for part in self.pass_sizes.watched(split_micro_batches(batch, micro, self.device, limit=limit)):
-                        self._infer(part, columns, temperature, len(batch) if ROUTING in outputs else None)
+                        self._infer(part, columns, temperature, topk, len(batch) if ROUTING in outputs else None)
         self._reshard()
         return {name: values.cpu() for name, values in columns.items()}
 
-    def _infer(self, part: MicroBatch, columns: dict[str, Tensor], temperature: float, bsz: int | None = None) -> None:
+    def _infer(
+        self,
+        part: MicroBatch,
+        columns: dict[str, Tensor],
+        temperature: float,
+        topk: int = 0,
+        bsz: int | None = None,
+    ) -> None:
         """Fill the rows of one micro-batch in ``columns``; add routing for a batch of ``bsz`` rows if that is given."""
         # A function of its own, so that the tensors of this pass are freed before the next one.
         inputs = self._inputs(part)
         with self._routing(inputs) as choices:
-            flat = self.model(inputs, frozenset(columns.keys() - {ROUTING}), temperature)
+            flat = self.model(inputs, frozenset(columns.keys() - {ROUTING}), temperature, topk, self.divergence)
         if part.is_filler:
             return
         for name, values in flat.items():
-            rows = to_device(torch.tensor(part.rows), self.device)
-            columns[name].index_copy_(0, rows, inputs.scatter(values).float())
+            column = columns[name]
+            rows = to_device(torch.tensor(part.rows), column.device)
+            column.index_copy_(0, rows, inputs.scatter(values).to(column))
         if bsz is None:
             return
         experts = inputs.of_all_tokens(choices.stacked(self.model.hf)).cpu()
@@ -178,7 +189,7 @@ class FSDPEngine(ShardedModel):
                         columns, loss, part_metrics = self._forward_backward(
                             part, loss_fn, totals, temperature, load, counts
                         )
-                        watch.add(part.rows, part.data, columns, loss, part_metrics)
+                        watch.add(part.rows, without_hidden(part.data), columns, loss, part_metrics)
                         if not part.is_filler:
                             metrics.add(part_metrics, part.num_tokens)
         reduced, self.non_finite = metrics.reduce(watch.problems(), group)
@@ -230,11 +241,11 @@ class FSDPEngine(ShardedModel):
         load: ExpertLoad,
         counts: Tensor | None,
     ) -> tuple[dict[str, Tensor], Tensor, LossMetrics]:
-        data, inputs = part.data, self._inputs(part)
+        data, inputs = without_hidden(part.data), self._inputs(part)
         with self.routers.replayed(inputs.routed_experts):
             kept = activations_on_cpu() if self.model_config.enable_activation_offload else nullcontext()
             with kept, self.routers.watched(inputs.real) as choices:
-                flat = self.model(inputs, loss_fn.outputs, temperature)
+                flat = self.model(inputs, loss_fn.outputs, temperature, 0, self.divergence)
             if not part.is_filler:
                 load.add(choices)
             columns = {name: inputs.scatter(values) for name, values in flat.items()}
@@ -330,7 +341,21 @@ class FSDPEngine(ShardedModel):
 
 @EngineRegistry.register("language_model", ("fsdp", "fsdp2"))
 class FSDPLanguageModelEngine(FSDPEngine):
-    """Engine of a causal language model: ``log_probs``, ``entropy`` and ``sum_pi_squared`` of response tokens."""
+    """Engine of a causal language model; see :func:`~verl.workers.engine.fsdp.outputs.language_outputs`."""
+
+    @torch.no_grad()
+    def output_matrix(self) -> OutputMatrix:
+        """See :meth:`BaseEngine.output_matrix`."""
+        self._reshard()
+        head = self.model.head
+
+        def whole(parameter: Tensor) -> Tensor:
+            kept = full_tensor(parameter, self.device, self.compute_dtype).to(self.device, self.compute_dtype)
+            is_shared = kept.untyped_storage().data_ptr() == local_rows(parameter)[0].untyped_storage().data_ptr()
+            return kept.clone() if is_shared and parameter.requires_grad else kept
+
+        bias = None if head.bias is None else whole(head.bias)
+        return OutputMatrix(weight=whole(head.weight), bias=bias, rule=self.model.rule)
 
 
 @EngineRegistry.register("value_model", ("fsdp", "fsdp2"))

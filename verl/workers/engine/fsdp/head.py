@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,7 +64,7 @@ class LogitRule:
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of N tokens, (N,) fp32 each; None if not requested."""
+    """Statistics of N tokens, (N,) fp32 each if nothing else is said; None if not requested."""
 
     log_probs: Tensor
     """log p(target)."""
@@ -71,6 +72,14 @@ class TokenStatistics(NamedTuple):
     """H(p) in nats."""
     sum_pi_squared: Tensor | None
     """Σ_v p(v)² over the vocabulary; not differentiable."""
+    topk_log_probs: Tensor | None = None
+    """(N, K) log p of the ``candidates``."""
+    agreement: Tensor | None = None
+    """1 where no token is more likely than the first of the ``candidates``, else 0."""
+    top_ids: Tensor | None = None
+    """(N, topk) the most likely tokens, int64, the most likely first."""
+    top_log_probs: Tensor | None = None
+    """(N, topk) their log-probs; not differentiable."""
 
 
 def token_log_probs(
@@ -83,6 +92,8 @@ def token_log_probs(
     with_sum_pi_squared: bool = False,
     rule: LogitRule = LogitRule(),
     chunk_elements: int | None = None,
+    candidates: Tensor | None = None,
+    topk: int = 0,
 ) -> TokenStatistics:
     """Compute log p(target), H(p) and Σ p² for p = softmax(rule(hidden Wᵀ + b) / temperature), in fp32.
 
@@ -93,11 +104,41 @@ def token_log_probs(
 
     Shapes: ``hidden`` (N, H), ``weight`` W (V, H), ``bias`` b (V,), ``targets`` (N,). One row of V logits is computed
     at once even if ``chunk_elements`` is smaller.
+
+    With ``candidates`` (N, K), token ids, also log p of each of them, differentiable. With ``topk`` also the most
+    likely tokens.
     """
-    rows = chunk_rows(weight, chunk_elements)
-    wanted = with_entropy, with_sum_pi_squared
-    log_probs, entropy, squares = _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, wanted, rule, rows)  # type: ignore[misc]
-    return TokenStatistics(log_probs, entropy if with_entropy else None, squares if with_sum_pi_squared else None)
+    wanted = Wanted(with_entropy, with_sum_pi_squared, candidates is not None, topk)
+    settings = temperature, wanted, rule, chunk_rows(weight, chunk_elements)
+    return wanted.statistics(_TokenLogProbs.apply(hidden, weight, bias, stacked(targets, candidates), settings))  # type: ignore[misc]
+
+
+class Wanted(NamedTuple):
+    """What is computed beside the log-probs of targets."""
+
+    entropy: bool
+    sum_pi_squared: bool
+    candidates: bool
+    topk: int
+
+    def statistics(self, values: Sequence[Tensor]) -> TokenStatistics:
+        """Name log-probs (N, 1 + K), entropy, Σ p², agreement, top ids and their log-probs; drop what is not wanted."""
+        log_probs, entropy, squares, agreement, top_ids, top_log_probs = values
+        return TokenStatistics(
+            log_probs=log_probs[:, 0],
+            entropy=entropy if self.entropy else None,
+            sum_pi_squared=squares if self.sum_pi_squared else None,
+            topk_log_probs=log_probs[:, 1:] if self.candidates else None,
+            agreement=agreement if self.candidates else None,
+            top_ids=top_ids if self.topk else None,
+            top_log_probs=top_log_probs if self.topk else None,
+        )
+
+
+def stacked(targets: Tensor, candidates: Tensor | None) -> Tensor:
+    """Put targets (N,) and candidates (N, K) side by side, int64."""
+    column = targets.long().unsqueeze(-1)
+    return column if candidates is None else torch.cat([column, candidates.long()], dim=-1)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -108,34 +149,39 @@ class _TokenLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
-        wanted: tuple[bool, bool],
-        rule: LogitRule,
-        rows: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        with_entropy, with_sum_pi_squared = wanted
+        settings: tuple[float, Wanted, LogitRule, int],
+    ) -> tuple[Tensor, ...]:
+        temperature, wanted, rule, rows = settings
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs = hidden.new_empty(len(hidden), dtype=wide)
-        log_z, entropy, squares = (torch.empty_like(log_probs) for _ in range(3))
+        log_probs = hidden.new_empty(targets.shape, dtype=wide)
+        log_z, entropy, squares, agreement = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(4))
+        top_ids = targets.new_empty(len(hidden), wanted.topk)
+        top_log_probs = log_probs.new_empty(top_ids.shape)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = _logits(hidden[part], weight, bias, rule, wide).div_(temperature)
             log_z[part] = logits.logsumexp(-1)
-            log_probs[part] = logits.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1) - log_z[part]
-            if with_sum_pi_squared:
+            chosen = logits.gather(-1, targets[part])
+            log_probs[part] = chosen - log_z[part].unsqueeze(-1)
+            if wanted.candidates:
+                agreement[part] = (chosen[:, 1] == logits.amax(-1)).to(wide)
+            if wanted.topk:
+                values, top_ids[part] = logits.topk(wanted.topk)
+                top_log_probs[part] = values - log_z[part].unsqueeze(-1)
+            if wanted.sum_pi_squared:
                 # Σ p² = Z(2z) / Z(z)² with Z(z) = Σ exp z, computed in log space so that it cannot overflow.
                 squares[part] = (logits.mul(2).logsumexp(-1) - 2 * log_z[part]).exp()
-            if with_entropy:
+            if wanted.entropy:
                 logits.sub_(log_z[part].unsqueeze(-1))
                 entropy[part] = -(logits.exp().mul_(logits)).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
         ctx.settings = temperature, rule, rows, wide
         ctx.set_materialize_grads(False)
-        if not with_entropy:
+        if not wanted.entropy:
             entropy = entropy.new_empty(0)
             ctx.mark_non_differentiable(entropy)
-        ctx.mark_non_differentiable(squares)
-        return log_probs, entropy, squares
+        ctx.mark_non_differentiable(squares, agreement, top_ids, top_log_probs)
+        return log_probs, entropy, squares, agreement, top_ids, top_log_probs
 
     @staticmethod
     def backward(
@@ -143,7 +189,7 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
         temperature, rule, rows, wide = ctx.settings
-        grad_log_probs, grad_entropy, _ = grads
+        grad_log_probs, grad_entropy, *_ = grads
         grad_hidden = torch.zeros_like(hidden)
         # Sums over chunks are in fp32: in bf16 the gradient over 75 chunks has an error of 1 %.
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
@@ -158,8 +204,8 @@ class _TokenLogProbs(torch.autograd.Function):
                 torch.mul(p, log_p + entropy[part].unsqueeze(-1), out=grad)
                 grad.mul_(-grad_entropy[part].unsqueeze(-1))
             if grad_log_probs is not None:
-                grad.addcmul_(p, grad_log_probs[part].unsqueeze(-1), value=-1)
-                grad.scatter_add_(-1, targets[part].unsqueeze(-1), grad_log_probs[part].unsqueeze(-1))
+                grad.addcmul_(p, grad_log_probs[part].sum(-1, keepdim=True), value=-1)
+                grad.scatter_add_(-1, targets[part], grad_log_probs[part])
             grad = rule.backward_(grad.div_(temperature), plain).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
@@ -168,7 +214,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 grad_bias += grad.sum(0, dtype=wide)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:

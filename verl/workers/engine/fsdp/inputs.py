@@ -80,13 +80,19 @@ class ModelInputs:
     """Which tokens this rank computes; None: all."""
     images: ImageInputs | None = None
     """Images of the sequences, if the vision tower runs."""
+    topk_ids: Tensor | None = None
+    """(N, K) ids whose log-probs are read beside those of ``targets``: the column ``teacher_topk_ids``."""
+    teacher_hidden: Tensor | None = None
+    """(N, H) last hidden states of the teacher that predict the response tokens."""
+    teacher_index: Tensor | None = None
+    """(N,) number of the teacher of each token; None for a single one."""
     routed_experts: Tensor | None = None
     """(tokens, routers, experts per token) experts to be chosen for the flattened ``input_ids``; None: the routers
     choose. See :mod:`verl.workers.routers`."""
 
     def scatter(self, flat: Tensor) -> Tensor:
-        """Place (N,) values at their tokens in (bsz, response_length), 0 elsewhere."""
-        return flat.new_zeros(self.shape).index_put((self.rows, self.columns), flat)
+        """Place (N, ...) values at their tokens in (bsz, response_length, ...), 0 elsewhere."""
+        return flat.new_zeros(*self.shape, *flat.shape[1:]).index_put((self.rows, self.columns), flat)
 
     def of_all_tokens(self, chosen: Tensor) -> Tensor:
         """Return the choice of experts of all real tokens from that of this rank's. Collective if they are shared."""
@@ -125,7 +131,8 @@ def prepare_inputs(
     """Remove the padding of a micro-batch: all of it if ``packed``, else the columns that are padding in every row.
 
     The batch needs input_ids, attention_mask and position_ids, (bsz, prompt_length + response_length), and responses
-    and response_mask, (bsz, response_length). If it has ``routed_experts``, they are replayed. With ``at_token`` the
+    and response_mask, (bsz, response_length). If it has ``routed_experts``, they are replayed; ``teacher_topk_ids``,
+    ``teacher_hidden`` and ``teacher_index`` are those of :class:`ModelInputs`. With ``at_token`` the
     model is read at each response token itself instead of at the token before it. With ``group`` its ranks share the
     sequences; see :func:`divide`.
 
@@ -177,6 +184,8 @@ def prepare_inputs(
         images = images_of(batch, of_images)
         if images is None and runs_tower:
             images = ImageInputs.filler(vision, input_ids)
+    topk_ids, teacher_hidden = (columns.get(name, None) for name in ("teacher_topk_ids", "teacher_hidden"))
+    teacher_index = columns.get("teacher_index", None)  # (bsz,)
     inputs = ModelInputs(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -189,6 +198,9 @@ def prepare_inputs(
         columns=places,
         shape=(mask.shape[0], response_length),
         images=images,
+        topk_ids=None if topk_ids is None else topk_ids[rows, places],
+        teacher_hidden=None if teacher_hidden is None else teacher_hidden[rows, places],
+        teacher_index=None if teacher_index is None else teacher_index[rows],
         routed_experts=routed,
     )
     return (inputs if group is None else divide(inputs, group)).to(device)
@@ -272,6 +284,7 @@ def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
         routed = functional.pad(of_rows, (0, 0, 0, 0, 0, extra), value=unknown(routed.dtype))[:, share].flatten(0, 1)
     row, column = inputs.take // length, inputs.take % length
     mine = ((column >= first) & (column < first + part)).nonzero().flatten()
+    of_teacher = {name: getattr(inputs, name) for name in ("topk_ids", "teacher_hidden", "teacher_index")}
     return replace(
         inputs,
         input_ids=functional.pad(inputs.input_ids, (0, extra))[:, share],
@@ -284,12 +297,20 @@ def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
         targets=inputs.targets[mine],
         images=images,
         routed_experts=routed,
+        **{name: None if values is None else values[mine] for name, values in of_teacher.items()},
         share=SequenceShare(places=mine, count=len(inputs.take), group=group),
     )
 
 
 def check_token_ids(batch: DataProto, vocab_size: int) -> None:
-    """Raise SchemaError if a token id is outside the embedding, which on a GPU would crash the process."""
+    """Raise SchemaError if a token id is outside the vocabulary, which on a GPU would crash the process."""
+    of_teacher = batch.batch.get("teacher_topk_ids", None)
+    if of_teacher is not None and of_teacher.numel() and (of_teacher.max() >= vocab_size or of_teacher.min() < 0):
+        worst = int(of_teacher.max() if of_teacher.max() >= vocab_size else of_teacher.min())
+        raise SchemaError(
+            f"the teacher's most likely tokens have the id {worst}, and the policy's vocabulary has {vocab_size} "
+            "tokens: they have different tokenizers. Use a teacher with the policy's tokenizer."
+        )
     ids = batch.batch["input_ids"]
     if ids.numel() and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
         row, column = ((ids >= vocab_size) | (ids < 0)).nonzero()[0].tolist()

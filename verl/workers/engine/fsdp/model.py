@@ -42,8 +42,15 @@ from verl.utils.ulysses import validate_ulysses_config
 from verl.vision.families import FAMILIES, VisionConfig
 from verl.vision.model import hidden_states
 from verl.workers.engine.fsdp.adapters import adapter_layers, add_adapters, merged, targets_of
-from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
+from verl.workers.engine.fsdp.divergence import (
+    DivergenceStatistics,
+    FullDivergence,
+    OutputMatrix,
+    vocabulary_divergence,
+)
+from verl.workers.engine.fsdp.head import LogitRule, TokenStatistics, token_log_probs
 from verl.workers.engine.fsdp.inputs import ModelInputs
+from verl.workers.engine.fsdp.outputs import language_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +92,19 @@ class HeadedModel(nn.Module):
         """The projection from hidden states to logits or to a scalar."""
         return self.get_submodule(self.head_name)  # pyright: ignore[reportReturnType]
 
-    def forward(self, inputs: ModelInputs, outputs: frozenset[str], temperature: float) -> dict[str, Tensor]:
-        """Compute ``outputs`` at the N chosen tokens, each (N,) fp32.
+    def forward(
+        self,
+        inputs: ModelInputs,
+        outputs: frozenset[str],
+        temperature: float,
+        topk: int = 0,
+        divergence: FullDivergence | None = None,
+    ) -> dict[str, Tensor]:
+        """Compute ``outputs`` at the N chosen tokens, each (N,) fp32 if nothing else is said.
 
-        Language models have ``log_probs`` (always returned), ``entropy`` and ``sum_pi_squared``; scalar heads have
-        ``values`` or ``scores``. Checks of a model use ``hidden``, (N, hidden_size), and ``reference``, the log-probs
-        by the Transformers model's own forward; each must be requested alone.
+        Language models have those of :func:`~verl.workers.engine.fsdp.outputs.language_outputs`, and scalar heads
+        ``values`` or ``scores``. Checks of a model use ``reference``, the log-probs by the Transformers model's own
+        forward, alone.
         """
         arguments: dict[str, object] = {
             "input_ids": inputs.input_ids,
@@ -111,27 +125,31 @@ class HeadedModel(nn.Module):
         else:
             hidden = hidden_states(backbone, arguments, inputs.images)
         chosen = hidden.flatten(0, 1).index_select(0, inputs.take)  # (N, hidden), or this rank's of them
-        columns = self._at(chosen, inputs.targets, outputs, temperature)
+        columns = self._at(chosen, inputs, outputs, temperature, topk, divergence)
         return columns if inputs.share is None else {name: inputs.share.collect(x) for name, x in columns.items()}
 
-    def _at(self, chosen: Tensor, targets: Tensor, outputs: frozenset[str], temperature: float) -> dict[str, Tensor]:
+    def _at(
+        self,
+        chosen: Tensor,
+        inputs: ModelInputs,
+        outputs: frozenset[str],
+        temperature: float,
+        topk: int,
+        divergence: FullDivergence | None,
+    ) -> dict[str, Tensor]:
         """Compute ``outputs`` from the hidden states of the chosen tokens, (n, hidden)."""
-        if "hidden" in outputs:
-            return {"hidden": chosen}
-        if self.head.out_features == 1:
-            scalars: dict[str, Any] = dict.fromkeys(outputs, self.head(chosen).squeeze(-1).float())
-            return scalars
-        statistics = token_log_probs(
-            chosen,
-            self.head.weight,
-            self.head.bias,
-            targets,
-            temperature,
-            with_entropy="entropy" in outputs,
-            with_sum_pi_squared="sum_pi_squared" in outputs,
-            rule=self.rule,
-        )
-        return {name: values for name, values in statistics._asdict().items() if values is not None}
+        head, rule = self.head, self.rule
+        if head.out_features == 1 and outputs != {"hidden"}:
+            return dict.fromkeys(outputs, head(chosen).squeeze(-1).float())
+
+        def statistics(**wanted: Any) -> TokenStatistics:
+            return token_log_probs(chosen, head.weight, head.bias, inputs.targets, temperature, rule=rule, **wanted)
+
+        def from_teachers() -> DivergenceStatistics:
+            policy = OutputMatrix(weight=head.weight, bias=head.bias, rule=rule, temperature=temperature)
+            return vocabulary_divergence(chosen, policy, inputs.teacher_hidden, inputs.teacher_index, divergence)
+
+        return language_outputs(outputs, chosen, statistics, inputs.topk_ids, topk, from_teachers)
 
 
 def check_sequence_sharing(config: PretrainedConfig, ranks: int) -> None:

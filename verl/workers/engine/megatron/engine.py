@@ -25,10 +25,13 @@ from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import torch_dtype
 from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.divergence import OutputMatrix
 from verl.workers.engine.fsdp.experts import balance_coefficient
 from verl.workers.engine.fsdp.export import WeightFiles, write_model_folder, write_tokenizer
+from verl.workers.engine.fsdp.head import LogitRule
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_token_ids
 from verl.workers.engine.fsdp.model import ModelType
+from verl.workers.engine.fsdp.outputs import LANGUAGE_OUTPUTS, empty_columns, without_hidden
 from verl.workers.engine.loss import (
     BatchTotals,
     LossCallable,
@@ -75,7 +78,7 @@ class MegatronEngine(BaseEngine):
     """
 
     model_type: ModelType = "language_model"
-    output_names = frozenset({"log_probs", "entropy", "sum_pi_squared"})
+    output_names = LANGUAGE_OUTPUTS
 
     def __init__(
         self,
@@ -204,28 +207,30 @@ class MegatronEngine(BaseEngine):
 
     @torch.no_grad()
     def infer_batch(
-        self, batch: DataProto, outputs: set[str], micro: MicroBatchConfig, temperature: float = 1.0
+        self, batch: DataProto, outputs: set[str], micro: MicroBatchConfig, temperature: float = 1.0, topk: int = 0
     ) -> dict[str, Tensor]:
         """Compute output columns without gradients; see :class:`BaseEngine`.
 
         Only ranks of the last pipeline stage have them; on others they are 0.
         """
-        self._check_request(outputs, temperature)
+        self._check_request(outputs, temperature, topk, self.model.hf_config.vocab_size)
         columns: dict[str, Tensor] = {}
         micro = micro.shared_by(self.layout.context)
 
         def fill(part: MicroBatch, inputs: ModelInputs, columns_of_part: dict[str, Tensor]) -> Tensor:
             for name in () if part.is_filler else outputs:
-                rows = to_device(torch.tensor(part.rows), self.device)
-                columns[name].index_copy_(0, rows, inputs.scatter(columns_of_part[name]).float())
+                column = columns[name]
+                rows = to_device(torch.tensor(part.rows), column.device)
+                column.index_copy_(0, rows, inputs.scatter(columns_of_part[name]).to(column))
             return torch.zeros((), device=self.device)
 
         for attempt in self._attempts("infer"):
             with attempt as limit:
                 shape = batch.batch["response_mask"].shape
-                columns = {name: torch.zeros(shape, device=self.device) for name in outputs}
+                size, dtype = self.model.hf_config.hidden_size, torch_dtype(self.engine_config.dtype)
+                columns = empty_columns(shape, outputs, topk, size, dtype, self.device)
                 parts = self._parts(batch, micro, 1, limit)
-                self._passes(parts, frozenset(outputs), temperature, fill, forward_only=True)
+                self._passes(parts, frozenset(outputs), temperature, fill, forward_only=True, topk=topk)
         return {name: values.cpu() for name, values in columns.items()}
 
     def forward_backward_batch(
@@ -246,10 +251,11 @@ class MegatronEngine(BaseEngine):
 
         def add(part: MicroBatch, inputs: ModelInputs, part_metrics: dict[str, Tensor]) -> Tensor:
             columns = {name: inputs.scatter(values) for name, values in part_metrics.items()}
-            loss, terms = loss_fn(columns, part.data.to(self.device), totals)
+            data = without_hidden(part.data)
+            loss, terms = loss_fn(columns, data.to(self.device), totals)
             if not loss.requires_grad:  # every rank must run the same backward collectives
                 loss = loss + 0.0 * torch.stack([column.sum() for column in columns.values()]).sum()
-            watch.add(part.rows, part.data, columns, loss, terms)
+            watch.add(part.rows, data, columns, loss, terms)
             if not part.is_filler:
                 metrics.add(terms, part.num_tokens)
             return loss
@@ -301,6 +307,7 @@ class MegatronEngine(BaseEngine):
         function: PassFunction,
         forward_only: bool,
         is_counted: bool = False,
+        topk: int = 0,
     ) -> None:
         """Run the passes by megatron-core's schedule: one after the other, or through the pipeline. Collective."""
 
@@ -313,7 +320,9 @@ class MegatronEngine(BaseEngine):
                 hidden = module(inputs.input_ids, inputs.position_ids, inputs.packing, padding)
 
             def loss(hidden: Tensor) -> tuple[Tensor, dict]:
-                columns = outputs_at(self.model, self.model_type, hidden, inputs, outputs, temperature)
+                columns = outputs_at(
+                    self.model, self.model_type, hidden, inputs, outputs, temperature, topk, self.divergence
+                )
                 # The schedule divides by the number of passes and multiplies by the ranks that share a sequence; our
                 # losses are terms of a sum, and gathering outputs multiplies their gradients already.
                 return function(part, inputs, columns) * (len(parts) / self.layout.context), {}
@@ -464,7 +473,20 @@ class MegatronEngine(BaseEngine):
 
 @EngineRegistry.register("language_model", "megatron")
 class MegatronLanguageModelEngine(MegatronEngine):
-    """Engine of a causal language model: ``log_probs``, ``entropy`` and ``sum_pi_squared`` of response tokens."""
+    """Engine of a causal language model; see :func:`~verl.workers.engine.fsdp.outputs.language_outputs`."""
+
+    @torch.no_grad()
+    def output_matrix(self) -> OutputMatrix:
+        """See :meth:`BaseEngine.output_matrix`. It has rows on the last pipeline stage only, where it is used."""
+        config, dtype = self.model.hf_config, torch_dtype(self.engine_config.dtype)
+        whole = torch.empty(0, config.hidden_size, dtype=dtype, device=self.device)
+        if self.model.last.post_process:
+            part = self.model.head_weight().detach().to(dtype).contiguous()
+            group = parallel_state.get_tensor_model_parallel_group()
+            parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(parts, part, group=group)
+            whole = torch.cat(parts)[: config.vocab_size]
+        return OutputMatrix(weight=whole, bias=None, rule=LogitRule())
 
 
 @EngineRegistry.register("value_model", "megatron")

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from verl.workers.engine.fsdp.divergence import (
+    DivergenceStatistics,
+    FullDivergence,
+    OutputMatrix,
+    vocabulary_divergence,
+)
+from verl.workers.engine.fsdp.head import LogitRule, TokenStatistics
 from verl.workers.engine.fsdp.inputs import ModelInputs
+from verl.workers.engine.fsdp.outputs import language_outputs
 from verl.workers.engine.megatron.library import parallel_state, tensor_parallel
 from verl.workers.engine.megatron.model import BuiltModel
 from verl.workers.engine.megatron.vocab_parallel import vocab_parallel_log_probs
@@ -18,8 +28,10 @@ def outputs_at(
     inputs: ModelInputs,
     outputs: frozenset[str],
     temperature: float,
+    topk: int = 0,
+    divergence: FullDivergence | None = None,
 ) -> dict[str, Tensor]:
-    """Compute ``outputs``, (N,) each, on the last pipeline stage; the same on all ranks of a copy. Collective.
+    """Compute ``outputs`` at N tokens on the last pipeline stage; the same on all ranks of a copy. Collective.
 
     Args:
         model: this rank's part.
@@ -28,32 +40,41 @@ def outputs_at(
         inputs: of the pass.
         outputs: columns; none computes nothing.
         temperature: divisor of the logits.
+        topk: number of the most likely tokens.
+        divergence: what the output ``divergence`` compares with.
     """
-    columns = _at_own_tokens(model, model_type, hidden, inputs, outputs, temperature) if outputs else {}
+    if not outputs:
+        return {}
+    chosen = hidden.flatten(0, 1).index_select(0, inputs.take)
+    columns = _at_own_tokens(model, model_type, chosen, inputs, outputs, temperature, topk, divergence)
     return columns if inputs.share is None else {name: inputs.share.collect(x) for name, x in columns.items()}
 
 
 def _at_own_tokens(
     model: BuiltModel,
     model_type: str,
-    hidden: Tensor,
+    chosen: Tensor,
     inputs: ModelInputs,
     outputs: frozenset[str],
     temperature: float,
+    topk: int,
+    divergence: FullDivergence | None,
 ) -> dict[str, Tensor]:
-    chosen = hidden.flatten(0, 1).index_select(0, inputs.take)
     if model_type != "language_model":
         head = model.last.output_layer
         scalars = torch.nn.functional.linear(chosen, head.weight, head.bias)
         return dict.fromkeys(outputs, scalars.squeeze(-1).float())
-    statistics = vocab_parallel_log_probs(
-        tensor_parallel.copy_to_tensor_model_parallel_region(chosen),  # adds up the ranks' gradients
-        model.head_weight(),
-        inputs.targets,
-        parallel_state.get_tensor_model_parallel_group(),
-        model.hf_config.vocab_size,
-        temperature,
-        with_entropy="entropy" in outputs,
-        with_sum_pi_squared="sum_pi_squared" in outputs,
-    )
-    return {name: values for name, values in statistics._asdict().items() if values is not None}
+    weight, vocab_size = model.head_weight(), model.hf_config.vocab_size
+    group = parallel_state.get_tensor_model_parallel_group()
+    # Adds up the ranks' gradients.
+    shared = tensor_parallel.copy_to_tensor_model_parallel_region(chosen)
+
+    def statistics(**wanted: Any) -> TokenStatistics:
+        return vocab_parallel_log_probs(shared, weight, inputs.targets, group, vocab_size, temperature, **wanted)
+
+    def from_teachers() -> DivergenceStatistics:
+        policy = OutputMatrix(weight=weight, bias=None, rule=LogitRule(), temperature=temperature)
+        of_teachers = inputs.teacher_hidden, inputs.teacher_index
+        return vocabulary_divergence(shared, policy, *of_teachers, divergence, group=group, vocab_size=vocab_size)
+
+    return language_outputs(outputs, chosen, statistics, inputs.topk_ids, topk, from_teachers)

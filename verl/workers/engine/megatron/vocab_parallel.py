@@ -1,8 +1,9 @@
 """Log-probs and entropies of tokens whose logits are divided over tensor-parallel ranks, never gathered.
 
 Each rank has the rows of the output projection for its part of the vocabulary. For each token five numbers travel: the
-largest logit, and four sums over the vocabulary. At most ``chunk_elements`` logits are in memory at once, in fp32, and
-they are computed again in the backward pass.
+largest logit, and four sums over the vocabulary; one more for each candidate, and two for each of the most likely
+tokens. At most ``chunk_elements`` logits are in memory at once, in fp32, and they are computed again in the backward
+pass.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.workers.engine.fsdp.head import TokenStatistics, add_product_, chunk_rows
+from verl.workers.engine.fsdp.head import TokenStatistics, Wanted, add_product_, chunk_rows, stacked
 
 if TYPE_CHECKING:
     from verl.base.types import AutogradContext
@@ -29,6 +30,8 @@ def vocab_parallel_log_probs(
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
     chunk_elements: int | None = None,
+    candidates: Tensor | None = None,
+    topk: int = 0,
 ) -> TokenStatistics:
     """Compute log p(target), H(p) and Σ p² for p = softmax(hidden Wᵀ / temperature). Collective over ``group``.
 
@@ -50,13 +53,15 @@ def vocab_parallel_log_probs(
         with_sum_pi_squared: return Σ p², which is not.
         chunk_elements: largest number of logits at once; None takes that of the device. One row of them is computed at
             once in any case.
+        candidates: (N, K) ids of tokens whose log-probs are returned too, differentiable.
+        topk: number of the most likely tokens that are returned.
     """
     first = dist.get_rank(group) * len(weight)
     rows = chunk_rows(weight, chunk_elements)  # by the padded size, so that all ranks make as many collectives
     local_weight = weight[: max(vocab_size - first, 0)]
-    settings = group, first, temperature, rows
-    log_probs, entropy, squares = _VocabParallel.apply(hidden, local_weight, targets, settings)  # type: ignore[misc]
-    return TokenStatistics(log_probs, entropy if with_entropy else None, squares if with_sum_pi_squared else None)
+    wanted = Wanted(with_entropy, with_sum_pi_squared, candidates is not None, topk)
+    settings = group, first, temperature, rows, wanted
+    return wanted.statistics(_VocabParallel.apply(hidden, local_weight, stacked(targets, candidates), settings))  # type: ignore[misc]
 
 
 class _VocabParallel(torch.autograd.Function):
@@ -66,12 +71,14 @@ class _VocabParallel(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         targets: Tensor,
-        settings: tuple[dist.ProcessGroup, int, float, int],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        group, first, temperature, rows = settings
+        settings: tuple[dist.ProcessGroup, int, float, int, Wanted],
+    ) -> tuple[Tensor, ...]:
+        group, first, temperature, rows, wanted = settings
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs = hidden.new_empty(len(hidden), dtype=wide)
-        log_z, entropy, squares = (torch.empty_like(log_probs) for _ in range(3))
+        log_probs = hidden.new_empty(targets.shape, dtype=wide)
+        log_z, entropy, squares, agreement = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(4))
+        top_ids = targets.new_empty(len(hidden), wanted.topk)
+        top_log_probs = log_probs.new_empty(top_ids.shape)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = _logits(hidden[part], weight, wide, temperature)
@@ -81,18 +88,23 @@ class _VocabParallel(torch.autograd.Function):
             shifted = logits.sub_(largest.unsqueeze(-1))
             exp = shifted.exp()
             chosen = _values_at_targets(shifted, targets[part], first)
-            sums = torch.stack([exp.sum(-1), chosen, (exp * shifted).sum(-1), exp.square().sum(-1)])
+            sums = torch.stack([exp.sum(-1), (exp * shifted).sum(-1), exp.square().sum(-1), *chosen.unbind(-1)])
             dist.all_reduce(sums, group=group)
-            total, chosen, weighted, square = sums
-            log_probs[part] = chosen - total.log()
+            (total, weighted, square), chosen = sums[:3], sums[3:].t()
+            log_probs[part] = chosen - total.log().unsqueeze(-1)
+            if wanted.candidates:
+                agreement[part] = (chosen[:, 1] == 0).to(wide)  # its logit less the largest
+            if wanted.topk:
+                values, top_ids[part] = _most_likely(shifted, wanted.topk, first, group)
+                top_log_probs[part] = values - total.log().unsqueeze(-1)
             log_z[part] = largest + total.log()
             entropy[part] = total.log() - weighted / total
             squares[part] = square / total.square()
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
         ctx.settings = first, temperature, rows, wide
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(squares)
-        return log_probs, entropy, squares
+        ctx.mark_non_differentiable(squares, agreement, top_ids, top_log_probs)
+        return log_probs, entropy, squares, agreement, top_ids, top_log_probs
 
     @staticmethod
     def backward(
@@ -100,7 +112,7 @@ class _VocabParallel(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         first, temperature, rows, wide = ctx.settings
-        grad_log_probs, grad_entropy, _ = grads
+        grad_log_probs, grad_entropy, *_ = grads
         grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=wide)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
@@ -111,11 +123,10 @@ class _VocabParallel(torch.autograd.Function):
                 torch.mul(p, log_p + entropy[part].unsqueeze(-1), out=grad)
                 grad.mul_(-grad_entropy[part].unsqueeze(-1))
             if grad_log_probs is not None:
-                grad.addcmul_(p, grad_log_probs[part].unsqueeze(-1), value=-1)
+                grad.addcmul_(p, grad_log_probs[part].sum(-1, keepdim=True), value=-1)
                 column, is_here = _columns(targets[part], first, len(weight))
                 if len(weight):
-                    at_target = torch.where(is_here, grad_log_probs[part].unsqueeze(-1), 0)
-                    grad.scatter_add_(-1, column, at_target)
+                    grad.scatter_add_(-1, column, torch.where(is_here, grad_log_probs[part], 0))
             grad = grad.div_(temperature).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
             add_product_(grad_weight, grad.t(), hidden[part])
@@ -127,15 +138,33 @@ def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype, temperature: flo
 
 
 def _columns(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Column of each target among this rank's ``count`` tokens from ``first`` on, and whether it is there; (N, 1)."""
-    columns = (targets - first).unsqueeze(-1)
+    """Column of each target among this rank's ``count`` tokens from ``first`` on, and whether it is there; (N, C)."""
+    columns = targets - first
     is_here = (columns >= 0) & (columns < count)
     return torch.where(is_here, columns, 0), is_here
 
 
 def _values_at_targets(values: Tensor, targets: Tensor, first: int) -> Tensor:
-    """Pick each target's column of ``values`` (N, count), 0 where another rank has it; without waiting for the GPU."""
+    """Pick the columns ``targets`` (N, C) of ``values`` (N, count), 0 where another rank has them; without waiting."""
     column, is_here = _columns(targets, first, values.shape[-1])
     if not values.shape[-1]:
-        return values.new_zeros(len(values))
-    return torch.where(is_here, values.gather(-1, column), 0).squeeze(-1)
+        return values.new_zeros(targets.shape)
+    return torch.where(is_here, values.gather(-1, column), 0)
+
+
+def _most_likely(values: Tensor, k: int, first: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Return the ``k`` largest of all ranks' ``values`` (N, count) and their tokens. Collective."""
+    best, ids = values.topk(min(k, values.shape[-1]))
+    missing = (0, k - best.shape[-1])  # of a rank with fewer tokens of the vocabulary
+    mine = [
+        torch.nn.functional.pad(best, missing, value=float("-inf")),
+        torch.nn.functional.pad(ids + first, missing),
+    ]
+    ranks = range(dist.get_world_size(group))
+    of_ranks: list[Tensor] = []
+    for part in mine:
+        parts = [torch.empty_like(part) for _ in ranks]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        of_ranks.append(torch.cat(parts, dim=-1))
+    best, columns = of_ranks[0].topk(k)
+    return best, of_ranks[1].gather(-1, columns)
