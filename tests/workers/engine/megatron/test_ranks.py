@@ -124,14 +124,55 @@ def vocabulary(rank):
         found = vocab_parallel_log_probs(
             hidden, mine, targets, dist.group.WORLD, vocab, 0.7, True, True, chunk_elements=2 * each
         )
-        for one, other in zip(found, expected, strict=True):
-            assert_close(one, other)
+        assert_close(tuple(found[:3]), expected)
         of_hidden, of_mine = torch.autograd.grad((torch.stack(found[:2]) * upstream).sum(), [hidden, mine])
         dist.all_reduce(of_hidden)
         assert_close(of_hidden, wanted[0])
         count = min(each, max(vocab - rank * each, 0))
         assert_close(of_mine[:count], wanted[1][rank * each : rank * each + count])
         assert not of_mine[count:].any()
+        with_teacher(rank, hidden, whole, mine, vocab)
+
+
+def with_teacher(rank, hidden, whole, mine, vocab):
+    """Candidates, most likely tokens and divergences are those of a rank that has all rows, gradients too."""
+    from verl.workers.engine.fsdp.divergence import FullDivergence, OutputMatrix, vocabulary_divergence
+    from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
+    from verl.workers.engine.megatron.vocab_parallel import vocab_parallel_log_probs
+
+    g = torch.Generator().manual_seed(4)
+    of_teacher, teacher = torch.randn(7, 3, generator=g).double(), torch.randn(vocab + 2, 3, generator=g).double()
+    targets, candidates = torch.randint(vocab, (7,), generator=g), torch.randint(vocab, (7, 2), generator=g)
+    candidates[::2, 0] = (hidden @ whole.t()).argmax(-1)[::2]
+    factors = torch.randn(7, 2, generator=g).double()
+    k, each, world = min(3, vocab), len(mine), dist.group.WORLD
+
+    def check(found, expected, weighted):
+        assert_close(found, expected)
+        wanted = torch.autograd.grad(weighted(expected), [hidden, whole])
+        of_hidden, of_mine = torch.autograd.grad(weighted(found), [hidden, mine])
+        dist.all_reduce(of_hidden)
+        assert_close(of_hidden, wanted[0])
+        count = min(each, max(vocab - rank * each, 0))
+        assert_close(of_mine[:count], wanted[1][rank * each : rank * each + count])
+        assert not of_mine[count:].any()
+
+    found = vocab_parallel_log_probs(
+        hidden, mine, targets, world, vocab, 0.7, chunk_elements=2 * each, candidates=candidates, topk=k
+    )
+    expected = token_log_probs(hidden, whole, None, targets, 0.7, candidates=candidates, topk=k)
+    check(found, expected, lambda statistics: (statistics.topk_log_probs * factors).sum())
+    for kind in ("forward_kl", "reverse_kl", "jsd"):
+        spec = FullDivergence(
+            kind=kind, teachers=[OutputMatrix(weight=teacher, bias=None, rule=LogitRule(2.0))], log_prob_min=-2.0
+        )
+        policies = [OutputMatrix(weight=w, bias=None, rule=LogitRule(), temperature=0.7) for w in (mine, whole)]
+        found = vocabulary_divergence(
+            hidden, policies[0], of_teacher, None, spec, world, vocab, chunk_elements=2 * each
+        )
+        expected = vocabulary_divergence(hidden, policies[1], of_teacher, None, spec)
+        if vocab > 1:
+            check(found, expected, lambda statistics: (statistics.divergence * factors[:, 0]).sum())
 
 
 @pytest.fixture(scope="module")

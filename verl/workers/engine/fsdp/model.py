@@ -140,7 +140,8 @@ class HeadedModel(nn.Module):
         """Compute ``outputs`` from the hidden states of the chosen tokens, (n, hidden)."""
         head, rule = self.head, self.rule
         if head.out_features == 1 and outputs != {"hidden"}:
-            return dict.fromkeys(outputs, head(chosen).squeeze(-1).float())
+            scalars: dict[str, Any] = dict.fromkeys(outputs, head(chosen).squeeze(-1).float())
+            return scalars
 
         def statistics(**wanted: Any) -> TokenStatistics:
             return token_log_probs(chosen, head.weight, head.bias, inputs.targets, temperature, rule=rule, **wanted)
