@@ -64,7 +64,7 @@ class DivergenceStatistics(NamedTuple):
     """H(q) in nats."""
 
 
-class _Range(NamedTuple):
+class _Chunk(NamedTuple):
     """Consecutive tokens of one teacher that are computed at once."""
 
     tokens: slice
@@ -76,7 +76,7 @@ class _Settings:
     spec: FullDivergence
     temperature: float
     rule: LogitRule
-    ranges: Sequence[_Range]
+    ranges: Sequence[_Chunk]
     group: dist.ProcessGroup | None
     ids: slice
     """The ids of the vocabulary whose logits this rank computes."""
@@ -140,11 +140,11 @@ def vocabulary_divergence(
     return DivergenceStatistics(*statistics)
 
 
-def _ranges(counts: Sequence[int], rows: int, teachers: Sequence[OutputMatrix]) -> Iterator[_Range]:
+def _ranges(counts: Sequence[int], rows: int, teachers: Sequence[OutputMatrix]) -> Iterator[_Chunk]:
     start = 0
     for count, teacher in zip(counts, teachers, strict=True):
         for chunk in range(start, start + count, rows):
-            yield _Range(slice(chunk, min(chunk + rows, start + count)), teacher)
+            yield _Chunk(slice(chunk, min(chunk + rows, start + count)), teacher)
         start += count
 
 
