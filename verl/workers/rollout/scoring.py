@@ -139,10 +139,10 @@ def scores_of_prompt(
         request: what was asked.
         places: of each place of the prompt its token and the most likely ones, by id: ``logprob`` and ``rank``.
         source: who reports them, for messages.
-        known: only ids below it are returned as most likely ones; None for all.
+        known: ids below it may be among the most likely ones; None for all.
 
     Raises:
-        RolloutError: they are incomplete or not finite.
+        RolloutError: they are incomplete or not finite, or an id is not below ``known``.
     """
     log_probs: list[float] = []
     top: list[list[tuple[int, float]]] = []
@@ -152,7 +152,13 @@ def scores_of_prompt(
         likely = by_id if len(by_id) <= request.top_k else {i: e for i, e in by_id.items() if i != token}
         ranked = sorted(likely.items(), key=lambda item: item[1]["rank"])
         log_probs.append(finite_or_not(by_id[token]["logprob"] if token in by_id else None))
-        top.append([(i, finite_or_not(e["logprob"])) for i, e in ranked if known is None or i < known])
+        top.append([(i, finite_or_not(e["logprob"])) for i, e in ranked])
+        if known is not None and (beyond := [i for i, _ in ranked if i >= known]):
+            raise RolloutError(
+                f"{source} has token {beyond[0]} among the {request.top_k} most likely ones of a place, and the policy "
+                f"knows the ids below {known}: padding of this model's embedding has probability. Take a divergence of "
+                "sampled tokens, or another model."
+            )
     return TokenScores.of(request, log_probs, top, source)  # which compares the numbers
 
 
