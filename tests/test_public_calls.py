@@ -58,7 +58,6 @@ REFUSED = {
     ("need_reward_model", "(role_worker_mapping)"): "its one argument goes by place",
     ("no_padding_2_padding", "(tensor, data)"): "the two arguments go by place, or as nested_tensor and data",
     ("collect_lazy_compute_data_proto", "(mesh_name, worker_group, *args, **kwargs)"): "the outputs are one argument",
-    ("ActorRolloutRefWorker", "(config, role, distillation_config=None, **kwargs)"): "distillation is not here yet",
     ("ActorRolloutRefWorker.load_checkpoint", "(checkpoint_path, hdfs_path=None, del_local_after_load=True)"): _PATH_FIRST,  # noqa: E501
     ("ActorRolloutRefWorker.save_checkpoint", "(checkpoint_path, hdfs_path=None, global_step=0, max_ckpt_to_keep=None)"): _PATH_FIRST,  # noqa: E501
     ("CriticWorker.load_checkpoint", "(checkpoint_path, hdfs_path=None, del_local_after_load=True)"): _PATH_FIRST,

@@ -59,6 +59,7 @@ PREPARED = "algorithms.prepare_update, from the whole mini-batch before it is de
 """Producer of the columns that depend on other rows of the mini-batch."""
 
 NOT_YET = "nothing in this version"
+_TEACHERS = "teachers (distillation.enabled)"
 AGENTS = ("agent loops",)
 
 _SEQUENCES = (
@@ -193,9 +194,41 @@ _LOG_PROBS = (
     Column(
         "teacher_logprobs",
         "float32",
-        ("bsz", "response_length", "..."),
-        "log-probabilities under a teacher",
-        NOT_YET,
+        RESPONSE,
+        "log-probabilities under the teacher",
+        _TEACHERS,
+        ("actor", "metrics"),
+    ),
+    Column(
+        "teacher_entropys",
+        "float32",
+        RESPONSE,
+        "entropy of the teacher's next-token distribution, in nats",
+        f"{_TEACHERS}, those that are a forward pass",
+        ("metrics",),
+    ),
+    Column(
+        "teacher_topk_ids",
+        "int32",
+        (*RESPONSE, "topk"),
+        "the teacher's most likely tokens, by falling probability",
+        f"{_TEACHERS}, for losses of the most likely tokens",
+        ("actor",),
+    ),
+    Column(
+        "teacher_topk_logprobs",
+        "float32",
+        (*RESPONSE, "topk"),
+        "their log-probabilities under the teacher",
+        f"{_TEACHERS}, for losses of the most likely tokens",
+        ("actor",),
+    ),
+    Column(
+        "teacher_index",
+        "int64",
+        ROW,
+        "position of the row's teacher among several",
+        _TEACHERS,
         ("actor",),
     ),
 )

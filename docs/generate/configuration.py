@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from verl.config import BaseConfig
-from verl.config.base import named_section_of
 from verl.config.problems import shown
 from verl.trainer.config.fully_async import MOVED
 from verl.trainer.config.generate import ENTRIES, Entry, status
@@ -67,8 +66,7 @@ def _chapter(root: type[BaseConfig]) -> Iterator[str]:
             yield from ["| key | type | default | meaning |", "|---|---|---|---|"]
             for key in fields:
                 not_yet = "".join(f" *{value}: not yet*." for value in key.meta.refuse_values)
-                named = named_section_of(key.field) is not None
-                default = f"`{', '.join(key.default) if named else shown(key.yaml_default)}`"
+                default = f"`{shown(key.yaml_default)}`"
                 yield _row(f"`{key.name}`", allowed_values(key.field), default, key.sentence + not_yet)
         yield from _inactive_rows(inactive)
     yield from ["", "### Without effect, outside of any section", ""] if any(inactive_keys(root)) else []

@@ -10,9 +10,9 @@ from torch.testing import assert_close
 from verl.algorithms import agg_loss, register_policy_loss
 from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
-from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
+from verl.workers.config import ActorConfig, CriticConfig, DistillationConfig, PolicyLossConfig
 from verl.workers.engine import BatchTotals, PartialSum
-from verl.workers.losses import OwnForwardLoss, PolicyLoss, TokenRecord, ValueLoss, sft_loss
+from verl.workers.losses import DistillationLoss, OwnForwardLoss, PolicyLoss, TokenRecord, ValueLoss, sft_loss
 
 TOTALS = BatchTotals(dp_size=2, batch_num_tokens=6, global_batch_size=4)
 
@@ -144,6 +144,43 @@ def test_tokens_of_low_entropy_lose_their_policy_loss_and_nothing_else():
     weighted = batch(**columns, rollout_is_weights=[[3.0, 7.0], [2.0, math.nan]])
     _, metrics = PolicyLoss(config)({"log_probs": torch.zeros(2, 2), "entropy": entropy}, weighted, TOTALS)
     assert float(metrics["actor/pg_loss"].value) == pytest.approx((-3 + 2) / 6)
+
+
+def distillation(**settings) -> DistillationConfig:
+    return DistillationConfig(enabled=True, distillation_loss=settings)
+
+
+TAUGHT = POLICY_BATCH | {"teacher_logprobs": [[-1.0, -2.0], [-0.5, 0.0]]}
+
+
+def test_a_divergence_beside_the_policy_loss_by_hand():
+    # With old = 0 the ratios are 1, so the policy loss is -A and its gradient too. k2 = (log p - log q)² / 2.
+    log_probs = tensor([[0.0, 0.0], [0.0, 0.0]], requires_grad=True)
+    loss_fn = DistillationLoss.of(ActorConfig(), distillation(loss_mode="k2", distillation_loss_coef=0.5))
+    loss, metrics = loss_fn({"log_probs": log_probs}, batch(**TAUGHT), TOTALS)
+    surrogate, k2 = (-1 - 2 + 1) / 6, (0.5 + 2 + 0.125) / 6
+    assert_close(loss, tensor(2 * (surrogate + 0.5 * k2)))
+    shares = {name: float(m.value) for name, m in metrics.items() if isinstance(m, PartialSum)}
+    expected = {"actor/pg_loss": surrogate, "distillation/loss": k2, "actor/loss": surrogate + 0.5 * k2}
+    assert shares == {name: pytest.approx(value) for name, value in expected.items()}
+    loss.backward()
+    assert_close(log_probs.grad, tensor([[-1 + 0.5 * 1.0, -2 + 0.5 * 2.0], [1 + 0.5 * 0.5, 0.0]]) * 2 / 6)
+
+
+def test_divergences_as_advantages_by_hand():
+    # Advantages log q - log p are -1, -2, -0.5; of ratio 2 nothing is clipped, as A < 0; the rewards' do not count.
+    log_probs = torch.log(tensor([[1.0, 2.0], [1.0, 1.0]])).requires_grad_()
+    settings = {"loss_mode": "k1", "use_policy_gradient": True, "use_task_rewards": False}
+    loss_fn = DistillationLoss.of(ActorConfig(), distillation(**settings))
+    loss, metrics = loss_fn({"log_probs": log_probs}, batch(**TAUGHT), TOTALS)
+    assert_close(loss, tensor(2 * (1 + 2 * 2 + 0.5) / 6))
+    assert "actor/pg_loss" not in metrics
+    assert float(metrics["distillation/pg_clipfrac"]) == 0
+    loss.backward()
+    assert_close(log_probs.grad, tensor([[1.0, 4.0], [0.5, 0.0]]) * 2 / 6)
+    # Rows without context to learn from have no advantage, and the others keep their denominator.
+    masked = batch(**TAUGHT, distillation_mask=[[0, 0], [1, 0]])
+    assert_close(loss_fn({"log_probs": log_probs}, masked, TOTALS)[0], tensor(2 * 0.5 / 6))
 
 
 def test_prompt_mean_by_hand():

@@ -134,7 +134,8 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.utils.torch_functional": "masked_mean",
         "verl.utils": "tu=tensordict_utils",
         "verl.compat.toolkit.checkpoints": "find_latest_ckpt_path should_save_ckpt_esi",
-        "verl.compat.toolkit.config": "is_distillation_enabled need_teacher_policy omega_conf_to_dataclass",
+        "verl.compat.toolkit.config": "is_distillation_enabled omega_conf_to_dataclass",
+        "verl.trainer.ppo.utils": "need_teacher_policy",
         "verl.compat.toolkit.dicts": "rename_dict",
         "verl.compat.toolkit.rollouts": "RolloutSkip",
         "verl.compat.toolkit.imports": "load_class_from_fqn",
@@ -147,7 +148,7 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
     "verl.trainer.ppo.utils": {
         "verl.algorithms": "AdvantageEstimator",
         "verl.single_controller.base.worker": "Worker",
-        "verl.compat.toolkit.config": "is_distillation_enabled need_teacher_policy",
+        "verl.compat.toolkit.config": "is_distillation_enabled",
     },
     "verl.utils": {"verl.compat.toolkit.config": "omega_conf_to_dataclass validate_config"},
     "verl.utils.dataset.multiturn_sft_dataset": {

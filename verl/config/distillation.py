@@ -197,7 +197,7 @@ class DistillationConfig(BaseConfig):
 
     enabled: bool = setting(False)
     """Compute the log-probs of teachers, and learn from them."""
-    n_gpus_per_node: int = setting(8, ge=1)
+    n_gpus_per_node: int = setting(8, ge=0)
     """Ranks on each node of the teachers' own pool."""
     nnodes: int = setting(0, ge=0)
     """Nodes of the teachers' own pool; 0 runs them on the ranks of the trainer."""
@@ -228,6 +228,9 @@ class DistillationConfig(BaseConfig):
         """Each teacher has a model, and each of several a key of its own."""
         if not self.enabled:
             return
+        if self.nnodes > 0 and self.n_gpus_per_node == 0:
+            cause = f"{path}.nnodes={self.nnodes} gives the teachers ranks of their own, and a node has none"
+            yield Problem(f"{path}.n_gpus_per_node", 0, cause, ">= 1", f"set it, or {path}.nnodes=0")
         teachers = self.teachers
         if not teachers:
             remedy = f"set {path}.teacher_models.{UNNAMED}.model_path"

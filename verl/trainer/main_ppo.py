@@ -17,7 +17,7 @@ from verl.config import PPOConfig, local_copies
 from verl.trainer.config.command_line import command
 from verl.trainer.config.sizes import derived_sizes, resolve_device, sizes_table
 from verl.trainer.driver import driving, load_controller
-from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_teacher_policy
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -54,6 +54,7 @@ __getattr__ = on_first_use(
 
 
 ROLLOUT_POOL = "rollout_pool"
+TEACHER_POOL = "teacher_pool"
 _IMPORTED_BY_RUN = ("verl.trainer.ppo.trainer", "verl.workers.fsdp_workers", "verl.datasets")
 
 
@@ -114,7 +115,14 @@ class TaskRunner:
         self.add_reward_model_worker(config)
 
     def add_teacher_model_resource_pool(self, config: PPOConfig | DictConfig) -> None:
-        """Add nothing: distillation is not in this version, and its switch is refused."""
+        """Add the teachers, if any, in their own pool if ``distillation.nnodes`` is not 0."""
+        config = _typed(config)
+        if not need_teacher_policy(config):
+            return
+        from verl.workers.teacher import ForwardTeacherWorker
+
+        self.role_worker_mapping[Role.TeacherModel] = ForwardTeacherWorker
+        self.mapping[Role.TeacherModel] = TEACHER_POOL if config.distillation.ranks else "global_pool"
 
     def add_ref_policy_worker(self, config: PPOConfig | DictConfig, ref_policy_cls: type | None = None) -> None:
         """Add the frozen reference policy, if the configuration needs one that is not the actor without adapters."""
@@ -127,7 +135,7 @@ class TaskRunner:
         self.mapping[Role.RefPolicy] = "global_pool"
 
     def init_resource_pool_mgr(self, config: PPOConfig | DictConfig) -> PoolManager:
-        """Create the pools of processes: one for the run and, if configured, for rollout engines and reward model."""
+        """Create the pools of processes: that of the run, own ones of rollout, reward model and teachers."""
         config = _typed(config)
         rollout = config.actor_rollout_ref.rollout
         pools = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
@@ -135,6 +143,8 @@ class TaskRunner:
             pools[ROLLOUT_POOL] = [rollout.n_gpus_per_node] * rollout.nnodes
         if "reward_pool" in self.mapping.values():
             pools["reward_pool"] = [config.reward_model.n_gpus_per_node] * config.reward_model.nnodes
+        if TEACHER_POOL in self.mapping.values():
+            pools[TEACHER_POOL] = [config.distillation.n_gpus_per_node] * config.distillation.nnodes
         controller = load_controller(config.trainer.controller)
         return controller.ResourcePoolManager(pools, self.mapping, resolve_device(config))
 
@@ -161,6 +171,7 @@ class TaskRunner:
             from verl.environments.registry import read_environments
             from verl.experience.trajectories import check_tools, wanted_agents
             from verl.trainer.config.load import load_config
+            from verl.trainer.ppo.distillation import check_teacher_data
             from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
             from verl.trainer.ppo.rows import rl_datasets
             from verl.utils import hf_processor, hf_tokenizer
@@ -175,6 +186,7 @@ class TaskRunner:
             self.add_critic_worker(config)
         self.add_reward_model_worker(config)
         self.add_ref_policy_worker(config)
+        self.add_teacher_model_resource_pool(config)
 
         status("reading the tokenizer and the data")
         here = local_copies(config)  # the ranks, perhaps on other machines, make copies of their own
@@ -203,6 +215,8 @@ class TaskRunner:
         val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1, **arguments)
         for dataset in (train, val):
             check_reward_data(config, reward_fn, dataset)
+        if need_teacher_policy(config):
+            check_teacher_data(config.distillation, train)
         check_tools([train, val], config.actor_rollout_ref.rollout, tools)
         check_agent_loops(config, tokenizer, wanted_agents([train, val], config.actor_rollout_ref.rollout))
         for manager in (reward_fn, val_reward_fn):

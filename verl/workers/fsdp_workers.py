@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from verl.config import (
     ActorRolloutRefConfig,
     CheckpointConfig,
+    DistillationConfig,
     FSDPCriticConfig,
     HFModelConfig,
     RewardModelConfig,
@@ -34,7 +35,15 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.vision.families import TOWER
 from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.fsdp.model import pretrained_weights
-from verl.workers.losses import InterpolatedLoss, OwnForwardLoss, PolicyLoss, RecordedLoss, TokenRecord, ValueLoss
+from verl.workers.losses import (
+    DistillationLoss,
+    InterpolatedLoss,
+    OwnForwardLoss,
+    PolicyLoss,
+    RecordedLoss,
+    TokenRecord,
+    ValueLoss,
+)
 from verl.workers.reward_input import RewardInput
 from verl.workers.rollout.adapted_layers import computes_adapters
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, Weights, get_rollout_class
@@ -63,6 +72,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
     Args:
         role: ``actor``, ``rollout``, ``ref``, ``actor_rollout`` or ``actor_rollout_ref``.
+        distillation_config: ``distillation``, if the policy learns from a teacher.
         device_name: see :class:`EngineWorker`.
 
     Raises:
@@ -73,6 +83,7 @@ class ActorRolloutRefWorker(EngineWorker):
         self,
         config: ActorRolloutRefConfig | DictConfig,
         role: str,
+        distillation_config: DistillationConfig | DictConfig | None = None,
         device_name: str | None = None,
     ) -> None:
         if role not in _PARTS:
@@ -83,7 +94,8 @@ class ActorRolloutRefWorker(EngineWorker):
         self.parts = _PARTS[role]
         self.ref: BaseEngine | None = None
         self.rollout: BaseRollout | None = None
-        self.policy_loss: PolicyLoss | None = None
+        self.distillation = DistillationConfig.of(distillation_config or {})
+        self.policy_loss: PolicyLoss | DistillationLoss | None = None
         self.sender: WeightSender | None = None
         """Sends the trained policy's weights to ranks that only sample."""
         self.received: ReceivedWeights | None = None
@@ -104,7 +116,8 @@ class ActorRolloutRefWorker(EngineWorker):
             )
             if actor.use_prefix_grouper:
                 self.engine.check_shared_prompts("actor.use_prefix_grouper")
-            self.policy_loss = PolicyLoss(actor)
+            distils, distillation = self.distillation.enabled, self.distillation
+            self.policy_loss = DistillationLoss.of(actor, distillation) if distils else PolicyLoss(actor)
             self.join_mesh("actor", self.engine)
             rollout = self.config.rollout
             self.sender = WeightSender(

@@ -8,7 +8,7 @@ mini-batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import cast
 
 import torch
@@ -24,7 +24,15 @@ from verl.algorithms import (
     policy_loss_info,
     update_columns,
 )
+<<<<<<< HEAD
 from verl.algorithms.distillation import check_distillation_loss, evaluate_distillation_loss
+=======
+from verl.algorithms.distillation import (
+    check_distillation_loss,
+    distillation_rewards,
+    evaluate_distillation_loss,
+)
+>>>>>>> 926e2244 (Runs learn from teachers: a forward pass of frozen models scores the policy's tokens, beside the rewards or instead of them)
 from verl.algorithms.loss_registry import over_tokens
 from verl.algorithms.preference import (
     Pairs,
@@ -40,6 +48,7 @@ from verl.config import (
     ActorConfig,
     CriticConfig,
     DirectPreferenceLossConfig,
+    DistillationConfig,
     RewardModelLossConfig,
     RolloutCorrectionConfig,
     SFTDistillationConfig,
@@ -67,6 +76,7 @@ class PolicyLoss:
     Args:
         config: ``actor_rollout_ref.actor``.
         entropy_coeff: weight of the entropy bonus; None takes the one of ``config``.
+        learns_from_rewards: whether the policy loss counts, beside entropy and KL.
 
     Raises:
         ConfigError: there is no such policy loss, or ``top_entropy_quantile`` is set for one that takes no weights.
@@ -74,9 +84,12 @@ class PolicyLoss:
 
     rows_per_unit = 1
 
-    def __init__(self, config: ActorConfig, entropy_coeff: float | None = None) -> None:
+    def __init__(
+        self, config: ActorConfig, entropy_coeff: float | None = None, learns_from_rewards: bool = True
+    ) -> None:
         name, quantile = config.policy_loss.loss_mode, config.policy_loss.top_entropy_quantile
         self.config = config
+        self.learns_from_rewards = learns_from_rewards
         self.entropy_coeff = config.entropy_coeff if entropy_coeff is None else entropy_coeff
         self.info = policy_loss_info(name)
         if quantile < 1 and not self.info.takes_weights:
@@ -93,7 +106,7 @@ class PolicyLoss:
         """Return the same loss with another weight of the entropy bonus; itself for None."""
         if entropy_coeff is None or entropy_coeff == self.entropy_coeff:
             return self
-        return PolicyLoss(self.config, entropy_coeff)
+        return PolicyLoss(self.config, entropy_coeff, self.learns_from_rewards)
 
     def __call__(
         self, outputs: Mapping[str, Tensor], micro_batch: DataProto, totals: BatchTotals
@@ -104,14 +117,14 @@ class PolicyLoss:
         columns, log_probs = micro_batch.batch, outputs["log_probs"]
         mask = columns["response_mask"]
         counts = denominators(totals, mode, columns) | LossTotals(loss_scale_factor=config.loss_scale_factor)
-        weights = self._token_weights(columns)
-        loss, loss_metrics = evaluate_policy_loss(
-            self.info, log_probs, columns, weights, mode, config, counts, self.entropy_coeff
-        )
-        metrics: dict[str, Tensor | float | PartialSum] = {
-            **loss_metrics,
-            "actor/pg_loss": PartialSum(loss.detach() / totals.dp_size),
-        }
+        loss = log_probs.new_zeros(())
+        metrics: dict[str, Tensor | float | PartialSum] = {}
+        if self.learns_from_rewards:
+            weights = self.token_weights(columns)
+            loss, loss_metrics = evaluate_policy_loss(
+                self.info, log_probs, columns, weights, mode, config, counts, self.entropy_coeff
+            )
+            metrics = {**loss_metrics, "actor/pg_loss": PartialSum(loss.detach() / totals.dp_size)}
         if "entropy" in outputs:
             entropy = agg_loss(outputs["entropy"], mask, mode, **counts)
             metrics["actor/entropy_loss"] = PartialSum(entropy.detach() / totals.dp_size)
@@ -127,13 +140,93 @@ class PolicyLoss:
         metrics["actor/loss"] = PartialSum(loss.detach() / totals.dp_size)
         return loss, metrics
 
-    def _token_weights(self, columns: Mapping[str, Tensor]) -> Tensor | None:
+    def token_weights(self, columns: Mapping[str, Tensor]) -> Tensor | None:
         """Importance weights, set to 0 on tokens outside ``top_entropy_mask``; None if there are neither."""
         weights = columns.get("rollout_is_weights", None)
         if self.config.policy_loss.top_entropy_quantile == 1:
             return weights
         kept = columns["top_entropy_mask"]
         return kept.to(columns["advantages"].dtype) if weights is None else zero_masked(weights, kept)
+
+
+class DistillationLoss:
+    """Policy loss + distillation_loss_coef · divergence from the teacher.
+
+    With ``use_policy_gradient`` the second term is instead a policy loss whose advantages are the negative divergences
+    of the sampled tokens under the policy before the update. Without ``use_task_rewards`` only entropy and KL remain of
+    the first. Rows with a column ``distillation_mask`` have a divergence where that is 1.
+
+    Args:
+        loss: the policy loss.
+        distillation: ``distillation``.
+
+    Raises:
+        ConfigError: there is no such divergence, or nothing can be learned from it in this way.
+    """
+
+    rows_per_unit = 1
+
+    def __init__(self, loss: PolicyLoss, distillation: DistillationConfig) -> None:
+        settings = distillation.distillation_loss
+        self.loss = loss
+        self.config, self.info = loss.config, loss.info
+        self.distillation = distillation
+        self.divergence = check_distillation_loss(settings)
+        self.required = (*loss.required, *self.divergence.columns)
+        self.outputs = loss.outputs | self.divergence.outputs
+        self.gradient_config = replace(
+            loss.config,
+            clip_ratio=settings.clip_ratio,
+            clip_ratio_low=settings.clip_ratio_low,
+            clip_ratio_high=settings.clip_ratio_high,
+            policy_loss=replace(loss.config.policy_loss, loss_mode=settings.policy_loss_mode),
+        )
+
+    @classmethod
+    def of(cls, actor: ActorConfig, distillation: DistillationConfig) -> DistillationLoss:
+        """Make the loss of the sections ``actor_rollout_ref.actor`` and ``distillation``."""
+        uses_rewards = distillation.distillation_loss.use_task_rewards
+        return cls(PolicyLoss(actor, learns_from_rewards=uses_rewards), distillation)
+
+    def with_entropy_coeff(self, entropy_coeff: float | None) -> DistillationLoss:
+        """Return the same loss with another weight of the entropy bonus; itself for None."""
+        loss = self.loss.with_entropy_coeff(entropy_coeff)
+        return self if loss is self.loss else DistillationLoss(loss, self.distillation)
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro_batch: DataProto, totals: BatchTotals
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute the loss; reads the columns of the policy loss and of the divergence."""
+        require(micro_batch, self.required, "the distillation loss")
+        config, settings, mode = self.config, self.distillation.distillation_loss, self.config.loss_agg_mode
+        loss, metrics = self.loss(outputs, micro_batch, totals)
+        columns = dict(micro_batch.batch.items())
+        counts = denominators(totals, mode, columns) | LossTotals(loss_scale_factor=config.loss_scale_factor)
+        columns["response_mask"] = columns.get("distillation_mask", columns["response_mask"])
+        sections = config, self.distillation
+        if settings.use_policy_gradient:
+            old = columns["old_log_probs"]
+            columns["advantages"] = distillation_rewards(self.divergence, old, columns, settings, sections)
+            term, told = evaluate_policy_loss(
+                policy_loss_info(settings.policy_loss_mode),
+                outputs["log_probs"],
+                columns,
+                self.loss.token_weights(columns),
+                mode,
+                self.gradient_config,
+                counts,
+            )
+            told = {name.replace("actor/", "distillation/"): value for name, value in told.items()}
+        else:
+            losses, told = evaluate_distillation_loss(self.divergence, outputs, columns, settings, sections)
+            term = agg_loss(losses, columns["response_mask"], mode, **counts)
+        loss = loss + settings.distillation_loss_coef * term
+        return loss, {
+            **metrics,
+            **told,
+            "distillation/loss": PartialSum(term.detach() / totals.dp_size),
+            "actor/loss": PartialSum(loss.detach() / totals.dp_size),
+        }
 
 
 class TokenRecord:
@@ -185,7 +278,7 @@ class RecordedLoss:
 
     rows_per_unit = 1
 
-    def __init__(self, loss: PolicyLoss, record: TokenRecord) -> None:
+    def __init__(self, loss: PolicyLoss | DistillationLoss, record: TokenRecord) -> None:
         self.loss = loss
         self.outputs = loss.outputs
         self.record = record
@@ -217,7 +310,10 @@ class OwnForwardLoss:
     rows_per_unit = 1
 
     def __init__(
-        self, loss: PolicyLoss | RecordedLoss, record: TokenRecord, correction: RolloutCorrectionConfig | None = None
+        self,
+        loss: PolicyLoss | DistillationLoss | RecordedLoss,
+        record: TokenRecord,
+        correction: RolloutCorrectionConfig | None = None,
     ) -> None:
         self.loss = loss
         self.outputs = loss.outputs | {"log_probs", "entropy"}
@@ -250,7 +346,7 @@ class InterpolatedLoss:
 
     rows_per_unit = 1
 
-    def __init__(self, loss: PolicyLoss | RecordedLoss, correction: RolloutCorrectionConfig) -> None:
+    def __init__(self, loss: PolicyLoss | DistillationLoss | RecordedLoss, correction: RolloutCorrectionConfig) -> None:
         self.loss = loss
         self.outputs = loss.outputs
         self.correction = correction

@@ -22,7 +22,7 @@ from verl.compat.toolkit import models
 from verl.compat.toolkit.agents import AgentData, AgentState, get_trajectory_info
 from verl.compat.toolkit.chat import extract_system_prompt_and_generation, get_processor_token_id, set_pad_token_id
 from verl.compat.toolkit.checkpoints import BaseCheckpointManager
-from verl.compat.toolkit.config import is_distillation_enabled, need_teacher_policy, update_dict_with_config
+from verl.compat.toolkit.config import is_distillation_enabled, update_dict_with_config
 from verl.compat.toolkit.files import get_local_temp_path, is_non_local, md5_encode, verify_copy
 from verl.compat.toolkit.imports import load_class_from_fqn, load_extern_object, load_extern_type
 from verl.compat.toolkit.limits import AsyncTokenBucket
@@ -189,7 +189,7 @@ def test_what_parts_a_plain_configuration_needs():
         assert (need_reference_policy(config), need_critic(config), need_reward_model(config)) == (True, True, False)
     assert need_reference_policy({Role.RefPolicy: object})
     assert not need_reference_policy({Role.Actor: object})
-    assert need_teacher_policy({"distillation": {"enabled": True}})
+    assert is_distillation_enabled({"enabled": True})
     assert not is_distillation_enabled(None)
     changed = {"temperature": 1.0, "top_k": 5}
     update_dict_with_config(changed, OmegaConf.create({"temperature": 0.5, "n": 4}))

@@ -25,7 +25,7 @@ def test_the_rollout_is_loaded_last():
     config = load_config(compose(["reward_model.enable=true"]), PPOConfig, with_rules=False, with_algorithms=False)
     everything = Needs(**{field.name: field.name != "judge" for field in dataclasses.fields(Needs)})
     roles = list(worker_arguments(config, everything))
-    assert roles == [Role.Critic, Role.RefPolicy, Role.RewardModel, Role.ActorRollout]
+    assert roles == [Role.Critic, Role.RefPolicy, Role.RewardModel, Role.TeacherModel, Role.ActorRollout]
 
 
 def test_rollout_engines_with_a_pool_keep_their_weights_and_count_its_ranks():

@@ -97,10 +97,5 @@ def update_dict_with_config(dictionary: dict[str, object], config: DictConfig | 
 
 
 def is_distillation_enabled(config: DictConfig | Mapping[str, object] | None) -> bool:
-    """Whether the section ``distillation`` asks for a teacher, which this version of verl does not have."""
+    """Whether the section ``distillation`` asks for a teacher."""
     return bool(config and config.get("enabled", False))
-
-
-def need_teacher_policy(config: DictConfig | Mapping[str, Any]) -> bool:
-    """Whether the whole configuration asks for a teacher; see :func:`is_distillation_enabled`."""
-    return is_distillation_enabled(config.get("distillation"))

@@ -87,6 +87,8 @@ class Key:
         """Default in the YAML file: the interpolation, unless the parent section gives the key a default of its own."""
         if self.meta.missing and self.default is None:
             return "???"
+        if named_section_of(self.field) is not None:  # what is in these sections, their own keys say
+            return {name: {} for name in self.default}
         usual = self.field.get_default()
         usual = self.default if usual is PydanticUndefined else usual
         if self.meta.interpolation is not None and same(self.default, usual):

@@ -4,12 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl.algorithms import policy_loss_info
+from verl.algorithms.distillation import check_distillation_loss
 from verl.config import PPOConfig, Problem
+from verl.errors import ConfigError
 
 Problems = Iterator[Problem]
 
+LOSS = "distillation.distillation_loss"
+
 
 def distillation(config: PPOConfig) -> Problems:
-    """Refuse distillation, which is under construction."""
-    if config.distillation.enabled:
-        yield Problem("distillation.enabled", True, "distillation is not in this version", remedy="leave it out")
+    """The policy can learn from the divergence as it is set, and each teacher gives what that reads."""
+    section = config.distillation
+    if not section.enabled:
+        return
+    settings = section.distillation_loss
+    try:
+        info = check_distillation_loss(settings)
+    except ConfigError as error:
+        yield Problem(f"{LOSS}.loss_mode", settings.loss_mode, str(error))
+        return
+    if info.reads != "sampled":
+        cause = "divergences of more than the sampled tokens are not in this version"
+        yield Problem(f"{LOSS}.loss_mode", settings.loss_mode, cause, "k1, k2, k3, abs")
+    if settings.use_policy_gradient:
+        yield from _policy_gradient(config)
+    for name, teacher in section.teachers.items():
+        if not teacher.inference.is_forward_pass:
+            cause = "teachers are forward passes in this version"
+            key = f"distillation.teacher_models.{name}.inference.name"
+            yield Problem(key, teacher.inference.name, cause, "native, hf")
+    if section.nnodes > 0 and config.trainer.controller == "local":
+        cause = "trainer.controller=local runs one rank in this process, and a pool of teachers needs others"
+        remedy = "set trainer.controller=ray, or leave it 0"
+        yield Problem("distillation.nnodes", section.nnodes, cause, "0", remedy)
+
+
+def _policy_gradient(config: PPOConfig) -> Problems:
+    """The policy loss of the divergences reads nothing that is made for the policy loss of the rewards."""
+    name = config.distillation.distillation_loss.policy_loss_mode
+    try:
+        info = policy_loss_info(name)
+    except ConfigError as error:
+        yield Problem(f"{LOSS}.policy_loss_mode", name, str(error))
+        return
+    mode = config.actor_rollout_ref.actor.loss_agg_mode
+    if info.columns or info.prepared_columns:
+        cause = "it reads columns of the whole mini-batch that are made for actor.policy_loss alone"
+        yield Problem(f"{LOSS}.policy_loss_mode", name, cause, "vanilla, or another loss of single tokens or sequences")
+    elif info.modes is not None and mode not in info.modes:
+        cause = f"it makes no sense with actor_rollout_ref.actor.loss_agg_mode={mode}"
+        yield Problem(f"{LOSS}.policy_loss_mode", name, cause)

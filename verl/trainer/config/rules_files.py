@@ -89,6 +89,10 @@ def models(config: PPOConfig | SupervisedConfig | GenerationConfig | ServeConfig
         adapters["critic.model.lora_adapter_path"] = config.critic.model.lora_adapter_path
     if ppo and config.reward_model.enable:
         paths["reward_model.model.path"] = config.reward_model.model.path
+    if ppo and config.distillation.enabled:
+        for name, teacher in config.distillation.teachers.items():
+            if teacher.model_path is not None and teacher.inference.name != "openai":
+                paths[f"distillation.teacher_models.{name}.model_path"] = teacher.model_path
     for key, path in paths.items():
         problems = [*_model(key, path, "config.json", has_weights=True)]
         yield from problems

@@ -21,8 +21,9 @@ from verl.algorithms import (
     prepare_update,
     update_columns,
 )
+from verl.algorithms.distillation import distillation_loss_info
 from verl.algorithms.rollout_correction import INTERPOLATED
-from verl.config import ActorConfig, RolloutCorrectionConfig
+from verl.config import ActorConfig, DistillationConfig, RolloutCorrectionConfig
 from verl.errors import RolloutError
 from verl.experience.sequences import Trajectories, compared_groups, joined_sequences, mini_batches
 from verl.protocol import DataProto, DataProtoFuture, replace_columns, with_response_mask
@@ -214,7 +215,9 @@ def _one_after_the_other(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[st
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def policy_columns(batch: DataProto, actor: ActorConfig, own_forward: bool = False) -> tuple[str, ...]:
+def policy_columns(
+    batch: DataProto, actor: ActorConfig, own_forward: bool = False, distillation: DistillationConfig | None = None
+) -> tuple[str, ...]:
     """List the columns of ``batch`` that the policy update reads.
 
     With ``own_forward``, the update computes ``old_log_probs`` itself.
@@ -235,8 +238,12 @@ def policy_columns(batch: DataProto, actor: ActorConfig, own_forward: bool = Fal
     # With R2 the pass that records the choice is the update's own if there is no other.
     replays = {"R2": not own_forward, "R3": True}
     needed |= {"routed_experts"} if replays.get(actor.router_replay.mode) else set()
+    learnt = set[str]()
+    if distillation is not None and distillation.enabled:
+        needed |= set(distillation_loss_info(distillation.distillation_loss.loss_mode).columns)
+        learnt.add("distillation_mask")
     require(batch, sorted(needed), "the policy update")
-    optional = info.optional_columns | {"rollout_is_weights", "row_weights", "trajectory_count"}
+    optional = info.optional_columns | {"rollout_is_weights", "row_weights", "trajectory_count"} | learnt
     return tuple(sorted(needed | (optional & set(batch.batch.keys()))))
 
 

@@ -15,6 +15,7 @@
     driver     ──► correction       rollout_is_weights, accepted_mask                if it is on
     reference  ──► ref_log_prob     ref_log_prob                     if a KL term is on
     critic     ──► values           values                           if the estimator reads it
+    teacher    ──► teacher_logprobs teacher_logprobs, ...            with distillation (distillation.py)
        ▼
     driver     ──► advantages       token_level_rewards, advantages, returns        (verl/algorithms)
        │ without what the correction rejected; with PF-PPO, resampled by score
@@ -76,6 +77,7 @@ from verl.trainer.config.sizes import derived_sizes, resolve_device
 from verl.trainer.driver import load_controller
 from verl.trainer.loop import Schedule, TrainingLoop
 from verl.trainer.ppo import stages
+from verl.trainer.ppo.distillation import Teachers, distillation_metrics
 from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_mfu_metrics,
@@ -165,6 +167,8 @@ class PPOTrainer(TrainingLoop):
     """Workers of the reference policy; None without one, and where it is the policy without its adapters."""
     reward_workers: WorkerGroup | None = None
     """Workers of the reward model or of the judge."""
+    teacher_workers: WorkerGroup | None = None
+    """Workers of the teachers of distillation."""
     validation_generations_logger: ValidationGenerationsLogger | None = None
     """Where validation samples are shown."""
 
@@ -209,6 +213,7 @@ class PPOTrainer(TrainingLoop):
         self.reward_fn = reward_fn
         self.val_reward_fn = val_reward_fn
         self.needs = Needs.of(config)
+        self.teachers = Teachers(config) if self.needs.teacher else None
         with_kl = config.algorithm.use_kl_in_reward
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl) if with_kl else None
         self.entropy_ctrl = get_entropy_controller(config.actor_rollout_ref.actor)
@@ -279,6 +284,7 @@ class PPOTrainer(TrainingLoop):
         self.critic_workers = groups.get(Role.Critic)
         self.reference_workers = groups.get(Role.RefPolicy)
         self.reward_workers = groups.get(Role.RewardModel)
+        self.teacher_workers = groups.get(Role.TeacherModel)
         self._use_workers()
         self.observers.watch(self.rollout_workers)
 
@@ -365,6 +371,7 @@ class PPOTrainer(TrainingLoop):
             "ref": self.reference_workers,
             "critic": self.critic_workers,
             "rm": self.reward_workers,
+            "teacher": self.teacher_workers,
         }
 
     def new_context(self) -> PPOStepContext:
@@ -433,6 +440,8 @@ class PPOTrainer(TrainingLoop):
             batch = batch | self.reference(batch, context)
         if self.needs.critic:
             batch = batch | self.values(batch, context)
+        if self.needs.teacher:
+            batch = batch | self.teacher(batch, context)
         batch = batch | self.advantages(batch, context)
         chosen = self.to_learn_from(batch, context)
         if trains and self.needs.critic:
@@ -460,6 +469,8 @@ class PPOTrainer(TrainingLoop):
         self.experience.trained(context)
         context.generated_tokens = rewards.generated_tokens()
         context.metrics |= rewards.metrics() | trajectory_metrics(rewards.batches) | off_policy_metrics(batch)
+        if self.needs.teacher:
+            context.metrics |= distillation_metrics(batch)
         self.equal_scores.check(rewards)
         self._notify_dataset(batch, rewards)
         self.dump_numbers(batch, context)
@@ -517,6 +528,13 @@ class PPOTrainer(TrainingLoop):
         """Compute values of the critic before its update."""
         with context.stage("values"):
             return self._by_row(self.critic_workers, "compute_values", batch)
+
+    def teacher(self, batch: DataProto, context: PPOStepContext) -> DataProto:
+        """Compute what the teachers make of the responses: teacher_logprobs, and what else the loss reads."""
+        assert self.teachers is not None
+        assert self.teacher_workers is not None
+        with context.stage("teacher"):
+            return self.teachers.columns(batch, self.teacher_workers)
 
     def _by_row(self, workers: WorkerGroup, method: str, batch: DataProto) -> DataProto:
         """Call a method of the workers whose result has a row for each row of the batch."""
@@ -589,7 +607,7 @@ class PPOTrainer(TrainingLoop):
         sizes = self._mini_batch_sizes(batch, actor.ppo_mini_batch_size)
         seed = stages.step_seed(self.typed_config.trainer.seed, context.number)
         batch = batch | stages.prepare_mini_batches(batch, actor, sizes, seed)
-        columns = stages.policy_columns(batch, actor, own_forward)
+        columns = stages.policy_columns(batch, actor, own_forward, self.typed_config.distillation)
         parts, shares = self.policy_workers.num_parts("update_actor"), actor.use_prefix_grouper
         dealt = self._deal(batch, parts, columns, sizes, shares)
         # Only what differs from the configuration: the method of a user's own worker may take the rows alone.

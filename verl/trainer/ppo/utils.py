@@ -39,6 +39,7 @@ class Role(enum.Enum):
     RewardModel = "rm"
     ActorRolloutRef = "actor_rollout_ref"
     Env = "env"
+    TeacherModel = "teacher"
 
     def __str__(self) -> str:
         return self.value
@@ -64,6 +65,8 @@ class Needs:
     """Scores of a discriminative reward model."""
     judge: bool
     """Answers of a generative reward model to a reward function."""
+    teacher: bool
+    """Log-probs of teachers, for distillation."""
     correction: bool
     """Correction for the difference between rollout and trainer on the driver, by weights or rejection."""
 
@@ -75,6 +78,7 @@ class Needs:
             reference=need_reference_policy(config),
             reward_model=need_reward_model(config) and config.judge is None,
             judge=config.judge is not None,
+            teacher=need_teacher_policy(config),
             correction=config.algorithm.rollout_correction.is_decoupled,
         )
 
@@ -110,6 +114,12 @@ def need_reward_model(config: PPOConfig | Mapping[Role, type]) -> bool:
     return bool(_with_attributes(config).reward_model.enable)
 
 
+def need_teacher_policy(config: PPOConfig | Mapping[str, object]) -> bool:
+    """Whether teachers are loaded, for distillation."""
+    section = _with_attributes(config).get("distillation")
+    return bool(section and section.get("enabled", False))
+
+
 def _is_role_mapping(config: object) -> TypeGuard[Mapping[Role, type]]:
     return isinstance(config, Mapping) and all(isinstance(key, Role) for key in config)
 
@@ -135,10 +145,14 @@ def worker_arguments(config: PPOConfig, needs: Needs) -> dict[Role, dict[str, ob
         arguments[Role.RewardModel] = {"config": config.reward_model}
     if needs.judge:
         arguments[Role.RewardModel] = {"config": config.judge, "role": "rollout"}
+    policy: dict[str, object] = {"config": roles}
+    if needs.teacher:
+        arguments[Role.TeacherModel] = {"config": config.distillation, "roles": roles}
+        policy["distillation_config"] = config.distillation
     # The actor comes last: its rollout engine takes its share of the memory that the others left.
     if roles.hybrid_engine:
-        arguments[Role.ActorRollout] = {"config": roles, "role": "actor_rollout"}
+        arguments[Role.ActorRollout] = policy | {"role": "actor_rollout"}
     else:
-        arguments[Role.Actor] = {"config": roles, "role": "actor"}
+        arguments[Role.Actor] = policy | {"role": "actor"}
         arguments[Role.Rollout] = {"config": roles.of_rollout_pool, "role": "rollout"}
     return arguments

@@ -1,0 +1,156 @@
+"""The driver's part of distillation: which teacher scores which rows, and the metrics of their divergence.
+
+::
+
+    batch ──► rows for the teacher ──► one call per teacher, of its rows ──► teacher_logprobs, ... of all rows
+              (the same prompts, or privileged ones)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from verl.datasets import RLHFDataset
+from verl.errors import DataError
+from verl.protocol import DataProto
+from verl.protocol.future import wait_for
+from verl.trainer.balance import deal
+from verl.trainer.ppo.stages import ACTOR_COLUMNS
+from verl.utils.metric import Metrics
+from verl.utils.torch_functional import masked_mean
+
+if TYPE_CHECKING:
+    from verl.config import DistillationConfig, PPOConfig
+    from verl.single_controller.base.worker_group import WorkerGroup
+
+TeacherInputs = Callable[[DataProto], DataProto]
+"""Makes the rows that teachers read of a scored batch: as many, with the same responses, under any prompts."""
+
+
+def same_prompts(batch: DataProto) -> DataProto:
+    """Let teachers read the prompts of the policy."""
+    return batch
+
+
+class Teachers:
+    """Lets teachers score the responses of a step.
+
+    Args:
+        config: the whole configuration.
+        rows_for_teacher: makes the rows that teachers read.
+    """
+
+    def __init__(self, config: PPOConfig, rows_for_teacher: TeacherInputs = same_prompts) -> None:
+        self._config = config.distillation
+        self._balance = config.trainer.balance_batch
+        self._shares_prompts = config.actor_rollout_ref.actor.use_prefix_grouper
+        self._rows_for_teacher = rows_for_teacher
+
+    def columns(self, batch: DataProto, workers: WorkerGroup) -> DataProto:
+        """Return the teachers' columns of all rows, in their order, and ``teacher_index`` of several teachers.
+
+        Raises:
+            DataError: a row names no teacher.
+        """
+        rows, names = self._rows_for_teacher(batch), list(self._config.teachers)
+        index = teacher_index(batch, self._config)
+        made: dict[str, torch.Tensor] = {}
+        for number, name in enumerate(names):
+            members = (index == number).nonzero()[0].tolist()
+            if not members:
+                continue
+            dealt = deal(
+                rows.select_idxs(members),
+                workers.num_parts("compute_teacher_log_prob"),
+                balance=self._balance,
+                columns=ACTOR_COLUMNS,
+                pads=True,
+                shares_prompts=self._shares_prompts,
+            )
+            of_teacher = dealt.restore(wait_for(workers.compute_teacher_log_prob(dealt.rows, teacher=name)))
+            for column, values in of_teacher.batch.items():
+                whole = made.setdefault(column, values.new_zeros((len(batch), *values.shape[1:])))
+                whole[members] = values
+        if len(names) > 1:
+            made["teacher_index"] = torch.from_numpy(index)
+        return DataProto.from_dict(tensors=made)
+
+
+def teacher_index(batch: DataProto, config: DistillationConfig) -> np.ndarray:
+    """Return the position of each row's teacher in ``config.teachers``, (bsz,) int64.
+
+    Raises:
+        DataError: the batch has no column ``teacher_key``, or a row's value is no teacher's key.
+    """
+    teachers = config.teachers
+    if len(teachers) == 1 and next(iter(teachers.values())).key is None:
+        return np.zeros(len(batch), dtype=np.int64)
+    if config.teacher_key not in batch.non_tensor_batch:
+        raise DataError(
+            f"distillation.teacher_key={config.teacher_key}: the rows have no such column, which says what teacher "
+            f"scores them. They have {', '.join(sorted(batch.non_tensor_batch))}."
+        )
+    keys = batch.non_tensor_batch[config.teacher_key].tolist()
+    check_teacher_keys(keys, config)
+    numbers = {teacher.key: number for number, teacher in enumerate(teachers.values())}
+    return np.array([numbers[key] for key in keys], dtype=np.int64)
+
+
+def check_teacher_keys(keys: Sequence[object], config: DistillationConfig) -> None:
+    """Check that each of the rows' keys is that of a teacher.
+
+    Raises:
+        DataError: one is not; the message names the first such row.
+    """
+    known = {teacher.key for teacher in config.teachers.values()}
+    if known == {None}:
+        return
+    unknown = next(((row, key) for row, key in enumerate(keys) if key not in known), None)
+    if unknown is not None:
+        raise DataError(
+            f"row {unknown[0]} has {config.teacher_key}={unknown[1]!r}, and no teacher has this key: "
+            f"{', '.join(f'{name}.key={teacher.key}' for name, teacher in config.teachers.items())} "
+            "(distillation.teacher_models). Add a teacher for these rows, or leave them out."
+        )
+
+
+def check_teacher_data(config: DistillationConfig, dataset: object) -> None:
+    """Check, before any model loads, that each row of the data names a teacher; own data sets are not checked.
+
+    Raises:
+        DataError: one does not.
+    """
+    if isinstance(dataset, RLHFDataset) and {teacher.key for teacher in config.teachers.values()} != {None}:
+        dataset.require_columns({config.teacher_key: "distillation.teacher_key"})
+        check_teacher_keys([*dataset.source_column(config.teacher_key)], config)
+
+
+def distillation_metrics(batch: DataProto) -> Metrics:
+    """Measure how far the policy is from its teachers on the tokens that it sampled.
+
+    ``distillation/kl`` is the mean of log p - log q over the response tokens, an estimate of KL(p ‖ q), with p the
+    policy before the update; ``distillation/kl/SOURCE`` that of the rows of one data source;
+    ``distillation/teacher_entropy`` the teachers' mean entropy, in nats, of teachers that tell it.
+    """
+    columns = batch.batch
+    policy = next((columns[name] for name in ("old_log_probs", "rollout_log_probs") if name in columns.keys()), None)
+    mask = columns["distillation_mask" if "distillation_mask" in columns.keys() else "response_mask"].bool()
+    metrics: Metrics = {}
+    if not mask.any():
+        return metrics
+    if "teacher_entropys" in columns.keys():
+        metrics["distillation/teacher_entropy"] = masked_mean(columns["teacher_entropys"], mask).item()
+    if policy is None:
+        return metrics
+    gap = policy - columns["teacher_logprobs"]
+    metrics["distillation/kl"] = masked_mean(gap, mask).item()
+    sources = batch.non_tensor_batch.get("data_source")
+    for source in [] if sources is None else sorted(set(sources.tolist())):
+        rows = torch.from_numpy(sources == source)
+        if mask[rows].any():
+            metrics[f"distillation/kl/{source}"] = masked_mean(gap[rows], mask[rows]).item()
+    return metrics
