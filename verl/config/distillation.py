@@ -220,6 +220,11 @@ class DistillationConfig(BaseConfig):
         return self.teacher_models
 
     @property
+    def has_forward_passes(self) -> bool:
+        """Whether the teachers are forward passes of the training engine, which all are or none."""
+        return any(teacher.inference.is_forward_pass for teacher in self.teachers.values())
+
+    @property
     def ranks(self) -> int:
         """Ranks of the teachers' own pool; 0 where they run on those of the trainer."""
         return self.nnodes * self.n_gpus_per_node

@@ -119,9 +119,12 @@ class TaskRunner:
         config = _typed(config)
         if not need_teacher_policy(config):
             return
-        from verl.workers.teacher import ForwardTeacherWorker
+        if config.distillation.has_forward_passes:
+            from verl.workers.teacher.worker import ForwardTeacherWorker as TeacherWorker
+        else:
+            from verl.workers.teacher.engine import TeacherEngineWorker as TeacherWorker
 
-        self.role_worker_mapping[Role.TeacherModel] = ForwardTeacherWorker
+        self.role_worker_mapping[Role.TeacherModel] = TeacherWorker
         self.mapping[Role.TeacherModel] = TEACHER_POOL if config.distillation.ranks else "global_pool"
 
     def add_ref_policy_worker(self, config: PPOConfig | DictConfig, ref_policy_cls: type | None = None) -> None:
@@ -179,6 +182,7 @@ class TaskRunner:
             from verl.utils.model import check_has_experts, check_tokenizer_fits, hf_config_of
             from verl.workers.reward_input import RewardInput
             from verl.workers.reward_manager import AbstractRewardManager
+            from verl.workers.teacher.tokenizers import check_teacher_tokenizers
 
         config = config if isinstance(config, PPOConfig) else load_config(config, of_program=True)
         self.add_actor_rollout_worker(config)
@@ -216,6 +220,7 @@ class TaskRunner:
         for dataset in (train, val):
             check_reward_data(config, reward_fn, dataset)
         if need_teacher_policy(config):
+            check_teacher_tokenizers(config.distillation, config.actor_rollout_ref.model)
             check_teacher_data(config.distillation, train)
         check_tools([train, val], config.actor_rollout_ref.rollout, tools)
         check_agent_loops(config, tokenizer, wanted_agents([train, val], config.actor_rollout_ref.rollout))

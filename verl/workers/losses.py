@@ -24,15 +24,11 @@ from verl.algorithms import (
     policy_loss_info,
     update_columns,
 )
-<<<<<<< HEAD
-from verl.algorithms.distillation import check_distillation_loss, evaluate_distillation_loss
-=======
 from verl.algorithms.distillation import (
     check_distillation_loss,
     distillation_rewards,
     evaluate_distillation_loss,
 )
->>>>>>> 926e2244 (Runs learn from teachers: a forward pass of frozen models scores the policy's tokens, beside the rewards or instead of them)
 from verl.algorithms.loss_registry import over_tokens
 from verl.algorithms.preference import (
     Pairs,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from verl.algorithms import policy_loss_info
 from verl.algorithms.distillation import check_distillation_loss
 from verl.config import PPOConfig, Problem
+from verl.config.distillation import FORWARD_PASSES
 from verl.errors import ConfigError
 
 Problems = Iterator[Problem]
@@ -31,10 +32,10 @@ def distillation(config: PPOConfig) -> Problems:
     if settings.use_policy_gradient:
         yield from _policy_gradient(config)
     for name, teacher in section.teachers.items():
-        if not teacher.inference.is_forward_pass:
-            cause = "teachers are forward passes in this version"
+        if section.has_forward_passes and not teacher.inference.is_forward_pass:
+            cause = "another teacher is a forward pass, and the teachers of a run are all of that kind, or none is"
             key = f"distillation.teacher_models.{name}.inference.name"
-            yield Problem(key, teacher.inference.name, cause, "native, hf")
+            yield Problem(key, teacher.inference.name, cause, ", ".join(FORWARD_PASSES))
     if section.nnodes > 0 and config.trainer.controller == "local":
         cause = "trainer.controller=local runs one rank in this process, and a pool of teachers needs others"
         remedy = "set trainer.controller=ray, or leave it 0"

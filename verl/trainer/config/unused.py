@@ -125,8 +125,8 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
         yield unread, f"algorithm.adv_estimator={algorithm.adv_estimator} does not take it"
     if not needs_critic(config) and not config.reward_model.enable:  # whose sizes follow the critic's
         yield ("critic.*",), f"algorithm.adv_estimator={algorithm.adv_estimator} needs no critic"
-    teachers, of_teachers = config.distillation.teachers.values(), config.distillation.distillation_loss
-    runs_like_reference = config.distillation.enabled and any(one.inference.is_forward_pass for one in teachers)
+    teachers, of_teachers = config.distillation.teachers, config.distillation.distillation_loss
+    runs_like_reference = config.distillation.enabled and config.distillation.has_forward_passes
     if not need_reference_policy(config) and not runs_like_reference:
         yield (f"{_REF}.*",), "no KL term needs the reference: use_kl_loss and use_kl_in_reward are false"
     reward_model, penalty = config.reward_model, algorithm.kl_ctrl

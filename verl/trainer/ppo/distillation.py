@@ -2,13 +2,14 @@
 
 ::
 
-    batch ──► rows for the teacher ──► one call per teacher, of its rows ──► teacher_logprobs, ... of all rows
-              (the same prompts, or privileged ones)
+    batch ──► rows of each teacher ──► one call per teacher ──► teacher_logprobs, ... of all rows
+
+A batch with prompts of the teachers' own (``teacher_prompts``) has the policy's responses scored under those.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,18 +23,11 @@ from verl.trainer.balance import deal
 from verl.trainer.ppo.stages import ACTOR_COLUMNS
 from verl.utils.metric import Metrics
 from verl.utils.torch_functional import masked_mean
+from verl.workers.teacher.prompts import TEACHER_PROMPTS
 
 if TYPE_CHECKING:
     from verl.config import DistillationConfig, PPOConfig
     from verl.single_controller.base.worker_group import WorkerGroup
-
-TeacherInputs = Callable[[DataProto], DataProto]
-"""Makes the rows that teachers read of a scored batch: as many, with the same responses, under any prompts."""
-
-
-def same_prompts(batch: DataProto) -> DataProto:
-    """Let teachers read the prompts of the policy."""
-    return batch
 
 
 class Teachers:
@@ -41,14 +35,12 @@ class Teachers:
 
     Args:
         config: the whole configuration.
-        rows_for_teacher: makes the rows that teachers read.
     """
 
-    def __init__(self, config: PPOConfig, rows_for_teacher: TeacherInputs = same_prompts) -> None:
+    def __init__(self, config: PPOConfig) -> None:
         self._config = config.distillation
         self._balance = config.trainer.balance_batch
         self._shares_prompts = config.actor_rollout_ref.actor.use_prefix_grouper
-        self._rows_for_teacher = rows_for_teacher
 
     def columns(self, batch: DataProto, workers: WorkerGroup) -> DataProto:
         """Return the teachers' columns of all rows, in their order, and ``teacher_index`` of several teachers.
@@ -56,18 +48,18 @@ class Teachers:
         Raises:
             DataError: a row names no teacher.
         """
-        rows, names = self._rows_for_teacher(batch), list(self._config.teachers)
-        index = teacher_index(batch, self._config)
+        names, index = list(self._config.teachers), teacher_index(batch, self._config)
+        read = [name for name in (*ACTOR_COLUMNS, *TEACHER_PROMPTS) if name in batch.batch.keys()]
         made: dict[str, torch.Tensor] = {}
         for number, name in enumerate(names):
             members = (index == number).nonzero()[0].tolist()
             if not members:
                 continue
             dealt = deal(
-                rows.select_idxs(members),
+                batch.select_idxs(members),
                 workers.num_parts("compute_teacher_log_prob"),
                 balance=self._balance,
-                columns=ACTOR_COLUMNS,
+                columns=read,
                 pads=True,
                 shares_prompts=self._shares_prompts,
             )

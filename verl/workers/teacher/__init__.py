@@ -4,7 +4,3 @@ A worker of any kind has ``init_model()`` and ``compute_teacher_log_prob(data, t
 :mod:`verl.schema`: ``teacher_logprobs`` and, as far as the loss reads them and the kind of teacher knows them,
 ``teacher_topk_ids``, ``teacher_topk_logprobs`` and ``teacher_entropys``.
 """
-
-from verl.workers.teacher.forward import ForwardTeacherWorker
-
-__all__ = ["ForwardTeacherWorker"]
