@@ -147,8 +147,9 @@ def worker_arguments(config: PPOConfig, needs: Needs) -> dict[Role, dict[str, ob
         arguments[Role.RewardModel] = {"config": config.judge, "role": "rollout"}
     policy: dict[str, object] = {"config": roles}
     if needs.teacher:
-        model = {"roles": roles} if config.distillation.has_forward_passes else {"student": roles.model}
-        arguments[Role.TeacherModel] = {"config": config.distillation} | model
+        passes = config.distillation.has_forward_passes
+        arguments[Role.TeacherModel] = {"config": config.distillation}
+        arguments[Role.TeacherModel] |= {"roles": roles} if passes else {"student": roles.model}
         policy["distillation_config"] = config.distillation
     # The actor comes last: its rollout engine takes its share of the memory that the others left.
     if roles.hybrid_engine:
