@@ -57,7 +57,12 @@ _LORA = Absence(
     "get_per_tensor_param gives merged weights, its adapted_weights base and adapters apart. Each checkpoint has "
     "them in lora_adapter, for peft.",
 )
-_DISTILLATION = Absence("not yet", "Distillation from a teacher is missing.")
+_TEACHERS = Absence(
+    "other design",
+    "Teachers are workers (verl.workers.teacher), which score the responses of a step in one call each, those of agent "
+    "loops too; so loops and their managers have no client of a teacher. Settings: distillation.*; a divergence of "
+    "your own: verl.algorithms.distillation.register_distillation_loss.",
+)
 
 _ACTOR = Absence(
     "other design",
@@ -157,7 +162,7 @@ ABSENT: dict[str, Absence] = {
         "verl.judge.service.JudgeService.",
     ),
     "verl.experimental.separation": _ASYNCHRONOUS_TRAINERS,
-    "verl.experimental.teacher_loop": _DISTILLATION,
+    "verl.experimental.teacher_loop": _TEACHERS,
     "verl.llm_backends": Absence(
         "other design",
         "Models are those of Transformers (verl.utils.model), and rollout engines share the interface "
@@ -337,7 +342,7 @@ ABSENT: dict[str, Absence] = {
     "verl.single_controller.ray.base.func_generator": _PRIVATE,
     "verl.single_controller.ray.base.get_random_string": _PRIVATE,
     "verl.single_controller.ray.base.get_platform": _OTHER_DEVICES,
-    "verl.trainer.distillation": _DISTILLATION,
+    "verl.trainer.distillation": _TEACHERS,
     "verl.trainer.main_ppo.TaskRunnerV1": Absence(
         "other design", "verl.trainer.main_ppo.TaskRunner runs the one trainer that there is."
     ),
@@ -438,7 +443,7 @@ ABSENT: dict[str, Absence] = {
         "other design",
         "TrainingWorker takes the configuration of its run: verl.config.SFTConfig, RMConfig or DPOConfig.",
     ),
-    "verl.workers.engine_workers.distillation_ppo_loss": _DISTILLATION,
+    "verl.workers.engine_workers.distillation_ppo_loss": _TEACHERS,
     "verl.workers.engine_workers.maybe_fix_3d_position_ids": _VISION,
     "verl.workers.engine_workers.ppo_loss": _ACTOR,
     "verl.workers.fsdp_workers.ActorRolloutRefWorker.async_calls_finalize_fn_exec": _MEGATRON,
