@@ -270,6 +270,7 @@ _REWARDS = (
 _PREPARED = (
     Column("cov_selected", "int64", RESPONSE, "1 on tokens chosen for the covariance of log-prob and advantage "
            "(loss_mode=clip_cov, kl_cov)", PREPARED, ("actor",)),
+    Column("m2_mask", "int64", RESPONSE, "1 on tokens that stay in the loss (loss_mode=m2po)", PREPARED, ("actor",)),
     Column("top_entropy_mask", "int64", RESPONSE, "1 on tokens that keep their policy loss "
            "(policy_loss.top_entropy_quantile)", PREPARED, ("actor",)),
     Column("row_weights", "float32", ROW, "weight of each of the row's tokens (loss_agg_mode=prompt-mean, and "

@@ -92,6 +92,7 @@ def test_metrics_are_the_known_ones_without_a_graph(name: str):
 
 
 SMOOTH = ["vanilla", "bypass_mode", "clip_cov", "kl_cov", "sapo", "dro", "gpg", "gspo", "luspo", "geo_mean"]
+SMOOTH += ["cfpo", "m2po"]
 
 
 @pytest.mark.proof("gradient", param="name")
@@ -111,17 +112,17 @@ def test_gradient_against_finite_differences(name: str, mode: str):
 
 
 @pytest.mark.proof("gradient", param="name")
-@pytest.mark.parametrize("name", ["gpg", "cispo", "dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize("name", ["gpg", "cispo", "dppo_tv", "dppo_kl", "vespo", "topr"])
 def test_gradient_of_a_stopped_weight_against_finite_differences(name: str):
-    """Of the value with the ratio held: both log-probs move together."""
+    """Of the value with the ratio held: all log-probs move together."""
     data = batch(1, spread=0.8)
     _, metrics, gradient = evaluate(name, data)
-    assert name == "gpg" or metrics["actor/pg_clipfrac"] > 0
+    assert name in ("gpg", "vespo") or metrics["actor/pg_clipfrac"] > 0
     step = 1e-6
     for i, j in data["response_mask"].nonzero().tolist():
         values = []
         for sign in (1, -1):
-            moved = {key: data[key].clone() for key in ("log_probs", "old_log_probs")}
+            moved = {key: data[key].clone() for key in ("log_probs", "old_log_probs", "rollout_log_probs")}
             for column in moved.values():
                 column[i, j] += sign * step
             values.append(evaluate(name, data | moved)[0].item())

@@ -62,10 +62,11 @@ def approx(value: Any) -> Any:
 def test_thresholds_of_weights():
     assert parse_is_threshold(2.0) == parse_is_threshold("2") == Band(None, 2.0)
     assert parse_is_threshold("0.5_5.0") == Band(0.5, 5.0)
+    assert parse_is_threshold("0_3.0") == Band(0.0, 3.0)
     assert parse_is_threshold(math.inf) == Band(None, math.inf)
 
 
-@pytest.mark.parametrize("threshold", [0.5, "0.55", "2.0_5.0", "0_2.0", "0.5_0.9"])
+@pytest.mark.parametrize("threshold", [0.5, "0.55", "2.0_5.0", "0.5_0.9"])
 def test_a_threshold_must_keep_agreement(threshold: float | str):
     with pytest.raises(ConfigError, match="a token on which rollout and trainer agree has the ratio 1"):
         parse_is_threshold(threshold)
@@ -724,6 +725,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "disabled": {},
     "decoupled_token_is": TOKEN_TIS,
     "decoupled_seq_is": SEQ_TIS,
+    "decoupled_seq_mask": {"rollout_is": "sequence", "rollout_is_threshold": "0_3.0"},
     "decoupled_token_icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
     "decoupled_seq_is_rs": SEQ_TIS | {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": BAND},
     "decoupled_geo_rs": GEO_RS,
@@ -768,6 +770,15 @@ def test_presets_are_their_documented_settings(name: str):
 def test_every_preset_is_known_here():
     made = {k for k, v in vars(RolloutCorrectionConfig).items() if isinstance(v, classmethod) and not k.startswith("_")}
     assert made == PRESETS.keys()
+
+
+def test_a_mask_of_responses_drops_those_whose_ratio_is_too_large():
+    # e^1.2 = 3.32 > 3 is dropped with all its tokens; e^0.9 keeps its weight, and so does a tiny ratio
+    deltas = tensor([[0.8, 0.4], [0.5, 0.4], [-9.0, -9.0]], dtype=F64)
+    weights, _ = compute_rollout_correction_weights(deltas, torch.ones(3, 2), "sequence", "0_3.0")
+    assert_close(
+        weights.double(), tensor([[0.0], [0.9], [-18.0]], dtype=F64).exp().expand(3, 2) * tensor([[0], [1], [1]])
+    )
 
 
 def test_presets_take_their_thresholds():

@@ -59,6 +59,7 @@ def batch(seed: int, rows: int = 6, width: int = 5, spread: float = 0.5, per_row
         "response_mask": mask.long(),
         "entropys": torch.rand((rows, width), generator=g, dtype=torch.float64),
         "ref_log_prob": old - 0.3 * normal(rows, width).abs(),
+        "rollout_log_probs": old.clone(),
     }
 
 

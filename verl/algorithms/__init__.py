@@ -47,6 +47,7 @@ from verl.algorithms.estimator_registry import (
 from verl.algorithms.kl import (
     AdaptiveKLController,
     FixedKLController,
+    bias_corrected_kl,
     compute_rewards,
     get_kl_controller,
     kl_in_reward,
@@ -127,6 +128,7 @@ __all__ = [
     "TargetEntropyController",
     "adv_needs",
     "agg_loss",
+    "bias_corrected_kl",
     "clipped_tokens",
     "compute_advantages",
     "compute_bi_level_gae_advantage_return",

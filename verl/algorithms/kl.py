@@ -86,6 +86,30 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     return carrier - carrier.detach() + value.detach()
 
 
+def bias_corrected_kl(
+    kl: Tensor, log_prob: Tensor, old_log_prob: Tensor, rollout_is_weights: Tensor | None = None
+) -> Tensor:
+    """Weigh the estimate of each token by the ratio of the policy to the one that sampled, gradient included.
+
+        w · r · kl        r = π / π_old, |log r| at most 20        w the importance weight π_old / μ, or 1
+
+    An estimate of KL(π ‖ π_ref) is unbiased on samples of π. With this factor it is so on samples of π_old (of μ, with
+    w), and so is its gradient, which has a part from r: on the policy itself that of r · k3 is Δ·∇log π, as the
+    gradient of k2.
+
+    Paper: DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 7, with k3.
+
+    Args:
+        kl: (bsz, response_length) of :func:`kl_penalty`, with gradient; not of a kind with ``+``, whose gradient is
+            already that of k2.
+        log_prob: (bsz, response_length) log π, with gradient.
+        old_log_prob: (bsz, response_length) log π_old.
+        rollout_is_weights: (bsz, response_length) w; it gets no gradient.
+    """
+    ratio = (log_prob - old_log_prob).clamp(-20.0, 20.0).exp()
+    return ratio * kl if rollout_is_weights is None else rollout_is_weights.detach() * ratio * kl
+
+
 def kl_in_reward(
     token_level_scores: Tensor,
     old_log_probs: Tensor,

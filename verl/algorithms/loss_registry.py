@@ -91,6 +91,11 @@ class PolicyLossInfo:
     reproduces: Mapping[str, tuple[str, ...]]
     """Name of a published setting → the overrides that select it."""
 
+    @property
+    def compares_with_rollout(self) -> bool:
+        """Whether it reads ``rollout_log_probs``, and so corrects by itself for samples of another policy."""
+        return "rollout_log_probs" in self.columns | self.optional_columns
+
     @functools.cached_property
     def public_form(self) -> Callable[..., PolicyLossResult]:
         """The loss as a function that may be called with all of ``LOSS_ARGUMENTS`` by keyword."""

@@ -84,4 +84,6 @@ def update_columns(config: ActorConfig) -> frozenset[str]:
         needed.add("row_weights")
     if config.policy_loss.top_entropy_quantile < 1:
         needed.add("top_entropy_mask")
+    if config.policy_loss.off_policy_mask_threshold is not None:
+        needed.add("rollout_log_probs")
     return frozenset(needed)

@@ -71,19 +71,20 @@ def parse_is_threshold(threshold: float | str) -> Band:
     """Parse ``rollout_is_threshold``: a number C caps weights at C; ``"lo_hi"`` sets weights outside [lo, hi] to 0.
 
     The cap is truncated importance sampling (https://fengyao.notion.site/off-policy-rl); the band is IcePop
-    (https://arxiv.org/abs/2510.18855).
+    (https://arxiv.org/abs/2510.18855). A band from 0 has no lower bound: masked importance sampling, by response TRL's
+    ``vllm_importance_sampling_mode="sequence_mask"``.
 
-        2.0 → Band(None, 2.0)        "0.5_5.0" → Band(0.5, 5.0)
+        2.0 → Band(None, 2.0)        "0.5_5.0" → Band(0.5, 5.0)        "0_3.0" → Band(0.0, 3.0)
 
     Raises:
         ConfigError: a cap below 1, or a band that does not contain 1: a token on which π and μ agree would not
             keep its weight of 1.
     """
     lower, upper = _numbers(threshold)
-    if upper < 1 or (lower is not None and not 0 < lower <= 1):
+    if upper < 1 or (lower is not None and lower > 1):
         raise ConfigError(
-            f"rollout_is_threshold={threshold} must be a cap of at least 1, such as 2.0, or a band lo_hi around 1 with "
-            "lo > 0, such as 0.5_5.0; a token on which rollout and trainer agree has the ratio 1. (YAML reads 0.5_5 as "
+            f"rollout_is_threshold={threshold} must be a cap of at least 1, such as 2.0, or a band lo_hi around 1, "
+            "such as 0.5_5.0; a token on which rollout and trainer agree has the ratio 1. (YAML reads 0.5_5 as "
             "the number 0.55: write 0.5_5.0.)"
         )
     return Band(lower, upper)
@@ -256,6 +257,29 @@ def accepted(log_ratio: Tensor, response_mask: Tensor, criteria: tuple[Criterion
     for criterion in criteria:
         kept &= criterion.band.contains(rejection_statistic(log_ratio, response_mask, criterion.name))
     return kept
+
+
+def off_policy_sequence_mask(
+    log_prob: Tensor, rollout_log_prob: Tensor, advantages: Tensor, response_mask: Tensor, threshold: float
+) -> Tensor:
+    """Return where the policy loss stays, (bsz, response_length) bool: not on bad responses far from the policy.
+
+        M_t = 0 where A_t < 0 and mean_t (log μ - log π) > δ, else 1
+
+    The mean is over the tokens of the response. A model learns from its own mistakes; one that it would no longer make
+    can only do harm. Good responses stay, however old. It depends on one response alone and has no gradient.
+
+    Paper: off-policy sequence masking of DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, eq. 8 and 9.
+
+    Args:
+        log_prob: (bsz, response_length) of the current policy π.
+        rollout_log_prob: (bsz, response_length) of the policy μ that drew the response, as the engine returned it.
+        advantages: (bsz, response_length).
+        response_mask: (bsz, response_length).
+        threshold: δ, in nats per token.
+    """
+    distance = masked_mean(-log_ratio_of(log_prob, rollout_log_prob, response_mask), response_mask, axis=-1)
+    return ~((advantages < 0) & (distance > threshold).unsqueeze(-1))
 
 
 # ---- the proximal policy by interpolation ------------------------------------------------------

@@ -34,7 +34,7 @@ class PolicyLossConfig(BaseConfig):
 
     loss_mode: str = setting("vanilla")
     """Registered policy loss: vanilla (PPO's clip), gspo, luspo, geo_mean, sapo, cispo, gpg, clip_cov, kl_cov, dppo_tv,
-    dppo_kl, dro, bypass_mode, or your own."""
+    dppo_kl, dro, up, cfpo, vespo, topr, m2po, bypass_mode, or your own."""
     clip_cov_ratio: float = setting(0.0002, ge=0, le=1)
     """`clip_cov`: fraction of tokens whose gradient is dropped."""
     clip_cov_lb: float = setting(1.0)
@@ -47,6 +47,19 @@ class PolicyLossConfig(BaseConfig):
     """`kl_cov`: weight of that penalty."""
     dro_beta: float | None = setting(None, gt=0)
     """`dro`: weight of its quadratic term, in advantage per nat; must be set for that loss."""
+    vespo_k_pos: float = setting(2.0, ge=0)
+    """`vespo`: power k of the ratio for advantages of at least 0."""
+    vespo_lambda_pos: float = setting(3.0, ge=0)
+    """`vespo`: rate λ at which large ratios lose weight, for advantages of at least 0."""
+    vespo_k_neg: float = setting(3.0, ge=0)
+    """`vespo`: power k for negative advantages."""
+    vespo_lambda_neg: float = setting(2.0, ge=0)
+    """`vespo`: rate λ for negative advantages."""
+    m2_threshold: float = setting(0.04, gt=0)
+    """`m2po`: largest mean of (log π/μ)² over the tokens of a mini-batch that stay in the loss."""
+    off_policy_mask_threshold: float | None = setting(None, gt=0)
+    """Take responses out of the policy loss whose advantage is negative and whose mean of log μ/π over their tokens is
+    above this (DeepSeek-V3.2, arXiv:2512.02556); μ is the policy that drew them. null takes none out."""
     top_entropy_quantile: float = setting(1.0, gt=0, le=1)
     """Fraction of tokens, those of highest entropy, that keep their policy loss (arXiv:2506.01939); 1 keeps all."""
     rollout_correction: RolloutCorrectionConfig | None = setting(None, internal=True)
@@ -158,6 +171,9 @@ class ActorConfig(UpdateConfig):
     """Weight of that divergence."""
     kl_loss_type: KLKind = setting("low_var_kl")
     """Estimator of that divergence: kl (k1), abs, mse (k2), low_var_kl (k3); with `+` the gradient is that of k2."""
+    use_bias_correction_kl: bool = setting(False)
+    """Weigh the divergence of each token by π/π_old, and by its importance weight if it has one, so that value and
+    gradient are unbiased on samples of an older policy (DeepSeek-V3.2, arXiv:2512.02556)."""
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
     """Replay of an earlier choice of experts."""
     global_batch_info: dict[str, object] = setting(factory=dict, internal=True)
@@ -165,7 +181,13 @@ class ActorConfig(UpdateConfig):
     copy."""
 
     def problems(self, path: str) -> Iterator[Problem]:
-        """With `entropy_target`, the initial weight of the entropy bonus is within its bounds."""
+        """The divergence is corrected once, and the initial weight of the entropy bonus is within its bounds."""
+        if self.use_bias_correction_kl and self.kl_loss_type.endswith("+"):
+            cause = (
+                "with use_bias_correction_kl the gradient is that of the divergence already, and + would add another"
+            )
+            remedy = "DeepSeek-V3.2 has k3"
+            yield Problem(f"{path}.kl_loss_type", self.kl_loss_type, cause, self.kl_loss_type[:-1], remedy)
         if self.entropy_target is None:
             return
         low, high = self.entropy_coeff_min, self.entropy_coeff_max

@@ -17,6 +17,7 @@ from torch import Tensor
 from verl.algorithms import (
     LossTotals,
     agg_loss,
+    bias_corrected_kl,
     clipped_tokens,
     compute_value_loss,
     evaluate_policy_loss,
@@ -39,7 +40,12 @@ from verl.algorithms.preference import (
     sequence_log_probs,
     split_pairs,
 )
-from verl.algorithms.rollout_correction import INTERPOLATED, interpolated_policy, response_weights
+from verl.algorithms.rollout_correction import (
+    INTERPOLATED,
+    interpolated_policy,
+    off_policy_sequence_mask,
+    response_weights,
+)
 from verl.config import (
     ActorConfig,
     CriticConfig,
@@ -75,7 +81,8 @@ class PolicyLoss:
         learns_from_rewards: whether the policy loss counts, beside entropy and KL.
 
     Raises:
-        ConfigError: there is no such policy loss, or ``top_entropy_quantile`` is set for one that takes no weights.
+        ConfigError: there is no such policy loss, or tokens are to be taken out of one that takes no weights
+            (``top_entropy_quantile``, ``off_policy_mask_threshold``).
     """
 
     rows_per_unit = 1
@@ -83,16 +90,18 @@ class PolicyLoss:
     def __init__(
         self, config: ActorConfig, entropy_coeff: float | None = None, learns_from_rewards: bool = True
     ) -> None:
-        name, quantile = config.policy_loss.loss_mode, config.policy_loss.top_entropy_quantile
+        name, settings = config.policy_loss.loss_mode, config.policy_loss
         self.config = config
         self.learns_from_rewards = learns_from_rewards
         self.entropy_coeff = config.entropy_coeff if entropy_coeff is None else entropy_coeff
         self.info = policy_loss_info(name)
-        if quantile < 1 and not self.info.takes_weights:
-            raise ConfigError(
-                f"actor.policy_loss.top_entropy_quantile={quantile} takes tokens out of the policy loss by their "
-                f"weights, and '{name}' has no parameter rollout_is_weights. Add it, or set the quantile to 1."
-            )
+        chosen = {"top_entropy_quantile": 1.0, "off_policy_mask_threshold": None}
+        for key, off in chosen.items():
+            if settings[key] != off and not self.info.takes_weights:
+                raise ConfigError(
+                    f"actor.policy_loss.{key}={settings[key]} takes tokens out of the policy loss by their weights, "
+                    f"and '{name}' has no parameter rollout_is_weights. Add it, or leave {key} out."
+                )
         self.required = ("old_log_probs", "advantages", *sorted(update_columns(config)))
         follows_target = config.entropy_target is not None
         with_entropy = self.entropy_coeff != 0 or config.calculate_entropy or follows_target
@@ -116,11 +125,11 @@ class PolicyLoss:
         loss = log_probs.new_zeros(())
         metrics: dict[str, Tensor | float | PartialSum] = {}
         if self.learns_from_rewards:
-            weights = self.token_weights(columns)
+            weights, extra = self.token_weights(columns, log_probs)
             loss, loss_metrics = evaluate_policy_loss(
                 self.info, log_probs, columns, weights, mode, config, counts, self.entropy_coeff
             )
-            metrics = {**loss_metrics, "actor/pg_loss": PartialSum(loss.detach() / totals.dp_size)}
+            metrics = {**loss_metrics, **extra, "actor/pg_loss": PartialSum(loss.detach() / totals.dp_size)}
         if "entropy" in outputs:
             entropy = agg_loss(outputs["entropy"], mask, mode, **counts)
             metrics["actor/entropy_loss"] = PartialSum(entropy.detach() / totals.dp_size)
@@ -129,6 +138,8 @@ class PolicyLoss:
         if config.use_kl_loss:
             require(micro_batch, ("ref_log_prob",), "the KL loss (actor.use_kl_loss=true)")
             kl = kl_penalty(log_probs, columns["ref_log_prob"], config.kl_loss_type)
+            if config.use_bias_correction_kl:
+                kl = bias_corrected_kl(kl, log_probs, columns["old_log_probs"], columns.get("rollout_is_weights", None))
             kl_loss = agg_loss(kl, mask, mode, **counts)
             metrics["actor/kl_loss"] = PartialSum(kl_loss.detach() / totals.dp_size)
             metrics["actor/kl_coef"] = config.kl_loss_coef
@@ -136,13 +147,28 @@ class PolicyLoss:
         metrics["actor/loss"] = PartialSum(loss.detach() / totals.dp_size)
         return loss, metrics
 
-    def token_weights(self, columns: Mapping[str, Tensor]) -> Tensor | None:
-        """Importance weights, set to 0 on tokens outside ``top_entropy_mask``; None if there are neither."""
-        weights = columns.get("rollout_is_weights", None)
-        if self.config.policy_loss.top_entropy_quantile == 1:
-            return weights
-        kept = columns["top_entropy_mask"]
-        return kept.to(columns["advantages"].dtype) if weights is None else zero_masked(weights, kept)
+    def token_weights(
+        self, columns: Mapping[str, Tensor], log_probs: Tensor
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Importance weights, set to 0 on tokens that are taken out; None if there is neither. And metrics."""
+        settings, weights, mask = self.config.policy_loss, columns.get("rollout_is_weights", None), None
+        metrics: dict[str, Tensor] = {}
+        if settings.top_entropy_quantile < 1:
+            mask = columns["top_entropy_mask"].bool()
+        if settings.off_policy_mask_threshold is not None:
+            near = off_policy_sequence_mask(
+                log_probs,
+                columns["rollout_log_probs"],
+                columns["advantages"],
+                columns["response_mask"],
+                settings.off_policy_mask_threshold,
+            )
+            metrics = over_tokens({"actor/off_policy_masked_fraction": ~near}, columns["response_mask"])
+            mask = near if mask is None else mask & near
+        if mask is None:
+            return weights, metrics
+        kept = mask.to(columns["advantages"].dtype) if weights is None else zero_masked(weights, mask)
+        return kept, metrics
 
 
 class DistillationLoss:
@@ -207,7 +233,7 @@ class DistillationLoss:
                 policy_loss_info(settings.policy_loss_mode),
                 outputs["log_probs"],
                 columns,
-                self.loss.token_weights(columns),
+                self.loss.token_weights(columns, outputs["log_probs"])[0],
                 mode,
                 self.gradient_config,
                 counts,

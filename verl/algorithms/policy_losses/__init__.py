@@ -1,6 +1,6 @@
 """Policy losses per token: pure functions of tensors and numbers.
 
-With r = π / π_old, A the advantage and sg[·] the stop-gradient:
+With r = π / π_old, μ the policy that drew the samples, A the advantage and sg[·] the stop-gradient:
 
 =========== ========================================================= ==================
 name        loss of a token                                           paper
@@ -17,6 +17,11 @@ gpg         -A log π                                                  arXiv:250
 cispo       -sg[clip(r)] A log π                                      arXiv:2506.13585
 dppo_tv     -sg[M min(r, c)] A log π, M by total variation            arXiv:2602.04879
 dppo_kl     the same, M by binary KL                                  arXiv:2602.04879
+up          -A π/sg[π] where A > 0, elsewhere vanilla                 arXiv:2607.06987
+cfpo        -(A r - abs(A)/(2ε) (r - 1)²)                             arXiv:2601.22801
+vespo       -sg[W^k e^(λ(1 - W))] A log π, W = Π π/μ                  arXiv:2602.10693
+topr        -sg[min(W, 1)] A log π where A < 0, elsewhere -A log π    arXiv:2503.14286
+m2po        -M A π/μ, M by the mean of (log π/μ)² over the mini-batch arXiv:2510.01161
 bypass_mode vanilla, or -sg[w] A log π, with the rollout as π_old     arXiv:1707.06347
 =========== ========================================================= ==================
 
@@ -33,7 +38,7 @@ from torch import Tensor
 
 from verl.algorithms.aggregate import agg_loss
 from verl.algorithms.loss_registry import PolicyLossResult, evaluate_policy_loss, get_policy_loss_fn, policy_loss_info
-from verl.algorithms.policy_losses import bypass, covariance, sequence, token  # noqa: F401  they register losses
+from verl.algorithms.policy_losses import behaviour, bypass, covariance, sequence, token  # noqa: F401  they register losses
 from verl.config.actor import ActorConfig
 from verl.utils.torch_functional import masked_mean, zero_masked
 

@@ -110,6 +110,88 @@ def sapo(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, tau_pos: fl
     return LossTerms(-advantages * torch.sigmoid(tau * (ratio - 1.0)) * 4.0 / tau)
 
 
+@register_policy_loss(
+    "up",
+    paper="https://arxiv.org/abs/2607.06987",
+    returns_terms=True,
+    reproduces={
+        "UP-DAPO": (
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.actor.policy_loss.loss_mode=up",
+            "actor_rollout_ref.actor.loss_agg_mode=token-mean",
+            "actor_rollout_ref.actor.use_kl_loss=false",
+        ),
+        "UP-GRPO": (
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.actor.policy_loss.loss_mode=up",
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+        ),
+    },
+)
+def up(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+) -> LossTerms:
+    """Unbounded positive asymmetric optimization: the policy gradient where A > 0, PPO's clip elsewhere.
+
+        l_t = -A · π / sg[π]                                 where A > 0
+        l_t = the clipped loss of PPO with its dual clip     where A ≤ 0, as ``vanilla``
+
+    The first has the value -A and the gradient -A·∇log π whatever the old policy says: an unlikely token of a good
+    response is reinforced in full, and no ratio can grow. ``clip_ratio_high`` has no effect there.
+
+    Paper: https://arxiv.org/abs/2607.06987, eq. 14 and 15.
+    """
+    clipped = vanilla(old_log_prob, log_prob, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    anchored = -advantages * (log_prob - log_prob.detach()).exp()
+    is_positive, is_clipped = advantages > 0, clipped.is_clipped
+    assert is_clipped is not None
+    return LossTerms(
+        torch.where(is_positive, anchored, clipped.losses), is_clipped & ~is_positive, clipped.is_clipped_lower
+    )
+
+
+@register_policy_loss(
+    "cfpo",
+    paper="https://arxiv.org/abs/2601.22801",
+    returns_terms=True,
+    reproduces={
+        "CFPO": (
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.actor.policy_loss.loss_mode=cfpo",
+            "actor_rollout_ref.actor.clip_ratio=0.2",
+        )
+    },
+)
+def cfpo(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, clip_ratio_low: float, clip_ratio_high: float
+) -> LossTerms:
+    """Clipping-free policy optimization: a quadratic penalty on the ratio in place of a clip.
+
+        l_t = -(A·r - |A| / (2ε) · (r - 1)²)        ε = ``clip_ratio_high`` where A > 0, else ``clip_ratio_low``
+
+    Its minimum is at r = 1 ± ε, where PPO's clip begins, and beyond it the gradient leads back. At r = 1 it is the
+    policy gradient. Nothing is clipped, so both clip fractions are 0. The paper has one ε: ``clip_ratio``.
+
+    Paper: https://arxiv.org/abs/2601.22801, eq. 7.
+
+    Raises:
+        ConfigError: an ε is 0.
+    """
+    if min(clip_ratio_low, clip_ratio_high) <= 0:
+        raise ConfigError(
+            f"the cfpo policy loss divides by its bounds, and clip_ratio_low={clip_ratio_low}, "
+            f"clip_ratio_high={clip_ratio_high}: set both above 0, e.g. clip_ratio=0.2."
+        )
+    bound = torch.where(advantages > 0, clip_ratio_high, torch.full_like(advantages, clip_ratio_low))
+    ratio = bounded_log_ratio(log_prob, old_log_prob).exp()
+    return LossTerms(-advantages * ratio + advantages.abs() / (2.0 * bound) * (ratio - 1.0) ** 2)
+
+
 @register_policy_loss("dro", paper="https://arxiv.org/abs/2405.19107", returns_terms=True)
 def dro(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, dro_beta: float | None) -> LossTerms:
     """Direct reward optimization: the policy gradient with a quadratic penalty on the distance to the old policy.

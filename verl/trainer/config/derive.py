@@ -355,6 +355,8 @@ def _importance_weights(tree: Tree, explicit: Collection[str]) -> list[str]:
     loss = "reinforce" if chosen.get("bypass_mode") is True else get(tree, f"{_ACTOR}.policy_loss.loss_mode")
     if loss != "reinforce" and not takes_weights(loss):
         return []  # the rules tell that this gradient is biased
+    if loss != "reinforce" and compares_with_rollout(loss):
+        return []  # the loss has the whole ratio
     put(tree, key, "token")
     return [f"{key}: token, because {reason}; without these weights the gradient is biased"]
 
@@ -367,6 +369,16 @@ def takes_weights(loss_mode: Any) -> bool:
         return policy_loss_info(loss_mode).takes_weights
     except ConfigError:
         return True
+
+
+def compares_with_rollout(loss_mode: Any) -> bool:
+    """Whether a policy loss reads the rollout's log-probs itself; false for an unknown loss, which the rules report."""
+    from verl.algorithms import policy_loss_info
+
+    try:
+        return policy_loss_info(loss_mode).compares_with_rollout
+    except ConfigError:
+        return False
 
 
 def _algorithm(tree: Tree, problems: list[Problem]) -> list[str]:

@@ -204,10 +204,11 @@ def policy_loss(actor: ActorConfig) -> Problems:
             remedy=f"set loss_agg_mode={info.paper_mode}, unless this is what you want",
             advice=True,
         )
-    if settings.top_entropy_quantile < 1 and not info.takes_weights:
-        cause = f"policy_loss.loss_mode={name} has no parameter rollout_is_weights, by which tokens are taken out"
-        remedy = "add the parameter to your loss, or keep all tokens"
-        yield Problem(f"{ACTOR}.policy_loss.top_entropy_quantile", settings.top_entropy_quantile, cause, "1", remedy)
+    for key, off in (("top_entropy_quantile", 1), ("off_policy_mask_threshold", None)):
+        if settings[key] != off and not info.takes_weights:
+            cause = f"policy_loss.loss_mode={name} has no parameter rollout_is_weights, by which tokens are taken out"
+            remedy = "add the parameter to your loss, or keep all tokens"
+            yield Problem(f"{ACTOR}.policy_loss.{key}", settings[key], cause, "null" if off is None else "1", remedy)
 
 
 # ---- rewards, data, placement ----------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from verl.config import PPOConfig, Problem
 from verl.config.async_plan import AsyncPlan
+from verl.trainer.config.derive import compares_with_rollout
 
 MODE = "trainer.v1.trainer_mode"
 
@@ -92,6 +93,8 @@ def described_mode(config: PPOConfig) -> list[str]:
         ratio = "the ratio that the loss clips is that to the weights that drew them (bypass_mode=true)"
     elif correction.rollout_is is not None:
         ratio = f"they have one importance weight per {correction.rollout_is} (rollout_is={correction.rollout_is})"
+    elif compares_with_rollout(loss_mode := config.actor_rollout_ref.actor.policy_loss.loss_mode):
+        ratio = f"the policy loss compares with the weights that drew them (loss_mode={loss_mode})"
     else:
         ratio = "nothing corrects for their age (algorithm.rollout_correction)"
     return [f"{age}; {ratio}"]

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from verl.algorithms import adv_needs, policy_loss_info
 from verl.algorithms import rollout_correction as correction
-from verl.config import PPOConfig, Problem, RolloutConfig, RolloutCorrectionConfig
+from verl.config import PPOConfig, Problem, RolloutConfig
 from verl.config.async_plan import AsyncPlan
 from verl.errors import ConfigError
-from verl.trainer.config.derive import BYPASS, takes_weights, truncating
+from verl.trainer.config.derive import BYPASS, compares_with_rollout, takes_weights, truncating
 
 Problems = Iterator[Problem]
 
@@ -67,6 +67,9 @@ def _decoupled(config: PPOConfig) -> Problems:
         cause = f"{LOSS_MODE}={loss_mode} has no parameter rollout_is_weights, so no weight would reach it"
         remedy = "add the parameter to your loss, or leave it null"
         yield Problem(f"{CORRECTION}.rollout_is", chosen.rollout_is, cause, remedy=remedy)
+    elif chosen.rollout_is is not None and compares_with_rollout(loss_mode):
+        cause = f"{LOSS_MODE}={loss_mode} has the ratio to the policy that sampled, so a part of it would count twice"
+        yield Problem(f"{CORRECTION}.rollout_is", chosen.rollout_is, cause, "null")
 
 
 def _bypass(config: PPOConfig) -> Problems:
@@ -139,7 +142,7 @@ def _without_pass(config: PPOConfig) -> Problems:
 
 def truncated_sampling(config: PPOConfig) -> Problems:
     """Training corrects for truncated sampling, and log-probs are those of the distribution sampled from."""
-    rollout, chosen = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    rollout = config.actor_rollout_ref.rollout
     cut = truncating(rollout)
     if cut is None:
         if rollout.logprobs_mode == "raw_logprobs" and rollout.do_sample and rollout.temperature not in (0, 1):
@@ -149,7 +152,7 @@ def truncated_sampling(config: PPOConfig) -> Problems:
     key, value = f"{ROLLOUT}.{name}", rollout[name]
     if rollout.logprobs_mode == "raw_logprobs":
         yield _raw(rollout, f"{key}={value}")
-    if not _weighs_samples(chosen):
+    if not weighs_samples(config):
         yield Problem(
             key,
             value,
@@ -165,8 +168,12 @@ def truncated_sampling(config: PPOConfig) -> Problems:
         yield Problem(GAP_LIMIT, limit, cause, "null", f"leave it null, or set {key}={off}")
 
 
-def _weighs_samples(chosen: RolloutCorrectionConfig) -> bool:
-    return chosen.rollout_is is not None or (chosen.bypass_mode and chosen.loss_type == "ppo_clip")
+def weighs_samples(config: PPOConfig) -> bool:
+    """Whether something corrects for samples of another distribution than the policy: weights, or the loss."""
+    chosen, loss_mode = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if chosen.bypass_mode:
+        return chosen.loss_type == "ppo_clip" or chosen.rollout_is is not None
+    return chosen.rollout_is is not None or compares_with_rollout(loss_mode)
 
 
 def lag(config: PPOConfig) -> Problems:
@@ -175,7 +182,7 @@ def lag(config: PPOConfig) -> Problems:
     key, value = "trainer.async.lag", plan.lag
     if plan.is_free_running:
         key, value = "trainer.v1.trainer_mode", config.trainer.v1.trainer_mode
-    if plan.mode != "sync" and not _weighs_samples(config.algorithm.rollout_correction):
+    if plan.mode != "sync" and not weighs_samples(config):
         yield Problem(
             key,
             value,

@@ -44,10 +44,15 @@ _OF_REWARD_MODEL = ("model.*", "rollout.*", *_OF_SCORING_MODEL)
 # Keys of the actor that only some policy losses read; others take them as arguments of these names.
 _OF_LOSSES = (
     *(f"policy_loss.{name}" for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio")),
-    *(f"policy_loss.{name}" for name in ("ppo_kl_coef", "dro_beta")),
+    *(f"policy_loss.{name}" for name in ("ppo_kl_coef", "dro_beta", "m2_threshold")),
+    *(f"policy_loss.vespo_{name}" for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")),
     *("tau_pos", "tau_neg", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
 )
-_SELECTION = {"clip_cov": {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"}, "kl_cov": {"kl_cov_ratio"}}
+_SELECTION = {
+    "clip_cov": {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"},
+    "kl_cov": {"kl_cov_ratio"},
+    "m2po": {"m2_threshold"},
+}
 """Settings by which a loss selects tokens of the whole mini-batch, which are no arguments of its function."""
 
 _LOG_PROBS = (
@@ -132,7 +137,12 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
     reward_model, penalty = config.reward_model, algorithm.kl_ctrl
     others = [name for name, arguments in rollout.engine_kwargs.items() if arguments and name != rollout.name]
     switches = (
-        (actor.use_kl_loss, f"{_ACTOR}.use_kl_loss=false", _ACTOR, ("kl_loss_coef", "kl_loss_type")),
+        (
+            actor.use_kl_loss,
+            f"{_ACTOR}.use_kl_loss=false",
+            _ACTOR,
+            ("kl_loss_coef", "kl_loss_type", "use_bias_correction_kl"),
+        ),
         (algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward=false", "algorithm", ("kl_ctrl.*", "kl_penalty")),
         (
             penalty.type == "adaptive" or not algorithm.use_kl_in_reward,
