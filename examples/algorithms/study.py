@@ -79,12 +79,17 @@ ALGORITHMS: dict[str, Settings] = {
     },
 }
 
-_CORRECTION = "algorithm.rollout_correction"
+_CORRECTION, _LOSS = "algorithm.rollout_correction", f"{ACTOR}.policy_loss"
 _LAG: Settings = {"algorithm.adv_estimator": "grpo", "trainer.async.lag": 4}
 CORRECTIONS: dict[str, Settings] = {
     "lag_4_none": _LAG | {f"{_CORRECTION}.rollout_is": "null"},
     "lag_4_token": _LAG | {f"{_CORRECTION}.rollout_is": "token"},
     "lag_4_bypass": _LAG | {f"{_CORRECTION}.bypass_mode": True},
+    "lag_4_mask": _LAG | {f"{_CORRECTION}.rollout_is": "sequence", f"{_CORRECTION}.rollout_is_threshold": "0.0_3.0"},
+    "lag_4_opsm": _LAG | {f"{_CORRECTION}.rollout_is": "token", f"{_LOSS}.off_policy_mask_threshold": 0.05},
+    "lag_4_vespo": _LAG | {f"{_LOSS}.loss_mode": "vespo"},
+    "lag_4_m2po": _LAG | {f"{_LOSS}.loss_mode": "m2po"},
+    "lag_4_topr": _LAG | {f"{_LOSS}.loss_mode": "topr"},
     "lag_4_a3po": _LAG | {f"{_CORRECTION}.prox_logp_method": "loglinear", f"{_CORRECTION}.rollout_is": "token"},
 }
 """GRPO on samples of the weights four updates before, by their correction (docs/rollout_correction.md)."""

@@ -302,7 +302,7 @@ def policy_loss(data: dict[str, Tensor], config: ActorConfig) -> tuple[Tensor, d
 
 
 def test_masked_responses_leave_the_policy_loss_and_keep_their_divergence():
-    data = stale(STALE, spread=0.8, per_row=True)
+    data = stale(10, spread=0.8, per_row=True)
     shared = {"loss_agg_mode": "token-sum", "use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": "k2"}
     with_mask, metrics = policy_loss(data, actor("vanilla", {"off_policy_mask_threshold": 0.1}, **shared))
     without, _ = policy_loss(data, actor("vanilla", **shared))

@@ -62,7 +62,7 @@ def approx(value: Any) -> Any:
 def test_thresholds_of_weights():
     assert parse_is_threshold(2.0) == parse_is_threshold("2") == Band(None, 2.0)
     assert parse_is_threshold("0.5_5.0") == Band(0.5, 5.0)
-    assert parse_is_threshold("0_3.0") == Band(0.0, 3.0)
+    assert parse_is_threshold("0.0_3.0") == Band(0.0, 3.0)
     assert parse_is_threshold(math.inf) == Band(None, math.inf)
 
 
@@ -725,7 +725,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "disabled": {},
     "decoupled_token_is": TOKEN_TIS,
     "decoupled_seq_is": SEQ_TIS,
-    "decoupled_seq_mask": {"rollout_is": "sequence", "rollout_is_threshold": "0_3.0"},
+    "decoupled_seq_mask": {"rollout_is": "sequence", "rollout_is_threshold": "0.0_3.0"},
     "decoupled_token_icepop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
     "decoupled_seq_is_rs": SEQ_TIS | {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": BAND},
     "decoupled_geo_rs": GEO_RS,
@@ -775,10 +775,9 @@ def test_every_preset_is_known_here():
 def test_a_mask_of_responses_drops_those_whose_ratio_is_too_large():
     # e^1.2 = 3.32 > 3 is dropped with all its tokens; e^0.9 keeps its weight, and so does a tiny ratio
     deltas = tensor([[0.8, 0.4], [0.5, 0.4], [-9.0, -9.0]], dtype=F64)
-    weights, _ = compute_rollout_correction_weights(deltas, torch.ones(3, 2), "sequence", "0_3.0")
-    assert_close(
-        weights.double(), tensor([[0.0], [0.9], [-18.0]], dtype=F64).exp().expand(3, 2) * tensor([[0], [1], [1]])
-    )
+    weights, _ = compute_rollout_correction_weights(deltas, torch.ones(3, 2), "sequence", "0.0_3.0")
+    expected = tensor([[0.0] * 2, [math.exp(0.9)] * 2, [math.exp(-18.0)] * 2])
+    assert_close(weights.float(), expected, rtol=1e-6, atol=0)
 
 
 def test_presets_take_their_thresholds():

@@ -74,7 +74,7 @@ def parse_is_threshold(threshold: float | str) -> Band:
     (https://arxiv.org/abs/2510.18855). A band from 0 has no lower bound: masked importance sampling, by response TRL's
     ``vllm_importance_sampling_mode="sequence_mask"``.
 
-        2.0 → Band(None, 2.0)        "0.5_5.0" → Band(0.5, 5.0)        "0_3.0" → Band(0.0, 3.0)
+        2.0 → Band(None, 2.0)        "0.5_5.0" → Band(0.5, 5.0)        "0.0_3.0" → Band(0.0, 3.0)
 
     Raises:
         ConfigError: a cap below 1, or a band that does not contain 1: a token on which π and μ agree would not

@@ -20,7 +20,7 @@ class RolloutCorrectionConfig(BaseConfig):
     rollout_is: Literal["token", "sequence"] | None = setting(None)
     """Importance weights π/μ of the trainer's policy over the rollout's, per token or per response; null for none."""
     rollout_is_threshold: Annotated[float | str, "threshold"] = setting(2.0)
-    """Upper bound of a weight, at least 1; or a band `lo_hi` (0.5_5.0) outside of which a weight is 0 (IcePop); 0_3.0
+    """Upper bound of a weight, at least 1; or a band `lo_hi` (0.5_5.0) outside of which a weight is 0 (IcePop); 0.0_3.0
     has no lower bound (with `rollout_is: sequence` the `sequence_mask` of TRL)."""
     rollout_rs: str | None = setting(None)
     """Criteria of rejection, comma-separated: token_k1..k3, seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2..k3."""
@@ -97,7 +97,7 @@ class RolloutCorrectionConfig(BaseConfig):
     @classmethod
     def decoupled_seq_mask(cls, threshold: float = 3.0) -> RolloutCorrectionConfig:
         """Importance weights per response, 0 above a bound: the default of TRL."""
-        return cls(rollout_is="sequence", rollout_is_threshold=f"0_{threshold}")
+        return cls(rollout_is="sequence", rollout_is_threshold=f"0.0_{threshold}")
 
     @classmethod
     def decoupled_seq_is_rs(

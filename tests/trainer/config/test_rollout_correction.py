@@ -26,6 +26,15 @@ def settings(**changes: Any) -> dict[str, Any]:
 # ---- settings
 
 
+@pytest.mark.parametrize("name", ["vespo", "topr", "m2po"])
+def test_a_loss_that_compares_with_the_rollout_gets_no_weights(run: Run, name: str):
+    own = {LOSS_MODE: name, "trainer.async.lag": 4, "algorithm.adv_estimator": "grpo"}
+    assert run.load(own).algorithm.rollout_correction.rollout_is is None
+    assert run.load(own | {LOSS_MODE: "vanilla"}).algorithm.rollout_correction.rollout_is == "token"
+    message = only(run.refusal(own | settings(rollout_is="token")))
+    assert f"{LOSS_MODE}={name} has the ratio to the policy that sampled" in message
+
+
 @pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("_")])
 def test_every_preset_can_be_configured(run: Run, name: str):
     preset = getattr(RolloutCorrectionConfig, name)()

@@ -53,8 +53,16 @@ def test_tokens_cannot_leave_a_loss_without_weights(run: Run):
     @register_policy_loss("no_weights")
     def no_weights(log_prob, advantages, response_mask): ...
 
-    own = {f"{ACTOR}.policy_loss.loss_mode": "no_weights", f"{ACTOR}.policy_loss.top_entropy_quantile": 0.2}
-    assert "no_weights has no parameter rollout_is_weights" in only(run.refusal(own))
+    for key, value in (("top_entropy_quantile", 0.2), ("off_policy_mask_threshold", 0.1)):
+        own = {f"{ACTOR}.policy_loss.loss_mode": "no_weights", f"{ACTOR}.policy_loss.{key}": value}
+        assert "no_weights has no parameter rollout_is_weights" in only(run.refusal(own))
+
+
+def test_a_divergence_is_corrected_once(run: Run):
+    corrected = {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.use_bias_correction_kl": True}
+    assert run.load(corrected | {f"{ACTOR}.kl_loss_type": "k3"})
+    message = only(run.refusal(corrected | {f"{ACTOR}.kl_loss_type": "k3+"}))
+    assert f"{ACTOR}.kl_loss_type=k3+: with use_bias_correction_kl the gradient is that of the divergence already" in message
 
 
 @pytest.mark.parametrize("quantile", [0.0, 1.1])

@@ -328,10 +328,13 @@ TRL: tuple[OtherName, ...] = (
         values={
             "token_truncate": {f"{_CORRECTION}.rollout_is": "token"},
             "sequence_truncate": {f"{_CORRECTION}.rollout_is": "sequence"},
-            "token_mask": {f"{_CORRECTION}.rollout_is": "token", f"{_CORRECTION}.rollout_is_threshold": "0_3.0"},
-            "sequence_mask": {f"{_CORRECTION}.rollout_is": "sequence", f"{_CORRECTION}.rollout_is_threshold": "0_3.0"},
+            "token_mask": {f"{_CORRECTION}.rollout_is": "token", f"{_CORRECTION}.rollout_is_threshold": "0.0_3.0"},
+            "sequence_mask": {
+                f"{_CORRECTION}.rollout_is": "sequence",
+                f"{_CORRECTION}.rollout_is_threshold": "0.0_3.0",
+            },
         },
-        note="of a mask the bound is the second number, from 0_",
+        note="of a mask the bound is the second number, after 0.0_",
     ),
     OtherName("vllm_importance_sampling_clip_max", (f"{_CORRECTION}.rollout_is_threshold",)),
     # agents and adapters
