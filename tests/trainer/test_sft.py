@@ -138,7 +138,7 @@ def test_two_ranks_on_ray_give_the_numbers_of_one_local_rank(train, ray_cluster)
 
 def test_a_teacher_is_learnt_from_at_the_tokens_of_the_data(train, tmp_path):
     teacher = tiny_model_dir(tmp_path / "teacher", seed=1)
-    taught = {"distillation.model_path": teacher, "distillation.distillation_loss.loss_mode": "k2"}
+    taught = {"distillation.model_path": teacher}
     both = {"distillation.distillation_loss.distillation_loss_coef": 0.5, "distillation.cross_entropy_coef": 2}
     steps = train("run", 12, **taught)
     mixed = train("mixed", 1, **(taught | both))
@@ -155,7 +155,7 @@ def test_a_teacher_is_learnt_from_at_the_tokens_of_the_data(train, tmp_path):
 
 
 def expected_divergence(model: Path, teacher: Path | str) -> float:
-    """Mean of (log p - log q)² / 2 over the assistant's tokens of the data, by Transformers."""
+    """Mean of KL(q ‖ p), q the teacher's, before the assistant's tokens of the data, by Transformers."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     student, teacher = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (model, teacher))
     values = []
@@ -166,16 +166,16 @@ def expected_divergence(model: Path, teacher: Path | str) -> float:
         ids = torch.tensor(tokenizer.apply_chat_template(whole, return_dict=False))
         with torch.no_grad():
             p, q = (m(input_ids=ids[None]).logits[0, :-1].log_softmax(-1) for m in (student, teacher))
-        gap = (p - q).gather(-1, ids[1:, None])[start - 1 :, 0]
-        values.append(gap.square() / 2)
+        values.append((q.exp() * (q - p)).sum(-1)[start - 1 :])
     return torch.cat(values).mean().item()
 
 
-def test_a_model_that_is_its_own_teacher_has_nothing_to_learn(train, tmp_path):
-    settings = {"distillation.model_path": tmp_path / "model", "distillation.distillation_loss.loss_mode": "k3"}
+@pytest.mark.parametrize("loss", ["k3", "reverse_kl_topk", "jsd"])
+def test_a_model_that_is_its_own_teacher_has_nothing_to_learn(train, tmp_path, loss):
+    settings = {"distillation.model_path": tmp_path / "model", "distillation.distillation_loss.loss_mode": loss}
     (first,) = train("run", 1, **settings).values()
-    assert abs(first["train/loss"]) < 1e-10
-    assert first["train/grad_norm"] < 1e-5
+    assert abs(first["train/loss"]) < 1e-6
+    assert first["train/grad_norm"] < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,9 @@ def write_state(path: Path, state: object) -> FileEntry:
 
 
 def write_states(folder: Path, states: Mapping[str, object]) -> dict[str, FileEntry]:
-    """Write one ``.pt`` file into ``folder`` for each name."""
+    """Write one ``.pt`` file into ``folder`` for each name, which may have folders before it."""
+    for name in states:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
     return {name: write_state(folder / name, state) for name, state in states.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -17,8 +17,8 @@ from torch import Tensor
 from verl.algorithms.distillation import evaluate_distillation_loss
 from verl.base.import_utils import prepare_process
 from verl.checkpoint.files import FileEntry
-from verl.checkpoint.ranks import SaveReport, Writing, on_all_ranks
-from verl.checkpoint.states import from_arrays, to_arrays
+from verl.checkpoint.ranks import RankState, SaveReport, Writing, on_all_ranks, save_together
+from verl.checkpoint.states import State, from_arrays, to_arrays
 from verl.checkpoint.steps import wrong_contents
 from verl.config import (
     CheckpointConfig,
@@ -40,7 +40,7 @@ from verl.workers.engine.loss import LossCallable, as_loss_function
 from verl.workers.engine.non_finite import NonFinite
 from verl.workers.losses import DirectPreferenceLoss, DistilledSFTLoss, RewardModelLoss, sft_loss
 from verl.workers.profiling import OF_PROCESS, RecordingPlan
-from verl.workers.teacher.forward import teacher_columns
+from verl.workers.teacher.forward import full_divergence, teacher_columns
 
 if TYPE_CHECKING:
     from verl.config import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
@@ -140,6 +140,22 @@ class EngineWorker(Worker):
         """End the profile of a role; the last role of a process writes the file."""
         OF_PROCESS.stop(role)
 
+    # ---- what is saved: subclasses with more state than the trained engine override these three
+
+    def training_state(
+        self, global_step: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra"), copied: bool = True
+    ) -> RankState:
+        """Return this rank's part of a checkpoint; see :meth:`BaseEngine.state`. Collective."""
+        return self.trained.state(global_step, contents, copied)
+
+    def load_training_state(self, folder: Path) -> None:
+        """Restore the contents of a checkpoint folder. Collective."""
+        self.trained.load_checkpoint(str(folder), self.checkpoint.load_contents)
+
+    def restore_training_state(self, states: Mapping[str, State]) -> None:
+        """Restore the states of :meth:`training_state`, bit for bit."""
+        self.trained.load_state(states)
+
     def weights_replaced(self) -> None:
         """React to weights that ``load_checkpoint`` or ``restore`` replaced; subclasses with copies override it."""
 
@@ -183,7 +199,8 @@ class EngineWorker(Worker):
         """
         _refuse_hdfs(hdfs_path)
         with self.trained.eval_mode():
-            self.trained.save_checkpoint(local_path, global_step, self.checkpoint.save_contents)
+            state = self.training_state(global_step, self.checkpoint.save_contents, copied=False)
+            save_together(Path(local_path), state.write)
         self._saved = [*(path for path in self._saved if path != local_path), local_path]
         if max_ckpt_to_keep is not None and max_ckpt_to_keep > 0:
             for path in self._saved[:-max_ckpt_to_keep]:
@@ -206,7 +223,7 @@ class EngineWorker(Worker):
         """
         _refuse_hdfs(hdfs_path)
         with self.trained.train_mode():
-            self.trained.load_checkpoint(local_path, self.checkpoint.load_contents)
+            self.load_training_state(Path(local_path).expanduser())
         self.weights_replaced()
         if del_local_after_load:
             _remove(local_path)
@@ -219,7 +236,7 @@ class EngineWorker(Worker):
         """
         background = self.checkpoint.async_save
         with self.trained.eval_mode():
-            state = self.trained.state(global_step, self.checkpoint.save_contents, copied=background)
+            state = self.training_state(global_step, self.checkpoint.save_contents, copied=background)
         self._writing = Writing(state.write, Path(folder), background)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -250,7 +267,7 @@ class EngineWorker(Worker):
         Returns:
             file name to state as in a checkpoint on disk, with arrays in place of tensors.
         """
-        return to_arrays(self.trained.state(global_step).states)
+        return to_arrays(self.training_state(global_step).states)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def snapshot_bytes(self) -> int:
@@ -279,7 +296,7 @@ class EngineWorker(Worker):
             CheckpointError: it is of another rank, another number of ranks, or another model.
         """
         with self.trained.train_mode():
-            self.trained.load_state(from_arrays(snapshot))
+            self.restore_training_state(from_arrays(snapshot))
         self.weights_replaced()
 
 
@@ -392,6 +409,8 @@ class DistillingWorker(TrainingWorker):
         self.teacher = self.make_engine(
             "language_model", config.engine.strategy, config.teacher_model, config.teacher_engine
         )
+        if self.distilled.info.reads == "full":
+            self.trained.divergence = full_divergence(config.distillation.distillation_loss, [(self.teacher, 1.0)])
 
     def _with_teacher(self, data: DataProto) -> DataProto:
         loss = self.config.distillation.distillation_loss
@@ -406,11 +425,10 @@ class DistillingWorker(TrainingWorker):
     def infer_batch(self, data: DataProto) -> DataProto:
         """Compute ``log_probs`` and ``divergence``, (bsz, response_length)."""
         loss, data = self.distilled, self._with_teacher(data)
+        settings = loss.config.distillation_loss
         with self.trained.eval_mode():
-            outputs = self.trained.infer_batch(data, set(loss.outputs), self.micro)
-        divergence, _ = evaluate_distillation_loss(
-            loss.info, outputs, dict(data.batch.items()), loss.config.distillation_loss
-        )
+            outputs = self.trained.infer_batch(data, set(loss.outputs), self.micro, topk=settings.topk or 0)
+        divergence, _ = evaluate_distillation_loss(loss.info, outputs, dict(data.batch.items()), settings)
         return DataProto.from_dict(tensors={"log_probs": outputs["log_probs"], "divergence": divergence})
 
 

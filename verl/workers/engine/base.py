@@ -126,7 +126,8 @@ class BaseEngine(ABC):
                 models); ``scores`` (reward models).
             micro: size of the passes.
             temperature: of the policy; logits are divided by it.
-            topk: number K of the most likely tokens in ``top_ids`` and ``top_log_probs``.
+            topk: number K of the most likely tokens in ``top_ids`` and ``top_log_probs``, and of those whose log-probs
+                are ``topk_log_probs``.
 
         Returns:
             each output as (bsz, response_length) float32 on the CPU, 0 where ``response_mask`` is 0; ``top_ids`` int32
@@ -187,6 +188,17 @@ class BaseEngine(ABC):
     def weights_for_rollout(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Iterate as :meth:`get_per_tensor_param` does; weights may have been converted to the rollout's ``dtype``."""
         return self.get_per_tensor_param()
+
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        """Return the parameters that are trained, by name, as this rank holds them: no gathered copies are left.
+
+        Raises:
+            ConfigError: the engine does not hold them as one tensor each.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} does not hold each trained weight as one tensor, so that there is no average of "
+            "them. Use strategy=fsdp2."
+        )
 
     def adapted_weights(self) -> AdaptedWeights:
         """Return base weights and LoRA adapters apart, for a rollout engine that applies adapters by itself.

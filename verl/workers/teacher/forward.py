@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
-from verl.algorithms.distillation import Reads
+from verl.algorithms.distillation import DivergenceKind, Reads
+from verl.config import DivergenceConfig
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.workers.engine import BaseEngine, MicroBatchConfig
+from verl.workers.engine.fsdp.divergence import FullDivergence
 from verl.workers.teacher.prompts import rows_for_teacher
 
 COLUMNS: Mapping[Reads, Mapping[str, str]] = {
@@ -46,7 +49,26 @@ def teacher_columns(
     """
     if reads == "topk" and topk is None:
         raise ConfigError("a distillation loss of the teacher's most likely tokens needs their number: set topk.")
-    columns, more = COLUMNS[reads], {"topk": topk} if reads == "topk" else {}
+    columns = COLUMNS[reads]
     with engine.eval_mode():
-        outputs = engine.infer_batch(rows_for_teacher(batch), set(columns), micro, temperature, **more)
+        outputs = engine.infer_batch(rows_for_teacher(batch), set(columns), micro, temperature, topk or 0)
     return DataProto.from_dict(tensors={column: outputs[name] for name, column in columns.items()})
+
+
+def full_divergence(config: DivergenceConfig, teachers: Sequence[tuple[BaseEngine, float]]) -> FullDivergence:
+    """Return what a policy's engine compares itself with, for a loss of the whole vocabulary. Collective.
+
+    Args:
+        config: the loss.
+        teachers: engines as they are now, in the order of ``teacher_index``, each with its temperature.
+    """
+    matrices = []
+    for engine, temperature in teachers:
+        with engine.eval_mode():
+            matrices.append(engine.output_matrix().at(temperature))
+    return FullDivergence(
+        kind=cast(DivergenceKind, config.loss_mode),
+        teachers=matrices,
+        beta=config.beta,
+        log_prob_min=config.log_prob_min_clamp,
+    )

@@ -77,7 +77,7 @@ def empty_columns(
     for name in outputs:
         if name == "hidden":
             columns[name] = torch.zeros(*shape, hidden_size, dtype=hidden_dtype)
-        elif name in ("top_ids", "top_log_probs"):
+        elif name in ("top_ids", "top_log_probs", "topk_log_probs"):
             dtype = torch.int32 if name == "top_ids" else torch.float32
             columns[name] = torch.zeros(*shape, topk, dtype=dtype, device=device)
         else:

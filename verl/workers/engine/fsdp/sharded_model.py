@@ -279,6 +279,11 @@ class ShardedModel(BaseEngine):
         weights = self.backend.whole_weights()
         return merged(weights, targets_of(self.adapters)) if self.has_adapters else weights
 
+    def trained_weights(self) -> Mapping[str, Tensor]:
+        """See :meth:`BaseEngine.trained_weights`."""
+        self._reshard()
+        return trained_parameters(self.model)
+
     def weights_for_rollout(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`BaseEngine.weights_for_rollout`. Adapters are merged into weights as they are stored."""
         if self.has_adapters:
