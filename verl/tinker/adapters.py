@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from verl.workers.engine.fsdp.adapters import WEIGHTS_FILE, peft
 
 ALPHA = 32
 """Adapters are scaled by this over their rank."""
-SPEC_FILE, OPTIMIZER_FILE = "verl_adapter.json", "optimizer.safetensors"
+SPEC_FILE, OPTIMIZER_FILE, GRADIENTS_FILE = "verl_adapter.json", "optimizer.safetensors", "gradients.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _PREFIX = "base_model.model."  # before each name in a file of peft
 
@@ -56,6 +56,8 @@ class StoredAdapter:
     """``exp_avg`` and ``exp_avg_sq`` of each weight; None without an optimizer."""
     steps: int = 0
     """Optimizer steps made."""
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+    """Gradients since the last step; empty in what clients save."""
 
 
 def write_adapter(adapter: StoredAdapter, folder: Path, notes: JsonMapping) -> None:
@@ -78,6 +80,8 @@ def write_adapter(adapter: StoredAdapter, folder: Path, notes: JsonMapping) -> N
     if adapter.moments is not None:
         flat = {f"{name}.{m}": of[m].contiguous() for name, of in adapter.moments.items() for m in MOMENTS}
         save_file(flat, part / OPTIMIZER_FILE, metadata={"format": "pt"})
+    if adapter.gradients:
+        save_file(dict(adapter.gradients), part / GRADIENTS_FILE, metadata={"format": "pt"})
     (part / SPEC_FILE).write_text(json.dumps(described, indent=2) + "\n")
     sync_tree(part)
     new.commit()
@@ -108,13 +112,14 @@ def read_adapter(folder: Path, with_optimizer: bool = False) -> StoredAdapter:
     try:
         saved = load_file(folder / WEIGHTS_FILE)
         flat = load_file(folder / OPTIMIZER_FILE) if with_optimizer else {}
+        gradients = load_file(folder / GRADIENTS_FILE) if (folder / GRADIENTS_FILE).exists() else {}
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"the adapter in {folder} cannot be read: {error}.") from error
     weights = {name.removeprefix(_PREFIX): tensor for name, tensor in saved.items()}
     if not with_optimizer:
         return StoredAdapter(spec, weights)
     moments = {name: {m: flat[f"{name}.{m}"] for m in MOMENTS} for name in weights}
-    return StoredAdapter(spec, weights, moments, steps)
+    return StoredAdapter(spec, weights, moments, steps, gradients)
 
 
 def _read(folder: Path) -> tuple[AdapterSpec, int, JsonObject]:

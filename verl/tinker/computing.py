@@ -101,6 +101,10 @@ class Computing:
 
     def _outcomes(self, jobs: Sequence[Job]) -> Sequence[Result]:
         kind = jobs[0].kind
+        for job in jobs:
+            if job.model is not None:
+                self._uses += 1
+                job.model.last_used = self._uses
         if kind == "sample":
             return self._sample(jobs)
         if kind in ("forward", "forward_backward"):
@@ -127,8 +131,6 @@ class Computing:
     def _place(self, models: Sequence[ModelState]) -> None:
         """Bring the adapters of models into the memory of the ranks."""
         for model in models:
-            self._uses += 1
-            model.last_used = self._uses
             if model.slot is None:
                 if model.stash is None:
                     raise ResourceError(f"the model {model.model_id} was not made: its first request failed.")
@@ -142,15 +144,9 @@ class Computing:
         placed = [model for model in self._board.models() if model.slot is not None]
         if free := {*range(self._slots)} - {model.slot for model in placed}:
             return min(free)
-        movable = [model for model in placed if not model.has_gradients and model not in needed]
-        if not movable:
-            raise ResourceError(
-                f"all {self._slots} places for models (server.max_models of the service) have gradients that no "
-                "optim_step has used. Make the step first, or start the service with more places."
-            )
-        model = min(movable, key=lambda model: model.last_used)
+        model = min((model for model in placed if model not in needed), key=lambda model: model.last_used)
         slot, stash = cast(int, model.slot), self._files.running / f"stash-{model.model_id}"
-        self.group.save_adapter(slot, str(stash), True, {})
+        self.group.move_adapter_out(slot, str(stash))
         model.stash, model.slot = stash, None
         return slot
 

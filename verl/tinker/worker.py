@@ -76,7 +76,9 @@ class SlotAdapter:
         self._weights = {name: part.values.requires_grad_(False) for name, part in parts.items()}
         for name, weight in self._weights.items():
             weight.copy_(stored.weights[name][self._rows[name]])
-        self._gradients: dict[str, Tensor] = {}
+        self._gradients = {
+            name: gradient[self._rows[name]].to(engine.device, copy=True) for name, gradient in stored.gradients.items()
+        }
         self.optimizer = AdamW([weight for weight in self._weights.values() if weight.numel()])
         if stored.moments is not None and stored.steps:
             for name, weight in self._weights.items():
@@ -140,7 +142,7 @@ class SlotAdapter:
         self.steps += 1
         return {"grad_norm:mean": norm}
 
-    def stored(self, with_optimizer: bool) -> StoredAdapter:
+    def stored(self, with_optimizer: bool, with_gradients: bool = False) -> StoredAdapter:
         """Gather the whole adapter on every rank. Collective."""
         whole = self.engine.whole
         weights = whole(self._weights)
@@ -149,7 +151,7 @@ class SlotAdapter:
         of = {m: {n: self.optimizer.state[w].get(m, w * 0) for n, w in self._weights.items()} for m in MOMENTS}
         joined = {m: whole(of[m]) for m in MOMENTS}
         moments = {name: {m: joined[m][name] for m in MOMENTS} for name in weights}
-        return StoredAdapter(self.spec, weights, moments, self.steps)
+        return StoredAdapter(self.spec, weights, moments, self.steps, whole(self._gradients) if with_gradients else {})
 
 
 class AdapterWorker(EngineWorker):
@@ -212,10 +214,17 @@ class AdapterWorker(EngineWorker):
         Raises:
             CheckpointError: it could not be written.
         """
-        stored = self.adapters[slot].stored(with_optimizer)
+        self._write(self.adapters[slot].stored(with_optimizer), folder, notes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def move_adapter_out(self, slot: int, folder: str) -> None:
+        """Move the adapter in a slot, with its gradients, to a folder; :meth:`load_adapter` brings it back."""
+        self._write(self.adapters.pop(slot).stored(with_optimizer=True, with_gradients=True), folder, {})
+
+    def _write(self, adapter: StoredAdapter, folder: str, notes: JsonMapping) -> None:
         with on_all_ranks(f"write {folder}"):
             if dist.get_rank() == 0:
-                write_adapter(stored, Path(folder), notes)
+                write_adapter(adapter, Path(folder), notes)
 
     # ---- training
 
