@@ -15,12 +15,13 @@ from verl.base.types import JsonMapping
 from verl.config import ServeConfig
 from verl.errors import NonFiniteError, ProcessLostError, ResourceError, VerlError
 from verl.protocol import DataProto
-from verl.tinker.data import NO_SLOT, TrainingRow, batch_of
+from verl.tinker.data import TrainingRow, batch_of
 from verl.tinker.files import SavedPath, StateFiles, now
 from verl.tinker.jobs import Job, JobBoard, ModelState, Result
 from verl.tinker.messages import MEDIA_TYPE, Sampled, write_samples, write_training_result
 from verl.tinker.refusals import RefusedError
 from verl.tinker.worker import AdamSettings
+from verl.workers.engine.fsdp.adapter_slots import NO_SLOT
 from verl.workers.rollout.request import RolloutOutput, RolloutRequest, SamplingParams
 
 if TYPE_CHECKING:

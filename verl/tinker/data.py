@@ -13,9 +13,8 @@ from verl.protocol import DataProto
 from verl.tinker.losses import LOSSES, NAMES, SETTINGS
 from verl.tinker.messages import Datum
 from verl.tinker.refusals import RefusedError
-from verl.workers.engine.fsdp.adapter_slots import SLOT
+from verl.workers.engine.fsdp.adapter_slots import NO_SLOT, SLOT
 
-NO_SLOT = -1
 _TARGETS = "target_tokens"
 
 

@@ -33,7 +33,7 @@ from verl.utils.device import get_device
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.engine import MicroBatchConfig
-from verl.workers.engine.fsdp.adapter_slots import SLOT, AdapterSlotsEngine
+from verl.workers.engine.fsdp.adapter_slots import NO_SLOT, SLOT, AdapterSlotsEngine
 from verl.workers.engine.loss import gathered
 from verl.workers.rollout.base import BaseRollout, get_rollout_class
 from verl.workers.rollout.request import RolloutOutput, RolloutRequest
@@ -242,8 +242,8 @@ class AdapterWorker(EngineWorker):
             engine.forward_backward_batch(data, losses, self.micro)
             is_finite = not engine.non_finite
             # Every rank has a part of each adapter, also of those that none of its own rows has.
-            slots = sorted(set(gathered(data.batch[SLOT].unique().tolist()))) if is_finite else []
-            for slot in slots:
+            slots = set(gathered(data.batch[SLOT].unique().tolist())) - {NO_SLOT} if is_finite else ()
+            for slot in sorted(slots):
                 self.adapters[slot].add_gradients()
             engine.optimizer_zero_grad()
         shape, rows = data.batch["response_mask"].shape, data.batch["row_index"].tolist()

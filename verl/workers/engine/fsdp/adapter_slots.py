@@ -29,7 +29,9 @@ from verl.workers.engine.loss import gathered
 from verl.workers.engine.passes import MicroBatch
 
 SLOT = "adapter_slot"
-"""Column of a batch, (bsz,) int64: the slot whose adapter computes the row; -1 computes it with the base alone."""
+"""Column of a batch, (bsz,) int64: the slot whose adapter computes the row."""
+NO_SLOT = -1
+"""The slot of rows that are computed with the base alone."""
 
 
 @dataclass(frozen=True)
