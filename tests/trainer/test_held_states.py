@@ -68,6 +68,9 @@ class Steps:
     def restart_workers(self) -> None:
         pass
 
+    def restart_rollout_pool(self) -> bool:
+        return False
+
 
 @pytest.mark.parametrize(
     ("arriving", "lost", "under_way", "goes_on_after"),

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from tests.trainer.test_recovery import FragileTrainer, pid_of
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.trainer import PPOTrainer
+from verl.utils.metric import Metrics
 
 STEPS = 4
 OWN_POOL = {
@@ -30,10 +31,26 @@ OF_POOL = ("timing", "perf/", "recovery/", "weight_transfer/")
 
 
 class PoolTrainer(FragileTrainer):
-    """Loses rank 0 of a group, which ``deaths`` names by its attribute."""
+    """Loses rank 0 of a group, which ``deaths`` names by its attribute; during an update that rank is sampling."""
+
+    trainer_pids: ClassVar[list[int]] = []
+    """Of rank 0 of the policy, at the beginning of each step, repeated ones too."""
+
+    def step(self, context: Any) -> Any:
+        if self.rollout_workers is not self.policy_workers:
+            self.trainer_pids.append(pid_of(self.policy_workers, 0))
+        return super().step(context)
+
+    def _send_weights(self, version: int) -> Metrics:
+        metrics = super()._send_weights(version)
+        self.pid = pid_of(self.rollout_workers, 0)
+        if (self.global_steps, "update_actor", "rollout_workers") in self.deaths:
+            os.kill(self.pid, signal.SIGSTOP)
+        return metrics
 
     def _harm(self, group: str) -> None:
-        os.kill(pid_of(getattr(self, group), 0), signal.SIGKILL)
+        pid = self.pid if group == "rollout_workers" else pid_of(self.policy_workers, 0)
+        os.kill(pid, signal.SIGKILL)
 
 
 class PoolRunner(TaskRunner):
@@ -55,6 +72,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Run:
     def train(name: str, *deaths: tuple[int, str, str], **changes: object) -> Outcome:
         folder, log = root / name, root / f"{name}.jsonl"
         FragileTrainer.deaths = list(deaths)
+        PoolTrainer.trainer_pids.clear()
         settings = {
             "trainer__total_training_steps": STEPS,
             "trainer__save_freq": STEPS,
@@ -89,14 +107,17 @@ def assert_same_run(pooled: Outcome, shared: Outcome) -> None:
 
 
 def test_engines_with_a_pool_sample_beside_training_what_engines_that_share_ranks_sample(run: Run) -> None:
-    """Also where the rollout rank dies while it samples for a later step, and then the rank that trains."""
+    """Also where the rollout rank dies while it samples for a later step, the rank that trains dies, and the rollout
+    rank dies while it is at rest."""
     shared = run("shared", trainer__async__lag=1)
-    deaths = [(2, "update_actor", "rollout_workers"), (3, "update_actor", "policy_workers")]
+    of_rollout = (2, "update_actor", "rollout_workers"), (4, "testing", "rollout_workers")
+    deaths = [of_rollout[0], (3, "update_actor", "policy_workers"), of_rollout[1]]
     pooled = run("pooled", *deaths, trainer__async__lag=1, **OWN_POOL)
     assert_same_run(pooled, shared)
-    # Which of the two the first death is depends on whether the rank was still sampling.
-    restarts = [pooled[0][STEPS].get(f"recovery/{name}", 0) for name in ("restarts", "rollout_restarts")]
-    assert restarts in ([1, 1], [2, 0])
+    # First, step 2 was repeated by the same process, because the next batch needed its initial weights.
+    first = PoolTrainer.trainer_pids[0]
+    assert [pid == first for pid in PoolTrainer.trainer_pids] == [True] * 4 + [False] * 2  # steps 1 2 2 3, 3 4
+    assert [pooled[0][STEPS][f"recovery/{name}"] for name in ("restarts", "rollout_restarts")] == [2, 1]
     assert "timing_s/wait_prev_gen" in pooled[0][3]
 
 

@@ -133,8 +133,9 @@ class Ahead(ExperienceSource):
             yield
 
     def replace_lost(self, error: ProcessLostError) -> None:
-        """See :meth:`ExperienceSource.replace_lost`."""
-        if self._pool is None:
+        """See :meth:`ExperienceSource.replace_lost`; a lost batch needs weights that the trainer has no more."""
+        is_batch_lost = any(pending.sampled.done() and pending.sampled.exception() for pending in self._pending)
+        if self._pool is None or is_batch_lost:
             raise error
         self._pool.replace(error)
 

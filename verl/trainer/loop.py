@@ -290,6 +290,10 @@ class TrainingLoop:
         self.end_workers()
         self.start_workers()
 
+    def restart_rollout_pool(self) -> bool:
+        """See :meth:`RecoverableRun.restart_rollout_pool`; a trainer without such a pool has nothing to start."""
+        return False
+
     def resume(self) -> None:
         """Load the checkpoint that ``trainer.resume_mode`` selects, if there is one."""
         state = self.checkpoint.load()

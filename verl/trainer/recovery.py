@@ -3,7 +3,8 @@
 ::
 
     hold ── step ── hold ── step ── ✗ rank 1 died in update_actor
-                     │                 │ all workers end, a pause, new workers start
+                     │                 │ all workers end, a pause, new workers start; those that only sample alone, if
+                     │                 │ they alone are lost and a state is in memory
                      └──── restore ◄───┘ the last state that was held: in memory (Ray's object store), else the
                                          newest checkpoint, else the beginning
 
@@ -80,6 +81,13 @@ class RecoverableRun(Protocol):
 
     def restart_workers(self) -> None:
         """End all workers and start new ones."""
+
+    def restart_rollout_pool(self) -> bool:
+        """Start the rollout pool anew if it alone is lost, and end what it sampled; else do nothing, and return false.
+
+        The workers in training go on, and have to be restored to an earlier state.
+        """
+        ...
 
 
 class Recovery:
@@ -261,19 +269,17 @@ class Recovery:
                 raise self._restart_limit_error(self._first, error) from error
             pause = self._pause_s
             logger.error("%s", _full_text(error))
-            logger.error(
-                "Restart %d of at most %d in %.1f s: all workers are started anew.",
-                self._in_a_row,
-                self.settings.max_restarts,
-                pause,
-            )
+            logger.error("Restart %d of at most %d in %.1f s.", self._in_a_row, self.settings.max_restarts, pause)
             time.sleep(pause)
             # Again after the pause: a machine that shuts down may kill workers before SIGTERM reaches this process.
             self._end_if_terminated(error)
             self.restarts += 1
             reached = self.run.global_steps
             try:
-                self.run.restart_workers()
+                has_state = any(self._is_newest(held) and self._is_whole(held) for held in self._held)
+                is_pool_alone = has_state and self.run.restart_rollout_pool()
+                if not is_pool_alone:
+                    self.run.restart_workers()
                 source = self._restore()
             except ProcessLostError as another:
                 error = another
@@ -281,7 +287,8 @@ class Recovery:
             self.redone_steps += max(0, reached - 1 - self.run.global_steps)
             self.lost_s += time.monotonic() - self._held_at
             self._held_at = time.monotonic()
-            logger.warning("Going on after step %d, from %s.", self.run.global_steps, source)
+            started = "the rollout pool was" if is_pool_alone else "all workers were"
+            logger.warning("Going on after step %d, from %s; %s started anew.", self.run.global_steps, source, started)
             return
 
     def _end_if_terminated(self, error: ProcessLostError) -> None:

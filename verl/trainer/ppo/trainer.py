@@ -290,13 +290,25 @@ class PPOTrainer(TrainingLoop):
 
     def end_workers(self) -> None:
         """See :meth:`TrainingLoop.end_workers`."""
+        self._end_sampling()
+        self.observers.unwatch()
+        super().end_workers()
+
+    def _end_sampling(self) -> None:
         if hasattr(self, "experience"):  # workers that never started have none
             self.experience.close()
         self.response_source.end_agent_loops()
         if self.judge is not None:
             self.judge.cancel()
-        self.observers.unwatch()
-        super().end_workers()
+
+    def restart_rollout_pool(self) -> bool:
+        """See :meth:`TrainingLoop.restart_rollout_pool`."""
+        if self.worker_groups.lost_pools != {self.resource_pool_manager.mapping.get(Role.Rollout)}:
+            return False
+        self._end_sampling()
+        self._start_rollout_pool()
+        self._begin_sampling()
+        return True
 
     def worker_arguments(self) -> dict[Role, dict[str, object]]:
         """Return the constructor arguments of each role's workers, in the order in which their models load.
@@ -315,8 +327,7 @@ class PPOTrainer(TrainingLoop):
         if self.critic_workers:
             self.arithmetic["update_critic"] = Arithmetic.of_ranks(self.critic_workers.arithmetic())
         self.checkpoint.workers_replaced(self.trained_groups)
-        self.experience = self._experience_source()
-        self.controllers["experience"] = self.experience
+        self._begin_sampling()
         self.validator = None
         if self.val_dataloader is not None and self.val_reward_fn is not None:
             self.validator = Validator(
@@ -327,6 +338,10 @@ class PPOTrainer(TrainingLoop):
                 self.val_reward_fn,
                 self.val_dataloader,
             )
+
+    def _begin_sampling(self) -> None:
+        self.experience = self._experience_source()
+        self.controllers["experience"] = self.experience
 
     def _experience_source(self) -> ExperienceSource:
         """Make what samples and scores, for the workers as they are now."""
