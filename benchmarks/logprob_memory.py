@@ -1,4 +1,5 @@
-"""Memory of log-probs and entropy, forward and backward: from hidden states in chunks, against full logits.
+"""Memory of log-probs and entropy, forward and backward: from hidden states in chunks, against full logits; and of the
+divergences from a teacher over the whole vocabulary, against those log-probs.
 
 Each way runs in a process of its own; counted is how far its resident memory grows at most, hidden states, weights and
 their gradients included. Both ways run on the same tokens, on fewer than asked for if full logits would not fit into
@@ -16,12 +17,18 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from verl.workers.engine.fsdp.head import token_log_probs
+from verl.algorithms.distillation import DivergenceKind
+from verl.workers.engine.fsdp.divergence import FullDivergence, OutputMatrix, vocabulary_divergence
+from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
+
+Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""(hidden, weight, targets) → a value of each token, and another."""
 
 
 def full_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -35,9 +42,24 @@ def chunked(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -
     return found.log_probs, found.entropy
 
 
+def divergence(kind: DivergenceKind) -> Way:
+    """From a teacher of the same size, whose hidden states and matrix count too."""
+
+    def way(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        teacher_hidden, of_teacher = torch.randn_like(hidden), torch.randn_like(weight).mul_(0.05)
+        teacher = OutputMatrix(weight=of_teacher, bias=None, rule=LogitRule())
+        policy = OutputMatrix(weight=weight, bias=None, rule=LogitRule())
+        spec = FullDivergence(kind=kind, teachers=[teacher])
+        found = vocabulary_divergence(hidden, policy, teacher_hidden, None, spec)
+        return found.divergence, found.teacher_entropy
+
+    return way
+
+
 COPIES = 8
 """Of full logits that exist at once, and one to spare."""
-WAYS = {"full logits": full_logits, "chunked": chunked}
+DIVERGENCES: dict[str, Way] = {kind: divergence(kind) for kind in get_args(DivergenceKind)}
+WAYS: dict[str, Way] = {"full logits": full_logits, "chunked": chunked} | DIVERGENCES
 
 
 def one(way: str, tokens: int, vocabulary: int, size: int) -> dict[str, Any]:
@@ -88,7 +110,8 @@ def measure(tokens: int, vocabulary: int, hidden: int) -> dict[str, Any]:
         "work": f"{tokens} tokens x {vocabulary} words, hidden {hidden}, fp32, forward and backward",
         "ways": found,
         "ratio": found["chunked"]["bytes"] / found["full logits"]["bytes"],
-        "target": "ratio <= 0.25",
+        "target": "ratio <= 0.25, of divergences <= 1.3",
+        "divergences": {way: found[way]["bytes"] / found["chunked"]["bytes"] for way in DIVERGENCES},
     }
 
 
@@ -107,6 +130,8 @@ def main() -> None:
     for way, row in found["ways"].items():
         print(f"  {way:<12} {row['bytes'] / 2**20:8.0f} MiB  {row['seconds']:6.2f} s")
     print(f"  ratio        {found['ratio']:8.3f}")
+    for way, ratio in found["divergences"].items():
+        print(f"  {way:<12} {ratio:8.3f} of chunked log-probs")
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n")
 

@@ -137,7 +137,7 @@ def vocabulary(rank):
 def with_teacher(rank, hidden, whole, mine, vocab):
     """Candidates, most likely tokens and divergences are those of a rank that has all rows, gradients too."""
     from verl.workers.engine.fsdp.divergence import FullDivergence, OutputMatrix, vocabulary_divergence
-    from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
+    from verl.workers.engine.fsdp.head import LogitRule, TopTokens, token_log_probs
     from verl.workers.engine.megatron.vocab_parallel import vocab_parallel_log_probs
 
     g = torch.Generator().manual_seed(4)
@@ -145,7 +145,8 @@ def with_teacher(rank, hidden, whole, mine, vocab):
     targets, candidates = torch.randint(vocab, (7,), generator=g), torch.randint(vocab, (7, 2), generator=g)
     candidates[::2, 0] = (hidden @ whole.t()).argmax(-1)[::2]
     factors = torch.randn(7, 2, generator=g).double()
-    k, each, world = min(3, vocab), len(mine), dist.group.WORLD
+    each, world = len(mine), dist.group.WORLD
+    top = TopTokens(min(3, vocab), max(vocab - 5, 1))  # the second rank has none of them
 
     def check(found, expected, weighted):
         assert_close(found, expected)
@@ -158,9 +159,9 @@ def with_teacher(rank, hidden, whole, mine, vocab):
         assert not of_mine[count:].any()
 
     found = vocab_parallel_log_probs(
-        hidden, mine, targets, world, vocab, 0.7, chunk_elements=2 * each, candidates=candidates, topk=k
+        hidden, mine, targets, world, vocab, 0.7, chunk_elements=2 * each, candidates=candidates, top=top
     )
-    expected = token_log_probs(hidden, whole, None, targets, 0.7, candidates=candidates, topk=k)
+    expected = token_log_probs(hidden, whole, None, targets, 0.7, candidates=candidates, top=top)
     check(found, expected, lambda statistics: (statistics.topk_log_probs * factors).sum())
     for kind in ("forward_kl", "reverse_kl", "jsd"):
         spec = FullDivergence(

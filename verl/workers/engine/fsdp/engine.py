@@ -24,6 +24,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.activations import activations_on_cpu
 from verl.workers.engine.fsdp.divergence import OutputMatrix
 from verl.workers.engine.fsdp.experts import ExpertLoad, balance_loss, load_metrics
+from verl.workers.engine.fsdp.head import NO_TOP, TopTokens
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
 from verl.workers.engine.fsdp.outputs import LANGUAGE_OUTPUTS, empty_columns, without_hidden
 from verl.workers.engine.fsdp.packing_check import shared_prompt_difference
@@ -112,7 +113,7 @@ class FSDPEngine(ShardedModel):
                 "actor.use_prefix_grouper=true: the experts of a shared prompt are not recorded for each row. Set "
                 "actor.router_replay.mode=disabled, or use_prefix_grouper=false."
             )
-        shape = batch.batch["response_mask"].shape
+        shape, top = batch.batch["response_mask"].shape, TopTokens(topk, self.top_ids_below)
         micro = micro.shared_by(self.sequence_ranks)
         self._set_runs_tower(batch)
         columns: dict[str, Tensor] = {}
@@ -123,7 +124,7 @@ class FSDPEngine(ShardedModel):
                     size = self.model.head.in_features
                     columns = empty_columns(shape, outputs - {ROUTING}, topk, size, self.compute_dtype, self.device)
                     for part in self.pass_sizes.watched(split_micro_batches(batch, micro, self.device, limit=limit)):
-                        self._infer(part, columns, temperature, topk, len(batch) if ROUTING in outputs else None)
+                        self._infer(part, columns, temperature, top, len(batch) if ROUTING in outputs else None)
         self._reshard()
         return {name: values.cpu() for name, values in columns.items()}
 
@@ -132,14 +133,14 @@ class FSDPEngine(ShardedModel):
         part: MicroBatch,
         columns: dict[str, Tensor],
         temperature: float,
-        topk: int = 0,
+        top: TopTokens = NO_TOP,
         bsz: int | None = None,
     ) -> None:
         """Fill the rows of one micro-batch in ``columns``; add routing for a batch of ``bsz`` rows if that is given."""
         # A function of its own, so that the tensors of this pass are freed before the next one.
         inputs = self._inputs(part)
         with self._routing(inputs) as choices:
-            flat = self.model(inputs, frozenset(columns.keys() - {ROUTING}), temperature, topk, self.divergence)
+            flat = self.model(inputs, frozenset(columns.keys() - {ROUTING}), temperature, top, self.divergence)
         if part.is_filler:
             return
         for name, values in flat.items():
@@ -245,7 +246,7 @@ class FSDPEngine(ShardedModel):
         with self.routers.replayed(inputs.routed_experts):
             kept = activations_on_cpu() if self.model_config.enable_activation_offload else nullcontext()
             with kept, self.routers.watched(inputs.real) as choices:
-                flat = self.model(inputs, loss_fn.outputs, temperature, 0, self.divergence)
+                flat = self.model(inputs, loss_fn.outputs, temperature, divergence=self.divergence)
             if not part.is_filler:
                 load.add(choices)
             columns = {name: inputs.scatter(values) for name, values in flat.items()}

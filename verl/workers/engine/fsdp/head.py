@@ -63,6 +63,17 @@ class LogitRule:
         return grad.mul_(self.scale) if self.scale != 1.0 else grad
 
 
+class TopTokens(NamedTuple):
+    """How many of the most likely tokens are returned."""
+
+    count: int
+    below: int | None = None
+    """They are chosen of the ids below this one; None for all. Others may be padding of the output matrix."""
+
+
+NO_TOP = TopTokens(0)
+
+
 class TokenStatistics(NamedTuple):
     """Statistics of N tokens, (N,) fp32 each if nothing else is said; None if not requested."""
 
@@ -77,9 +88,9 @@ class TokenStatistics(NamedTuple):
     agreement: Tensor | None = None
     """1 where no token is more likely than the first of the ``candidates``, else 0."""
     top_ids: Tensor | None = None
-    """(N, topk) the most likely tokens, int64, the most likely first."""
+    """(N, top.count) the most likely tokens, int64, the most likely first."""
     top_log_probs: Tensor | None = None
-    """(N, topk) their log-probs; not differentiable."""
+    """(N, top.count) their log-probs; not differentiable."""
 
 
 def token_log_probs(
@@ -93,7 +104,7 @@ def token_log_probs(
     rule: LogitRule = LogitRule(),
     chunk_elements: int | None = None,
     candidates: Tensor | None = None,
-    topk: int = 0,
+    top: TopTokens = NO_TOP,
 ) -> TokenStatistics:
     """Compute log p(target), H(p) and Σ p² for p = softmax(rule(hidden Wᵀ + b) / temperature), in fp32.
 
@@ -105,10 +116,10 @@ def token_log_probs(
     Shapes: ``hidden`` (N, H), ``weight`` W (V, H), ``bias`` b (V,), ``targets`` (N,). One row of V logits is computed
     at once even if ``chunk_elements`` is smaller.
 
-    With ``candidates`` (N, K), token ids, also log p of each of them, differentiable. With ``topk`` also the most
+    With ``candidates`` (N, K), token ids, also log p of each of them, differentiable. With ``top`` also the most
     likely tokens.
     """
-    wanted = Wanted(with_entropy, with_sum_pi_squared, candidates is not None, topk)
+    wanted = Wanted(with_entropy, with_sum_pi_squared, candidates is not None, top)
     settings = temperature, wanted, rule, chunk_rows(weight, chunk_elements)
     return wanted.statistics(_TokenLogProbs.apply(hidden, weight, bias, stacked(targets, candidates), settings))  # type: ignore[misc]
 
@@ -119,7 +130,7 @@ class Wanted(NamedTuple):
     entropy: bool
     sum_pi_squared: bool
     candidates: bool
-    topk: int
+    top: TopTokens
 
     def statistics(self, values: Sequence[Tensor]) -> TokenStatistics:
         """Name log-probs (N, 1 + K), entropy, Σ p², agreement, top ids and their log-probs; drop what is not wanted."""
@@ -130,8 +141,8 @@ class Wanted(NamedTuple):
             sum_pi_squared=squares if self.sum_pi_squared else None,
             topk_log_probs=log_probs[:, 1:] if self.candidates else None,
             agreement=agreement if self.candidates else None,
-            top_ids=top_ids if self.topk else None,
-            top_log_probs=top_log_probs if self.topk else None,
+            top_ids=top_ids if self.top.count else None,
+            top_log_probs=top_log_probs if self.top.count else None,
         )
 
 
@@ -155,7 +166,7 @@ class _TokenLogProbs(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = hidden.new_empty(targets.shape, dtype=wide)
         log_z, entropy, squares, agreement = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(4))
-        top_ids = targets.new_empty(len(hidden), wanted.topk)
+        top_ids = targets.new_empty(len(hidden), wanted.top.count)
         top_log_probs = log_probs.new_empty(top_ids.shape)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
@@ -165,8 +176,8 @@ class _TokenLogProbs(torch.autograd.Function):
             log_probs[part] = chosen - log_z[part].unsqueeze(-1)
             if wanted.candidates:
                 agreement[part] = (chosen[:, 1] == logits.amax(-1)).to(wide)
-            if wanted.topk:
-                values, top_ids[part] = logits.topk(wanted.topk)
+            if wanted.top.count:
+                values, top_ids[part] = logits[:, : wanted.top.below].topk(wanted.top.count)
                 top_log_probs[part] = values - log_z[part].unsqueeze(-1)
             if wanted.sum_pi_squared:
                 # Σ p² = Z(2z) / Z(z)² with Z(z) = Σ exp z, computed in log space so that it cannot overflow.

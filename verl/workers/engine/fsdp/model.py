@@ -48,7 +48,7 @@ from verl.workers.engine.fsdp.divergence import (
     OutputMatrix,
     vocabulary_divergence,
 )
-from verl.workers.engine.fsdp.head import LogitRule, TokenStatistics, token_log_probs
+from verl.workers.engine.fsdp.head import NO_TOP, LogitRule, TokenStatistics, TopTokens, token_log_probs
 from verl.workers.engine.fsdp.inputs import ModelInputs
 from verl.workers.engine.fsdp.outputs import language_outputs
 
@@ -97,7 +97,7 @@ class HeadedModel(nn.Module):
         inputs: ModelInputs,
         outputs: frozenset[str],
         temperature: float,
-        topk: int = 0,
+        top: TopTokens = NO_TOP,
         divergence: FullDivergence | None = None,
     ) -> dict[str, Tensor]:
         """Compute ``outputs`` at the N chosen tokens, each (N,) fp32 if nothing else is said.
@@ -125,7 +125,7 @@ class HeadedModel(nn.Module):
         else:
             hidden = hidden_states(backbone, arguments, inputs.images)
         chosen = hidden.flatten(0, 1).index_select(0, inputs.take)  # (N, hidden), or this rank's of them
-        columns = self._at(chosen, inputs, outputs, temperature, topk, divergence)
+        columns = self._at(chosen, inputs, outputs, temperature, top, divergence)
         return columns if inputs.share is None else {name: inputs.share.collect(x) for name, x in columns.items()}
 
     def _at(
@@ -134,7 +134,7 @@ class HeadedModel(nn.Module):
         inputs: ModelInputs,
         outputs: frozenset[str],
         temperature: float,
-        topk: int,
+        top: TopTokens,
         divergence: FullDivergence | None,
     ) -> dict[str, Tensor]:
         """Compute ``outputs`` from the hidden states of the chosen tokens, (n, hidden)."""
@@ -150,7 +150,7 @@ class HeadedModel(nn.Module):
             policy = OutputMatrix(weight=head.weight, bias=head.bias, rule=rule, temperature=temperature)
             return vocabulary_divergence(chosen, policy, inputs.teacher_hidden, inputs.teacher_index, divergence)
 
-        return language_outputs(outputs, chosen, statistics, inputs.topk_ids, topk, from_teachers)
+        return language_outputs(outputs, chosen, statistics, inputs.topk_ids, top, from_teachers)
 
 
 def check_sequence_sharing(config: PretrainedConfig, ranks: int) -> None:

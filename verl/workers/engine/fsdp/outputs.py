@@ -10,7 +10,7 @@ from torch import Tensor
 from verl.errors import SchemaError
 from verl.protocol import DataProto
 from verl.workers.engine.fsdp.divergence import DivergenceStatistics
-from verl.workers.engine.fsdp.head import TokenStatistics
+from verl.workers.engine.fsdp.head import NO_TOP, TokenStatistics, TopTokens
 
 LANGUAGE_OUTPUTS = frozenset({
     "log_probs", "entropy", "sum_pi_squared", "topk_log_probs", "agreement", "top_ids", "top_log_probs", "hidden",
@@ -24,22 +24,22 @@ def language_outputs(
     hidden: Tensor,
     statistics_of: Callable[..., TokenStatistics],
     candidates: Tensor | None,
-    topk: int,
+    top: TopTokens,
     divergence_of: Callable[[], DivergenceStatistics],
 ) -> dict[str, Tensor]:
     """Compute ``outputs`` of a language model at N tokens, each (N,) fp32 if nothing else is said.
 
     ``log_probs``, ``entropy``, ``sum_pi_squared``; ``topk_log_probs``, (N, K), of the candidates, and ``agreement``, 1
-    where no token is more likely than the first of them; ``top_ids``, (N, topk) int64, and ``top_log_probs``, the most
-    likely tokens; ``hidden``, (N, H). Of a divergence: ``divergence``, ``agreement`` with the teacher's most likely
-    token, ``teacher_entropy``.
+    where no token is more likely than the first of them; ``top_ids``, (N, top.count) int64, and ``top_log_probs``, the
+    most likely tokens; ``hidden``, (N, H). Of a divergence: ``divergence``, ``agreement`` with the teacher's most
+    likely token, ``teacher_entropy``.
 
     Args:
         outputs: names.
         hidden: (N, H) last hidden states that predict the tokens.
-        statistics_of: computes log-probs, with the keywords ``with_entropy, with_sum_pi_squared, candidates, topk``.
+        statistics_of: computes log-probs, with the keywords ``with_entropy, with_sum_pi_squared, candidates, top``.
         candidates: (N, K) ids of tokens.
-        topk: number of the most likely tokens.
+        top: number of the most likely tokens.
         divergence_of: computes the divergence.
     """
     columns: dict[str, Tensor] = {"hidden": hidden} if "hidden" in outputs else {}
@@ -55,7 +55,7 @@ def language_outputs(
             with_entropy="entropy" in rest,
             with_sum_pi_squared="sum_pi_squared" in rest,
             candidates=candidates if rest & {"topk_log_probs", "agreement"} else None,
-            topk=topk if rest & {"top_ids", "top_log_probs"} else 0,
+            top=top if rest & {"top_ids", "top_log_probs"} else NO_TOP,
         )
         columns |= {name: values for name, values in statistics._asdict().items() if values is not None}
     return {name: columns[name] for name in outputs}

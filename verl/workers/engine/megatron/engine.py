@@ -28,7 +28,7 @@ from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.divergence import OutputMatrix
 from verl.workers.engine.fsdp.experts import balance_coefficient
 from verl.workers.engine.fsdp.export import WeightFiles, write_model_folder, write_tokenizer
-from verl.workers.engine.fsdp.head import LogitRule
+from verl.workers.engine.fsdp.head import NO_TOP, LogitRule, TopTokens
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_token_ids
 from verl.workers.engine.fsdp.model import ModelType
 from verl.workers.engine.fsdp.outputs import LANGUAGE_OUTPUTS, empty_columns, without_hidden
@@ -215,6 +215,7 @@ class MegatronEngine(BaseEngine):
         """
         self._check_request(outputs, temperature, topk, self.model.hf_config.vocab_size)
         columns: dict[str, Tensor] = {}
+        top = TopTokens(topk, self.top_ids_below)
         micro = micro.shared_by(self.layout.context)
 
         def fill(part: MicroBatch, inputs: ModelInputs, columns_of_part: dict[str, Tensor]) -> Tensor:
@@ -230,7 +231,7 @@ class MegatronEngine(BaseEngine):
                 size, dtype = self.model.hf_config.hidden_size, torch_dtype(self.engine_config.dtype)
                 columns = empty_columns(shape, outputs, topk, size, dtype, self.device)
                 parts = self._parts(batch, micro, 1, limit)
-                self._passes(parts, frozenset(outputs), temperature, fill, forward_only=True, topk=topk)
+                self._passes(parts, frozenset(outputs), temperature, fill, forward_only=True, top=top)
         return {name: values.cpu() for name, values in columns.items()}
 
     def forward_backward_batch(
@@ -307,7 +308,7 @@ class MegatronEngine(BaseEngine):
         function: PassFunction,
         forward_only: bool,
         is_counted: bool = False,
-        topk: int = 0,
+        top: TopTokens = NO_TOP,
     ) -> None:
         """Run the passes by megatron-core's schedule: one after the other, or through the pipeline. Collective."""
 
@@ -321,7 +322,7 @@ class MegatronEngine(BaseEngine):
 
             def loss(hidden: Tensor) -> tuple[Tensor, dict]:
                 columns = outputs_at(
-                    self.model, self.model_type, hidden, inputs, outputs, temperature, topk, self.divergence
+                    self.model, self.model_type, hidden, inputs, outputs, temperature, top, self.divergence
                 )
                 # The schedule divides by the number of passes and multiplies by the ranks that share a sequence; our
                 # losses are terms of a sum, and gathering outputs multiplies their gradients already.

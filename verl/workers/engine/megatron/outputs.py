@@ -13,7 +13,7 @@ from verl.workers.engine.fsdp.divergence import (
     OutputMatrix,
     vocabulary_divergence,
 )
-from verl.workers.engine.fsdp.head import LogitRule, TokenStatistics
+from verl.workers.engine.fsdp.head import NO_TOP, LogitRule, TokenStatistics, TopTokens
 from verl.workers.engine.fsdp.inputs import ModelInputs
 from verl.workers.engine.fsdp.outputs import language_outputs
 from verl.workers.engine.megatron.library import parallel_state, tensor_parallel
@@ -28,7 +28,7 @@ def outputs_at(
     inputs: ModelInputs,
     outputs: frozenset[str],
     temperature: float,
-    topk: int = 0,
+    top: TopTokens = NO_TOP,
     divergence: FullDivergence | None = None,
 ) -> dict[str, Tensor]:
     """Compute ``outputs`` at N tokens on the last pipeline stage; the same on all ranks of a copy. Collective.
@@ -40,13 +40,13 @@ def outputs_at(
         inputs: of the pass.
         outputs: columns; none computes nothing.
         temperature: divisor of the logits.
-        topk: number of the most likely tokens.
+        top: number of the most likely tokens.
         divergence: what the output ``divergence`` compares with.
     """
     if not outputs:
         return {}
     chosen = hidden.flatten(0, 1).index_select(0, inputs.take)
-    columns = _at_own_tokens(model, model_type, chosen, inputs, outputs, temperature, topk, divergence)
+    columns = _at_own_tokens(model, model_type, chosen, inputs, outputs, temperature, top, divergence)
     return columns if inputs.share is None else {name: inputs.share.collect(x) for name, x in columns.items()}
 
 
@@ -57,7 +57,7 @@ def _at_own_tokens(
     inputs: ModelInputs,
     outputs: frozenset[str],
     temperature: float,
-    topk: int,
+    top: TopTokens,
     divergence: FullDivergence | None,
 ) -> dict[str, Tensor]:
     if model_type != "language_model":
@@ -77,4 +77,4 @@ def _at_own_tokens(
         of_teachers = inputs.teacher_hidden, inputs.teacher_index
         return vocabulary_divergence(shared, policy, *of_teachers, divergence, group=group, vocab_size=vocab_size)
 
-    return language_outputs(outputs, chosen, statistics, inputs.topk_ids, topk, from_teachers)
+    return language_outputs(outputs, chosen, statistics, inputs.topk_ids, top, from_teachers)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.workers.engine.fsdp.head import TokenStatistics, Wanted, add_product_, chunk_rows, stacked
+from verl.workers.engine.fsdp.head import NO_TOP, TokenStatistics, TopTokens, Wanted, add_product_, chunk_rows, stacked
 
 if TYPE_CHECKING:
     from verl.base.types import AutogradContext
@@ -31,7 +31,7 @@ def vocab_parallel_log_probs(
     with_sum_pi_squared: bool = False,
     chunk_elements: int | None = None,
     candidates: Tensor | None = None,
-    topk: int = 0,
+    top: TopTokens = NO_TOP,
 ) -> TokenStatistics:
     """Compute log p(target), H(p) and Σ p² for p = softmax(hidden Wᵀ / temperature). Collective over ``group``.
 
@@ -54,12 +54,12 @@ def vocab_parallel_log_probs(
         chunk_elements: largest number of logits at once; None takes that of the device. One row of them is computed at
             once in any case.
         candidates: (N, K) ids of tokens whose log-probs are returned too, differentiable.
-        topk: number of the most likely tokens that are returned.
+        top: number of the most likely tokens that are returned.
     """
     first = dist.get_rank(group) * len(weight)
     rows = chunk_rows(weight, chunk_elements)  # by the padded size, so that all ranks make as many collectives
     local_weight = weight[: max(vocab_size - first, 0)]
-    wanted = Wanted(with_entropy, with_sum_pi_squared, candidates is not None, topk)
+    wanted = Wanted(with_entropy, with_sum_pi_squared, candidates is not None, top)
     settings = group, first, temperature, rows, wanted
     return wanted.statistics(_VocabParallel.apply(hidden, local_weight, stacked(targets, candidates), settings))  # type: ignore[misc]
 
@@ -77,7 +77,7 @@ class _VocabParallel(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = hidden.new_empty(targets.shape, dtype=wide)
         log_z, entropy, squares, agreement = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(4))
-        top_ids = targets.new_empty(len(hidden), wanted.topk)
+        top_ids = targets.new_empty(len(hidden), wanted.top.count)
         top_log_probs = log_probs.new_empty(top_ids.shape)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
@@ -94,8 +94,8 @@ class _VocabParallel(torch.autograd.Function):
             log_probs[part] = chosen - total.log().unsqueeze(-1)
             if wanted.candidates:
                 agreement[part] = (chosen[:, 1] == 0).to(wide)  # its logit less the largest
-            if wanted.topk:
-                values, top_ids[part] = _most_likely(shifted, wanted.topk, first, group)
+            if wanted.top.count:
+                values, top_ids[part] = _most_likely(shifted, wanted.top, first, group)
                 top_log_probs[part] = values - total.log().unsqueeze(-1)
             log_z[part] = largest + total.log()
             entropy[part] = total.log() - weighted / total
@@ -152,8 +152,11 @@ def _values_at_targets(values: Tensor, targets: Tensor, first: int) -> Tensor:
     return torch.where(is_here, values.gather(-1, column), 0)
 
 
-def _most_likely(values: Tensor, k: int, first: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Return the ``k`` largest of all ranks' ``values`` (N, count) and their tokens. Collective."""
+def _most_likely(values: Tensor, top: TopTokens, first: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Return the largest of all ranks' ``values`` (N, count) and their tokens. Collective."""
+    k, below = top
+    if below is not None:
+        values = values[:, : max(below - first, 0)]
     best, ids = values.topk(min(k, values.shape[-1]))
     missing = (0, k - best.shape[-1])  # of a rank with fewer tokens of the vocabulary
     mine = [
