@@ -212,12 +212,22 @@ class DistillationConfig(BaseConfig):
 
     @property
     def teachers(self) -> Mapping[str, DistillationTeacherModelConfig]:
-        """The teachers of the run by name, without the one that the YAML files declare if only others have a model."""
+        """The teachers of the run by name, without the one that the YAML files declare if only others have a model.
+
+        Of a policy that teaches itself it is that one, without a model.
+        """
+        if self.is_of_itself:
+            return _one_teacher()
         named = {name: teacher for name, teacher in self.teacher_models.items() if name != UNNAMED}
         unnamed = self.teacher_models.get(UNNAMED)
         if named and (unnamed is None or unnamed.model_path is None):
             return named
         return self.teacher_models
+
+    @property
+    def is_of_itself(self) -> bool:
+        """Whether the policy is its own teacher, so that no other is loaded."""
+        return self.enabled and self.self_distillation.enabled
 
     @property
     def has_forward_passes(self) -> bool:
@@ -231,7 +241,14 @@ class DistillationConfig(BaseConfig):
 
     def problems(self, path: str) -> Iterator[Problem]:
         """Each teacher has a model, and each of several a key of its own."""
+        of_itself = self.self_distillation.enabled
         if not self.enabled:
+            if of_itself:
+                remedy = f"set {path}.enabled=true too"
+                yield Problem(f"{path}.self_distillation.enabled", True, f"{path}.enabled is false", remedy=remedy)
+            return
+        if of_itself:
+            yield from self._problems_of_itself(path)
             return
         if self.nnodes > 0 and self.n_gpus_per_node == 0:
             cause = f"{path}.nnodes={self.nnodes} gives the teachers ranks of their own, and a node has none"
@@ -259,3 +276,13 @@ class DistillationConfig(BaseConfig):
                 cause = "name=openai asks an endpoint, and this is no address of one"
                 allowed = "http://HOST:PORT/v1 or https://HOST/v1"
                 yield Problem(f"{key}.inference.base_url", inference.base_url, cause, allowed)
+
+    def _problems_of_itself(self, path: str) -> Iterator[Problem]:
+        for name, teacher in self.teacher_models.items():
+            if teacher.model_path is not None:
+                cause = f"with {path}.self_distillation.enabled=true the policy is its own teacher"
+                remedy = f"leave it out, or set {path}.self_distillation.enabled=false"
+                yield Problem(f"{path}.teacher_models.{name}.model_path", teacher.model_path, cause, "null", remedy)
+        if self.nnodes > 0:
+            cause = "the policy is its own teacher, on the ranks where it is trained"
+            yield Problem(f"{path}.nnodes", self.nnodes, cause, "0")

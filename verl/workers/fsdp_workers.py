@@ -9,10 +9,14 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import TypeVar
 
 from omegaconf import DictConfig
 
+from verl.algorithms.distillation import distillation_loss_info
+from verl.checkpoint.ranks import RankState
+from verl.checkpoint.states import State
 from verl.config import (
     ActorRolloutRefConfig,
     CheckpointConfig,
@@ -49,6 +53,8 @@ from verl.workers.rollout.adapted_layers import computes_adapters
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, Weights, get_rollout_class
 from verl.workers.rollout.engine_kwargs import applies_adapters
 from verl.workers.rollout.request_queue import EngineRequests, RequestQueue
+from verl.workers.teacher.average import AveragedWeights, without_average
+from verl.workers.teacher.forward import teacher_columns
 from verl.workers.training_workers import EngineWorker
 from verl.workers.transfer.plan import RankFacts, TransferPlan, TransferReport
 from verl.workers.transfer.receiver import ReceivedWeights
@@ -96,6 +102,8 @@ class ActorRolloutRefWorker(EngineWorker):
         self.rollout: BaseRollout | None = None
         self.distillation = DistillationConfig.of(distillation_config or {})
         self.policy_loss: PolicyLoss | DistillationLoss | None = None
+        self.average: AveragedWeights | None = None
+        """Weights under which the policy teaches itself, if they are not those of the step."""
         self.sender: WeightSender | None = None
         """Sends the trained policy's weights to ranks that only sample."""
         self.received: ReceivedWeights | None = None
@@ -119,6 +127,11 @@ class ActorRolloutRefWorker(EngineWorker):
             distils, distillation = self.distillation.enabled, self.distillation
             self.policy_loss = DistillationLoss.of(actor, distillation) if distils else PolicyLoss(actor)
             self.join_mesh("actor", self.engine)
+            if distillation.is_of_itself:
+                self.join_mesh("teacher", self.engine)
+                own = distillation.self_distillation
+                if own.weights != "policy":
+                    self.average = AveragedWeights(self.engine, 1.0 if own.weights == "initial" else own.ema_decay)
             rollout = self.config.rollout
             self.sender = WeightSender(
                 rollout.checkpoint_engine, self.rank, self.engine.device, torch_dtype(rollout.dtype)
@@ -282,6 +295,23 @@ class ActorRolloutRefWorker(EngineWorker):
             outputs = engine.infer_batch(data, {"log_probs"}, micro, self.temperature)
         return DataProto.from_dict(tensors={"ref_log_prob": outputs["log_probs"]})
 
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="teacher"))
+    def compute_teacher_log_prob(self, data: DataProto, teacher: str = "") -> DataProto:
+        """Compute what the policy makes of its responses as its own teacher, under the prompts ``teacher_prompts``.
+
+        Its weights are those of ``distillation.self_distillation.weights``. The columns are those of
+        :meth:`verl.workers.teacher.worker.ForwardTeacherWorker.compute_teacher_log_prob`; ``teacher`` has no effect.
+        """
+        rollout, settings = self.config.rollout, self.distillation.distillation_loss
+        micro = MicroBatchConfig(
+            micro_batch_size_per_gpu=rollout.log_prob_micro_batch_size_per_gpu,
+            use_dynamic_bsz=rollout.log_prob_use_dynamic_bsz,
+            max_token_len_per_gpu=rollout.log_prob_max_token_len_per_gpu,
+        )
+        engine, reads = self.trained, distillation_loss_info(settings.loss_mode).reads
+        with engine.eval_mode(), nullcontext() if self.average is None else self.average.in_model():
+            return teacher_columns(engine, data, reads, micro, self.temperature, settings.topk)
+
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(
         self,
@@ -336,6 +366,8 @@ class ActorRolloutRefWorker(EngineWorker):
                 report = engine.train_batch(data.select_idxs(rows), loss, plan.micro, plan.temperature)
                 steps.add(report, engine.non_finite, rows, engine.expert_counts)
             metrics = steps.metrics("actor", engine.lr_scheduler_step())
+            if self.average is not None:
+                self.average.update()
         width = data.batch["response_mask"].shape[1]
         made = (forward_record.columns(width, missing=0.0), update_record.columns(width, missing=math.nan))
         return self.report(metrics, steps.problems, engine, steps.expert_counts) | made[0] | made[1]
@@ -351,6 +383,25 @@ class ActorRolloutRefWorker(EngineWorker):
         """Temperature at which log-probs are computed: that of sampling, or 1 if sampling is greedy."""
         rollout = self.config.rollout
         return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
+
+    def training_state(
+        self, global_step: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra"), copied: bool = True
+    ) -> RankState:
+        """See :meth:`EngineWorker.training_state`; the average by which the policy teaches itself is added."""
+        state = super().training_state(global_step, contents, copied)
+        return state if self.average is None or "model" not in contents else self.average.added_to(state, copied)
+
+    def load_training_state(self, folder: Path) -> None:
+        """See :meth:`EngineWorker.load_training_state`."""
+        super().load_training_state(folder)
+        if self.average is not None and "model" in self.checkpoint.load_contents:
+            self.average.load(folder)
+
+    def restore_training_state(self, states: Mapping[str, State]) -> None:
+        """See :meth:`EngineWorker.restore_training_state`."""
+        super().restore_training_state(without_average(states))
+        if self.average is not None:
+            self.average.restore(states)
 
     def weights_replaced(self) -> None:
         """Make the rollout engine load the weights again."""

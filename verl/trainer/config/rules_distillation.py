@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from verl.algorithms import policy_loss_info
 from verl.algorithms.distillation import check_distillation_loss
@@ -31,6 +32,9 @@ def distillation(config: PPOConfig) -> Problems:
         yield Problem(f"{LOSS}.loss_mode", settings.loss_mode, cause, "k1, k2, k3, abs")
     if settings.use_policy_gradient:
         yield from _policy_gradient(config)
+    if section.is_of_itself:
+        yield from _of_itself(config)
+        return
     for name, teacher in section.teachers.items():
         if section.has_forward_passes and not teacher.inference.is_forward_pass:
             cause = "another teacher is a forward pass, and the teachers of a run are all of that kind, or none is"
@@ -40,6 +44,20 @@ def distillation(config: PPOConfig) -> Problems:
         cause = "trainer.controller=local runs one rank in this process, and a pool of teachers needs others"
         remedy = "set trainer.controller=ray, or leave it 0"
         yield Problem("distillation.nnodes", section.nnodes, cause, "0", remedy)
+
+
+def _of_itself(config: PPOConfig) -> Problems:
+    """The policy has an average of its weights where that is the teacher, and its template can be read."""
+    own, key = config.distillation.self_distillation, "distillation.self_distillation"
+    strategy = config.actor_rollout_ref.actor.strategy
+    if own.weights != "policy" and strategy == "megatron":
+        cause = "strategy=megatron keeps no second set of the policy's weights"
+        yield Problem(f"{key}.weights", own.weights, cause, "policy", "or set actor.strategy=fsdp2")
+    if own.template_path is not None and not Path(own.template_path).expanduser().is_file():
+        yield Problem(f"{key}.template_path", own.template_path, "there is no such file", remedy="name the Jinja file")
+    if not config.data.return_raw_chat:
+        cause = f"{key}.enabled=true reads the messages of the prompts"
+        yield Problem("data.return_raw_chat", False, cause, "true")
 
 
 def _policy_gradient(config: PPOConfig) -> Problems:

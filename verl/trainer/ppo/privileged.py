@@ -97,8 +97,6 @@ class PrivilegedPrompts:
             raise ConfigError(
                 f"{KEY}.enabled=true: prompts with privileged context are text, and this model takes images."
             )
-        if not data.return_raw_chat:
-            raise ConfigError(f"{KEY}.enabled=true needs the messages of the prompts: set data.return_raw_chat=true.")
         self._config, self._data, self._tokenizer = config, data, tokenizer
         text = TEMPLATES.get(config.template or "", config.template)
         if config.template_path is not None:

@@ -87,6 +87,7 @@ from verl.trainer.ppo.metric_utils import (
 )
 from verl.trainer.ppo.observers import Observers
 from verl.trainer.ppo.old_log_probs import OldLogProbs
+from verl.trainer.ppo.privileged import PrivilegedPrompts
 from verl.trainer.ppo.profiling import StepProfiles
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
@@ -214,6 +215,10 @@ class PPOTrainer(TrainingLoop):
         self.val_reward_fn = val_reward_fn
         self.needs = Needs.of(config)
         self.teachers = Teachers(config) if self.needs.teacher else None
+        self.privileged = None
+        if config.distillation.is_of_itself:
+            settings = config.distillation.self_distillation
+            self.privileged = PrivilegedPrompts(settings, config.data, tokenizer, processor)
         with_kl = config.algorithm.use_kl_in_reward
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl) if with_kl else None
         self.entropy_ctrl = get_entropy_controller(config.actor_rollout_ref.actor)
@@ -545,11 +550,18 @@ class PPOTrainer(TrainingLoop):
             return self._by_row(self.critic_workers, "compute_values", batch)
 
     def teacher(self, batch: DataProto, context: PPOStepContext) -> DataProto:
-        """Compute what the teachers make of the responses: teacher_logprobs, and what else the loss reads."""
+        """Compute what the teachers make of the responses: teacher_logprobs, and what else the loss reads.
+
+        A policy that teaches itself reads prompts of its own as the teacher, which are returned too.
+        """
         assert self.teachers is not None
-        assert self.teacher_workers is not None
         with context.stage("teacher"):
-            return self.teachers.columns(batch, self.teacher_workers)
+            if self.privileged is None:
+                assert self.teacher_workers is not None
+                return self.teachers.columns(batch, self.teacher_workers)
+            prompts, metrics = self.privileged.columns(batch)
+            context.metrics |= metrics
+            return prompts | self.teachers.columns(batch | prompts, self.policy_workers)
 
     def _by_row(self, workers: WorkerGroup, method: str, batch: DataProto) -> DataProto:
         """Call a method of the workers whose result has a row for each row of the batch."""

@@ -66,7 +66,7 @@ class Needs:
     judge: bool
     """Answers of a generative reward model to a reward function."""
     teacher: bool
-    """Log-probs of teachers, for distillation."""
+    """Log-probs of teachers, for distillation; the policy may be its own."""
     correction: bool
     """Correction for the difference between rollout and trainer on the driver, by weights or rejection."""
 
@@ -78,7 +78,7 @@ class Needs:
             reference=need_reference_policy(config),
             reward_model=need_reward_model(config) and config.judge is None,
             judge=config.judge is not None,
-            teacher=need_teacher_policy(config),
+            teacher=config.distillation.enabled,
             correction=config.algorithm.rollout_correction.is_decoupled,
         )
 
@@ -115,9 +115,11 @@ def need_reward_model(config: PPOConfig | Mapping[Role, type]) -> bool:
 
 
 def need_teacher_policy(config: PPOConfig | Mapping[str, object]) -> bool:
-    """Whether teachers are loaded, for distillation."""
+    """Whether teachers are loaded, for distillation; a policy that teaches itself needs none."""
     section = _with_attributes(config).get("distillation")
-    return bool(section and section.get("enabled", False))
+    if not section or not section.get("enabled", False):
+        return False
+    return not (section.get("self_distillation") or {}).get("enabled", False)
 
 
 def _is_role_mapping(config: object) -> TypeGuard[Mapping[Role, type]]:
@@ -147,10 +149,11 @@ def worker_arguments(config: PPOConfig, needs: Needs) -> dict[Role, dict[str, ob
         arguments[Role.RewardModel] = {"config": config.judge, "role": "rollout"}
     policy: dict[str, object] = {"config": roles}
     if needs.teacher:
+        policy["distillation_config"] = config.distillation
+    if needs.teacher and not config.distillation.is_of_itself:
         passes = config.distillation.has_forward_passes
         arguments[Role.TeacherModel] = {"config": config.distillation}
         arguments[Role.TeacherModel] |= {"roles": roles} if passes else {"student": roles.model}
-        policy["distillation_config"] = config.distillation
     # The actor comes last: its rollout engine takes its share of the memory that the others left.
     if roles.hybrid_engine:
         arguments[Role.ActorRollout] = policy | {"role": "actor_rollout"}

@@ -1,0 +1,108 @@
+"""Earlier weights of a trained model, under which it can compute: those before training, or a moving average."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from verl.checkpoint.ranks import RankState
+from verl.checkpoint.shards import TrainingState, write_world_size
+from verl.checkpoint.states import State
+from verl.utils.sharded_tensor import local_rows
+from verl.workers.engine import BaseEngine
+
+FOLDER = "self_teacher"
+"""Folder of the average inside a checkpoint; its files are those of a model's shards."""
+
+
+class AveragedWeights:
+    """The exponential moving average of an engine's trained weights, in fp32 and sharded as they are.
+
+        average ← decay · average + (1 - decay) · weights        after each step
+
+    It starts at the weights that the engine has now; with ``decay`` 1 it stays there, with 0 it is the weights.
+
+    Args:
+        engine: with :meth:`~BaseEngine.trained_weights`.
+        decay: share of the average that a step keeps.
+    """
+
+    def __init__(self, engine: BaseEngine, decay: float) -> None:
+        self._engine, self._decay = engine, decay
+        self._average = {
+            name: weight.detach().to(torch.float32, copy=True) for name, weight in engine.trained_weights().items()
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Add the engine's weights to the average."""
+        for name, weight in self._engine.trained_weights().items():
+            average = local_rows(self._average[name])[0]
+            average.lerp_(local_rows(weight)[0].to(average), 1 - self._decay)
+
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Let the engine compute with the average inside the context; its weights are back afterwards, bit for bit."""
+        weights = {name: local_rows(weight)[0] for name, weight in self._engine.trained_weights().items()}
+        trained = {name: weight.clone() for name, weight in weights.items()}
+        try:
+            self._set(weights, {name: local_rows(average)[0] for name, average in self._average.items()})
+            yield
+        finally:
+            self._engine.trained_weights()  # gathered copies of the average are freed
+            self._set(weights, trained)
+
+    @staticmethod
+    @torch.no_grad()
+    def _set(weights: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
+        for name, weight in weights.items():
+            weight.copy_(values[name])
+
+    # ---- checkpoints --------------------------------------------------------------------------
+
+    def added_to(self, state: RankState, copied: bool = True) -> RankState:
+        """Add this rank's part of the average to the state of its engine."""
+        files = self._as_state().states(["model"], {}, copied)
+
+        def describe(folder: Path) -> None:
+            if state.describe is not None:
+                state.describe(folder)
+            if dist.get_rank() == 0:
+                (folder / FOLDER).mkdir()
+                write_world_size(folder / FOLDER)
+
+        return RankState(state.states | {f"{FOLDER}/{name}": values for name, values in files.items()}, describe)
+
+    def load(self, folder: Path) -> None:
+        """Restore the average of a checkpoint, whatever number of ranks wrote it. Collective.
+
+        Raises:
+            CheckpointError: the checkpoint has none, or it is damaged or of another model.
+        """
+        self._as_state().load(folder / FOLDER, ["model"])
+
+    def restore(self, states: Mapping[str, State]) -> None:
+        """Restore the average among the ``states`` of :meth:`added_to`, on the same rank of as many ranks.
+
+        Raises:
+            CheckpointError: it is of another rank, another number of ranks, or another model.
+        """
+        self._as_state().restore(
+            {name.removeprefix(f"{FOLDER}/"): state for name, state in states.items() if name.startswith(FOLDER)}
+        )
+
+    def nbytes(self) -> int:
+        """The size of this rank's part."""
+        return sum(local_rows(average)[0].nbytes for average in self._average.values())
+
+    def _as_state(self) -> TrainingState:
+        return TrainingState(self._average, {}, None, None)
+
+
+def without_average(states: Mapping[str, State]) -> dict[str, State]:
+    """The states of the engine alone, without the average's."""
+    return {name: state for name, state in states.items() if not name.startswith(FOLDER)}
