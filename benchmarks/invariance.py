@@ -5,6 +5,7 @@ compares every logged metric with that of the first layout. ::
 
     python -m benchmarks.invariance [--output_dir outputs/invariance] [--estimator grpo|gae] [--megatron | --experts]
     python -m benchmarks.invariance --images --lora
+    python -m benchmarks.invariance --teacher reverse_kl    # or another loss of distillation
     python -m benchmarks.invariance --steps 1 --layouts local    # the layouts of one process, in about a minute
 """
 
@@ -225,6 +226,17 @@ def make_mixture(task: Path) -> Path:
     return task / "mixture"
 
 
+def make_teacher(task: Path) -> Path:
+    """A model like the tiny one, with other random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(task / "model")).save_pretrained(task / "teacher")
+    AutoTokenizer.from_pretrained(task / "model").save_pretrained(task / "teacher")
+    return task / "teacher"
+
+
 def make_pictures(task: Path) -> tuple[Path, list[Path]]:
     """A tiny Qwen2.5-VL with random weights, and files of rows with a picture and, every third, without one."""
     from tests.support.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
@@ -280,6 +292,7 @@ def main() -> None:
     parser.add_argument("--experts", action="store_true", help="a mixture of experts, under strategy=megatron")
     parser.add_argument("--images", action="store_true", help="a model with images, on rows with and without them")
     parser.add_argument("--lora", action="store_true", help="only adapters are trained")
+    parser.add_argument("--teacher", metavar="LOSS", help="distillation by this loss_mode, beside the rewards")
     parser.add_argument("--steps", type=_count, default=STEPS, help="steps of each run")
     parser.add_argument(
         "--layouts", default="", metavar="WORD", help="only layouts with this in their name: local, FSDP"
@@ -304,10 +317,14 @@ def main() -> None:
         model, files = make_pictures(task)
     common = [f"data.train_files={files[0]}", f"data.val_files={files[1]}", *(LORA if args.lora else [])]
     common += [f"{role}.model.path={model}" for role in ("actor_rollout_ref", "critic")]
+    if args.teacher:
+        common += ["distillation.enabled=true", f"distillation.distillation_loss.loss_mode={args.teacher}"]
+        common.append(f"distillation.teacher_models.teacher_model.model_path={make_teacher(task)}")
     common.append(f"trainer.total_training_steps={args.steps}")
     reference: list[dict[str, float]] = []
     worst_of_all = 0.0
     option = "".join(f" --{name}" for name in ("megatron", "experts", "images", "lora") if getattr(args, name))
+    option += f" --teacher {args.teacher}" if args.teacher else ""
     option += f" --steps {args.steps}" if args.steps != STEPS else ""
     option += f" --layouts {shlex.quote(args.layouts)}" if args.layouts else ""
     command = f"python -m benchmarks.invariance{option} --estimator {args.estimator}"

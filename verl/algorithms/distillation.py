@@ -203,6 +203,11 @@ def distillation_loss_info(name: str) -> DistillationLossInfo:
     return DISTILLATION_LOSSES.get(name)
 
 
+def reads_vocabulary(config: DistillationConfig) -> bool:
+    """Whether the policy is compared with teachers over the whole vocabulary, which its own workers then hold."""
+    return config.enabled and distillation_loss_info(config.distillation_loss.loss_mode).reads == "full"
+
+
 def check_distillation_loss(config: DivergenceConfig) -> DistillationLossInfo:
     """Look up the loss of a configuration, and check that the policy can learn from it as ``config`` says.
 

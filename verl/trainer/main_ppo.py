@@ -17,7 +17,7 @@ from verl.config import PPOConfig, local_copies
 from verl.trainer.config.command_line import command
 from verl.trainer.config.sizes import derived_sizes, resolve_device, sizes_table
 from verl.trainer.driver import driving, load_controller
-from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_teacher_policy
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_teacher_policy, teaches_in_actor
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -117,7 +117,7 @@ class TaskRunner:
     def add_teacher_model_resource_pool(self, config: PPOConfig | DictConfig) -> None:
         """Add the teachers, if any, in their own pool if ``distillation.nnodes`` is not 0."""
         config = _typed(config)
-        if not need_teacher_policy(config):
+        if not need_teacher_policy(config) or teaches_in_actor(config):
             return
         if config.distillation.has_forward_passes:
             from verl.workers.teacher.worker import ForwardTeacherWorker as TeacherWorker

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from omegaconf import DictConfig
 
-from verl.algorithms.distillation import distillation_loss_info
+from verl.algorithms.distillation import distillation_loss_info, reads_vocabulary
 from verl.checkpoint.ranks import RankState
 from verl.checkpoint.states import State
 from verl.config import (
@@ -55,6 +55,7 @@ from verl.workers.rollout.engine_kwargs import applies_adapters
 from verl.workers.rollout.request_queue import EngineRequests, RequestQueue
 from verl.workers.teacher.average import AveragedWeights, without_average
 from verl.workers.teacher.forward import teacher_columns
+from verl.workers.teacher.frozen import FrozenTeachers
 from verl.workers.training_workers import EngineWorker
 from verl.workers.transfer.plan import RankFacts, TransferPlan, TransferReport
 from verl.workers.transfer.receiver import ReceivedWeights
@@ -100,7 +101,9 @@ class ActorRolloutRefWorker(EngineWorker):
         self.parts = _PARTS[role]
         self.ref: BaseEngine | None = None
         self.rollout: BaseRollout | None = None
-        self.distillation = DistillationConfig.of(distillation_config or {})
+        self.distillation = local_copies(DistillationConfig.of(distillation_config or {}))
+        self.teachers: FrozenTeachers | None = None
+        """Teachers of the whole vocabulary, whose hidden states never leave the rank."""
         self.policy_loss: PolicyLoss | DistillationLoss | None = None
         self.average: AveragedWeights | None = None
         """Weights under which the policy teaches itself, if they are not those of the step."""
@@ -138,6 +141,8 @@ class ActorRolloutRefWorker(EngineWorker):
             )
             if model.has_adapters:
                 self.join_mesh("ref", self.engine)
+        if "actor" in self.parts and reads_vocabulary(self.distillation):
+            self.teachers = FrozenTeachers(self.distillation, self.config, self.make_engine)
         if "ref" in self.parts:
             self.ref = self.make_engine("language_model", ref.strategy, model, ref.placement)
             if actor.use_prefix_grouper:
@@ -336,7 +341,8 @@ class ActorRolloutRefWorker(EngineWorker):
             ``meta_info["metrics"]``, ``meta_info["non_finite"]`` and, of a mixture of experts,
             ``meta_info["expert_counts"]``, the same on every rank; with ``own_forward`` also the columns
             ``old_log_probs`` and ``entropys``, 0 where ``response_mask`` is; with ``record_tokens`` also
-            ``update_log_probs`` and, of losses that tell it, ``update_clipped``, NaN where ``response_mask`` is 0.
+            ``update_log_probs`` and, of losses that tell it, ``update_clipped``, NaN where ``response_mask`` is 0; with
+            teachers of the whole vocabulary ``teacher_logprobs`` and ``teacher_entropys``.
 
         Raises:
             ConfigError: ``own_forward`` with more than one optimizer step; later steps would compare the policy with
@@ -360,17 +366,22 @@ class ActorRolloutRefWorker(EngineWorker):
             loss = InterpolatedLoss(loss, correction)
         if record_tokens or own_forward:
             data = forward_record.numbered(data)
+        taught, of_teachers = DataProto(), dict[str, float]()
+        if self.teachers is not None:
+            columns, engine.divergence, of_teachers = self.teachers.whole_vocabulary(data)
+            data, taught = data | columns, columns.select(["teacher_logprobs", "teacher_entropys"])
         steps = OptimizerSteps()
         with engine.train_mode():
             for rows in plan.mini_batches(len(data), engine.weight_version, mini_batch_sizes):
                 report = engine.train_batch(data.select_idxs(rows), loss, plan.micro, plan.temperature)
                 steps.add(report, engine.non_finite, rows, engine.expert_counts)
-            metrics = steps.metrics("actor", engine.lr_scheduler_step())
+            metrics = steps.metrics("actor", engine.lr_scheduler_step()) | of_teachers
             if self.average is not None:
                 self.average.update()
+        engine.divergence = None  # which holds the teachers' output matrices
         width = data.batch["response_mask"].shape[1]
         made = (forward_record.columns(width, missing=0.0), update_record.columns(width, missing=math.nan))
-        return self.report(metrics, steps.problems, engine, steps.expert_counts) | made[0] | made[1]
+        return self.report(metrics, steps.problems, engine, steps.expert_counts) | made[0] | made[1] | taught
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def training_randomness(self) -> dict[str, float]:

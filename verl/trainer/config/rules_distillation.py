@@ -7,7 +7,7 @@ from pathlib import Path
 
 from verl.algorithms import policy_loss_info
 from verl.algorithms.distillation import check_distillation_loss
-from verl.config import PPOConfig, Problem
+from verl.config import DistillationConfig, PPOConfig, Problem
 from verl.config.distillation import FORWARD_PASSES
 from verl.errors import ConfigError
 
@@ -27,9 +27,8 @@ def distillation(config: PPOConfig) -> Problems:
     except ConfigError as error:
         yield Problem(f"{LOSS}.loss_mode", settings.loss_mode, str(error))
         return
-    if info.reads != "sampled":
-        cause = "divergences of more than the sampled tokens are not in this version"
-        yield Problem(f"{LOSS}.loss_mode", settings.loss_mode, cause, "k1, k2, k3, abs")
+    if info.reads == "full":
+        yield from _whole_vocabulary(section, settings.loss_mode)
     if settings.use_policy_gradient:
         yield from _policy_gradient(config)
     if section.is_of_itself:
@@ -58,6 +57,23 @@ def _of_itself(config: PPOConfig) -> Problems:
     if not config.data.return_raw_chat:
         cause = f"{key}.enabled=true reads the messages of the prompts"
         yield Problem("data.return_raw_chat", False, cause, "true")
+
+
+def _whole_vocabulary(section: DistillationConfig, mode: str) -> Problems:
+    """Teachers of the whole vocabulary are in the workers of the policy, which alone can hold what they compute."""
+    remedy = f"set {LOSS}.loss_mode={mode}_topk"
+    if section.is_of_itself:
+        cause = "a policy that teaches itself computes some log-probs of its vocabulary"
+        yield Problem(f"{LOSS}.loss_mode", mode, cause, remedy=remedy)
+        return
+    for name, teacher in section.teachers.items():
+        if not teacher.inference.is_forward_pass:
+            cause = f"{mode} reads the teacher's whole vocabulary, and this kind of teacher gives some log-probs of it"
+            key = f"distillation.teacher_models.{name}.inference.name"
+            yield Problem(key, teacher.inference.name, cause, ", ".join(FORWARD_PASSES), remedy)
+    if section.nnodes > 0:
+        cause = f"{mode} reads the teacher's whole vocabulary, which is not sent from ranks of its own to the policy's"
+        yield Problem("distillation.nnodes", section.nnodes, cause, "0", remedy)
 
 
 def _policy_gradient(config: PPOConfig) -> Problems:

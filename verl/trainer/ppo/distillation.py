@@ -42,8 +42,10 @@ class Teachers:
         self._balance = config.trainer.balance_batch
         self._shares_prompts = config.actor_rollout_ref.actor.use_prefix_grouper
 
-    def columns(self, batch: DataProto, workers: WorkerGroup) -> DataProto:
+    def columns(self, batch: DataProto, workers: WorkerGroup | None) -> DataProto:
         """Return the teachers' columns of all rows, in their order, and ``teacher_index`` of several teachers.
+
+        Without ``workers`` only the latter: the teachers are in the workers of the policy, and compute in its update.
 
         Raises:
             DataError: a row names no teacher.
@@ -52,6 +54,8 @@ class Teachers:
         read = [name for name in (*ACTOR_COLUMNS, *TEACHER_PROMPTS) if name in batch.batch.keys()]
         made: dict[str, torch.Tensor] = {}
         for number, name in enumerate(names):
+            if workers is None:
+                break
             members = (index == number).nonzero()[0].tolist()
             if not members:
                 continue

@@ -33,6 +33,7 @@ from verl.trainer.ppo.rollout_corr_helper import corrected_columns
 from verl.utils.metric import Metrics
 from verl.utils.torch_functional import masked_mean
 from verl.workers.shared_prompts import Siblings
+from verl.workers.teacher.prompts import TEACHER_PROMPTS
 
 if TYPE_CHECKING:
     from verl.algorithms.groups import GroupIds
@@ -241,7 +242,7 @@ def policy_columns(
     learnt = set[str]()
     if distillation is not None and distillation.enabled:
         needed |= set(distillation_loss_info(distillation.distillation_loss.loss_mode).columns)
-        learnt.add("distillation_mask")
+        learnt |= {"distillation_mask", "teacher_index", *TEACHER_PROMPTS}
     require(batch, sorted(needed), "the policy update")
     optional = info.optional_columns | {"rollout_is_weights", "row_weights", "trajectory_count"} | learnt
     return tuple(sorted(needed | (optional & set(batch.batch.keys()))))

@@ -555,6 +555,8 @@ class PPOTrainer(TrainingLoop):
         A policy that teaches itself reads prompts of its own as the teacher, which are returned too.
         """
         assert self.teachers is not None
+        if self.privileged is None and self.teacher_workers is None:  # the policy's workers have theirs in the update
+            return self.teachers.columns(batch, None)
         with context.stage("teacher"):
             if self.privileged is None:
                 assert self.teacher_workers is not None

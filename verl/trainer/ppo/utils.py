@@ -122,6 +122,13 @@ def need_teacher_policy(config: PPOConfig | Mapping[str, object]) -> bool:
     return not (section.get("self_distillation") or {}).get("enabled", False)
 
 
+def teaches_in_actor(config: PPOConfig) -> bool:
+    """Whether the teachers are in the workers of the policy, because the divergence reads their whole vocabulary."""
+    from verl.algorithms.distillation import reads_vocabulary
+
+    return config.distillation.enabled and reads_vocabulary(config.distillation)
+
+
 def _is_role_mapping(config: object) -> TypeGuard[Mapping[Role, type]]:
     return isinstance(config, Mapping) and all(isinstance(key, Role) for key in config)
 
@@ -150,7 +157,7 @@ def worker_arguments(config: PPOConfig, needs: Needs) -> dict[Role, dict[str, ob
     policy: dict[str, object] = {"config": roles}
     if needs.teacher:
         policy["distillation_config"] = config.distillation
-    if needs.teacher and not config.distillation.is_of_itself:
+    if needs.teacher and not (config.distillation.is_of_itself or teaches_in_actor(config)):
         passes = config.distillation.has_forward_passes
         arguments[Role.TeacherModel] = {"config": config.distillation}
         arguments[Role.TeacherModel] |= {"roles": roles} if passes else {"student": roles.model}

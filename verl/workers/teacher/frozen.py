@@ -1,0 +1,127 @@
+"""Teachers that are forward passes of frozen training engines, in one process: beside others, or with the policy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from verl.algorithms.distillation import DivergenceKind, distillation_loss_info
+from verl.config import (
+    ActorRolloutRefConfig,
+    DistillationConfig,
+    DistillationTeacherModelConfig,
+    FSDPEngineConfig,
+    McoreEngineConfig,
+)
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.utils.metric import Metrics
+from verl.utils.model import hf_config_of
+from verl.workers.engine import BaseEngine, MicroBatchConfig
+from verl.workers.engine.fsdp.divergence import FullDivergence
+from verl.workers.teacher.forward import teacher_columns
+from verl.workers.teacher.prompts import rows_for_teacher
+from verl.workers.teacher.tokenizers import teacher_model
+
+
+class FrozenTeachers:
+    """The teachers of this rank; back end, precision and sizes of passes are those of ``actor_rollout_ref.ref``.
+
+    Args:
+        config: ``distillation``.
+        roles: ``actor_rollout_ref``.
+        make_engine: as :meth:`EngineWorker.make_engine`, which loads a model.
+    """
+
+    def __init__(
+        self, config: DistillationConfig, roles: ActorRolloutRefConfig, make_engine: Callable[..., BaseEngine]
+    ) -> None:
+        ref = roles.ref
+        self.config = config
+        self.vocab_size = hf_config_of(roles.model).get_text_config().vocab_size
+        self.micro = MicroBatchConfig(
+            micro_batch_size_per_gpu=ref.log_prob_micro_batch_size_per_gpu,
+            use_dynamic_bsz=ref.log_prob_use_dynamic_bsz,
+            max_token_len_per_gpu=ref.log_prob_max_token_len_per_gpu,
+            shares_prompts=roles.actor.use_prefix_grouper,
+        )
+        self.engines: dict[str, BaseEngine] = {}
+        for name, teacher in config.teachers.items():
+            model = teacher_model(teacher.model_path, roles.model)
+            model = replace(model, use_remove_padding=roles.model.use_remove_padding)
+            engine = make_engine("language_model", ref.strategy, model, _placement(teacher, config, ref.placement))
+            if roles.actor.use_prefix_grouper:
+                engine.check_shared_prompts("actor.use_prefix_grouper")
+            self.engines[name] = engine
+
+    def _temperature(self, name: str) -> float:
+        return self.config.teachers[name].inference.temperature or 1.0  # 0 is greedy
+
+    def columns(self, name: str, data: DataProto) -> DataProto:
+        """Compute the columns of :func:`teacher_columns` under one teacher; collective.
+
+        Raises:
+            ConfigError: one of the teacher's most likely tokens is none of the policy's.
+        """
+        loss = self.config.distillation_loss
+        reads, temperature = distillation_loss_info(loss.loss_mode).reads, self._temperature(name)
+        made = teacher_columns(self.engines[name], data, reads, self.micro, temperature, loss.topk)
+        if reads == "topk" and int(made.batch["teacher_topk_ids"].max()) >= self.vocab_size:
+            raise ConfigError(
+                f"distillation.teacher_models.{name}: a token among the {loss.topk} most likely ones is beyond the "
+                f"policy's {self.vocab_size} tokens. Lower distillation_loss.topk, or take a loss of sampled tokens."
+            )
+        return made
+
+    def whole_vocabulary(self, data: DataProto) -> tuple[DataProto, FullDivergence, Metrics]:
+        """Compute what a divergence of the whole vocabulary reads; collective.
+
+        Each teacher computes all rows, because ranks have different numbers of rows of each.
+
+        Args:
+            data: this rank's rows, with ``teacher_index`` if there are several teachers.
+
+        Returns:
+            ``teacher_hidden``, (bsz, response_length, largest hidden size), ``teacher_logprobs`` and
+            ``teacher_entropys``, each row by its teacher; the teachers' output matrices; and the
+            seconds of the slowest rank.
+        """
+        started, made, matrices = time.perf_counter(), dict[str, torch.Tensor](), []
+        rows = rows_for_teacher(data)
+        names = {"hidden": "teacher_hidden", "log_probs": "teacher_logprobs", "entropy": "teacher_entropys"}
+        for number, (name, engine) in enumerate(self.engines.items()):
+            with engine.eval_mode():
+                outputs = engine.infer_batch(rows, set(names), self.micro, self._temperature(name))
+                matrices.append(engine.output_matrix().at(self._temperature(name)))
+            for output, column in names.items():
+                values, before = outputs[output], made.get(column)
+                if before is None:
+                    made[column] = values
+                    continue
+                if output == "hidden":
+                    width = max(values.shape[-1], before.shape[-1])
+                    values, before = (pad(one, (0, width - one.shape[-1])) for one in (values, before))
+                is_its_row = (data.batch["teacher_index"] == number).view(-1, *[1] * (values.dim() - 1))
+                made[column] = torch.where(is_its_row, values, before)
+        loss = self.config.distillation_loss
+        kind = cast(DivergenceKind, loss.loss_mode)
+        divergence = FullDivergence(kind=kind, teachers=matrices, beta=loss.beta, log_prob_min=loss.log_prob_min_clamp)
+        seconds = torch.tensor(time.perf_counter() - started, device=next(iter(self.engines.values())).device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return DataProto.from_dict(tensors=made), divergence, {"timing_s/teacher": seconds.item()}
+
+
+def _placement(
+    teacher: DistillationTeacherModelConfig,
+    config: DistillationConfig,
+    placement: FSDPEngineConfig | McoreEngineConfig,
+) -> FSDPEngineConfig | McoreEngineConfig:
+    is_alone = config.ranks > 0 and len(config.teachers) == 1
+    offloads = teacher.inference.free_cache_engine and not is_alone
+    return replace(placement, param_offload=placement.param_offload or offloads)
