@@ -227,12 +227,13 @@ def make_mixture(task: Path) -> Path:
 
 
 def make_teacher(task: Path) -> Path:
-    """A model like the tiny one, with other random weights."""
+    """A model like the tiny one, with other and larger random weights: it prefers some tokens."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(task / "model")).save_pretrained(task / "teacher")
+    torch.manual_seed(2)
+    config = AutoConfig.from_pretrained(task / "model", initializer_range=0.2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(task / "teacher")
     AutoTokenizer.from_pretrained(task / "model").save_pretrained(task / "teacher")
     return task / "teacher"
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
+from tests.trainer.test_run import assert_same_steps
 from verl.errors import DataError
 from verl.testing.models import tiny_model_dir
 from verl.trainer.config.command_line import compose
@@ -58,6 +59,38 @@ def test_rows_go_to_the_teacher_of_their_source_and_the_policy_learns_from_it(tr
     assert first["timing_s/teacher"] > 0
     assert first["distillation/teacher_entropy"] > 0
     assert steps[4]["distillation/loss"] < first["distillation/loss"]
+
+
+def test_teachers_of_the_whole_vocabulary_are_in_the_workers_of_the_policy(train):
+    one_step = {"trainer__total_training_steps": 1, "actor_rollout_ref__actor__ppo_mini_batch_size": 4}
+    first = train(**{f"{LOSS}__loss_mode": "reverse_kl"}, **one_step)[1]
+    assert first["distillation/kl/countdown"] == pytest.approx(0, abs=1e-5)
+    # Half of the rows have divergence 0 and agree everywhere; of the others it is what the sampled tokens estimate.
+    assert first["distillation/loss"] == pytest.approx(first["distillation/kl"], rel=0.3)
+    assert 0.3 < first["distillation/agreement"] < 0.7
+    assert first["distillation/loss_min"] == pytest.approx(0, abs=1e-5)
+    assert first["timing_s/teacher"] > 0
+
+
+LAYOUTS = {
+    "packed": {},
+    "padded": {"actor_rollout_ref__model__use_remove_padding": "false"},
+    "Ulysses": {"actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2},
+    "pool": {"distillation__nnodes": 1, "distillation__n_gpus_per_node": 1},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["k3", "forward_kl_topk", "jsd"])
+def test_layouts_with_teachers_give_the_numbers_of_one_rank(train, ray_cluster, tmp_path, mode):
+    common = {f"{LOSS}__loss_mode": mode, f"{LOSS}__topk": 8, f"{LOSS}__use_task_rewards": "true"}
+    common[f"{TEACHERS}__itself__model_path"] = tiny_model_dir(tmp_path / "other", family="qwen2", seed=9)
+    common["actor_rollout_ref__actor__optim__lr"] = 1e-4  # larger steps amplify rounding
+    local = train(**common)
+    for name, layout in LAYOUTS.items():
+        if (mode, name) != ("jsd", "pool"):
+            ray = train(trainer__controller="ray", trainer__n_gpus_per_node=2, **common, **layout)
+            assert_same_steps(local, ray, rel=1e-5)
 
 
 def test_a_row_without_a_teacher_is_refused_before_a_model_loads(train):

@@ -64,6 +64,12 @@ _TEACHERS = Absence(
     "your own: verl.algorithms.distillation.register_distillation_loss.",
 )
 
+_DIVERGENCES = Absence(
+    "other design",
+    "The loss of an update is verl.workers.losses.DistillationLoss, of divergences that verl.algorithms.distillation "
+    "computes (evaluate_distillation_loss) or that engines do (verl.workers.engine.fsdp.divergence). Add your own by "
+    "register_distillation_loss.",
+)
 _ACTOR = Absence(
     "other design",
     "The update of a model is verl.workers.update with the losses of verl.workers.losses, called by "
@@ -342,7 +348,12 @@ ABSENT: dict[str, Absence] = {
     "verl.single_controller.ray.base.func_generator": _PRIVATE,
     "verl.single_controller.ray.base.get_random_string": _PRIVATE,
     "verl.single_controller.ray.base.get_platform": _OTHER_DEVICES,
-    "verl.trainer.distillation": _TEACHERS,
+    "verl.trainer.distillation.losses.compute_distillation_loss_range": _DIVERGENCES,
+    "verl.trainer.distillation.losses.compute_distillation_loss_reverse_kl_estimator": _DIVERGENCES,
+    "verl.trainer.distillation.losses.compute_forward_kl_topk": _DIVERGENCES,
+    "verl.trainer.distillation.losses.compute_topk_loss": _DIVERGENCES,
+    "verl.trainer.distillation.losses.distillation_loss": _DIVERGENCES,
+    "verl.trainer.distillation.losses.distillation_ppo_loss": _DIVERGENCES,
     "verl.trainer.main_ppo.TaskRunnerV1": Absence(
         "other design", "verl.trainer.main_ppo.TaskRunner runs the one trainer that there is."
     ),
@@ -443,7 +454,7 @@ ABSENT: dict[str, Absence] = {
         "other design",
         "TrainingWorker takes the configuration of its run: verl.config.SFTConfig, RMConfig or DPOConfig.",
     ),
-    "verl.workers.engine_workers.distillation_ppo_loss": _TEACHERS,
+    "verl.workers.engine_workers.distillation_ppo_loss": _DIVERGENCES,
     "verl.workers.engine_workers.maybe_fix_3d_position_ids": _VISION,
     "verl.workers.engine_workers.ppo_loss": _ACTOR,
     "verl.workers.fsdp_workers.ActorRolloutRefWorker.async_calls_finalize_fn_exec": _MEGATRON,

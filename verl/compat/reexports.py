@@ -98,6 +98,12 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.compat.toolkit.processes": "temp_env_var",
     },
     "verl.tools.base_tool": {_TRACES: "rollout_trace_op"},
+    "verl.trainer.distillation.losses": {
+        _SECTIONS: "ActorConfig BaseConfig DistillationConfig DistillationLossConfig",
+        "verl.algorithms": "agg_loss get_policy_loss_fn kl_penalty",
+        "verl.utils.metric": "Metric",
+        "verl.compat.toolkit.padding": "no_padding_2_padding",
+    },
     "verl.trainer.main_ppo": {
         "verl.trainer.ppo.ray_trainer": "RayPPOTrainer",
         "verl.compat.toolkit.config": "is_distillation_enabled validate_config",

@@ -1,0 +1,1 @@
+"""Public address of the losses of distillation."""
