@@ -26,9 +26,11 @@ STEPS = 3
 # is a sum of cancelling terms of size one, and its last digits are no statement about anything.
 FLOOR = 1e-2
 # Means of differences between two nearly equal log-probs: the gap between rollout and trainer, and the KL of one
-# update; the mean of whitened advantages, zero by construction; and explained variance, one minus a ratio near one.
+# update; the mean of whitened advantages, zero by construction; and explained variance, one minus a ratio near one. The
+# smallest and the largest divergence of one token are such differences too.
 # Their terms are of size one and rounded in fp32, so they are compared on that scale.
 ROUNDING = ("training/rollout_", "rollout_corr/", "actor/ppo_kl", "critic/advantages/mean", "critic/vf_explained_var")
+ROUNDING += ("distillation/loss_max", "distillation/loss_min")
 
 NOT_STARTED = "The current node timed out during startup"
 """Ray gives its processes 30 seconds, which a machine that computes other things may need; then we try again."""

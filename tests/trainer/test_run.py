@@ -58,7 +58,7 @@ def rounding(key: str) -> float:
         return 1e-5  # exp of twice the sum of all gaps of a response: 2 * 16 tokens * 3e-7, as below
     if key.startswith(("training/rollout_", "rollout_corr/")):
         return 5e-6  # the gap between rollout and trainer is rounding itself: small on both sides is all that holds
-    if key.endswith(("loss", "_kl")):
+    if key.endswith(("loss", "_kl", "loss_min", "loss_max")):
         # Means of terms of order 1 that nearly cancel. Each has the error of log-prob - old log-prob, two numbers of
         # size 5, each rounded by 5 / 2^24 = 3e-7.
         return 6e-7
