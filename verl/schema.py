@@ -263,6 +263,10 @@ _REWARDS = (
         "values", "float32", RESPONSE, "value of the state before the token", "critic.compute_values",
         ("advantages", "critic"),
     ),
+    Column(
+        "role_baselines", "float32", ROW, "mean reward of the agent in this kind of task before the step",
+        "advantages (adv_estimator=rae)", ("advantages",),
+    ),
     Column("advantages", "float32", RESPONSE, "how much better than expected the token was", "advantages", ("actor",)),
     Column("returns", "float32", RESPONSE, "targets of the critic's values", "advantages", ("critic", "metrics")),
 )  # fmt: skip

@@ -117,6 +117,9 @@ ROUNDED = {
     "accuracy": np.array([0.1 + 0.2, 0.3, 0.7 * 20, 14.0], dtype=object),
     "format": np.array([1.0, 1.0, 0.0, 1e-60], dtype=object),
     "index": np.array(["a", "a", "b", "b"], dtype=object),
+    "responses": torch.zeros(4, 20, dtype=torch.int64),
+    "agent": np.array(["main"] * 4, dtype=object),
+    "trajectory_id": np.array(["0/0", "0/1", "1/0", "1/1"], dtype=object),
 }
 
 
@@ -135,6 +138,7 @@ def test_rounding_is_not_scaled_up_by_whitening(name: str):
     batch["token_level_rewards"] = torch.zeros(2, 7)
     batch["token_level_rewards"][:, -1] = tensor(rewards)
     batch["values"], batch["reward_baselines"] = torch.zeros(2, 7), tensor(rewards).flip(0)
+    batch["role_baselines"] = tensor(rewards).flip(0)
     batch["accuracy"] = batch["format"] = np.array(rewards, dtype=object)
     advantages, _ = compute_advantages(name, batch, SETTINGS | {"gamma": 1.0, "lam": 1.0, "high_level_gamma": 1.0})
     assert (advantages == 0).all()
@@ -225,6 +229,7 @@ def test_a_better_response_has_the_larger_advantage(name: str):
         "token_level_rewards": tensor([[0.0, 1.0], [0.0, 0.0]]),
         "values": torch.full((2, 2), 0.5),
         "reward_baselines": torch.full((2,), 0.5),
+        "role_baselines": torch.full((2,), 0.5),
         "accuracy": np.array([1.0, 0.0], dtype=object),
         "format": np.array([1, 0], dtype=object),
     }

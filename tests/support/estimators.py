@@ -17,6 +17,8 @@ SETTINGS = {
     "norm_adv_by_std_in_grpo": True,
     "gdpo_reward_keys": ("accuracy", "format"),
     "gdpo_reward_weights": (1.0, 0.5),
+    "step_advantage_weight": 0.6,
+    "episode_agents": ("solver",),
 }
 Rows = list[list[float]]
 
@@ -46,6 +48,11 @@ def random_batch(
         "accuracy": np.array(torch.randint(0, 3, (rows,), generator=generator).tolist(), dtype=object),
         "format": np.array(torch.randn(rows, generator=generator).tolist(), dtype=object),
         "index": np.array([f"p{group}" for group in groups], dtype=object),
+        "role_baselines": torch.randn(rows, generator=generator),
+        # Few words, so that some states come twice.
+        "responses": torch.randint(0, 2, (rows, width), generator=generator),
+        "agent": np.array(["solver/1" if group in ("b", 1) else "main" for group in groups], dtype=object),
+        "trajectory_id": np.array([f"p{group}/0" for group in groups], dtype=object),
     }
     return batch
 
@@ -240,7 +247,7 @@ def turns_of(row: list[float]) -> list[list[int]]:
     return found
 
 
-def per_turn(b: ListBatch) -> Rows:
+def returns_of_turns(b: ListBatch) -> tuple[list[list[list[int]]], list[list[float]]]:
     turns = [turns_of(row) for row in b.m]
     returns: list[list[float]] = []
     for i in range(b.n):
@@ -249,6 +256,30 @@ def per_turn(b: ListBatch) -> Rows:
             after = sum(b.r[i][t] for t in turn) + SETTINGS["high_level_gamma"] * after
             found.append(after)
         returns.append(found[::-1])
+    return turns, returns
+
+
+def gigpo(b: ListBatch) -> Rows:
+    (turns, returns), words = returns_of_turns(b), b.column("responses")
+
+    def state(i: int, k: int) -> list:
+        return ["prompt"] if k == 0 else words[i][turns[i][k - 1][-1] + 1 : turns[i][k][0]]
+
+    rows = []
+    for i in range(b.n):
+        row = [0.0] * b.width
+        for k, turn in enumerate(turns[i]):
+            alike = [returns[j][n] for j in b.siblings[i] for n in range(len(turns[j])) if state(j, n) == state(i, k)]
+            step = normalised(returns[i][k], alike) if len(alike) > 1 else 0.0
+            for t in turn:
+                whole = normalised(b.total[i], [b.total[j] for j in b.siblings[i]])
+                row[t] = whole + SETTINGS["step_advantage_weight"] * step
+        rows.append(row)
+    return rows
+
+
+def per_turn(b: ListBatch) -> Rows:
+    turns, returns = returns_of_turns(b)
     rows = []
     for i in range(b.n):
         row = [0.0] * b.width
@@ -282,6 +313,9 @@ ORACLES: dict[str, Callable[[ListBatch], Rows]] = {
     "optimal_token_baseline": lambda b: token_baseline(b, squeeze=False),
     "tir_optimal_token_baseline": lambda b: token_baseline(b, squeeze=True),
     "grpo_per_turn": per_turn,
+    "gigpo": gigpo,
+    "hierarchical_grpo": lambda b: b.per_row(lambda i, siblings: normalised(b.total[i], siblings)),
+    "rae": lambda b: b.spread([total - mean for total, mean in zip(b.total, b.column("role_baselines"), strict=True)]),
 }
 ORACLES["grpo_vectorized"], ORACLES["rloo_vectorized"] = ORACLES["grpo"], ORACLES["rloo"]
 

@@ -16,6 +16,9 @@ remax                        reward to go - reward of greedy response   arXiv:23
 opo                          R - mean_g weighted by length              arXiv:2505.23585
 gpg                          (R - mean_g) · rows / rows with R ≠ 0      arXiv:2504.02546
 maxrl                        (R - mean_g) / mean_g                      arXiv:2602.02710
+gigpo                        grpo + ω · grpo of turns from one state    arXiv:2505.10978
+hierarchical_grpo            grpo, solvers within one problem           prime-rl docs
+rae                          R - running mean of the agent's rewards    arXiv:2506.24119
 optimal_token_baseline       G_t - Σ_g G_t W_t / Σ_g W_t                verl docs, algo/otb
 tir_optimal_token_baseline   the same, tool tokens removed              verl docs, algo/otb
 ============================ ========================================== ==============================
@@ -86,13 +89,16 @@ from verl.algorithms.policy_losses import (
 )
 from verl.algorithms.prepare import prepare_policy_loss, prepare_update, update_columns
 from verl.algorithms.response_advantages import (
+    RoleBaselines,
     compute_gdpo_outcome_advantage,
     compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
     compute_grpo_passk_outcome_advantage,
     compute_grpo_vectorized_outcome_advantage,
+    compute_hierarchical_grpo_advantage,
     compute_maxrl_outcome_advantage,
     compute_opo_outcome_advantage,
+    compute_rae_advantage,
     compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_rloo_outcome_advantage,
     compute_rloo_vectorized_outcome_advantage,
@@ -101,6 +107,7 @@ from verl.algorithms.reweight import compute_pf_ppo_reweight_data
 from verl.algorithms.token_advantages import (
     compute_bi_level_gae_advantage_return,
     compute_gae_advantage_return,
+    compute_gigpo_advantage,
     compute_grpo_per_turn_advantage,
     compute_multi_turn_optimal_token_baseline_advantage,
     compute_optimal_token_baseline_advantage,
@@ -125,6 +132,7 @@ __all__ = [
     "LossTerms",
     "LossTotals",
     "PolicyLossInfo",
+    "RoleBaselines",
     "TargetEntropyController",
     "adv_needs",
     "agg_loss",
@@ -135,11 +143,13 @@ __all__ = [
     "compute_entropy_loss",
     "compute_gae_advantage_return",
     "compute_gdpo_outcome_advantage",
+    "compute_gigpo_advantage",
     "compute_gpg_outcome_advantage",
     "compute_grpo_outcome_advantage",
     "compute_grpo_passk_outcome_advantage",
     "compute_grpo_per_turn_advantage",
     "compute_grpo_vectorized_outcome_advantage",
+    "compute_hierarchical_grpo_advantage",
     "compute_maxrl_outcome_advantage",
     "compute_multi_turn_optimal_token_baseline_advantage",
     "compute_opo_outcome_advantage",
@@ -160,6 +170,7 @@ __all__ = [
     "compute_policy_loss_reinforce",
     "compute_policy_loss_sapo",
     "compute_policy_loss_vanilla",
+    "compute_rae_advantage",
     "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
     "compute_remax_outcome_advantage",

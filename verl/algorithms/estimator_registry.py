@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 SETTINGS = frozenset(
     {
         *("gamma", "lam", "high_level_gamma", "norm_adv_by_std_in_grpo"),
-        *("gdpo_reward_keys", "gdpo_reward_weights", "config"),
+        *("gdpo_reward_keys", "gdpo_reward_weights", "step_advantage_weight", "episode_agents", "config"),
     }
 )
 """Parameters that come from ``algorithm.*``; ``config`` is that whole section."""

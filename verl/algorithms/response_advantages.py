@@ -347,6 +347,106 @@ def _number(value: Any) -> float:
         return float("nan")
 
 
+@register_adv_est(
+    "hierarchical_grpo",
+    paper="https://docs.primeintellect.ai/prime-rl/algorithms",
+    reproduces={
+        "Hierarchical GRPO": (
+            "algorithm.adv_estimator=hierarchical_grpo", "algorithm.episode_agents=[solver]",
+            "algorithm.norm_adv_by_std_in_grpo=false",
+        )
+    },
+)  # fmt: skip
+@with_public_arguments
+def compute_hierarchical_grpo_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIds,
+    trajectory_id: np.ndarray,
+    agent: np.ndarray,
+    episode_agents: Sequence[str] | None = None,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Group-relative advantage where some agents propose problems to others: solvers are compared on one problem.
+
+        A_i = (R_i - mean_g R) / (std_g R + ε)
+
+    The group of an agent of ``episode_agents`` is its kind within one trajectory, such as all ``solver/1``,
+    ``solver/2``, ... of the problem that was proposed there; that of another agent is the same agent in the
+    trajectories of the prompt (``index``), as in ``grpo``. Without such agents it is ``grpo``.
+
+    ``trajectory_id`` and ``agent`` are (bsz,). R is the reward of the agent: what its turns got, and the score of the
+    trajectory, which all of its agents share.
+    """
+    ids = index.tolist() if isinstance(index, (np.ndarray, Tensor)) else list(index)
+    kinds, inside = [str(name).partition("/")[0] for name in agent], set(episode_agents or ())
+    compared = [
+        (trajectory, kind) if kind in inside else group
+        for group, trajectory, kind in zip(ids, trajectory_id, kinds, strict=True)
+    ]
+    groups, rewards = levelled_rewards(token_level_rewards, response_mask, compared)
+    scores = group_relative(rewards, groups, epsilon, norm_adv_by_std_in_grpo)
+    return broadcast(scores, response_mask, token_level_rewards.dtype)
+
+
+@register_adv_est(
+    "rae",
+    paper="https://arxiv.org/abs/2506.24119",
+    reproduces={"RAE (arXiv:2506.24119)": ("algorithm.adv_estimator=rae", "algorithm.rae_decay=0.95")},
+)
+@with_public_arguments
+def compute_rae_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, role_baselines: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Role-conditioned advantage: the reward of an agent minus the running mean of the rewards in its role.
+
+        A_i = R_i - b_role        then for each reward: b ← α b + (1 - α) R        b = 0 at the start
+
+    For games in which one side's reward is the other's loss: a mean over both would say nothing, and one side may win
+    more often whatever it does. ``role_baselines`` are the b before this batch, (bsz,), which the trainer keeps for
+    each ``data_source`` and agent (:class:`RoleBaselines`); α is ``rae_decay``. It needs no siblings: ``rollout.n=1``
+    will do. With b = 0 it is REINFORCE.
+
+    Paper: SPIRAL, https://arxiv.org/abs/2506.24119. Here the baseline is that before the batch, so that it does not
+    depend on the response.
+    """
+    rewards, rounding = rewards_of_responses(token_level_rewards, response_mask)
+    baselines = role_baselines.double()
+    rounding = rounding + rounding_unit(torch.float32) * baselines.abs()
+    scores = (rewards - baselines).masked_fill((rewards - baselines).abs() <= rounding, 0.0)
+    return broadcast(scores, response_mask, token_level_rewards.dtype)
+
+
+class RoleBaselines:
+    """The running mean of the rewards in each role, for the estimator ``rae``.
+
+    Args:
+        decay: α, the part of the mean that stays with a further reward.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.values: dict[str, float] = {}
+
+    def before(self, roles: Sequence[str]) -> Tensor:
+        """Return the mean of each role, (n,) float32; 0 for a role without rewards."""
+        return torch.tensor([self.values.get(role, 0.0) for role in roles], dtype=torch.float32)
+
+    def count(self, roles: Sequence[str], rewards: Sequence[float]) -> None:
+        """Count rewards, one after the other."""
+        for role, reward in zip(roles, rewards, strict=True):
+            self.values[role] = self.decay * self.values.get(role, 0.0) + (1 - self.decay) * float(reward)
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the state to checkpoint."""
+        return dict(self.values)
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore the state of a checkpoint."""
+        self.values = dict(state)
+
+
 def _whitened(scores: Tensor, response_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     advantages, _ = broadcast(scores, response_mask, dtype)
     advantages = masked_whiten(advantages, response_mask)

@@ -19,13 +19,14 @@ ignored.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.estimator_registry import register_adv_est, with_public_arguments
-from verl.algorithms.groups import GroupIds, Groups, rewards_of_responses, rounding_unit
-from verl.algorithms.response_advantages import group_relative
+from verl.algorithms.groups import GroupIds, Groups, group_numbers, rewards_of_responses, rounding_unit
+from verl.algorithms.response_advantages import group_relative, levelled_rewards
 from verl.utils.torch_functional import masked_whiten, zero_masked
 
 # ---- sums along a response ---------------------------------------------------------------------
@@ -353,25 +354,112 @@ def compute_grpo_per_turn_advantage(
     Returns:
         advantages and returns, equal on every token of a turn.
     """
-    valid = response_mask.bool()
-    starts = valid & ~torch.nn.functional.pad(valid[:, :-1], (1, 0))
-    turn = starts.cumsum(-1) - 1  # (bsz, response_length), right on valid tokens
-    # At least 1, because tokens of rows without a turn are scattered to turn 0.
-    turns = max(int(starts.sum(-1).max()), 1) if starts.numel() else 1
-    turn_index = torch.arange(turns, device=valid.device)
-    has_turn = turn_index < starts.sum(-1, keepdim=True)  # (bsz, turns)
-    kept = zero_masked(token_level_rewards, valid).double()
-    high = gamma if high_level_gamma is None else high_level_gamma
+    turns, returns, rounding = _returns_of_turns(token_level_rewards, response_mask, gamma, high_level_gamma)
+    rows, width = Groups.of(index, response_mask), turns.has.shape[1]
+    number = torch.arange(width, device=turns.has.device)
+    groups = Groups((rows.index.unsqueeze(-1) * width + number).flatten(), turns.has.flatten(), rows.groups * width)
+    scores = group_relative(groups.levelled(returns, rounding), groups, epsilon, norm_adv_by_std_in_grpo)
+    advantages = turns.on_tokens(scores.view(turns.has.shape))
+    return _as_given((advantages, advantages.clone()), token_level_rewards)
+
+
+class Turns(NamedTuple):
+    """The turns of responses."""
+
+    has: Tensor
+    """(bsz, turns) whether the response has so many turns."""
+    number: Tensor
+    """(bsz, response_length) the turn of a valid token, from 0."""
+    valid: Tensor
+    """(bsz, response_length) bool."""
+
+    @classmethod
+    def of(cls, response_mask: Tensor) -> Turns:
+        """Find the contiguous runs of tokens of the policy."""
+        valid = response_mask.bool()
+        starts = valid & ~torch.nn.functional.pad(valid[:, :-1], (1, 0))
+        # At least 1, because tokens of rows without a turn are scattered to turn 0.
+        turns = max(int(starts.sum(-1).max()), 1) if starts.numel() else 1
+        has = torch.arange(turns, device=valid.device) < starts.sum(-1, keepdim=True)
+        return cls(has, (starts.cumsum(-1) - 1).clamp(min=0), valid)
+
+    def on_tokens(self, of_turns: Tensor) -> Tensor:
+        """Repeat a value per turn, (bsz, turns), on the tokens of the turn; 0 elsewhere."""
+        return zero_masked(of_turns.gather(1, self.number), self.valid)
+
+
+def _returns_of_turns(
+    rewards: Tensor, mask: Tensor, gamma: float, high_level_gamma: float | None
+) -> tuple[Turns, Tensor, Tensor]:
+    """The turns; of all of them in a row G_k = R_k + Γ G_{k+1} and the bound of its rounding, float64."""
+    turns, kept = Turns.of(mask), zero_masked(rewards, mask).double()
+    factor = gamma if high_level_gamma is None else high_level_gamma
 
     def returns_of(rewards: Tensor) -> Tensor:
-        of_turns = torch.zeros(has_turn.shape, dtype=torch.float64, device=kept.device)
-        of_turns = of_turns.scatter_add(1, turn.clamp(min=0), rewards)
-        return zero_masked(discounted_sum(of_turns, has_turn, high), has_turn).flatten()
+        sums = torch.zeros(turns.has.shape, dtype=torch.float64, device=kept.device)
+        sums = sums.scatter_add(1, turns.number, rewards)
+        return zero_masked(discounted_sum(sums, turns.has, factor), turns.has).flatten()
 
-    rounding = returns_of(kept.abs()) * rounding_unit(token_level_rewards.dtype)
-    rows = Groups.of(index, valid)
-    groups = Groups((rows.index.unsqueeze(-1) * turns + turn_index).flatten(), has_turn.flatten(), rows.groups * turns)
-    returns = groups.levelled(returns_of(kept), rounding)
-    scores = group_relative(returns, groups, epsilon, norm_adv_by_std_in_grpo).view(has_turn.shape)
-    advantages = zero_masked(scores.gather(1, turn.clamp(min=0)), valid)
+    return turns, returns_of(kept), returns_of(kept.abs()) * rounding_unit(rewards.dtype)
+
+
+@register_adv_est(
+    "gigpo",
+    paper="https://arxiv.org/abs/2505.10978",
+    reproduces={
+        "GiGPO": ("algorithm.adv_estimator=gigpo", "algorithm.gamma=0.95", "algorithm.step_advantage_weight=1.0")
+    },
+)
+@with_public_arguments
+def compute_gigpo_advantage(
+    token_level_rewards: Tensor,
+    responses: Tensor,
+    response_mask: Tensor,
+    index: GroupIds,
+    gamma: float = 1.0,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+    high_level_gamma: float | None = None,
+    step_advantage_weight: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Group-in-group advantage: of the whole response among its siblings, and of a turn among turns from one state.
+
+        A_k   = A^E + ω A^S_k
+        A^E   = (R - mean_g R) / (std_g R + ε)                    over the siblings, as ``grpo``
+        A^S_k = (G_k - mean_s G) / (std_s G + ε), 0 if alone      over all turns of the siblings from the state s of k
+        G_k   = R_k + Γ G_{k+1}                                   R_k the rewards of turn k
+
+    The state before a turn is what the environment has said last: the tokens between the turn and the one before it;
+    before the first turn the prompt. So environments should describe their whole state in every message, as text games
+    and web pages do. ω is ``step_advantage_weight``, Γ is ``high_level_gamma``, or ``gamma`` if that is None (0.95 in
+    the paper); without ``norm_adv_by_std_in_grpo`` the denominators are 1. With ω = 0 it is ``grpo``.
+
+    Paper: https://arxiv.org/abs/2505.10978.
+    """
+    turns, returns, rounding = _returns_of_turns(token_level_rewards, response_mask, gamma, high_level_gamma)
+    siblings, rewards = levelled_rewards(token_level_rewards, response_mask, index)
+    episode = group_relative(rewards, siblings, epsilon, norm_adv_by_std_in_grpo)
+    numbers = group_numbers(_states(responses, turns, siblings.index), turns.has.device)
+    states = Groups(numbers, turns.has.flatten(), int(numbers.max()) + 1 if len(numbers) else 0)
+    step = group_relative(states.levelled(returns, rounding), states, epsilon, norm_adv_by_std_in_grpo)
+    step = step.masked_fill(states.is_alone, 0.0).view(turns.has.shape)
+    advantages = turns.on_tokens(episode.unsqueeze(-1) + step_advantage_weight * step)
     return _as_given((advantages, advantages.clone()), token_level_rewards)
+
+
+def _states(responses: Tensor, turns: Turns, groups: Tensor) -> list[tuple[int, ...]]:
+    """The group and the tokens before each turn, of all turns in a row; of turns that are not there the group alone."""
+    valid, tokens = turns.valid.tolist(), responses.tolist()
+    states: list[tuple[int, ...]] = []
+    for row, group in enumerate(groups.tolist()):
+        of_row: list[tuple[int, ...]] = []
+        before: list[int] = []
+        was_drawn = False
+        for token, is_drawn in zip(tokens[row], valid[row], strict=True):
+            if is_drawn and not was_drawn:
+                # What stands before the first turn continues the prompt, which the siblings share.
+                of_row.append((group, *before) if of_row else (group,))
+            before = [] if is_drawn else [*before, token]
+            was_drawn = is_drawn
+        states += of_row + [(group,)] * (turns.has.shape[1] - len(of_row))
+    return states

@@ -78,6 +78,13 @@ class AlgoConfig(BaseConfig):
     """`gdpo`: components of the reward, as keys of the dict that the reward function returns."""
     gdpo_reward_weights: tuple[float, ...] | None = setting(None)
     """`gdpo`: a weight for each component; null weighs all equally, by 1."""
+    step_advantage_weight: float = setting(1.0, ge=0)
+    """`gigpo`: weight ω of the comparison of turns from the same state, beside that of whole responses."""
+    episode_agents: tuple[str, ...] | None = setting(None)
+    """`hierarchical_grpo`: agents that are compared within their trajectory, such as [solver]: those of this name, and
+    those with this name before a `/` (`solver/1`). Others are compared with the same agent in sibling trajectories."""
+    rae_decay: float = setting(0.95, ge=0, lt=1)
+    """`rae`: how much of the mean reward of an agent is kept with every further reward of it."""
     use_pf_ppo: bool = setting(False)
     """PF-PPO (arXiv:2409.06957): resample the rows of an update with replacement, by their score."""
     pf_ppo: PFPPOConfig = subsection(PFPPOConfig)
@@ -88,7 +95,10 @@ class AlgoConfig(BaseConfig):
     """Correction for the gap between rollout and trainer."""
 
     def problems(self, path: str) -> Iterator[Problem]:
-        """`gdpo` names components of the reward, each once, and has a weight for each."""
+        """`gdpo` names components of the reward, each with a weight; `hierarchical_grpo` names agents."""
+        if self.adv_estimator == "hierarchical_grpo" and not self.episode_agents:
+            cause = f"{path}.adv_estimator=hierarchical_grpo compares some agents within their trajectory: name them"
+            yield Problem(f"{path}.episode_agents", self.episode_agents, cause, remedy="e.g. [solver]")
         if self.adv_estimator != "gdpo":
             return
         key, keys, weights = f"{path}.gdpo_reward_keys", self.gdpo_reward_keys or (), self.gdpo_reward_weights

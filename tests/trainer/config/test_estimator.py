@@ -7,7 +7,10 @@ import pytest
 from tests.trainer.config.support import Run, only
 from verl.algorithms import adv_needs, estimator_names
 
-EXTRA = {"gdpo": {"algorithm.gdpo_reward_keys": ["accuracy", "format"]}}
+EXTRA = {
+    "gdpo": {"algorithm.gdpo_reward_keys": ["accuracy", "format"]},
+    "hierarchical_grpo": {"algorithm.episode_agents": ["solver"]},
+}
 
 
 def settings(run: Run, name: str) -> dict:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl.algorithms import (
+    RoleBaselines,
     adv_needs,
     agg_loss,
     compute_advantages,
@@ -22,10 +23,17 @@ from verl.algorithms import (
     update_columns,
 )
 from verl.algorithms.distillation import distillation_loss_info
+from verl.algorithms.groups import rewards_of_responses
 from verl.algorithms.rollout_correction import INTERPOLATED
 from verl.config import ActorConfig, DistillationConfig, RolloutCorrectionConfig
-from verl.errors import RolloutError
-from verl.experience.sequences import Trajectories, compared_groups, joined_sequences, mini_batches
+from verl.errors import RolloutError, UnsupportedError
+from verl.experience.sequences import (
+    Trajectories,
+    compared_groups,
+    joined_sequences,
+    mini_batches,
+    once_per_agent,
+)
 from verl.protocol import DataProto, DataProtoFuture, replace_columns, with_response_mask
 from verl.schema import require
 from verl.trainer.balance import deal
@@ -127,8 +135,15 @@ def compute_advantage(
         columns["index"] = compared_groups(data)
     arguments = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo, "config": config}
     settings, needs = {**(config or {}), **arguments}, adv_needs(adv_estimator)
-    compares = needs.wants_all or "index" in needs.columns | needs.optional_columns
+    read = needs.columns | needs.optional_columns
+    compares = needs.wants_all or "index" in read or "role_baselines" in read
     if compares and Trajectories.of(data).are_split:
+        if "responses" in needs.columns:
+            raise UnsupportedError(
+                f"advantage estimator '{adv_estimator}' compares turns by what the environment said before them, and "
+                "here a trajectory has several sequences, which begin with it in their prompts. Let every trajectory "
+                "be one sequence (multi_turn.use_inference_chat_template=false), or use grpo_per_turn."
+            )
         require(data, ("token_level_scores", "token_level_rewards"), "comparing trajectories of several sequences")
         joined = joined_sequences(data, columns)
         estimated = compute_advantages(adv_estimator, joined.columns, settings)
@@ -136,6 +151,32 @@ def compute_advantage(
     else:
         advantages, returns = compute_advantages(adv_estimator, columns, settings)
     return replace_columns(data, DataProto.from_dict(tensors={"advantages": advantages, "returns": returns}))
+
+
+def with_role_baselines(batch: DataProto, baselines: RoleBaselines) -> tuple[DataProto, Metrics]:
+    """Add ``role_baselines`` for the estimator ``rae``, and count the rewards of this batch for the next.
+
+    The role of a row is its ``data_source`` and agent; the sequences of an agent in one trajectory have one reward.
+
+    Returns:
+        the batch; and ``rae/baseline/<role>``, the running means after the batch.
+    """
+    trajectories = Trajectories.of(batch)
+    sources = batch.non_tensor_batch.get("data_source", [""] * len(batch))
+    roles = [f"{source}/{agent}".lstrip("/") for source, agent in zip(sources, trajectories.agents, strict=True)]
+    rewards, scores = batch.batch["token_level_rewards"], batch.batch["token_level_scores"]
+    if trajectories.are_split:
+        rewards = rewards - scores + once_per_agent(batch, scores)
+    sums, _ = rewards_of_responses(rewards, batch.batch["response_mask"])
+    has_tokens = batch.batch["response_mask"].bool().any(-1)
+    totals: dict[tuple[str, int], float] = {}
+    for row, unit in enumerate(trajectories.of_agents):
+        if has_tokens[row]:
+            key = roles[row], unit
+            totals[key] = totals.get(key, 0.0) + sums[row].item()
+    batch = replace_columns(batch, DataProto.from_dict(tensors={"role_baselines": baselines.before(roles)}))
+    baselines.count([role for role, _ in totals], list(totals.values()))
+    return batch, {f"rae/baseline/{role}": value for role, value in baselines.values.items()}
 
 
 def mean_entropy(batch: DataProto, loss_agg_mode: str, loss_scale_factor: float | None) -> Metrics:

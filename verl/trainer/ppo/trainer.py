@@ -41,6 +41,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.algorithms import (
+    RoleBaselines,
+    adv_needs,
     compute_pf_ppo_reweight_data,
     get_entropy_controller,
     get_kl_controller,
@@ -225,6 +227,10 @@ class PPOTrainer(TrainingLoop):
         self.controllers["entropy_ctrl"] = self.entropy_ctrl
         if self.kl_ctrl_in_reward is not None:
             self.controllers["kl_ctrl"] = self.kl_ctrl_in_reward
+        reads_roles = "role_baselines" in adv_needs(config.algorithm.adv_estimator).columns
+        self.role_baselines = RoleBaselines(config.algorithm.rae_decay) if reads_roles else None
+        if self.role_baselines is not None:
+            self.controllers["role_baselines"] = self.role_baselines
         self.dump = RecordFolder(config.trainer.rollout_data_dir, secrets_in(config.to_dict()))
         trainer = config.trainer
         self.token_dump = TokenDump(trainer.rollout_data_dir, tokenizer, trainer.rollout_token_dump_freq)
@@ -582,6 +588,9 @@ class PPOTrainer(TrainingLoop):
             else:
                 rewards = batch.batch["token_level_scores"]
                 batch = replace_columns(batch, DataProto.from_dict(tensors={"token_level_rewards": rewards}))
+            if self.role_baselines is not None:
+                batch, metrics = stages.with_role_baselines(batch, self.role_baselines)
+                context.metrics |= metrics
             batch = compute_advantage(
                 batch,
                 algorithm.adv_estimator,
