@@ -9,6 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -187,6 +188,25 @@ def test_a_hang_names_who_keeps_the_others_waiting(places, rank, what, why):
         with pytest.raises(ProcessLostError, match=rf"^rank {rank} of 2 hangs"):
             group.execute_all_sync("pid")
     eventually(lambda: not any(map(is_alive, pids)), "the end of all ranks")
+
+
+def test_the_time_limit_of_a_call_begins_when_those_before_it_are_answered(monkeypatch):
+    from verl.single_controller.ray import failures
+
+    now = 0.0
+    monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: now))
+    limits = failures.TimeLimits()
+    update, scores = limits.new_number(), limits.new_number()
+    with limits.waiting(scores):
+        with ThreadPoolExecutor(1) as other:
+            waits = limits.waiting(update)
+            other.submit(waits.__enter__).result()
+            now = 50.0
+            assert limits.left_s(scores, 30.0) == 30.0  # the update is still computed
+            assert other.submit(limits.left_s, update, 30.0).result() == -20.0
+            other.submit(waits.__exit__, None, None, None).result()
+        now = 60.0
+        assert limits.left_s(scores, 30.0) == 20.0
 
 
 # ---- without Ray ------------------------------------------------------------------------------------

@@ -50,12 +50,12 @@ def test_a_manager_gives_each_role_its_pool():
         LocalResourcePoolManager({"global": [1]}, {"rm": "rewards"})
 
 
-def asks_for(counts: dict[str, list[int]], device: str) -> str:
+def asks_for(counts: dict[str, list[int]], device: str, **sections: str) -> str:
     from verl.single_controller.ray import ResourcePoolManager
 
     start = time.monotonic()
     with pytest.raises(ResourceError) as caught:
-        ResourcePoolManager(counts, {}, device).create_resource_pool()
+        ResourcePoolManager(counts, {}, device, sections=sections).create_resource_pool()
     assert time.monotonic() - start < 20
     return str(caught.value)
 
@@ -69,7 +69,8 @@ def test_more_ranks_than_there_are_is_said_at_once(ray_cluster):
 
 
 def test_pools_must_fit_together(ray_cluster):
-    said = asks_for({"a": [2], "b": [3]}, "cpu")
+    said = asks_for({"a": [2], "b": [3]}, "cpu", a="trainer", b="actor_rollout_ref.rollout")
+    assert "[2] by trainer.{nnodes,n_gpus_per_node}; [3] by actor_rollout_ref.rollout.{nnodes,n_gpus_per_node}" in said
     assert "asked for 5 ranks with one CPU each (ranks on nodes: [2, 3])" in said
     assert "let roles share a pool" in said
     assert "Set fewer nodes (nnodes=...)" in asks_for({"a": [4, 4]}, "cpu")

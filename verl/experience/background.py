@@ -27,7 +27,7 @@ class SerialThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._has_started = False
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
@@ -46,9 +46,13 @@ class SerialThread:
             threading.Thread(target=self._run, name=self._name, daemon=True).start()
         return future
 
+    def close(self) -> None:
+        """End the thread after all calls that were submitted."""
+        self._calls.put(None)
+
     def _run(self) -> None:
-        while True:
-            self._calls.get()()
+        while (run := self._calls.get()) is not None:
+            run()
 
 
 class PromptsTakenFirst:
@@ -88,7 +92,7 @@ class RolloutPool:
     """Rollout engines on ranks of their own, as a source of experience uses them.
 
     Args:
-        thread: samples; calls of a source before this one come first in it.
+        thread: samples.
         prompts: of the source that samples.
         takes_prompts_first: whether a batch is one batch of prompts, as it is without dynamic sampling.
         send_weights: sends the newest weights of the policy, which have this number of updates, to the engines; called

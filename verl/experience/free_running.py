@@ -13,8 +13,9 @@ finished first (:mod:`verl.experience.store`); the others go on, by the next wei
     engines                  sample ……………………… interrupted, new weights, go on ………………………
     training                 step 1 … update 1           step 2 … update 2
 
-No group is thrown away for its age: one that could become too old is not started yet, and one that is due is waited
-for. So long responses are as frequent among those that are trained on as among those that were started.
+With ``max_off_policy_strategy=admit`` or ``wait`` no group is thrown away for its age: one that is due is waited for,
+and with ``admit`` one that could become too old is not started yet. So long responses are as frequent among those that
+are trained on as among those that were started. With ``drop`` they are rarer.
 """
 
 from __future__ import annotations
@@ -142,6 +143,8 @@ class FreeRunning(ExperienceSource):
         """When the engines began to serve, or until when :attr:`_spans` has it."""
         self._spans: list[tuple[str, float, float]] = []
         """Of the step: when the engines served."""
+        self._served_others_s = 0.0
+        """Of the step: for how long the engines served validation."""
         self._manager: AgentLoopManager | None = None
         """What runs the groups under way."""
         self._trained_at: float | None = None
@@ -203,10 +206,10 @@ class FreeRunning(ExperienceSource):
         context.spans += self._spans
         if self._pool is not None and self._trained_at is not None:
             elapsed = now - self._trained_at
-            served = sum(end - start for _, start, end in self._spans)
+            served = self._served_others_s + sum(end - start for _, start, end in self._spans)
             context.metrics["fully_async/trainer/idle_ratio"] = min(1.0, context.seconds["gen"] / elapsed)
             context.metrics["fully_async/rollouter/idle_ratio"] = max(0.0, 1 - served / elapsed)
-        self._spans, self._trained_at = [], now
+        self._spans, self._trained_at, self._served_others_s = [], now, 0.0
 
     def _add_span(self, end: float) -> None:
         if end > self._served_from:
@@ -221,8 +224,7 @@ class FreeRunning(ExperienceSource):
             return  # enough groups may be finished for this step
         elif not self.is_sampling or self._transfers(self._steps) > self._transfers(self._engine_steps):
             # Not when the last transfer is sync_every steps ago: after a resume in between, prompts would run out.
-            with self.rest():
-                pass
+            self._renew_weights()
 
     def _transfers(self, steps: int) -> int:
         """How many times engines have had to get new weights after so many steps."""
@@ -381,16 +383,19 @@ class FreeRunning(ExperienceSource):
     def _wait_while_serving(self) -> None:
         while not self._is_enough():
             if not self.is_sampling:  # other engines have been started
-                with self.rest():
-                    pass
+                self._renew_weights()
                 self._start_groups()
             with self._store.changed:
                 if self._store.choice(self._steps) is None:
                     self._store.changed.wait(POLL_S)
 
-    @contextmanager
-    def rest(self) -> Iterator[None]:
-        """See :meth:`ExperienceSource.rest`; engines on a pool of their own get the newest weights."""
+    def _renew_weights(self) -> None:
+        """Give engines on a pool of their own the newest weights; they go on serving if they did."""
+        if self._end_serving() and self._pool is not None:
+            self._serve(self._pool)
+
+    def _end_serving(self) -> bool:
+        """Stop engines on a pool of their own, and give them the newest weights; return whether they served."""
         serving, self._serving = self._serving, None
         if serving is not None:
             self._must_rest = True
@@ -399,10 +404,17 @@ class FreeRunning(ExperienceSource):
             self._metrics |= self._pool.update(self._updates)
             self._updates_of_version[self._updates] = self._updates
             self._engine_steps = self._steps
+        return serving is not None
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """See :meth:`ExperienceSource.rest`; engines on a pool of their own get the newest weights."""
+        has_served, began = self._end_serving(), clock()
         yield
+        self._served_others_s += clock() - began
         if self._pool is None:  # samples under way were served too, if the engines have served by the agents
             self._updates_of_version.setdefault(self._running_agents().weight_version, self._updates)
-        elif serving is not None:
+        elif has_served:
             self._serve(self._pool)
 
     def replace_lost(self, error: ProcessLostError) -> None:
@@ -486,8 +498,9 @@ class FreeRunning(ExperienceSource):
         """
         if "started" not in state:
             raise CheckpointError(
-                "the checkpoint is of a run that sampled whole batches (trainer.v1.trainer_mode=sync), and this run "
-                "samples group by group. Resume with the mode of the checkpoint."
+                "the checkpoint is of a run that sampled whole batches (trainer.v1.trainer_mode=sync) or replayed a "
+                "recorded run (trainer.async.replay), and this run samples group by group. Resume with the settings "
+                "of the checkpoint."
             )
         self._started, self._dropped = state["started"], state["dropped"]
         self._steps = self._engine_steps = state["steps"]

@@ -140,16 +140,20 @@ class TaskRunner:
     def init_resource_pool_mgr(self, config: PPOConfig | DictConfig) -> PoolManager:
         """Create the pools of processes: that of the run, own ones of rollout, reward model and teachers."""
         config = _typed(config)
-        rollout = config.actor_rollout_ref.rollout
-        pools = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
-        if ROLLOUT_POOL in self.mapping.values():
-            pools[ROLLOUT_POOL] = [rollout.n_gpus_per_node] * rollout.nnodes
-        if "reward_pool" in self.mapping.values():
-            pools["reward_pool"] = [config.reward_model.n_gpus_per_node] * config.reward_model.nnodes
-        if TEACHER_POOL in self.mapping.values():
-            pools[TEACHER_POOL] = [config.distillation.n_gpus_per_node] * config.distillation.nnodes
+        sections = {
+            "global_pool": ("trainer", config.trainer),
+            ROLLOUT_POOL: ("actor_rollout_ref.rollout", config.actor_rollout_ref.rollout),
+            "reward_pool": ("reward_model", config.reward_model),
+            TEACHER_POOL: ("distillation", config.distillation),
+        }
+        sizes = {
+            name: [section.n_gpus_per_node] * section.nnodes
+            for name, (_, section) in sections.items()
+            if name == "global_pool" or name in self.mapping.values()
+        }
+        names = {name: path for name, (path, _) in sections.items()}
         controller = load_controller(config.trainer.controller)
-        return controller.ResourcePoolManager(pools, self.mapping, resolve_device(config))
+        return controller.ResourcePoolManager(sizes, self.mapping, resolve_device(config), sections=names)
 
     def trainer_class(self) -> type[PPOTrainer]:
         """The trainer class; imported inside, so that an invalid configuration fails before the slow engine imports."""

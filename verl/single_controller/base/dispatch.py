@@ -52,9 +52,11 @@ class CallOutputs(list[T]):
 class PendingOutputs(CallOutputs[T]):
     """Outputs of a non-blocking call, one per rank in ``ranks``: Ray object references, or values if local."""
 
-    def __init__(self, outputs: Iterable[T], method: str, ranks: Sequence[int]) -> None:
+    def __init__(self, outputs: Iterable[T], method: str, ranks: Sequence[int], number: int = 0) -> None:
         super().__init__(outputs, method)
         self.ranks = ranks
+        self.number = number
+        """Place of the call in the order in which the processes got their calls."""
 
 
 @dataclass(frozen=True)
@@ -326,9 +328,9 @@ def collect_dp_compute_data_proto(worker_group: CalledGroup, output: list[object
     method = output.method if isinstance(output, CallOutputs) else "the method"
     if not isinstance(output, PendingOutputs):
         return join(output, method)
-    ranks = output.ranks
+    ranks, number = output.ranks, output.number
     future = DataProtoFuture(functools.partial(join_batches, method=method), list(output))
-    future.wait_fn = lambda references: worker_group.wait_for(PendingOutputs(references, method, ranks))
+    future.wait_fn = lambda references: worker_group.wait_for(PendingOutputs(references, method, ranks, number))
     return future
 
 
@@ -337,7 +339,7 @@ def collect_nd_compute_data_proto(mesh_name: str, worker_group: CalledGroup, out
     ranks = worker_group.mesh(mesh_name).collecting_ranks
     chosen = [output[rank] for rank in ranks]
     if isinstance(output, PendingOutputs):
-        chosen = PendingOutputs(chosen, output.method, ranks)
+        chosen = PendingOutputs(chosen, output.method, ranks, output.number)
     elif isinstance(output, CallOutputs):
         chosen = CallOutputs(chosen, output.method)
     return collect_dp_compute_data_proto(worker_group, chosen)

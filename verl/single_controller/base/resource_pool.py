@@ -60,6 +60,7 @@ class PoolManager:
         device_name: ``"cuda"`` gives each process a GPU, ``"cpu"`` a core; None is what this machine has.
         max_colocate_count: how many worker groups may share a pool.
         resource_pool_dict: pools that are made already, by name.
+        sections: the section of the configuration that has the size of a pool, by pool name; for messages.
     """
 
     pool_cls: ClassVar[type[ResourcePool]]
@@ -72,6 +73,7 @@ class PoolManager:
         *,
         max_colocate_count: int = 10,
         resource_pool_dict: Mapping[str, ResourcePool] | None = None,
+        sections: Mapping[str, str] | None = None,
     ) -> None:
         for role, name in mapping.items():
             if name not in resource_pool_spec:
@@ -82,6 +84,7 @@ class PoolManager:
         self.mapping = dict(mapping)
         self.device_name = device_name or get_device_name()
         self.max_colocate_count = max_colocate_count
+        self.sections = dict(sections or {})
         self.resource_pool_dict: dict[str, ResourcePool] = dict(resource_pool_dict or {})
 
     def create_resource_pool(self) -> None:

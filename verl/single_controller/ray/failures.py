@@ -7,11 +7,13 @@ Between two calls       :class:`Watchdog`: ends all ranks after one has died
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -287,6 +289,44 @@ def _written(snapshots: Mapping[int, Snapshot], stage: str) -> str:
     for rank, snapshot in snapshots.items():
         (folder / f"rank_{rank}.txt").write_text(snapshot.text or f"{snapshot.trouble}\n")
     return f"The stacks of all threads of all ranks are in {folder}."
+
+
+class TimeLimits:
+    """When the time limit of each call begins that a thread waits for; shared by all groups over the same processes.
+
+    A rank computes one call after the other, so the time for which a call waits for an earlier one, which another
+    thread waits for, does not count.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._begins: dict[tuple[int, int], float] = {}
+        """By the number of the call and the thread that waits."""
+        self._changing = threading.Lock()
+
+    def new_number(self) -> int:
+        """Number a call; earlier ones have smaller numbers."""
+        return next(self._numbers)
+
+    @contextmanager
+    def waiting(self, number: int) -> Iterator[None]:
+        """Wait for a call within the context."""
+        call = number, threading.get_ident()
+        with self._changing:
+            self._begins[call] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._changing:
+                del self._begins[call]
+                self._begins |= {other: time.monotonic() for other in self._begins if other[0] > number}
+
+    def left_s(self, number: int, limit_s: float) -> float:
+        """Seconds that the call for which this thread waits has left, of ``limit_s``; all while it is not its turn."""
+        with self._changing:
+            if any(other < number for other, _ in self._begins):
+                return limit_s
+            return self._begins[number, threading.get_ident()] + limit_s - time.monotonic()
 
 
 # ---- between two calls ----------------------------------------------------------------------------

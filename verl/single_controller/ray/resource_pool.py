@@ -252,10 +252,20 @@ class ResourcePoolManager(PoolManager):
         while True:
             try:
                 return check_fits(asked)
-            except ResourceError:
+            except ResourceError as error:
                 if time.monotonic() >= deadline:
-                    raise
+                    raise ResourceError(f"{error}{self._pools()}") from None
             time.sleep(0.5)
+
+    def _pools(self) -> str:
+        """The pools and the settings of their sizes, if there are several."""
+        if len(self.resource_pool_spec) == 1:
+            return ""
+        sizes = [
+            f"{counts} by {self.sections.get(name, name)}.{{nnodes,n_gpus_per_node}}"
+            for name, counts in self.resource_pool_spec.items()
+        ]
+        return f" The ranks on nodes are those of {len(sizes)} pools: {'; '.join(sizes)}."
 
     def _make_pool(self, name: str, process_on_nodes: list[int]) -> RayResourcePool:
         return RayResourcePool(

@@ -30,7 +30,15 @@ from verl.single_controller.base.worker import (
     host_arguments,
 )
 from verl.single_controller.base.worker_group import Call, WorkerGroup
-from verl.single_controller.ray.failures import GroupCall, Watchdog, explain, hang, late_start, stacks_folder
+from verl.single_controller.ray.failures import (
+    GroupCall,
+    TimeLimits,
+    Watchdog,
+    explain,
+    hang,
+    late_start,
+    stacks_folder,
+)
 from verl.single_controller.ray.private import brief, has_started, unwrapped
 from verl.single_controller.ray.processes import dead_nodes, end_workers, finished_of
 from verl.single_controller.ray.resource_pool import Bundle, RayResourcePool
@@ -135,6 +143,7 @@ class RayWorkerGroup(WorkerGroup):
         self._workers: list[ActorHandle] = list(worker_handles or [])
         self._watchdog = Watchdog(self._workers)
         self._ordering = threading.Lock()
+        self._limits = TimeLimits()
         self._worker_names = list(worker_names or [])
         self._bundles: list[Bundle] = []
         self._rendezvous: tuple[str, str] | None = None
@@ -284,6 +293,7 @@ class RayWorkerGroup(WorkerGroup):
             _store_shared(calls)
             # Calls of two threads come in the same order on all ranks, as collectives need them to.
             with by_reference(), self._ordering:
+                number = self._limits.new_number()
                 for call in calls:
                     worker = self._workers[call.rank]
                     args, kwargs = shared.place(call)
@@ -293,12 +303,12 @@ class RayWorkerGroup(WorkerGroup):
                         references.append(worker.invoke.remote(self._member, method, *args, **kwargs))
         except RayError as error:
             raise self._explained(error, {}, method) from error
-        return PendingOutputs(references, method, [call.rank for call in calls])
+        return PendingOutputs(references, method, [call.rank for call in calls], number)
 
     def wait_for(self, outputs: PendingOutputs[Any]) -> list[Any]:
         """See :meth:`WorkerGroup.wait_for`."""
         try:
-            values = ray.get(list(outputs), timeout=self._watchdog.hang_timeout_s)
+            values = self._values(outputs)
         except GetTimeoutError as error:
             raise self.end_hanging(outputs) from error
         except RayError as error:
@@ -308,6 +318,18 @@ class RayWorkerGroup(WorkerGroup):
             if isinstance(value, DataProto):
                 value.remember(reference)
         return values
+
+    def _values(self, outputs: PendingOutputs[Any]) -> list[Any]:
+        limit_s = left_s = self.hang_timeout_s
+        with self._limits.waiting(outputs.number):
+            while True:
+                try:
+                    return ray.get(list(outputs), timeout=left_s)
+                except GetTimeoutError:
+                    assert limit_s is not None
+                    left_s = self._limits.left_s(outputs.number, limit_s)
+                    if left_s <= 0:
+                        raise
 
     @property
     def hang_timeout_s(self) -> float | None:

@@ -63,6 +63,19 @@ def asynchronous(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(hybrid, True, cause, "false", f"leave it out, or set {MODE}=colocate_async")
     if plan.mode == "separate":
         yield from _separate(config, plan)
+    yield from _warmup(config, plan)
+
+
+def _warmup(config: PPOConfig, plan: AsyncPlan) -> Iterator[Problem]:
+    """Say that fewer batches start ahead than asked for, if the bound on the age of samples allows no more."""
+    name = "colocate_async" if plan.mode == "colocated" else "separate_async"
+    asked = config.trainer.v1[name].num_warmup_batches
+    if asked > plan.warmup_batches:
+        least = asked + plan.sync_every - 1
+        key = "trainer.v1.sampler.max_off_policy_threshold"
+        cause = f"{key}={plan.bound} lets {plan.warmup_batches} batches start ahead, and so many do"
+        remedy = f"set {key}={least} for all {asked}, or lower this"
+        yield Problem(f"trainer.v1.{name}.num_warmup_batches", asked, cause, remedy=remedy, advice=True)
 
 
 def described_mode(config: PPOConfig) -> list[str]:

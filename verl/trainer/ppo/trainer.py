@@ -362,6 +362,9 @@ class PPOTrainer(TrainingLoop):
             config, self.tokenizer, prompts, self.response_source, self.scorer, self.reward_fn, self.dump
         )
         plan, folder = AsyncPlan.of(config), config.trainer.async_.replay
+        self._sampling_thread.close()
+        # A new one, because the last may wait for a slow reward of a batch that nobody needs any more.
+        self._sampling_thread = SerialThread("sampling")
         if self.rollout_workers is not self.policy_workers:
             takes_first = not config.algorithm.filter_groups.enable
             pool = RolloutPool(
