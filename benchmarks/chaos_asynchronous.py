@@ -1,12 +1,14 @@
 """Kills a process of a run in an asynchronous mode at a random moment, and counts what its steps trained on.
 
     python -m benchmarks.chaos_asynchronous [--rounds 20] [--seed 1] [--modes lag colocate separate]
+                                            [--victims "last rank" "router of agents"]
 
 The work is that of ``benchmarks.asynchronous_modes`` with tools of log-normal time, saved every second step, on Ray.
-Each round runs a mode anew and kills, by SIGKILL and at a moment that the seed draws, the driver, a rank of the
-trainer, a rank of the rollout pool, a process of agents, or their router. A run whose driver died is started again by
-the same command. Survived means: all steps are done, and their samples have the names of the undisturbed run, each
-once, so that nothing is lost, and nothing is trained on twice.
+Each round runs a mode anew and kills, by SIGKILL, in a step and at a moment that the seed draws, the driver, a rank of
+the trainer, a rank of the rollout pool, a process of agents, or their router. A run whose driver died is started again
+by the same command. Survived means: all steps are done, and their samples have the names of the undisturbed run, each
+once, so that nothing is lost, and nothing is trained on twice. Counted besides: the kills after which the rollout pool
+or its router was started again, and not the trainer.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ from benchmarks.chaos_run import agent_processes, ranks
 STEPS, PROMPTS, RESPONSES = 6, 4, 4
 RUN_S = 240
 NOTHING = "nothing"
-BEGINS_S, ENDS_S = 12.0, 34.0
-"""Seconds after the start of a run between which the process is killed: ranks are there, and steps are left."""
+LONGEST_S = 3.0
+"""Most seconds after the end of a step after which the process is killed."""
 EXPECTED = Counter(
     f"{step}-{row}/{index}" for step in range(1, STEPS + 1) for row in range(PROMPTS) for index in range(RESPONSES)
 )
@@ -68,9 +70,13 @@ def command(folder: Path, output: Path, mode: str) -> list[str]:
     return [*kept, *(f"{key}={value}" for key, value in changes.items())]
 
 
-def run(folder: Path, output: Path, mode: str, victim: str | None, moment_s: float) -> tuple[int, str]:
-    """Run to the end, starting it again after its driver was killed; the number of starts, and what was killed."""
+def run(folder: Path, output: Path, mode: str, victim: str | None, after: int, moment_s: float) -> tuple[int, str]:
+    """Run to the end, starting it again after its driver was killed; the number of starts, and what was killed.
+
+    It is killed so many seconds after so many steps, or after the beginning of the first.
+    """
     output.mkdir()
+    reached: float | None = None
     environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(output / "metrics.jsonl"), "OMP_NUM_THREADS": "1"}
     killed, starts, code = NOTHING, 0, -signal.SIGKILL
     with (output / "log.txt").open("w") as log:
@@ -82,13 +88,12 @@ def run(folder: Path, output: Path, mode: str, victim: str | None, moment_s: flo
             )
             while process.poll() is None:
                 elapsed = time.monotonic() - began
-                if (
-                    victim is not None
-                    and elapsed > moment_s
-                    and (found := VICTIMS[victim](psutil.Process(process.pid)))
-                ):
+                if reached is None and steps_done(output) >= after:
+                    reached = time.monotonic()
+                is_time = reached is not None and time.monotonic() - reached > moment_s
+                if victim is not None and is_time and (found := VICTIMS[victim](psutil.Process(process.pid))):
                     found[0].kill()
-                    killed, victim = f"{victim} after {elapsed:.1f} s", None
+                    killed, victim = f"{victim} {moment_s:.1f} s after step {after}", None
                 if elapsed > RUN_S:
                     process.kill()
                     raise RuntimeError(f"no end after {RUN_S} s; its log: {output / 'log.txt'}")
@@ -97,6 +102,14 @@ def run(folder: Path, output: Path, mode: str, victim: str | None, moment_s: flo
     if code:
         raise RuntimeError(f"the run ended with code {code}; its log: {output / 'log.txt'}")
     return starts, killed
+
+
+def steps_done(output: Path) -> int:
+    """The number of finished steps, -1 before the first begins."""
+    metrics = output / "metrics.jsonl"
+    if metrics.exists():
+        return len(metrics.read_text().splitlines())
+    return 0 if "training from step" in (output / "log.txt").read_text() else -1
 
 
 def problems(output: Path) -> list[str]:
@@ -112,35 +125,45 @@ def problems(output: Path) -> list[str]:
     return [f"lost: {sorted(lost)}"] * bool(lost) + [f"too often: {sorted(twice)}"] * bool(twice)
 
 
+def has_trainer_gone_on(output: Path) -> bool:
+    """Whether a rollout pool or its router was started again, and the other workers never were."""
+    last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])["data"]
+    return "recovery/rollout_restarts" in last and "recovery/restarts" not in last
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--modes", nargs="+", choices=("lag", "colocate", "separate"), default=["separate", "colocate"])
+    parser.add_argument("--victims", nargs="+", choices=list(VICTIMS), default=list(VICTIMS))
     arguments = parser.parse_args()
-    draws, failed, killed_nothing = random.Random(arguments.seed), 0, 0
+    draws, failed, killed_nothing, gone_on = random.Random(arguments.seed), 0, 0, 0
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         asynchronous_modes.prepare(folder, "tools")
         for round_index in range(arguments.rounds):
             mode = arguments.modes[round_index % len(arguments.modes)]
-            victim, moment_s = draws.choice(list(VICTIMS)), draws.uniform(BEGINS_S, ENDS_S)
+            victim = draws.choice(arguments.victims)
+            moment = draws.randrange(STEPS), draws.uniform(0, LONGEST_S)
             output = folder / f"round-{round_index}"
             began = time.monotonic()
             try:
-                starts, killed = run(folder, output, mode, victim, moment_s)
+                starts, killed = run(folder, output, mode, victim, *moment)
                 found = problems(output)
             except RuntimeError as error:
                 starts, killed, found = 0, victim, [str(error), (output / "log.txt").read_text()[-3000:]]
             failed += bool(found)
             killed_nothing += killed == NOTHING
-            seconds = time.monotonic() - began
-            print(
-                f"{'FAIL' if found else 'ok  '} {mode:9} {killed}; starts {starts}; {seconds:.0f} s", *found, flush=True
-            )
+            seconds, trainer = time.monotonic() - began, ""
+            if not found and has_trainer_gone_on(output):
+                gone_on, trainer = gone_on + 1, "; the trainer went on"
+            said = f"{'FAIL' if found else 'ok  '} {mode:9} {killed}; starts {starts}; {seconds:.0f} s{trainer}"
+            print(said, *found, flush=True)
     counted = arguments.rounds - killed_nothing
     print(f"{counted - failed} of {counted} survived; {killed_nothing} ended before something was killed")
+    print(f"{gone_on} times only the rollout pool or its router was started again")
     sys.exit(1 if failed else 0)
 
 

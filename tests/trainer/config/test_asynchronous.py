@@ -147,3 +147,10 @@ def test_separate_sampling_has_ranks_of_its_own_without_being_told(run: Run):
 def test_settings_of_another_mode_have_no_effect(run: Run, caplog: pytest.LogCaptureFixture):
     run.load({"trainer.v1.sampler.max_off_policy_threshold": 2, "trainer.async.record_dir": "x"})
     assert "trainer.async.record_dir, trainer.v1.sampler.max_off_policy_threshold (trainer.v1" in caplog.text
+
+
+def test_batches_ahead_beyond_the_bound_are_named(run: Run, caplog: pytest.LogCaptureFixture):
+    key = "trainer.v1.sampler.max_off_policy_threshold"
+    run.load({MODE: "colocate_async", key: 2, "trainer.v1.colocate_async.num_warmup_batches": 3})
+    assert f"{key}=2 lets 2 batches start ahead, and so many do" in caplog.text
+    assert f"set {key}=3 for all 3" in caplog.text
