@@ -195,18 +195,18 @@ def test_the_time_limit_of_a_call_begins_when_those_before_it_are_answered(monke
 
     now = 0.0
     monkeypatch.setattr(failures, "time", SimpleNamespace(monotonic=lambda: now))
-    limits = failures.TimeLimits()
-    update, scores = limits.new_number(), limits.new_number()
-    with limits.waiting(scores):
+    calls = failures.WaitingCalls()
+    update, scores = calls.new_number(), calls.new_number()
+    with calls.waiting(scores):
         with ThreadPoolExecutor(1) as other:
-            waits = limits.waiting(update)
+            waits = calls.waiting(update)
             other.submit(waits.__enter__).result()
             now = 50.0
-            assert limits.left_s(scores, 30.0) == 30.0  # the update is still computed
-            assert other.submit(limits.left_s, update, 30.0).result() == -20.0
+            assert calls.left_s(scores, 30.0) == 30.0  # the update is still computed
+            assert other.submit(calls.left_s, update, 30.0).result() == -20.0
             other.submit(waits.__exit__, None, None, None).result()
         now = 60.0
-        assert limits.left_s(scores, 30.0) == 20.0
+        assert calls.left_s(scores, 30.0) == 20.0
 
 
 # ---- without Ray ------------------------------------------------------------------------------------

@@ -291,7 +291,7 @@ def _written(snapshots: Mapping[int, Snapshot], stage: str) -> str:
     return f"The stacks of all threads of all ranks are in {folder}."
 
 
-class TimeLimits:
+class WaitingCalls:
     """When the time limit of each call begins that a thread waits for; shared by all groups over the same processes.
 
     A rank computes one call after the other, so the time for which a call waits for an earlier one, which another

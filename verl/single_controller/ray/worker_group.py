@@ -32,7 +32,7 @@ from verl.single_controller.base.worker import (
 from verl.single_controller.base.worker_group import Call, WorkerGroup
 from verl.single_controller.ray.failures import (
     GroupCall,
-    TimeLimits,
+    WaitingCalls,
     Watchdog,
     explain,
     hang,
@@ -143,7 +143,7 @@ class RayWorkerGroup(WorkerGroup):
         self._workers: list[ActorHandle] = list(worker_handles or [])
         self._watchdog = Watchdog(self._workers)
         self._ordering = threading.Lock()
-        self._limits = TimeLimits()
+        self._waiting_calls = WaitingCalls()
         self._worker_names = list(worker_names or [])
         self._bundles: list[Bundle] = []
         self._rendezvous: tuple[str, str] | None = None
@@ -293,7 +293,7 @@ class RayWorkerGroup(WorkerGroup):
             _store_shared(calls)
             # Calls of two threads come in the same order on all ranks, as collectives need them to.
             with by_reference(), self._ordering:
-                number = self._limits.new_number()
+                number = self._waiting_calls.new_number()
                 for call in calls:
                     worker = self._workers[call.rank]
                     args, kwargs = shared.place(call)
@@ -321,13 +321,13 @@ class RayWorkerGroup(WorkerGroup):
 
     def _values(self, outputs: PendingOutputs[Any]) -> list[Any]:
         limit_s = left_s = self.hang_timeout_s
-        with self._limits.waiting(outputs.number):
+        with self._waiting_calls.waiting(outputs.number):
             while True:
                 try:
                     return ray.get(list(outputs), timeout=left_s)
                 except GetTimeoutError:
                     assert limit_s is not None
-                    left_s = self._limits.left_s(outputs.number, limit_s)
+                    left_s = self._waiting_calls.left_s(outputs.number, limit_s)
                     if left_s <= 0:
                         raise
 
