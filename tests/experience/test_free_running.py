@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from tests.forks import Program
 from tests.support.tiny_run import make_tiny_run, overrides
+from verl.agents.drawn import from_batch
+from verl.agents.worker import trajectory_id
+from verl.checkpoint.steps import saved_steps
 from verl.errors import DataError, RolloutError
 from verl.protocol import DataProto
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
+from verl.workers.rollout.request import RolloutOutput
 
 FILTERS = {"algorithm__filter_groups__enable": True, "algorithm__filter_groups__metric": "score"}
 STALENESS = "training/off_policy/trajectory_staleness"
@@ -77,40 +84,54 @@ class Finished(NamedTuple):
         return [name for step in sorted(self.samples) for name, _ in self.samples[step]]
 
 
-Train = Callable[..., Finished]
+class Train:
+    """Trains in this process, or in another one.
+
+    Args:
+        root: the folder of all runs.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.paths, self.reward = root, make_tiny_run(root), root / "reward.py"
+        self.reward.write_text(REWARD)
+        (root / "agents.py").write_text(f"REWARD = {str(self.reward)!r}\n{AGENT}")
+        (root / "agents.yaml").write_text(f"- {{name: slow, _target_: Worker, path: {root}/agents.py}}\n")
+
+    def settings(self, name: str, changes: dict[str, object]) -> list[str]:
+        settings: dict[str, object] = {
+            "actor_rollout_ref__rollout__name": "native",
+            "actor_rollout_ref__rollout__agent__agent_loop_config_path": self.root / "agents.yaml",
+            "trainer__rollout_data_dir": self.root / name / "samples",
+            "trainer__v1__trainer_mode": "colocate_async",
+            "trainer__total_training_steps": 5,
+            "custom_reward_function__path": self.reward,
+        }
+        return overrides(self.paths, self.root / name, **settings | changes)
+
+    def __call__(self, name: str, **changes: object) -> Finished:
+        log = self.root / name / "log.jsonl"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+            run_ppo(compose(self.settings(name, changes)))
+        steps = {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
+        return Finished(steps, self.samples(name))
+
+    def in_process(self, name: str, **changes: object) -> Program:
+        settings = self.settings(name, changes | {"trainer__recovery__driver_restarts": 0})
+        arguments = ["-m", "verl.trainer.main_ppo", *settings, f"hydra.run.dir={self.root / 'hydra'}"]
+        return Program(arguments, self.root / "out", self.root / "err", VERL_FILE_LOGGER_PATH=str(self.root / "log"))
+
+    def samples(self, name: str) -> dict[int, list[tuple[str, str]]]:
+        samples = {}
+        for path in (self.root / name / "samples").glob("*.jsonl"):
+            rows = map(json.loads, path.read_text().splitlines())
+            samples[int(path.stem)] = [(f"{row['uid']}/{row['sample_index']}", row["output"]) for row in rows]
+        return samples
 
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
-    """Train in this process."""
-    root = tmp_path_factory.mktemp("free")
-    paths, reward = make_tiny_run(root), root / "reward.py"
-    reward.write_text(REWARD)
-    (root / "agents.py").write_text(f"REWARD = {str(reward)!r}\n{AGENT}")
-    (root / "agents.yaml").write_text(f"- {{name: slow, _target_: Worker, path: {root}/agents.py}}\n")
-
-    def run(name: str, **changes: object) -> Finished:
-        folder = root / name
-        log = folder / "log.jsonl"
-        settings: dict[str, object] = {
-            "actor_rollout_ref__rollout__name": "native",
-            "actor_rollout_ref__rollout__agent__agent_loop_config_path": root / "agents.yaml",
-            "trainer__rollout_data_dir": folder / "samples",
-            "trainer__v1__trainer_mode": "colocate_async",
-            "trainer__total_training_steps": 5,
-            "custom_reward_function__path": reward,
-        }
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("VERL_FILE_LOGGER_PATH", str(log))
-            run_ppo(compose(overrides(paths, folder, **settings | changes)))
-        steps = {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
-        samples = {}
-        for path in (folder / "samples").glob("*.jsonl"):
-            rows = map(json.loads, path.read_text().splitlines())
-            samples[int(path.stem)] = [(f"{row['uid']}/{row['sample_index']}", row["output"]) for row in rows]
-        return Finished(steps, samples)
-
-    return run
+    return Train(tmp_path_factory.mktemp("free"))
 
 
 def test_without_prompts_ahead_a_run_is_the_synchronous_one(train: Train) -> None:
@@ -174,13 +195,93 @@ def test_a_resumed_run_trains_on_each_sample_once_and_never_again_on_dropped_one
     rest = train("rest", **slow | from_step_2 | {"trainer__default_local_dir": tmp_path / "rest"})
     assert sorted(rest.samples) == [3, 4, 5]
     before = [name for step in (1, 2) for name, _ in first.samples[step]]
-    assert sorted(before + rest.names) == sorted(first.names)
-    metrics = [first.metrics[step] for step in range(1, 6)]
-    dropped = int(sum(of_step["training/filter_groups/dropped_prompts"] for of_step in metrics))
-    assert dropped >= 5
-    assert len(set(first.names)) == len(first.names) == 80 + 4 * dropped
-    assert sum(of_step["training/filter_groups/num_gen_batches"] for of_step in metrics) == 5 + dropped / 4
+    dropped = [
+        int(sum(run.metrics[step]["training/filter_groups/dropped_prompts"] for step in steps))
+        for run, steps in ((first, (1, 2)), (first, (3, 4, 5)), (rest, (3, 4, 5)))
+    ]
+    assert sorted(first.names) == sorted(started(20 + dropped[0] + dropped[1]))
+    assert sorted(before + rest.names) == sorted(started(20 + dropped[0] + dropped[2]))
+    assert dropped[0] >= 2  # of the first eight prompts two teach nothing
+    metrics = list(first.metrics.values())
+    drawn = sum(of_step["training/filter_groups/num_gen_batches"] for of_step in metrics)
+    assert drawn == (20 + dropped[0] + dropped[1]) / 4
     assert all(of_step["critic/score/max"] > of_step["critic/score/min"] for of_step in metrics)
+
+
+def started(prompts: int) -> list[str]:
+    """Names of the samples of the first prompts of a run."""
+    return [f"{1 + prompt // 4}-{prompt % 4}/{index}" for prompt in range(prompts) for index in range(4)]
+
+
+@pytest.mark.parametrize("is_killed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_resumed_run_goes_on_with_the_tokens_of_unfinished_responses(
+    train: Train, tmp_path: Path, is_killed: bool
+) -> None:
+    saved, reward = tmp_path / "checkpoints", tmp_path / "reward.py"
+    # Of batches, so that a step need not wait for scores, and takes the first groups that have their responses.
+    reward.write_text(
+        "def compute_score(solution_strs, **others):\n    return [len(set(text)) for text in solution_strs]\n"
+    )
+    changes = {
+        "custom_reward_function__path": reward,
+        "trainer__total_training_steps": 4,
+        "data__max_response_length": 32,
+        "actor_rollout_ref__rollout__ignore_eos": True,
+        "actor_rollout_ref__rollout__max_num_seqs": 3,  # so that samples of one group end at different times
+    }
+    saving = changes | {"trainer__save_freq": 1, "trainer__default_local_dir": saved}
+    if is_killed:
+        run = train.in_process("killed", **saving)
+        step, samples = killed_with_tokens(run, saved), train.samples("killed")
+    else:
+        samples = train("half", **saving).samples
+        step = next(step for step in (1, 2, 3) if has_begun(saved, step))
+    resumed = {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": saved / f"global_step_{step}"}
+    rest = train("whole", **changes | resumed, trainer__async__record_dir=tmp_path)
+    before = [name for earlier in range(1, step + 1) for name, _ in samples[earlier]]
+    assert sorted(before + rest.names) == sorted(started(16))
+    whole: dict[str, dict[str, list[float]]] = {}
+    for path in tmp_path.glob("*.safetensors"):
+        batch = DataProto.load_from_disk(path)
+        names = map(trajectory_id, batch.non_tensor_batch["uid"], batch.non_tensor_batch["sample_index"])
+        whole |= {name: {key: batch.batch[key][row].tolist() for key in COLUMNS} for row, name in enumerate(names)}
+    for name, response in drawn_until(saved, step).items():
+        size, columns = len(response.token_ids), whole[name]
+        tokens, log_probs, versions = (columns[key] for key in COLUMNS)
+        assert (tokens[:size], log_probs[:size]) == (response.token_ids, response.log_probs)
+        assert versions[:size] == response.weight_versions
+        assert is_whole(response) or min(versions[size:]) > max(response.weight_versions)
+
+
+COLUMNS = ("responses", "rollout_log_probs", "weight_versions")
+
+
+def killed_with_tokens(run: Program, saved: Path) -> int:
+    """Kill a run by SIGKILL after a save with unfinished responses; the step that was saved."""
+    while run.poll() is None:
+        for step in saved_steps(saved):
+            if has_begun(saved, step):
+                os.kill(run.pid, signal.SIGKILL)
+                assert run.wait(60) == -signal.SIGKILL
+                return step
+        time.sleep(0.02)
+    raise AssertionError("the run ended before it had saved unfinished responses")
+
+
+def drawn_until(saved: Path, step: int) -> dict[str, RolloutOutput]:
+    """What a checkpoint has of responses whose group is not complete."""
+    pending = saved / f"global_step_{step}" / "pending"
+    parts = [from_batch(DataProto.load_from_disk(path)) for path in pending.glob("drawn-*.safetensors")]
+    return {name: response for part in parts for name, response in part.items()}
+
+
+def has_begun(saved: Path, step: int) -> bool:
+    """Whether a checkpoint has responses with a beginning and no end."""
+    return not all(map(is_whole, drawn_until(saved, step).values()))
+
+
+def is_whole(response: RolloutOutput) -> bool:
+    return len(response.token_ids) == 32
 
 
 def test_samples_that_became_too_old_are_dropped_if_that_is_asked_for(train: Train) -> None:

@@ -33,7 +33,10 @@ class Engines:
         self.version = version
         return {}
 
-    def submit(self, prompts: DataProto) -> Future[DataProto]:
+    def drawn(self) -> list[DataProto]:
+        return []
+
+    def submit(self, prompts: DataProto, begun: object = None) -> Future[DataProto]:
         done: Future[DataProto] = Future()
         versions = torch.full((len(prompts), 2), self.version)
         done.set_result(DataProto.from_dict(tensors={"weight_versions": versions}))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from verl.agents.columns import SequenceColumns
+from verl.agents.drawn import to_batch
 from verl.agents.polling import Polling
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryProgress, TrajectoryResult
 from verl.config import PPOConfig
@@ -55,10 +56,16 @@ class LocalAgents:
         running = [asyncio.create_task(self._worker.run(trajectory)) for trajectory in trajectories]
         try:
             results = await asyncio.gather(*running)
+            return results, await asyncio.to_thread(self._columns.of, list(zip(trajectories, results, strict=True)))
         finally:
             for task in running:
                 task.cancel()  # does nothing unless another one raised
-        return results, await asyncio.to_thread(self._columns.of, list(zip(trajectories, results, strict=True)))
+            for trajectory in trajectories:
+                self._worker.forget(trajectory)
+
+    async def drawn(self) -> list[DataProto]:
+        """See :meth:`verl.agents.manager.Agents.drawn`."""
+        return [to_batch(self._worker.drawn(self._session.router.drawn()))]
 
     def serve_until(self, group: WorkerGroup, is_enough: Callable[[], bool]) -> None:
         """See :meth:`verl.agents.manager.AgentLoopManager.serve_until`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
@@ -16,14 +16,14 @@ from verl.agents.columns import ColumnsInParts, SequenceColumns, images_of
 from verl.agents.images import FOR_TEXT, INPUTS
 from verl.agents.loop import JUDGE_ADDRESS, AgentLoopOutput
 from verl.agents.policy import SampleId
-from verl.agents.worker import Trajectory, TrajectoryProgress, TrajectoryResult, agent_loops
+from verl.agents.worker import Trajectory, TrajectoryProgress, TrajectoryResult, agent_loops, trajectory_id
 from verl.config import AgentLoopConfig, PPOConfig
 from verl.config.agent import SINGLE_TURN, TrajectoryStatus
 from verl.errors import DataError, RolloutError
 from verl.protocol import DataProto
 from verl.tools.threads import LoopThread
 from verl.vision.prompts import ImagePrompts
-from verl.workers.rollout.request import requests_from_prompts
+from verl.workers.rollout.request import RolloutOutput, requests_from_prompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -46,11 +46,6 @@ NOT_FOR_LOOPS = ("uid", "sample_index")
 """Columns that the trainer made, which a row of the data set does not have."""
 
 
-def trajectory_id(uid: str, sample_index: int) -> str:
-    """Name the trajectory that is response ``sample_index`` to the prompt ``uid``."""
-    return f"{uid}/{sample_index}"
-
-
 class Agents(Protocol):
     """What runs trajectories: :class:`verl.agents.local.LocalAgents` or :class:`verl.agents.ray.RayAgents`."""
 
@@ -68,6 +63,10 @@ class Agents(Protocol):
         Raises:
             WorkerError: a process of agent loops cannot start.
         """
+        ...
+
+    async def drawn(self) -> list[DataProto]:
+        """See :meth:`AgentLoopManager.drawn`; awaited in :attr:`thread`."""
         ...
 
     def serve_until(self, group: WorkerGroup, is_enough: Callable[[], bool]) -> None:
@@ -168,12 +167,14 @@ class AgentLoopManager:
             check_failures(batch, self._rollout.agent)
         return batch
 
-    def submit(self, prompts: DataProto) -> Future[DataProto]:
+    def submit(self, prompts: DataProto, begun: Mapping[str, RolloutOutput] | None = None) -> Future[DataProto]:
         """Begin the trajectories of these rows, for example of one group; may be called at any time, in any thread.
 
         Args:
             prompts: as for :meth:`generate_sequences`. The random numbers of a sample follow from its
                 ``global_steps``, ``uid`` and ``sample_index``, and not from what runs beside it.
+            begun: what an earlier run has drawn of the responses of single turns, by the name of the trajectory, with
+                ``finish_reason`` "abort" unless they have ended. They go on from there.
 
         Returns:
             what :meth:`generate_sequences` returns for these rows, trajectories that are drawn again included. How many
@@ -186,7 +187,7 @@ class AgentLoopManager:
         Raises:
             DataError: a row has images, and its agent loop or the policy takes none.
         """
-        trajectories = self._trajectories(prompts)
+        trajectories = self._trajectories(prompts, begun or {})
         self._check_images(trajectories)
         future = self._agents.thread.submit(self._answered(prompts, trajectories))
         future.add_done_callback(lambda _: self._agents.notify())
@@ -210,6 +211,16 @@ class AgentLoopManager:
             WorkerError: an engine failed, or a process of agent loops cannot start.
         """
         self._agents.serve_until(group, is_enough)
+
+    def drawn(self) -> list[DataProto]:
+        """Return what there is of responses of single turns whose columns are not there yet, for a checkpoint.
+
+        Tokens that an engine has drawn since its last interruption are not among them.
+
+        Returns:
+            parts, of which :func:`verl.agents.drawn.from_batch` makes what :meth:`submit` takes.
+        """
+        return [batch for batch in self._agents.thread.submit(self._agents.drawn()).result() if len(batch)]
 
     def cancel(self, futures: Iterable[Future[DataProto]]) -> None:
         """Drop submitted trajectories that nobody wants any more; those that are done stay as they are."""
@@ -276,7 +287,7 @@ class AgentLoopManager:
         names = (trajectory.agent_name for trajectory, *_ in _sequences(trajectories, results))
         return batch | DataProto.from_dict(non_tensors={"agent_name": _objects(names)})
 
-    def _trajectories(self, prompts: DataProto) -> list[Trajectory]:
+    def _trajectories(self, prompts: DataProto, begun: Mapping[str, RolloutOutput]) -> list[Trajectory]:
         is_plain = self._is_plain(prompts)
         step = int(prompts.meta_info.get("global_steps", 0))
         columns = prompts.non_tensor_batch
@@ -301,6 +312,7 @@ class AgentLoopManager:
                     returns_routing=request.returns_routing,
                     is_trained_on=is_trained_on,
                     is_plain=is_plain,
+                    begun=begun.get(trajectory_id(sample.uid, sample.sample_index)),
                 )
             )
         return trajectories

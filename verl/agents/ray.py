@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from verl.agents.columns import Ended, SequenceColumns
+from verl.agents.drawn import to_batch
 from verl.agents.outputs import without_tokens
 from verl.agents.polling import Polling
 from verl.agents.ray_trajectories import AgentProcesses, TrajectoryRun, shared_of
@@ -134,20 +135,34 @@ class WorkerActor(RouterActor):
         await self.round_opened(1)  # before the first one requests are refused; between later ones they wait
         # Where they lie on another machine they take time, and this thread serves other trajectories too.
         await asyncio.gather(*(asyncio.to_thread(value.arrays) for value in shared_of(trajectory)))
-        result = await self._worker.run(trajectory)
+        try:
+            result = await self._worker.run(trajectory)
+        except BaseException:  # cancelled, for example
+            self._worker.forget(trajectory)
+            raise
         self._ended[key] = trajectory, result
         return replace(result, outputs=tuple(map(without_tokens, result.outputs)))
 
     async def hand_in(self, keys: Sequence[int]) -> DataProto:
         """Return the columns of trajectories that have ended, in the order of the keys, and forget them."""
-        return self._columns.of([self._ended.pop(key) for key in keys])
+        return self._columns.of([self._taken(key) for key in keys])
+
+    def _taken(self, key: int) -> Ended:
+        ended = self._ended.pop(key)
+        self._worker.forget(ended[0])
+        return ended
+
+    async def drawn(self) -> DataProto:
+        """See :meth:`AgentLoopWorker.drawn`."""
+        return to_batch(self._worker.drawn(self.router.drawn()))
 
     async def drop(self, keys: Sequence[int]) -> None:
         """End trajectories that nobody wants any more, and forget those that have ended."""
         for key in keys:
             if key in self._under_way:
                 self._under_way[key].cancel()
-            self._ended.pop(key, None)
+            if key in self._ended:
+                self._taken(key)
 
     async def report(self) -> tuple[int, TrajectoryProgress]:
         """Return the number of threads that do not end, and what the trajectories are doing."""
@@ -185,6 +200,10 @@ class RayAgents:
             count = self._config.actor_rollout_ref.rollout.agent.num_workers
             self._workers.start(max(1, min(count, cores)))
         return await TrajectoryRun(self._workers, self._columns, trajectories).ended()
+
+    async def drawn(self) -> list[DataProto]:
+        """See :meth:`verl.agents.manager.Agents.drawn`."""
+        return await self._workers.drawn()
 
     def serve_until(self, group: WorkerGroup, is_enough: Callable[[], bool]) -> None:
         """See :meth:`verl.agents.manager.AgentLoopManager.serve_until`."""

@@ -113,6 +113,15 @@ class AgentProcesses:
         """What the trajectories of all processes are doing; from any thread."""
         return TrajectoryProgress.total(worker.report[1] for worker in self._all())
 
+    async def drawn(self) -> list[DataProto]:
+        """Return the tokens of single turns in each process; those of one that is lost are drawn again."""
+        asked: list[ObjectRef] = [worker.actor.actor.drawn.remote() for worker in self._all() if worker.loss is None]
+        batches = []
+        for reference in asked:
+            with suppress(RayActorError):  # see _watch
+                batches.append(await value_of(reference))
+        return batches
+
     @asynccontextmanager
     async def lent(self, alone: bool) -> AsyncIterator[AgentProcess]:
         """Lend the process with the fewest trajectories, or one that runs no other."""

@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from verl.agents.drawn import SingleTurn
 from verl.agents.environment_agent import EnvironmentAgentLoop
 from verl.agents.images import INPUTS, NO_IMAGES, as_inputs, images_of_sequence, with_text_places
 from verl.agents.loop import (
@@ -59,7 +60,7 @@ from verl.serving.connection import Connection
 from verl.tools.threads import DaemonThreads, in_thread
 from verl.vision.families import VisionConfig
 from verl.vision.prompts import ImagePrompts
-from verl.workers.rollout.request import SamplingParams
+from verl.workers.rollout.request import RolloutOutput, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -87,6 +88,11 @@ END_GRACE_S = 5.0
 """How long a cancelled trajectory may take to end before it is left behind."""
 
 
+def trajectory_id(uid: str, sample_index: int) -> str:
+    """Name the trajectory that is response ``sample_index`` to the prompt ``uid``."""
+    return f"{uid}/{sample_index}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
     """One prompt to answer."""
@@ -104,6 +110,13 @@ class Trajectory:
     is_plain: bool = False
     """Whether it stands for a row of the ranks' ``generate_sequences``: one turn, which takes no place of
     ``rollout.agent.max_concurrent``, and as long as it needs."""
+    begun: RolloutOutput | None = None
+    """What an earlier run has drawn of the response of a single turn."""
+
+    @property
+    def name(self) -> str:
+        """See :func:`trajectory_id`."""
+        return trajectory_id(self.sample.uid, self.sample.sample_index)
 
     def to_train_on(self, turns: Sequence[DrawnTurn]) -> list[DrawnTurn]:
         """Return the turns that training may score: drawn from the probabilities that it computes.
@@ -278,14 +291,22 @@ class AgentLoopWorker:
         self._placeless = 0
         self._running: dict[AsyncLLMServerManager, float] = {}
         """When each trajectory began that has a place."""
+        self._single_turns: dict[str, SingleTurn] = {}
+        """Those under way, and those whose columns nobody has yet, by the name of the trajectory."""
         self._ending: set[asyncio.Task[TrajectoryResult]] = set()
         """Cancelled trajectories that wait for tools which they called; an event loop alone would forget them."""
 
     async def run(self, trajectory: Trajectory) -> TrajectoryResult:
-        """Run a trajectory to its end. Cancelling the call cancels the trajectory."""
+        """Run a trajectory to its end. Cancelling the call cancels the trajectory.
+
+        :meth:`forget` it when its result is no more needed here.
+        """
+        connection = self._connection
+        if self._can_be_saved(trajectory):
+            connection = self._single_turns[trajectory.name] = SingleTurn(connection, trajectory.begun)
         policy = AsyncLLMServerManager(
             self._rollout,
-            self._connection,
+            connection,
             trajectory.sample,
             trajectory.sampling,
             self._images,
@@ -310,6 +331,29 @@ class AgentLoopWorker:
             policy.close()
             if not trajectory.is_plain:
                 self._places.release()
+
+    def _can_be_saved(self, trajectory: Trajectory) -> bool:
+        """Whether a checkpoint has the tokens of its response before its columns are there.
+
+        Not those of agents, whose programs cannot go on in another process; nor with recorded experts, which would be
+        missing for these tokens.
+        """
+        is_single = self._loops.get(trajectory.agent_name, (None,))[0] is SingleTurnAgentLoop
+        is_first = trajectory.sample.attempt == 0
+        return is_single and is_first and trajectory.is_trained_on and not trajectory.returns_routing
+
+    def drawn(self, of_requests: Mapping[str, RolloutOutput]) -> dict[str, RolloutOutput]:
+        """Return the responses of single turns, or what there is of them, by the name of the trajectory.
+
+        Args:
+            of_requests: see :meth:`verl.serving.router.Router.drawn`.
+        """
+        drawn = {name: turn.drawn(of_requests) for name, turn in self._single_turns.items()}
+        return {name: response for name, response in drawn.items() if response is not None and response.token_ids}
+
+    def forget(self, trajectory: Trajectory) -> None:
+        """Free what :meth:`drawn` returns of a trajectory."""
+        self._single_turns.pop(trajectory.name, None)
 
     def progress(self, waiting_requests: int = 0) -> TrajectoryProgress:
         """Return what the trajectories of this process are doing; from any thread."""

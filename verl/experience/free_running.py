@@ -25,14 +25,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from verl.agents.drawn import from_batch
 from verl.agents.manager import AgentLoopManager, check_failures
+from verl.agents.worker import trajectory_id
 from verl.config.async_plan import AsyncPlan
 from verl.errors import CheckpointError, ProcessLostError, RolloutError
 from verl.experience.admission import Admission
@@ -48,13 +50,14 @@ from verl.experience.replay import record
 from verl.experience.rewards import RewardRecord, Scored
 from verl.experience.sequences import with_prompts
 from verl.experience.source import Experience, ExperienceSource
-from verl.experience.store import GroupStore, PromptGroup
+from verl.experience.store import GroupStore, PromptGroup, copy_to_driver
 from verl.experience.workers import CurrentWorkers
 from verl.protocol import DataProto
 from verl.utils.deferred import Deferred
 from verl.utils.metric import Metrics
 from verl.utils.run_log import ENGINES, clock
 from verl.utils.step_context import StepContext
+from verl.workers.rollout.request import RolloutOutput
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,8 @@ FIRST_NOTICE_S = 120.0
 """A wait of this length is told with its reason, and again whenever it has doubled."""
 _ABOUT = "about_pending"
 """Entry of ``meta_info`` in the files of a checkpoint."""
+_DRAWN = "drawn-"
+"""What the names of the parts with responses under way begin with."""
 
 
 class _Wait:
@@ -243,10 +248,10 @@ class FreeRunning(ExperienceSource):
             self._begin(PromptGroup(self._started, named.with_meta_info({}), self._engine_steps))
             self._started += 1
 
-    def _begin(self, group: PromptGroup) -> None:
+    def _begin(self, group: PromptGroup, begun: Mapping[str, RolloutOutput] | None = None) -> None:
         step = group.index // self._batch_size + 1
         prompts = group.prompts.with_meta_info({"global_steps": step, "validate": False})
-        group.responses = self._running_agents().submit(prompts)
+        group.responses = self._running_agents().submit(prompts, begun)
         self._scorer.follow(group)
         self._store.add(group)
 
@@ -509,7 +514,13 @@ class FreeRunning(ExperienceSource):
         self._updates_of_version = dict(state["updates_of_version"])
 
     def pending(self) -> Deferred[Mapping[str, DataProto]]:
-        """See :meth:`ExperienceSource.pending`: finished groups with their responses, the prompts of all others."""
+        """See :meth:`ExperienceSource.pending`: groups with their responses, or what there is of single turns."""
+        is_transfer_due = self.is_sampling and self._transfers(self._steps) > self._transfers(self._engine_steps)
+        rests = is_transfer_due and self._pool is not None and not self._pool.is_starting
+        # Engines of a pool are interrupted by the transfer; without one, tokens since the last one are drawn again.
+        with self.rest() if rests else nullcontext():
+            agents = None if self._manager is None or self._manager.has_ended else self._manager
+            drawn = [] if agents is None else [copy_to_driver(batch) for batch in agents.drawn()]
         groups = self._store.groups()
         answered = [group for group in groups if group.has_responses]
         for group in answered:
@@ -525,21 +536,28 @@ class FreeRunning(ExperienceSource):
             made = {name: _of_groups(of_name) for name, of_name in parts.items() if of_name}
             if waiting:
                 made["waiting"] = DataProto.concat(waiting)
-            return made | ({"scores": scores} if len(scores) else {})
+            named = {f"{_DRAWN}{part}": batch for part, batch in enumerate(drawn)}
+            return made | named | ({"scores": scores} if len(scores) else {})
 
         # Most states are never written, so they are not put together yet.
         return Deferred([], batches)
 
     def load_pending(self, batches: Mapping[str, DataProto]) -> None:
-        """See :meth:`ExperienceSource.load_pending`; groups without responses are drawn anew."""
+        """See :meth:`ExperienceSource.load_pending`; responses of single turns go on, those of agents begin anew."""
         if "waiting" in batches:
             waiting = batches["waiting"]
             self._waiting = deque(waiting.select_idxs([row]) for row in range(len(waiting)))
         responses = {index: part for index, _, part in self._parts(batches, "responses")}
         scores = scores_from_batch(batches["scores"]) if "scores" in batches and self._scorer.scores_groups else {}
+        begun: dict[str, RolloutOutput] = {}
+        for name, batch in batches.items():
+            begun |= from_batch(batch) if name.startswith(_DRAWN) else {}
         for index, version, prompts in self._parts(batches, "prompts"):
-            # Those without responses begin anew, with the weights that there are now.
-            group = PromptGroup(index, prompts, version if index in responses else self._steps)
+            columns = prompts.non_tensor_batch
+            names = map(trajectory_id, columns["uid"], columns["sample_index"])
+            of_group = {name: begun[name] for name in names if name in begun}
+            # Those without a token begin with the weights that there are now.
+            group = PromptGroup(index, prompts, version if index in responses or of_group else self._steps)
             if index in responses:
                 group.responses.set_result(responses[index])
                 if index in scores:
@@ -548,7 +566,7 @@ class FreeRunning(ExperienceSource):
                 self._scorer.follow(group)
                 self._store.add(group)
             else:
-                self._begin(group)
+                self._begin(group, of_group)
 
     def _parts(self, batches: Mapping[str, DataProto], name: str) -> Iterator[tuple[int, int, DataProto]]:
         if name not in batches:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from verl.agents.manager import trajectory_id
+from verl.agents.worker import trajectory_id
 from verl.algorithms.groups import group_numbers
 from verl.protocol import DataProto, replace_columns
 from verl.workers.policy_turns import EARLIER_TURNS, policy_turns

@@ -226,6 +226,10 @@ class Router:
         ]
         return SessionState(self.weight_version, len(self._held), paused_s, tuple(loads))
 
+    def drawn(self) -> dict[str, RolloutOutput]:
+        """Return what was drawn before interruptions of responses without an end, by conversation."""
+        return {each.conversation: each.drawn for each in self._pending.values() if each.drawn is not None}
+
     def pause(self) -> None:
         """Hold back requests that no engine has yet, also over :meth:`close` and :meth:`open`. Idempotent."""
         if not self._is_paused:
