@@ -93,13 +93,13 @@ class SingleTurn:
         if begun is not None and len(begun.token_ids) > most:  # the limit has been lowered since
             begun = self._begun = None
         if begun is None:
-            return _Call(self._connection.send(conversation, request, on_part), self._take)
+            return _ChangedCall(self._connection.send(conversation, request, on_part), self._take)
         if begun.finish_reason == "stop" or len(begun.token_ids) == most:
             whole: Future[RolloutOutput] = Future()
             whole.set_result(self._take(begun))
             return LocalCall(whole)
         call = self._connection.send(conversation, request.after(begun.token_ids), on_part)
-        return _Call(call, lambda rest: self._take(begun.followed_by(rest)))
+        return _ChangedCall(call, lambda rest: self._take(begun.followed_by(rest)))
 
     def _take(self, response: RolloutOutput) -> RolloutOutput:
         self._response = response
@@ -121,7 +121,7 @@ class SingleTurn:
         return part if self._begun is None else self._begun.followed_by(part)
 
 
-class _Call:
+class _ChangedCall:
     """A request whose answer is changed."""
 
     def __init__(self, call: GenerationCall, change: Callable[[RolloutOutput], RolloutOutput]) -> None:
