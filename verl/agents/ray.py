@@ -135,11 +135,12 @@ class WorkerActor(RouterActor):
         await self.round_opened(1)  # before the first one requests are refused; between later ones they wait
         # Where they lie on another machine they take time, and this thread serves other trajectories too.
         await asyncio.gather(*(asyncio.to_thread(value.arrays) for value in shared_of(trajectory)))
+        result = None
         try:
             result = await self._worker.run(trajectory)
-        except BaseException:  # cancelled, for example
-            self._worker.forget(trajectory)
-            raise
+        finally:
+            if result is None:  # cancelled, for example
+                self._worker.forget(trajectory)
         self._ended[key] = trajectory, result
         return replace(result, outputs=tuple(map(without_tokens, result.outputs)))
 
