@@ -6,16 +6,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 from verl.config.actor import follows_clip_ratio
-from verl.config.base import BaseConfig, section, setting, subsection
+from verl.config.base import BaseConfig, config_fields, section, setting, subsection
 from verl.config.data import Truncation
 from verl.config.machine import DTYPE
 from verl.config.model import DType
 from verl.config.problems import Problem
-from verl.config.rollout import NO_OTHER_ENGINE
+from verl.config.rollout import NO_OTHER_ENGINE, OTHER_PROGRAMS, RolloutConfig
 
 TeacherEngineName = Literal["native", "hf", "vllm", "sglang", "openai", "trtllm"]
 FORWARD_PASSES = ("native", "hf")
 """Teachers that are a forward pass of the training engine, without a rollout engine."""
+VLLM_MAX_LOGPROBS = 20
+"""Most likely tokens that vLLM returns by default."""
 UNNAMED = "teacher_model"
 """Name of the teacher that the YAML files declare, for runs with a single one."""
 
@@ -83,6 +85,47 @@ class TeacherInferenceConfig(BaseConfig):
         """Whether the teacher is a forward pass of the training engine."""
         return self.name in FORWARD_PASSES
 
+    @property
+    def is_engine(self) -> bool:
+        """Whether the teacher is a rollout engine."""
+        return self.name in OTHER_PROGRAMS
+
+    def rollout(self, topk: int = 0, stays_awake: bool = False) -> RolloutConfig:
+        """Return the settings of the teacher's engine as those of a rollout engine.
+
+        Args:
+            topk: how many most likely tokens are asked for.
+            stays_awake: keep the engine's memory between calls.
+        """
+        shared = config_fields(type(self)).keys() & config_fields(RolloutConfig).keys()
+        settings = {name: self[name] for name in shared}
+        settings["temperature"] = self.temperature or 1.0
+        settings["free_cache_engine"] = self.free_cache_engine and not stays_awake
+        settings["max_model_len"] = self.max_model_len or self.prompt_length + self.response_length + 1
+        if self.name == "vllm":
+            most = {"max_logprobs": max(topk, VLLM_MAX_LOGPROBS)}
+            settings["engine_kwargs"] = self.engine_kwargs | {"vllm": most | dict(self.engine_kwargs.get("vllm") or {})}
+        return RolloutConfig(**settings)
+
+    def problems_of_engine(self, path: str) -> Iterator[Problem]:
+        """The engine is installed and has room for a token more than prompt and response; the endpoint has an address.
+
+        The section ``path`` is that of a teacher which is used.
+        """
+        needed = self.prompt_length + self.response_length + 1
+        if self.is_engine:
+            yield from self.rollout().problems(path)
+            if self.max_model_len is not None and self.max_model_len < needed:
+                cause = f"the longest prompt and response have {needed - 1} tokens, and an engine draws one more"
+                yield Problem(f"{path}.max_model_len", self.max_model_len, cause, f">= {needed}, or null")
+        if self.name == "openai" and not (self.base_url or "").startswith(("http://", "https://")):
+            cause = "name=openai asks an endpoint, and this is no address of one"
+            yield Problem(f"{path}.base_url", self.base_url, cause, "http://HOST:PORT/v1 or https://HOST/v1")
+        if self.name == "openai" and self.temperature not in (0, 1):
+            cause = "an endpoint gives the log-probs of the logits as they are"
+            remedy = f"set {path}.temperature=1 (the policy's is not changed), or take another kind of teacher"
+            yield Problem(f"{path}.temperature", self.temperature, cause, "1", remedy)
+
 
 @section
 class DistillationTeacherModelConfig(BaseConfig):
@@ -96,7 +139,7 @@ class DistillationTeacherModelConfig(BaseConfig):
     model_path: str | None = setting(None, path=True, remote=True)
     """Model folder or Hugging Face name; its vocabulary is the policy's."""
     num_replicas: int | None = setting(0, ge=0)
-    """Copies of the teacher's engine in the pool of `distillation.nnodes`; 0 uses the ranks that it has."""
+    """No effect: all ranks of the teachers have engines of each of them, which work in turn."""
     inference: TeacherInferenceConfig = subsection(TeacherInferenceConfig)
     """How the teacher computes log-probs."""
 
@@ -271,11 +314,14 @@ class DistillationConfig(BaseConfig):
                 cause = f"the teacher {names[teacher.key]} scores these rows already"
                 yield Problem(f"{key}.key", teacher.key, cause, "a key of its own for each teacher")
             names.setdefault(str(teacher.key), name)
-            inference = teacher.inference
-            if inference.name == "openai" and not (inference.base_url or "").startswith(("http://", "https://")):
-                cause = "name=openai asks an endpoint, and this is no address of one"
-                allowed = "http://HOST:PORT/v1 or https://HOST/v1"
-                yield Problem(f"{key}.inference.base_url", inference.base_url, cause, allowed)
+            yield from teacher.inference.problems_of_engine(f"{key}.inference")
+        engines = {name: teacher.inference for name, teacher in teachers.items() if teacher.inference.is_engine}
+        if len(sizes := {name: engine.tensor_model_parallel_size for name, engine in engines.items()}) > 1:
+            first = next(iter(sizes))
+            for name in [name for name in sizes if sizes[name] != sizes[first]]:
+                key = f"{path}.teacher_models.{name}.inference.tensor_model_parallel_size"
+                cause = f"all teachers have engines on the same ranks, which are divided as for {first}"
+                yield Problem(key, sizes[name], cause, str(sizes[first]))
 
     def _problems_of_itself(self, path: str) -> Iterator[Problem]:
         for name, teacher in self.teacher_models.items():

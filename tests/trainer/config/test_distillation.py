@@ -1,9 +1,13 @@
 """Keys of distillation: teachers have names of the user's own, and all keys below them are checked."""
 
+import dataclasses
+import re
+import sys
+
 import pytest
 
 from tests.trainer.config.support import Run, only
-from verl.config import DistillationConfig
+from verl.config import DistillationConfig, TeacherInferenceConfig
 from verl.trainer.config.load import load_config
 
 MATH = "distillation.teacher_models.math"
@@ -40,3 +44,47 @@ def test_the_declared_teacher_counts_only_if_it_has_a_model():
     both = {**keyed, "teacher_model": {"model_path": "b"}}
     assert list(DistillationConfig(teacher_models=both).teachers) == ["math", "teacher_model"]
     assert list(DistillationConfig().teachers) == ["teacher_model"]
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"name": "openai"}, "base_url=null: name=openai asks an endpoint"),
+        ({"name": "openai", "base_url": "http://a/v1", "temperature": 0.7}, "temperature=0.7: an endpoint gives the"),
+        (
+            {"name": "vllm", "max_model_len": 1024},
+            "max_model_len=1024: .* have 1024 tokens, and an engine draws one more",
+        ),
+        ({"name": "vllm", "engine_kwargs": {"vllm": {"python": "/no/python"}}}, "vllm.python=.*there is no such file"),
+    ],
+)
+def test_an_engine_or_endpoint_that_cannot_be_asked_is_refused(settings: dict[str, object], said: str):
+    teachers = {"teacher_model": {"model_path": "a", "inference": settings}}
+    found = [str(one) for one in DistillationConfig(enabled=True, teacher_models=teachers).problems("distillation")]
+    assert [one for one in found if re.search(f"teacher_model.inference.*{said}", one)], found
+
+
+def test_engines_on_the_same_ranks_are_divided_alike():
+    python = {"vllm": {"python": sys.executable}}
+    teachers = {
+        name: {
+            "model_path": "a",
+            "key": name,
+            "inference": {"name": "vllm", "engine_kwargs": python, "tensor_model_parallel_size": size},
+        }
+        for name, size in (("math", 1), ("code", 2), ("text", 1))
+    }
+    (found,) = DistillationConfig(enabled=True, teacher_models=teachers).problems("distillation")
+    assert found.key == "distillation.teacher_models.code.inference.tensor_model_parallel_size"
+    assert (found.value, found.allowed) == (2, "1")
+
+
+def test_the_settings_of_a_teachers_engine():
+    """Room for the token that it draws, and for the most likely tokens, unless the user says otherwise."""
+    inference = TeacherInferenceConfig(name="vllm", temperature=0, prompt_length=10, response_length=20)
+    rollout = inference.rollout(topk=64)
+    assert (rollout.max_model_len, rollout.temperature, rollout.free_cache_engine) == (31, 1.0, True)
+    assert rollout.engine_kwargs["vllm"] == {"max_logprobs": 64}
+    own = {"vllm": {"max_logprobs": 99, "block_size": 16}}
+    kept = dataclasses.replace(inference, engine_kwargs=own, max_model_len=40).rollout(topk=5, stays_awake=True)
+    assert (kept.max_model_len, kept.engine_kwargs, kept.free_cache_engine) == (40, own, False)

@@ -28,13 +28,14 @@ from verl.protocol.shared import SharedTensors
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.utils import hf_processor, hf_tokenizer
-from verl.vision.families import IMAGE_INPUTS
+from verl.vision.families import IMAGE_INPUTS, VisionConfig
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.rollout.base import BaseRollout, get_rollout_class
 from verl.workers.rollout.placed_images import digests
 from verl.workers.rollout.request import RolloutOutput, RolloutRequest, requests_from_prompts
 from verl.workers.rollout.request_queue import RequestQueue
+from verl.workers.teacher.engine import columns_of, requests_of
 
 R = 6
 READERS = {"vllm": "vLLM's server", "sglang": "SGLang"}
@@ -60,7 +61,8 @@ def rollout_of(name: str, path: str, length: int, lora_rank: int = 0, **settings
 def check_log_probs(name: str, family: str, rows: str, folder: Path, **of_model: Any) -> None:
     """Of rows of text, images and videos; after an update the same images have features of the new weights.
 
-    Log-probs are the trainer's, and greedy tokens those of the engine ``native``.
+    Log-probs are the trainer's, also of tokens that the engine only scores, and greedy tokens those of the engine
+    ``native``.
     """
     of_model |= heads_of_32(family)
     paths = [tiny_vision_model_dir(folder / str(seed), family, seed=seed, **of_model) for seed in (0, 1)]
@@ -68,19 +70,22 @@ def check_log_probs(name: str, family: str, rows: str, folder: Path, **of_model:
     batch = made(paths[0], folder, count=4).repeat(3, interleave=True)
     batch.non_tensor_batch |= {"uid": np.repeat(np.arange(4), 3), "sample_index": np.tile(np.arange(3), 4)}
     width = batch.batch["input_ids"].shape[1]
-    engine, native = rollout_of(name, paths[0], width), rollout_of("native", paths[0], width)
+    engine = rollout_of(name, paths[0], width, max_model_len=width + R + 1)  # scores need room for one more token
+    native = rollout_of("native", paths[0], width)
     try:
         for version, path in enumerate(paths):
             weights = AutoModelForImageTextToText.from_pretrained(path).state_dict()
             batch.meta_info = {"do_sample": True}
             with engine.awake(weights.items, version):
                 found = engine.generate_sequences(batch)
+                whole = batch.select(batch_keys=[]) | found
+                scores = scored(engine, whole)
                 batch.meta_info = {"do_sample": False}
                 greedy = engine.generate_sequences(batch)
-            whole = batch.select(batch_keys=[]) | found
             trainer = make_engine(path, trained=False)
             log_probs = trainer.infer_batch(whole, {"log_probs"}, MicroBatchConfig())["log_probs"]
-            assert_close(found.batch["rollout_log_probs"], log_probs, atol=TOLERANCES[name], rtol=0)
+            for of_engine in (found.batch["rollout_log_probs"], scores):
+                assert_close(of_engine, log_probs, atol=TOLERANCES[name], rtol=0)
             with native.awake(weights.items, version):
                 assert greedy.batch["responses"].equal(native.generate_sequences(batch).batch["responses"])
         with engine.awake(weights.items, 2):
@@ -90,6 +95,12 @@ def check_log_probs(name: str, family: str, rows: str, folder: Path, **of_model:
                 check_requests_that_come_one_by_one(engine, batch, greedy.batch["responses"], READERS[name])
     finally:
         engine._end_engine()
+
+
+def scored(engine: BaseRollout, whole: DataProto) -> Tensor:
+    """The log-probs of responses as a teacher of their prompts, images included, gives them."""
+    requests = requests_of(whole, 0, 1.0, VisionConfig.of(engine.hf_config))
+    return columns_of(whole, requests, engine.score(requests), 0).batch["teacher_logprobs"]
 
 
 def check_adapters(name: str, family: str, folder: Path, **of_model: Any) -> None:

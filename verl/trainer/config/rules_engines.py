@@ -78,6 +78,12 @@ def _engines(config: PPOConfig | GenerationConfig) -> Iterator[_PlacedEngine]:
         of_pool = "reward_model.n_gpus_per_node", reward.n_gpus_per_node
         ranks = of_pool if reward.enable_resource_pool else of_trainer
         yield _PlacedEngine("reward_model.rollout", config.judge.rollout, reward.model.path, *ranks)
+    section = config.distillation
+    for name, teacher in section.teachers.items() if section.enabled else ():
+        if teacher.inference.is_engine and teacher.model_path is not None:
+            path, settings = f"distillation.teacher_models.{name}.inference", teacher.inference.rollout()
+            of_pool = "distillation.n_gpus_per_node", section.n_gpus_per_node
+            yield _PlacedEngine(path, settings, teacher.model_path, *(of_pool if section.ranks else of_trainer))
 
 
 def _of_one_machine(engine: _PlacedEngine) -> Iterator[Problem]:

@@ -14,10 +14,8 @@ from verl.config import (
     DistillationConfig,
     DistillationTeacherModelConfig,
     HFModelConfig,
-    RolloutConfig,
     local_copies,
 )
-from verl.config.base import config_fields
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors
@@ -36,8 +34,6 @@ from verl.workers.teacher.endpoint import EndpointTeacher
 from verl.workers.teacher.tokenizers import teacher_model
 
 COLUMNS = ("input_ids", "attention_mask", "responses", "response_mask")
-_MOST_LIKELY = 20
-"""Most likely tokens that vLLM returns by default."""
 
 
 class EngineTeacher:
@@ -59,7 +55,7 @@ class EngineTeacher:
         device: torch.device,
         stays_awake: bool,
     ) -> None:
-        config = rollout_of(teacher, top_k, stays_awake)
+        config = teacher.inference.rollout(top_k, stays_awake)
         model = teacher_model(teacher.model_path, student)
         if config.tensor_model_parallel_size > 1:
             ensure_process_group(device, time_limits(model.path).collective_s)  # ranks of an engine exchange values
@@ -75,38 +71,19 @@ class EngineTeacher:
             return rollout.score(requests if rollout.leads else [])
 
 
-def rollout_of(teacher: DistillationTeacherModelConfig, top_k: int, stays_awake: bool) -> RolloutConfig:
-    """Return the settings of a teacher's engine as those of a rollout engine."""
-    inference = teacher.inference
-    shared = config_fields(type(inference)).keys() & config_fields(RolloutConfig).keys()
-    settings = {name: inference[name] for name in shared}
-    settings["free_cache_engine"] = inference.free_cache_engine and not stays_awake
-    settings["max_model_len"] = inference.max_model_len or inference.prompt_length + inference.response_length + 1
-    if inference.name == "vllm":
-        most = {"max_logprobs": max(top_k, _MOST_LIKELY)}
-        settings["engine_kwargs"] = {"vllm": most | dict(inference.engine_kwargs.get("vllm") or {})}
-    return RolloutConfig(**settings)
-
-
 class TeacherEngineWorker(Worker):
-    """Worker with teachers that are engines or endpoints.
+    """Worker with teachers that are engines, all divided among as many ranks, or endpoints.
 
     Args:
         config: teachers, and the loss, which says what is computed.
         student: the policy's model.
-        names: those of the teachers that this worker has; by default all.
         device_name: ``"cuda"``, ``"cpu"``, or None to use a GPU if there is one.
-
-    Raises:
-        ConfigError: a teacher is a forward pass, the loss reads whole vocabularies, or the engines are divided among
-            different numbers of ranks.
     """
 
     def __init__(
         self,
         config: DistillationConfig,
         student: HFModelConfig,
-        names: Sequence[str] | None = None,
         device_name: str | None = None,
     ) -> None:
         super().__init__()
@@ -115,46 +92,19 @@ class TeacherEngineWorker(Worker):
         self.config = config
         self.student = local_copies(student)
         self.device_name = device_name
-        self.configured = {
-            name: local_copies(teacher) for name, teacher in config.teachers.items() if names is None or name in names
-        }
+        self.configured = {name: local_copies(teacher) for name, teacher in config.teachers.items()}
         info = distillation_loss_info(config.distillation_loss.loss_mode)
-        if info.reads == "full":
-            raise ConfigError(
-                f"distillation_loss.loss_mode={info.name} reads the teacher's whole vocabulary, and an engine gives "
-                "only some log-probs. Set inference.name=native, or a divergence of the most likely tokens "
-                f"(such as {info.name}_topk)."
-            )
         self.top_k = config.distillation_loss.topk or 0 if info.reads == "topk" else 0
         self.teachers: dict[str, EngineTeacher | EndpointTeacher] = {}
-        self._check_engines()
-
-    def _check_engines(self) -> None:
-        for name, teacher in self.configured.items():
-            if teacher.inference.is_forward_pass:
-                raise ConfigError(
-                    f"distillation.teacher_models.{name}.inference.name={teacher.inference.name}: a forward pass is no "
-                    "engine. Its worker is another one."
-                )
-        sizes = {
-            name: teacher.inference.tensor_model_parallel_size
-            for name, teacher in self.configured.items()
-            if teacher.inference.name != "openai"
-        }
-        if len(set(sizes.values())) > 1:
-            raise ConfigError(
-                "teachers on the same ranks share their rows, so that their engines need one "
-                f"inference.tensor_model_parallel_size, and they have {sizes}. Set one for all."
-            )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Start the engines, and connect to the endpoints."""
-        is_alone = self.config.nnodes > 0 and len(self.configured) == 1
+        is_alone = self.config.ranks > 0 and len(self.configured) == 1
         device = get_device(self.device_name)
         ranks_per_engine, leads = 1, True
         for name, teacher in self.configured.items():
-            if teacher.inference.name == "openai":
+            if not teacher.inference.is_engine:
                 continue
             engine = EngineTeacher(teacher, self.student, self.top_k, device, stays_awake=is_alone)
             ranks_per_engine, leads = engine.rollout.ranks_per_engine, engine.rollout.leads
@@ -222,11 +172,11 @@ def requests_of(
         first, last = int(learnt.nonzero()[0]), int(learnt.nonzero()[-1])
         end = len(ids) - width + last + 1
         tokens = ids[:end][has_token[:end]]
+        shared = inputs or None
+        if shared is not None and not isinstance(shared, SharedTensors):
+            shared = SharedTensors(shared)
         text_places: tuple[int, ...] = ()
-        shared = None
-        if inputs:
-            shared = inputs if isinstance(inputs, SharedTensors) else SharedTensors(inputs)
-        if shared is not None and vision is not None:
+        if vision is not None:  # the policy may draw the id of an image, also where there is none
             drawn = torch.zeros_like(has_token)
             drawn[-width:] = learnt
             drawn = drawn[:end][has_token[:end]]

@@ -316,7 +316,10 @@ def scores_of(request: ScoreRequest, answer: Mapping[str, Any]) -> TokenScores:
     """
     meta = answer["meta_info"]
     reported = meta["input_token_logprobs"][1:]
-    if (ids := [token for _, token, _ in reported]) != request.scored_ids:
+    ids = [token for _, token, _ in reported]
+    # SGLang calls the last id of the vocabulary, and tokens of images, 0.
+    are_asked = [said in (0, token) for said, token in zip(ids, request.scored_ids, strict=False)]
+    if len(ids) != len(request.scored_ids) or not all(are_asked):
         raise RolloutError(f"SGLang scored tokens {ids}, and was asked for {request.scored_ids}.")
     if request.top_k:
         top = [[(token, _or_nan(value)) for value, token, _ in entries] for entries in meta["input_top_logprobs"][1:]]

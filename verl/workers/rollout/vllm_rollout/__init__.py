@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl.config.distillation import VLLM_MAX_LOGPROBS
 from verl.errors import ConfigError, RolloutError
 from verl.utils.model import has_experts
 from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
@@ -16,7 +17,7 @@ from verl.workers.rollout.remote import RemoteRollout
 from verl.workers.rollout.request import continued_seed
 from verl.workers.rollout.sampling import completes_stop_text
 from verl.workers.rollout.vllm_rollout.client import VLLMClient
-from verl.workers.rollout.vllm_rollout.settings import DEFAULT_MAX_LOGPROBS, MAX_LOGPROBS, engine_arguments
+from verl.workers.rollout.vllm_rollout.settings import engine_arguments
 
 
 @RolloutRegistry.register("vllm")
@@ -59,11 +60,11 @@ class VLLMRollout(RemoteRollout):
         return PartialResponse(request, params, is_end, ends, has_adapters=self._holds_base)
 
     def _check_top_k(self, top_k: int) -> None:
-        most = self._arguments.get(MAX_LOGPROBS, DEFAULT_MAX_LOGPROBS)
+        most = self._arguments.get("max_logprobs", VLLM_MAX_LOGPROBS)
         if top_k > most >= 0:  # -1 is no limit
             raise RolloutError(
                 f"top_k={top_k}: this vLLM returns at most max_logprobs={most} most likely tokens. Set "
-                f"engine_kwargs.vllm.{MAX_LOGPROBS}={top_k}."
+                f"engine_kwargs.vllm.max_logprobs={top_k}."
             )
 
 

@@ -17,8 +17,6 @@ from verl.workers.rollout.engine_process import SERVER_KEEPALIVE_S
 
 ADAPTER_ID = 1
 """Number of the only adapters in vLLM."""
-MAX_LOGPROBS, DEFAULT_MAX_LOGPROBS = "max_logprobs", 20
-"""vLLM's argument that limits how many most likely tokens a request may ask for, and its default."""
 METRICS = {
     "requests_running": "vllm:num_requests_running",
     "requests_waiting": "vllm:num_requests_waiting",
