@@ -189,3 +189,9 @@ def test_a_model_that_is_its_own_teacher_has_nothing_to_learn(train, tmp_path, l
 def test_a_teacher_from_which_nothing_can_be_learnt_is_refused(train, tmp_path, changes, problem):
     with pytest.raises(ConfigError, match=problem):
         train("run", 1, **({"distillation.model_path": tmp_path / "model"} | changes))
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(train, tmp_path):
+    teacher = tiny_model_dir(tmp_path / "teacher", tokenizer="bpe")
+    with pytest.raises(ConfigError, match="distillation.model_path=.*both need one vocabulary"):
+        train("run", 1, **{"distillation.model_path": teacher})

@@ -96,6 +96,20 @@ class SFTRunner(SupervisedRunner):
 
         return TrainingWorker if config.distillation.model_path is None else DistillingWorker
 
+    def check_further_models(self, config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Check that the teacher has the model's vocabulary.
+
+        Raises:
+            ConfigError: it has another one.
+        """
+        from verl.utils import hf_tokenizer
+        from verl.workers.teacher.tokenizers import check_same_tokenizer
+
+        path = config.distillation.model_path
+        if path is not None:
+            of_teacher = hf_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
+            check_same_tokenizer(of_teacher, tokenizer, f"distillation.model_path={path}")
+
     def open_data(
         self, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, files: str | Sequence[str], max_samples: int
     ) -> Dataset:

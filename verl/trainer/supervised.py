@@ -185,6 +185,9 @@ class SupervisedRunner:
         """A function that turns a list of items into the columns of a batch."""
         raise NotImplementedError
 
+    def check_further_models(self, config: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Check models beside the trained one, whose ``tokenizer`` is given, before any is loaded."""
+
     def run(self, config: SupervisedConfig) -> None:
         """Load the data, start the workers and train.
 
@@ -207,6 +210,7 @@ class SupervisedRunner:
         check_tokenizer_fits(tokenizer, hf_config_of(model))
         if trainer.log_expert_counts:
             check_has_experts(hf_config_of(model), "trainer.log_expert_counts")
+        self.check_further_models(here, tokenizer)
         train = self.open_data(config, tokenizer, data.train_files, data.train_max_samples)
         val = self.open_data(config, tokenizer, data.val_files, data.val_max_samples) if data.val_files else None
         read_first(train)
