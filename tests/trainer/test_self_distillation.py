@@ -58,6 +58,16 @@ def test_without_context_the_policy_agrees_with_itself(train):
     assert abs(second) > 1e-4
 
 
+def test_over_the_whole_vocabulary_too(train):
+    full = {f"{LOSS}__loss_mode": "reverse_kl", "trainer__total_training_steps": 1}
+    (same,) = train(SAME, **full, **{f"{OWN}__weights": "ema"}).values()
+    assert same["distillation/loss"] == pytest.approx(0, abs=1e-7)
+    assert same["distillation/agreement"] == 1
+    (hinted,) = train(HINT, **full).values()
+    assert hinted["distillation/loss"] > 1e-2
+    assert hinted["distillation/agreement"] < 1
+
+
 def test_context_makes_the_teacher_another_one_from_which_the_policy_learns(train):
     steps = train(HINT, trainer__total_training_steps=4, **{f"{LOSS}__loss_mode": "k2"})
     assert abs(steps[1]["distillation/kl"]) > 1e-3

@@ -193,5 +193,5 @@ def test_a_teacher_from_which_nothing_can_be_learnt_is_refused(train, tmp_path, 
 
 def test_a_teacher_of_another_vocabulary_is_refused(train, tmp_path):
     teacher = tiny_model_dir(tmp_path / "teacher", tokenizer="bpe")
-    with pytest.raises(ConfigError, match="distillation.model_path=.*both need one vocabulary"):
+    with pytest.raises(ConfigError, match=r"distillation.model_path=.*both need one vocabulary"):
         train("run", 1, **{"distillation.model_path": teacher})

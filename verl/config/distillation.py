@@ -260,7 +260,7 @@ class DistillationConfig(BaseConfig):
         Of a policy that teaches itself it is that one, without a model.
         """
         if self.is_of_itself:
-            return _one_teacher()
+            return _one_teacher() | {name: one for name, one in self.teacher_models.items() if name == UNNAMED}
         named = {name: teacher for name, teacher in self.teacher_models.items() if name != UNNAMED}
         unnamed = self.teacher_models.get(UNNAMED)
         if named and (unnamed is None or unnamed.model_path is None):

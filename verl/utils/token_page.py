@@ -38,12 +38,13 @@ def described(row: JsonMapping, texts: Mapping[str, str]) -> dict[str, object]:
     """Describe a sequence by the row of a file of tokens and the texts of its metadata.
 
     Returns:
-        ``prompt`` and ``response`` as lists of {id, text}, ``mask``, ``numbers`` by column, ``weight_version``; and
-        ``images``, first and last place of each image in the response and the word that stands for it.
+        ``prompt``, ``response`` and, of a policy that teaches itself, ``teacher_prompt`` as lists of {id, text};
+        ``mask``, ``numbers`` by column, ``weight_version``; and ``images``, first and last place of each image in the
+        response and the word that stands for it.
     """
     count = min(len(row["response_ids"]), MOST_TOKENS)
     lists = {name: values for name, values in row.items() if isinstance(values, list)}
-    others = ("prompt_ids", "response_ids", "response_mask")
+    others = ("prompt_ids", "teacher_prompt_ids", "response_ids", "response_mask")
     numbers = {name: _finite(values[:count]) for name, values in lists.items() if name not in others}
     if {"old_log_probs", "rollout_log_probs"} <= lists.keys():
         pairs = zip(lists["old_log_probs"][:count], lists["rollout_log_probs"][:count], strict=True)
@@ -57,8 +58,10 @@ def described(row: JsonMapping, texts: Mapping[str, str]) -> dict[str, object]:
     of_images = [
         token["text"] == IMAGE_TOKEN and not is_policy for token, is_policy in zip(response, mask, strict=True)
     ]
+    of_teacher = lists.get("teacher_prompt_ids")
     return {
         "prompt": _tokens(row["prompt_ids"][-MOST_TOKENS:], texts),
+        **({} if of_teacher is None else {"teacher_prompt": _tokens(of_teacher[-MOST_TOKENS:], texts)}),
         "response": response,
         "mask": mask,
         "images": [(start, end - 1, image_word(end - start)) for is_image, start, end in runs(of_images) if is_image],
@@ -147,7 +150,9 @@ def _words(sequence: JsonMapping, most: int) -> list[tuple[int, str]]:
 
 
 def _prompt(sequence: JsonMapping) -> str:
-    return escaped("".join(token["text"] for token in sequence["prompt"]))
+    prompts = [sequence["prompt"], *([sequence["teacher_prompt"]] if "teacher_prompt" in sequence else [])]
+    texts = ("".join(token["text"] for token in prompt) for prompt in prompts)
+    return escaped("\n\nPrompt as the teacher: ".join(texts))
 
 
 PAGE_BEGINS = (

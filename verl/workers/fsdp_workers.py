@@ -142,7 +142,8 @@ class ActorRolloutRefWorker(EngineWorker):
             if model.has_adapters:
                 self.join_mesh("ref", self.engine)
         if "actor" in self.parts and reads_vocabulary(self.distillation):
-            self.teachers = FrozenTeachers(self.distillation, self.config, self.make_engine)
+            policy = self.engine if self.distillation.is_of_itself else None
+            self.teachers = FrozenTeachers(self.distillation, self.config, self.make_engine, policy)
         if "ref" in self.parts:
             self.ref = self.make_engine("language_model", ref.strategy, model, ref.placement)
             if actor.use_prefix_grouper:
@@ -368,7 +369,8 @@ class ActorRolloutRefWorker(EngineWorker):
             data = forward_record.numbered(data)
         taught, of_teachers = DataProto(), dict[str, float]()
         if self.teachers is not None:
-            columns, engine.divergence, of_teachers = self.teachers.whole_vocabulary(data)
+            with engine.eval_mode(), nullcontext() if self.average is None else self.average.in_model():
+                columns, engine.divergence, of_teachers = self.teachers.whole_vocabulary(data)
             data, taught = data | columns, columns.select(["teacher_logprobs", "teacher_entropys"])
         steps = OptimizerSteps()
         with engine.train_mode():

@@ -43,6 +43,21 @@ def test_rows_have_no_padding_and_keep_the_tokens_of_tools():
     ]  # fmt: skip
 
 
+def test_both_prompts_of_a_policy_that_teaches_itself(tmp_path):
+    prompts = {
+        "teacher_prompts": torch.tensor([[6, 5], [0, 7]]),
+        "teacher_prompts_mask": torch.tensor([[1, 1], [0, 1]]),
+    }
+    batch = padded_batch() | DataProto.from_dict(tensors=prompts)
+    table = token_table(batch)
+    assert table["teacher_prompt_ids"].to_pylist() == [[6, 5], [7]]
+    dump = TokenDump(None, hf_tokenizer(make_tiny_run(tmp_path)["model"]), frequency=0)
+    page = dump.page("step 1", table)
+    (first, _), texts = page.sequences, dump.tokenizer.batch_decode([[6], [5]])
+    assert [token["text"] for token in first["teacher_prompt"]] == texts
+    assert f"Prompt as the teacher: {''.join(texts)}" in page.html
+
+
 def test_files_come_every_so_many_steps_with_the_text_of_each_id(tmp_path):
     tokenizer = hf_tokenizer(make_tiny_run(tmp_path)["model"])
     dump = TokenDump(str(tmp_path / "tokens"), tokenizer, frequency=2)

@@ -27,7 +27,7 @@ def distillation(config: PPOConfig) -> Problems:
     except ConfigError as error:
         yield Problem(f"{LOSS}.loss_mode", settings.loss_mode, str(error))
         return
-    if info.reads == "full":
+    if info.reads == "full" and not section.is_of_itself:
         yield from _whole_vocabulary(section, settings.loss_mode)
     if settings.use_policy_gradient:
         yield from _policy_gradient(config)
@@ -62,10 +62,6 @@ def _of_itself(config: PPOConfig) -> Problems:
 def _whole_vocabulary(section: DistillationConfig, mode: str) -> Problems:
     """Teachers of the whole vocabulary are in the workers of the policy, which alone can hold what they compute."""
     remedy = f"set {LOSS}.loss_mode={mode}_topk"
-    if section.is_of_itself:
-        cause = "a policy that teaches itself computes some log-probs of its vocabulary"
-        yield Problem(f"{LOSS}.loss_mode", mode, cause, remedy=remedy)
-        return
     for name, teacher in section.teachers.items():
         if not teacher.inference.is_forward_pass:
             cause = f"{mode} reads the teacher's whole vocabulary, and this kind of teacher gives some log-probs of it"

@@ -4,6 +4,7 @@
 
     uid, sample_index, weight_version       as in the batch, text or integer
     prompt_ids, response_ids                lists of int32, without padding
+    teacher_prompt_ids                      likewise, the prompt that the policy reads as its own teacher
     response_mask                           list of int8: 1 on tokens that the policy chose
     weight_versions                         list of int32: weights that drew each token, -1 where the policy drew none
     rollout_log_probs, old_log_probs, ...   lists of float32 as long as response_ids, of the columns in NUMBERS
@@ -104,7 +105,7 @@ class TokenDump:
     def _texts_of(self, table: pa.Table) -> dict[int, str]:
         """Text of each id in a table; bytes that are no whole character become U+FFFD."""
         ids: set[int] = set()
-        for name in ("prompt_ids", "response_ids"):
+        for name in {"prompt_ids", "teacher_prompt_ids", "response_ids"}.intersection(table.column_names):
             ids.update(table[name].combine_chunks().flatten().unique().to_pylist())
         if new := sorted(ids - self._texts.keys()):
             # In a list of its own, so that the tokenizer joins nothing.
@@ -124,6 +125,9 @@ def token_table(batch: DataProto) -> pa.Table:
         if name in batch.non_tensor_batch
     }
     columns["prompt_ids"] = _lists(prompts.to(torch.int32), prompt)
+    if "teacher_prompts" in batch.batch.keys():
+        of_teacher = batch.batch["teacher_prompts"].cpu().to(torch.int32)
+        columns["teacher_prompt_ids"] = _lists(of_teacher, batch.batch["teacher_prompts_mask"].bool().cpu())
     columns["response_ids"] = _lists(batch.batch["responses"].cpu().to(torch.int32), response)
     columns["response_mask"] = _lists(batch.batch["response_mask"].cpu().to(torch.int8), response)
     if "weight_versions" in batch.batch.keys():

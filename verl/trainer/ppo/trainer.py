@@ -99,6 +99,7 @@ from verl.trainer.ppo.token_dump import TokenDump
 from verl.trainer.ppo.utils import (
     Needs,
     Role,
+    teaches_in_actor,
     worker_arguments,
 )
 from verl.trainer.ppo.validation import Validator
@@ -564,15 +565,13 @@ class PPOTrainer(TrainingLoop):
         A policy that teaches itself reads prompts of its own as the teacher, which are returned too.
         """
         assert self.teachers is not None
-        if self.privileged is None and self.teacher_workers is None:  # the policy's workers have theirs in the update
-            return self.teachers.columns(batch, None)
+        workers = self.teacher_workers if self.privileged is None else self.policy_workers
+        prompts, metrics = (DataProto(), {}) if self.privileged is None else self.privileged.columns(batch)
+        context.metrics |= metrics
+        if teaches_in_actor(self.typed_config):  # the policy's workers compute with their teachers in the update
+            return prompts | self.teachers.columns(batch, None)
         with context.stage("teacher"):
-            if self.privileged is None:
-                assert self.teacher_workers is not None
-                return self.teachers.columns(batch, self.teacher_workers)
-            prompts, metrics = self.privileged.columns(batch)
-            context.metrics |= metrics
-            return prompts | self.teachers.columns(batch | prompts, self.policy_workers)
+            return prompts | self.teachers.columns(batch | prompts, workers)
 
     def _by_row(self, workers: WorkerGroup, method: str, batch: DataProto) -> DataProto:
         """Call a method of the workers whose result has a row for each row of the batch."""

@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { scale } from "./colours.js";
-import { field, fill, h, select, short } from "./dom.js";
+import { field, fill, h, select, short, textBlock } from "./dom.js";
 
 const NAMES = {
   advantages: "advantage", rollout_log_probs: "log-prob in the rollout", old_log_probs: "log-prob before the update",
@@ -37,6 +37,12 @@ class Tokens {
     this.asText = true;
   }
 
+  /** The prompt that the policy read as its own teacher. */
+  ofTeacher() {
+    const prompt = this.tokens.teacher_prompt;
+    return prompt ? [h("h3", {}, "Prompt as the teacher"), textBlock(prompt.map((token) => token.text).join(""), "prompt of the teacher")] : [];
+  }
+
   show() {
     const names = [...Object.keys(this.tokens.numbers).map((name) => [name, NAMES[name] || name]), [MASK, "chosen by the policy"]];
     const version = this.tokens.weight_version;
@@ -52,7 +58,7 @@ class Tokens {
       this.asText = !event.target.checked;
       this.showLine();
     };
-    fill(this.element, h("h3", {}, "Tokens"),
+    fill(this.element, ...this.ofTeacher(), h("h3", {}, "Tokens"),
       h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
         field("Colour by", select("colour", names, this.colouring, colour)),
         h("label", { class: "check" }, h("input", { type: "checkbox", name: "split", onchange: form }), " tokens apart"),

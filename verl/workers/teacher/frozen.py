@@ -37,10 +37,15 @@ class FrozenTeachers:
         config: ``distillation``.
         roles: ``actor_rollout_ref``.
         make_engine: as :meth:`EngineWorker.make_engine`, which loads a model.
+        policy: the only teacher, of a policy that teaches itself; nothing is loaded.
     """
 
     def __init__(
-        self, config: DistillationConfig, roles: ActorRolloutRefConfig, make_engine: Callable[..., BaseEngine]
+        self,
+        config: DistillationConfig,
+        roles: ActorRolloutRefConfig,
+        make_engine: Callable[..., BaseEngine],
+        policy: BaseEngine | None = None,
     ) -> None:
         ref = roles.ref
         self.config = config
@@ -49,10 +54,10 @@ class FrozenTeachers:
             micro_batch_size_per_gpu=ref.log_prob_micro_batch_size_per_gpu,
             use_dynamic_bsz=ref.log_prob_use_dynamic_bsz,
             max_token_len_per_gpu=ref.log_prob_max_token_len_per_gpu,
-            shares_prompts=roles.actor.use_prefix_grouper,
+            shares_prompts=roles.actor.use_prefix_grouper and policy is None,  # as teacher it has prompts for each row
         )
-        self.engines: dict[str, BaseEngine] = {}
-        for name, teacher in config.teachers.items():
+        self.engines: dict[str, BaseEngine] = {} if policy is None else dict.fromkeys(config.teachers, policy)
+        for name, teacher in config.teachers.items() if policy is None else ():
             model = teacher_model(teacher.model_path, roles.model)
             model = replace(model, use_remove_padding=roles.model.use_remove_padding)
             engine = make_engine("language_model", ref.strategy, model, _placement(teacher, config, ref.placement))
