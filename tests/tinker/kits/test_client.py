@@ -122,6 +122,29 @@ def test_supervised_training_then_samples(server):
         assert sequence.logprobs == pytest.approx(scored["logprobs"].tolist()[-len(sequence.tokens) :], abs=1e-3)
 
 
+def test_a_loss_of_the_client_and_weights_that_follow_the_training(server):
+    """``forward_backward_custom`` is cross entropy if the loss says so; a sampler "inflight" has the newest weights."""
+    models = [server.client().create_lora_training_client(base_model=NAME, rank=4, seed=6).result() for _ in range(2)]
+    data = supervised(models[0].get_tokenizer(), TEXTS)
+
+    def custom(data: list[Any], log_probs: list[Any]) -> tuple[Any, dict[str, float]]:
+        return -sum(values.sum() for values in log_probs), {}
+
+    sampler = models[0].save_weights_and_get_sampling_client(kind="inflight").result()
+    prompt = data[0].model_input
+    before = sampler.compute_logprobs(prompt).result()
+    for _ in range(3):
+        models[0].forward_backward_custom(data, custom).result()
+        models[0].optim_step(tinker.AdamParams(learning_rate=5e-3)).result()
+    train(models[1], data, 3)
+    ends = [model.forward(data, "cross_entropy").result().metrics["loss:sum"] for model in models]
+    assert ends[0] == pytest.approx(ends[1], rel=1e-4)
+    assert sampler.compute_logprobs(prompt).result() == before
+    models[0].save_weights_and_get_sampling_client(kind="inflight").result()
+    after = sampler.compute_logprobs(prompt).result()
+    assert sum(after[1:]) > sum(before[1:]) + 1
+
+
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
 def test_reinforcement_learning(server, loss):
     """The reward is the share of digits in a response; each step samples with the newest weights."""
