@@ -191,13 +191,45 @@ def serve_trl(
     """Run TRL's own loop on ``folder / "model"`` in fp32, held up at the beginning of each step until it is its turn.
 
     Args:
-        settings: of ``GRPOConfig``, beside those that leave a CPU nothing to do but training.
+        settings: of ``GRPOConfig``, beside :func:`trl_settings`.
         reply: checks a step by its metrics; what it returns is told beside the seconds.
         arguments: of ``GRPOTrainer``.
     """
-    import torch
-    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
+
+    def last_metrics() -> dict[str, Any]:
+        return reply({name: values[-1] for name, values in trainer._metrics["train"].items()})
+
+    config = GRPOConfig(**trl_settings(folder), log_completions=False, **settings)
+    callback = turn_taker(turns, last_metrics)
+    trainer = GRPOTrainer(model=str(folder / "model"), args=config, callbacks=[callback], **arguments)
+    trainer.train()
+
+
+def trl_settings(folder: Path) -> dict[str, Any]:
+    """Settings of any trainer of TRL that leave a CPU nothing to do but training in fp32."""
+    import torch
+
+    return {
+        "output_dir": str(folder / "trl"),
+        "use_cpu": True,
+        "bf16": False,
+        "model_init_kwargs": {"dtype": torch.float32},
+        "gradient_checkpointing": False,
+        "max_steps": 10**6,
+        "logging_steps": 10**6,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
+def turn_taker(turns: Turns, reply: Callable[[], dict[str, Any]]) -> Any:
+    """A callback of Transformers' Trainer that holds it up at the beginning of each step until it is its turn.
+
+    ``reply`` is called after each step; what it returns is told beside the seconds.
+    """
+    from transformers import TrainerCallback
 
     warm_up = 1
 
@@ -213,26 +245,11 @@ def serve_trl(
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             seconds, cpu_s = time.perf_counter() - self.start, time.process_time() - self.cpu_start
-            told = reply({name: values[-1] for name, values in trainer._metrics["train"].items()})
+            told = reply()
             if state.global_step > warm_up:
                 turns.done(seconds, cpu_s=cpu_s, **told)
 
-    config = GRPOConfig(
-        output_dir=str(folder / "trl"),
-        use_cpu=True,
-        bf16=False,
-        model_init_kwargs={"dtype": torch.float32},
-        gradient_checkpointing=False,
-        max_steps=10**6,
-        logging_steps=10**6,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        log_completions=False,
-        **settings,
-    )
-    trainer = GRPOTrainer(model=str(folder / "model"), args=config, callbacks=[TakeTurns()], **arguments)
-    trainer.train()
+    return TakeTurns()
 
 
 # ---- the comparison -------------------------------------------------------------------------------
