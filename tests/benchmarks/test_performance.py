@@ -19,6 +19,7 @@ from benchmarks import (
     agent_step,
     endpoint_overhead,
     gpu,
+    distillation_step,
     grpo_step,
     performance,
     prefix_reuse,
@@ -131,6 +132,15 @@ def test_grpo_step_of_ours(tmp_path):
     metrics = next(grpo_step.our_steps(given, tmp_path, shape.TINY))
     assert {f"timing_s/{name}" for name in ("gen", "reward", "ref", "update_actor", "step")} <= set(metrics)
     assert metrics["actor/kl_loss"] == pytest.approx(0.0, abs=1e-5)  # of a policy that is still its reference
+
+
+def test_distillation_step_of_ours(tmp_path):
+    work = distillation_step.of_single_responses(shape.TINY)
+    distillation_step.prepare(tmp_path, work)
+    given = argparse.Namespace(rollout="native", max_tokens=4096, overrides=[])
+    metrics = next(distillation_step.our_steps(given, tmp_path, work))
+    assert {f"timing_s/{name}" for name in ("gen", "teacher", "update_actor", "step")} <= set(metrics)
+    assert metrics["distillation/loss"] > 0  # the teacher has other weights
 
 
 def test_stages_are_medians():
