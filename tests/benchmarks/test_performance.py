@@ -17,9 +17,9 @@ import pytest
 
 from benchmarks import (
     agent_step,
+    distillation_step,
     endpoint_overhead,
     gpu,
-    distillation_step,
     grpo_step,
     performance,
     prefix_reuse,
