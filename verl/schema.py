@@ -275,6 +275,8 @@ _PREPARED = (
     Column("cov_selected", "int64", RESPONSE, "1 on tokens chosen for the covariance of log-prob and advantage "
            "(loss_mode=clip_cov, kl_cov)", PREPARED, ("actor",)),
     Column("m2_mask", "int64", RESPONSE, "1 on tokens that stay in the loss (loss_mode=m2po)", PREPARED, ("actor",)),
+    Column("observation_weights", "float32", RESPONSE, "1 / their number in the mini-batch on tokens that the "
+           "environment wrote, else 0 (actor.use_echo_loss=true)", PREPARED, ("actor",)),
     Column("top_entropy_mask", "int64", RESPONSE, "1 on tokens that keep their policy loss "
            "(policy_loss.top_entropy_quantile)", PREPARED, ("actor",)),
     Column("row_weights", "float32", ROW, "weight of each of the row's tokens (loss_agg_mode=prompt-mean, and "

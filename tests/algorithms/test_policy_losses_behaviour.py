@@ -17,11 +17,13 @@ from torch.testing import assert_close
 from tests.support.losses import actor, batch, evaluate
 from verl.algorithms import bias_corrected_kl, kl_penalty
 from verl.algorithms.policy_losses.behaviour import second_moment_mask
+from verl.algorithms.prepare import observation_weights
 from verl.algorithms.rollout_correction import off_policy_sequence_mask
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.workers.config import ActorConfig
 from verl.workers.engine import BatchTotals
+from verl.workers.engine.fsdp.inputs import prepare_inputs
 from verl.workers.losses import PolicyLoss
 
 LN2 = math.log(2)
@@ -349,3 +351,51 @@ def test_on_policy_the_corrected_k3_has_the_gradient_of_k2():
         actor(use_kl_loss=True, kl_loss_coef=1.0, kl_loss_type="k3", use_bias_correction_kl=True),
     )
     assert_close(weighted, expected * weights)
+
+
+# ---- ECHO: cross entropy of what the environment wrote ------------------------------------------
+
+
+def test_observed_tokens_by_hand():
+    # rows: two turns with an answer of two tokens between them; one turn and padding; no turn that is trained on
+    mask = tensor([[1, 0, 0, 1, 0], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]])
+    attention = tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1]])
+    # the last token of row 0 was drawn, and is not trained on; the third of row 1 was not
+    versions = tensor([[0, -1, -1, 0, 0], [0, 0, -1, -1, -1], [-1, -1, 0, 0, 0]])
+    third = 1 / 3
+    expected = [[0.0, third, third, 0.0, 0.0], [0.0, 0.0, third, 0.0, 0.0], [0.0] * 5]
+    assert_close(observation_weights(mask, attention, versions), tensor(expected))
+    assert observation_weights(mask[2:], attention[2:], versions[2:]).sum() == 0
+
+
+def test_echo_adds_its_cross_entropy_and_changes_nothing_else():
+    data = batch(11)
+    off = ~data["response_mask"].bool()
+    weights = off.double() / off.sum()
+    plain, _ = policy_loss(data, actor())
+    gradient, metrics = policy_loss(
+        data | {"observation_weights": weights}, actor(use_echo_loss=True, echo_loss_coef=0.3)
+    )
+    assert_close(gradient, plain - 0.3 * weights)
+    assert metrics["actor/echo_loss"].value.item() == pytest.approx(-data["log_probs"][off].mean().item())
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_model_is_read_where_the_environment_wrote(packed: bool):
+    mask = tensor([[1, 0, 1], [1, 0, 0]])
+    columns = {
+        "input_ids": tensor([[0, 5, 6, 7, 8], [4, 5, 9, 0, 0]]),
+        "attention_mask": tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0]]),
+        "position_ids": tensor([[0, 0, 1, 2, 3], [0, 1, 2, 2, 2]]),
+        "responses": tensor([[6, 7, 8], [9, 0, 0]]),
+        "response_mask": mask,
+    }
+    weights = tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
+    without, inputs = (
+        prepare_inputs(DataProto.from_dict(tensors=columns | more), packed, torch.device("cpu"))
+        for more in ({}, {"observation_weights": weights})
+    )
+    assert without.targets.tolist() == [6, 8, 9]
+    assert inputs.targets.tolist() == [6, 7, 8, 9]
+    read = inputs.input_ids.flatten()[inputs.take]
+    assert read.tolist() == [5, 6, 7, 5]  # the token before each

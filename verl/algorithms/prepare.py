@@ -45,6 +45,7 @@ def prepare_update(columns: Mapping[str, Tensor], config: ActorConfig, seed: int
     - ``row_weights`` for ``loss_agg_mode=prompt-mean``;
     - ``trajectory_count``, and ``row_weights`` for ``seq-mean-token-mean``, if trajectories have several rows;
     - ``top_entropy_mask`` for ``policy_loss.top_entropy_quantile`` below 1;
+    - ``observation_weights`` for ``use_echo_loss``;
     - the columns of the loss's own ``prepare``, such as ``cov_selected``.
 
     Args:
@@ -70,7 +71,36 @@ def prepare_update(columns: Mapping[str, Tensor], config: ActorConfig, seed: int
         require(columns, ("response_mask", "entropys"), "top_entropy_quantile")
         kept = top_entropy_mask(columns["entropys"], columns["response_mask"], settings.top_entropy_quantile)
         made["top_entropy_mask"] = kept
+    if config.use_echo_loss:
+        require(columns, ("response_mask", "attention_mask", "weight_versions"), "actor.use_echo_loss")
+        names = ("response_mask", "attention_mask", "weight_versions")
+        made["observation_weights"] = observation_weights(*(columns[name] for name in names))
     return made | prepare_policy_loss(settings.loss_mode, columns, config, seed)
+
+
+def observation_weights(response_mask: Tensor, attention_mask: Tensor, weight_versions: Tensor) -> Tensor:
+    """Return 1 / N on the N tokens of a mini-batch that the policy read after its first turn and did not draw, else 0.
+
+        L_echo = -Σ_t w_t · log π(y_t)        the mean cross entropy of what the environment wrote
+
+    These are the messages of tools, environments and users with the template's words around them. Tokens that the
+    policy drew and that are not trained on are none of them, and neither are those of rows without a token to train on,
+    as of trajectories that failed.
+
+    Paper: ECHO, https://arxiv.org/abs/2605.24517.
+
+    Args:
+        response_mask: (bsz, response_length) of all rows of the mini-batch.
+        attention_mask: (bsz, prompt_length + response_length).
+        weight_versions: (bsz, response_length), -1 where the policy drew no token.
+
+    Returns:
+        (bsz, response_length) float32.
+    """
+    chosen = response_mask.bool()
+    seen = attention_mask[:, attention_mask.shape[1] - chosen.shape[1] :].bool()
+    observed = seen & ~chosen & (weight_versions < 0) & chosen.any(-1, keepdim=True)
+    return observed.float() / max(int(observed.sum()), 1)
 
 
 def update_columns(config: ActorConfig) -> frozenset[str]:
@@ -86,4 +116,6 @@ def update_columns(config: ActorConfig) -> frozenset[str]:
         needed.add("top_entropy_mask")
     if config.policy_loss.off_policy_mask_threshold is not None:
         needed.add("rollout_log_probs")
+    if config.use_echo_loss:
+        needed.add("observation_weights")
     return frozenset(needed)

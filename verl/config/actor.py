@@ -174,6 +174,11 @@ class ActorConfig(UpdateConfig):
     use_bias_correction_kl: bool = setting(False)
     """Weigh the divergence of each token by π/π_old, and by its importance weight if it has one, so that value and
     gradient are unbiased on samples of an older policy (DeepSeek-V3.2, arXiv:2512.02556)."""
+    use_echo_loss: bool = setting(False)
+    """Add the cross entropy of the tokens that tools, environments and users wrote in conversations (ECHO,
+    arXiv:2605.24517)."""
+    echo_loss_coef: float = setting(0.1, ge=0)
+    """Weight of that cross entropy, a mean over such tokens."""
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
     """Replay of an earlier choice of experts."""
     global_batch_info: dict[str, object] = setting(factory=dict, internal=True)

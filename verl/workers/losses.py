@@ -73,7 +73,7 @@ def denominators(totals: BatchTotals, loss_agg_mode: str, columns: Mapping[str, 
 
 
 class PolicyLoss:
-    """Policy loss - entropy_coeff · H + kl_loss_coef · KL(policy ‖ reference).
+    """Policy loss - entropy_coeff · H + kl_loss_coef · KL(policy ‖ reference) + echo_loss_coef · cross entropy.
 
     Args:
         config: ``actor_rollout_ref.actor``.
@@ -144,6 +144,11 @@ class PolicyLoss:
             metrics["actor/kl_loss"] = PartialSum(kl_loss.detach() / totals.dp_size)
             metrics["actor/kl_coef"] = config.kl_loss_coef
             loss = loss + config.kl_loss_coef * kl_loss
+        if config.use_echo_loss:
+            weights = columns["observation_weights"]
+            echo_loss = -(zero_masked(log_probs, weights > 0) * weights).sum()
+            metrics["actor/echo_loss"] = PartialSum(echo_loss.detach())
+            loss = loss + totals.dp_size * config.echo_loss_coef * echo_loss
         metrics["actor/loss"] = PartialSum(loss.detach() / totals.dp_size)
         return loss, metrics
 

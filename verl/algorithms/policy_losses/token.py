@@ -45,6 +45,19 @@ from verl.errors import ConfigError
             "actor_rollout_ref.actor.loss_agg_mode=token-mean",
             "actor_rollout_ref.actor.use_kl_loss=false",
         ),
+        "DeepSeek-V3.2 (arXiv:2512.02556)": (
+            "algorithm.adv_estimator=grpo",
+            "algorithm.norm_adv_by_std_in_grpo=false",
+            "actor_rollout_ref.actor.policy_loss.off_policy_mask_threshold=0.1",
+            "actor_rollout_ref.actor.use_kl_loss=true",
+            "actor_rollout_ref.actor.kl_loss_type=k3",
+            "actor_rollout_ref.actor.use_bias_correction_kl=true",
+        ),
+        "ECHO (arXiv:2605.24517)": (
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.actor.use_echo_loss=true",
+            "actor_rollout_ref.actor.echo_loss_coef=0.1",
+        ),
         "Skywork-OR1, adaptive entropy control (arXiv:2505.22312)": (
             "algorithm.adv_estimator=grpo",
             "actor_rollout_ref.actor.entropy_target=0.2",

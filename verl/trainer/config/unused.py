@@ -143,6 +143,7 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
             _ACTOR,
             ("kl_loss_coef", "kl_loss_type", "use_bias_correction_kl"),
         ),
+        (actor.use_echo_loss, f"{_ACTOR}.use_echo_loss=false", _ACTOR, ("echo_loss_coef",)),
         (algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward=false", "algorithm", ("kl_ctrl.*", "kl_penalty")),
         (
             penalty.type == "adaptive" or not algorithm.use_kl_in_reward,

@@ -156,6 +156,11 @@ def prepare_inputs(
             "images and without replayed routing (actor.router_replay.mode=disabled). Set use_prefix_grouper=false."
         )
     _check(mask, chosen, prompt_length, at_token)
+    if "observation_weights" in columns.keys():  # a loss of tokens that the environment wrote
+        observed = columns["observation_weights"] > 0
+        if vision is not None:
+            observed &= ~image_places(batch, vision)[:, prompt_length:]
+        chosen = chosen | observed
     rows, places = chosen.nonzero(as_tuple=True)
     where = places + prompt_length - (0 if at_token else 1)
     routed = columns.get("routed_experts", None)  # (bsz, length, routers, experts per token)
