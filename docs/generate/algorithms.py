@@ -40,6 +40,7 @@ from verl.algorithms import (
     TargetEntropyController,
     adv_needs,
     agg_loss,
+    bias_corrected_kl,
     compute_pf_ppo_reweight_data,
     compute_value_loss,
     estimator_names,
@@ -53,10 +54,12 @@ from verl.algorithms import (
 from verl.algorithms.distillation import DISTILLATION_LOSSES, distillation_loss_info
 from verl.algorithms.kl import KL_KINDS
 from verl.algorithms.preference import PreferenceLossType, bradley_terry_loss
+from verl.algorithms.prepare import observation_weights
 from verl.algorithms.rollout_correction import (
     REJECTION_CRITERIA,
     importance_ratio,
     importance_weights,
+    off_policy_sequence_mask,
     rejection_statistic,
 )
 
@@ -354,6 +357,19 @@ OTHERS: dict[str, tuple[Callable, str]] = {
     "Learning from uncertain tokens alone": (
         top_entropy_mask,
         "`actor_rollout_ref.actor.policy_loss.top_entropy_quantile`; works with every policy loss that takes weights.",
+    ),
+    "Leaving out bad responses of an old policy": (
+        off_policy_sequence_mask,
+        "`actor_rollout_ref.actor.policy_loss.off_policy_mask_threshold`; works with every policy loss that takes "
+        "weights.",
+    ),
+    "Unbiased divergence on samples of an old policy": (
+        bias_corrected_kl,
+        "`actor_rollout_ref.actor.use_bias_correction_kl`, with `actor_rollout_ref.actor.use_kl_loss`.",
+    ),
+    "Cross entropy of what the environment wrote": (
+        observation_weights,
+        "`actor_rollout_ref.actor.use_echo_loss`, `actor_rollout_ref.actor.echo_loss_coef`.",
     ),
     "PF-PPO": (
         compute_pf_ppo_reweight_data,

@@ -25,6 +25,21 @@ data, unless they are listed. The kinds of tests ("proven") are explained in the
 """
 
 
+LEFT_OUT = """
+## Not in this version
+
+- **GTPO** ([arXiv:2508.03772](https://arxiv.org/abs/2508.03772)): which tokens of two responses are in conflict
+  differs between the versions of the paper, and another method has the same name
+  ([arXiv:2508.04349](https://arxiv.org/abs/2508.04349)).
+- **TPO** ([arXiv:2604.06159](https://arxiv.org/abs/2604.06159)): its loss compares all responses to a prompt under
+  the current policy, and a pass here may hold a part of them; and for long responses it is not settled whether
+  their log-probs are sums or means, which decides whether it learns anything.
+- **Keep-sampling-mask** (DeepSeek-V3.2, [arXiv:2512.02556](https://arxiv.org/abs/2512.02556)): weights correct for
+  [truncated sampling](rollout_correction.md#truncated-sampling) instead. Its keep-routing is
+  [`router_replay.mode=R3`](mixtures_of_experts.md).
+"""
+
+
 @dataclass(frozen=True)
 class Published:
     """An algorithm and the settings in which papers have used it."""
@@ -44,7 +59,7 @@ def page(entries: Iterable[Published], linked: Callable[[str], str]) -> str:
         for setting in entry.reproduces:
             first.setdefault(setting, entry)
     ordered = sorted(first.items(), key=lambda found: found[0].lower())
-    return HEAD + "".join(_section(entry, setting, linked) for setting, entry in ordered)
+    return HEAD + "".join(_section(entry, setting, linked) for setting, entry in ordered) + LEFT_OUT
 
 
 def title_of(setting: str) -> str:
