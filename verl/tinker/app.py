@@ -20,7 +20,6 @@ from verl.base.types import JsonMapping
 from verl.errors import VerlError
 from verl.tinker import protocol
 from verl.tinker.clients import Clients
-from verl.tinker.computing import SampleTask
 from verl.tinker.jobs import Job
 from verl.tinker.messages import read_training_data
 from verl.tinker.refusals import GONE, RefusedError
@@ -133,7 +132,11 @@ class _Routes:
 
     async def _retrieve(self, request: Request) -> Response:
         body = _checked(json.loads(await request.body()), protocol.RetrieveFuture)
-        return await _result(self._clients.board.job(body.request_id))
+        job = self._clients.board.job(body.request_id)
+        answer = await _result(job)
+        if answer.status_code != STILL_RUNNING:
+            self._clients.board.note_retrieved(job)
+        return answer
 
     async def _finish(self, request: Request) -> Response:
         self._clients.finish(request.path_params["session"])
@@ -157,8 +160,8 @@ def _promise(job: Job) -> JsonMapping:
     promise: dict[str, object] = {"request_id": job.request_id}
     if job.model is not None:
         promise["model_id"] = job.model.model_id
-    if isinstance(job.payload, SampleTask):
-        promise["sample_sequence_ids"] = [f"{job.request_id}:{index}" for index in range(len(job.payload.sampling))]
+    if job.responses:
+        promise["sample_sequence_ids"] = [f"{job.request_id}:{index}" for index in range(job.responses)]
     return promise
 
 

@@ -394,7 +394,10 @@ class Clients:
         if body.record_stability_info:
             raise RefusedError("record_stability_info is not served here; leave it out.")
         task = self._sample_task(body, name)
-        return self.board.put(Job(request_id=name, kind="sample", payload=task, weights=sampler.weights))
+        count = body.num_samples
+        return self.board.put(
+            Job(request_id=name, kind="sample", payload=task, weights=sampler.weights, responses=count)
+        )
 
     def _sample_task(self, body: protocol.SampleRequest, name: str) -> SampleTask:
         if other := [chunk.type for chunk in body.prompt.chunks if chunk.type != "encoded_text"]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ from verl.tinker.refusals import GONE, RefusedError
 JobKind = Literal["create", "load", "forward", "forward_backward", "optim_step", "save", "sample"]
 TOGETHER = ("forward", "forward_backward")
 """Kinds of jobs of several models that are one pass."""
-KEPT_RESULTS = 20_000
-"""Results that are kept for clients that ask again."""
+KEPT_RESULTS = 256
+"""Results that are kept after their clients had them, for those that ask again because the connection broke."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ class Job:
     request_id: str
     kind: JobKind
     payload: object
-    """What is to be computed; checked."""
+    """What is to be computed, checked; None once the job is answered."""
+    responses: int = 0
+    """Responses that a job of kind ``sample`` draws."""
     model: ModelState | None = None
     seq: int = 0
     weights: Path | None = None
@@ -97,7 +99,8 @@ class JobBoard:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._models: dict[str, ModelState] = {}
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
+        self._jobs: dict[str, Job] = {}
+        self._retrieved: deque[str] = deque()  # ids of jobs whose results were fetched
         self._sampling: deque[Job] = deque()
         self._arrivals = itertools.count()
         self._was_sampling = False
@@ -133,20 +136,32 @@ class JobBoard:
             return list(self._models.values())
 
     def put(self, job: Job) -> Job:
-        """Add a job; return the earlier one if its client sent the same request again."""
+        """Add a job; return the earlier one if its client sent the same request again.
+
+        Raises:
+            RefusedError: its place in the order is over.
+        """
         with self._changed:
             if job.request_id in self._jobs:
                 return self._jobs[job.request_id]
+            if job.model is not None and job.seq < job.model.next_seq:
+                raise RefusedError(f"request {job.request_id} came after later ones of its model.", status=GONE)
             job.arrival = next(self._arrivals)
             self._jobs[job.request_id] = job
             if job.model is None:
                 self._sampling.append(job)
             else:
                 job.model.waiting[job.seq] = job
-            while len(self._jobs) > KEPT_RESULTS and next(iter(self._jobs.values())).result.done():
-                self._jobs.popitem(last=False)
             self._changed.notify_all()
             return job
+
+    def note_retrieved(self, job: Job) -> None:
+        """Note that a client has the result of a job; results that were fetched long ago are dropped."""
+        with self._changed:
+            if job.request_id not in self._retrieved:
+                self._retrieved.append(job.request_id)
+            if len(self._retrieved) > KEPT_RESULTS:
+                self._jobs.pop(self._retrieved.popleft(), None)
 
     def skip(self, model_id: str, seq: int, is_training: bool = False) -> None:
         """Let later requests of a model not wait for one that was refused; ``is_training`` if it adds gradients."""
@@ -210,7 +225,7 @@ class JobBoard:
         for job in self._sampling:
             is_taken = job.weights == weights and (not taken or count < most)
             (taken if is_taken else kept).append(job)
-            count += is_taken
+            count += job.responses if is_taken else 0
         self._sampling = deque(kept)
         return taken
 
@@ -220,6 +235,7 @@ class JobBoard:
             if job.model is not None:
                 job.model.waiting.pop(job.seq, None)
                 job.model.next_seq = max(job.model.next_seq, job.seq + 1)
+            job.payload = None
             if job.result.done():  # its session was ended
                 return
             if isinstance(outcome, VerlError):
