@@ -73,6 +73,13 @@ class AsyncPlan:
         return self.mode in ("colocated", "separate")
 
     @property
+    def usual_age(self) -> int:
+        """Age of most samples of a step in the long run; few groups are slower."""
+        if self.mode in ("sync", "lag"):
+            return self.lag
+        return self.prompts_ahead // self.batch_prompts + self.sync_every - 1
+
+    @property
     def prompts_per_transfer(self) -> int:
         """Prompts that are trained on between two transfers of weights."""
         return self.sync_every * self.batch_prompts

@@ -327,15 +327,11 @@ class FreeRunning(ExperienceSource):
                 logger.log(level, "dynamic sampling: %d prompts dropped for one step", len(self._filtered))
         self._num_filtered += len(dropped)
         drawn, kept = len(self._scorer.values), sum(group.is_finished for group in self._store.groups())
-        limit = self._filters.max_num_gen_batches * self._prompts_per_draw
+        limit = self._filters.max_num_gen_batches * size
         if limit and drawn >= limit and kept < size:
             values = np.concatenate(list(self._scorer.values))
             raise RolloutError(too_few_message(self._filters, kept, drawn, size, values))
         self._start_groups()
-
-    @property
-    def _prompts_per_draw(self) -> int:
-        return self._source.config.data.gen_batch_size or self._batch_size
 
     def _describe_wait(self) -> str:
         running = [group for group in self._store.groups() if not group.is_finished]
@@ -478,7 +474,7 @@ class FreeRunning(ExperienceSource):
         values = [self._scorer.values.popleft() for _ in range(len(self._scorer.values))]
         of_responses = np.concatenate([np.zeros(0), *values])
         counts: Metrics = {
-            "num_gen_batches": len(values) / self._prompts_per_draw,
+            "num_gen_batches": len(values) / self._batch_size,
             "dropped_prompts": float(len(self._filtered)),
         }
         if values:

@@ -40,13 +40,14 @@ def test_without_settings_a_step_trains_on_its_own_samples():
 def test_with_a_lag_the_age_is_the_lag():
     made = plan(**{"async": {"lag": 2}})
     assert (made.mode, made.lag, made.bound, made.warmup_batches, made.prompts_ahead) == ("lag", 2, 2, 2, 128)
+    assert made.usual_age == 2
 
 
 def test_a_mode_of_v1_admits_prompts_within_its_threshold():
     sampler = {"max_off_policy_threshold": 3}
     made = plan(v1={"trainer_mode": "colocate_async", "sampler": sampler})
     assert (made.mode, made.bound, made.strategy) == ("colocated", 3, "admit")
-    assert (made.sync_every, made.warmup_batches, made.prompts_ahead) == (1, 1, 64)
+    assert (made.sync_every, made.warmup_batches, made.prompts_ahead, made.usual_age) == (1, 1, 64, 1)
     dropping = plan(v1={"trainer_mode": "separate_async", "sampler": sampler | {"max_off_policy_strategy": "drop"}})
     assert (dropping.mode, dropping.bound, dropping.strategy) == ("separate", 3, "drop")
 
@@ -59,6 +60,7 @@ def test_a_volume_bounds_prompts_in_place_of_their_age():
     made = plan(v1={"trainer_mode": "separate_async"}, **{"async": {"volume": 0.29, "sync_every": 2}})
     assert (made.bound, made.sync_every, made.prompts_per_transfer) == (None, 2, 128)
     assert made.prompts_ahead == 37  # 0.29 * 128 = 37.12
+    assert made.usual_age == 1  # the second step of two between transfers
 
 
 def test_a_step_of_separate_async_has_whole_mini_batches(run: Run):
@@ -130,8 +132,11 @@ def test_a_run_says_its_mode_its_bound_and_its_ratio(run: Run, changes: dict[str
     tree: dict[str, Any] = {}
     for key, value in (run.ppo | changes).items():
         put(tree, key, value)
-    [sentence] = described_mode(load_config(tree, PPOConfig, with_rules=False))
+    config = load_config(tree, PPOConfig, with_rules=False)
+    [sentence] = described_mode(config)
     assert said in sentence
+    is_old = AsyncPlan.of(config).usual_age >= 2
+    assert (f"most are {AsyncPlan.of(config).usual_age} updates old, at which" in sentence) == is_old
 
 
 def test_separate_sampling_has_ranks_of_its_own_without_being_told(run: Run):

@@ -10,6 +10,9 @@ from verl.trainer.config.derive import compares_with_rollout
 
 MODE = "trainer.v1.trainer_mode"
 
+SEVERAL_UPDATES = 2
+"""Usual age of samples from which a run recommends a correction other than weights."""
+
 FREE_RUNNING_REFUSES: dict[str, tuple[object, str]] = {
     "trainer.async.partial_rollout": (True, "engines get new weights without waiting for what they draw"),
     "actor_rollout_ref.rollout.skip_rollout": (False, "stored responses belong to the batches of a step"),
@@ -81,6 +84,7 @@ def _warmup(config: PPOConfig, plan: AsyncPlan) -> Iterator[Problem]:
 def described_mode(config: PPOConfig) -> list[str]:
     """Describe when samples are drawn, how old they may become and what corrects for it; nothing if always at once."""
     plan, v1, correction = AsyncPlan.of(config), config.trainer.v1, config.algorithm.rollout_correction
+    loss_mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
     if plan.mode == "sync":
         return []
     if plan.mode == "lag":
@@ -106,10 +110,16 @@ def described_mode(config: PPOConfig) -> list[str]:
         ratio = "the ratio that the loss clips is that to the weights that drew them (bypass_mode=true)"
     elif correction.rollout_is is not None:
         ratio = f"they have one importance weight per {correction.rollout_is} (rollout_is={correction.rollout_is})"
-    elif compares_with_rollout(loss_mode := config.actor_rollout_ref.actor.policy_loss.loss_mode):
+    elif compares_with_rollout(loss_mode):
         ratio = f"the policy loss compares with the weights that drew them (loss_mode={loss_mode})"
     else:
         ratio = "nothing corrects for their age (algorithm.rollout_correction)"
+    clips_distance = correction.bypass_mode or correction.interpolates or compares_with_rollout(loss_mode)
+    if plan.usual_age >= SEVERAL_UPDATES and not clips_distance:
+        ratio += (
+            f"; most are {plan.usual_age} updates old, at which bypass_mode=true and prox_logp_method=loglinear, which "
+            "limit the distance from the policy that drew them, have learned better (docs/rollout_correction.md)"
+        )
     return [f"{age}; {ratio}"]
 
 
