@@ -23,6 +23,8 @@ ROWS, STEPS = 12, 6
 """Two epochs of three steps: 12 rows in batches of 4."""
 CLOCKS = ("timing", "perf/", "global_seqlen/", "train/time", "train/mfu", "train/cpu_memory")
 
+TEACHER = "distillation.teacher_models.teacher_model.model_path"
+
 PPO = {
     "trainer.save_freq": 1,
     "trainer.test_freq": 4,
@@ -38,6 +40,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
                   "data.validation_shuffle": "true"},
     "lora": PPO | {"actor_rollout_ref.model.lora_rank": 4, "actor_rollout_ref.rollout.name": "native",
                    "actor_rollout_ref.actor.use_kl_loss": "true"},
+    "teacher": PPO | {"distillation.enabled": "true", "distillation.distillation_loss.loss_mode": "jsd_topk",
+                      "distillation.distillation_loss.topk": 8},
     "sft": {},
 }  # fmt: skip
 
@@ -87,6 +91,8 @@ class Runs:
                 "def compute_score(solution_str, **_):\n    return sum(c.isdigit() for c in solution_str) / 8\n"
             )
             settings = SETTINGS[algorithm] | {"custom_reward_function.path": folder / "reward.py"}
+            if algorithm == "teacher":
+                settings[TEACHER] = tiny_model_dir(folder / "teacher", seed=7)
             self.arguments = overrides(paths, folder, **{key.replace(".", "__"): v for key, v in settings.items()})
 
     def start(self, name: str) -> Any:
@@ -197,7 +203,7 @@ def each_step(fast: dict[str, int]) -> list[Any]:
 
 
 # `make chaos` kills PPO runs on two ranks.
-@pytest.mark.parametrize("algorithm, step", each_step({"grpo": 2, "ppo": 0, "lora": 0, "sft": 4}))
+@pytest.mark.parametrize("algorithm, step", each_step({"grpo": 2, "ppo": 0, "lora": 0, "teacher": 0, "sft": 4}))
 def test_a_killed_run_ends_as_the_undisturbed_one(runs, algorithm, step):
     made, straight = runs(algorithm)
     made.kill_after(f"killed_{step}", step, delay_s=0.004 * step)

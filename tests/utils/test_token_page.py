@@ -23,8 +23,9 @@ def spans(page: str) -> list[tuple[str, str, str]]:
 
 
 def test_the_gap_of_log_probs_and_images_are_described():
-    found = described(ROW, TEXTS)
+    found = described(ROW | {"teacher_logprobs": [-0.5, -0.5, 0.0, 0.0, -2.0]}, TEXTS)
     assert found["numbers"]["log_prob_gap"] == [0.25, 0.0, 0.0, 0.0, 2.0]  # before the update less rollout
+    assert found["numbers"]["teacher_gap"] == [0.25, -0.5, 0.0, 0.0, 0.0]
     assert found["images"] == [(2, 3, "<image: 2 tokens>")]
     assert [token["text"] for token in found["prompt"]] == ["What", " is <it>?"]
     assert (found["weight_version"], found["left_out"]) == (7, 0)

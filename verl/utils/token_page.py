@@ -49,6 +49,9 @@ def described(row: JsonMapping, texts: Mapping[str, str]) -> dict[str, object]:
     if {"old_log_probs", "rollout_log_probs"} <= lists.keys():
         pairs = zip(lists["old_log_probs"][:count], lists["rollout_log_probs"][:count], strict=True)
         numbers["log_prob_gap"] = [old - rollout for old, rollout in pairs]
+    if {"old_log_probs", "teacher_logprobs"} <= lists.keys():
+        pairs = zip(lists["old_log_probs"][:count], lists["teacher_logprobs"][:count], strict=True)
+        numbers["teacher_gap"] = [old - teacher for old, teacher in pairs]
     # Of the update, and so only on tokens that it trained on: elsewhere they are NaN in the file.
     if {"old_log_probs", "update_log_probs"} <= lists.keys():
         pairs = zip(lists["old_log_probs"][:count], lists["update_log_probs"][:count], strict=True)

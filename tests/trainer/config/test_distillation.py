@@ -37,6 +37,71 @@ def test_keys_below_it_are_checked(run: Run, key: str, value: object, said: str)
     assert said in report
 
 
+SCRIPT = """
+    algorithm.adv_estimator=grpo data.train_files=$RUN/train.jsonl data.val_files=$RUN/val.jsonl
+    data.train_batch_size=128 actor_rollout_ref.actor.ppo_mini_batch_size=128 actor_rollout_ref.model.path=$RUN/model
+    actor_rollout_ref.rollout.name=hf actor_rollout_ref.actor.use_dynamic_bsz=True trainer.logger=[console]
+    distillation.enabled=True distillation.nnodes=1 distillation.n_gpus_per_node=4
+    distillation.distillation_loss.topk=64 distillation.distillation_loss.use_task_rewards=False
+    distillation.distillation_loss.loss_max_clamp=10.0 distillation.distillation_loss.log_prob_min_clamp=-10.0
+"""
+ONE = """
+    distillation.teacher_models.teacher_model.model_path=$RUN/model
+    distillation.teacher_models.teacher_model.inference.name=hf
+    distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size=2
+    distillation.teacher_models.teacher_model.inference.expert_parallel_size=8
+    distillation.teacher_models.teacher_model.inference.gpu_memory_utilization=0.4
+    distillation.teacher_models.teacher_model.inference.max_model_len=3073
+"""
+SEVERAL = " distillation.teacher_key=data_source " + " ".join(
+    f"""
+    +distillation.teacher_models.{name}.key={name} +distillation.teacher_models.{name}.model_path=$RUN/model
+    +distillation.teacher_models.{name}.num_replicas=1 +distillation.teacher_models.{name}.inference.name=hf
+    +distillation.teacher_models.{name}.inference.tensor_model_parallel_size=1
+    +distillation.teacher_models.{name}.inference.gpu_memory_utilization=0.3
+    +distillation.teacher_models.{name}.inference.max_model_len=1537
+    """
+    for name in ("gsm8k", "geo3k")
+)
+POLICY_GRADIENT = " distillation.distillation_loss.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True"
+LOSS = " distillation.distillation_loss.loss_mode=forward_kl_topk"
+
+
+@pytest.mark.parametrize("teachers", [ONE, SEVERAL], ids=["one", "several"])
+@pytest.mark.parametrize("loss", [POLICY_GRADIENT, LOSS], ids=["policy gradient", "loss"])
+def test_settings_of_public_scripts(run: Run, teachers: str, loss: str):
+    section = run.script(SCRIPT + teachers + loss).distillation
+    assert list(section.teachers) == (["teacher_model"] if teachers is ONE else ["gsm8k", "geo3k"])
+    assert section.ranks == 4
+
+
+TEACHER = "distillation.teacher_models.teacher_model"
+MODE = "distillation.distillation_loss.loss_mode"
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({f"{TEACHER}.model_path": None}, "this teacher has no model"),
+        ({f"{TEACHER}.model_path": "/no/such/folder"}, "there is no such folder"),
+        ({f"{MATH}.model_path": "MODEL", f"{MATH}.key": "math"}, "rows must say which of them scores them"),
+        ({MODE: "k4"}, "unknown distillation loss 'k4'"),
+        ({MODE: "k1"}, "as a loss its gradient has the expectation zero"),
+        ({MODE: "jsd", "distillation.nnodes": 1}, "is not sent from ranks of its own to the policy's"),
+        ({MODE: "reverse_kl", f"{TEACHER}.inference.name": "openai",
+          f"{TEACHER}.inference.base_url": "http://a/v1"}, "gives some log-probs of it"),
+        ({f"{TEACHER}.inference.name": "openai"}, "this is no address of one"),
+        ({"distillation.nnodes": 1, "trainer.controller": "local", "trainer.n_gpus_per_node": 1},
+         "a pool of teachers needs others"),
+        ({"distillation.nnodes": 1, "distillation.n_gpus_per_node": 0}, "and a node has none"),
+    ],
+)  # fmt: skip
+def test_refusals(run: Run, changes: dict[str, object], said: str):
+    model = str(run.folder / "model")
+    given = {"distillation.enabled": True, f"{TEACHER}.model_path": model} | changes
+    assert said in run.refusal({key: model if value == "MODEL" else value for key, value in given.items()})
+
+
 def test_the_declared_teacher_counts_only_if_it_has_a_model():
     keyed = {"math": {"key": "math", "model_path": "a"}}
     assert list(DistillationConfig(teacher_models=keyed).teachers) == ["math"]

@@ -42,6 +42,8 @@ NUMBERS = (
     "update_log_probs",
     "update_clipped",
     "ref_log_prob",
+    "teacher_logprobs",
+    "teacher_entropys",
     "advantages",
     "returns",
     "values",

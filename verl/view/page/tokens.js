@@ -7,7 +7,9 @@ import { field, fill, h, select, short, textBlock } from "./dom.js";
 const NAMES = {
   advantages: "advantage", rollout_log_probs: "log-prob in the rollout", old_log_probs: "log-prob before the update",
   update_log_probs: "log-prob in the update", ratio: "ratio of the update: new / before", update_clipped: "clipped by the loss",
-  ref_log_prob: "log-prob of the reference", entropys: "entropy", log_prob_gap: "gap: before the update − rollout",
+  ref_log_prob: "log-prob of the reference", teacher_logprobs: "log-prob of the teacher",
+  teacher_entropys: "entropy of the teacher", teacher_gap: "gap: before the update − teacher",
+  entropys: "entropy", log_prob_gap: "gap: before the update − rollout",
   rollout_is_weights: "importance weight", token_level_scores: "score", token_level_rewards: "reward",
   weight_versions: "weight version",
 };
