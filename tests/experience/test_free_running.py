@@ -61,6 +61,24 @@ class Worker(AgentLoopBase):
 '''
 
 
+SAMPLER = '''
+from pathlib import Path
+
+from verl.datasets.sampler import BatchSampler, AbstractCurriculumSampler
+
+
+class Order(BatchSampler, AbstractCurriculumSampler):
+    """Rows from the last one on; notes how many rows and which scores each update has."""
+
+    def draw(self):
+        first = len(self.dataset) - 1 - self.batches * self.batch_size
+        return [(first - row) % len(self.dataset) for row in range(self.batch_size)]
+
+    def update(self, batch):
+        has_scores = "token_level_scores" in batch.batch.keys()
+        with Path(__file__).with_suffix(".updates").open("a") as notes:
+            print(len(batch), has_scores, len(set(batch.non_tensor_batch["row_index"])), file=notes)
+'''
 REWARD = '''
 from pathlib import Path
 
@@ -145,7 +163,10 @@ def test_without_prompts_ahead_a_run_is_the_synchronous_one(train: Train) -> Non
 
 
 def test_slow_samples_are_trained_on_in_a_later_step_and_each_once(train: Train) -> None:
-    run = train("slow", actor_rollout_ref__rollout__agent__default_agent_loop="slow")
+    (train.root / "sampler.py").write_text(SAMPLER)
+    sampler = {"data__sampler__class_path": train.root / "sampler.py", "data__sampler__class_name": "Order"}
+    run = train("slow", actor_rollout_ref__rollout__agent__default_agent_loop="slow", **sampler)
+    assert (train.root / "sampler.updates").read_text() == "16 True 4\n" * 5
     assert len(run.names) == len(set(run.names)) == 5 * 4 * 4
     late = [name for step, samples in run.samples.items() for name, _ in samples if int(name.split("-")[0]) < step]
     assert late

@@ -17,8 +17,6 @@ FREE_RUNNING_REFUSES: dict[str, tuple[object, str]] = {
     "trainer.async.partial_rollout": (True, "engines get new weights without waiting for what they draw"),
     "actor_rollout_ref.rollout.skip_rollout": (False, "stored responses belong to the batches of a step"),
     "trainer.rollout_only": (False, "without updates nothing becomes older; use trainer_mode=sync"),
-    "data.sampler.class_name": (None, "it needs the scores of a batch before the next one is chosen"),
-    "data.sampler.class_path": (None, "it needs the scores of a batch before the next one is chosen"),
     "data.datagen.path": (None, "it makes rows from the batch that was trained on last"),
 }
 """Key → the only value that the modes of ``trainer.v1`` other than ``sync`` take, and why."""
