@@ -53,7 +53,13 @@ def memory_rows(result: Result) -> list[Row]:
     """Peak memory in shares of that of full logits."""
     ours, full = (result["ways"][way]["bytes"] / 2**20 for way in ("chunked", "full logits"))
     what = f"peak memory of log-prob + entropy, {result['work']}"
-    return [Row(what, "full logits", result["ratio"], 0.25, False, f"{ours:,.0f} MiB : {full:,.0f} MiB")]
+    rows = [Row(what, "full logits", result["ratio"], 0.25, False, f"{ours:,.0f} MiB : {full:,.0f} MiB")]
+    for kind, ratio in result["divergences"].items():
+        theirs = result["ways"][kind]["bytes"] / 2**20
+        detail = f"{theirs:,.0f} MiB : {ours:,.0f} MiB"
+        what = f"the same of {kind} from a teacher of that size"
+        rows.append(Row(what, "log-prob + entropy", ratio, 1.3, False, detail))
+    return rows
 
 
 def transfer_rows(result: Result) -> list[Row]:

@@ -64,6 +64,8 @@ from verl.algorithms.rollout_correction import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
+TESTS = ("algorithms", "workers/engine/test_divergence.py")
+"""Where the proofs are."""
 KINDS = {
     "by hand": "values worked out by hand",
     "oracle": "equal to a slow implementation, written as a loop, on random input",
@@ -126,9 +128,9 @@ def sections() -> list[Section]:
         Section(
             "Distillation losses",
             DISTILLATION_MODE,
-            tuple(name for name in DISTILLATION_LOSSES if distillation_loss_info(name).reads != "full"),
+            tuple(DISTILLATION_LOSSES),
             ("by hand", "oracle", "gradient", "masks"),
-            ("test_distillation.py",),
+            ("test_distillation.py", "test_divergence.py"),
         ),
         Section("Importance weights", "algorithm.rollout_correction.rollout_is", ("token", "sequence"), usual),
         Section("Rejection", "algorithm.rollout_correction.rollout_rs", tuple(REJECTION_CRITERIA), usual),
@@ -219,7 +221,14 @@ def _is_of(item: pytest.Item, section: Section) -> bool:
 def run_proofs(only_collect: bool) -> Proofs:
     """Run the marked tests, or only find them."""
     proofs = Proofs()
-    arguments = [str(ROOT / "tests" / "algorithms"), "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    arguments = [
+        *(str(ROOT / "tests" / path) for path in TESTS),
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(ROOT),
+    ]
     status = pytest.main([*arguments, *(["--collect-only", "-qq"] if only_collect else [])], plugins=[proofs])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise SystemExit(f"the tests did not run: {status!r}")
@@ -328,6 +337,7 @@ def distillation_entries() -> list[str]:
         info = distillation_loss_info(name)
         if info.reads != "sampled":
             lines += [f"### {name}", "", *described(info.function), *paper_of(info.paper)]
+        lines += settings_of(info.settings.reproduces)
     return lines
 
 
@@ -479,13 +489,19 @@ def proofs_page(marked: Mapping[Claim, int]) -> str:
 
 def published(marked: Mapping[Claim, int]) -> Iterable[papers.Published]:
     """Estimators and losses with the settings in which papers have used them."""
-    estimators, losses = sections()[:2]
+    estimators, losses, *others = sections()
+    distillation = next(section for section in others if section.setting == DISTILLATION_MODE)
     for name in estimators.names:
         needs = adv_needs(name)
         yield papers.Published(name, needs.paper, name, needs.reproduces, proofs_of(marked, estimators, name))
     for name in losses.names:
         info, anchor = policy_loss_info(name), f"{name}_1" if name in estimators.names else name
         yield papers.Published(name, info.paper, anchor, info.reproduces, proofs_of(marked, losses, name))
+    for name in distillation.names:
+        info = distillation_loss_info(name)
+        anchor = name if info.reads != "sampled" else "distillation-losses"
+        proofs = proofs_of(marked, distillation, name)
+        yield papers.Published(name, info.paper, anchor, info.settings.reproduces, proofs)
 
 
 def pages(marked: Mapping[Claim, int]) -> dict[Path, str]:

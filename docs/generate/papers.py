@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,8 +64,8 @@ def page(entries: Iterable[Published], linked: Callable[[str], str]) -> str:
 
 
 def title_of(setting: str) -> str:
-    """The name of published settings, without the number of a paper behind it."""
-    return setting.partition(" (arXiv")[0]
+    """The name of published settings, without the number or address of a paper behind it."""
+    return re.split(r" \((?=arXiv|https)", setting)[0]
 
 
 def _section(entry: Published, setting: str, linked: Callable[[str], str]) -> str:

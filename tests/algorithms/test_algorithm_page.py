@@ -15,21 +15,30 @@ from verl.algorithms import (
     policy_loss_info,
     policy_loss_names,
 )
+from verl.algorithms.distillation import DISTILLATION_LOSSES, distillation_loss_info
 from verl.testing.models import hollow_model_dir
 from verl.trainer.config import PPOConfig, load_config
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.overrides import keys_set
 
 ROOT = Path(__file__).resolve().parents[2]
-PUBLISHED = [
-    ("algorithm.adv_estimator", name, setting, overrides)
-    for name in estimator_names()
-    for setting, overrides in adv_needs(name).reproduces.items()
-] + [
-    ("actor_rollout_ref.actor.policy_loss.loss_mode", name, setting, overrides)
-    for name in policy_loss_names()
-    for setting, overrides in policy_loss_info(name).reproduces.items()
-]
+PUBLISHED = (
+    [
+        ("algorithm.adv_estimator", name, setting, overrides)
+        for name in estimator_names()
+        for setting, overrides in adv_needs(name).reproduces.items()
+    ]
+    + [
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", name, setting, overrides)
+        for name in policy_loss_names()
+        for setting, overrides in policy_loss_info(name).reproduces.items()
+    ]
+    + [
+        ("distillation.distillation_loss.loss_mode", name, setting, overrides)
+        for name in DISTILLATION_LOSSES
+        for setting, overrides in distillation_loss_info(name).settings.reproduces.items()
+    ]
+)
 
 
 def test_the_page_is_up_to_date_and_no_proof_is_missing():
@@ -48,6 +57,7 @@ def least(tmp_path: Path) -> list[str]:
         f"data.val_files={data}",
         f"actor_rollout_ref.model.path={model}",
         f"critic.model.path={model}",
+        f"distillation.teacher_models.teacher_model.model_path={model}",
         "actor_rollout_ref.rollout.name=hf",
         "actor_rollout_ref.rollout.n=8",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",

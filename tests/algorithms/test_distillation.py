@@ -12,17 +12,25 @@ from torch.testing import assert_close
 
 from verl.algorithms.distillation import (
     DISTILLATION_LOSSES,
-    DistillationLossSettings,
     check_distillation_loss,
     distillation_loss_info,
     distillation_rewards,
     evaluate_distillation_loss,
-    register_distillation_loss,
 )
 from verl.algorithms.kl import KL_KINDS
 from verl.base.registry import scoped_registrations
 from verl.config import ActorConfig, DistillationConfig, DistillationLossConfig
 from verl.errors import ConfigError, SchemaError
+from verl.trainer.distillation.losses import (
+    DistillationLossSettings,
+    compute_distillation_loss_range,
+    compute_distillation_loss_reverse_kl_estimator,
+    compute_forward_kl_topk,
+    get_distillation_loss_fn,
+    get_distillation_loss_settings,
+    no_padding_2_padding,
+    register_distillation_loss,
+)
 
 TOPK = ("forward_kl_topk", "reverse_kl_topk", "jsd_topk")
 ACTOR = ActorConfig(ppo_mini_batch_size=1, ppo_micro_batch_size_per_gpu=1)
@@ -170,7 +178,7 @@ def test_bounds():
     assert_close(losses, torch.tensor([5 - math.log(2)]))
 
 
-@pytest.mark.proof("masks", *KL_KINDS, *TOPK)
+@pytest.mark.proof("masks", param="name")
 @pytest.mark.parametrize("name", sorted(DISTILLATION_LOSSES))
 def test_masked_tokens_change_nothing(name: str):
     reads = distillation_loss_info(name).reads
@@ -216,12 +224,23 @@ def test_metrics():
     assert_close(metrics["distillation/teacher_tail"], torch.tensor(0.1875))  # (1/8 + 1/4) / 2
     assert_close(metrics["distillation/loss_max"], losses.max())
     assert_close(metrics["distillation/loss_min"], losses[0, :2].min())
+    extremes = {name: metric.aggregate() for name, metric in compute_distillation_loss_range(losses, mask).items()}
+    assert extremes == {name: float(metrics[name]) for name in extremes}
+    columns |= {"response_mask": mask}
+    assert_close(compute_forward_kl_topk(ACTOR, DistillationConfig(), outputs, columns), (losses, metrics))
+
+
+def test_the_estimator_of_the_configuration():
+    columns = {"teacher_logprobs": torch.tensor([[-3.0]]), "response_mask": torch.ones(1, 1)}
+    section = DistillationConfig(distillation_loss=replace(DistillationLossConfig(), loss_mode="k2"))
+    outputs = {"log_probs": torch.tensor([[-1.0]])}
+    assert compute_distillation_loss_reverse_kl_estimator(ACTOR, section, outputs, columns)[0].tolist() == [[2.0]]
 
 
 def test_losses_of_users():
     mask = torch.tensor([[1, 0]])
     outputs, columns = {"log_probs": torch.tensor([[-1.0, 7.0]])}, {"teacher_logprobs": torch.tensor([[-3.0, 7.0]])}
-    columns |= {"response_mask": mask}
+    columns |= {"response_mask": mask, "responses": mask, "attention_mask": torch.tensor([[1, 1, 0]])}
     with scoped_registrations():
 
         @register_distillation_loss(DistillationLossSettings(names=["squared", "sq"], use_estimator=True))
@@ -230,7 +249,8 @@ def test_losses_of_users():
 
         @register_distillation_loss(DistillationLossSettings(names="public", use_estimator=True))
         def public(config, distillation_config, model_output, data):
-            gap = model_output["log_probs"] - data["teacher_logprobs"]
+            log_probs = no_padding_2_padding(model_output["log_probs"], data)
+            gap = log_probs - data["teacher_logprobs"]
             return gap * distillation_config.distillation_loss.beta, {"distillation/gap": gap.mean()}
 
         assert distillation_loss_info("sq").reads == "sampled"
@@ -241,7 +261,8 @@ def test_losses_of_users():
         assert metrics["distillation/gap"] == 1.0
         with pytest.raises(ConfigError, match=r"'public' reads the sections of verl\.trainer\.main_ppo"):
             evaluate_distillation_loss(distillation_loss_info("public"), outputs, columns, DistillationLossConfig())
-        in_public_form = distillation_loss_info("squared").public_form
+        assert get_distillation_loss_settings("sq").all_names == ["squared", "sq"]
+        in_public_form = get_distillation_loss_fn("squared")
         assert in_public_form(ACTOR, DistillationConfig(), outputs, columns)[0].tolist() == [[4.0, 0.0]]
 
         @register_distillation_loss(DistillationLossSettings(names="scalar", use_estimator=True))

@@ -23,7 +23,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -75,6 +75,8 @@ class DistillationLossSettings:
     """Whether it reads the log-probs of the sampled tokens."""
     paper: str = ""
     """Link to its description."""
+    reproduces: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Name of a published setting → the overrides that select it, beside those of the teacher."""
 
     def __post_init__(self) -> None:
         """Check the names and the switches."""
@@ -420,7 +422,17 @@ def _topk_divergence(student: Tensor, teacher: Tensor, kind: DivergenceKind, con
 
 # ---- the losses -------------------------------------------------------------------------------
 
-_GKD = "https://arxiv.org/abs/2306.13649"
+_GKD, _MINILLM = "https://arxiv.org/abs/2306.13649", "https://arxiv.org/abs/2306.08543"
+_OF_TEACHER_ALONE = ("distillation.enabled=true", "distillation.distillation_loss.use_task_rewards=false")
+_REPRODUCES: Mapping[str, dict[str, tuple[str, ...]]] = {
+    "k1": {
+        "On-policy distillation (https://thinkingmachines.ai/blog/on-policy-distillation/)": (
+            *_OF_TEACHER_ALONE,
+            "distillation.distillation_loss.loss_mode=k1",
+            "distillation.distillation_loss.use_policy_gradient=true",
+        )
+    },
+}
 
 
 def _estimator(kind: str) -> Callable[[Tensor, Tensor, DivergenceConfig], Tensor]:
@@ -448,7 +460,12 @@ def _estimator(kind: str) -> Callable[[Tensor, Tensor, DivergenceConfig], Tensor
 
 
 for _kind in KL_KINDS:
-    _settings = DistillationLossSettings(_kind, use_estimator=True, paper="http://joschu.net/blog/kl-approx.html")
+    _settings = DistillationLossSettings(
+        _kind,
+        use_estimator=True,
+        paper="http://joschu.net/blog/kl-approx.html",
+        reproduces=_REPRODUCES.get(_kind, {}),
+    )
     _register(_settings)(_estimator(_kind))
 
 
@@ -462,7 +479,7 @@ def forward_kl_topk(student_topk_logprobs: Tensor, teacher_topk_logprobs: Tensor
     return _topk_divergence(student_topk_logprobs, teacher_topk_logprobs, "forward_kl", config)
 
 
-@_register(DistillationLossSettings("reverse_kl_topk", use_topk=True, paper="https://arxiv.org/abs/2306.08543"))
+@_register(DistillationLossSettings("reverse_kl_topk", use_topk=True, paper=_MINILLM))
 def reverse_kl_topk(student_topk_logprobs: Tensor, teacher_topk_logprobs: Tensor, config: DivergenceConfig) -> Tensor:
     """KL(p ‖ q) over the teacher's k most likely tokens and the class of all others; see :func:`forward_kl_topk`."""
     return _topk_divergence(student_topk_logprobs, teacher_topk_logprobs, "reverse_kl", config)
@@ -484,7 +501,7 @@ def forward_kl(divergence: Tensor, config: DivergenceConfig) -> Tensor:
     return divergence
 
 
-@_register(DistillationLossSettings("reverse_kl", paper="https://arxiv.org/abs/2306.08543"))
+@_register(DistillationLossSettings("reverse_kl", paper=_MINILLM))
 def reverse_kl(divergence: Tensor, config: DivergenceConfig) -> Tensor:
     """KL(p ‖ q) over the whole vocabulary, (bsz, response_length), which the policy's engine has computed."""
     return divergence

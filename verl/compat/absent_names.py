@@ -61,7 +61,7 @@ _TEACHERS = Absence(
     "other design",
     "Teachers are workers (verl.workers.teacher), which score the responses of a step in one call each, those of agent "
     "loops too; so loops and their managers have no client of a teacher. Settings: distillation.*; a divergence of "
-    "your own: verl.algorithms.distillation.register_distillation_loss.",
+    "your own: verl.trainer.distillation.losses.register_distillation_loss.",
 )
 
 _DIVERGENCES = Absence(
@@ -348,9 +348,6 @@ ABSENT: dict[str, Absence] = {
     "verl.single_controller.ray.base.func_generator": _PRIVATE,
     "verl.single_controller.ray.base.get_random_string": _PRIVATE,
     "verl.single_controller.ray.base.get_platform": _OTHER_DEVICES,
-    "verl.trainer.distillation.losses.compute_distillation_loss_range": _DIVERGENCES,
-    "verl.trainer.distillation.losses.compute_distillation_loss_reverse_kl_estimator": _DIVERGENCES,
-    "verl.trainer.distillation.losses.compute_forward_kl_topk": _DIVERGENCES,
     "verl.trainer.distillation.losses.compute_topk_loss": _DIVERGENCES,
     "verl.trainer.distillation.losses.distillation_loss": _DIVERGENCES,
     "verl.trainer.distillation.losses.distillation_ppo_loss": _DIVERGENCES,

@@ -101,8 +101,8 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
     "verl.trainer.distillation.losses": {
         _SECTIONS: "ActorConfig BaseConfig DistillationConfig DistillationLossConfig",
         "verl.algorithms": "agg_loss get_policy_loss_fn kl_penalty",
-        "verl.utils.metric": "Metric",
         "verl.compat.toolkit.padding": "no_padding_2_padding",
+        "verl.utils.metric": "AggregationType Metric",
     },
     "verl.trainer.main_ppo": {
         "verl.trainer.ppo.ray_trainer": "RayPPOTrainer",

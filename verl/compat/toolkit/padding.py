@@ -35,10 +35,14 @@ def no_padding_2_padding(nested_tensor: Tensor, data: TensorDict) -> Tensor:
     The value of a response token stands at the position before it, where the model predicts it.
 
     Args:
-        nested_tensor: one value per token of the unpadded sequences, jagged or (tokens, ...).
+        nested_tensor: one value per token of the unpadded sequences, jagged or (tokens, ...); what is padded already,
+            (bsz, response_length, ...), as losses of distillation get it, is returned as it is.
         data: attention_mask (bsz, prompt_length + response_length) and responses (bsz, response_length) of the batch.
     """
     values = nested_tensor.values() if nested_tensor.is_nested else nested_tensor
+    # Sequences of one token each, whose number would be bsz, have no response.
+    if not nested_tensor.is_nested and values.shape[:2] == data["responses"].shape:
+        return values
     mask = data["attention_mask"].to(values.device)
     size = data["responses"].shape[1]
     lengths = mask[:, -size:].sum(1)  # of the responses
