@@ -432,6 +432,13 @@ _REPRODUCES: Mapping[str, dict[str, tuple[str, ...]]] = {
             "distillation.distillation_loss.use_policy_gradient=true",
         )
     },
+    "jsd": {
+        "GKD on the policy's own samples (arXiv:2306.13649)": (
+            *_OF_TEACHER_ALONE,
+            "distillation.distillation_loss.loss_mode=jsd",
+            "distillation.distillation_loss.beta=0.5",
+        )
+    },
 }
 
 
@@ -507,7 +514,7 @@ def reverse_kl(divergence: Tensor, config: DivergenceConfig) -> Tensor:
     return divergence
 
 
-@_register(DistillationLossSettings("jsd", paper=_GKD))
+@_register(DistillationLossSettings("jsd", paper=_GKD, reproduces=_REPRODUCES["jsd"]))
 def jsd(divergence: Tensor, config: DivergenceConfig) -> Tensor:
     """Jensen-Shannon divergence over the whole vocabulary, which the policy's engine has computed; see `jsd_topk`."""
     return divergence

@@ -351,6 +351,7 @@ ABSENT: dict[str, Absence] = {
     "verl.trainer.distillation.losses.compute_topk_loss": _DIVERGENCES,
     "verl.trainer.distillation.losses.distillation_loss": _DIVERGENCES,
     "verl.trainer.distillation.losses.distillation_ppo_loss": _DIVERGENCES,
+    "verl.trainer.distillation.losses.ppo_loss": _ACTOR,
     "verl.trainer.main_ppo.TaskRunnerV1": Absence(
         "other design", "verl.trainer.main_ppo.TaskRunner runs the one trainer that there is."
     ),
