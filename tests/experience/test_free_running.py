@@ -222,7 +222,7 @@ def test_a_resumed_run_trains_on_each_sample_once_and_never_again_on_dropped_one
     ]
     assert sorted(first.names) == sorted(started(20 + dropped[0] + dropped[1]))
     assert sorted(before + rest.names) == sorted(started(20 + dropped[0] + dropped[2]))
-    assert dropped[0] >= 2  # of the first eight prompts two teach nothing
+    assert dropped[0] + dropped[1] >= 4  # in each epoch of 16 prompts four teach nothing
     metrics = list(first.metrics.values())
     drawn = sum(of_step["training/filter_groups/num_gen_batches"] for of_step in metrics)
     assert drawn == (20 + dropped[0] + dropped[1]) / 4
