@@ -34,6 +34,7 @@ from benchmarks.chaos_run import agent_processes, ranks
 STEPS, PROMPTS, RESPONSES = 6, 4, 4
 RUN_S = 240
 NOTHING = "nothing"
+ENDING_S = 60.0
 LONGEST_S = 3.0
 """Most seconds after the end of a step after which the process is killed."""
 EXPECTED = Counter(
@@ -77,6 +78,7 @@ def run(folder: Path, output: Path, mode: str, victim: str | None, after: int, m
     """
     output.mkdir()
     reached: float | None = None
+    others: list[psutil.Process] = []
     environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(output / "metrics.jsonl"), "OMP_NUM_THREADS": "1"}
     killed, starts, code = NOTHING, 0, -signal.SIGKILL
     with (output / "log.txt").open("w") as log:
@@ -86,12 +88,14 @@ def run(folder: Path, output: Path, mode: str, victim: str | None, after: int, m
             process = subprocess.Popen(
                 command(folder, output, mode), stdout=log, stderr=log, env=environment, cwd=shape.ROOT
             )
+            process_tree = psutil.Process(process.pid)
             while process.poll() is None:
                 elapsed = time.monotonic() - began
                 if reached is None and steps_done(output) >= after:
                     reached = time.monotonic()
                 is_time = reached is not None and time.monotonic() - reached > moment_s
-                if victim is not None and is_time and (found := VICTIMS[victim](psutil.Process(process.pid))):
+                if victim is not None and is_time and (found := VICTIMS[victim](process_tree)):
+                    others = process_tree.children(recursive=True)
                     found[0].kill()
                     killed, victim = f"{victim} {moment_s:.1f} s after step {after}", None
                 if elapsed > RUN_S:
@@ -99,6 +103,8 @@ def run(folder: Path, output: Path, mode: str, victim: str | None, after: int, m
                     raise RuntimeError(f"no end after {RUN_S} s; its log: {output / 'log.txt'}")
                 time.sleep(0.1)
             code = process.returncode
+            # What a killed driver has started ends by itself, and holds the lock of the folder till then.
+            psutil.wait_procs(others, ENDING_S)
     if code:
         raise RuntimeError(f"the run ended with code {code}; its log: {output / 'log.txt'}")
     return starts, killed

@@ -201,12 +201,12 @@ class Recovery:
                 _full_text(error),
             )
             time.sleep(pause)
+            self.replacements += 1
             try:
                 start()
             except ProcessLostError as another:
                 error = another
             else:
-                self.replacements += 1
                 logger.warning("The rollout pool is there again.")
                 return
         raise error
