@@ -9,8 +9,9 @@ import pytest
 
 from tests.support.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 from tests.trainer.test_run import assert_same_steps
+from tests.workers.teacher.completions_server import CompletionsServer
 from verl.errors import DataError
-from verl.testing.models import tiny_model_dir
+from verl.testing.models import tiny_model, tiny_model_dir, tiny_tokenizer
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
@@ -42,6 +43,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             f"{TEACHERS}__itself__key": "countdown",
             f"{LOSS}__use_task_rewards": "false",
         } | changes
+        settings = {name: value for name, value in settings.items() if value is not None}
         run_ppo(compose(overrides(paths, tmp_path / "run", **settings)))
         return {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
 
@@ -96,3 +98,23 @@ def test_layouts_with_teachers_give_the_numbers_of_one_rank(train, ray_cluster, 
 def test_a_row_without_a_teacher_is_refused_before_a_model_loads(train):
     with pytest.raises(DataError, match="row 1 has data_source='countdown', and no teacher has this key"):
         train(**{f"{TEACHERS}__itself__key": "code"})
+
+
+def test_a_teacher_behind_an_endpoint_teaches_what_the_model_itself_does(train):
+    """The most likely tokens of one teacher, by a forward pass and over HTTP: the same numbers."""
+    one = {
+        f"{TEACHERS}__math__key": None,
+        f"{TEACHERS}__itself__model_path": None,
+        f"{TEACHERS}__itself__key": None,
+        f"{LOSS}__loss_mode": "forward_kl_topk",
+        f"{LOSS}__topk": 4,
+        "trainer__total_training_steps": 1,
+    }
+    inference = f"{TEACHERS}__math__inference"
+    with CompletionsServer(tiny_model(seed=7), tiny_tokenizer()).running() as url:
+        asked = {f"{TEACHERS}__math__model_path": "big", f"{inference}__name": "openai", f"{inference}__base_url": url}
+        served = train(**one, **asked)[1]
+    computed = train(**one)[1]
+    assert served["distillation/kl"] > 1
+    for name in ("distillation/loss", "distillation/kl", "actor/grad_norm"):
+        assert served[name] == pytest.approx(computed[name], rel=1e-4), name
