@@ -136,6 +136,18 @@ def test_a_state_is_loaded_bit_for_bit_and_goes_on_as_if_nothing_had_been(servic
     assert all(torch.equal(reset[name], before[name]) == ("exp_avg" not in name) for name in reset)
 
 
+def test_a_pass_that_is_not_finite_harms_nobody_else(service):
+    """exp(log p + 10,000) overflows: its client is told, and the other's pass, computed with it, counts."""
+    one, other = service.model(0), service.model(1)
+    extreme = [datum(TEXTS[0], logprobs=[-1e4] * 5, advantages=[1.0] * 5)]
+    promises = [service.start_pass(one, 1, extreme, "importance_sampling"), service.start_pass(other, 1, DATA)]
+    assert "the loss or its gradient is not finite" in service.result(promises[0])["error"]
+    assert loss_of(service.result(promises[1])) > 0
+    assert "no step was made" in service.result(service.step(one, 2))["error"]
+    assert 0 < service.result(service.step(other, 2))["metrics"]["grad_norm:mean"] < 1e4
+    train(service, one, DATA, 1, first=3)
+
+
 def test_requests_of_a_model_run_in_order_and_once(service):
     """Chunks may come in any order, a request may come again, and one that was refused holds nobody up."""
     model = service.model(0)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -172,15 +173,14 @@ class AdapterWorker(EngineWorker):
     def init_model(self) -> None:
         """Load the base model and start the rollout engine."""
         config = self.config
-        engine = self.make_engine(
+        self.engine = self.make_engine(
             "adapter_slots", config.engine.strategy, config.trained_model, config.engine, FSDPOptimizerConfig()
         )
-        assert isinstance(engine, AdapterSlotsEngine)
-        self.engine, self.slots = engine, engine
+        self.slots = cast(AdapterSlotsEngine, self.engine)
         self.scratch = config.server.max_models
         """The slot for saved weights whose prompts are scored."""
         self.slots.divide_adapters(self.scratch + 1)
-        self.join_mesh("train", engine)
+        self.join_mesh("train", self.slots)
         model = config.model
         tokenizer = hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         rollout = config.full_rollout
