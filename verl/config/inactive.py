@@ -281,6 +281,11 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             },
         ),
         not_yet(
+            "a rollout pool keeps the number of ranks with which it started, because calls and transfers of weights "
+            "are for all of them as one group; set rollout.nnodes and start the run again to use more nodes",
+            {"elastic": False},
+        ),
+        not_yet(
             "quantized rollout is not in this version; leave rollout.quantization null",
             {"quantization": None},
         ),
