@@ -34,6 +34,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.device import memory_metrics
 from verl.utils.flops_counter import Arithmetic
+from verl.utils.model import hf_config_of
 from verl.utils.model_facts.time_limits import time_limits
 from verl.workers.engine import BaseEngine, EngineRegistry, LossFunction, MicroBatchConfig
 from verl.workers.engine.loss import LossCallable, as_loss_function
@@ -409,6 +410,7 @@ class DistillingWorker(TrainingWorker):
         self.teacher = self.make_engine(
             "language_model", config.engine.strategy, config.teacher_model, config.teacher_engine
         )
+        self.teacher.top_ids_below = hf_config_of(config.model).get_text_config().vocab_size
         if self.distilled.info.reads == "full":
             self.trained.divergence = full_divergence(config.distillation.distillation_loss, [(self.teacher, 1.0)])
 

@@ -19,7 +19,6 @@ from verl.config import (
     FSDPEngineConfig,
     McoreEngineConfig,
 )
-from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.utils.metric import Metrics
 from verl.utils.model import hf_config_of
@@ -49,7 +48,7 @@ class FrozenTeachers:
     ) -> None:
         ref = roles.ref
         self.config = config
-        self.vocab_size = hf_config_of(roles.model).get_text_config().vocab_size
+        vocab_size = hf_config_of(roles.model).get_text_config().vocab_size
         self.micro = MicroBatchConfig(
             micro_batch_size_per_gpu=ref.log_prob_micro_batch_size_per_gpu,
             use_dynamic_bsz=ref.log_prob_use_dynamic_bsz,
@@ -63,26 +62,17 @@ class FrozenTeachers:
             engine = make_engine("language_model", ref.strategy, model, _placement(teacher, config, ref.placement))
             if roles.actor.use_prefix_grouper:
                 engine.check_shared_prompts("actor.use_prefix_grouper")
+            engine.top_ids_below = vocab_size
             self.engines[name] = engine
 
     def _temperature(self, name: str) -> float:
         return self.config.teachers[name].inference.temperature or 1.0  # 0 is greedy
 
     def columns(self, name: str, data: DataProto) -> DataProto:
-        """Compute the columns of :func:`teacher_columns` under one teacher; collective.
-
-        Raises:
-            ConfigError: one of the teacher's most likely tokens is none of the policy's.
-        """
+        """Compute the columns of :func:`teacher_columns` under one teacher; collective."""
         loss = self.config.distillation_loss
         reads, temperature = distillation_loss_info(loss.loss_mode).reads, self._temperature(name)
-        made = teacher_columns(self.engines[name], data, reads, self.micro, temperature, loss.topk)
-        if reads == "topk" and int(made.batch["teacher_topk_ids"].max()) >= self.vocab_size:
-            raise ConfigError(
-                f"distillation.teacher_models.{name}: a token among the {loss.topk} most likely ones is beyond the "
-                f"policy's {self.vocab_size} tokens. Lower distillation_loss.topk, or take a loss of sampled tokens."
-            )
-        return made
+        return teacher_columns(self.engines[name], data, reads, self.micro, temperature, loss.topk)
 
     def whole_vocabulary(self, data: DataProto) -> tuple[DataProto, FullDivergence, Metrics]:
         """Compute what a divergence of the whole vocabulary reads; collective.
