@@ -404,6 +404,11 @@ class ActorRolloutRefWorker(EngineWorker):
         state = super().training_state(global_step, contents, copied)
         return state if self.average is None or "model" not in contents else self.average.added_to(state, copied)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def snapshot_bytes(self) -> int:
+        """See :meth:`EngineWorker.snapshot_bytes`."""
+        return self.trained.state_bytes() + (0 if self.average is None else self.average.nbytes())
+
     def load_training_state(self, folder: Path) -> None:
         """See :meth:`EngineWorker.load_training_state`."""
         super().load_training_state(folder)
