@@ -25,7 +25,8 @@ def paths(word: str) -> list[str]:
 
 def test_a_word_is_a_whole_key_then_an_ending_then_a_part_then_a_meaning():
     assert paths("trainer.seed") == ["trainer.seed"] * len(paths("trainer.seed"))
-    assert set(paths("clip_ratio_low")) == {"actor_rollout_ref.actor.clip_ratio_low"}
+    sections = "actor_rollout_ref.actor", "distillation.distillation_loss"
+    assert set(paths("clip_ratio_low")) == {f"{section}.clip_ratio_low" for section in sections}
     assert "algorithm.filter_groups.max_num_gen_batches" in paths("num_gen")
     assert {"actor_rollout_ref.actor", "actor_rollout_ref.actor.clip_ratio"} <= set(paths("actor")), "a section"
     assert all("checkpoint" not in path for path in paths("hung")), "found by meaning only"
