@@ -58,6 +58,9 @@ SEQUENCE = ("bsz", "sequence_length")
 PREPARED = "algorithms.prepare_update, from the whole mini-batch before it is dealt to the ranks"
 """Producer of the columns that depend on other rows of the mini-batch."""
 
+COUNTED = ("response_mask", "distillation_mask", "observation_weights", "trajectory_count")
+"""Columns by which a row counts in a loss: 0 in a row that is computed only because ranks or passes must be equal."""
+
 NOT_YET = "nothing in this version"
 _TEACHERS = "teachers (distillation.enabled)"
 AGENTS = ("agent loops",)

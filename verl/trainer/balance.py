@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from verl.protocol import DataProto, replace_columns
+from verl.schema import COUNTED
 from verl.utils.metric import Metrics
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.workers.engine.non_finite import NonFinite, in_batch_order
@@ -154,7 +155,7 @@ def deal(
         sizes: units of each mini-batch; None for one of all.
         rows_per_unit: adjacent rows that stay together: 1, or 2 for the sides of a pair.
         pads: fill up mini-batches that do not divide over the ranks. A padding row repeats the shortest row of its
-            mini-batch, with ``response_mask`` and ``trajectory_count`` 0, so that it adds nothing to a loss.
+            mini-batch, with :data:`verl.schema.COUNTED` 0, so that it adds nothing to a loss.
         shares_prompts: keep rows with the same prompt on one rank, which computes it once; see
             :func:`layout_for_ranks`. Only for units of one row.
     """
@@ -195,7 +196,7 @@ def _padded(lengths: Sequence[int], sizes: Sequence[int], multiple: int) -> tupl
 
 def _without_weight(rows: DataProto, padding: list[int]) -> DataProto:
     changed: dict[str, torch.Tensor] = {}
-    for name in ("response_mask", "trajectory_count"):
+    for name in COUNTED:
         if name in rows.batch.keys():
             changed[name] = rows.batch[name].clone()
             changed[name][padding] = 0

@@ -177,6 +177,15 @@ def split_passes(batch, micro):
     return list(split_micro_batches(batch, micro, CPU))
 
 
+def test_no_token_of_a_filler_counts():
+    make_group()
+    of_tokens = ("response_mask", "distillation_mask", "observation_weights")
+    columns = {"attention_mask": torch.ones(1, 3)} | {name: torch.ones(1, 2) for name in of_tokens}
+    _, filler = split_micro_batches(DataProto.from_dict(tensors=columns), MicroBatchConfig(), CPU, multiple=2)
+    assert filler.is_filler
+    assert not any(filler.data.batch[name].any() for name in of_tokens)
+
+
 def make_group():
     from verl.utils.device import ensure_process_group
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from verl.errors import ConfigError, PassTooLargeError, ResourceError, SchemaError, VerlError
 from verl.protocol import DataProto
+from verl.schema import COUNTED
 from verl.utils.seqlen_balancing import micro_batches_by_tokens
 from verl.workers.engine.loss import num_valid_tokens
 from verl.workers.shared_prompts import Siblings
@@ -144,7 +145,7 @@ def _filler(batch: DataProto, rows_per_unit: int) -> DataProto:
     """Return a copy of the first unit in which no token counts."""
     unit = batch.select_idxs(list(range(rows_per_unit)))
     columns = dict(unit.batch.items())
-    columns["response_mask"] = torch.zeros_like(columns["response_mask"])
+    columns |= {name: torch.zeros_like(columns[name]) for name in COUNTED if name in columns}
     return DataProto.from_dict(tensors=columns, non_tensors=unit.non_tensor_batch, meta_info=unit.meta_info)
 
 
