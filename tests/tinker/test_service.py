@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.tinker.support import ServiceHere, config_of, datum, log_probs_of, loss_of, start_group
+from verl.errors import ConfigError
 from verl.testing.models import tiny_model_dir
+from verl.tinker.files import StateFiles
 
 TEXTS = [[5, 9, 13, 40, 41, 7], [8, 30, 31, 9], [17, 18, 19, 20, 21, 22, 23, 24], [50, 51, 52]]
 DATA = [datum(text, weights=[1.0] * (len(text) - 1)) for text in TEXTS]
@@ -247,6 +250,36 @@ def test_wrong_data_is_refused_before_anything_is_computed(service, data, more, 
     service.result(service.start_pass(model, 2, DATA[:1]))
 
 
+def test_weights_that_are_gone_or_have_no_optimizer_end_no_service(service):
+    """A model that cannot load something goes on as it was."""
+    model = service.model(0)
+    train(service, model, DATA, 1)
+    loss = loss_of(service.result(service.start_pass(model, 3, DATA, forward_only=True)))
+    path = service.result(service.post("save_weights_for_sampler", model_id=model, seq_id=4, path="alone"))["path"]
+    load = {"model_id": model, "seq_id": 5, "path": path, "optimizer": True}
+    assert (
+        "has weights without a state of the optimizer" in service.result(service.post("load_weights", **load))["error"]
+    )
+    assert loss_of(service.result(service.start_pass(model, 6, DATA))) == pytest.approx(loss)
+    of = {"session_id": service.session, "sampling_session_seq_id": 1, "model_path": path}
+    sampler = service.post("create_sampling_session", **of)["sampling_session_id"]
+    prompt = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 2}}
+    promise = service.post("asample", **prompt, sampling_session_id=sampler, seq_id=0)
+    service.http.delete(f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/alone")
+    assert "were deleted, or not saved yet" in service.result(promise)["error"]
+
+
+def test_a_folder_has_one_service(tmp_path):
+    with open(tmp_path / "run.lock", "a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        (tmp_path / ".running" / "of-the-other").mkdir(parents=True)
+        with pytest.raises(
+            ConfigError, match=r"server.state_dir=.* another run writes into .* has not written its name"
+        ):
+            StateFiles(tmp_path)
+    assert (tmp_path / ".running" / "of-the-other").is_dir()
+
+
 def test_what_does_not_exist_or_is_not_served_is_refused(service):
     lora, base = {"rank": 4}, service.config.model.path
     session = {"session_id": service.session, "model_seq_id": 7}
@@ -283,6 +316,11 @@ def test_what_does_not_exist_or_is_not_served_is_refused(service):
         ),
         ("asample", 400, prompt | {"sampling_params": {"top_p": 0}}, "top_p=0.0 must be in (0, 1]"),
         ("asample", 400, prompt | {"prompt": {"chunks": [{"tokens": [999]}]}}, "prompt[0] is 999"),
+        ("asample", 400, prompt | {"sampling_params": {"top_k": 10**20}}, "top_k: Input should be less than"),
+        ("asample", 400, prompt | {"sampling_params": {"stop": [10**20]}}, "sampling_params.stop[0] is 1000"),
+        ("create_model", 400, session | {"base_model": base, "lora_config": {"rank": 4, "seed": 10**20}}, "seed: "),
+        ("optim_step", 400, {"model_id": "x", "seq_id": 1, "adam_params": {"learning_rate": 1e300}}, "learning_rate: "),
+        ("optim_step", 400, {"model_id": "x", "seq_id": 1, "adam_params": {"eps": 0}}, "adam_params.eps: Input should"),
         ("retrieve_future", 410, {"request_id": "x"}, "there is no request 'x' here"),
         ("create_session", 400, {"tags": 3}, "tags: Input should be a valid list"),
     ]
@@ -295,6 +333,8 @@ def test_what_does_not_exist_or_is_not_served_is_refused(service):
         c["checkpoint_id"] for c in service.http.get(f"/api/v1/training_runs/{model}/checkpoints").json()["checkpoints"]
     ] == ["weights/a"]
     assert service.http.get("/api/v1/training_runs").json()["cursor"]["total_count"] == 1
+    assert "limit='x' must be" in service.http.get("/api/v1/training_runs?limit=x").json()["error"]
+    assert "is no JSON" in service.http.post("/api/v1/retrieve_future", content=b"{").json()["error"]
     assert service.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/a").status_code == 204
     service.post(f"sessions/{service.session}/finish", 204, reason={"type": "success"})
     assert "there is no model" in service.post("optim_step", 404, model_id=model, seq_id=2, adam_params={})["error"]

@@ -106,10 +106,7 @@ class _Routes:
 
     def _post(self, path: str, kind: type[BodyT], answer: Callable[[BodyT], JsonMapping]) -> Route:
         async def handler(request: Request) -> Response:
-            try:
-                raw = json.loads(await request.body() or b"{}")
-            except ValueError as error:
-                raise RefusedError(f"the body is no JSON: {error}.") from error
+            raw = await _json_of(request)
             try:
                 return JSONResponse(answer(_checked(raw, kind)))
             except RefusedError:
@@ -131,7 +128,7 @@ class _Routes:
             raise
 
     async def _retrieve(self, request: Request) -> Response:
-        body = _checked(json.loads(await request.body()), protocol.RetrieveFuture)
+        body = _checked(await _json_of(request), protocol.RetrieveFuture)
         job = self._clients.board.job(body.request_id)
         answer = await _result(job)
         if answer.status_code != STILL_RUNNING:
@@ -145,6 +142,13 @@ class _Routes:
     async def _delete(self, request: Request) -> Response:
         self._clients.delete(request.path_params["run"], request.path_params["checkpoint"])
         return Response(status_code=204)
+
+
+async def _json_of(request: Request) -> object:
+    try:
+        return json.loads(await request.body() or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"the body is no JSON: {error}.") from error
 
 
 def _checked(raw: object, kind: type[BodyT]) -> BodyT:

@@ -304,7 +304,11 @@ class Clients:
 
     def runs(self, query: Mapping[str, str]) -> JsonMapping:
         """List models of which something was written."""
-        limit, offset = int(query.get("limit", 20)), int(query.get("offset", 0))
+        page = {"limit": query.get("limit", "20"), "offset": query.get("offset", "0")}
+        for name, text in page.items():
+            if not text.isdecimal():
+                raise RefusedError(f"{name}={text!r:.60} must be a whole number of at least 0.")
+        limit, offset = int(page["limit"]), int(page["offset"])
         runs = self._files.runs()
         shown = [self._described(run) for run in runs[offset : offset + limit]]
         return {"training_runs": shown, "cursor": {"offset": offset, "limit": limit, "total_count": len(runs)}}
@@ -415,6 +419,7 @@ class Clients:
             raise RefusedError(f"max_tokens={settings.max_tokens} must be 1 to {room} after {len(prompt)} tokens.")
         stop = [settings.stop] if isinstance(settings.stop, str) else settings.stop or []
         texts, ids = [s for s in stop if isinstance(s, str)], [s for s in stop if isinstance(s, int)]
+        check_tokens(np.asarray(ids), self._limits, "sampling_params.stop")
         seed, source = (self._config.server.seed, name) if settings.seed is None else (settings.seed, "seed")
         try:
             sampling = tuple(

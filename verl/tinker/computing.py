@@ -15,6 +15,7 @@ from verl.base.types import JsonMapping
 from verl.config import ServeConfig
 from verl.errors import NonFiniteError, ProcessLostError, ResourceError, VerlError
 from verl.protocol import DataProto
+from verl.tinker.adapters import SPEC_FILE
 from verl.tinker.data import TrainingRow, batch_of
 from verl.tinker.files import SavedPath, StateFiles, now
 from verl.tinker.jobs import Job, JobBoard, ModelState, Result
@@ -82,6 +83,9 @@ class Computing:
         Raises:
             ProcessLostError: a rank died; the jobs were answered with that.
         """
+        jobs = [job for job in jobs if not job.result.done()]  # others ended with their session
+        if not jobs:
+            return
         try:
             outcomes = self._outcomes(jobs)
         except ProcessLostError as error:
@@ -142,7 +146,8 @@ class Computing:
 
     def _free_slot(self, needed: Sequence[ModelState]) -> int:
         """Return a slot that is free, if necessary after writing the adapter used longest ago to the disk."""
-        placed = [model for model in self._board.models() if model.slot is not None]
+        # Those that are needed may have ended meanwhile with their session.
+        placed = [model for model in {*self._board.models(), *needed} if model.slot is not None]
         if free := {*range(self._slots)} - {model.slot for model in placed}:
             return min(free)
         model = min((model for model in placed if model not in needed), key=lambda model: model.last_used)
@@ -152,7 +157,7 @@ class Computing:
         return slot
 
     def _load(self, model: ModelState, task: LoadTask) -> Result:
-        folder = self._files.saved(task.path)
+        folder, spec = self._files.saved(task.path), self._files.spec(task.path)
         is_new = model.slot is None
         slot = self._free_slot([model]) if model.slot is None else model.slot
         try:
@@ -163,6 +168,7 @@ class Computing:
         if model.stash is not None:
             shutil.rmtree(model.stash)
         model.slot, model.stash, model.has_gradients, model.lacks_gradients = slot, None, False, False
+        model.spec = spec
         return _json({"path": task.path.text, "model_id": model.model_id, "type": "load_weights"})
 
     # ---- training
@@ -204,6 +210,8 @@ class Computing:
 
     def _sample(self, jobs: Sequence[Job]) -> Sequence[Result]:
         weights, ranks = jobs[0].weights, self.group.world_size
+        if weights is not None and not (weights / SPEC_FILE).is_file():
+            raise RefusedError("the weights of this sampling session were deleted, or not saved yet.", status=404)
         folder = None if weights is None else str(weights)
         tasks = [cast(SampleTask, job.payload) for job in jobs]
         requests = [RolloutRequest(task.prompt, sampling) for task in tasks for sampling in task.sampling]

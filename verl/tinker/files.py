@@ -6,6 +6,7 @@
     tinker://RUN/sampler_weights/NAME      RUN/sampler_weights/NAME      adapter alone
                                            RUN/run.json                  what the model is
                                            .running/                     of this server alone: emptied at its start
+                                           run.lock                      held by the server
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from pathlib import Path
 
 from verl.base.types import JsonMapping, JsonObject
 from verl.checkpoint.files import put_back, replace_text
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, ConfigError
+from verl.supervision.lock import FolderLock
 from verl.tinker.adapters import SPEC_FILE, AdapterSpec, read_spec
 from verl.tinker.refusals import RefusedError
 
@@ -82,11 +84,22 @@ class StateFiles:
 
     Args:
         root: the folder; made if it is not there.
+
+    Raises:
+        ConfigError: another service uses it, whose running files this one would delete; or it cannot be written.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root.expanduser().absolute()
         self.running = self.root / ".running"
+        self._lock = FolderLock(self.root)
+        try:
+            self._lock.acquire(wait_s=1.0)
+        except CheckpointError as error:
+            raise ConfigError(
+                f"server.state_dir={root} must be a folder of this service alone that can be written: "
+                f"{str(error).partition('. ')[0]}."
+            ) from error
         shutil.rmtree(self.running, ignore_errors=True)
         self.running.mkdir(parents=True)
 

@@ -15,7 +15,7 @@ class LoraSettings(_Request):
     """The adapter of a new model."""
 
     rank: int
-    seed: int | None = None
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -59,13 +59,13 @@ class OfModel(_Request):
 
 
 class AdamParams(_Request):
-    """Settings of one step of AdamW."""
+    """Settings of one step of AdamW, within what fp32 can compute: an eps of 0 would divide 0 by 0."""
 
-    learning_rate: float = Field(default=1e-4, ge=0, allow_inf_nan=False)
+    learning_rate: float = Field(default=1e-4, ge=0, le=1e20)
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-12, ge=0, allow_inf_nan=False)
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    eps: float = Field(default=1e-12, ge=1e-30, le=1e20)
+    weight_decay: float = Field(default=0.0, ge=0, le=1e10)
     grad_clip_norm: float = Field(default=0.0, ge=0)
 
 
@@ -144,7 +144,7 @@ class SamplingSettings(_Request):
     seed: int | None = None
     stop: str | list[int] | list[str] | None = None
     temperature: float = Field(default=1.0, allow_inf_nan=False)
-    top_k: int = -1
+    top_k: int = Field(default=-1, lt=2**31)
     top_p: float = 1.0
 
 
@@ -153,7 +153,7 @@ class SampleRequest(_Request):
 
     prompt: PromptTokens
     sampling_params: SamplingSettings
-    num_samples: int = Field(default=1, ge=1)
+    num_samples: int = Field(default=1, ge=1, le=10_000)
     sampling_session_id: str | None = None
     seq_id: int | None = None
     base_model: str | None = None

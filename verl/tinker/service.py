@@ -88,12 +88,13 @@ class Service:
             device_name=device,
         )
         arguments = {ROLE: {"config": config}}
-        computing = Computing(config, board, files, workers.start(arguments)[ROLE])
+        # Before the model loads, because the port may be taken.
         server = LoopbackServer(tinker_app(Clients(config, board, files, limits), key), config.server.port)
-        show(f"{config.name} at {server.url}, until Ctrl-C; it answers this machine only. For clients:")
-        show(f"export TINKER_BASE_URL={server.url} TINKER_API_KEY={key}")
         most_responses = 4 * config.rollout.max_num_seqs
         try:
+            computing = Computing(config, board, files, workers.start(arguments)[ROLE])
+            show(f"{config.name} at {server.url}, until Ctrl-C; it answers this machine only. For clients:")
+            show(f"export TINKER_BASE_URL={server.url} TINKER_API_KEY={key}")
             while True:
                 jobs = board.take(config.server.max_models, most_responses, POLL_S)
                 if not jobs:

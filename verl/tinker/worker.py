@@ -66,12 +66,12 @@ class SlotAdapter:
 
     def __init__(self, engine: AdapterSlotsEngine, slot: int, stored: StoredAdapter) -> None:
         self.engine, self.slot, self.spec = engine, slot, stored.spec
-        for part in engine.parts(slot).values():  # also of layers that this client does not train, and rows beyond r
-            part.values.zero_()
         parts = {n: p for n, p in engine.parts(slot, self.spec.rank).items() if self.spec.trains(n)}
         if parts.keys() != stored.weights.keys():
             absent = sorted(parts.keys() ^ stored.weights.keys())[0]
             raise CheckpointError(f"the adapter is of another base model: one of both has no {absent}.")
+        for part in engine.parts(slot).values():  # also of layers that this client does not train, and rows beyond r
+            part.values.zero_()
         self._rows = {name: part.rows for name, part in parts.items()}
         # Leaves over the engine's memory, which the optimizer changes in place.
         self._weights = {name: part.values.requires_grad_(False) for name, part in parts.items()}
@@ -202,9 +202,8 @@ class AdapterWorker(EngineWorker):
         """Put a saved adapter into a slot, in place of what it has.
 
         Raises:
-            CheckpointError: it cannot be read, or is of another model.
+            CheckpointError: it cannot be read, or is of another model; the slot then keeps what it has.
         """
-        self.adapters.pop(slot, None)
         self.adapters[slot] = SlotAdapter(self.slots, slot, read_adapter(Path(folder), with_optimizer))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
