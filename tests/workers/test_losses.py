@@ -181,6 +181,9 @@ def test_divergences_as_advantages_by_hand():
     # Rows without context to learn from have no advantage, and the others keep their denominator.
     masked = batch(**TAUGHT, distillation_mask=[[0, 0], [1, 0]])
     assert_close(loss_fn({"log_probs": log_probs}, masked, TOTALS)[0], tensor(2 * 0.5 / 6))
+    # Neither has a token that was rejected afterwards, here the second of the first row.
+    rejected = batch(**TAUGHT | {"response_mask": [[1, 0], [1, 0]]}, distillation_mask=[[1, 1], [0, 0]])
+    assert_close(loss_fn({"log_probs": log_probs}, rejected, TOTALS)[0], tensor(2 * 1.0 / 6))
 
 
 def test_prompt_mean_by_hand():

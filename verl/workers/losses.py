@@ -229,7 +229,8 @@ class DistillationLoss:
         loss, metrics = self.loss(outputs, micro_batch, totals)
         columns = dict(micro_batch.batch.items())
         counts = denominators(totals, mode, columns) | LossTotals(loss_scale_factor=config.loss_scale_factor)
-        columns["response_mask"] = columns.get("distillation_mask", columns["response_mask"])
+        if "distillation_mask" in columns:  # made before tokens were rejected
+            columns["response_mask"] = columns["response_mask"] * columns["distillation_mask"]
         sections = config, self.distillation
         if settings.use_policy_gradient:
             old = columns["old_log_probs"]
