@@ -72,6 +72,10 @@ def test_teachers_of_the_whole_vocabulary_are_in_the_workers_of_the_policy(train
     assert 0.3 < first["distillation/agreement"] < 0.7
     assert first["distillation/loss_min"] == pytest.approx(0, abs=1e-5)
     assert first["timing_s/teacher"] > 0
+    # Of rows that PF-PPO drew for the update, what the teachers computed does not belong to the rows of the batch.
+    drawn = train(**{f"{LOSS}__loss_mode": "reverse_kl", "algorithm__use_pf_ppo": "true"}, **one_step)[1]
+    assert "distillation/loss" in drawn
+    assert "distillation/kl" not in drawn
 
 
 LAYOUTS = {

@@ -93,11 +93,11 @@ def teacher_index(batch: DataProto, config: DistillationConfig) -> np.ndarray:
     keys = batch.non_tensor_batch[config.teacher_key].tolist()
     check_teacher_keys(keys, config)
     numbers = {teacher.key: number for number, teacher in enumerate(teachers.values())}
-    return np.array([numbers[key] for key in keys], dtype=np.int64)
+    return np.array([numbers[str(key)] for key in keys], dtype=np.int64)
 
 
 def check_teacher_keys(keys: Sequence[object], config: DistillationConfig) -> None:
-    """Check that each of the rows' keys is that of a teacher.
+    """Check that each of the rows' keys, which may be numbers, is that of a teacher.
 
     Raises:
         DataError: one is not; the message names the first such row.
@@ -105,7 +105,7 @@ def check_teacher_keys(keys: Sequence[object], config: DistillationConfig) -> No
     known = {teacher.key for teacher in config.teachers.values()}
     if known == {None}:
         return
-    unknown = next(((row, key) for row, key in enumerate(keys) if key not in known), None)
+    unknown = next(((row, key) for row, key in enumerate(keys) if str(key) not in known), None)
     if unknown is not None:
         raise DataError(
             f"row {unknown[0]} has {config.teacher_key}={unknown[1]!r}, and no teacher has this key: "
@@ -130,7 +130,8 @@ def distillation_metrics(batch: DataProto) -> Metrics:
 
     ``distillation/kl`` is the mean of log p - log q over the response tokens, an estimate of KL(p ‖ q), with p the
     policy before the update; ``distillation/kl/SOURCE`` that of the rows of one data source;
-    ``distillation/teacher_entropy`` the teachers' mean entropy, in nats, of teachers that tell it.
+    ``distillation/teacher_entropy`` the teachers' mean entropy, in nats, of teachers that tell it. Teachers of the
+    whole vocabulary compute in the update of the policy, so that a step without one has none of these.
     """
     columns = batch.batch
     policy = next((columns[name] for name in ("old_log_probs", "rollout_log_probs") if name in columns.keys()), None)
@@ -140,12 +141,12 @@ def distillation_metrics(batch: DataProto) -> Metrics:
         return metrics
     if "teacher_entropys" in columns.keys():
         metrics["distillation/teacher_entropy"] = masked_mean(columns["teacher_entropys"], mask).item()
-    if policy is None:
+    if policy is None or "teacher_logprobs" not in columns.keys():
         return metrics
     gap = policy - columns["teacher_logprobs"]
     metrics["distillation/kl"] = masked_mean(gap, mask).item()
     sources = batch.non_tensor_batch.get("data_source")
-    for source in [] if sources is None else sorted(set(sources.tolist())):
+    for source in [] if sources is None else sorted(set(sources.tolist()), key=str):
         rows = torch.from_numpy(sources == source)
         if mask[rows].any():
             metrics[f"distillation/kl/{source}"] = masked_mean(gap[rows], mask[rows]).item()

@@ -479,7 +479,9 @@ class PPOTrainer(TrainingLoop):
                 wait_for(self.update_critic(chosen, context))
         if updates_actor:
             with context.stage("update_actor"):
-                batch = batch | wait_for(self.update_actor(chosen, context, own_forward))
+                updated = wait_for(self.update_actor(chosen, context, own_forward))
+            if not self.typed_config.algorithm.use_pf_ppo:  # the rows that it drew are not those of the batch
+                batch = batch | updated
             self.experience.updated(context.number)
         if own_forward:
             self.policy_metrics(batch, context)
