@@ -56,6 +56,9 @@ def test_without_context_the_policy_agrees_with_itself(train):
     first, second, _ = divergences(train(SAME, **{f"{OWN}__weights": "initial", f"{LOSS}__use_task_rewards": "true"}))
     assert first == 0
     assert abs(second) > 1e-4
+    # At another temperature it is another teacher.
+    hotter = {"distillation__teacher_models__teacher_model__inference__temperature": 2.0}
+    assert abs(divergences(train(SAME, **hotter, trainer__total_training_steps=1))[0]) > 1e-2
 
 
 def test_over_the_whole_vocabulary_too(train):

@@ -309,6 +309,7 @@ class ActorRolloutRefWorker(EngineWorker):
         :meth:`verl.workers.teacher.worker.ForwardTeacherWorker.compute_teacher_log_prob`; ``teacher`` has no effect.
         """
         rollout, settings = self.config.rollout, self.distillation.distillation_loss
+        (itself,) = self.distillation.teachers.values()
         micro = MicroBatchConfig(
             micro_batch_size_per_gpu=rollout.log_prob_micro_batch_size_per_gpu,
             use_dynamic_bsz=rollout.log_prob_use_dynamic_bsz,
@@ -316,7 +317,7 @@ class ActorRolloutRefWorker(EngineWorker):
         )
         engine, reads = self.trained, distillation_loss_info(settings.loss_mode).reads
         with engine.eval_mode(), nullcontext() if self.average is None else self.average.in_model():
-            return teacher_columns(engine, data, reads, micro, self.temperature, settings.topk)
+            return teacher_columns(engine, data, reads, micro, itself.inference.temperature or 1.0, settings.topk)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(

@@ -32,6 +32,8 @@ from verl.workers.teacher.tokenizers import teacher_model
 class FrozenTeachers:
     """The teachers of this rank; back end, precision and sizes of passes are those of ``actor_rollout_ref.ref``.
 
+    A policy that teaches itself has passes of the size of its other ones without gradients (``rollout.log_prob_*``).
+
     Args:
         config: ``distillation``.
         roles: ``actor_rollout_ref``.
@@ -47,12 +49,13 @@ class FrozenTeachers:
         policy: BaseEngine | None = None,
     ) -> None:
         ref = roles.ref
+        passes = ref if policy is None else roles.rollout
         self.config = config
         vocab_size = hf_config_of(roles.model).get_text_config().vocab_size
         self.micro = MicroBatchConfig(
-            micro_batch_size_per_gpu=ref.log_prob_micro_batch_size_per_gpu,
-            use_dynamic_bsz=ref.log_prob_use_dynamic_bsz,
-            max_token_len_per_gpu=ref.log_prob_max_token_len_per_gpu,
+            micro_batch_size_per_gpu=passes.log_prob_micro_batch_size_per_gpu,
+            use_dynamic_bsz=passes.log_prob_use_dynamic_bsz,
+            max_token_len_per_gpu=passes.log_prob_max_token_len_per_gpu,
             shares_prompts=roles.actor.use_prefix_grouper and policy is None,  # as teacher it has prompts for each row
         )
         self.engines: dict[str, BaseEngine] = {} if policy is None else dict.fromkeys(config.teachers, policy)
