@@ -102,6 +102,30 @@ def test_refusals(run: Run, changes: dict[str, object], said: str):
     assert said in run.refusal({key: model if value == "MODEL" else value for key, value in given.items()})
 
 
+def test_settings_that_nothing_reads_are_told(run: Run, caplog: pytest.LogCaptureFixture):
+    loss, own = "distillation.distillation_loss", "distillation.self_distillation"
+    taught = {"distillation.enabled": True, f"{TEACHER}.model_path": str(run.folder / "model")}
+    unread = {f"{loss}.beta": 0.1, f"{loss}.topk": 8, f"{own}.ema_decay": 0.5, "distillation.teacher_key": "level"}
+    run.load(taught | unread)
+    for line in (
+        "no effect: distillation.teacher_key (one teacher scores all rows)",
+        f"no effect: {own}.ema_decay ({own}.enabled=false)",
+        f"no effect: {loss}.topk, {loss}.beta ({MODE}=k3)",
+    ):
+        assert line in caplog.text
+    caplog.clear()
+    # A single teacher with a key scores the rows that have it; a policy that teaches itself has no passes of ref.
+    run.load(
+        taught
+        | {"distillation.teacher_key": "level", f"{TEACHER}.key": "hard", MODE: "jsd_topk"}
+        | {f"{loss}.beta": 0.1, f"{loss}.topk": 8}
+    )
+    assert "no effect" not in caplog.text
+    itself = {"distillation.enabled": True, f"{own}.enabled": True, f"{own}.template": "reference"}
+    run.load(itself | {"data.return_raw_chat": True, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 1})
+    assert "no effect: actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu" in caplog.text
+
+
 def test_the_declared_teacher_counts_only_if_it_has_a_model():
     keyed = {"math": {"key": "math", "model_path": "a"}}
     assert list(DistillationConfig(teacher_models=keyed).teachers) == ["math"]

@@ -135,6 +135,7 @@ def test_a_setting_of_what_is_turned_off_is_told(
         (SFTConfig, {"data.val_max_samples": 3}, "data.val_files=null"),
         (SFTConfig, {"optim.num_cycles": 2.0, "optim.lr_scheduler_type": "constant"}, "optim.lr_scheduler_type=const"),
         (RMConfig, {"data.max_token_len_per_gpu": 99, "data.use_dynamic_bsz": False}, "data.use_dynamic_bsz=false"),
+        (SFTConfig, {"distillation.cross_entropy_coef": 0.5}, "distillation.model_path=null"),
         (SFTConfig, {"model.lora_alpha": 32.0}, "model.lora_rank=0 trains the model's weights"),
         (DPOConfig, {"ref.param_offload": True, "loss.reference_free": True}, "loss.reference_free=true"),
     ],

@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl.algorithms import adv_needs
+from verl.algorithms import adv_needs, distillation
 from verl.algorithms.loss_registry import policy_loss_info
-from verl.config import ActorConfig, DPOConfig, PPOConfig, SFTConfig, SupervisedConfig
+from verl.config import ActorConfig, DivergenceConfig, DPOConfig, PPOConfig, SFTConfig, SupervisedConfig
 from verl.config.async_plan import AsyncPlan
 from verl.config.base import named_section_of
 from verl.trainer.config.derive import expanded
@@ -131,7 +131,8 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
     if not needs_critic(config) and not config.reward_model.enable:  # whose sizes follow the critic's
         yield ("critic.*",), f"algorithm.adv_estimator={algorithm.adv_estimator} needs no critic"
     teachers, of_teachers = config.distillation.teachers, config.distillation.distillation_loss
-    runs_like_reference = config.distillation.enabled and config.distillation.has_forward_passes
+    has_frozen_teachers = config.distillation.has_forward_passes and not config.distillation.is_of_itself
+    runs_like_reference = config.distillation.enabled and has_frozen_teachers
     if not need_reference_policy(config) and not runs_like_reference:
         yield (f"{_REF}.*",), "no KL term needs the reference: use_kl_loss and use_kl_in_reward are false"
     reward_model, penalty = config.reward_model, algorithm.kl_ctrl
@@ -195,7 +196,24 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
     switches += (
         (config.distillation.enabled, "distillation.enabled=false", "distillation", ("*",)),
         (config.distillation.nnodes > 0, "distillation.nnodes=0", "distillation", ("n_gpus_per_node",)),
-        (len(teachers) > 1, "one teacher scores all rows", "distillation", ("teacher_key",)),
+        (
+            any(teacher.key is not None for teacher in teachers.values()),
+            "one teacher scores all rows",
+            "distillation",
+            ("teacher_key",),
+        ),
+        (
+            config.distillation.is_of_itself,
+            "distillation.self_distillation.enabled=false",
+            "distillation.self_distillation",
+            ("*",),
+        ),
+        (
+            config.distillation.self_distillation.weights == "ema",
+            f"distillation.self_distillation.weights={config.distillation.self_distillation.weights}",
+            "distillation.self_distillation",
+            ("ema_decay",),
+        ),
         (
             of_teachers.use_policy_gradient,
             "distillation.distillation_loss.use_policy_gradient=false",
@@ -208,6 +226,8 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
             yield tuple(f"{section}.{name}" for name in names), reason
     yield from _of_modes(config)
     yield from _of_other_losses(actor)
+    if config.distillation.enabled:
+        yield _of_other_divergences(of_teachers)
     for section, fsdp in _BACK_ENDS.items():
         strategy = _at(config, section).strategy
         unread = f"{section}.{fsdp}.*" if strategy == "megatron" else f"{section}.megatron.*"
@@ -236,8 +256,21 @@ def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:
         yield ("data.messages_key", "data.tools_key", "data.enable_thinking_key"), "data.prompt_key takes their place"
     elif isinstance(config, SFTConfig):
         yield ("data.prompt_dict_keys", "data.response_dict_keys"), "data.prompt_key=null"
+    if isinstance(config, SFTConfig) and config.distillation.model_path is None:
+        yield ("distillation.*",), "distillation.model_path=null"
+    elif isinstance(config, SFTConfig):
+        yield _of_other_divergences(config.distillation.distillation_loss)
     if isinstance(config, DPOConfig) and config.loss.reference_free:
         yield ("ref.param_offload",), "loss.reference_free=true"
+
+
+def _of_other_divergences(config: DivergenceConfig) -> Silent:
+    section, mode = "distillation.distillation_loss", config.loss_mode
+    info = distillation.distillation_loss_info(mode)
+    unread = {"topk": info.reads != "topk", "beta": mode not in ("jsd", "jsd_topk")}
+    if info.function.__module__ != distillation.__name__:  # one of the user's own is given the whole section
+        unread = {}
+    return tuple(f"{section}.{name}" for name, is_unread in unread.items() if is_unread), f"{section}.loss_mode={mode}"
 
 
 def _of_adapters(config: BaseConfig, section: str) -> Iterator[Silent]:
