@@ -135,12 +135,10 @@ class WorkerActor(RouterActor):
         await self.round_opened(1)  # before the first one requests are refused; between later ones they wait
         # Where they lie on another machine they take time, and this thread serves other trajectories too.
         await asyncio.gather(*(asyncio.to_thread(value.arrays) for value in shared_of(trajectory)))
-        result = None
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._worker.forget, trajectory)  # if it is cancelled, for example
             result = await self._worker.run(trajectory)
-        finally:
-            if result is None:  # cancelled, for example
-                self._worker.forget(trajectory)
+            on_failure.pop_all()
         self._ended[key] = trajectory, result
         return replace(result, outputs=tuple(map(without_tokens, result.outputs)))
 
