@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.tinker.support import ServiceHere, config_of, datum, log_probs_of, loss_of, start_group
+from verl.config import FSDPEngineConfig
 from verl.errors import ConfigError
 from verl.testing.models import tiny_model_dir
 from verl.tinker.files import StateFiles
@@ -139,10 +141,11 @@ def test_a_state_is_loaded_bit_for_bit_and_goes_on_as_if_nothing_had_been(servic
     assert all(torch.equal(reset[name], before[name]) == ("exp_avg" not in name) for name in reset)
 
 
-def test_a_pass_that_is_not_finite_harms_nobody_else(service):
-    """exp(log p + 10,000) overflows: its client is told, and the other's pass, computed with it, counts."""
+@pytest.mark.parametrize("log_prob, advantage", [(-1e4, 1.0), (-4.5, 5e37)])
+def test_a_pass_that_is_not_finite_harms_nobody_else(service, log_prob: float, advantage: float):
+    """exp(log p + 10,000) overflows, or the gradient alone: its client is told, and the pass with it counts."""
     one, other = service.model(0), service.model(1)
-    extreme = [datum(TEXTS[0], logprobs=[-1e4] * 5, advantages=[1.0] * 5)]
+    extreme = [datum(TEXTS[0], logprobs=[log_prob] * 5, advantages=[advantage] * 5)]
     promises = [service.start_pass(one, 1, extreme, "importance_sampling"), service.start_pass(other, 1, DATA)]
     assert "the loss or its gradient is not finite" in service.result(promises[0])["error"]
     assert loss_of(service.result(promises[1])) > 0
@@ -267,6 +270,11 @@ def test_weights_that_are_gone_or_have_no_optimizer_end_no_service(service):
     promise = service.post("asample", **prompt, sampling_session_id=sampler, seq_id=0)
     service.http.delete(f"/api/v1/training_runs/{model}/checkpoints/sampler_weights/alone")
     assert "were deleted, or not saved yet" in service.result(promise)["error"]
+
+
+def test_gradients_that_nothing_scales_are_not_computed_in_fp16(tmp_path):
+    config = replace(config_of("model", tmp_path), engine=FSDPEngineConfig(dtype="fp16"))
+    assert [problem.key for problem in config.problems("")] == ["engine.dtype"]
 
 
 def test_a_folder_has_one_service(tmp_path):

@@ -459,7 +459,10 @@ def _states(responses: Tensor, turns: Turns, groups: Tensor) -> list[tuple[int, 
             if is_drawn and not was_drawn:
                 # What stands before the first turn continues the prompt, which the siblings share.
                 of_row.append((group, *before) if of_row else (group,))
-            before = [] if is_drawn else [*before, token]
+            if is_drawn:
+                before.clear()
+            else:
+                before.append(token)
             was_drawn = is_drawn
         states += of_row + [(group,)] * (turns.has.shape[1] - len(of_row))
     return states

@@ -8,7 +8,7 @@ from typing import Literal
 
 from verl.config.base import BaseConfig, section, setting, subsection
 from verl.config.machine import DTYPE
-from verl.config.model import DType, FSDPEngineConfig, HFModelConfig
+from verl.config.model import FP16, DType, FSDPEngineConfig, HFModelConfig
 from verl.config.problems import Problem
 from verl.config.rollout import RolloutConfig
 from verl.config.trainer import PlacementConfig, RayConfig
@@ -93,6 +93,9 @@ class ServeConfig(BaseConfig):
         if engine.param_offload or engine.offload_policy or engine.forward_only:
             cause = "adapters stay on the device from one request to the next"
             yield Problem("engine.param_offload", True, cause, "false for it, offload_policy and forward_only")
+        if engine.dtype in FP16:
+            cause = "the gradients of clients are summed as they are, and small ones are 0 in fp16"
+            yield Problem("engine.dtype", engine.dtype, cause, "bfloat16, float32")
         if server.max_tokens_per_pass <= server.max_length:
             cause = f"a pass has whole sequences, of up to server.max_length={server.max_length} tokens and a target"
             yield Problem("server.max_tokens_per_pass", server.max_tokens_per_pass, cause, f"> {server.max_length}")

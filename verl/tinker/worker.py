@@ -239,10 +239,13 @@ class AdapterWorker(EngineWorker):
         with engine.train_mode():
             engine.optimizer_zero_grad()
             engine.forward_backward_batch(data, losses, self.micro)
-            is_finite = not engine.non_finite
             # Every rank has a part of each adapter, also of those that none of its own rows has.
-            slots = set(gathered(data.batch[SLOT].unique().tolist())) - {NO_SLOT} if is_finite else ()
-            for slot in sorted(slots):
+            slots = set(gathered(data.batch[SLOT].unique().tolist())) - {NO_SLOT}
+            # An infinite gradient of one adapter's tokens makes those of B not finite for all: 0 · ∞ in their product.
+            parts = [part.values for slot in slots for part in engine.parts(slot, grad=True).values()]
+            mine = not parts or bool(torch.stack([part.isfinite().all() for part in parts]).all())
+            is_finite = not engine.non_finite and all(gathered([mine]))
+            for slot in sorted(slots) if is_finite else ():
                 self.adapters[slot].add_gradients()
             engine.optimizer_zero_grad()
         shape, rows = data.batch["response_mask"].shape, data.batch["row_index"].tolist()

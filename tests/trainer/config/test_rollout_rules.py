@@ -185,6 +185,15 @@ def test_agent_loops_get_the_messages_of_prompts(run: Run):
     assert "data.return_raw_chat=false: the agent loop tool_agent answers prompts by their messages" in message
 
 
+def test_a_loss_of_what_an_environment_writes_has_an_environment(run: Run, caplog: pytest.LogCaptureFixture):
+    echo = {"actor_rollout_ref.actor.use_echo_loss": True}
+    run.load(echo)
+    assert "actor_rollout_ref.actor.use_echo_loss=true: rows whose agent_name is not set are answered by" in caplog.text
+    caplog.clear()
+    run.load(echo | {"actor_rollout_ref.rollout.multi_turn.enable": True})
+    assert "use_echo_loss" not in caplog.text
+
+
 MODE = "actor_rollout_ref.actor.router_replay.mode"
 RECORDS = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 

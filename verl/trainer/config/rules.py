@@ -349,8 +349,15 @@ def order_of_rows(config: PPOConfig) -> Problems:
 
 
 def agent_loops(config: PPOConfig) -> Problems:
-    """Agent loops get the messages of the prompt."""
+    """Agent loops get the messages of the prompt, and a loss of what an environment writes has an environment."""
     loop = config.actor_rollout_ref.rollout.default_agent_loop
+    if loop == SINGLE_TURN and config.actor_rollout_ref.actor.use_echo_loss:
+        cause = (
+            f"rows whose agent_name is not set are answered by rollout.agent.default_agent_loop={SINGLE_TURN}, in "
+            "whose responses the policy wrote every token: actor/echo_loss is 0 for them"
+        )
+        remedy = "set rollout.multi_turn.enable=true for tools, or name another agent loop"
+        yield Problem(f"{ACTOR}.use_echo_loss", True, cause, remedy=remedy, advice=True)
     if loop != SINGLE_TURN and not config.data.return_raw_chat:
         cause = f"the agent loop {loop} answers prompts by their messages"
         yield Problem("data.return_raw_chat", False, cause, "true")
