@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tinker.support import ServiceHere, config_of, datum, log_probs_of, loss_of, start_group
 from verl.config import FSDPEngineConfig
-from verl.errors import ConfigError
+from verl.errors import ConfigError, ProcessLostError
 from verl.testing.models import tiny_model_dir
 from verl.tinker.files import StateFiles
 
@@ -152,6 +152,33 @@ def test_a_pass_that_is_not_finite_harms_nobody_else(service, log_prob: float, a
     assert "no step was made" in service.result(service.step(one, 2))["error"]
     assert 0 < service.result(service.step(other, 2))["metrics"]["grad_norm:mean"] < 1e4
     train(service, one, DATA, 1, first=3)
+
+
+class LostGroup:
+    """A worker group of which a rank died."""
+
+    def __getattr__(self, name: str):
+        raise ProcessLostError("rank 1 died")
+
+
+def test_no_step_lacks_a_pass_that_a_dead_rank_had(service):
+    """Of a model on the disk, which is not lost with the ranks."""
+    group, model = service.computing.group, service.model(0)
+    service.result(service.start_pass(model, 1, DATA))
+    for number in (1, 2):
+        service.model(number)
+    assert service.board.model(model).slot is None
+    promise = service.start_pass(model, 2, DATA)
+    service.computing.group = LostGroup()
+    with pytest.raises(ProcessLostError):
+        service.compute()
+    service.board.lose("a rank died")
+    service.computing.group = group
+    assert "rank 1 died" in service.result(promise)["error"]
+    assert (
+        "no step was made: a forward_backward since the last step was"
+        in service.result(service.step(model, 3))["error"]
+    )
 
 
 def test_requests_of_a_model_run_in_order_and_once(service):
@@ -337,6 +364,10 @@ def test_what_does_not_exist_or_is_not_served_is_refused(service):
     assert service.http.get("/api/v1/healthz", headers={"X-API-Key": "tml-other"}).status_code == 401
     model = service.model(0)
     service.result(service.post("save_weights", model_id=model, seq_id=1, path="a"))
+    again = {"model_id": model, "path": "a"}
+    error = service.result(service.post("save_weights", seq_id=2, **again))["error"]
+    assert f"tinker://{model}/weights/a is saved already. Choose another name" in error
+    assert "error" not in service.result(service.post("save_weights", seq_id=3, overwrite=True, **again))
     assert [
         c["checkpoint_id"] for c in service.http.get(f"/api/v1/training_runs/{model}/checkpoints").json()["checkpoints"]
     ] == ["weights/a"]

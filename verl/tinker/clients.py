@@ -238,7 +238,8 @@ class Clients:
         """Save weights and optimizer."""
         name = body.path or f"step-{body.seq_id}"
         path = self._path_to_save(body, "weights", name)
-        task = SaveTask(self._files.folder(path), {"path": path.text, "type": "save_weights"}, True, body.user_metadata)
+        answer = {"path": path.text, "type": "save_weights"}
+        task = SaveTask(self._files.folder(path), answer, True, body.user_metadata, body.overwrite)
         return self._ordered(body.model_id, body.seq_id, "save", task)
 
     def save_for_sampler(self, body: protocol.SaveWeights) -> Job:

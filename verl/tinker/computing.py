@@ -46,6 +46,8 @@ class SaveTask:
     """What the client is told."""
     with_optimizer: bool
     user_metadata: JsonMapping | None = None
+    overwrite: bool = True
+    """Whether it takes the place of weights with its name."""
 
 
 @dataclass(frozen=True)
@@ -90,19 +92,27 @@ class Computing:
             outcomes = self._outcomes(jobs)
         except ProcessLostError as error:
             for job in jobs:
-                self._board.answer(job, error)
+                self._fail(job, error)
             raise
         except VerlError as error:
             if len(jobs) == 1:
-                if jobs[0].kind == "forward_backward" and jobs[0].model is not None:
-                    jobs[0].model.lacks_gradients = True
-                self._board.answer(jobs[0], error)
+                self._fail(jobs[0], error)
                 return
-            for job in jobs:  # one of them may be at fault
-                self.do([job])
+            for index, job in enumerate(jobs):  # one of them may be at fault
+                try:
+                    self.do([job])
+                except ProcessLostError as lost:
+                    for waiting in jobs[index + 1 :]:
+                        self._fail(waiting, lost)
+                    raise
             return
         for job, outcome in zip(jobs, outcomes, strict=True):
             self._board.answer(job, outcome)
+
+    def _fail(self, job: Job, error: VerlError) -> None:
+        if job.kind == "forward_backward" and job.model is not None:
+            job.model.lacks_gradients = True
+        self._board.answer(job, error)
 
     def _outcomes(self, jobs: Sequence[Job]) -> Sequence[Result]:
         kind = jobs[0].kind
@@ -127,6 +137,10 @@ class Computing:
         if kind == "optim_step":
             return [self._step(model, cast(AdamSettings, job.payload))]
         task = cast(SaveTask, job.payload)
+        if not task.overwrite and (task.folder / SPEC_FILE).is_file():
+            raise RefusedError(
+                f"{task.answer['path']} is saved already. Choose another name, or save_state(..., overwrite=True)."
+            )
         notes = {"time": now(), "user_metadata": task.user_metadata}
         self.group.save_adapter(model.slot, str(task.folder), task.with_optimizer, notes)
         return [_json(task.answer)]
