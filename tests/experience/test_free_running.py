@@ -58,6 +58,11 @@ class Worker(AgentLoopBase):
             response_logprobs=drawn.log_probs,
             metrics=AgentLoopMetrics(),
         )
+
+
+class Broken(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        raise ValueError("no tool answers")
 '''
 
 
@@ -113,7 +118,10 @@ class Train:
         self.root, self.paths, self.reward = root, make_tiny_run(root), root / "reward.py"
         self.reward.write_text(REWARD)
         (root / "agents.py").write_text(f"REWARD = {str(self.reward)!r}\n{AGENT}")
-        (root / "agents.yaml").write_text(f"- {{name: slow, _target_: Worker, path: {root}/agents.py}}\n")
+        (root / "agents.yaml").write_text(
+            f"- {{name: slow, _target_: Worker, path: {root}/agents.py}}\n"
+            f"- {{name: broken, _target_: Broken, path: {root}/agents.py}}\n"
+        )
 
     def settings(self, name: str, changes: dict[str, object]) -> list[str]:
         settings: dict[str, object] = {
@@ -198,6 +206,11 @@ def test_dynamic_sampling_ends_a_run_whose_prompts_teach_nothing(train: Train) -
     changes = FILTERS | {"algorithm__filter_groups__max_num_gen_batches": 3, "actor_rollout_ref__rollout__top_k": 1}
     with pytest.raises(RolloutError, match=r"found 0 prompts .* among (1[2-9]|2\d), and a batch needs 4; .*batches=3 "):
         train("equal", **changes)
+
+
+def test_dynamic_sampling_ends_a_run_whose_trajectories_fail(train: Train) -> None:
+    with pytest.raises(RolloutError, match=r"(?s)16 of 16 trajectories failed:.*no tool answers"):
+        train("broken", actor_rollout_ref__rollout__agent__default_agent_loop="broken", **FILTERS)
 
 
 def test_a_resumed_run_trains_on_each_sample_once_and_never_again_on_dropped_ones(train: Train, tmp_path: Path) -> None:

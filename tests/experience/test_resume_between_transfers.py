@@ -1,4 +1,4 @@
-"""A run with its rollout engines on a pool of their own, resumed between two transfers of weights; nothing is drawn."""
+"""A run with its rollout engines on a pool of their own, resumed, or without its router; nothing is drawn."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Engines:
         assert not list(futures)
 
 
-def make_run(plan: AsyncPlan) -> FreeRunning:
+def make_run(plan: AsyncPlan, agents: Callable[[], Any] | None = None) -> FreeRunning:
     rollout = SimpleNamespace(n=1, agent=None)
     config = SimpleNamespace(
         trainer=SimpleNamespace(async_=SimpleNamespace(record_dir=None)),
@@ -69,7 +69,8 @@ def make_run(plan: AsyncPlan) -> FreeRunning:
         reward_fn=None,
     )
     engines: Any = Engines()
-    return FreeRunning(source, plan, lambda: engines, lambda: SimpleNamespace(policy=None), LAST, engines)  # type: ignore[arg-type, return-value]
+    workers: Any = lambda: SimpleNamespace(policy=None)  # noqa: E731
+    return FreeRunning(source, plan, agents or (lambda: engines), workers, LAST, engines)
 
 
 def train(run: FreeRunning, first: int, last: int) -> list[tuple[str, int]]:
@@ -107,3 +108,43 @@ def test_a_run_resumed_between_two_transfers_takes_every_prompt_once(
     samples += train(second, resumed_after + 1, LAST)
     assert sorted(name for name, _ in samples) == [f"{step}-{row}" for step in range(1, LAST + 1) for row in range(2)]
     assert bound is None or max(age for _, age in samples) <= bound
+
+
+class Agents(Engines):
+    """Agents whose fourth group never ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def submit(self, prompts: DataProto, begun: object = None) -> Future[DataProto]:
+        self.names += prompts.non_tensor_batch["uid"].tolist()
+        return Future() if self.names[3:] == prompts.non_tensor_batch["uid"].tolist() else super().submit(prompts)
+
+
+def test_groups_of_agents_that_ended_are_taken_before_others_ask_for_agents() -> None:
+    """Validation asks for agents too; the processes of those that ended, with the tokens of their groups, end then."""
+    made: list[Agents] = []
+
+    def agents() -> Agents:
+        if not made or made[-1].has_ended:
+            made.append(Agents())
+        return made[-1]
+
+    plan = AsyncPlan(
+        mode="separate",
+        lag=0,
+        bound=1,
+        volume=None,
+        strategy="admit",
+        sync_every=1,
+        batch_prompts=2,
+        warmup_batches=1,
+    )
+    run = make_run(plan, agents)
+    train(run, 1, 1)
+    assert made[0].names == ["1-0", "1-1", "2-0", "2-1"]
+    made[0].has_ended = True
+    with run.rest():
+        assert [each.names for each in made[1:]] == [["2-1"]]
+    assert {name for name, _ in train(run, 2, 2)} == {"2-0", "2-1"}

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
+import torch
 
 from verl.experience.admission import Admission
-from verl.experience.store import GroupStore, PromptGroup
+from verl.experience.scoring import PartScores
+from verl.experience.store import GroupScores, GroupStore, PromptGroup
 from verl.protocol import DataProto
 
 NOTHING = DataProto()
@@ -88,3 +92,26 @@ def test_with_none_under_way_a_step_does_not_wait():
     for group in started(store, 0, 0, 0):
         group.responses.set_result(NOTHING)
     assert indices(store.choice(5)) == [0]
+
+
+def test_a_group_that_dynamic_sampling_has_yet_to_drop_is_not_taken():
+    store = GroupStore(Admission(batch_size=1, groups_ahead=1, max_staleness=None))
+    groups = [PromptGroup(index, NOTHING, version, scores=Future()) for index, version in enumerate((0, 1))]
+    for group, is_informative in zip(groups, (False, True), strict=True):
+        store.add(group)
+        assert store.choice(1) is None
+        assert group.scores is not None
+        group.scores.set_result(GroupScores(PartScores((torch.zeros(1, 1), {})), is_informative))
+    assert indices(store.choice(1)) == [1]
+    assert indices(store.drop_uninformative()) == [0]
+
+
+def test_a_group_that_was_begun_anew_is_finished_by_its_new_responses_alone():
+    store = GroupStore(Admission(batch_size=1, groups_ahead=1, max_staleness=None))
+    [lost] = started(store, 0)
+    again = PromptGroup(lost.index, NOTHING, 0)
+    store.add(again)
+    lost.responses.set_result(NOTHING)
+    assert store.choice(0) is None
+    again.responses.set_result(NOTHING)
+    assert store.choice(0) == [again]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from itertools import groupby
 
 import numpy as np
@@ -95,8 +96,9 @@ class SingleTurn:
         if begun is None:
             return _ChangedCall(self._connection.send(conversation, request, on_part), self._take)
         if begun.finish_reason == "stop" or len(begun.token_ids) == most:
+            ended = begun if begun.finish_reason == "stop" else replace(begun, finish_reason="length")
             whole: Future[RolloutOutput] = Future()
-            whole.set_result(self._take(begun))
+            whole.set_result(self._take(ended))
             return LocalCall(whole)
         call = self._connection.send(conversation, request.after(begun.token_ids), on_part)
         return _ChangedCall(call, lambda rest: self._take(begun.followed_by(rest)))

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -220,7 +220,10 @@ class AgentLoopManager:
         Returns:
             parts, of which :func:`verl.agents.drawn.from_batch` makes what :meth:`submit` takes.
         """
-        return [batch for batch in self._agents.thread.submit(self._agents.drawn()).result() if len(batch)]
+        try:
+            return [batch for batch in self._agents.thread.submit(self._agents.drawn()).result() if len(batch)]
+        except CancelledError:  # another thread that serves has lost the router meanwhile: see `has_ended`
+            return []
 
     def cancel(self, futures: Iterable[Future[DataProto]]) -> None:
         """Drop submitted trajectories that nobody wants any more; those that are done stay as they are."""

@@ -171,8 +171,7 @@ class FreeRunning(ExperienceSource):
         self._store.take(groups)
         self._steps += 1
         batch = self._with_ages(joined_groups([self._join(group) for group in groups]))
-        if "trajectory_status" in batch.non_tensor_batch:
-            check_failures(batch, self._source.config.actor_rollout_ref.rollout.agent)
+        self._check_trajectories(batch)
         if self._record_dir is not None:
             record(Path(self._record_dir), context.number, batch)
         context.metrics |= self._metrics | self._measure(groups, dropped)
@@ -260,17 +259,18 @@ class FreeRunning(ExperienceSource):
 
         Called by the thread that takes prompts from the data alone.
         """
-        if self._manager is not None and self._manager.has_ended:
+        if self._manager is None:
+            self._manager = self._agents()
+        elif self._manager.has_ended:
             groups = self._store.groups()
+            is_whole = {group: group.has_responses for group in groups}
             for group in groups:
-                if group.has_responses:
+                if is_whole[group]:
                     group.hold()
             self._manager = self._agents()
             for group in groups:
-                if not group.has_responses:
+                if not is_whole[group]:
                     self._begin(PromptGroup(group.index, group.prompts, self._engine_steps))
-        else:
-            self._manager = self._agents()
         return self._manager
 
     def _wait_for_groups(self, context: StepContext) -> list[PromptGroup]:
@@ -310,8 +310,8 @@ class FreeRunning(ExperienceSource):
         """Drop the groups that dynamic sampling rejects, and start others in their place.
 
         Raises:
-            RewardError: too many samples of a batch of dropped groups could not be scored.
-            RolloutError: ``max_num_gen_batches`` batches were not enough.
+            RewardError: too many samples of dropped groups, and of those that wait for a step, could not be scored.
+            RolloutError: too many of their trajectories failed, or ``max_num_gen_batches`` batches were not enough.
         """
         dropped = self._store.drop_uninformative()
         if not dropped:
@@ -320,8 +320,10 @@ class FreeRunning(ExperienceSource):
         for group in dropped:
             group.hold()
             self._filtered.append(group)
-            if len(self._filtered) % size == 0:  # a reward that always fails would otherwise be asked for ever
-                self._scorer.joined(self._filtered[-size:])
+            if len(self._filtered) % size == 0:  # what always fails would otherwise be asked for ever
+                seen = [*self._filtered[-size:], *(group for group in self._store.groups() if group.is_finished)]
+                self._scorer.joined(seen)
+                self._check_trajectories(joined_groups([self._join(group) for group in seen]))
                 batches = len(self._filtered) // size
                 level = logging.INFO if batches % NOTABLE_BATCHES else logging.WARNING
                 logger.log(level, "dynamic sampling: %d prompts dropped for one step", len(self._filtered))
@@ -332,6 +334,10 @@ class FreeRunning(ExperienceSource):
             values = np.concatenate(list(self._scorer.values))
             raise RolloutError(too_few_message(self._filters, kept, drawn, size, values))
         self._start_groups()
+
+    def _check_trajectories(self, batch: DataProto) -> None:
+        if "trajectory_status" in batch.non_tensor_batch:
+            check_failures(batch, self._source.config.actor_rollout_ref.rollout.agent)
 
     def _describe_wait(self) -> str:
         running = [group for group in self._store.groups() if not group.is_finished]
@@ -405,6 +411,8 @@ class FreeRunning(ExperienceSource):
             self._metrics |= self._pool.update(self._updates)
             self._updates_of_version[self._updates] = self._updates
             self._engine_steps = self._steps
+            if self._manager is not None:  # if it has ended, others who ask for agents would lose its finished groups
+                self._running_agents()
         return serving is not None
 
     @contextmanager
@@ -427,6 +435,7 @@ class FreeRunning(ExperienceSource):
     def close(self) -> None:
         """See :meth:`ExperienceSource.close`."""
         self._must_rest = True
+        self._scorer.close()
         if self._manager is not None:
             self._manager.cancel([group.responses for group in self._store.groups()])
 

@@ -61,6 +61,10 @@ class GroupScorer:
             group.scores = Future()
             group.responses.add_done_callback(partial(self._begin, group, group.scores))
 
+    def close(self) -> None:
+        """End the thread; groups that are finished later get no scores."""
+        self._thread.close()
+
     def _begin(self, group: PromptGroup, scores: Future[GroupScores], responses: Future[DataProto]) -> None:
         if responses.cancelled() or responses.exception() is not None:  # which is raised of the responses
             scores.cancel()

@@ -49,9 +49,9 @@ class PromptGroup:
         Does nothing if they are here.
         """
         if not self._is_held:
-            responses, self.responses = self.responses.result(), Future()
-            self.responses.set_result(copy_to_driver(responses))
-            self._is_held = True
+            copied: Future[DataProto] = Future()
+            copied.set_result(copy_to_driver(self.responses.result()))
+            self.responses, self._is_held = copied, True
 
     @property
     def has_responses(self) -> bool:
@@ -97,8 +97,8 @@ class GroupStore:
 
     def _note_end(self, group: PromptGroup, done: Future[Any]) -> None:
         with self.changed:
-            # One that was dropped may end before it is cancelled.
-            if group.index in self._groups and not done.cancelled() and done.exception() is None:
+            # One that was dropped, or begun anew, may end before it is cancelled.
+            if self._groups.get(group.index) is group and not done.cancelled() and done.exception() is None:
                 group.finished_at = time.monotonic()
                 self._finished_order.append(group.index)
             self.changed.notify_all()
@@ -118,11 +118,13 @@ class GroupStore:
     def choice(self, updates: int) -> list[PromptGroup] | None:
         """Return the groups that the next step trains on, in the order of their start; None if it must wait.
 
+        Those that :meth:`drop_uninformative` has yet to drop are not among them.
+
         Args:
             updates: updates of the policy so far.
         """
         with self.changed:
-            finished = [self._groups[index] for index in self._finished_order]
+            finished = [group for index in self._finished_order if (group := self._groups[index]).is_informative]
             running = Counter(group.version for group in self._groups.values() if not group.is_finished)
             if self._wait_at is not None and any(updates - version >= self._wait_at for version in running):
                 return None
