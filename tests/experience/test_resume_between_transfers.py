@@ -17,6 +17,7 @@ from verl.experience.background import SerialThread
 from verl.experience.free_running import FreeRunning
 from verl.protocol import DataProto
 from verl.utils.deferred import Deferred
+from verl.utils.run_log import ENGINES
 from verl.utils.step_context import StepContext
 
 LAST = 9
@@ -50,7 +51,7 @@ class Engines:
         assert not list(futures)
 
 
-def make_run(plan: AsyncPlan, agents: Callable[[], Any] | None = None) -> FreeRunning:
+def make_run(plan: AsyncPlan, agents: Callable[[], Any] | None = None, pool: Any = None) -> FreeRunning:
     rollout = SimpleNamespace(n=1, agent=None)
     config = SimpleNamespace(
         trainer=SimpleNamespace(async_=SimpleNamespace(record_dir=None)),
@@ -68,7 +69,7 @@ def make_run(plan: AsyncPlan, agents: Callable[[], Any] | None = None) -> FreeRu
         scorer=SimpleNamespace(scores_any_time=lambda _: False),
         reward_fn=None,
     )
-    engines: Any = Engines()
+    engines: Any = pool or Engines()
     workers: Any = lambda: SimpleNamespace(policy=None)  # noqa: E731
     return FreeRunning(source, plan, agents or (lambda: engines), workers, LAST, engines)
 
@@ -110,6 +111,18 @@ def test_a_run_resumed_between_two_transfers_takes_every_prompt_once(
     assert bound is None or max(age for _, age in samples) <= bound
 
 
+ONE_AHEAD = AsyncPlan(
+    mode="separate",
+    lag=0,
+    bound=1,
+    volume=None,
+    strategy="admit",
+    sync_every=1,
+    batch_prompts=2,
+    warmup_batches=1,
+)
+
+
 class Agents(Engines):
     """Agents whose fourth group never ends."""
 
@@ -131,20 +144,21 @@ def test_groups_of_agents_that_ended_are_taken_before_others_ask_for_agents() ->
             made.append(Agents())
         return made[-1]
 
-    plan = AsyncPlan(
-        mode="separate",
-        lag=0,
-        bound=1,
-        volume=None,
-        strategy="admit",
-        sync_every=1,
-        batch_prompts=2,
-        warmup_batches=1,
-    )
-    run = make_run(plan, agents)
+    run = make_run(ONE_AHEAD, agents)
     train(run, 1, 1)
     assert made[0].names == ["1-0", "1-1", "2-0", "2-1"]
     made[0].has_ended = True
     with run.rest():
         assert [each.names for each in made[1:]] == [["2-1"]]
     assert {name for name, _ in train(run, 2, 2)} == {"2-0", "2-1"}
+
+
+def test_engines_that_are_started_anew_do_not_count_as_serving() -> None:
+    engines = Engines()
+    run, steps = make_run(ONE_AHEAD, lambda: engines, engines), [StepContext(1), StepContext(2)]
+    for context in steps:
+        run.next(context)
+        engines.is_starting = context.number == 2
+        run.trained(context)
+    # In the second step until they got new weights.
+    assert [[name for name, *_ in context.spans].count(ENGINES) for context in steps] == [1, 1]

@@ -205,7 +205,7 @@ class FreeRunning(ExperienceSource):
     def trained(self, context: StepContext) -> None:
         """See :meth:`ExperienceSource.trained`; the step's spans get the times in which the engines served."""
         now = clock()
-        if self.is_sampling:
+        if self.is_sampling and self._pool is not None and not self._pool.is_starting:
             self._add_span(now)
         context.spans += self._spans
         if self._pool is not None and self._trained_at is not None:
