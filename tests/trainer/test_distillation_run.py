@@ -50,7 +50,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def test_rows_go_to_the_teacher_of_their_source_and_the_policy_learns_from_it(train):
+def test_rows_go_to_the_teacher_of_their_source_and_the_policy_learns_from_it(train, caplog):
     steps = train(trainer__total_training_steps=4, actor_rollout_ref__actor__ppo_mini_batch_size=4)
     first = steps[1]
     # Who is taught by a copy of itself differs by nothing, as long as every token is paired with its own.
@@ -61,6 +61,7 @@ def test_rows_go_to_the_teacher_of_their_source_and_the_policy_learns_from_it(tr
     assert first["timing_s/teacher"] > 0
     assert first["distillation/teacher_entropy"] > 0
     assert steps[4]["distillation/loss"] < first["distillation/loss"]
+    assert "have the same score" not in caplog.text  # all scores are 0, and nothing is learnt from them
 
 
 def test_teachers_of_the_whole_vocabulary_are_in_the_workers_of_the_policy(train):

@@ -45,6 +45,12 @@ def test_a_value_that_is_not_finite_is_told_at_once():
     assert [rules(name, [1.0, float("nan")]) for name in FINITE] == [[(2, "not_finite")]] * len(FINITE)
 
 
+@pytest.mark.parametrize(("of_policy", "told"), [({}, []), ({"actor/pg_loss": 0.0}, [(51, "reward_stuck")])])
+def test_rewards_that_do_not_change_are_no_trouble_where_only_a_teacher_is_learnt_from(of_policy, told):
+    watch, metrics = HealthWatch(), {"critic/score/mean": 0.0, "distillation/loss": 1.0} | of_policy
+    assert [(alert.step, alert.rule) for step in range(1, 52) for alert in watch.look(step, metrics)] == told
+
+
 def test_trouble_that_goes_on_is_told_once_and_again_after_a_pause():
     # silent while it lasts; after 20 steps without trouble the next one is new
     values = [0.0] + [0.5] * 30 + [0.0] * 20 + [0.5]

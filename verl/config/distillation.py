@@ -273,6 +273,11 @@ class DistillationConfig(BaseConfig):
         return self.enabled and self.self_distillation.enabled
 
     @property
+    def replaces_rewards(self) -> bool:
+        """Whether the policy learns from teachers alone: rewards, and the advantages made of them, are metrics."""
+        return self.enabled and not self.distillation_loss.use_task_rewards
+
+    @property
     def has_forward_passes(self) -> bool:
         """Whether the teachers are forward passes of the training engine, which all are or none."""
         return any(teacher.inference.is_forward_pass for teacher in self.teachers.values())

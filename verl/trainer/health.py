@@ -77,12 +77,14 @@ class Rule:
     Attributes:
         broken: returns the reason of an alert, or an empty text.
         samples: see :class:`Alert`.
+        of_rewards: it does not matter where nothing is learnt from rewards.
     """
 
     name: str
     metric: str
     broken: Callable[[History], str]
     samples: Samples = ""
+    of_rewards: bool = False
 
 
 class HealthWatch:
@@ -109,7 +111,10 @@ class HealthWatch:
             value = metrics.get(name)
             if value is not None and math.isfinite(value):
                 history.add(float(value))
+        teachers_alone = "distillation/loss" in metrics and "actor/pg_loss" not in metrics
         for rule in RULES:
+            if rule.of_rewards and teachers_alone:
+                continue
             history = self._history[rule.metric]
             if rule.metric in metrics and history.recent and (reason := rule.broken(history)):
                 alerts.append(Alert(step, rule.name, rule.metric, reason, rule.samples))
@@ -124,6 +129,7 @@ class HealthWatch:
 FINITE: dict[str, Samples] = {
     "actor/loss": "advantage",
     "actor/pg_loss": "advantage",
+    "distillation/loss": "",
     "actor/grad_norm": "advantage",
     "critic/vf_loss": "advantage",
     "critic/grad_norm": "advantage",
@@ -197,8 +203,8 @@ def _errors(history: History) -> str:
 
 
 RULES = (
-    Rule("reward_stuck", "critic/score/mean", _stuck, "highest"),
-    Rule("equal_groups", "reward/equal_group_rate", _equal_groups, "no advantage"),
+    Rule("reward_stuck", "critic/score/mean", _stuck, "highest", of_rewards=True),
+    Rule("equal_groups", "reward/equal_group_rate", _equal_groups, "no advantage", of_rewards=True),
     Rule("entropy_collapse", "actor/entropy", _entropy, "highest"),
     Rule("gap_growing", "training/rollout_probs_diff_mean", _gap, "gap"),
     Rule("truncation", "response_length/clip_ratio", _truncated, "longest"),

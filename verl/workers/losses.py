@@ -59,7 +59,7 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.schema import require
 from verl.utils.torch_functional import masked_mean, zero_masked
-from verl.workers.engine import BatchTotals, LossMetrics, PartialMean, PartialSum
+from verl.workers.engine import BatchTotals, LossMetrics, PartialSum
 
 
 def denominators(totals: BatchTotals, loss_agg_mode: str, columns: Mapping[str, Tensor]) -> LossTotals:
@@ -248,12 +248,6 @@ class DistillationLoss:
         else:
             losses, told = evaluate_distillation_loss(self.divergence, outputs, columns, settings, sections)
             term = agg_loss(losses, columns["response_mask"], mode, **counts)
-        if "distillation_mask" in columns:  # means over fewer tokens than the engine weights them by
-            count = columns["response_mask"].sum()
-            told = {
-                name: value if name.endswith(("_max", "_min")) else PartialMean(value, count)
-                for name, value in told.items()
-            }
         loss = loss + settings.distillation_loss_coef * term
         return loss, {
             **metrics,

@@ -1,13 +1,16 @@
 """Keys of distillation: teachers have names of the user's own, and all keys below them are checked."""
 
 import dataclasses
+import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.trainer.config.support import Run, only
 from verl.config import DistillationConfig, TeacherInferenceConfig
+from verl.testing.models import hollow_model_dir
 from verl.trainer.config.load import load_config
 
 MATH = "distillation.teacher_models.math"
@@ -124,6 +127,40 @@ def test_settings_that_nothing_reads_are_told(run: Run, caplog: pytest.LogCaptur
     itself = {"distillation.enabled": True, f"{own}.enabled": True, f"{own}.template": "reference"}
     run.load(itself | {"data.return_raw_chat": True, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 1})
     assert "no effect: actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu" in caplog.text
+
+
+def test_work_on_rewards_is_advised_against_where_only_the_teacher_is_learnt_from(
+    run: Run, caplog: pytest.LogCaptureFixture
+):
+    taught = {"distillation.enabled": True, f"{TEACHER}.model_path": str(run.folder / "model")}
+    taught |= {"critic.model.path": str(run.folder / "model"), "critic.ppo_micro_batch_size_per_gpu": 1}
+    taught["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"] = 1
+    filters = {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "acc"}
+
+    def said(changes: dict[str, object], uses_rewards: bool) -> list[bool]:
+        caplog.clear()
+        run.load(taught | changes | {"distillation.distillation_loss.use_task_rewards": uses_rewards})
+        texts = ("scores of the responses of a prompt make no", "critic is trained for nothing", "without a baseline")
+        return [text in caplog.text for text in texts]
+
+    filtered_gae = filters | {"algorithm.adv_estimator": "gae"}
+    assert said(filtered_gae, True) == [False, False, False]
+    assert said(filtered_gae, False) == [True, True, False]
+    assert said({"actor_rollout_ref.rollout.n": 1}, True) == [False, False, True]
+    assert said({"actor_rollout_ref.rollout.n": 1}, False) == [False, False, False]
+
+
+@pytest.mark.parametrize(("of_teacher", "is_refused"), [("qwen3", True), ("qwen2_5_vl", True), ("qwen3_vl", False)])
+def test_a_policy_with_images_has_a_teacher_that_reads_them_alike(run: Run, of_teacher: str, is_refused: bool):
+    policy, teacher = (hollow_model_dir(run.folder / name) for name in ("policy", "teacher"))
+    for path, kind in ((policy, "qwen3_vl"), (teacher, of_teacher)):
+        (Path(path) / "config.json").write_text(json.dumps({"model_type": kind}))
+    changes = {"actor_rollout_ref.model.path": policy, "distillation.enabled": True, f"{TEACHER}.model_path": teacher}
+    changes["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu"] = 1
+    if is_refused:
+        assert f"{TEACHER}.model_path={teacher}: it holds a {of_teacher}, and" in only(run.refusal(changes))
+    else:
+        run.load(changes)
 
 
 def test_the_declared_teacher_counts_only_if_it_has_a_model():

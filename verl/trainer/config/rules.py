@@ -126,7 +126,8 @@ def estimator(config: PPOConfig) -> Problems:
         cause = f"{key}={name} cannot have KL in the reward: {needs.no_kl_in_reward}"
         remedy = "put the KL into the loss: actor_rollout_ref.actor.use_kl_loss=true"
         yield Problem("algorithm.use_kl_in_reward", True, cause, "false", remedy)
-    if "index" in columns and n == 1 and function.__module__.startswith("verl."):
+    compares = "index" in columns and not config.distillation.replaces_rewards
+    if compares and n == 1 and function.__module__.startswith("verl."):
         yield Problem(
             "actor_rollout_ref.rollout.n",
             n,
@@ -281,6 +282,7 @@ def teacher_of_data(config: SFTConfig) -> Problems:
     if distillation.model_path is None:
         return
     yield from files.model(f"{key}.model_path", distillation.model_path)
+    yield from vision.teacher_with_images(f"{key}.model_path", distillation.model_path, config.model.path)
     try:
         check_distillation_loss(distillation.distillation_loss)
     except ConfigError as error:

@@ -10,6 +10,7 @@ from verl.algorithms.distillation import check_distillation_loss
 from verl.config import DistillationConfig, PPOConfig, Problem
 from verl.config.distillation import FORWARD_PASSES
 from verl.errors import ConfigError
+from verl.trainer.config.rules_sizes import needs_critic
 
 Problems = Iterator[Problem]
 
@@ -31,6 +32,8 @@ def distillation(config: PPOConfig) -> Problems:
         yield from _whole_vocabulary(section, settings.loss_mode)
     if settings.use_policy_gradient:
         yield from _policy_gradient(config)
+    if section.replaces_rewards:
+        yield from _without_rewards(config)
     if section.is_of_itself:
         yield from _of_itself(config)
         return
@@ -43,6 +46,18 @@ def distillation(config: PPOConfig) -> Problems:
         cause = "trainer.controller=local runs one rank in this process, and a pool of teachers needs others"
         remedy = "set trainer.controller=ray, or leave it 0"
         yield Problem("distillation.nnodes", section.nnodes, cause, "0", remedy)
+
+
+def _without_rewards(config: PPOConfig) -> Problems:
+    """Advise against work on rewards and advantages from which nothing is learnt."""
+    of_itself = config.distillation.is_of_itself  # whose template may show the best of several responses
+    unread = f"{LOSS}.use_task_rewards=false: the policy learns from the teacher alone"
+    if config.algorithm.filter_groups.enable and not of_itself:
+        cause = f"{unread}, to which equal scores of the responses of a prompt make no difference, and samples are lost"
+        yield Problem("algorithm.filter_groups.enable", True, cause, "false", advice=True)
+    if needs_critic(config):
+        name, cause = config.algorithm.adv_estimator, f"{unread}, and the critic is trained for nothing"
+        yield Problem("algorithm.adv_estimator", name, cause, "an estimator without a critic: grpo", advice=True)
 
 
 def _of_itself(config: PPOConfig) -> Problems:

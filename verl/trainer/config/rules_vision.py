@@ -48,6 +48,18 @@ def models_with_images(config: PPOConfig) -> Problems:
         if critic is not None and critic != kind:
             cause = f"it holds a {critic}, and the policy with images is a {kind}, whose tokens the critic reads"
             yield Problem("critic.model.path", config.critic.model.path, cause, "a model of the same kind")
+    for name, teacher in config.distillation.teachers.items() if config.distillation.enabled else ():
+        if teacher.model_path is not None and teacher.inference.name != "openai":
+            path = f"distillation.teacher_models.{name}.model_path"
+            yield from teacher_with_images(path, teacher.model_path, roles.model.path)
+
+
+def teacher_with_images(key: str, teacher: str, student: str) -> Problems:
+    """A teacher of a model with images is of the same kind: it reads the pictures as they are made for that model."""
+    of_teacher, kind = (model_files.model_type(Path(path).expanduser()) for path in (teacher, student))
+    if kind in FAMILIES and of_teacher is not None and of_teacher != kind:
+        cause = f"it holds a {of_teacher}, and what it reads is made for a model with images, a {kind}"
+        yield Problem(key, teacher, cause, "a model of the same kind")
 
 
 def _of_reward_model(config: PPOConfig, kind: str | None) -> Problems:

@@ -503,7 +503,9 @@ class PPOTrainer(TrainingLoop):
         context.metrics |= rewards.metrics() | trajectory_metrics(rewards.batches) | off_policy_metrics(batch)
         if self.needs.teacher:
             context.metrics |= distillation_metrics(batch)
-        self.equal_scores.check(rewards)
+        distillation = self.typed_config.distillation
+        if not distillation.replaces_rewards or distillation.is_of_itself:  # a template may show the best response
+            self.equal_scores.check(rewards)
         self._notify_dataset(batch, rewards)
         self.dump_numbers(batch, context)
         self.observers.trace(rewards.batches, context)

@@ -2,7 +2,7 @@
 
 from verl.workers.engine.base import BaseEngine, EngineRegistry, RankState
 from verl.workers.engine.fsdp import FSDPEngine
-from verl.workers.engine.loss import BatchTotals, FunctionLoss, LossFunction, LossMetrics, PartialMean, PartialSum
+from verl.workers.engine.loss import BatchTotals, FunctionLoss, LossFunction, LossMetrics, PartialSum
 from verl.workers.engine.passes import MicroBatchConfig
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "LossFunction",
     "LossMetrics",
     "MicroBatchConfig",
-    "PartialMean",
     "PartialSum",
     "RankState",
 ]

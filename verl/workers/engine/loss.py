@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
@@ -15,8 +14,6 @@ from verl.protocol import DataProto
 from verl.utils.metric import extreme
 
 T = TypeVar("T")
-
-_COUNT = "/count of tokens"  # ending of the names of the denominators of means, which are sums too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,17 +46,7 @@ class PartialSum:
     value: Tensor | float
 
 
-@dataclass(frozen=True)
-class PartialMean:
-    """A metric that is a mean over some of the valid tokens; left out if the mini-batch has no such token."""
-
-    value: Tensor | float
-    """The mean over those of this micro-batch."""
-    count: Tensor | float
-    """How many it has."""
-
-
-LossMetrics = Mapping[str, Tensor | float | PartialSum | PartialMean]
+LossMetrics = Mapping[str, Tensor | float | PartialSum]
 """Metrics of one micro-batch. A plain number is the mean over its valid tokens, weighted by its share of the
 mini-batch's valid tokens; names that end in ``_max`` or ``_min`` are reduced by max or min.
 """
@@ -153,16 +140,13 @@ class MetricSum:
     def add(self, metrics: LossMetrics, num_tokens: int) -> None:
         """Add one micro-batch with ``num_tokens`` valid tokens."""
         for name, value in metrics.items():
-            if isinstance(value, PartialMean):
-                self._add(name, 1.0, value.value * value.count)
-                self._add(name + _COUNT, 1.0, value.count)
-            elif isinstance(value, PartialSum):
-                self._add(name, 1.0, value.value)
-            elif num_tokens:  # a micro-batch without any has no mean
-                self._add(name, 1.0 if _is_extreme(name) else num_tokens / self._tokens, value)
-
-    def _add(self, name: str, weight: float, value: Tensor | float) -> None:
-        self._values.setdefault(name, []).append((weight, value.detach() if isinstance(value, Tensor) else value))
+            if isinstance(value, PartialSum):
+                weight, value = 1.0, value.value
+            elif num_tokens == 0:
+                continue  # the mean over no token
+            else:
+                weight = 1.0 if _is_extreme(name) else num_tokens / self._tokens
+            self._values.setdefault(name, []).append((weight, value.detach() if isinstance(value, Tensor) else value))
 
     def reduce(self, problems: list[T], group: dist.ProcessGroup | None = None) -> tuple[dict[str, float], list[T]]:
         """Return the metrics of the mini-batch and all ranks' ``problems``, the same on every rank.
@@ -175,14 +159,6 @@ class MetricSum:
         both = gathered([(mine, problems)], group)
         names = sorted({name for rank, _ in both for name in rank})
         metrics = {name: _combine(name, [rank[name] for rank, _ in both if name in rank]) for name in names}
-        for name in names:
-            if name.endswith(_COUNT):
-                count, mean_of = metrics.pop(name), name.removesuffix(_COUNT)
-                total = metrics.pop(mean_of)
-                if count:
-                    metrics[mean_of] = total / count
-            elif metrics[name] == {"_max": -math.inf, "_min": math.inf}.get(name[-4:]):  # of no token
-                del metrics[name]
         return metrics, [problem for _, problems in both for problem in problems]
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.workers.engine.loss import LossMetrics, PartialMean, PartialSum
+from verl.workers.engine.loss import LossMetrics, PartialSum
 
 Kind = Literal["input", "output", "term", "gradient"]
 
@@ -76,7 +76,7 @@ class LossWatch:
         kept = {name: values.detach() for name, values in outputs.items()}
         # A term that still had its graph would keep the activations of the pass.
         terms = {
-            name: torch.as_tensor(term.value if isinstance(term, PartialSum | PartialMean) else term).detach()
+            name: torch.as_tensor(term.value if isinstance(term, PartialSum) else term).detach()
             for name, term in metrics.items()
         }
         self._passes.append((rows, data, kept, loss.detach(), terms))
