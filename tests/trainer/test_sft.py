@@ -195,3 +195,6 @@ def test_a_teacher_of_another_vocabulary_is_refused(train, tmp_path):
     teacher = tiny_model_dir(tmp_path / "teacher", tokenizer="bpe")
     with pytest.raises(ConfigError, match=r"distillation.model_path=.*both need one vocabulary"):
         train("run", 1, **{"distillation.model_path": teacher})
+    teacher = tiny_model_dir(tmp_path / "small", vocab=50)
+    with pytest.raises(ConfigError, match="the embedding has 50 rows"):
+        train("run", 1, **{"distillation.model_path": teacher})

@@ -12,7 +12,15 @@ from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
 from verl.workers.config import ActorConfig, CriticConfig, DistillationConfig, PolicyLossConfig
 from verl.workers.engine import BatchTotals, PartialSum
-from verl.workers.losses import DistillationLoss, OwnForwardLoss, PolicyLoss, TokenRecord, ValueLoss, sft_loss
+from verl.workers.losses import (
+    DistillationLoss,
+    OwnForwardLoss,
+    PolicyLoss,
+    RecordedLoss,
+    TokenRecord,
+    ValueLoss,
+    sft_loss,
+)
 
 TOTALS = BatchTotals(dp_size=2, batch_num_tokens=6, global_batch_size=4)
 
@@ -184,6 +192,19 @@ def test_divergences_as_advantages_by_hand():
     # Neither has a token that was rejected afterwards, here the second of the first row.
     rejected = batch(**TAUGHT | {"response_mask": [[1, 0], [1, 0]]}, distillation_mask=[[1, 1], [0, 0]])
     assert_close(loss_fn({"log_probs": log_probs}, rejected, TOTALS)[0], tensor(2 * 1.0 / 6))
+
+
+def test_tokens_are_clipped_only_where_rewards_count():
+    log_probs = torch.log(tensor([[9.0, 1.0], [1.0, 1.0]]))  # a ratio of 9 with a positive advantage
+    for uses_rewards in (True, False):
+        loss = DistillationLoss.of(ActorConfig(), distillation(loss_mode="k2", use_task_rewards=uses_rewards))
+        record = TokenRecord(2)
+        columns = batch(**TAUGHT | {"advantages": [[1.0, 1.0], [1.0, 1.0]]}, row=[0, 1])
+        RecordedLoss(loss, record)({"log_probs": log_probs}, columns, TOTALS)
+        seen = record.columns(2, missing=0.0).batch
+        assert ("update_clipped" in seen.keys()) == uses_rewards
+        if uses_rewards:
+            assert seen["update_clipped"].tolist() == [[1.0, 0.0], [0.0, 0.0]]
 
 
 def test_prompt_mean_by_hand():

@@ -100,15 +100,17 @@ class SFTRunner(SupervisedRunner):
         """Check that the teacher has the model's vocabulary.
 
         Raises:
-            ConfigError: it has another one.
+            ConfigError: it has another one, or an embedding with fewer tokens.
         """
         from verl.utils import hf_tokenizer
+        from verl.utils.model import check_tokenizer_fits, hf_config_of
         from verl.workers.teacher.tokenizers import check_same_tokenizer
 
         path = config.distillation.model_path
         if path is not None:
             of_teacher = hf_tokenizer(path, trust_remote_code=config.model.trust_remote_code)
             check_same_tokenizer(of_teacher, tokenizer, f"distillation.model_path={path}")
+            check_tokenizer_fits(tokenizer, hf_config_of(config.teacher_model), warns=False)
 
     def open_data(
         self, config: SFTConfig, tokenizer: PreTrainedTokenizerBase, files: str | Sequence[str], max_samples: int

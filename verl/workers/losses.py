@@ -196,7 +196,7 @@ class DistillationLoss:
     def __init__(self, loss: PolicyLoss, distillation: DistillationConfig) -> None:
         settings = distillation.distillation_loss
         self.loss = loss
-        self.config, self.info = loss.config, loss.info
+        self.config, self.info, self.learns_from_rewards = loss.config, loss.info, loss.learns_from_rewards
         self.distillation = distillation
         self.divergence = check_distillation_loss(settings)
         self.required = (*loss.required, *self.divergence.columns)
@@ -301,7 +301,7 @@ class RecordedLoss:
 
     Args:
         loss: that is computed.
-        record: takes ``update_log_probs`` and, of losses that tell it, ``update_clipped``.
+        record: takes ``update_log_probs`` and, of losses of the rewards that tell it, ``update_clipped``.
     """
 
     rows_per_unit = 1
@@ -317,7 +317,9 @@ class RecordedLoss:
         """Compute the loss; reads ``row`` and the columns of the policy loss."""
         require(micro_batch, ("row", *self.loss.required), "the record of the policy update")
         log_probs = outputs["log_probs"].detach()
-        clipped = clipped_tokens(self.loss.info, log_probs, micro_batch.batch, self.loss.config)
+        clipped = None
+        if self.loss.learns_from_rewards:
+            clipped = clipped_tokens(self.loss.info, log_probs, micro_batch.batch, self.loss.config)
         recorded = {"update_log_probs": log_probs} | ({} if clipped is None else {"update_clipped": clipped})
         self.record.add(micro_batch, recorded)
         return self.loss(outputs, micro_batch, totals)

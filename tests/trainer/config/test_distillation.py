@@ -124,6 +124,10 @@ def test_settings_that_nothing_reads_are_told(run: Run, caplog: pytest.LogCaptur
         | {f"{loss}.beta": 0.1, f"{loss}.topk": 8}
     )
     assert "no effect" not in caplog.text
+    # Its policy loss reads settings of the actor that the policy loss of the rewards may not read.
+    gradient = {MODE: "k1", f"{loss}.use_policy_gradient": True, "actor_rollout_ref.actor.clip_ratio_c": 5.0}
+    run.load(taught | gradient | {"actor_rollout_ref.actor.policy_loss.loss_mode": "gpg"})
+    assert "no effect" not in caplog.text
     itself = {"distillation.enabled": True, f"{own}.enabled": True, f"{own}.template": "reference"}
     run.load(itself | {"data.return_raw_chat": True, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 1})
     assert "no effect: actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu" in caplog.text

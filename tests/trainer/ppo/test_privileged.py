@@ -134,6 +134,8 @@ def test_what_cannot_be_written_is_refused_with_the_row():
     batch = scored(["q"], ["x"], [0], index=[7])
     with pytest.raises(DataError, match=r"index 7 .*'hint' is undefined. It may read prompt, best_response, .*score"):
         privileged("{{ hint }}").columns(batch)
+    with pytest.raises(DataError, match=r"index 7 .*template fails: ZeroDivisionError"):
+        privileged("{{ score / score }}").columns(batch)
     with pytest.raises(ConfigError, match="template, line 1"):
         privileged("{% if %}")
     changed = batch | DataProto.from_dict(non_tensors={})

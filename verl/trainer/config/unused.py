@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from verl.algorithms import adv_needs, distillation
 from verl.algorithms.loss_registry import policy_loss_info
-from verl.config import ActorConfig, DivergenceConfig, DPOConfig, PPOConfig, SFTConfig, SupervisedConfig
+from verl.config import (
+    ActorConfig,
+    DistillationConfig,
+    DivergenceConfig,
+    DPOConfig,
+    PPOConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
 from verl.config.async_plan import AsyncPlan
 from verl.config.base import named_section_of
 from verl.trainer.config.derive import expanded
@@ -225,7 +233,7 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
         if not is_on:
             yield tuple(f"{section}.{name}" for name in names), reason
     yield from _of_modes(config)
-    yield from _of_other_losses(actor)
+    yield from _of_other_losses(actor, config.distillation)
     if config.distillation.enabled:
         yield _of_other_divergences(of_teachers)
     for section, fsdp in _BACK_ENDS.items():
@@ -297,10 +305,13 @@ def _of_modes(config: PPOConfig) -> Iterator[Silent]:
         yield keys, f"trainer.async.volume={plan.volume:g} bounds the number of prompts instead"
 
 
-def _of_other_losses(actor: ActorConfig) -> Iterator[Silent]:
+def _of_other_losses(actor: ActorConfig, taught: DistillationConfig) -> Iterator[Silent]:
     mode, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
     info = policy_loss_info(mode)
     read = {*inspect.signature(info.function).parameters} | _SELECTION.get(mode, set())
+    if taught.enabled and taught.distillation_loss.use_policy_gradient:  # which has clip ranges of its own
+        of_teacher = policy_loss_info(taught.distillation_loss.policy_loss_mode)
+        read |= {*inspect.signature(of_teacher.function).parameters} - {"clip_ratio_low", "clip_ratio_high"}
     if info.returns_terms:  # others are given the whole section
         unread = [key for key in _OF_LOSSES if key.rpartition(".")[2] not in read]
         if {"clip_ratio_low", "clip_ratio_high"}.issubset(unread):

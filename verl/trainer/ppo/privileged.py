@@ -184,9 +184,10 @@ class PrivilegedPrompts:
         question = messages[last]["content"]
         try:
             text = self._template.render(variables, prompt=question)
-        except (TemplateError, TypeError, AttributeError) as error:
+        except (TemplateError, TypeError, AttributeError, ValueError, ArithmeticError, LookupError) as error:
             raise DataError(
-                f"{where}: {KEY}.template fails: {error}. It may read prompt, {', '.join(sorted(variables))}."
+                f"{where}: {KEY}.template fails: {type(error).__name__}: {error}. It may read prompt, "
+                f"{', '.join(sorted(variables))}."
             ) from error
         if not text.strip():
             return None
