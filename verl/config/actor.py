@@ -186,7 +186,12 @@ class ActorConfig(UpdateConfig):
     copy."""
 
     def problems(self, path: str) -> Iterator[Problem]:
-        """The divergence is corrected once, and the initial weight of the entropy bonus is within its bounds."""
+        """What is divided by is not 0, the divergence is corrected once, the entropy bonus begins within its bounds."""
+        if self.policy_loss.loss_mode == "cfpo":
+            for key in ("clip_ratio_low", "clip_ratio_high"):
+                if not self[key]:
+                    cause = "policy_loss.loss_mode=cfpo divides by it"
+                    yield Problem(f"{path}.{key}", self[key], cause, "> 0", "set clip_ratio, e.g. to 0.2")
         if self.use_bias_correction_kl and self.kl_loss_type.endswith("+"):
             cause = (
                 "with use_bias_correction_kl the gradient is that of the divergence already, and + would add another"

@@ -87,6 +87,8 @@ def test_another_class_in_place_of_a_section_is_refused(run: Run):
     [
         ({"critic.optim.lr": 1e-3}, "algorithm.adv_estimator=grpo needs no critic"),
         ({"algorithm.lam": 0.9}, "algorithm.adv_estimator=grpo does not take it"),
+        ({"algorithm.step_advantage_weight": 0.5}, "algorithm.adv_estimator=grpo does not take it"),
+        ({"algorithm.rae_decay": 0.5}, "algorithm.adv_estimator=grpo does not take it"),
         ({"actor_rollout_ref.actor.kl_loss_coef": 0.1}, "actor_rollout_ref.actor.use_kl_loss=false"),
         ({"algorithm.kl_ctrl.kl_coef": 0.1}, "algorithm.use_kl_in_reward=false"),
         ({"algorithm.kl_ctrl.horizon": 5, "algorithm.use_kl_in_reward": True}, "algorithm.kl_ctrl.type=fixed"),

@@ -42,6 +42,9 @@ def test_dro_needs_its_beta(run: Run):
     message = only(run.refusal({f"{ACTOR}.policy_loss.loss_mode": "dro"}))
     assert f"{ACTOR}.policy_loss.dro_beta=null" in message
     assert run.load({f"{ACTOR}.policy_loss.loss_mode": "dro", f"{ACTOR}.policy_loss.dro_beta": 0.1})
+    message = run.refusal({f"{ACTOR}.policy_loss.loss_mode": "cfpo", f"{ACTOR}.clip_ratio_low": 0.0})
+    assert f"{ACTOR}.clip_ratio_low=0.0: policy_loss.loss_mode=cfpo divides by it" in message
+    assert "clip_ratio_high" not in message
 
 
 def test_bounds_of_clip_cov(run: Run):

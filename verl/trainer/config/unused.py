@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl.algorithms import adv_needs, distillation
+from verl.algorithms.estimator_registry import SETTINGS
 from verl.algorithms.loss_registry import policy_loss_info
 from verl.config import (
     ActorConfig,
@@ -133,8 +134,8 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
     algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     needs = adv_needs(algorithm.adv_estimator)
     if not needs.wants_all and "config" not in needs.settings:
-        of_estimators = {"gamma", "high_level_gamma", "lam", "norm_adv_by_std_in_grpo"} - needs.settings
-        unread = tuple(f"algorithm.{name}" for name in of_estimators)
+        unread = tuple(f"algorithm.{name}" for name in SETTINGS - {"config"} - needs.settings)
+        unread += () if "role_baselines" in needs.columns else ("algorithm.rae_decay",)
         yield unread, f"algorithm.adv_estimator={algorithm.adv_estimator} does not take it"
     if not needs_critic(config) and not config.reward_model.enable:  # whose sizes follow the critic's
         yield ("critic.*",), f"algorithm.adv_estimator={algorithm.adv_estimator} needs no critic"
