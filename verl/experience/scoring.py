@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
@@ -91,10 +91,10 @@ class Scorer:
         """Whether :meth:`submit_part` may be called in any thread, and for few samples, while others are drawn.
 
         Not with a judge or a reward model: their ranks may be those that sample or train, and serve a batch in one
-        call. Nor with a function of whole batches.
+        call. Nor with a function or a manager's own ``__call__`` of whole batches.
         """
         is_free = self._judge is None and not self._has_reward_model
-        return is_free and isinstance(reward_fn, NaiveRewardManager) and reward_fn.scores_single_samples
+        return is_free and _scores_parts(reward_fn) and reward_fn.scores_single_samples
 
     def submit_part(self, batch: DataProto, reward_fn: object, step: int) -> Deferred[PartScores]:
         """As :meth:`submit`, for some samples of a batch; :meth:`joined` judges over all how many failed."""
@@ -154,11 +154,23 @@ def _submit_part(data: DataProto, reward_fn: Any) -> Deferred[PartScores]:
     def checked(result: torch.Tensor | Result) -> PartScores:
         return _checked(result, data, reward_fn)
 
-    if isinstance(reward_fn, NaiveRewardManager) and type(reward_fn).start is NaiveRewardManager.start:
+    if _scores_parts(reward_fn):
         return reward_fn.start(data, is_part=True).map(checked)
+    if _inherits(reward_fn, "start") and not _inherits(reward_fn, "__call__"):
+        return AbstractRewardManager.start(reward_fn, data).map(checked)
     if isinstance(reward_fn, AbstractRewardManager):
         return reward_fn.start(data).map(checked)
     return Deferred([], lambda: checked(call(reward_fn, data)))
+
+
+def _scores_parts(reward_fn: object) -> TypeGuard[NaiveRewardManager]:
+    """Whether a manager takes some samples of a batch: a subclass with a ``__call__`` of its own may not."""
+    return _inherits(reward_fn, "start") and _inherits(reward_fn, "__call__")
+
+
+def _inherits(reward_fn: object, method: str) -> TypeGuard[NaiveRewardManager]:
+    is_manager = isinstance(reward_fn, NaiveRewardManager)
+    return is_manager and getattr(type(reward_fn), method) is getattr(NaiveRewardManager, method)
 
 
 def joined_scores(parts: Sequence[PartScores], max_error_rate: float) -> Scored:

@@ -11,7 +11,7 @@ from tests.workers.reward_manager.batches import LENGTH, TOKENIZER, batch_of
 from verl import DataProto
 from verl.datasets import RLHFDataset
 from verl.errors import ConfigError, DataError, RewardError, SchemaError
-from verl.experience.scoring import PartScores, joined_scores
+from verl.experience.scoring import PartScores, Scorer, joined_scores
 from verl.scorers import UnknownDataSourceError
 from verl.trainer.config import DataConfig, PPOConfig
 from verl.trainer.config.command_line import compose
@@ -337,3 +337,24 @@ def test_data_is_checked_unless_a_model_scores(tmp_path):
         check_reward_data(config(), load_reward_manager(config(), TOKENIZER, 0), dataset)
     check_reward_data(model, load_reward_manager(model, TOKENIZER, 0), dataset)
     check_reward_data(config(), load_reward_manager(config(), TOKENIZER, 0), [{"of my own": 1}])
+
+
+class Halved(NaiveRewardManager):
+    """A manager of a user, who wrote ``__call__`` alone."""
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict:  # type: ignore[override]
+        result = super().__call__(data, return_dict=True)
+        halved = result["reward_tensor"] / 2
+        return {**result, "reward_tensor": halved} if return_dict else halved
+
+
+def test_a_subclass_that_replaces_call_alone_scores_by_it_and_whole_batches() -> None:
+    def one(data_source: str, solution_str: str, ground_truth: str, extra_info: object) -> float:
+        return 1.0
+
+    manager = Halved(TOKENIZER, 0, one)
+    tokens, _ = compute_reward(batch_of(["3", "x"], ["3", "3"], "any"), manager)
+    assert tokens.sum(-1).tolist() == [0.5, 0.5]
+    scorer = Scorer(config(), lambda: pytest.fail("no workers"), None)
+    assert not scorer.scores_any_time(manager)
+    assert scorer.scores_any_time(NaiveRewardManager(TOKENIZER, 0, one))
