@@ -4,8 +4,8 @@ Padding: prompts are padded on the left, responses on the right, so that positio
 of a row is always its first response token. ``sequence_length`` is ``prompt_length +
 response_length``; before generation, when there are only prompts, it is ``prompt_length``.
 
-Per-token columns of a response are 0 where ``response_mask`` is 0, but for ``weight_versions``. Index t refers to the
-prediction of ``responses[:, t]`` from everything before it.
+Per-token columns of a response are 0 where ``response_mask`` is 0, but for ``weight_versions`` and ``kept_ids``. Index
+t refers to the prediction of ``responses[:, t]`` from everything before it.
 """
 
 from __future__ import annotations
@@ -296,6 +296,14 @@ _OTHER_TENSORS = (
         "experts that each token went to, the largest number of the format where that is unknown",
         "actor.compute_log_prob with actor.router_replay.mode=R2, generate_sequences with R3",
         ("actor",),
+    ),
+    Column(
+        "kept_ids",
+        "int32",
+        (*RESPONSE, "kept"),
+        "ids of the tokens that truncated sampling kept, ascending, then -1; all -1 where it kept more than the limit",
+        "generate_sequences with rollout.keep_sampling_mask=true, by the native engine for prompts without agent loops",
+        ("actor", "reference", "metrics"),
     ),
     Column(
         "dummy_tensor",

@@ -35,9 +35,6 @@ LEFT_OUT = """
 - **TPO** ([arXiv:2604.06159](https://arxiv.org/abs/2604.06159)): its loss compares all responses to a prompt under
   the current policy, and a pass here may hold a part of them; and for long responses it is not settled whether
   their log-probs are sums or means, which decides whether it learns anything.
-- **Keep-sampling-mask** (DeepSeek-V3.2, [arXiv:2512.02556](https://arxiv.org/abs/2512.02556)): weights correct for
-  [truncated sampling](rollout_correction.md#truncated-sampling) instead. Its keep-routing is
-  [`router_replay.mode=R3`](mixtures_of_experts.md).
 """
 
 

@@ -195,6 +195,14 @@ class RolloutConfig(BaseConfig):
     )
     """`processed_logprobs` are those of the sampled distribution: after temperature, min_p, top_k and top_p, summing to
     1 over the kept tokens; `raw_logprobs` those of the model's logits, before all of these."""
+    keep_sampling_mask: bool = setting(False)
+    """Train on the distribution that `top_k`, `top_p` and `min_p` sample from: log-probs of the policy and of the
+    reference are normalised over the tokens that the rollout kept for each drawn token (`native` with FSDP;
+    DeepSeek-V3.2, arXiv:2512.02556)."""
+    keep_sampling_mask_limit: int = setting(64, ge=1)
+    """Largest number of tokens that are kept for one drawn token with `keep_sampling_mask`, 4 bytes each. Where
+    truncated sampling kept more, the drawn token is trained on the whole vocabulary and counted in
+    `training/sampling_mask/unknown`."""
     multi_stage_wake_up: bool = setting(False)
     """Allocate the memory of the KV cache only after the weights are updated (`vllm`, `sglang`)."""
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, ge=1)
@@ -234,6 +242,13 @@ class RolloutConfig(BaseConfig):
     def ranks(self) -> int:
         """Ranks of the pool of rollout engines; 0 where they run on those of the policy."""
         return self.nnodes * self.n_gpus_per_node
+
+    @property
+    def kept_ids_width(self) -> int:
+        """How many ids per drawn token `keep_sampling_mask` returns at most; 0 without it."""
+        if not self.keep_sampling_mask:
+            return 0
+        return min(self.top_k if self.top_k > 0 else self.keep_sampling_mask_limit, self.keep_sampling_mask_limit)
 
     @property
     def default_agent_loop(self) -> str:

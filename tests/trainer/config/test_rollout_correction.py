@@ -226,6 +226,40 @@ def test_the_gap_is_not_limited_where_it_is_meant_to_be(run: Run):
     run.load({LIMIT: 0.1} | settings(rollout_is="token"))
 
 
+KEEPS = f"{ROLLOUT}.keep_sampling_mask"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({f"{ROLLOUT}.top_p": 1}, "without truncated sampling every token is kept, and the mask changes nothing"),
+        ({f"{ROLLOUT}.do_sample": False, f"{ROLLOUT}.n": 1}, "without truncated sampling every token is kept"),
+        ({f"{ROLLOUT}.name": "hf"}, "name=hf does not return which tokens it kept"),
+        ({f"{ROLLOUT}.logprobs_mode": "raw_logprobs"}, "these are not the log-probs of the distribution"),
+        ({f"{ROLLOUT}.multi_turn.enable": True}, "the turns of an agent loop (tool_agent) are recorded without"),
+        ({f"{ROLLOUT}.skip_rollout": True}, "do not say whether they have the kept tokens"),
+        ({"trainer.async.lag": 1}, "are recorded without the kept tokens"),
+        ({"actor_rollout_ref.actor.strategy": "megatron"}, "actor.strategy=megatron normalises log-probs over the"),
+        ({"algorithm.adv_estimator": "optimal_token_baseline"}, "is that of the whole vocabulary, and log π that of"),
+        ({"distillation.enabled": True}, "compares the policy with its teacher over the whole vocabulary"),
+    ],
+)
+def test_sampling_masks_that_cannot_be(run: Run, changes: dict[str, Any], said: str):
+    assert said in run.refusal({f"{ROLLOUT}.top_p": 0.9, KEEPS: True} | changes)
+
+
+def test_a_whole_sampling_mask_needs_no_weights(run: Run, caplog: pytest.LogCaptureFixture):
+    whole = run.load({f"{ROLLOUT}.top_k": 20, f"{ROLLOUT}.top_p": 0.9, KEEPS: True, LIMIT: 0.1})
+    assert whole.algorithm.rollout_correction.rollout_is is None
+    assert whole.actor_rollout_ref.rollout.kept_ids_width == 20
+    assert "biased" not in caplog.text
+    # Of a nucleus more tokens may be kept than the limit; what is trained on the whole vocabulary is weighed.
+    nucleus = run.load({f"{ROLLOUT}.top_p": 0.9, KEEPS: True})
+    assert nucleus.algorithm.rollout_correction.rollout_is == "token"
+    assert nucleus.actor_rollout_ref.rollout.kept_ids_width == 64
+    assert run.load().actor_rollout_ref.rollout.kept_ids_width == 0
+
+
 @pytest.mark.parametrize("value", [-0.1, 1.1])
 def test_min_p_is_a_share(run: Run, value: float):
     with pytest.raises(ConfigError, match=r"rollout.min_p"):

@@ -124,6 +124,24 @@ def test_processed_log_probs_by_hand():
     assert drawn(logits, temperature=0.5)[0] == pytest.approx(math.log(16 / 22))
 
 
+def test_kept_ids_by_hand(monkeypatch):
+    logits = torch.tensor([[0.125, 0.5, 0.0, 0.25, 0.125]]).log()
+    # top_k=2 keeps .5 and .25; min_p=.3 what has at least .15; top_p=.8 the shortest prefix of .5 .25 .125 with .8 of
+    # the mass, of equal ones the lower id; top_k=5 is more than there are, but token 2 cannot be drawn; four do not
+    # fit into three places; a greedy row keeps all.
+    cuts = [{"top_k": 2}, {"min_p": 0.3}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 0.0, "top_k": 1}]
+    sampler = TokenSampler([SamplingParams(max_tokens=1, seed=0, **cut) for cut in cuts], torch.device("cpu"))
+    wide, narrow = (torch.full((5, width), -1, dtype=torch.int32) for width in (4, 3))
+    for rows_at_once in (5, 2):
+        monkeypatch.setattr("verl.workers.rollout.sampling._CHUNK_ELEMENTS", 5 * rows_at_once)
+        plain = sampler(logits.repeat(5, 1), torch.arange(5), 0)
+        masked = [sampler(logits.repeat(5, 1), torch.arange(5), 0, ids.fill_(-1)) for ids in (wide, narrow)]
+        assert all(torch.equal(a, b) for both in masked for a, b in zip(plain, both, strict=True))
+        everything = [0, 1, 3, 4]
+        assert wide.tolist() == [[1, 3, -1, -1], [1, 3, -1, -1], [0, 1, 3, -1], everything, everything]
+        assert narrow.tolist() == [[1, 3, -1], [1, 3, -1], [0, 1, 3], [-1, -1, -1], [-1, -1, -1]]
+
+
 def test_raw_log_probs_are_those_of_the_models_own_logits():
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
     own = {0: math.log(0.5), 1: math.log(0.25)}

@@ -53,6 +53,11 @@ from verl.errors import ConfigError
             "actor_rollout_ref.actor.kl_loss_type=k3",
             "actor_rollout_ref.actor.use_bias_correction_kl=true",
         ),
+        "DeepSeek-V3.2, keep sampling mask (arXiv:2512.02556)": (
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.rollout.top_p=0.95",
+            "actor_rollout_ref.rollout.keep_sampling_mask=true",
+        ),
         "ECHO (arXiv:2605.24517)": (
             "algorithm.adv_estimator=grpo",
             "actor_rollout_ref.actor.use_echo_loss=true",

@@ -213,6 +213,10 @@ _PROGRAMS_ONLY = (
 """Settings of the rollout that only vLLM and SGLang read."""
 
 
+_OF_NATIVE = ("enable_rollout_routing_replay", "keep_sampling_mask")
+"""Settings of the rollout that vLLM and SGLang cannot follow."""
+
+
 def _fast_engine(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:
     """Choose the engine of a run on a GPU unless it was named; tell which and why."""
     remarks: list[str] = []
@@ -221,7 +225,8 @@ def _fast_engine(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str])
         # Without any key from a command line the settings come from a program, which may have chosen the default.
         if key.section is not RolloutConfig or not explicit or name in explicit or get(tree, "trainer.device") == "cpu":
             continue
-        if get(tree, name) != keys[name].default or get(tree, f"{path}.enable_rollout_routing_replay") is True:
+        asks_native = any(get(tree, f"{path}.{key}") is True for key in _OF_NATIVE)
+        if get(tree, name) != keys[name].default or asks_native:
             continue
         if gpus_of_nodes(get(tree, "trainer", {}), get(tree, "ray_kwargs.ray_init")):
             model = get(tree, f"{path.removesuffix('rollout')}model.path")
@@ -331,10 +336,17 @@ def truncating(settings: Mapping[str, object]) -> tuple[str, float] | None:
     return next(((name, off) for name, truncates, off in candidates if truncates), None)
 
 
+def keeps_whole_mask(settings: Mapping[str, object]) -> bool:
+    """Whether training knows the kept tokens of every drawn token, so that it has the distribution sampled from."""
+    top_k, limit = settings.get("top_k"), settings.get("keep_sampling_mask_limit")
+    known = isinstance(top_k, int) and isinstance(limit, int) and 0 < top_k <= limit
+    return settings.get("keep_sampling_mask") is True and known
+
+
 def _other_distribution(tree: Tree) -> str | None:
     """Say why samples come from another distribution than the policy that trains on them; None if they do not."""
     settings, lag, mode = (get(tree, key) for key in (_ROLLOUT, "trainer.async.lag", "trainer.v1.trainer_mode"))
-    if cut := truncating(settings) if isinstance(settings, Mapping) else None:
+    if isinstance(settings, Mapping) and (cut := truncating(settings)) and not keeps_whole_mask(settings):
         return f"{_ROLLOUT}.{cut[0]}={settings[cut[0]]} samples from a truncated distribution"
     if isinstance(lag, int) and lag > 0:
         return f"trainer.async.lag={lag} trains on samples of earlier weights"

@@ -372,6 +372,8 @@ def one_response(config: GenerationConfig) -> Problems:
         yield Problem(
             "rollout.skip_rollout", True, "main_generation has no step whose responses it could keep", "false"
         )
+    if rollout.keep_sampling_mask:
+        yield Problem("rollout.keep_sampling_mask", True, "main_generation does not train", "false")
     if rollout.default_agent_loop != SINGLE_TURN:
         cause = "main_generation answers each prompt by one response"
         key = "rollout.multi_turn.enable" if rollout.multi_turn.enable else "rollout.agent.default_agent_loop"
@@ -414,6 +416,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         agent_loops,
         off_policy.rollout_correction,
         off_policy.truncated_sampling,
+        off_policy.sampling_mask,
         off_policy.lag,
         asynchronous,
         rewards,

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from verl.algorithms import adv_needs, policy_loss_info
 from verl.algorithms import rollout_correction as correction
 from verl.config import PPOConfig, Problem, RolloutConfig
+from verl.config.agent import SINGLE_TURN
 from verl.config.async_plan import AsyncPlan
 from verl.errors import ConfigError
-from verl.trainer.config.derive import BYPASS, compares_with_rollout, takes_weights, truncating
+from verl.trainer.config.derive import BYPASS, compares_with_rollout, keeps_whole_mask, takes_weights, truncating
 
 Problems = Iterator[Problem]
 
@@ -152,6 +153,8 @@ def truncated_sampling(config: PPOConfig) -> Problems:
     key, value = f"{ROLLOUT}.{name}", rollout[name]
     if rollout.logprobs_mode == "raw_logprobs":
         yield _raw(rollout, f"{key}={value}")
+    if keeps_whole_mask(rollout):
+        return
     if not weighs_samples(config):
         yield Problem(
             key,
@@ -166,6 +169,41 @@ def truncated_sampling(config: PPOConfig) -> Problems:
     if limit is not None:
         cause = f"with {key}={value} the rollout's probabilities are larger than the trainer's by design"
         yield Problem(GAP_LIMIT, limit, cause, "null", f"leave it null, or set {key}={off}")
+
+
+def sampling_mask(config: PPOConfig) -> Problems:
+    """Sampling keeps some tokens, the engine tells which, and all that reads log-probs can be restricted to them."""
+    roles = config.actor_rollout_ref
+    rollout, key = roles.rollout, f"{ROLLOUT}.keep_sampling_mask"
+    if not rollout.keep_sampling_mask:
+        return
+    if truncating(rollout) is None:
+        cause = "without truncated sampling every token is kept, and the mask changes nothing"
+        yield Problem(key, True, cause, "false", f"set {ROLLOUT}.top_k, top_p or min_p, or leave it out")
+    if rollout.name != "native":
+        cause = f"{ROLLOUT}.name={rollout.name} does not return which tokens it kept"
+        yield Problem(key, True, cause, "false", f"or set {ROLLOUT}.name=native")
+    if rollout.default_agent_loop != SINGLE_TURN:
+        cause = f"the turns of an agent loop ({rollout.default_agent_loop}) are recorded without the kept tokens"
+        yield Problem(key, True, cause, "false", f"or set {ROLLOUT}.multi_turn.enable=false")
+    if rollout.skip_rollout:
+        cause = f"files of {ROLLOUT}.skip_rollout do not say whether they have the kept tokens"
+        yield Problem(key, True, cause, "false", f"or set {ROLLOUT}.skip_rollout=false")
+    if (mode := AsyncPlan.of(config).mode) != "sync":
+        cause = f"responses drawn ahead of training ({mode}) are recorded without the kept tokens"
+        yield Problem(key, True, cause, "false", "or train in step: trainer.async.lag=0, trainer_mode=sync")
+    for name, strategy in (("actor", roles.actor.strategy), ("ref", roles.ref.strategy)):
+        if strategy == "megatron":
+            cause = f"actor_rollout_ref.{name}.strategy=megatron normalises log-probs over the whole vocabulary alone"
+            yield Problem(key, True, cause, "false", f"or set actor_rollout_ref.{name}.strategy=fsdp")
+    if config.distillation.enabled:
+        cause = "distillation.enabled=true compares the policy with its teacher over the whole vocabulary"
+        yield Problem(key, True, cause, "false", "or set distillation.enabled=false")
+    if roles.actor.calculate_sum_pi_squared:
+        cause = (
+            "Σπ² (actor.calculate_sum_pi_squared) is that of the whole vocabulary, and log π that of the kept tokens"
+        )
+        yield Problem(key, True, cause, "false", "or choose an algorithm.adv_estimator that does not read Σπ²")
 
 
 def weighs_samples(config: PPOConfig) -> bool:

@@ -200,6 +200,12 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
             ("temperature", "top_k", "top_p", "min_p"),
         ),
         (rollout.skip_rollout, f"{_ROLLOUT}.skip_rollout=false", _ROLLOUT, ("skip_dump_dir",)),
+        (
+            rollout.keep_sampling_mask,
+            f"{_ROLLOUT}.keep_sampling_mask=false",
+            _ROLLOUT,
+            ("keep_sampling_mask_limit",),
+        ),
         (not others, f"{', '.join(others)}: {_ROLLOUT}.name={rollout.name}", _ROLLOUT, ("engine_kwargs",)),
     )
     switches += (

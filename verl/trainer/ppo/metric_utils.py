@@ -11,6 +11,7 @@ from torch import Tensor
 from verl.errors import SchemaError
 from verl.experience.sequences import Trajectories, trajectory_scores
 from verl.protocol import DataProto, compute_response_mask, prompt_lengths, response_lengths
+from verl.schema import require
 from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
 from verl.trainer.ppo.validation_metrics import bootstrap_metric, calc_maj_val, process_validation_metrics
 from verl.utils.metric import Metrics, distribution, reduce_metrics
@@ -173,6 +174,28 @@ def compute_mfu_metrics(
         if stage in flops
     }
     return {f"perf/mfu/{name}": share for name, share in shares.items() if share is not None}
+
+
+def sampling_mask_metrics(batch: DataProto) -> Metrics:
+    """Measure what truncated sampling kept for the tokens that are trained on (``rollout.keep_sampling_mask``).
+
+    ::
+
+        training/sampling_mask/size       kept tokens per drawn token, where they are known
+        training/sampling_mask/unknown    share of drawn tokens of which more were kept than the limit
+
+    Without a token to train on both are left out, and so is the size if none is known.
+
+    Raises:
+        SchemaError: the batch has no ``kept_ids``.
+    """
+    require(batch, ("kept_ids", "response_mask"), "rollout.keep_sampling_mask=true")
+    sizes = (batch.batch["kept_ids"] >= 0).sum(-1)[batch.batch["response_mask"].bool()]
+    if not len(sizes):
+        return {}
+    known = sizes[sizes > 0].double()
+    size = {"training/sampling_mask/size": known.mean().item()} if len(known) else {}
+    return size | {"training/sampling_mask/unknown": 1 - len(known) / len(sizes)}
 
 
 def compute_rollout_gap_metrics(batch: DataProto) -> Metrics:

@@ -285,7 +285,7 @@ def policy_columns(
         needed |= set(distillation_loss_info(distillation.distillation_loss.loss_mode).columns)
         learnt |= {"distillation_mask", "teacher_index", *TEACHER_PROMPTS}
     require(batch, sorted(needed), "the policy update")
-    optional = info.optional_columns | {"rollout_is_weights", "row_weights", "trajectory_count"} | learnt
+    optional = info.optional_columns | {"rollout_is_weights", "row_weights", "trajectory_count", "kept_ids"} | learnt
     return tuple(sorted(needed | (optional & set(batch.batch.keys()))))
 
 
@@ -316,8 +316,9 @@ def call_by_row(
         shares_prompts: keep rows with the same prompt on one rank (``use_prefix_grouper``).
     """
     # The policy alone repeats the choice of experts in the rollout; reference and critic choose for themselves.
-    routing = ("routed_experts",) if method == "compute_log_prob" and "routed_experts" in batch.batch.keys() else ()
-    columns, parts = (*ACTOR_COLUMNS, *routing), workers.num_parts(method)
+    reads = {"compute_log_prob": ("routed_experts", "kept_ids"), "compute_ref_log_prob": ("kept_ids",)}
+    further = [name for name in reads.get(method, ()) if name in batch.batch.keys()]
+    columns, parts = (*ACTOR_COLUMNS, *further), workers.num_parts(method)
     dealt = deal(batch, parts, balance=balance, columns=columns, pads=True, shares_prompts=shares_prompts)
     made = getattr(workers, method)(dealt.rows)
     return made.then(dealt.restore) if isinstance(made, DataProtoFuture) else dealt.restore(made)

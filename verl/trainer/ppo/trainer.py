@@ -86,6 +86,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_rollout_gap_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
+    sampling_mask_metrics,
 )
 from verl.trainer.ppo.observers import Observers
 from verl.trainer.ppo.old_log_probs import OldLogProbs
@@ -460,6 +461,8 @@ class PPOTrainer(TrainingLoop):
         own_forward = updates_actor and self.old_log_probs_plan.source == "update"
         experience = self.experience.next(context)
         batch = experience.batch
+        if self.typed_config.actor_rollout_ref.rollout.keep_sampling_mask:
+            context.metrics |= sampling_mask_metrics(batch)
         if not own_forward and self.old_log_probs_plan.source != "interpolation":
             batch = batch | self.old_log_probs(batch, context)
         batch = replace_columns(batch, experience.scores.result())

@@ -10,6 +10,8 @@ Columns:
                                      the policy drew none
     routed_experts                   (bsz, prompt_length + response_length, layers, experts per token), if those of some
                                      token are known
+    kept_ids                         (bsz, response_length, K) int32, ids of the tokens that truncated sampling kept,
+                                     then -1; all -1 where they are not known, if those of some token are
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.vision.families import VisionConfig
 from verl.vision.positions import sequence_positions
-from verl.workers.rollout.request import NO_WEIGHTS, RolloutOutput
+from verl.workers.rollout.request import NO_WEIGHTS, NOT_KEPT, RolloutOutput
 from verl.workers.routers import unknown
 
 PromptTokens = tuple[Tensor, Tensor]
@@ -44,6 +46,8 @@ class ResponseRow:
     """1 on tokens that the policy drew; None if it drew all. All rows of a batch have one, or none has."""
     weight_versions: Sequence[int] = ()
     """Version of the weights that drew each token, -1 where the policy did not draw it, and for all tokens beyond."""
+    kept_ids: Tensor | None = None
+    """(response tokens, K) as of :class:`~verl.workers.rollout.request.RolloutOutput`; None if unknown."""
 
 
 def sequence_columns(
@@ -82,6 +86,7 @@ def sequence_columns(
         "rollout_log_probs": log_probs,
         "weight_versions": versions.int(),
         **_routing_column([row.routed_experts for row in rows], prompts[1], response_length),
+        **_kept_column([row.kept_ids for row in rows], response_length),
     }
 
 
@@ -111,7 +116,11 @@ def columns_from_outputs(
             (prompts.batch["input_ids"].cpu(), prompts.batch["attention_mask"].cpu()),
             [
                 ResponseRow(
-                    output.token_ids, output.log_probs, output.routed_experts, weight_versions=output.weight_versions
+                    output.token_ids,
+                    output.log_probs,
+                    output.routed_experts,
+                    weight_versions=output.weight_versions,
+                    kept_ids=output.kept_ids,
                 )
                 for output in outputs
             ],
@@ -168,3 +177,15 @@ def _routing_column(
         if routing is not None:
             row[width - length : width - length + len(routing)] = routing.cpu()
     return {"routed_experts": column}
+
+
+def _kept_column(kept_ids: Sequence[Tensor | None], response_length: int) -> dict[str, Tensor]:
+    """Return the column ``kept_ids`` if a row has it."""
+    known = next((ids for ids in kept_ids if ids is not None), None)
+    if known is None:
+        return {}
+    column = torch.full((len(kept_ids), response_length, known.shape[1]), NOT_KEPT, dtype=torch.int32)
+    for row, ids in zip(column, kept_ids, strict=True):
+        if ids is not None:
+            row[: len(ids)] = ids
+    return {"kept_ids": column}

@@ -221,6 +221,7 @@ class NativeRollout(BaseRollout):
             check,
             cache,
             on_pass=functools.partial(self.tell_state, if_due=True),
+            kept_width=self.config.kept_ids_width,
         )
         self._generation = generation
         try:

@@ -29,6 +29,8 @@ from verl.schema import require
 FinishReason = Literal["stop", "length", "abort"]
 NO_WEIGHTS = -1
 """Weight version of an engine without usable weights."""
+NOT_KEPT = -1
+"""Stands in ``kept_ids`` where there is no token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,8 @@ class RolloutRequest:
     """How many of the last tokens of ``prompt_ids`` are the beginning of the response, which was interrupted after
     them. Random numbers and stop texts go on from there; ``max_tokens`` counts, and the answer has, only what comes
     after ``prompt_ids``."""
+    returns_kept_ids: bool = False
+    """Return the tokens that truncated sampling kept for each drawn token."""
 
     @property
     def drawn_ids(self) -> list[int]:
@@ -166,6 +170,10 @@ class RolloutOutput:
     versions: tuple[tuple[int, int], ...] = ()
     """Versions of the weights, in order, and how many tokens were drawn with each; by default all with
     ``weight_version``."""
+    kept_ids: Tensor | None = None
+    """(drawn tokens, K) int32, if the request asks for it: the ids of the tokens that min_p, top_k and top_p kept for
+    each drawn token, ascending, then -1; all -1 where they kept more than K =
+    :attr:`~verl.config.RolloutConfig.kept_ids_width`."""
 
     def __post_init__(self) -> None:
         if not self.versions and self.token_ids:
@@ -190,6 +198,7 @@ class RolloutOutput:
         if routed is not None and self.routed_experts is not None:
             known = len(self.routed_experts) - 1  # the last token had not gone into the model
             routed = torch.cat([self.routed_experts[:known], routed[known:]])
+        kept = [part.kept_ids for part in (self, rest) if part.kept_ids is not None]
         counts = self.num_preempted, rest.num_preempted
         return RolloutOutput(
             [*self.token_ids, *rest.token_ids],
@@ -199,6 +208,7 @@ class RolloutOutput:
             routed,
             None if None in counts else sum(filter(None, counts)),
             tuple(versions),
+            torch.cat(kept) if kept else None,
         )
 
 
@@ -238,6 +248,7 @@ def requests_from_prompts(prompts: DataProto, config: RolloutConfig) -> list[Rol
     validates = bool(prompts.meta_info.get("validate", False))
     template = sampling_for(config, validates, prompts.meta_info.get("do_sample"))
     routing = config.enable_rollout_routing_replay and not validates
+    kept = config.keep_sampling_mask and not validates and template.truncates
     uids, indices = prompts.non_tensor_batch["uid"], prompts.non_tensor_batch["sample_index"]
     rows = _unpadded(prompts.batch["input_ids"], prompts.batch["attention_mask"], uids, config.prompt_length)
     images = prompts.non_tensor_batch.get("multi_modal_inputs", [None] * len(rows))
@@ -247,6 +258,7 @@ def requests_from_prompts(prompts: DataProto, config: RolloutConfig) -> list[Rol
             replace(template, seed=sample_seed(config.seed, step, uid, int(index))),
             _shared(inputs),
             returns_routing=routing,
+            returns_kept_ids=kept,
         )
         for row, uid, index, inputs in zip(rows, uids, indices, images, strict=True)
     ]

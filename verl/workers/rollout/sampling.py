@@ -55,6 +55,13 @@ def kept_tokens(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> T
     return torch.zeros_like(within_k).scatter(-1, order, within_k & within_p)
 
 
+def _list_ids(kept: Tensor, ids: Tensor) -> None:
+    """Write the places where ``kept`` (rows, vocab) is true into ``ids`` (rows, K), for rows that have at most K."""
+    counts = kept.sum(-1)
+    rows, tokens = (kept & (counts <= ids.shape[1]).unsqueeze(-1)).nonzero(as_tuple=True)
+    ids[rows, kept.cumsum(-1)[rows, tokens] - 1] = tokens.to(ids.dtype)
+
+
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """Sample by inverting the cumulative distribution: the token v with Σ_{w<v} p_w ≤ u·Σ p < Σ_{w≤v} p_w.
 
@@ -170,13 +177,17 @@ class TokenSampler:
         self._all_greedy, self._some_greedy = (f(greedy for greedy, _ in kinds) for f in (all, any))
         self._truncates = any(truncates for _, truncates in kinds)
 
-    def __call__(self, logits: Tensor, rows: Tensor, step: int | Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, logits: Tensor, rows: Tensor, step: int | Tensor, kept_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Draw the ``step``-th token of the given rows.
 
         Args:
             logits: (n, vocab).
             rows: (n,) indices of these rows among the sampler's.
             step: position in the response, one for all rows or (n,).
+            kept_ids: (n, K) int32 of -1, filled in place: the ids of the tokens that min_p, top_k and top_p keep,
+                ascending, where these are at most K.
 
         Returns:
             Tokens (n,) int64 and log-probs (n,) float32 as defined in :class:`RolloutOutput`.
@@ -184,12 +195,14 @@ class TokenSampler:
         size = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
         steps = torch.as_tensor(step, device=rows.device).expand_as(rows)
         if len(rows) <= size:
-            return self._draw(logits, rows, steps)
-        parts = [self._draw(*p) for p in zip(logits.split(size), rows.split(size), steps.split(size), strict=True)]
+            return self._draw(logits, rows, steps, kept_ids)
+        views = [None] * -(-len(rows) // size) if kept_ids is None else kept_ids.split(size)
+        split = (logits.split(size), rows.split(size), steps.split(size), views)
+        parts = [self._draw(*part) for part in zip(*split, strict=True)]
         tokens, log_probs = zip(*parts, strict=True)
         return torch.cat(tokens), torch.cat(log_probs)
 
-    def _draw(self, logits: Tensor, rows: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, rows: Tensor, steps: Tensor, kept_ids: Tensor | None) -> tuple[Tensor, Tensor]:
         scaled = logits.float() / self._temperature[rows, None]
         if len(self._never):
             scaled.index_fill_(-1, self._never, -torch.inf)
@@ -203,6 +216,8 @@ class TokenSampler:
                 mass = probs.sum(-1)
                 probs = probs * kept_tokens(probs, self._top_k[rows], self._top_p[rows], self._min_p[rows])
                 log_kept_mass = (probs.sum(-1) / mass).log()  # exactly 0 where all tokens are kept
+                if kept_ids is not None:
+                    _list_ids(probs > 0, kept_ids)
             tokens = inverse_cdf(probs, self._uniforms[rows, steps])
             if self._some_greedy:
                 tokens = torch.where(self._greedy[rows], log_probs.argmax(-1), tokens)

@@ -124,6 +124,25 @@ def token_log_probs(
     return wanted.statistics(_TokenLogProbs.apply(hidden, weight, bias, stacked(targets, candidates), settings))  # type: ignore[misc]
 
 
+def over_kept(full: TokenStatistics, kept_ids: Tensor) -> TokenStatistics:
+    """Normalise the log-probs of targets over the tokens that truncated sampling kept.
+
+        log p(y) - log Σ_{v kept} p(v)
+
+    Entropy and Σ p² stay those of the whole vocabulary.
+
+    Args:
+        full: with ``topk_log_probs`` of ``kept_ids``, of any id where that is -1.
+        kept_ids: (N, K) ids, then -1; a token whose ids are all -1 keeps the whole vocabulary.
+    """
+    assert full.topk_log_probs is not None
+    is_known = kept_ids[:, :1] >= 0
+    # Where no id is known, all stay finite: the gradient of -∞ - (-∞) would be NaN.
+    log_probs = full.topk_log_probs.masked_fill(is_known & (kept_ids < 0), -torch.inf)
+    log_mass = torch.where(is_known.squeeze(-1), log_probs.logsumexp(-1), 0.0)
+    return full._replace(log_probs=full.log_probs - log_mass, topk_log_probs=None, agreement=None)
+
+
 class Wanted(NamedTuple):
     """What is computed beside the log-probs of targets."""
 

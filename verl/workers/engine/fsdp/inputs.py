@@ -82,6 +82,8 @@ class ModelInputs:
     """Images of the sequences, if the vision tower runs."""
     topk_ids: Tensor | None = None
     """(N, K) ids whose log-probs are read beside those of ``targets``: the column ``teacher_topk_ids``."""
+    kept_ids: Tensor | None = None
+    """(N, K) ids over which log-probs are normalised, then -1; all -1 for the whole vocabulary."""
     teacher_hidden: Tensor | None = None
     """(N, H) last hidden states of the teacher that predict the response tokens."""
     teacher_index: Tensor | None = None
@@ -132,7 +134,7 @@ def prepare_inputs(
 
     The batch needs input_ids, attention_mask and position_ids, (bsz, prompt_length + response_length), and responses
     and response_mask, (bsz, response_length). If it has ``routed_experts``, they are replayed; ``teacher_topk_ids``,
-    ``teacher_hidden`` and ``teacher_index`` are those of :class:`ModelInputs`. With ``at_token`` the
+    ``teacher_hidden``, ``teacher_index`` and ``kept_ids`` are those of :class:`ModelInputs`. With ``at_token`` the
     model is read at each response token itself instead of at the token before it. With ``group`` its ranks share the
     sequences; see :func:`divide`.
 
@@ -189,7 +191,14 @@ def prepare_inputs(
         images = images_of(batch, of_images)
         if images is None and runs_tower:
             images = ImageInputs.filler(vision, input_ids)
-    topk_ids, teacher_hidden = (columns.get(name, None) for name in ("teacher_topk_ids", "teacher_hidden"))
+    topk_ids, kept_ids, teacher_hidden = (
+        columns.get(name, None) for name in ("teacher_topk_ids", "kept_ids", "teacher_hidden")
+    )
+    if kept_ids is not None and (topk_ids is not None or teacher_hidden is not None):
+        raise ConfigError(
+            "rollout.keep_sampling_mask=true: a distillation compares the policy with its teacher over the whole "
+            "vocabulary, and kept_ids restrict it. Set keep_sampling_mask=false."
+        )
     teacher_index = columns.get("teacher_index", None)  # (bsz,)
     inputs = ModelInputs(
         input_ids=input_ids,
@@ -204,6 +213,7 @@ def prepare_inputs(
         shape=(mask.shape[0], response_length),
         images=images,
         topk_ids=None if topk_ids is None else topk_ids[rows, places],
+        kept_ids=None if kept_ids is None else kept_ids[rows, places],
         teacher_hidden=None if teacher_hidden is None else teacher_hidden[rows, places],
         teacher_index=None if teacher_index is None else teacher_index[rows],
         routed_experts=routed,
@@ -289,7 +299,7 @@ def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
         routed = functional.pad(of_rows, (0, 0, 0, 0, 0, extra), value=unknown(routed.dtype))[:, share].flatten(0, 1)
     row, column = inputs.take // length, inputs.take % length
     mine = ((column >= first) & (column < first + part)).nonzero().flatten()
-    of_teacher = {name: getattr(inputs, name) for name in ("topk_ids", "teacher_hidden", "teacher_index")}
+    per_token = {name: getattr(inputs, name) for name in ("topk_ids", "kept_ids", "teacher_hidden", "teacher_index")}
     return replace(
         inputs,
         input_ids=functional.pad(inputs.input_ids, (0, extra))[:, share],
@@ -302,7 +312,7 @@ def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
         targets=inputs.targets[mine],
         images=images,
         routed_experts=routed,
-        **{name: None if values is None else values[mine] for name, values in of_teacher.items()},
+        **{name: None if values is None else values[mine] for name, values in per_token.items()},
         share=SequenceShare(places=mine, count=len(inputs.take), group=group),
     )
 

@@ -48,7 +48,14 @@ from verl.workers.engine.fsdp.divergence import (
     OutputMatrix,
     vocabulary_divergence,
 )
-from verl.workers.engine.fsdp.head import NO_TOP, LogitRule, TokenStatistics, TopTokens, token_log_probs
+from verl.workers.engine.fsdp.head import (
+    NO_TOP,
+    LogitRule,
+    TokenStatistics,
+    TopTokens,
+    over_kept,
+    token_log_probs,
+)
 from verl.workers.engine.fsdp.inputs import ModelInputs
 from verl.workers.engine.fsdp.outputs import language_outputs
 
@@ -144,7 +151,10 @@ class HeadedModel(nn.Module):
             return scalars
 
         def statistics(**wanted: Any) -> TokenStatistics:
-            return token_log_probs(chosen, head.weight, head.bias, inputs.targets, temperature, rule=rule, **wanted)
+            if inputs.kept_ids is not None:
+                wanted |= {"candidates": inputs.kept_ids.clamp(min=0)}
+            full = token_log_probs(chosen, head.weight, head.bias, inputs.targets, temperature, rule=rule, **wanted)
+            return full if inputs.kept_ids is None else over_kept(full, inputs.kept_ids)
 
         def from_teachers() -> DivergenceStatistics:
             policy = OutputMatrix(weight=head.weight, bias=head.bias, rule=rule, temperature=temperature)

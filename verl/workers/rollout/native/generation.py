@@ -18,7 +18,7 @@ from verl.workers.rollout.native.memory import KeyValueMemory
 from verl.workers.rollout.native.model import NativeModel
 from verl.workers.rollout.native.prefixes import PAGE, Prefix, PrefixCache
 from verl.workers.rollout.placed_images import ImageSpan, PlacedImages
-from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest
+from verl.workers.rollout.request import NOT_KEPT, DrawnPart, FinishReason, RolloutOutput, RolloutRequest
 from verl.workers.rollout.request_queue import STREAM_EVERY_S, RequestQueue
 from verl.workers.rollout.routing import RoutingTable
 from verl.workers.rollout.sampling import StopRules, TokenSampler, enlarged
@@ -82,6 +82,7 @@ class Generation:
         check: raises RolloutError if a request cannot be served, which is then the answer; None checks nothing.
         cache: keys and values of earlier requests, and then also of these.
         on_pass: called before each token, and once more at the end.
+        kept_width: largest number of ids per token that is returned to requests that ask what sampling kept.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Generation:
         check: Callable[[RolloutRequest], None] | None = None,
         cache: PrefixCache | None = None,
         on_pass: Callable[[], object] | None = None,
+        kept_width: int = 0,
     ) -> None:
         self._queue, self._model, self._memory, self._cache = queue, model, memory, cache
         self._sampler, self._stop = sampler, stop
@@ -120,6 +122,11 @@ class Generation:
         self._routing: RoutingTable | None = None
         """What routers chose for the rows, once a request has asked for it."""
         self._routed: set[int] = set()
+        """Ids of the requests that asked."""
+        self._kept_width = kept_width
+        self._kept_ids: Tensor | None = None
+        """(rows, longest response, ``kept_width``) int32 ids that sampling kept, once a request has asked for them."""
+        self._masked: set[int] = set()
         """Ids of the requests that asked."""
         self._streamed: dict[int, int] = {}
         """Of each request that streams, how many of its tokens were given in parts."""
@@ -192,6 +199,8 @@ class Generation:
             if request.returns_routing:
                 self._routing = self._routing or RoutingTable()
                 self._routed.add(request_id)
+            if request.returns_kept_ids:
+                self._masked.add(request_id)
             if request.streams:
                 self._streamed[request_id] = request.drawn
 
@@ -256,6 +265,10 @@ class Generation:
         count, longest = max(rows) + 1, max(p.max_tokens for p in params)
         self._drawn = enlarged(self._drawn, count)
         self._tokens, self._log_probs = (enlarged(table, count, longest) for table in (self._tokens, self._log_probs))
+        if self._masked or self._kept_ids is not None:
+            table = self._tokens.new_zeros(0, 0, dtype=torch.int32) if self._kept_ids is None else self._kept_ids
+            table = enlarged(table.flatten(1), len(self._tokens), self._tokens.shape[1] * self._kept_width)
+            self._kept_ids = table.unflatten(1, (-1, self._kept_width))
         index = torch.tensor(rows, device=self._drawn.device)
         self._drawn[index] = torch.tensor([request.drawn for request in requests], device=self._drawn.device)
         for row, request in zip(rows, requests, strict=True):
@@ -305,7 +318,11 @@ class Generation:
     def _draw(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Draw a token for each row; return the unfinished rows and their newest tokens."""
         step = self._drawn[rows]
-        newest, log_probs = self._sampler(logits, rows, step)
+        kept_ids = self._kept_ids
+        kept = None if kept_ids is None else kept_ids.new_full((len(rows), self._kept_width), NOT_KEPT)
+        newest, log_probs = self._sampler(logits, rows, step, kept)
+        if kept_ids is not None and kept is not None:
+            kept_ids[rows, step] = kept
         newest = self._model.ranks.of_first(newest)
         self._tokens[rows, step], self._log_probs[rows, step] = newest, log_probs
         self._drawn[rows] = step + 1
@@ -343,6 +360,8 @@ class Generation:
             answer = self._answer(tokens[at][before:n], log_probs[at][before:n], reason)
             if self._routing is not None and request_id in self._routed:
                 answer = replace(answer, routed_experts=self._routing.of(row, before, n))
+            if self._kept_ids is not None and request_id in self._masked:
+                answer = replace(answer, kept_ids=self._kept_ids[row, before:n].to("cpu", copy=True))
             if self._cache is not None and places is not None:  # the last token has not gone into the model
                 text = group.prompt_ids + answer.token_ids[:-1]
                 self._cache.add(text, functools.partial(self._memory.row_states, places[at]), group.spans)
@@ -375,5 +394,6 @@ class Generation:
         for row in rows:
             request_id, *_ = self._running.pop(row)
             self._routed.discard(request_id)
+            self._masked.discard(request_id)
             self._streamed.pop(request_id, None)
             heapq.heappush(self._free, row)
