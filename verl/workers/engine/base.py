@@ -14,6 +14,7 @@ same part. Batches have the layout of ``verl.schema``; outputs have one value pe
 from __future__ import annotations
 
 import importlib
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,12 +34,15 @@ from verl.protocol import DataProto
 from verl.utils.flops_counter import Arithmetic
 from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.engine.loss import LossCallable, LossFunction
+from verl.workers.engine.loss_scale import LossScale
 from verl.workers.engine.non_finite import NonFinite
 from verl.workers.engine.passes import MicroBatchConfig, PassSizes
 
 if TYPE_CHECKING:
     from verl.checkpoint.states import State
     from verl.workers.engine.fsdp.divergence import FullDivergence, OutputMatrix
+
+logger = logging.getLogger(__name__)
 
 
 class BaseEngine(ABC):
@@ -52,6 +56,8 @@ class BaseEngine(ABC):
     """Device of the computation."""
     weight_version: int = 0
     """Number of optimizer steps that changed the weights; restored by ``load_checkpoint``."""
+    loss_scale: LossScale | None = None
+    """Of a model that is trained in fp16."""
     pass_sizes: PassSizes
     """Known limits of the size of its passes."""
     non_finite: Sequence[NonFinite] = ()
@@ -288,19 +294,29 @@ class BaseEngine(ABC):
     ) -> dict[str, float]:
         """Run one optimizer step on one mini-batch.
 
-        A loss or a gradient that is not finite on any rank leaves weights and optimizer of all ranks as they were.
+        A loss or a gradient that is not finite on any rank leaves weights and optimizer of all ranks as they were. In
+        fp16 a mini-batch whose gradients overflow is computed again, with smaller loss scales; metric ``loss_scale``.
 
         Returns:
             the loss function's metrics over all ranks and micro-batches, with ``grad_norm`` and
             ``skipped_steps`` (1 if the update was skipped; ``non_finite`` then has the reason).
         """
-        self.non_finite = ()
-        self.optimizer_zero_grad()
-        metrics = self.forward_backward_batch(batch, loss_fn, micro, temperature)
-        before = self.weight_version
-        metrics["grad_norm"] = math.nan if self.non_finite else self.optimizer_step()
-        self.optimizer_zero_grad()  # gradients would hold memory while the rollout engine needs it
+        scale, before = self.loss_scale, self.weight_version
+        while True:
+            can_fall = scale is not None and scale.can_fall
+            self.non_finite = tuple[NonFinite, ...]()
+            self.optimizer_zero_grad()
+            metrics = self.forward_backward_batch(batch, loss_fn, micro, temperature)
+            metrics["grad_norm"] = math.nan if self.non_finite else self.optimizer_step()
+            self.optimizer_zero_grad()  # gradients would hold memory while the rollout engine needs it
+            # What else is not finite, a smaller scale does not mend. The same on every rank.
+            overflowed = bool(self.non_finite) and all(problem.kind == "gradient" for problem in self.non_finite)
+            if not (can_fall and overflowed):
+                break
+            logger.info("gradients overflow in fp16: the mini-batch is computed again, its loss times %s", scale)
         metrics["skipped_steps"] = float(self.weight_version == before)
+        if scale is not None:
+            metrics["loss_scale"] = float(scale.value)
         return metrics
 
 

@@ -24,6 +24,9 @@ class LossScale:
     updates: int = 0
     """Updates since the factor changed."""
 
+    def __str__(self) -> str:
+        return str(self.value)
+
     @property
     def can_fall(self) -> bool:
         """Whether a smaller factor is left: at 1, gradients that are not finite are an error of the data or model."""

@@ -288,31 +288,6 @@ class FSDPEngine(ShardedModel):
         """Clear the gradients."""
         self._trained()[0].zero_grad(set_to_none=True)
 
-    def train_batch(
-        self,
-        batch: DataProto,
-        loss_fn: LossFunction | LossCallable,
-        micro: MicroBatchConfig,
-        temperature: float = 1.0,
-    ) -> dict[str, float]:
-        """Run one optimizer step; see :class:`BaseEngine`.
-
-        In fp16 a mini-batch whose gradients overflow is computed again, with smaller loss scales; metric
-        ``loss_scale``.
-        """
-        if self.loss_scale is None:
-            return super().train_batch(batch, loss_fn, micro, temperature)
-        while True:
-            can_fall = self.loss_scale.can_fall
-            metrics = super().train_batch(batch, loss_fn, micro, temperature)
-            # What else is not finite, a smaller scale does not mend. The same on every rank.
-            overflowed = bool(self.non_finite) and all(problem.kind == "gradient" for problem in self.non_finite)
-            if not (overflowed and can_fall):
-                return metrics | {"loss_scale": float(self.loss_scale.value)}
-            logger.info(
-                "gradients overflow in fp16: the mini-batch is computed again, its loss times %d", self.loss_scale.value
-            )
-
     def optimizer_step(self) -> float:
         """Clip the gradients and update the weights; see :class:`BaseEngine`."""
         optimizer, _, config = self._trained()

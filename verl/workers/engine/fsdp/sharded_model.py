@@ -113,8 +113,6 @@ class ShardedModel(BaseEngine):
         self._host_memory = HostMemory(is_pinned=self.device.type == "cuda")
         self.is_packed = False
         self.balance_weight = 0.0
-        self.loss_scale: LossScale | None = None
-        """Of a model that is trained in fp16."""
         self._contexts = 0
 
     # ---- set-up -------------------------------------------------------------------------------
