@@ -203,7 +203,7 @@ ENGINE = (
     Mutant(
         "engine",
         "workers/engine/passes.py",
-        '    columns["response_mask"] = torch.zeros_like(columns["response_mask"])\n',
+        "    columns |= {name: torch.zeros_like(columns[name]) for name in COUNTED if name in columns}\n",
         "",
         "workers/engine/experts",
     ),

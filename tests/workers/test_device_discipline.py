@@ -36,6 +36,7 @@ META = torch.device("meta")
 LOOK_AT_VALUES = {
     "maxrl": "refuses negative rewards",
     "grpo_per_turn": "counts turns",
+    "gigpo": "counts turns, and compares tokens",
     "gdpo": "reads columns of the reward function, which are no tensors",
 }
 """Estimators that cannot run without values; they run on the driver, whose tensors are on the CPU. So do the masks of
