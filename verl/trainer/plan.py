@@ -50,9 +50,9 @@ PER_NODE = 8
 WITH_CRITIC = ("bi_level_gae", "gae")
 """Estimators that read values."""
 WITHOUT_CRITIC = (
-    "gdpo", "gpg", "grpo", "grpo_passk", "grpo_per_turn", "grpo_vectorized", "maxrl", "opo", "optimal_token_baseline",
-    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "rloo_vectorized",
-    "tir_optimal_token_baseline",
+    "gdpo", "gigpo", "gpg", "grpo", "grpo_passk", "grpo_per_turn", "grpo_vectorized", "hierarchical_grpo", "maxrl",
+    "opo", "optimal_token_baseline", "rae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo",
+    "rloo_vectorized", "tir_optimal_token_baseline",
 )  # fmt: skip
 """Estimators that read none. Of others the registry is asked, which imports PyTorch."""
 

@@ -359,7 +359,7 @@ def test_wrong_models_and_calls_are_refused(path, tmp_path, batch):
     with pytest.raises(ConfigError, match="2 labels"):
         make_engine(two, "value_model")
     with pytest.raises(ConfigError, match="fp16"):
-        make_engine(path, dtype="fp16")
+        make_engine(path, model_dtype="fp16")
     engine = make_engine(path, trained=False)
     with pytest.raises(ConfigError, match="no output values; it has agreement, divergence, entropy, hidden, log_probs"):
         engine.infer_batch(batch, {"values"}, WHOLE)
