@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import grpo_step, shape
-from benchmarks.grpo_step import LEARNING_RATE, stages_of, steps_of, trl_settings, turn_taker
+from benchmarks.grpo_step import LEARNING_RATE, serve_steps, stages_of, steps_of, trl_settings, turn_taker
 from benchmarks.shape import TINY, Turns, Work
 
 BETA = 0.5
@@ -47,8 +47,8 @@ def our_overrides(arguments: Any, folder: Path, work: Work) -> list[str]:
         "distillation.distillation_loss.beta": BETA,
         "distillation.distillation_loss.use_task_rewards": "false",
     }
-    own = len(plain) - len(arguments.overrides)
-    return plain[:own] + [f"{key}={value}" for key, value in settings.items()] + plain[own:]
+    last = len(plain) - len(arguments.overrides)
+    return plain[:last] + [f"{key}={value}" for key, value in settings.items()] + plain[last:]
 
 
 def our_steps(arguments: Any, folder: Path, work: Work) -> Iterator[dict[str, float]]:
@@ -59,15 +59,8 @@ def our_steps(arguments: Any, folder: Path, work: Work) -> Iterator[dict[str, fl
 
 
 def play_ours(arguments: Any, folder: Path, work: Work) -> None:
-    """Be our contestant; every turn tells its stages."""
-    turns = Turns()
-    steps = our_steps(arguments, folder, work)
-
-    def run() -> dict[str, Any]:
-        prefix = "timing_s/"
-        return {"stages": {k.removeprefix(prefix): v for k, v in next(steps).items() if k.startswith(prefix)}}
-
-    turns.serve(run, versions=shape.versions("torch", "transformers"))
+    """Be our contestant."""
+    serve_steps(Turns(), our_steps(arguments, folder, work))
 
 
 # ---- TRL ------------------------------------------------------------------------------------------
@@ -145,8 +138,8 @@ def play_gkd(arguments: Any, folder: Path, work: Work) -> None:
     generate = trainer.generate_on_policy_outputs
 
     @functools.wraps(generate)
-    def checked(*given: Any, **named: Any) -> Any:
-        made = generate(*given, **named)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        made = generate(*args, **kwargs)
         assert made[0].shape[1] == work.prompt_length + work.response_length
         return made
 

@@ -130,9 +130,12 @@ def steps_of(overrides: list[str]) -> Iterator[dict[str, float]]:
 
 
 def play_ours(arguments: Any, folder: Path, work: Work) -> None:
-    """Be our contestant; every turn tells its stages."""
-    turns = Turns()
-    steps = our_steps(arguments, folder, work)
+    """Be our contestant."""
+    serve_steps(Turns(), our_steps(arguments, folder, work))
+
+
+def serve_steps(turns: Turns, steps: Iterator[dict[str, float]]) -> None:
+    """Make one step in each turn, and report its stages."""
 
     def run() -> dict[str, Any]:
         prefix = "timing_s/"

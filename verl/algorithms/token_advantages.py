@@ -356,8 +356,8 @@ def compute_grpo_per_turn_advantage(
     """
     turns, returns, rounding = _returns_of_turns(token_level_rewards, response_mask, gamma, high_level_gamma)
     rows, width = Groups.of(index, response_mask), turns.has.shape[1]
-    number = torch.arange(width, device=turns.has.device)
-    groups = Groups((rows.index.unsqueeze(-1) * width + number).flatten(), turns.has.flatten(), rows.groups * width)
+    turn_index = torch.arange(width, device=turns.has.device)
+    groups = Groups((rows.index.unsqueeze(-1) * width + turn_index).flatten(), turns.has.flatten(), rows.groups * width)
     scores = group_relative(groups.levelled(returns, rounding), groups, epsilon, norm_adv_by_std_in_grpo)
     advantages = turns.on_tokens(scores.view(turns.has.shape))
     return _as_given((advantages, advantages.clone()), token_level_rewards)
@@ -368,7 +368,7 @@ class Turns(NamedTuple):
 
     has: Tensor
     """(bsz, turns) whether the response has so many turns."""
-    number: Tensor
+    of_token: Tensor
     """(bsz, response_length) the turn of a valid token, from 0."""
     valid: Tensor
     """(bsz, response_length) bool."""
@@ -385,7 +385,7 @@ class Turns(NamedTuple):
 
     def on_tokens(self, of_turns: Tensor) -> Tensor:
         """Repeat a value per turn, (bsz, turns), on the tokens of the turn; 0 elsewhere."""
-        return zero_masked(of_turns.gather(1, self.number), self.valid)
+        return zero_masked(of_turns.gather(1, self.of_token), self.valid)
 
 
 def _returns_of_turns(
@@ -397,7 +397,7 @@ def _returns_of_turns(
 
     def returns_of(rewards: Tensor) -> Tensor:
         sums = torch.zeros(turns.has.shape, dtype=torch.float64, device=kept.device)
-        sums = sums.scatter_add(1, turns.number, rewards)
+        sums = sums.scatter_add(1, turns.of_token, rewards)
         return zero_masked(discounted_sum(sums, turns.has, factor), turns.has).flatten()
 
     return turns, returns_of(kept), returns_of(kept.abs()) * rounding_unit(rewards.dtype)

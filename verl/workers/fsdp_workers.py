@@ -132,9 +132,10 @@ class ActorRolloutRefWorker(EngineWorker):
             self.join_mesh("actor", self.engine)
             if distillation.is_of_itself:
                 self.join_mesh("teacher", self.engine)
-                own = distillation.self_distillation
-                if own.weights != "policy":
-                    self.average = AveragedWeights(self.engine, 1.0 if own.weights == "initial" else own.ema_decay)
+                settings = distillation.self_distillation
+                if settings.weights != "policy":
+                    decay = 1.0 if settings.weights == "initial" else settings.ema_decay
+                    self.average = AveragedWeights(self.engine, decay)
             rollout = self.config.rollout
             self.sender = WeightSender(
                 rollout.checkpoint_engine, self.rank, self.engine.device, torch_dtype(rollout.dtype)

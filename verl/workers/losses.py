@@ -235,7 +235,7 @@ class DistillationLoss:
         if settings.use_policy_gradient:
             old = columns["old_log_probs"]
             columns["advantages"] = distillation_rewards(self.divergence, old, columns, settings, sections)
-            term, told = evaluate_policy_loss(
+            term, term_metrics = evaluate_policy_loss(
                 policy_loss_info(settings.policy_loss_mode),
                 outputs["log_probs"],
                 columns,
@@ -244,14 +244,14 @@ class DistillationLoss:
                 self.gradient_config,
                 counts,
             )
-            told = {name.replace("actor/", "distillation/"): value for name, value in told.items()}
+            term_metrics = {name.replace("actor/", "distillation/"): one for name, one in term_metrics.items()}
         else:
-            losses, told = evaluate_distillation_loss(self.divergence, outputs, columns, settings, sections)
+            losses, term_metrics = evaluate_distillation_loss(self.divergence, outputs, columns, settings, sections)
             term = agg_loss(losses, columns["response_mask"], mode, **counts)
         loss = loss + settings.distillation_loss_coef * term
         return loss, {
             **metrics,
-            **told,
+            **term_metrics,
             "distillation/loss": PartialSum(term.detach() / totals.dp_size),
             "actor/loss": PartialSum(loss.detach() / totals.dp_size),
         }

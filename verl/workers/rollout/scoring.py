@@ -7,7 +7,7 @@ the tokenizer lacks (padding of the embedding) have no share of the distribution
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +120,12 @@ class TokenScores:
 
 # vLLM's servers report a log-prob of nan or minus infinity as -9999.
 _NOT_FINITE = -9000.0
+
+
+def by_temperature(requests: Mapping[int, ScoreRequest]) -> Iterator[tuple[float, dict[int, ScoreRequest]]]:
+    """Yield each temperature of the requests, ascending, with its requests: an engine follows one at a time."""
+    for temperature in sorted({request.temperature for request in requests.values()}):
+        yield temperature, {index: one for index, one in requests.items() if one.temperature == temperature}
 
 
 def finite_or_not(reported: float | None) -> float:

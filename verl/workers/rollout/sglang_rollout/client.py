@@ -32,7 +32,7 @@ from verl.workers.rollout.engine_side.verl_engine import ADAPTER_REPORT, checksu
 from verl.workers.rollout.http_client import HttpClient, refusals
 from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
-from verl.workers.rollout.scoring import ScoreRequest, ScoreRule, TokenScores
+from verl.workers.rollout.scoring import ScoreRequest, ScoreRule, TokenScores, by_temperature
 from verl.workers.rollout.weights import (
     ADAPTER,
     SharedPart,
@@ -136,23 +136,22 @@ class SGLangClient(EngineClient):
         has_adapters: bool = False,
     ) -> None:
         """See :meth:`EngineClient.score`."""
-        for temperature in sorted({request.temperature for request in requests.values()}):
+        for temperature, asked in by_temperature(requests):
             self._follow(ScoreRule(temperature, tuple(unknown_ids)))
-            asked = {number: one for number, one in requests.items() if one.temperature == temperature}
-            for numbers in _calls(asked):
+            for indices in _calls(asked):
                 responses = [
-                    PartialResponse(asked[number].as_prompt, {"max_new_tokens": 0}, has_adapters=has_adapters)
-                    for number in numbers
+                    PartialResponse(asked[index].as_prompt, {"max_new_tokens": 0}, has_adapters=has_adapters)
+                    for index in indices
                 ]
                 with self._asked(responses) as body:
                     body |= {
                         # SGLang counts from the token whose successor is scored first.
-                        "logprob_start_len": [asked[number].start - 1 for number in numbers],
-                        "top_logprobs_num": [asked[number].top_k for number in numbers],
+                        "logprob_start_len": [asked[index].start - 1 for index in indices],
+                        "top_logprobs_num": [asked[index].top_k for index in indices],
                     }
                     answers = self.server.post("/generate", body)
-                for number, answer in zip(numbers, answers, strict=True):
-                    take(number, scores_of(asked[number], answer))
+                for index, answer in zip(indices, answers, strict=True):
+                    take(index, scores_of(asked[index], answer))
 
     def _follow(self, rule: ScoreRule) -> None:
         """Let SGLang make distributions of prompts by a rule: in SGLang these have no temperature."""
@@ -295,17 +294,17 @@ def take(responses: Sequence[PartialResponse], answers: Sequence[Mapping[str, An
 
 
 def _calls(requests: Mapping[int, ScoreRequest]) -> Iterator[list[int]]:
-    """Divide requests among HTTP requests, in their order."""
-    numbers: list[int] = []
+    """Divide requests among HTTP requests, in their order; yield the indices of each."""
+    indices: list[int] = []
     size = 0
-    for number, request in requests.items():
+    for index, request in requests.items():
         of_request = len(request.scored_ids) * (request.top_k + 1)
-        if numbers and size + of_request > _SCORES_PER_CALL:
-            yield numbers
-            numbers, size = [], 0
-        numbers.append(number)
+        if indices and size + of_request > _SCORES_PER_CALL:
+            yield indices
+            indices, size = [], 0
+        indices.append(index)
         size += of_request
-    yield numbers
+    yield indices
 
 
 def scores_of(request: ScoreRequest, answer: Mapping[str, Any]) -> TokenScores:

@@ -21,7 +21,14 @@ from verl.workers.rollout.engine_side.verl_engine import checksum
 from verl.workers.rollout.http_client import HttpClient, refusals
 from verl.workers.rollout.image_files import ImageFiles
 from verl.workers.rollout.placed_images import PlacedImages
-from verl.workers.rollout.scoring import ScoreRequest, ScoreRule, TokenScores, finite_or_not, scores_of_prompt
+from verl.workers.rollout.scoring import (
+    ScoreRequest,
+    ScoreRule,
+    TokenScores,
+    by_temperature,
+    finite_or_not,
+    scores_of_prompt,
+)
 from verl.workers.rollout.vllm_rollout.settings import ADAPTER_ID, METRICS, command_line, process_environment
 from verl.workers.rollout.weights import ADAPTER, SharedPart, check_arrival, write_adapters
 
@@ -125,13 +132,11 @@ class VLLMClient(EngineClient):
         has_adapters: bool = False,
     ) -> None:
         """See :meth:`EngineClient.score`. vLLM computes a prompt's log-probs anew, whatever its prefix cache holds."""
-        for temperature in sorted({request.temperature for request in requests.values()}):
-            asked = {number: one for number, one in requests.items() if one.temperature == temperature}
+        for temperature, asked in by_temperature(requests):
             self._follow(ScoreRule(temperature, tuple(unknown_ids)))
-            numbers = list(asked)
 
-            def take_answer(index: int, answer: Any, numbers: list[int] = numbers) -> None:
-                take(numbers[index], scores_of(requests[numbers[index]], answer))
+            def take_answer(position: int, answer: Any, indices: Sequence[int] = list(asked)) -> None:
+                take(indices[position], scores_of(requests[indices[position]], answer))
 
             bodies = [
                 self._body(PartialResponse(one.as_prompt, params_of(one), has_adapters=has_adapters))
