@@ -625,6 +625,50 @@ def head(setting: Setting) -> dict[str, Any]:
     }
 
 
+def divergence(setting: Setting) -> dict[str, Any]:
+    """Seconds and memory of the divergences over the whole vocabulary, against log-probs and their entropy."""
+    from typing import get_args
+
+    import torch
+
+    from verl.algorithms.distillation import DivergenceKind
+    from verl.workers.engine.fsdp.divergence import FullDivergence, OutputMatrix, vocabulary_divergence
+    from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
+
+    work, draw = setting.work, torch.Generator(setting.device).manual_seed(0)
+    placed = {"device": setting.device, "dtype": torch.bfloat16, "generator": draw}
+    hidden, of_teacher = (torch.randn(setting.rl_tokens, work.hidden, **placed) for _ in range(2))
+    weight, teacher_weight = (torch.randn(work.vocabulary, work.hidden, **placed).mul_(0.02) for _ in range(2))
+    hidden.requires_grad_(), weight.requires_grad_()
+    targets = torch.randint(work.vocabulary, (len(hidden),), device=setting.device, generator=draw)
+    policy, teacher = (OutputMatrix(weight=matrix, bias=None, rule=LogitRule()) for matrix in (weight, teacher_weight))
+
+    def log_probs() -> None:
+        found = token_log_probs(hidden, weight, None, targets, with_entropy=True)
+        assert found.entropy is not None
+        (found.log_probs.sum() + 0.1 * found.entropy.sum()).backward()
+
+    def of(kind: DivergenceKind) -> Callable[[], None]:
+        spec = FullDivergence(kind=kind, teachers=[teacher])
+        return lambda: vocabulary_divergence(hidden, policy, of_teacher, None, spec).divergence.sum().backward()
+
+    ways = {"log-probs and entropy": log_probs} | {kind: of(kind) for kind in get_args(DivergenceKind)}
+    seconds, memory = timed(setting, ways), {}
+    for name, way in ways.items():
+        hidden.grad = weight.grad = None
+        if setting.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            way()
+            memory[name] = (torch.cuda.max_memory_allocated() - before) / 2**20
+    return {
+        "tokens": len(hidden),
+        "seconds": {name: shape.summary(found) for name, found in seconds.items()},
+        "peak_mib": memory,
+        "rows": [],
+    }
+
+
 def bandwidth(setting: Setting) -> dict[str, Any]:
     """GB/s on the way of weights from the device to an engine in another process."""
     import torch
@@ -668,6 +712,7 @@ PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "sft": sft,
     "step_profile": step_profile,
     "head": head,
+    "divergence": divergence,
     "bandwidth": bandwidth,
     "graphs": graphs,
     "rollout": rollout,
@@ -675,7 +720,7 @@ PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
 }
 GROUPS = {
     "correctness": ("tests", "graphs", "equality", "megatron"),
-    "speed": ("rl", "sft", "step_profile", "head", "bandwidth", "rollout", "agreement"),
+    "speed": ("rl", "sft", "step_profile", "head", "divergence", "bandwidth", "rollout", "agreement"),
 }
 """Parts that go together in one call, where time on a GPU is counted."""
 PART_LIMIT_S = 240

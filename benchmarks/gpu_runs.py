@@ -17,7 +17,12 @@ agents    conversations with a tool
 megatron  ``strategy=megatron`` on one rank
 lag       responses sampled one step ahead (``trainer.async.lag=1``)
 colocate  stragglers go on in the next step (``trainer.v1.trainer_mode=colocate_async``)
+fp16      passes in ``float16``, with a loss scale
+mask      top-p sampling whose mask training keeps (``rollout.keep_sampling_mask``)
+jsd       a teacher, and the divergence of the whole vocabulary; the teacher is the policy of step 0
+topk      the same with the teacher's most likely tokens
 doctor    ``verl doctor``
+teacher   ``large``, with a teacher of the same size and a divergence of the whole vocabulary
 large     two steps of GRPO of a model with the shape of Qwen3-0.6B, 256 responses of 512 tokens, alone on the device;
           prints its log and the seconds of each step as they come
 """
@@ -46,6 +51,8 @@ from examples.quickstart_agent import settings as agents
 
 RUN_LIMIT_S = 400
 STEPS = 5
+KL_OF_ONE_MODEL = 1e-3
+"""Largest difference of log-probs per token, on average, between two passes of one model."""
 LEFT_TO_DEFAULTS = (
     "trainer.controller",
     "trainer.device",
@@ -83,8 +90,8 @@ class Runs:
         task, output = self.folder / "task", self.folder / name
         values = quickstart.rl_settings(algorithm, task, self.model, output, 1, STEPS)
         values |= {"trainer.test_freq": STEPS, "trainer.save_freq": -1, "data.val_max_samples": 32}
-        values |= {key.replace("__", ".").replace("ARR", "actor_rollout_ref"): v for key, v in changes.items()}
-        return self.settings(values, name)
+        changed = {key.replace("__", ".").replace("ARR", "actor_rollout_ref"): v for key, v in changes.items()}
+        return self.settings(values, name) | changed
 
     def run(self, name: str, module: str, values: Settings, watch: Any = None) -> dict[int, dict[str, Any]]:
         """Run a command to its end; return the metrics of its steps.
@@ -146,6 +153,7 @@ def losses(metrics: dict[int, dict[str, Any]]) -> dict[int, dict[str, float]]:
     """What tells one step from another."""
     names = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean", "response_length/mean")
     names += ("training/rollout_probs_diff_max", "training/rollout_probs_diff_mean", "actor/kl_loss")
+    names += ("actor/loss_scale", "distillation/kl", "distillation/loss", "distillation/agreement", "timing_s/teacher")
     return {step: {name: data[name] for name in names if name in data} for step, data in metrics.items()}
 
 
@@ -208,6 +216,28 @@ def plain(name: str, algorithm: str = "grpo", **changes: object) -> Any:
     return run
 
 
+def teacher(model: Path, loss_mode: str) -> Settings:
+    """Settings of a frozen teacher whose divergence is added to the loss."""
+    return {
+        "distillation.enabled": True,
+        "distillation.teacher_models.teacher_model.model_path": model,
+        "distillation.distillation_loss.loss_mode": loss_mode,
+        "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True,
+    }
+
+
+def distilled(name: str, loss_mode: str) -> Any:
+    """A run with a teacher, which is the policy before the first update: they agree in the first step."""
+
+    def run(runs: Runs) -> dict[str, Any]:
+        values = runs.ppo(name) | teacher(runs.model, loss_mode)
+        steps = losses(runs.run(name, "verl.trainer.main_ppo", values))
+        agrees = STEPS in steps and abs(steps[1]["distillation/kl"]) < KL_OF_ONE_MODEL
+        return {"steps": steps, "agrees": agrees}
+
+    return run
+
+
 def conversations(runs: Runs) -> dict[str, Any]:
     """An agent run from a random model."""
     task, output = runs.folder / "agent_task", runs.folder / "agents"
@@ -225,13 +255,13 @@ def doctor(runs: Runs) -> dict[str, Any]:
     return {"output": done.stdout + done.stderr[-2000:], "agrees": done.returncode == 0}
 
 
-def large(runs: Runs) -> dict[str, Any]:
+def large(runs: Runs, name: str = "large", changes: Settings | None = None) -> dict[str, Any]:
     """Two steps of a model of 0.6 billion parameters."""
     folder = runs.folder / "qwen"
     (gpu.GPU if runs.device == "cuda" else shape.TINY).save_model(folder, max_position_embeddings=40960)
     length = 512 if runs.device == "cuda" else 16
     values = runs.ppo(
-        "large",
+        name,
         ARR__model__path=folder,
         data__train_batch_size=32,
         data__max_prompt_length=64,
@@ -242,9 +272,14 @@ def large(runs: Runs) -> dict[str, Any]:
         trainer__total_training_steps=2,
         trainer__test_freq=-1,
     )
-    values["trainer.val_before_train"] = False
-    metrics = runs.run("large", "verl.trainer.main_ppo", values, progress(runs.folder / "large" / "log.txt"))
+    values |= {"trainer.val_before_train": False} | (changes or {})
+    metrics = runs.run(name, "verl.trainer.main_ppo", values, progress(runs.folder / name / "log.txt"))
     return {"last": metrics[2], "agrees": 2 in metrics}
+
+
+def large_with_teacher(runs: Runs) -> dict[str, Any]:
+    """Two steps of the same model, with itself before the first step as its teacher."""
+    return large(runs, "teacher", teacher(runs.folder / "qwen", "jsd"))
 
 
 RUNS: dict[str, Any] = {
@@ -261,9 +296,13 @@ RUNS: dict[str, Any] = {
     "megatron": plain("megatron", ARR__actor__strategy="megatron"),
     "lag": plain("lag", trainer__async__lag=1),
     "colocate": plain("colocate", trainer__v1__trainer_mode="colocate_async"),
+    "fp16": plain("fp16", ARR__actor__fsdp_config__dtype="float16", ARR__rollout__dtype="float16"),
+    "mask": plain("mask", ARR__rollout__top_p=0.9, ARR__rollout__keep_sampling_mask=True),
+    "jsd": distilled("jsd", "jsd"),
+    "topk": distilled("topk", "forward_kl_topk"),
     "doctor": doctor,
 }
-ALONE = {"large": large}
+ALONE = {"large": large, "teacher": large_with_teacher}
 
 
 def attempt(run: Any, runs: Runs) -> dict[str, Any]:
