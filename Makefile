@@ -78,10 +78,11 @@ $(KITS): $(DEV) requirements/agent_kits.txt
 	$(KITS_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --requirement requirements/agent_kits.txt
 	@touch $@
 
+# The clone's root is named too: a .pth file of an editable install does not count from within another .pth file.
 $(TINKER): $(DEV) requirements/tinker.txt
 	$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(TINKER_VENV)
-	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(TINKER_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_verl.pth
+	$(BIN)/python -c 'import os, sysconfig; print(sysconfig.get_path("purelib"), os.getcwd(), sep="\n")' > $$($(TINKER_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_verl.pth
 	$(TINKER_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --requirement requirements/tinker.txt
 	@touch $@
 

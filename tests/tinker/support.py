@@ -72,13 +72,13 @@ class ServiceHere:
         name = "SampleResponse" if "sample_sequence_ids" in promise else "ForwardBackwardOutput"
         return _MESSAGES[name].FromString(answer.content)
 
-    def model(self, number: int, rank: int = 4, seed: int = 1, **lora: Any) -> str:
+    def model(self, model_seq_id: int, rank: int = 4, seed: int = 1, **lora: Any) -> str:
         """Make a model of the session; return its id."""
         settings = {"rank": rank, "seed": seed} | lora
         promise = self.post(
             "create_model",
             session_id=self.session,
-            model_seq_id=number,
+            model_seq_id=model_seq_id,
             base_model=self.config.model.path,
             lora_config=settings,
         )
@@ -109,15 +109,15 @@ class ServiceHere:
 
 
 def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> bytes:
-    """A sequence whose targets are its own next tokens, unless ``target_tokens`` are given."""
+    """A sequence whose targets are its own next tokens, unless ``inputs`` has ``target_tokens``."""
     message = _MESSAGES["Datum"]()
-    given = {"target_tokens": tokens[1:]} | inputs
+    tensors = {"target_tokens": tokens[1:]} | inputs
     message.model_input.add().text.tokens = np.asarray(tokens[:-1], dtype=np.int32).tobytes()
-    for name, values in given.items():
-        is_ids = name == "target_tokens"
-        array = np.asarray(values, dtype=np.int64 if is_ids else np.float32)
+    for name, values in tensors.items():
+        is_whole = all(isinstance(value, int) for value in values)
+        array = np.asarray(values, dtype=np.int64 if is_whole else np.float32)
         tensor = message.loss_fn_inputs.add(key=name).value
-        tensor.dense, tensor.dtype = array.tobytes(), 2 if is_ids else 1
+        tensor.dense, tensor.dtype = array.tobytes(), 2 if is_whole else 1
     return message.SerializeToString()
 
 

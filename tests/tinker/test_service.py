@@ -63,7 +63,7 @@ def test_models_of_several_clients_in_one_pass_train_as_apart(service, model):
     settings = [{"rank": 4, "seed": 1}, {"rank": 3, "seed": 2, "train_mlp": False}]
     policy = [datum(text, logprobs=[-4.0] * (len(text) - 1), advantages=[0.5] * (len(text) - 1)) for text in TEXTS]
     losses = [("cross_entropy", DATA[:3]), ("importance_sampling", policy[1:])]
-    together = [service.model(number, **of) for number, of in enumerate(settings)]
+    together = [service.model(index, **of) for index, of in enumerate(settings)]
     for seq in (1, 3):
         passes = [service.start_pass(m, seq, data, loss) for m, (loss, data) in zip(together, losses, strict=True)]
         outputs = [service.result(promise) for promise in passes]
@@ -71,17 +71,17 @@ def test_models_of_several_clients_in_one_pass_train_as_apart(service, model):
         for m in together:
             service.result(service.step(m, seq + 1))
     joint = [saved(service, m, 5, "end") for m in together]
-    for number, (of, (loss, data)) in enumerate(zip(settings, losses, strict=True)):
-        alone = service.model(2 + number, **of)
+    for index, (of, (loss, data)) in enumerate(zip(settings, losses, strict=True)):
+        alone = service.model(2 + index, **of)
         for seq in (1, 3):
             apart = service.result(service.start_pass(alone, seq, data, loss))
             service.result(service.step(alone, seq + 1))
         weights = saved(service, alone, 5, "end")
-        assert weights.keys() == joint[number].keys()
+        assert weights.keys() == joint[index].keys()
         for name, tensor in weights.items():
-            torch.testing.assert_close(joint[number][name], tensor, rtol=1e-5, atol=1e-5)
-        assert loss_of(outputs[number]) == pytest.approx(loss_of(apart), abs=1e-4)
-        for one, other in zip(log_probs_of(outputs[number]), log_probs_of(apart), strict=True):
+            torch.testing.assert_close(joint[index][name], tensor, rtol=1e-5, atol=1e-5)
+        assert loss_of(outputs[index]) == pytest.approx(loss_of(apart), abs=1e-4)
+        for one, other in zip(log_probs_of(outputs[index]), log_probs_of(apart), strict=True):
             np.testing.assert_allclose(one, other, atol=1e-5)
     assert any("mlp" in name for name in joint[0])
     assert not any("mlp" in name for name in joint[1])
@@ -127,8 +127,8 @@ def test_a_state_is_loaded_bit_for_bit_and_goes_on_as_if_nothing_had_been(servic
     assert all(torch.equal(same[name], before[name]) for name in same)
     assert float(before["base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"].abs().max()) > 0
     later.start_pass(loaded, 2, DATA[1:])
-    for number in (1, 2):  # places are for two, so that this model goes to the disk with its gradients
-        later.model(number, seed=number)
+    for seed in (1, 2):  # two slots: this model is moved to the disk with its gradients
+        later.model(seed, seed=seed)
     assert later.board.model(loaded).slot is None
     later.result(later.step(loaded, 3))
     train(later, loaded, DATA[1:], 1, first=4)
@@ -165,8 +165,8 @@ def test_no_step_lacks_a_pass_that_a_dead_rank_had(service):
     """Of a model on the disk, which is not lost with the ranks."""
     group, model = service.computing.group, service.model(0)
     service.result(service.start_pass(model, 1, DATA))
-    for number in (1, 2):
-        service.model(number)
+    for model_seq_id in (1, 2):
+        service.model(model_seq_id)
     assert service.board.model(model).slot is None
     promise = service.start_pass(model, 2, DATA)
     service.computing.group = LostGroup()
@@ -259,6 +259,7 @@ ONES = [1.0, 1.0]
             "datum 4: target_tokens[1] is 200, and the model has the tokens 0",
         ),
         ([datum([5, -1, 7], weights=ONES)], {}, "datum 0: model_input[1] is -1"),
+        ([datum([5, 6, 7], target_tokens=[6, 7.5])], {}, "datum 0: target_tokens[1] is 7.5, and the model has"),
         ([datum([5, 6, 7], weights=[1.0, float("nan")])], {}, "datum 0: weights[1] is nan. Send finite numbers."),
         ([datum([5] * 34, weights=[1.0] * 33)], {}, "datum 0 has 33 tokens; a sequence has 1 to 32 (server.max_length"),
         (
@@ -313,6 +314,46 @@ def test_a_folder_has_one_service(tmp_path):
         ):
             StateFiles(tmp_path)
     assert (tmp_path / ".running" / "of-the-other").is_dir()
+
+
+def test_results_end_with_their_session(service, monkeypatch):
+    """Also samples that wait; of live sessions the oldest results go that nobody fetched, beyond a bound."""
+    other = service.post("create_session")["session_id"]
+    samples = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_params": {"max_tokens": 1}}
+    ids = []
+    for session, seqs in ((service.session, 1), (other, 3)):
+        base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": service.config.model.path}
+        sampler = service.post("create_sampling_session", **base)["sampling_session_id"]
+        for seq in range(seqs):
+            ids.append(service.post("asample", **samples, sampling_session_id=sampler, seq_id=seq)["request_id"])
+    service.post(f"sessions/{service.session}/finish", 204)
+    monkeypatch.setattr("verl.tinker.jobs.MAX_UNFETCHED_BYTES", 3000)
+    service.compute()
+    assert service.taken == [ids[1:]], "what waits of an ended session is not computed"
+    # Each of the three has 1,024 bytes and its result: two fit.
+    for request_id, status in zip(ids, (410, 410, 200, 200), strict=True):
+        answer = service.http.post("/api/v1/retrieve_future", json={"request_id": request_id})
+        assert answer.status_code == status
+        assert (status == 200) or "results end with their session" in answer.json()["error"]
+    service.post(f"sessions/{other}/finish", 204)
+    assert service.http.post("/api/v1/retrieve_future", json={"request_id": ids[3]}).status_code == 410
+
+
+def test_a_damaged_folder_hides_no_other(service):
+    """The client's type of a run has ``corrupted``."""
+    models = [service.model(index) for index in range(3)]
+    for model in models:
+        for seq, name in ((1, "a"), (2, "b")):
+            service.result(service.post("save_weights", model_id=model, seq_id=seq, path=name))
+    root = Path(service.config.server.state_dir)
+    (root / models[0] / "weights" / "b" / "verl_adapter.json").write_text('{"spec": ')
+    (root / models[1] / "run.json").write_text("{}")
+    runs = {run["training_run_id"]: run for run in service.http.get("/api/v1/training_runs").json()["training_runs"]}
+    assert {name: run["corrupted"] for name, run in runs.items()} == dict(zip(models, (True, True, False), strict=True))
+    assert [runs[model]["last_checkpoint"]["checkpoint_id"] for model in models] == [f"weights/{n}" for n in "abb"]
+    assert service.http.get(f"/api/v1/training_runs/{models[2]}").json()["lora_rank"] == 4
+    saved_of = service.http.get(f"/api/v1/training_runs/{models[0]}/checkpoints").json()["checkpoints"]
+    assert [checkpoint["checkpoint_id"] for checkpoint in saved_of] == ["weights/a"]
 
 
 def test_what_does_not_exist_or_is_not_served_is_refused(service):

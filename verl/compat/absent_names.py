@@ -261,8 +261,9 @@ ABSENT: dict[str, Absence] = {
     "verl.workers.critic": _ACTOR,
     "verl.workers.engine_workers_tinker": Absence(
         "other design",
-        "A worker that trains on given batches with given losses is verl.workers.training_workers.TrainingWorker "
-        "(set_loss_fn, train_batch).",
+        "The service that clients of Tinker train over is `verl serve` (docs/serve.md), whose worker is "
+        "verl.tinker.worker.AdapterWorker. A worker that trains on your batches with your loss is "
+        "verl.workers.training_workers.TrainingWorker (set_loss_fn, train_batch).",
     ),
     "verl.workers.engine_workers.TrainingWorker.train_mini_batch": Absence(
         "other design",

@@ -156,8 +156,8 @@ def _checked(raw: object, kind: type[BodyT]) -> BodyT:
         return kind.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the body"
-        raise RefusedError(f"{place}: {first['msg']}, not {first['input']!r:.100}.") from error
+        field = ".".join(map(str, first["loc"])) or "the body"
+        raise RefusedError(f"{field}: {first['msg']}, not {first['input']!r:.100}.") from error
 
 
 def _promise(job: Job) -> JsonMapping:
@@ -193,5 +193,5 @@ async def _unknown(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    said = f": {error}" if isinstance(error, VerlError) else "; its log says more."
-    return _error(FAILED, f"the service failed: {type(error).__name__}{said}")
+    details = f": {error}" if isinstance(error, VerlError) else "; its log says more."
+    return _error(FAILED, f"the service failed: {type(error).__name__}{details}")

@@ -56,7 +56,9 @@ class Sampler:
     weights: Path | None
     """Folder of the adapter; None samples with the base model."""
     path: str | None
-    """What the client named."""
+    """The ``tinker://`` path that the client asked for."""
+    session_id: str | None = None
+    """The session that opened it; None for a single request without one."""
     members: int = 1
     """Processes that take part."""
 
@@ -120,9 +122,9 @@ class Clients:
         return self._sessions[session_id]
 
     def finish(self, session_id: str) -> None:
-        """End a session: its models and the weights that only it samples with are dropped."""
+        """End a session: its models, requests, results and the weights that only it samples with are dropped."""
         session = self._session(session_id)
-        for model in self.board.drop_models(session_id):
+        for model in self.board.drop_session(session_id):
             if model.stash is not None:
                 shutil.rmtree(model.stash, ignore_errors=True)
         for sampler_id in session.samplers:
@@ -262,7 +264,7 @@ class Clients:
             "save",
             SaveTask(folder, answer | {"sampling_session_id": sampler_id}, False),
         )
-        self._add_sampler(model.session_id, Sampler(sampler_id, folder, None))
+        self._add_sampler(Sampler(sampler_id, folder, None, model.session_id))
         return job
 
     def _path_to_save(self, body: protocol.SaveWeights, kind: str, name: str) -> SavedPath:
@@ -323,9 +325,11 @@ class Clients:
 
     def _described(self, run: JsonMapping) -> JsonMapping:
         newest: JsonObject = {}
-        for checkpoint in self._files.checkpoints(run["training_run_id"]):
+        checkpoints, damaged = self._files.checkpoints(run["training_run_id"])
+        for checkpoint in checkpoints:
             newest[checkpoint["checkpoint_type"]] = checkpoint
         return {
+            "corrupted": bool(damaged) or run.get("corrupted", False),
             "training_run_id": run["training_run_id"],
             "base_model": run["base_model"],
             "model_owner": "local",
@@ -339,7 +343,7 @@ class Clients:
 
     def checkpoints(self, run_id: str) -> JsonMapping:
         """List what is saved of a model."""
-        return {"checkpoints": list(self._files.checkpoints(checked_name(run_id)))}
+        return {"checkpoints": self._files.checkpoints(checked_name(run_id))[0]}
 
     def delete(self, run_id: str, checkpoint: str) -> None:
         """Delete saved weights."""
@@ -351,24 +355,25 @@ class Clients:
         """Open a sampling session."""
         session = self._session(body.session_id)
         sampler_id = f"{session.session_id}:sample:{body.sampling_session_seq_id}"
-        sampler = self._sampler_of(sampler_id, body.model_path, body.base_model)
-        self._add_sampler(session.session_id, sampler)
+        self._add_sampler(self._sampler_of(sampler_id, body.model_path, body.base_model, session.session_id))
         return {"sampling_session_id": sampler_id, "type": "create_sampling_session"}
 
-    def _sampler_of(self, sampler_id: str, model_path: str | None, base_model: str | None) -> Sampler:
+    def _sampler_of(
+        self, sampler_id: str, model_path: str | None, base_model: str | None, session_id: str | None = None
+    ) -> Sampler:
         self._check_base(base_model)
         if model_path is None:
             if base_model is None:
                 raise RefusedError("give model_path or base_model.")
-            return Sampler(sampler_id, None, None)
+            return Sampler(sampler_id, None, None, session_id)
         path = SavedPath.of(model_path)
         self._check_spec(self._files.spec(path), path)
-        return Sampler(sampler_id, self._files.saved(path), model_path)
+        return Sampler(sampler_id, self._files.saved(path), model_path, session_id)
 
-    def _add_sampler(self, session_id: str, sampler: Sampler) -> None:
-        if sampler.sampler_id not in self._samplers:
+    def _add_sampler(self, sampler: Sampler) -> None:
+        if sampler.sampler_id not in self._samplers and sampler.session_id is not None:
             self._samplers[sampler.sampler_id] = sampler
-            self._session(session_id).samplers.append(sampler.sampler_id)
+            self._session(sampler.session_id).samplers.append(sampler.sampler_id)
 
     def _sampler(self, sampler_id: str) -> Sampler:
         if sampler_id not in self._samplers:
@@ -376,10 +381,10 @@ class Clients:
         return self._samplers[sampler_id]
 
     def join_sampling_session(self, body: protocol.JoinSamplingSession) -> JsonMapping:
-        """Give another process of a sampling session its number."""
+        """Give another process of a sampling session its index."""
         sampler = self._sampler(body.sampling_session_id)
-        number, sampler.members = sampler.members, sampler.members + 1
-        return {"client_counter": number, "type": "join_sampling_session"}
+        joined, sampler.members = sampler.members, sampler.members + 1
+        return {"client_counter": joined, "type": "join_sampling_session"}
 
     def sampler(self, sampler_id: str) -> JsonMapping:
         """Describe a sampling session."""
@@ -399,9 +404,15 @@ class Clients:
         if body.record_stability_info:
             raise RefusedError("record_stability_info is not served here; leave it out.")
         task = self._sample_task(body, name)
-        count = body.num_samples
         return self.board.put(
-            Job(request_id=name, kind="sample", payload=task, weights=sampler.weights, responses=count)
+            Job(
+                request_id=name,
+                kind="sample",
+                payload=task,
+                responses=body.num_samples,
+                session_id=sampler.session_id,
+                weights=sampler.weights,
+            )
         )
 
     def _sample_task(self, body: protocol.SampleRequest, name: str) -> SampleTask:

@@ -43,11 +43,11 @@ class SaveTask:
 
     folder: Path
     answer: JsonMapping
-    """What the client is told."""
+    """Body of the answer to the client."""
     with_optimizer: bool
     user_metadata: JsonMapping | None = None
     overwrite: bool = True
-    """Whether it takes the place of weights with its name."""
+    """Whether it replaces weights with its name."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Computing:
         parts = [cast(list[TrainingRow], job.payload) for job in jobs]
         slots = [cast(int, cast(ModelState, job.model).slot) for job in jobs]
         of_rows = [slot for slot, part in zip(slots, parts, strict=True) for _ in part]
-        batch, places = batch_of([row for part in parts for row in part], of_rows, self.group.world_size)
+        batch, batch_rows = batch_of([row for part in parts for row in part], of_rows, self.group.world_size)
         output = cast(DataProto, (self.group.forward_backward if with_gradients else self.group.forward)(batch))
         if not output.meta_info["finite"]:
             raise NonFiniteError(
@@ -213,10 +213,10 @@ class Computing:
         log_probs, losses = output.batch["log_probs"].numpy(), output.batch["losses"].tolist()
         results, first = [], 0
         for job, part in zip(jobs, parts, strict=True):
-            mine, first = places[first : first + len(part)], first + len(part)
+            of_job, first = batch_rows[first : first + len(part)], first + len(part)
             cast(ModelState, job.model).has_gradients |= with_gradients
-            of_targets = [log_probs[place, : len(row.tokens)] for place, row in zip(mine, part, strict=True)]
-            metrics = {"loss:sum": float(sum(losses[place] for place in mine))}
+            of_targets = [log_probs[i, : len(row.tokens)] for i, row in zip(of_job, part, strict=True)]
+            metrics = {"loss:sum": float(sum(losses[i] for i in of_job))}
             results.append(Result(write_training_result(of_targets, metrics), MEDIA_TYPE))
         return results
 
@@ -249,9 +249,9 @@ class Computing:
             return []
         slot = NO_SLOT if folder is None else self.group.load_for_scoring(folder)[0]
         rows = [TrainingRow(np.array(task.prompt[:-1]), np.array(task.prompt[1:])) for task in tasks]
-        batch, places = batch_of(rows, [slot] * len(rows), self.group.world_size)
+        batch, batch_rows = batch_of(rows, [slot] * len(rows), self.group.world_size)
         log_probs = self.group.forward(batch).batch["log_probs"].numpy()
-        return [log_probs[place, : len(row.tokens)] for place, row in zip(places, rows, strict=True)]
+        return [log_probs[i, : len(row.tokens)] for i, row in zip(batch_rows, rows, strict=True)]
 
 
 def _sampled(output: RolloutOutput) -> Sampled:

@@ -1,4 +1,4 @@
-"""Training data of clients: what is wrong with it, and batches for the ranks."""
+"""Training data of clients: checks of it, and batches for the ranks."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class TrainingRow:
     settings: tuple[float, ...] = ()
 
 
-def checked_settings(loss: str, given: Mapping[str, float | str]) -> tuple[float, ...]:
-    """Return the settings of a loss, with defaults for those that are not given.
+def checked_settings(loss: str, requested: Mapping[str, float | str]) -> tuple[float, ...]:
+    """Return the settings of a loss, with defaults for those that are not requested.
 
     Raises:
         RefusedError: the loss or a setting is unknown, or a setting is no finite number.
@@ -51,24 +51,24 @@ def checked_settings(loss: str, given: Mapping[str, float | str]) -> tuple[float
     if loss not in LOSSES:
         raise RefusedError(f"there is no loss {loss!r:.100} here. Use one of {', '.join(NAMES)}.")
     known = LOSSES[loss].settings
-    if unknown := sorted(given.keys() - known.keys()):
+    if unknown := sorted(requested.keys() - known.keys()):
         allowed = f"It has {', '.join(known)}." if known else "It has none."
         raise RefusedError(f"loss_fn_config: {loss} has no {unknown[0]!r:.100}. {allowed}")
-    for name, value in given.items():
+    for name, value in requested.items():
         if isinstance(value, str) or not np.isfinite(value):
             raise RefusedError(f"loss_fn_config: {name}={value!r:.100} must be a finite number.")
-    return tuple(float(given.get(name, default)) for name, default in known.items())
+    return tuple(float(requested.get(name, default)) for name, default in known.items())
 
 
 def checked_rows(
-    data: Sequence[Datum], loss: str, given: Mapping[str, float | str], limits: ModelLimits
+    data: Sequence[Datum], loss: str, requested: Mapping[str, float | str], limits: ModelLimits
 ) -> list[TrainingRow]:
     """Turn the data of a request into rows.
 
     Raises:
-        RefusedError: a value is wrong; the message names datum, tensor and what is allowed.
+        RefusedError: a value is not allowed; the message names datum, tensor and what is allowed.
     """
-    settings = checked_settings(loss, given)
+    settings = checked_settings(loss, requested)
     if not data:
         raise RefusedError("there is no datum. Send at least one.")
     names = (_TARGETS, *LOSSES[loss].inputs)
@@ -79,8 +79,8 @@ def checked_rows(
         if loss == NAMES[0] and absent == ["weights"]:
             absent = []  # every target counts
         if absent or unknown:
-            wrong = f"lacks {absent[0]}" if absent else f"has {unknown[0]!r:.100}, which {loss} does not read"
-            raise RefusedError(f"{where} {wrong}. loss_fn_inputs of {loss}: {', '.join(names)}.")
+            problem = f"lacks {absent[0]}" if absent else f"has {unknown[0]!r:.100}, which {loss} does not read"
+            raise RefusedError(f"{where} {problem}. loss_fn_inputs of {loss}: {', '.join(names)}.")
         length = len(datum.tokens)
         if not 1 <= length <= limits.max_length:
             raise RefusedError(
@@ -94,11 +94,14 @@ def checked_rows(
                     "has one target, so all have the length of model_input."
                 )
             if not np.isfinite(values).all():
-                place = int(np.flatnonzero(~np.isfinite(values))[0])
-                raise RefusedError(f"{where}: {name}[{place}] is {values[place]}. Send finite numbers.")
-        tokens, targets = np.asarray(datum.tokens), datum.inputs[_TARGETS].astype(np.int64)
+                index_of_first = int(np.flatnonzero(~np.isfinite(values))[0])
+                raise RefusedError(
+                    f"{where}: {name}[{index_of_first}] is {values[index_of_first]}. Send finite numbers."
+                )
+        tokens = np.asarray(datum.tokens)
         check_tokens(tokens, limits, f"{where}: model_input")
-        check_tokens(targets, limits, f"{where}: {_TARGETS}")
+        check_tokens(datum.inputs[_TARGETS], limits, f"{where}: {_TARGETS}")
+        targets = datum.inputs[_TARGETS].astype(np.int64)
         of_policy = datum.inputs.get("logprobs")
         factors = datum.inputs.get("weights" if loss == NAMES[0] else "advantages", np.ones(length))
         rows.append(TrainingRow(tokens, targets, loss, of_policy, factors, settings))
@@ -106,12 +109,12 @@ def checked_rows(
 
 
 def check_tokens(tokens: np.ndarray, limits: ModelLimits, where: str) -> None:
-    """Raise RefusedError if a token is not of the vocabulary."""
-    outside = np.flatnonzero((tokens < 0) | (tokens >= limits.vocab_size))
-    if outside.size:
-        place = int(outside[0])
+    """Raise RefusedError if a token is not a whole number, or not of the vocabulary."""
+    invalid = np.flatnonzero((tokens < 0) | (tokens >= limits.vocab_size) | (tokens != np.floor(tokens)))
+    if invalid.size:
+        index = int(invalid[0])
         raise RefusedError(
-            f"{where}[{place}] is {tokens[place]}, and the model has the tokens 0 to {limits.vocab_size - 1}. Use its "
+            f"{where}[{index}] is {tokens[index]}, and the model has the tokens 0 to {limits.vocab_size - 1}. Use its "
             "own tokenizer."
         )
 
@@ -129,7 +132,7 @@ def batch_of(rows: Sequence[TrainingRow], slots: Sequence[int], ranks: int) -> t
         ranks: number of data-parallel ranks.
 
     Returns:
-        the batch, and the place of each of ``rows`` in it.
+        the batch, and the row of it that has each of ``rows``.
     """
     by_length = sorted(range(len(rows)), key=lambda row: len(rows[row].tokens))
     dealt = [by_length[rank::ranks] for rank in range(ranks)]
@@ -148,22 +151,22 @@ def batch_of(rows: Sequence[TrainingRow], slots: Sequence[int], ranks: int) -> t
         "row_index": torch.arange(count),
         SLOT: torch.full((count,), NO_SLOT, dtype=torch.long),
     }
-    places = [0] * len(rows)
+    batch_rows = [0] * len(rows)
     for rank, of_rank in enumerate(dealt):
         for offset, index in enumerate(of_rank):
-            place = places[index] = rank * per_rank + offset
+            batch_row = batch_rows[index] = rank * per_rank + offset
             row, length = rows[index], len(rows[index].tokens)
-            input_ids[place, :length] = torch.as_tensor(row.tokens)
-            input_ids[place, length] = int(row.targets[-1])
-            attention_mask[place, : length + 1] = 1
-            columns["responses"][place, :length] = torch.as_tensor(row.targets)
-            columns["response_mask"][place, :length] = 1
+            input_ids[batch_row, :length] = torch.as_tensor(row.tokens)
+            input_ids[batch_row, length] = int(row.targets[-1])
+            attention_mask[batch_row, : length + 1] = 1
+            columns["responses"][batch_row, :length] = torch.as_tensor(row.targets)
+            columns["response_mask"][batch_row, :length] = 1
             for name, values in (("old_log_probs", row.old_log_probs), ("advantages", row.advantages)):
                 if values is not None:
-                    columns[name][place, :length] = torch.as_tensor(values, dtype=torch.float32)
-            columns["loss_index"][place] = NAMES.index(row.loss)
-            columns["loss_settings"][place, : len(row.settings)] = torch.tensor(row.settings)
-            columns[SLOT][place] = slots[index]
+                    columns[name][batch_row, :length] = torch.as_tensor(values, dtype=torch.float32)
+            columns["loss_index"][batch_row] = NAMES.index(row.loss)
+            columns["loss_settings"][batch_row, : len(row.settings)] = torch.tensor(row.settings)
+            columns[SLOT][batch_row] = slots[index]
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
     columns |= {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
-    return DataProto.from_dict(tensors=columns), places
+    return DataProto.from_dict(tensors=columns), batch_rows

@@ -12,9 +12,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,6 +26,8 @@ from verl.supervision.lock import FolderLock
 from verl.tinker.adapters import SPEC_FILE, AdapterSpec, read_spec
 from verl.tinker.refusals import RefusedError
 
+logger = logging.getLogger(__name__)
+
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 """Part of a path → the protocol's word for it."""
@@ -36,6 +38,26 @@ _RESERVED = (".partial", ".replaced")
 def now() -> str:
     """The time, as the protocol writes it."""
     return datetime.now(UTC).isoformat()
+
+
+def _described_run(file: Path) -> JsonObject:
+    """Read a ``run.json``; one that is damaged is described with ``corrupted``."""
+    try:
+        described = json.loads(file.read_text())
+        if absent := {"training_run_id", "base_model", "created", "spec", "user_metadata"} - {*described}:
+            raise ValueError(f"it lacks {min(absent)}")
+    except (OSError, ValueError, TypeError) as error:
+        logger.warning("%s cannot be read: %s. The other files of its folder are not touched.", file, error)
+        changed = datetime.fromtimestamp(file.stat().st_mtime, UTC).isoformat()
+        return {
+            "training_run_id": file.parent.name,
+            "base_model": "unknown",
+            "created": changed,
+            "spec": {"rank": None},
+            "user_metadata": None,
+            "corrupted": True,
+        }
+    return described
 
 
 @dataclass(frozen=True)
@@ -133,29 +155,35 @@ class StateFiles:
 
     def runs(self) -> list[JsonObject]:
         """Describe all models of which something was written, the newest first."""
-        described = [json.loads(file.read_text()) for file in self.root.glob("*/run.json")]
+        described = [_described_run(file) for file in self.root.glob("*/run.json")]
         return sorted(described, key=lambda run: run["created"], reverse=True)
 
-    def checkpoints(self, run: str) -> Iterator[JsonObject]:
-        """Describe what is saved of a run, in the protocol's form, the oldest first."""
-        found = []
+    def checkpoints(self, run: str) -> tuple[list[JsonObject], list[Path]]:
+        """Describe what is saved of a run, in the protocol's form, the oldest first; and name damaged folders."""
+        checkpoints, damaged = list[JsonObject](), list[Path]()
         for kind, word in KINDS.items():
             for file in (self.root / run / kind).glob(f"*/{SPEC_FILE}"):
                 path = SavedPath(run, kind, file.parent.name)
                 if path.name.endswith(_RESERVED):
                     continue
-                _, notes = read_spec(file.parent)
-                found.append(
+                try:
+                    _, notes = read_spec(file.parent)
+                    time = notes["time"]
+                except (CheckpointError, KeyError) as error:
+                    logger.warning("%s is damaged and is not listed: %s", file.parent, error)
+                    damaged.append(file.parent)
+                    continue
+                checkpoints.append(
                     {
                         "checkpoint_id": f"{kind}/{path.name}",
                         "checkpoint_type": word,
-                        "time": notes["time"],
+                        "time": time,
                         "tinker_path": path.text,
                         "size_bytes": sum(part.stat().st_size for part in file.parent.iterdir()),
                         "user_metadata": notes.get("user_metadata"),
                     }
                 )
-        yield from sorted(found, key=lambda checkpoint: checkpoint["time"])
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint["time"]), damaged
 
     def delete(self, path: SavedPath) -> None:
         """Delete saved weights; errors as of :meth:`saved`."""

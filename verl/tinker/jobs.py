@@ -24,6 +24,10 @@ TOGETHER = ("forward", "forward_backward")
 """Kinds of jobs of several models that are one pass."""
 KEPT_RESULTS = 256
 """Results that are kept after their clients had them, for those that ask again because the connection broke."""
+MAX_UNFETCHED_BYTES = 2**30
+"""Size of results that no client has fetched yet; beyond it the oldest are dropped."""
+JOB_BYTES = 1024
+"""What an answered job takes besides its result, about."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +59,9 @@ class ModelState:
     """Why it cannot go on."""
     next_seq: int = 0
     waiting: dict[int, Job] = field(default_factory=dict)
-    """Jobs by their place in the order."""
+    """Jobs by their ``seq``."""
     skipped: set[int] = field(default_factory=set)
-    """Places of requests that were refused."""
+    """``seq`` of requests that were refused."""
 
     def head(self) -> Job | None:
         """Return the next job in the order, if it has come."""
@@ -85,12 +89,18 @@ class Job:
     """What is to be computed, checked; None once the job is answered."""
     responses: int = 0
     """Responses that a job of kind ``sample`` draws."""
+    session_id: str | None = None
+    """Of a job of kind ``sample``; None outside sessions. Others belong to the session of their model."""
     model: ModelState | None = None
     seq: int = 0
     weights: Path | None = None
     """What a job of kind ``sample`` samples with; None: the base model."""
     arrival: int = 0
     result: Future[Result] = field(default_factory=Future)
+
+    def is_of(self, session_id: str) -> bool:
+        """Whether a session made this request."""
+        return session_id == (self.session_id if self.model is None else self.model.session_id)
 
 
 class JobBoard:
@@ -101,6 +111,8 @@ class JobBoard:
         self._models: dict[str, ModelState] = {}
         self._jobs: dict[str, Job] = {}
         self._retrieved: deque[str] = deque()  # ids of jobs whose results were fetched
+        self._unfetched: dict[str, int] = {}  # sizes of results that were not, the oldest first
+        self._unfetched_bytes = 0
         self._sampling: deque[Job] = deque()
         self._arrivals = itertools.count()
         self._was_sampling = False
@@ -139,7 +151,7 @@ class JobBoard:
         """Add a job; return the earlier one if its client sent the same request again.
 
         Raises:
-            RefusedError: its place in the order is over.
+            RefusedError: later requests of its model were computed already.
         """
         with self._changed:
             if job.request_id in self._jobs:
@@ -156,12 +168,13 @@ class JobBoard:
             return job
 
     def note_retrieved(self, job: Job) -> None:
-        """Note that a client has the result of a job; results that were fetched long ago are dropped."""
+        """Note that a client has the result of a job; only the last such results are kept."""
         with self._changed:
+            self._unfetched_bytes -= self._unfetched.pop(job.request_id, 0)
             if job.request_id not in self._retrieved:
                 self._retrieved.append(job.request_id)
             if len(self._retrieved) > KEPT_RESULTS:
-                self._jobs.pop(self._retrieved.popleft(), None)
+                self._drop(self._retrieved.popleft())
 
     def skip(self, model_id: str, seq: int, is_training: bool = False) -> None:
         """Let later requests of a model not wait for one that was refused; ``is_training`` if it adds gradients."""
@@ -180,18 +193,30 @@ class JobBoard:
         """
         with self._changed:
             if request_id not in self._jobs:
-                raise RefusedError(f"there is no request {request_id!r:.200} here (any more).", status=GONE)
+                raise RefusedError(
+                    f"there is no request {request_id!r:.200} here (any more): results end with their session, and "
+                    f"the oldest are dropped when more than {MAX_UNFETCHED_BYTES >> 20} MiB of them were not fetched.",
+                    status=GONE,
+                )
             return self._jobs[request_id]
 
-    def drop_models(self, session_id: str) -> list[ModelState]:
-        """Remove the models of a session, and return them; what waits is refused."""
+    def drop_session(self, session_id: str) -> list[ModelState]:
+        """Remove the models, requests and results of a session, and return the models; what waits is refused."""
         with self._changed:
             ended = [model for model in self._models.values() if model.session_id == session_id]
             for model in ended:
                 del self._models[model.model_id]
-                _refuse(model.waiting.values(), RefusedError("the session was ended.", status=GONE))
                 model.waiting.clear()
+            jobs = [job for job in self._jobs.values() if job.is_of(session_id)]
+            _refuse(jobs, RefusedError("the session was ended.", status=GONE))
+            for job in jobs:
+                self._drop(job.request_id)
+            self._sampling = deque(job for job in self._sampling if not job.is_of(session_id))
             return ended
+
+    def _drop(self, request_id: str) -> None:
+        self._jobs.pop(request_id, None)
+        self._unfetched_bytes -= self._unfetched.pop(request_id, 0)
 
     # ---- the thread that computes
 
@@ -242,6 +267,11 @@ class JobBoard:
                 job.result.set_exception(outcome)
             else:
                 job.result.set_result(outcome)
+            size = JOB_BYTES + (len(outcome.body) if isinstance(outcome, Result) else 0)
+            self._unfetched[job.request_id] = size
+            self._unfetched_bytes += size
+            while self._unfetched_bytes > MAX_UNFETCHED_BYTES and len(self._unfetched) > 1:
+                self._drop(next(iter(self._unfetched)))
             self._changed.notify_all()
 
     def lose(self, reason: str) -> None:

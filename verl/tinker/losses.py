@@ -93,10 +93,10 @@ def token_losses(log_probs: Tensor, batch: DataProto) -> Tensor:
     losses = torch.zeros_like(log_probs)
     index = columns["loss_index"].to(device)
     mask = columns["response_mask"].to(device).bool()
-    for number in index.unique().tolist():
-        rows = (index == number).nonzero().flatten()
+    for loss_index in index.unique().tolist():
+        rows = (index == loss_index).nonzero().flatten()
         of_rows = (columns[name].to(device)[rows] for name in ("old_log_probs", "advantages", "loss_settings"))
-        losses = losses.index_copy(0, rows, LOSSES[NAMES[number]].function(log_probs[rows], *of_rows))
+        losses = losses.index_copy(0, rows, LOSSES[NAMES[loss_index]].function(log_probs[rows], *of_rows))
     return torch.where(mask, losses, 0.0)
 
 
@@ -116,8 +116,8 @@ class RowLosses:
         """See :class:`verl.workers.engine.loss.LossFunction`."""
         losses = token_losses(outputs["log_probs"], micro_batch)
         is_real = micro_batch.batch["response_mask"].any(-1).tolist()
-        for place, row in enumerate(micro_batch.batch["row_index"].tolist()):
-            if is_real[place]:  # fillers are copies of a row, and have its index
-                self.log_probs[row] = outputs["log_probs"][place].detach()
-                self.losses[row] = losses[place].detach().sum()
+        for i, row in enumerate(micro_batch.batch["row_index"].tolist()):
+            if is_real[i]:  # fillers are copies of a row, and have its index
+                self.log_probs[row] = outputs["log_probs"][i].detach()
+                self.losses[row] = losses[i].detach().sum()
         return losses.sum() * totals.dp_size, {}

@@ -1,4 +1,4 @@
-"""Errors that a client is told with an HTTP status."""
+"""Errors that a client gets with an HTTP status."""
 
 from __future__ import annotations
 

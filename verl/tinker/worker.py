@@ -243,8 +243,8 @@ class AdapterWorker(EngineWorker):
             slots = set(gathered(data.batch[SLOT].unique().tolist())) - {NO_SLOT}
             # An infinite gradient of one adapter's tokens makes those of B not finite for all: 0 · ∞ in their product.
             parts = [part.values for slot in slots for part in engine.parts(slot, grad=True).values()]
-            mine = not parts or bool(torch.stack([part.isfinite().all() for part in parts]).all())
-            is_finite = not engine.non_finite and all(gathered([mine]))
+            is_mine_finite = not parts or bool(torch.stack([part.isfinite().all() for part in parts]).all())
+            is_finite = not engine.non_finite and all(gathered([is_mine_finite]))
             for slot in sorted(slots) if is_finite else ():
                 self.adapters[slot].add_gradients()
             engine.optimizer_zero_grad()

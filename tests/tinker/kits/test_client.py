@@ -48,11 +48,11 @@ class Server:
             command = [sys.executable, "-m", "verl.trainer.main_serve", *settings]
             self.process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, env=environment)
         deadline = time.monotonic() + 120
-        while not (found := re.search(r"TINKER_BASE_URL=(\S+) TINKER_API_KEY=(\S+)", self.log.read_text())):
+        while not (printed := re.search(r"TINKER_BASE_URL=(\S+) TINKER_API_KEY=(\S+)", self.log.read_text())):
             assert time.monotonic() < deadline, self.log.read_text()
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.2)
-        self.url, self.key = found.groups()
+        self.url, self.key = printed.groups()
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
@@ -178,13 +178,13 @@ def test_clients_at_once_are_clients_apart(server):
     """Three models, with places for two, in three threads: the losses are those of one model after the other."""
     parts = [TEXTS[:3], TEXTS[3:5], TEXTS[5:]]
 
-    def of_client(number: int) -> list[float]:
-        model = server.client().create_lora_training_client(base_model=NAME, rank=4 + number, seed=number).result()
-        return train(model, supervised(model.get_tokenizer(), parts[number]), 6)
+    def of_client(index: int) -> list[float]:
+        model = server.client().create_lora_training_client(base_model=NAME, rank=4 + index, seed=index).result()
+        return train(model, supervised(model.get_tokenizer(), parts[index]), 6)
 
     with ThreadPoolExecutor(3) as threads:
         together = list(threads.map(of_client, range(3)))
-    apart = [of_client(number) for number in range(3)]
+    apart = [of_client(index) for index in range(3)]
     largest = max(
         abs(a - b) / abs(b) for one, other in zip(together, apart, strict=True) for a, b in zip(one, other, strict=True)
     )
