@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,11 @@ from ray.exceptions import RayActorError
 
 from tests.support.scripted_agent import STOP_TOKEN_IDS, call
 from tests.support.tiny_run import countdown_rows, make_tiny_run, overrides, same, write_jsonl
+from verl.agents.ray_trajectories import AgentProcesses
+from verl.agents.worker import TrajectoryProgress
+from verl.config import RolloutConfig
+from verl.protocol import DataProto
+from verl.single_controller.ray.watched_actor import WatchedActor
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.trainer import PPOTrainer
@@ -169,6 +176,44 @@ def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Callable
         return {record["step"]: record["data"] for record in records}, saved
 
     return train
+
+
+class StartsLater:
+    """What a checkpoint asks of a process of agent loops; it starts when a file is there."""
+
+    def __init__(self, file: Path | None) -> None:
+        while file is not None and not file.exists():
+            time.sleep(0.02)
+
+    async def silences(self) -> list[float | None]:
+        return []
+
+    async def report(self) -> tuple[int, TrajectoryProgress]:
+        return 0, TrajectoryProgress()
+
+    async def drawn(self) -> DataProto:
+        return DataProto.from_dict(tensors={"rows": torch.ones(1)})
+
+
+@pytest.mark.slow
+def test_a_checkpoint_does_not_wait_for_a_process_that_starts(tmp_path: Path, ray_cluster: None) -> None:
+    files = iter([None, tmp_path / "go"])
+
+    def start() -> WatchedActor:
+        return WatchedActor("a process", StartsLater, "silences", 60.0, next(files))
+
+    async def ask() -> list[int]:
+        processes = AgentProcesses(RolloutConfig(), start, lambda actor: None, WatchedActor.end)
+        processes.start(2)
+        counts = [0]
+        while counts[-1] < 2:
+            counts.append(len(await asyncio.wait_for(processes.drawn(), 60)))
+            if counts[-1] == 1:
+                (tmp_path / "go").touch()
+            await asyncio.sleep(0.02)
+        return sorted({*counts})
+
+    assert asyncio.run(ask()) == [0, 1, 2]
 
 
 NOT_COMPARED = ("timing", "perf/", "recovery/", "rollout_corr/", "training/rollout_")

@@ -54,6 +54,8 @@ class AgentProcess:
     """For how long each engine has answered none of its requests; see ``RaySession.check``."""
     report: tuple[int, TrajectoryProgress] = 0, TrajectoryProgress()
     """The number of threads that do not end, and what its trajectories are doing."""
+    has_started: bool = False
+    """Whether it has answered a call; one made before is only answered when the process has started."""
     loss: asyncio.Task[None] | None = None
     """Ends the process and starts another one, once this one is lost."""
     holds_for: set[TrajectoryRun] = field(default_factory=set)
@@ -114,8 +116,12 @@ class AgentProcesses:
         return TrajectoryProgress.total(worker.report[1] for worker in self._all())
 
     async def drawn(self) -> list[DataProto]:
-        """Return the tokens of single turns in each process; those of one that is lost are drawn again."""
-        asked: list[ObjectRef] = [worker.actor.actor.drawn.remote() for worker in self._all() if worker.loss is None]
+        """Return the tokens of single turns in each process; those of one that is lost are drawn again.
+
+        A process that still starts has drawn none, and is not waited for.
+        """
+        started = [worker for worker in self._all() if worker.has_started and worker.loss is None]
+        asked: list[ObjectRef] = [worker.actor.actor.drawn.remote() for worker in started]
         batches = []
         for reference in asked:
             with suppress(RayActorError):  # see _watch
@@ -173,13 +179,12 @@ class AgentProcesses:
 
     async def _follow(self, worker: AgentProcess) -> None:
         """Let a process join when it has started, and ask again and again what it is doing."""
-        has_joined = False
         with suppress(RayActorError):  # see _watch
             while worker.loss is None:
                 worker.report = await value_of(worker.actor.actor.report.remote())
-                if not has_joined:
+                if not worker.has_started:
                     await asyncio.to_thread(self._join, worker.actor)
-                    has_joined = True
+                    worker.has_started = True
                 if worker.report[0] and worker in self._workers:
                     logger.warning("%d agent loop(s) do not end; their process is replaced", worker.report[0])
                     self._workers[self._workers.index(worker)] = self._new()

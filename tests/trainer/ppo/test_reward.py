@@ -1,5 +1,7 @@
 """From the configuration to a reward manager."""
 
+import asyncio
+
 import numpy as np
 import pytest
 import torch
@@ -355,6 +357,8 @@ def test_a_subclass_that_replaces_call_alone_scores_by_it_and_whole_batches() ->
     manager = Halved(TOKENIZER, 0, one)
     tokens, _ = compute_reward(batch_of(["3", "x"], ["3", "3"], "any"), manager)
     assert tokens.sum(-1).tolist() == [0.5, 0.5]
+    single = asyncio.run(manager.run_single(batch_of(["3"], ["3"], "any")))
+    assert single == {"reward_score": 0.5, "reward_extra_info": {"score": 1.0, "reward_status": "ok"}}
     scorer = Scorer(config(), lambda: pytest.fail("no workers"), None)
     assert not scorer.scores_any_time(manager)
     assert scorer.scores_any_time(NaiveRewardManager(TOKENIZER, 0, one))

@@ -13,7 +13,7 @@ const NAMES = {
   rollout_is_weights: "importance weight", token_level_scores: "score", token_level_rewards: "reward",
   weight_versions: "weight version",
 };
-const FIRST = ["advantages", "rollout_log_probs", "entropys"];
+const FIRST = ["teacher_gap", "advantages", "rollout_log_probs", "entropys"];
 const MASK = "mask";
 const VERSION = "weight_version";
 const VERSIONS = "weight_versions";
@@ -78,7 +78,7 @@ class Tokens {
     if (!("update_log_probs" in numbers)) {
       return h("p", { class: "note" }, "Ratio and clip are not known: validation makes no update, and neither do steps that only train the critic; with PF-PPO the update draws other rows; older files lack them.");
     }
-    if (!("update_clipped" in numbers)) return h("p", { class: "note" }, "Whether a token was clipped is not known: a policy loss of your own in the public form does not tell it.");
+    if (!("update_clipped" in numbers)) return h("p", { class: "note" }, "Whether a token was clipped is not known: there is no policy loss (distillation without task rewards), or it is one of your own in the public form, which does not tell.");
     return null;
   }
 

@@ -97,12 +97,7 @@ class AbstractRewardManager(ABC):
         Returns:
             ``{"reward_score": float, "reward_extra_info": {name: value}}``.
         """
-        result = await self.start(data).wait()
-        tokens, extra = (result, {}) if isinstance(result, torch.Tensor) else result.values()
-        return {
-            "reward_score": float(tokens.sum(dtype=torch.float64)),
-            "reward_extra_info": {name: values[0] for name, values in (extra or {}).items()},
-        }
+        return single_score(await self.start(data).wait())
 
     def warm_up(self) -> None:  # noqa: B027 - a hook that may stay empty
         """Start preparing for the first call, without waiting."""
@@ -121,6 +116,16 @@ def call(manager: Callable[..., torch.Tensor | Result], data: DataProto) -> torc
     parameters = inspect.signature(manager).parameters
     takes = "return_dict" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return manager(data, return_dict=True) if takes else manager(data)
+
+
+def single_score(result: torch.Tensor | Result) -> dict[str, object]:
+    """Return what :meth:`AbstractRewardManager.run_single` does, from the scores of a batch of one sample."""
+    parts = {"reward_tensor": result} if isinstance(result, torch.Tensor) else result
+    extra = parts.get("reward_extra_info") or {}
+    return {
+        "reward_score": float(parts["reward_tensor"].sum(dtype=torch.float64)),
+        "reward_extra_info": {name: values[0] for name, values in extra.items()},
+    }
 
 
 M = TypeVar("M", bound=type[AbstractRewardManager])

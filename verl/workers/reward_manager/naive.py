@@ -26,7 +26,13 @@ from verl.scorers import (
 )
 from verl.supervision.killable_pool import Budget, RateLimit, unwrapped
 from verl.utils.deferred import Deferred
-from verl.workers.reward_manager.abstract import AbstractRewardManager, Result, RewardTensor, register
+from verl.workers.reward_manager.abstract import (
+    AbstractRewardManager,
+    Result,
+    RewardTensor,
+    register,
+    single_score,
+)
 from verl.workers.reward_manager.function import Form, RewardFunction, RewardSample, tensors_of
 from verl.workers.reward_manager.scores import Score, Scores, extra_info, placed, token_scores
 from verl.workers.reward_manager.texts import ResponseTexts, response_texts
@@ -205,12 +211,15 @@ class NaiveRewardManager(AbstractRewardManager):
     async def run_single(self, data: DataProto) -> dict[str, object]:
         """Score one sample without blocking the event loop; a failure becomes its ``reward_status``.
 
+        A subclass with a ``__call__`` or ``start`` of its own scores by that, and raises what it raises.
+
         Returns:
             ``{"reward_score": float, "reward_extra_info": {name: value}}``.
         """
-        result = self._result(await self._scores(data, self.samples(data)).wait())
-        extra = {name: values[0] for name, values in result["reward_extra_info"].items()}
-        return {"reward_score": float(result["reward_tensor"][0].sum(dtype=torch.float64)), "reward_extra_info": extra}
+        cls = type(self)
+        if cls.__call__ is not NaiveRewardManager.__call__ or cls.start is not NaiveRewardManager.start:
+            return single_score(await AbstractRewardManager.start(self, data).wait())
+        return single_score(self._result(await self._scores(data, self.samples(data)).wait()))
 
     def warm_up(self) -> None:
         """Start the processes that score, without waiting for them."""
