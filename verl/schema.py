@@ -198,7 +198,7 @@ _LOG_PROBS = (
         "teacher_logprobs",
         "float32",
         RESPONSE,
-        "log-probabilities under the teacher",
+        "log-probabilities under the teacher; of spans of text, on the last token of each",
         _TEACHERS,
         ("actor", "metrics"),
     ),
@@ -234,15 +234,24 @@ _LOG_PROBS = (
         _TEACHERS,
         ("actor",),
     ),
+    Column(
+        "span_ends",
+        "int64",
+        RESPONSE,
+        "place of the last token of each token's span of text, -1 for tokens without a span",
+        f"{_TEACHERS}, with distillation.alignment=text",
+        ("actor", "metrics"),
+    ),
 )
 
+_OWN_PROMPTS = "self-distillation; distillation.alignment=text"
 _PRIVILEGED = (
     Column("teacher_prompts", "int64", ("bsz", "teacher_prompt_length"), "prompt under which the policy teaches "
-           "itself, padded on the left", "self-distillation", ("teacher",)),
+           "itself, or in the tokens of another teacher, padded on the left", _OWN_PROMPTS, ("teacher",)),
     Column("teacher_prompts_mask", "int64", ("bsz", "teacher_prompt_length"), "1 on its tokens, 0 on padding",
-           "self-distillation", ("teacher",)),
-    Column("distillation_mask", "int64", RESPONSE, "response_mask without the rows that have no context to learn from",
-           "self-distillation", ("actor",)),
+           _OWN_PROMPTS, ("teacher",)),
+    Column("distillation_mask", "int64", RESPONSE, "response_mask without rows that have no context to learn from and "
+           "tokens without a span", _OWN_PROMPTS, ("actor",)),
 )  # fmt: skip
 
 _REWARDS = (

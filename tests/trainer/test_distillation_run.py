@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import string
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests.support.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 from tests.trainer.test_run import assert_same_steps
@@ -50,8 +56,43 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return run
 
 
-def test_rows_go_to_the_teacher_of_their_source_and_the_policy_learns_from_it(train, caplog):
-    steps = train(trainer__total_training_steps=4, actor_rollout_ref__actor__ppo_mini_batch_size=4)
+def tokenizer_of_pairs() -> PreTrainedTokenizerFast:
+    """The policy's tokenizer with other ids and a token for each pair of letters."""
+    characters = tiny_tokenizer()
+    merges = list(itertools.product(string.ascii_letters, repeat=2))
+    single = sorted(characters.get_vocab(), key=characters.get_vocab().__getitem__)
+    tokens = [*single[:4], *map("".join, merges), *single[4:]]  # the first ones are special
+    vocab = {token: number for number, token in enumerate(tokens)}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=characters.pad_token,
+        eos_token=characters.eos_token,
+        additional_special_tokens=["<user>", "<assistant>"],
+        chat_template=characters.chat_template,
+    )
+
+
+def teacher_of_pairs(folder: Path) -> str:
+    """A model of that tokenizer; returns its path."""
+    path, tokenizer = str(folder / "pairs"), tokenizer_of_pairs()
+    tiny_model(vocab=len(tokenizer), seed=7).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_rows_go_to_the_teacher_of_their_source_and_the_policy_learns_from_it(train, tmp_path, caplog):
+    """One of the teachers has another tokenizer: over a response it says what the text's log-prob is under it."""
+    teacher, pairs = teacher_of_pairs(tmp_path), tokenizer_of_pairs()
+    steps = train(
+        distillation__alignment="text",
+        actor_rollout_ref__actor__ppo_mini_batch_size=4,
+        trainer__total_training_steps=4,
+        trainer__rollout_data_dir=tmp_path / "dump",
+        trainer__rollout_token_dump_freq=1,
+        **{f"{TEACHERS}__math__model_path": teacher},
+    )
     first = steps[1]
     # Who is taught by a copy of itself differs by nothing, as long as every token is paired with its own.
     assert first["distillation/kl/countdown"] == pytest.approx(0, abs=1e-5)
@@ -62,6 +103,27 @@ def test_rows_go_to_the_teacher_of_their_source_and_the_policy_learns_from_it(tr
     assert first["distillation/teacher_entropy"] > 0
     assert steps[4]["distillation/loss"] < first["distillation/loss"]
     assert "have the same score" not in caplog.text  # all scores are 0, and nothing is learnt from them
+    assert first["distillation/aligned_tokens"] > 0.5
+    assert 1 < first["distillation/tokens_per_span"] < 2  # 1 of the teacher with the policy's tokenizer
+    policy = tiny_tokenizer()
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
+    compared = 0
+    with pa.OSFile(str(tmp_path / "dump" / "1.arrow")) as source:
+        rows = pa.ipc.open_file(source).read_all().to_pylist()
+    for row in rows:
+        ends = row["span_ends"]
+        if min(ends) < 0 or ends == [*range(len(ends))]:
+            continue  # with tokens that have no counterpart, or of the other teacher
+        text = policy.decode(row["response_ids"], skip_special_tokens=True)
+        ended = row["response_ids"][-1] == policy.eos_token_id
+        prompt = pairs(policy.decode(row["prompt_ids"]), add_special_tokens=False)["input_ids"]
+        response = pairs(text, add_special_tokens=False)["input_ids"] + [pairs.eos_token_id] * ended
+        with torch.no_grad():
+            log_probs = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        of_text = log_probs.gather(-1, torch.tensor(response)[:, None]).sum().item()
+        assert sum(row["teacher_logprobs"]) == pytest.approx(of_text, rel=1e-5)
+        compared += 1
+    assert compared
 
 
 def test_teachers_of_the_whole_vocabulary_are_in_the_workers_of_the_policy(train):
@@ -88,9 +150,12 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["k3", "forward_kl_topk", "jsd"])
+@pytest.mark.parametrize("mode", ["k3", "forward_kl_topk", "jsd", "k1 of text"])
 def test_layouts_with_teachers_give_the_numbers_of_one_rank(train, ray_cluster, tmp_path, mode):
     common = {f"{LOSS}__loss_mode": mode, f"{LOSS}__topk": 8, f"{LOSS}__use_task_rewards": "true"}
+    if mode == "k1 of text":
+        common |= {f"{LOSS}__loss_mode": "k1", f"{LOSS}__use_policy_gradient": "true"}
+        common |= {"distillation__alignment": "text", f"{TEACHERS}__math__model_path": teacher_of_pairs(tmp_path)}
     common[f"{TEACHERS}__itself__model_path"] = tiny_model_dir(tmp_path / "other", family="qwen2", seed=9)
     # AdamW would turn the rounding of gradients near 0 into whole steps.
     common |= {"actor_rollout_ref__actor__optim__optimizer": "SGD", "actor_rollout_ref__actor__optim__lr": 1e-3}

@@ -26,6 +26,11 @@ def test_the_gap_of_log_probs_and_images_are_described():
     found = described(ROW | {"teacher_logprobs": [-0.5, -0.5, 0.0, 0.0, -2.0]}, TEXTS)
     assert found["numbers"]["log_prob_gap"] == [0.25, 0.0, 0.0, 0.0, 2.0]  # before the update less rollout
     assert found["numbers"]["teacher_gap"] == [0.25, -0.5, 0.0, 0.0, 0.0]
+    by_text = described(
+        ROW | {"teacher_logprobs": [0.0, -1.0, 0.0, 0.0, -2.0], "span_ends": [1.0, 1.0, -1.0, -1.0, 4.0]}, TEXTS
+    )
+    assert by_text["numbers"]["teacher_gap"] == [-0.25, -0.25, None, None, 0.0]  # of the spans: -0.25 - 1 + 1
+    assert "span_ends" not in by_text["numbers"]
     assert found["images"] == [(2, 3, "<image: 2 tokens>")]
     assert [token["text"] for token in found["prompt"]] == ["What", " is <it>?"]
     assert (found["weight_version"], found["left_out"]) == (7, 0)

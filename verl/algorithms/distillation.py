@@ -249,7 +249,8 @@ def evaluate_distillation_loss(
     Args:
         info: the registered loss.
         outputs: ``info.outputs`` of the policy's engine, with gradient.
-        columns: ``response_mask`` and ``info.columns``.
+        columns: ``response_mask`` and ``info.columns``; with ``span_ends`` the losses are those of spans of text, each
+            on the last token of its span.
         config: ``distillation.distillation_loss``, or the section of another command with its settings.
         sections: ``actor_rollout_ref.actor`` and ``distillation``, which losses of the public form read.
 
@@ -269,6 +270,10 @@ def evaluate_distillation_loss(
     valid = {name: _zero_masked(outputs[name], mask) for name in info.outputs if name in outputs}
     teacher = {name: _zero_masked(columns[name], mask) for name in info.columns if columns[name].is_floating_point()}
     metrics: dict[str, Any] = {}
+    learnt = mask.bool()
+    if "span_ends" in columns:
+        valid["log_probs"], learnt = span_log_probs(valid["log_probs"], columns["span_ends"], learnt)
+        teacher = {name: _zero_masked(values, learnt) for name, values in teacher.items()}
     if info.has_public_form:
         if sections is None:
             raise ConfigError(
@@ -291,16 +296,17 @@ def evaluate_distillation_loss(
         )
     if config.loss_max_clamp is not None:
         losses = losses.clamp(-config.loss_max_clamp, config.loss_max_clamp)
-    losses = zero_masked(losses, mask)
+    losses = zero_masked(losses, learnt)
     detached = losses.detach()
-    per_token = {"distillation/loss_max": detached, "distillation/loss_min": detached}
+    extremes = over_tokens({"distillation/loss_max": detached, "distillation/loss_min": detached}, learnt)
+    per_token: dict[str, Tensor] = {}
     for name in ("agreement", "teacher_entropy"):
         if name in valid:
             per_token[f"distillation/{name}"] = valid[name].detach()
     if info.reads == "topk":
         per_token["distillation/student_tail"] = _tail(valid["topk_log_probs"].detach()).exp().squeeze(-1)
         per_token["distillation/teacher_tail"] = _tail(teacher["teacher_topk_logprobs"]).exp().squeeze(-1)
-    return losses, {**over_tokens(per_token, mask), **metrics}
+    return losses, {**extremes, **over_tokens(per_token, mask), **metrics}
 
 
 def distillation_rewards(
@@ -319,12 +325,38 @@ def distillation_rewards(
     Args:
         info: a loss that reads ``sampled``.
         log_probs: (bsz, response_length) of the policy that sampled, or at the start of the update.
-        columns: ``response_mask`` and ``teacher_logprobs``.
+        columns: ``response_mask`` and ``teacher_logprobs``; with ``span_ends`` each token has the reward of its span,
+            since the policy chose the span by all of its tokens.
         config: ``distillation.distillation_loss``.
         sections: as of :func:`evaluate_distillation_loss`.
     """
     losses, _ = evaluate_distillation_loss(info, {"log_probs": log_probs.detach()}, columns, config, sections)
-    return -losses.detach()
+    rewards = -losses.detach()
+    if "span_ends" not in columns:
+        return rewards
+    ends = columns["span_ends"]
+    return zero_masked(rewards.gather(1, ends.clamp_min(0)), columns["response_mask"] * (ends >= 0))
+
+
+def span_log_probs(log_probs: Tensor, span_ends: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the log-probs of the tokens of each span, on its last token.
+
+    Args:
+        log_probs: (bsz, response_length) of tokens, 0 where ``mask`` is.
+        span_ends: (bsz, response_length) place of the last token of each token's span, -1 for tokens without a span.
+        mask: (bsz, response_length) of the tokens that count.
+
+    Returns:
+        (bsz, response_length) the sums, 0 elsewhere; and whether the token is the last one of a span. A span with a
+        token that does not count, such as one that was rejected, is none.
+    """
+    ends = span_ends.clamp_min(0)
+    missing = torch.zeros_like(log_probs).scatter_add(1, ends, ((span_ends >= 0) & ~mask).to(log_probs.dtype))
+    places = torch.arange(span_ends.shape[1], device=span_ends.device)
+    is_last = (span_ends == places) & (missing == 0)
+    in_span = (span_ends >= 0) & mask
+    sums = torch.zeros_like(log_probs).scatter_add(1, ends, zero_masked(log_probs, in_span))
+    return zero_masked(sums, is_last), is_last
 
 
 def _zero_masked(values: Tensor, mask: Tensor) -> Tensor:

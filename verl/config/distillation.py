@@ -252,6 +252,14 @@ class DistillationConfig(BaseConfig):
     """The divergence between policy and teacher, and how the policy learns from it."""
     self_distillation: SelfDistillationConfig = subsection(SelfDistillationConfig)
     """The policy as its own teacher."""
+    alignment: Literal["token", "text"] = setting("token")
+    """`token`: teachers have the policy's tokenizer. `text`: one with another tokenizer reads the text of prompt and
+    response in its own, and is compared with the policy on the spans of text whose ends are ends of tokens of both."""
+
+    @property
+    def aligns_text(self) -> bool:
+        """Whether teachers may have other tokenizers than the policy."""
+        return self.enabled and self.alignment == "text" and not self.is_of_itself
 
     @property
     def teachers(self) -> Mapping[str, DistillationTeacherModelConfig]:

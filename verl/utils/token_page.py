@@ -44,14 +44,15 @@ def described(row: JsonMapping, texts: Mapping[str, str]) -> dict[str, object]:
     """
     count = min(len(row["response_ids"]), MOST_TOKENS)
     lists = {name: values for name, values in row.items() if isinstance(values, list)}
-    others = ("prompt_ids", "teacher_prompt_ids", "response_ids", "response_mask")
+    others = ("prompt_ids", "teacher_prompt_ids", "response_ids", "response_mask", "span_ends")
     numbers = {name: _finite(values[:count]) for name, values in lists.items() if name not in others}
     if {"old_log_probs", "rollout_log_probs"} <= lists.keys():
         pairs = zip(lists["old_log_probs"][:count], lists["rollout_log_probs"][:count], strict=True)
         numbers["log_prob_gap"] = [old - rollout for old, rollout in pairs]
     if {"old_log_probs", "teacher_logprobs"} <= lists.keys():
         pairs = zip(lists["old_log_probs"][:count], lists["teacher_logprobs"][:count], strict=True)
-        numbers["teacher_gap"] = [old - teacher for old, teacher in pairs]
+        gaps = [old - teacher for old, teacher in pairs]
+        numbers["teacher_gap"] = _of_spans(gaps, lists["span_ends"][:count]) if "span_ends" in lists else gaps
     # Of the update, and so only on tokens that it trained on: elsewhere they are NaN in the file.
     if {"old_log_probs", "update_log_probs"} <= lists.keys():
         pairs = zip(lists["old_log_probs"][:count], lists["update_log_probs"][:count], strict=True)
@@ -72,6 +73,14 @@ def described(row: JsonMapping, texts: Mapping[str, str]) -> dict[str, object]:
         "weight_version": row.get("weight_version"),
         "left_out": len(row["response_ids"]) - count,
     }
+
+
+def _of_spans(values: list[float], ends: list[float]) -> list[float | None]:
+    """Return the sum over each token's span of text, whose last token is at ``ends``; None without a span."""
+    sums: dict[float, float] = {}
+    for value, end in zip(values, ends, strict=True):
+        sums[end] = sums.get(end, 0.0) + value
+    return [sums[end] if end >= 0 else None for end in ends]
 
 
 def token_spans(sequence: JsonMapping, most: int = MOST_TOKENS) -> tuple[str, str]:

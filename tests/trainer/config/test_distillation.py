@@ -97,6 +97,11 @@ MODE = "distillation.distillation_loss.loss_mode"
         ({"distillation.nnodes": 1, "trainer.controller": "local", "trainer.n_gpus_per_node": 1},
          "a pool of teachers needs others"),
         ({"distillation.nnodes": 1, "distillation.n_gpus_per_node": 0}, "and a node has none"),
+        ({"distillation.alignment": "text", MODE: "jsd_topk"}, "distributions of tokens, which two tokenizers do not"),
+        ({"distillation.alignment": "text", "actor_rollout_ref.rollout.multi_turn.enable": True,
+          "actor_rollout_ref.rollout.multi_turn.function_tool_path": "MODEL"}, "template of the policy alone"),
+        ({"distillation.alignment": "text", "data.truncation": "left"}, "the teacher would read the whole"),
+        ({"distillation.alignment": "text", "data.return_raw_chat": False}, "prompts are made of the messages"),
     ],
 )  # fmt: skip
 def test_refusals(run: Run, changes: dict[str, object], said: str):
@@ -129,8 +134,10 @@ def test_settings_that_nothing_reads_are_told(run: Run, caplog: pytest.LogCaptur
     run.load(taught | gradient | {"actor_rollout_ref.actor.policy_loss.loss_mode": "gpg"})
     assert "no effect" not in caplog.text
     itself = {"distillation.enabled": True, f"{own}.enabled": True, f"{own}.template": "reference"}
+    itself["distillation.alignment"] = "text"
     run.load(itself | {"data.return_raw_chat": True, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 1})
     assert "no effect: actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu" in caplog.text
+    assert f"no effect: distillation.alignment ({own}.enabled=true)" in caplog.text
 
 
 def test_work_on_rewards_is_advised_against_where_only_the_teacher_is_learnt_from(

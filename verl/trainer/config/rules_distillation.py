@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.algorithms import policy_loss_info
-from verl.algorithms.distillation import check_distillation_loss
+from verl.algorithms.distillation import check_distillation_loss, distillation_loss_info
 from verl.config import DistillationConfig, PPOConfig, Problem
+from verl.config.agent import SINGLE_TURN
 from verl.config.distillation import FORWARD_PASSES
 from verl.errors import ConfigError
 from verl.trainer.config.rules_sizes import needs_critic
+from verl.utils.model_facts import model_files
+from verl.vision.families import FAMILIES
 
 Problems = Iterator[Problem]
 
@@ -37,6 +40,8 @@ def distillation(config: PPOConfig) -> Problems:
     if section.is_of_itself:
         yield from _of_itself(config)
         return
+    if section.aligns_text:
+        yield from _aligned_by_text(config)
     for name, teacher in section.teachers.items():
         if section.has_forward_passes and not teacher.inference.is_forward_pass:
             cause = "another teacher is a forward pass, and the teachers of a run are all of that kind, or none is"
@@ -72,6 +77,31 @@ def _of_itself(config: PPOConfig) -> Problems:
     if not config.data.return_raw_chat:
         cause = f"{key}.enabled=true reads the messages of the prompts"
         yield Problem("data.return_raw_chat", False, cause, "true")
+
+
+def _aligned_by_text(config: PPOConfig) -> Problems:
+    """Spans of text have a log-prob under both models, and the teacher reads what the policy read and wrote."""
+    settings, key = config.distillation.distillation_loss, "distillation.alignment"
+    if distillation_loss_info(settings.loss_mode).reads != "sampled":
+        cause = f"{settings.loss_mode} compares distributions of tokens, which two tokenizers do not share"
+        remedy = "or leave alignment=token, with teachers of the policy's model family"
+        allowed = "k1, k2, k3, abs, ..."
+        yield Problem(f"{LOSS}.loss_mode", settings.loss_mode, f"{key}=text: {cause}", allowed, remedy)
+    loop = config.actor_rollout_ref.rollout.default_agent_loop
+    if loop != SINGLE_TURN:
+        cause = f"{key}=text: results of tools are in the chat template of the policy alone"
+        yield Problem("actor_rollout_ref.rollout.agent.default_agent_loop", loop, cause, SINGLE_TURN)
+    if not config.data.return_raw_chat:
+        cause = f"{key}=text: the teacher's prompts are made of the messages"
+        yield Problem("data.return_raw_chat", False, cause, "true")
+    if config.data.truncation != "error":
+        cause = f"{key}=text: of a prompt that is cut in the policy's tokens the teacher would read the whole"
+        remedy = "set data.filter_overlong_prompts=true to leave such rows out"
+        yield Problem("data.truncation", config.data.truncation, cause, "error", remedy)
+    kind = model_files.model_type(Path(config.actor_rollout_ref.model.path).expanduser())
+    if kind in FAMILIES:
+        cause = f"images are read by the tokens of the policy, a {kind}"
+        yield Problem(key, "text", cause, "token", "take a teacher of the same kind")
 
 
 def _whole_vocabulary(section: DistillationConfig, mode: str) -> Problems:

@@ -224,6 +224,12 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
             ("*",),
         ),
         (
+            not config.distillation.is_of_itself,
+            "distillation.self_distillation.enabled=true",
+            "distillation",
+            ("alignment",),
+        ),
+        (
             config.distillation.self_distillation.weights == "ema",
             f"distillation.self_distillation.weights={config.distillation.self_distillation.weights}",
             "distillation.self_distillation",

@@ -4,7 +4,8 @@
 
     batch ──► rows of each teacher ──► one call per teacher ──► teacher_logprobs, ... of all rows
 
-A batch with prompts of the teachers' own (``teacher_prompts``) has the policy's responses scored under those.
+A batch with prompts of the teachers' own (``teacher_prompts``) has the policy's responses scored under those. A teacher
+with another tokenizer (``distillation.alignment=text``) has its prompts in its own tokens and chat template.
 """
 
 from __future__ import annotations
@@ -15,18 +16,25 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from verl.config import local_copies
 from verl.datasets import RLHFDataset
+from verl.datasets.chat import encode, render_prompt
+from verl.datasets.row_conversation import row_template_kwargs
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.protocol.future import wait_for
+from verl.schema import require
 from verl.trainer.balance import deal
 from verl.trainer.ppo.stages import ACTOR_COLUMNS
 from verl.utils.metric import Metrics
 from verl.utils.torch_functional import masked_mean
 from verl.workers.teacher.prompts import TEACHER_PROMPTS
+from verl.workers.teacher.tokenizers import tokenizers_by_text
 
 if TYPE_CHECKING:
-    from verl.config import DistillationConfig, PPOConfig
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.config import DataConfig, DistillationConfig, PPOConfig
     from verl.single_controller.base.worker_group import WorkerGroup
 
 
@@ -39,6 +47,8 @@ class Teachers:
 
     def __init__(self, config: PPOConfig) -> None:
         self._config = config.distillation
+        self._data = config.data
+        self._tokenizers = tokenizers_by_text(config.distillation, local_copies(config.actor_rollout_ref.model))
         self._balance = config.trainer.balance_batch
         self._shares_prompts = config.actor_rollout_ref.actor.use_prefix_grouper
 
@@ -51,7 +61,6 @@ class Teachers:
             DataError: a row names no teacher.
         """
         names, index = list(self._config.teachers), teacher_index(batch, self._config)
-        read = [name for name in (*ACTOR_COLUMNS, *TEACHER_PROMPTS) if name in batch.batch.keys()]
         made: dict[str, torch.Tensor] = {}
         for number, name in enumerate(names):
             if workers is None:
@@ -59,11 +68,14 @@ class Teachers:
             members = (index == number).nonzero()[0].tolist()
             if not members:
                 continue
+            rows = batch.select_idxs(members)
+            if name in self._tokenizers:
+                rows = rows | prompts_of_messages(rows, self._tokenizers[name], self._data)
             dealt = deal(
-                batch.select_idxs(members),
+                rows,
                 workers.num_parts("compute_teacher_log_prob"),
                 balance=self._balance,
-                columns=read,
+                columns=[column for column in (*ACTOR_COLUMNS, *TEACHER_PROMPTS) if column in rows.batch.keys()],
                 pads=True,
                 shares_prompts=self._shares_prompts,
             )
@@ -74,6 +86,39 @@ class Teachers:
         if len(names) > 1:
             made["teacher_index"] = torch.from_numpy(index)
         return DataProto.from_dict(tensors=made)
+
+
+def prompts_of_messages(batch: DataProto, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> DataProto:
+    """Render the prompts of a batch in the chat template of another tokenizer, with the variables of the policy's.
+
+    Args:
+        batch: with ``raw_prompt`` and ``uid``; rows with the same uid have the same prompt.
+        tokenizer: the teacher's.
+        data: the section ``data``.
+
+    Returns:
+        ``teacher_prompts`` and ``teacher_prompts_mask``, (bsz, longest prompt), padded on the left.
+
+    Raises:
+        DataError: the template refuses the messages.
+    """
+    require(batch, ("raw_prompt", "uid"), "a teacher with another tokenizer (data.return_raw_chat=true);")
+    columns, of_uids = batch.non_tensor_batch, dict[object, list[int]]()
+    for row, uid in enumerate(columns["uid"].tolist()):
+        if uid not in of_uids:
+            variables = {name: values[row] for name, values in columns.items()}
+            where = f"the row with index {variables.get('index')} of data source {variables.get('data_source')}"
+            kwargs = dict(data.apply_chat_template_kwargs or {})
+            kwargs |= row_template_kwargs(variables, data.tools_key, data.enable_thinking_key, tokenizer, where)
+            rendered = render_prompt(list(columns["raw_prompt"][row]), tokenizer, where, **kwargs)
+            of_uids[uid] = encode(rendered, tokenizer)
+    prompts = [of_uids[uid] for uid in columns["uid"].tolist()]
+    longest, pad = max(map(len, prompts)), tokenizer.pad_token_id
+    made = {
+        "teacher_prompts": torch.tensor([[pad] * (longest - len(ids)) + ids for ids in prompts]),
+        "teacher_prompts_mask": torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts]),
+    }
+    return DataProto.from_dict(tensors=made)
 
 
 def teacher_index(batch: DataProto, config: DistillationConfig) -> np.ndarray:
@@ -130,15 +175,22 @@ def distillation_metrics(batch: DataProto) -> Metrics:
 
     ``distillation/kl`` is the mean of log p - log q over the response tokens, an estimate of KL(p ‖ q), with p the
     policy before the update; ``distillation/kl/SOURCE`` that of the rows of one data source;
-    ``distillation/teacher_entropy`` the teachers' mean entropy, in nats, of teachers that tell it. Teachers of the
+    ``distillation/teacher_entropy`` the teachers' mean entropy, in nats, of teachers that tell it. Where teachers are
+    compared by text, ``distillation/aligned_tokens`` is the share of the policy's tokens that are in a span, which
+    alone are measured, and ``distillation/tokens_per_span`` their number in each. Teachers of the
     whole vocabulary compute in the update of the policy, so that a step without one has none of these.
     """
     columns = batch.batch
     policy = next((columns[name] for name in ("old_log_probs", "rollout_log_probs") if name in columns.keys()), None)
     mask = columns["distillation_mask" if "distillation_mask" in columns.keys() else "response_mask"].bool()
     metrics: Metrics = {}
+    if "span_ends" in columns.keys() and columns["response_mask"].any():
+        metrics["distillation/aligned_tokens"] = masked_mean(mask.float(), columns["response_mask"]).item()
     if not mask.any():
         return metrics
+    if "span_ends" in columns.keys():
+        places = torch.arange(mask.shape[1], device=mask.device)
+        metrics["distillation/tokens_per_span"] = (mask.sum() / (columns["span_ends"] == places).sum()).item()
     if "teacher_entropys" in columns.keys():
         metrics["distillation/teacher_entropy"] = masked_mean(columns["teacher_entropys"], mask).item()
     if policy is None or "teacher_logprobs" not in columns.keys():

@@ -283,7 +283,7 @@ def policy_columns(
     learnt = set[str]()
     if distillation is not None and distillation.enabled:
         needed |= set(distillation_loss_info(distillation.distillation_loss.loss_mode).columns)
-        learnt |= {"distillation_mask", "teacher_index", *TEACHER_PROMPTS}
+        learnt |= {"distillation_mask", "teacher_index", "span_ends", *TEACHER_PROMPTS}
     require(batch, sorted(needed), "the policy update")
     optional = info.optional_columns | {"rollout_is_weights", "row_weights", "trajectory_count", "kept_ids"} | learnt
     return tuple(sorted(needed | (optional & set(batch.batch.keys()))))

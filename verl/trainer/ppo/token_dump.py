@@ -44,6 +44,7 @@ NUMBERS = (
     "ref_log_prob",
     "teacher_logprobs",
     "teacher_entropys",
+    "span_ends",
     "advantages",
     "returns",
     "values",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 import transformers
+from transformers import PreTrainedTokenizerBase
 
 from verl.algorithms.distillation import distillation_loss_info
 from verl.base.import_utils import prepare_process
@@ -30,6 +31,7 @@ from verl.vision.families import VisionConfig
 from verl.workers.engine.fsdp.model import pretrained_weights
 from verl.workers.rollout.base import BaseRollout, get_rollout_class
 from verl.workers.rollout.scoring import ScoreRequest, TokenScores
+from verl.workers.teacher.alignment import TextAlignment, spans_of_tokens
 from verl.workers.teacher.endpoint import EndpointTeacher
 from verl.workers.teacher.tokenizers import teacher_model
 
@@ -41,7 +43,8 @@ class EngineTeacher:
 
     Args:
         teacher: model and engine.
-        student: the policy's model, whose tokenizer the teacher reads.
+        student: the policy's model.
+        tokenizer: whose tokens the teacher reads: the policy's, or its own if these are aligned by text.
         top_k: how many most likely tokens the divergence reads.
         device: where the engine computes.
         stays_awake: keep the engine's memory between calls.
@@ -51,6 +54,7 @@ class EngineTeacher:
         self,
         teacher: DistillationTeacherModelConfig,
         student: HFModelConfig,
+        tokenizer: PreTrainedTokenizerBase,
         top_k: int,
         device: torch.device,
         stays_awake: bool,
@@ -59,8 +63,7 @@ class EngineTeacher:
         model = teacher_model(teacher.model_path, student)
         if config.tensor_model_parallel_size > 1:
             ensure_process_group(device, time_limits(model.path).collective_s)  # ranks of an engine exchange values
-        tokenizer = hf_tokenizer(student.tokenizer_path or student.path, trust_remote_code=student.trust_remote_code)
-        # With the policy's tokenizer: ids that the policy cannot draw have no share of the teacher's distribution.
+        # Ids that this tokenizer lacks have no share of the teacher's distribution.
         self.rollout: BaseRollout = get_rollout_class(config.name)(config, model, tokenizer, device)
         self._weights = functools.partial(pretrained_weights, model, torch_dtype(config.dtype))
         self.vision = VisionConfig.of(hf_config_of(model))
@@ -103,20 +106,21 @@ class TeacherEngineWorker(Worker):
         is_alone = self.config.ranks > 0 and len(self.configured) == 1
         device = get_device(self.device_name)
         ranks_per_engine, leads = 1, True
+        student, alignments = self.student, TextAlignment.of_teachers(self.config, self.student)
+        self.alignments = alignments
+        of_policy = hf_tokenizer(student.tokenizer_path or student.path, trust_remote_code=student.trust_remote_code)
         for name, teacher in self.configured.items():
             if not teacher.inference.is_engine:
                 continue
-            engine = EngineTeacher(teacher, self.student, self.top_k, device, stays_awake=is_alone)
+            read = alignments[name].teacher if name in alignments else of_policy
+            engine = EngineTeacher(teacher, student, read, self.top_k, device, stays_awake=is_alone)
             ranks_per_engine, leads = engine.rollout.ranks_per_engine, engine.rollout.leads
             self.teachers[name] = engine
         self._register_dispatch_collect_info("teacher", dp_rank=self.rank // ranks_per_engine, is_collect=leads)
-        student = self.student
         for name, teacher in self.configured.items():
             if name not in self.teachers and leads:
-                path = student.tokenizer_path or student.path
-                tokenizer = hf_tokenizer(path, trust_remote_code=student.trust_remote_code)
                 setting = f"distillation.teacher_models.{name}"
-                self.teachers[name] = EndpointTeacher(setting, teacher, tokenizer, self.top_k)
+                self.teachers[name] = EndpointTeacher(setting, teacher, of_policy, self.top_k)
         self.leads = leads
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="teacher"))
@@ -131,7 +135,8 @@ class TeacherEngineWorker(Worker):
         Returns:
             ``teacher_logprobs``, (bsz, response_length) float32, 0 where ``response_mask`` is; for divergences of the
             most likely tokens also ``teacher_topk_ids``, (bsz, response_length, topk) int32, and
-            ``teacher_topk_logprobs``, float32.
+            ``teacher_topk_logprobs``, float32; with ``distillation.alignment=text`` the columns of
+            :meth:`verl.workers.teacher.alignment.AlignedRows.columns`.
 
         Raises:
             ConfigError: there is no teacher of that name.
@@ -149,9 +154,14 @@ class TeacherEngineWorker(Worker):
             return DataProto()
         scorer = self.teachers[name]
         vision = scorer.vision if isinstance(scorer, EngineTeacher) else None
-        requests = requests_of(data, self.top_k, temperature, vision)
+        aligned = self.alignments[name].rows(data) if name in self.alignments else None
+        rows = data if aligned is None else aligned.rows
+        requests = requests_of(rows, self.top_k, temperature, vision)
         scores = scorer.score([request for request in requests if request is not None])
-        return columns_of(data, requests, scores, self.top_k)
+        made = columns_of(rows, requests, scores, self.top_k)
+        if aligned is not None:
+            return aligned.columns(made)
+        return made | spans_of_tokens(data.batch["response_mask"]) if self.config.aligns_text else made
 
 
 def requests_of(

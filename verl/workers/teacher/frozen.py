@@ -24,6 +24,7 @@ from verl.utils.metric import Metrics
 from verl.utils.model import hf_config_of
 from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.fsdp.divergence import FullDivergence
+from verl.workers.teacher.alignment import TextAlignment, spans_of_tokens
 from verl.workers.teacher.forward import teacher_columns
 from verl.workers.teacher.prompts import rows_for_teacher
 from verl.workers.teacher.tokenizers import teacher_model
@@ -58,6 +59,7 @@ class FrozenTeachers:
             max_token_len_per_gpu=passes.log_prob_max_token_len_per_gpu,
             shares_prompts=roles.actor.use_prefix_grouper and policy is None,  # as teacher it has prompts for each row
         )
+        self.alignments = TextAlignment.of_teachers(config, roles.model)
         self.engines: dict[str, BaseEngine] = {} if policy is None else dict.fromkeys(config.teachers, policy)
         for name, teacher in config.teachers.items() if policy is None else ():
             model = teacher_model(teacher.model_path, roles.model)
@@ -72,10 +74,19 @@ class FrozenTeachers:
         return self.config.teachers[name].inference.temperature or 1.0  # 0 is greedy
 
     def columns(self, name: str, data: DataProto) -> DataProto:
-        """Compute the columns of :func:`teacher_columns` under one teacher; collective."""
-        loss = self.config.distillation_loss
+        """Compute the columns of :func:`teacher_columns` under one teacher; collective.
+
+        With ``distillation.alignment=text`` also those of :meth:`AlignedRows.columns`.
+        """
+        loss, aligned = self.config.distillation_loss, None
         reads, temperature = distillation_loss_info(loss.loss_mode).reads, self._temperature(name)
-        return teacher_columns(self.engines[name], data, reads, self.micro, temperature, loss.topk)
+        if name in self.alignments:
+            aligned = self.alignments[name].rows(data)
+        rows = data if aligned is None else aligned.rows
+        made = teacher_columns(self.engines[name], rows, reads, self.micro, temperature, loss.topk)
+        if aligned is not None:
+            return aligned.columns(made)
+        return made | spans_of_tokens(data.batch["response_mask"]) if self.config.aligns_text else made
 
     def whole_vocabulary(self, data: DataProto) -> tuple[DataProto, FullDivergence, Metrics]:
         """Compute what a divergence of the whole vocabulary reads; collective.

@@ -1,4 +1,4 @@
-"""Whether a teacher reads the policy's tokens: the same id must be the same token to both."""
+"""Whether a teacher reads the policy's tokens, the same id being the same token to both; else text is compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def check_teacher_tokenizers(distillation: DistillationConfig, student: HFModelC
     Endpoints are asked for their tokens when they are first connected to.
 
     Raises:
-        ConfigError: a teacher has another tokenizer than the policy, or an embedding with fewer tokens.
+        ConfigError: a teacher has another tokenizer than the policy and these are not aligned by text
+            (``distillation.alignment``), or an embedding with fewer tokens.
     """
     student = local_copies(student)
     of_policy = hf_tokenizer(student.tokenizer_path or student.path, trust_remote_code=student.trust_remote_code)
@@ -29,8 +30,31 @@ def check_teacher_tokenizers(distillation: DistillationConfig, student: HFModelC
             continue
         model = teacher_model(local_copies(teacher).model_path, student)
         of_teacher = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        check_same_tokenizer(of_teacher, of_policy, f"distillation.teacher_models.{name}.model_path={model.path}")
+        setting = f"distillation.teacher_models.{name}.model_path={model.path}"
+        if distillation.aligns_text and _differing(of_teacher, of_policy):
+            check_tokenizer_fits(of_teacher, hf_config_of(model), warns=False)
+            continue
+        remedy = ", or set distillation.alignment=text, which compares spans of text"
+        check_same_tokenizer(of_teacher, of_policy, setting, remedy)
         check_tokenizer_fits(of_policy, hf_config_of(model), warns=False)
+
+
+def tokenizers_by_text(distillation: DistillationConfig, student: HFModelConfig) -> dict[str, PreTrainedTokenizerBase]:
+    """Return the tokenizers, by name, of the teachers whose tokens are aligned with the policy's by text.
+
+    Of an endpoint the tokenizer is not known: it must be the policy's.
+    """
+    if not distillation.aligns_text:
+        return {}
+    of_policy = hf_tokenizer(student.tokenizer_path or student.path, trust_remote_code=student.trust_remote_code)
+    made = {}
+    for name, teacher in distillation.teachers.items():
+        if teacher.inference.name != "openai":
+            model = teacher_model(local_copies(teacher).model_path, student)
+            of_teacher = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+            if _differing(of_teacher, of_policy):
+                made[name] = of_teacher
+    return made
 
 
 def teacher_model(path: str | None, student: HFModelConfig) -> HFModelConfig:
@@ -39,7 +63,9 @@ def teacher_model(path: str | None, student: HFModelConfig) -> HFModelConfig:
     return HFModelConfig(path=path, trust_remote_code=student.trust_remote_code, external_lib=student.external_lib)
 
 
-def check_same_tokenizer(teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, setting: str) -> None:
+def check_same_tokenizer(
+    teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase, setting: str, remedy: str = ""
+) -> None:
     """Check that each token of the policy has the same id in the teacher's vocabulary.
 
     Ids above the policy's vocabulary do not matter: padding of the teacher's embedding, or tokens that only the teacher
@@ -49,20 +75,19 @@ def check_same_tokenizer(teacher: PreTrainedTokenizerBase, policy: PreTrainedTok
         teacher: its tokenizer.
         policy: its tokenizer.
         setting: names the teacher in messages.
+        remedy: what else can be done, for the message.
 
     Raises:
         ConfigError: the first id that differs.
     """
-    of_policy = {token_id: token for token, token_id in policy.get_vocab().items()}
-    of_teacher = {token_id: token for token, token_id in teacher.get_vocab().items()}
-    differing = [token_id for token_id, token in of_policy.items() if of_teacher.get(token_id) != token]
-    if differing:
+    of_policy, of_teacher = _by_id(policy), _by_id(teacher)
+    if differing := _differing(teacher, policy):
         first = min(differing)
         known = f"{of_teacher[first]!r} to the teacher" if first in of_teacher else "no token of the teacher"
         raise ConfigError(
             f"{setting} has another tokenizer than the policy: token {first} is {of_policy[first]!r} to the policy and "
             f"{known} ({len(differing)} of {len(of_policy)} tokens differ). A teacher scores the policy's tokens, so "
-            "both need one vocabulary. Take a teacher of the policy's model family."
+            f"both need one vocabulary. Take a teacher of the policy's model family{remedy}."
         )
     last = max(of_policy)
     if additional := sorted(token for token_id, token in of_teacher.items() if token_id > last):
@@ -72,3 +97,13 @@ def check_same_tokenizer(teacher: PreTrainedTokenizerBase, policy: PreTrainedTok
             len(additional),
             additional[0],
         )
+
+
+def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    return {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+
+
+def _differing(teacher: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> list[int]:
+    """Return the policy's ids that are another token, or none, to the teacher."""
+    of_teacher = _by_id(teacher)
+    return [token_id for token_id, token in _by_id(policy).items() if of_teacher.get(token_id) != token]
