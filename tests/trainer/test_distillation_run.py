@@ -150,12 +150,12 @@ LAYOUTS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["k3", "forward_kl_topk", "jsd", "k1 of text"])
+@pytest.mark.parametrize("mode", ["k3", "forward_kl_topk", "jsd", "k2 of text"])
 def test_layouts_with_teachers_give_the_numbers_of_one_rank(train, ray_cluster, tmp_path, mode):
     common = {f"{LOSS}__loss_mode": mode, f"{LOSS}__topk": 8, f"{LOSS}__use_task_rewards": "true"}
-    if mode == "k1 of text":
-        common |= {f"{LOSS}__loss_mode": "k1", f"{LOSS}__use_policy_gradient": "true"}
-        common |= {"distillation__alignment": "text", f"{TEACHERS}__math__model_path": teacher_of_pairs(tmp_path)}
+    if mode == "k2 of text":
+        common |= {f"{LOSS}__loss_mode": "k2", "distillation__alignment": "text"}
+        common[f"{TEACHERS}__math__model_path"] = teacher_of_pairs(tmp_path)
     common[f"{TEACHERS}__itself__model_path"] = tiny_model_dir(tmp_path / "other", family="qwen2", seed=9)
     # AdamW would turn the rounding of gradients near 0 into whole steps.
     common |= {"actor_rollout_ref__actor__optim__optimizer": "SGD", "actor_rollout_ref__actor__optim__lr": 1e-3}

@@ -137,9 +137,7 @@ class DistillationTeacherModelConfig(BaseConfig):
     """The rows that this teacher scores: those whose column `distillation.teacher_key` has this value; null only for a
     single teacher, which scores all rows."""
     model_path: str | None = setting(None, path=True, remote=True)
-    """Model folder or Hugging Face name; its vocabulary is the policy's."""
-    num_replicas: int | None = setting(0, ge=0)
-    """No effect: all ranks of the teachers have engines of each of them, which work in turn."""
+    """Model folder or Hugging Face name; its vocabulary is the policy's, unless `distillation.alignment` is `text`."""
     inference: TeacherInferenceConfig = subsection(TeacherInferenceConfig)
     """How the teacher computes log-probs."""
 

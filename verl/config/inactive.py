@@ -13,7 +13,7 @@ from verl.config.asynchronous import OffPolicySamplerConfig, SeparateAsyncConfig
 from verl.config.base import ANY, INACTIVE, KEYWORDS, BaseConfig, Inactive
 from verl.config.critic import CriticConfig, FSDPCriticConfig
 from verl.config.data import DataConfig
-from verl.config.distillation import DistillationLossConfig, TeacherInferenceConfig
+from verl.config.distillation import DistillationLossConfig, DistillationTeacherModelConfig, TeacherInferenceConfig
 from verl.config.model import (
     FSDPEngineConfig,
     FSDPOptimizerConfig,
@@ -336,6 +336,9 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         no_effect("a teacher's weights are always those of its model_path", {"load_format": "auto"}),
         no_effect("a teacher reads the images of the policy's prompts", {"limit_images": None}),
         no_effect("teachers read and return token ids", {"skip_tokenizer_init": True}),
+    ),
+    DistillationTeacherModelConfig: (
+        no_effect("all ranks of the teachers have engines of each of them, which work in turn", {"num_replicas": 0}),
     ),
     DistillationLossConfig: (
         no_effect(

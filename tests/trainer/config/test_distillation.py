@@ -140,6 +140,17 @@ def test_settings_that_nothing_reads_are_told(run: Run, caplog: pytest.LogCaptur
     assert f"no effect: distillation.alignment ({own}.enabled=true)" in caplog.text
 
 
+def test_sizes_of_an_engine_that_a_teacher_does_not_have_are_told(run: Run, caplog: pytest.LogCaptureFixture):
+    settings = {"tensor_model_parallel_size": 4, "expert_parallel_size": 2, "name": "native"}
+    changes = {f"{TEACHER}.inference.{key}": value for key, value in settings.items()} | {f"{TEACHER}.num_replicas": 3}
+    changes |= {"distillation.enabled": True, f"{TEACHER}.model_path": str(run.folder / "model")}
+    config = run.load(changes, explicit=list(changes))
+    assert config.distillation.teachers["teacher_model"].inference.tensor_model_parallel_size == 1
+    sizes = ", ".join(f"{TEACHER}.inference.{key}" for key in list(settings)[:2])
+    assert f"no effect: {sizes} ({TEACHER}.inference.name=native: a forward pass is divided" in caplog.text
+    assert f"no effect: {TEACHER}.num_replicas (all ranks of the teachers have engines" in caplog.text
+
+
 def test_work_on_rewards_is_advised_against_where_only_the_teacher_is_learnt_from(
     run: Run, caplog: pytest.LogCaptureFixture
 ):

@@ -213,6 +213,19 @@ _PROGRAMS_ONLY = (
 """Settings of the rollout that only vLLM and SGLang read."""
 
 
+_OF_TEACHER_ENGINES = (
+    "data_parallel_size",
+    "expert_parallel_size",
+    "gpu_memory_utilization",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "max_model_len",
+    "engine_kwargs",
+    "enable_prefix_caching",
+)
+"""Settings of a teacher's engine that one without an engine does not read, beside those of ``_PROGRAMS_ONLY``."""
+
+
 _OF_NATIVE = ("enable_rollout_routing_replay", "keep_sampling_mask")
 """Settings of the rollout that vLLM and SGLang cannot follow."""
 
@@ -310,6 +323,14 @@ def _engine(
         return remarks
     ignored = [f"{rollout}.{setting}" for setting in _PROGRAMS_ONLY]
     ignored = [path for path in ignored if path in keys and not same(get(tree, path), keys[path].default)]
+    if keys[rollout].section is TeacherInferenceConfig and name != "openai":
+        unread = [f"{rollout}.{setting}" for setting in _OF_TEACHER_ENGINES]
+        unread = [path for path in unread if not same(get(tree, path), keys[path].default)] + ignored
+        if was_set and not same(size, 1):
+            unread.insert(0, key)
+        put(tree, key, 1)
+        how = "a forward pass is divided over the ranks, and sized, as actor_rollout_ref.ref is"
+        return [f"no effect: {', '.join(unread)} ({rollout}.name={name}: {how})"] if unread else []
     if name == "native" and get(tree, "trainer.device") != "cpu":
         ignored = [path for path in ignored if not path.endswith(("enforce_eager", "cudagraph_capture_sizes"))]
     if not was_set or name_was_refused:  # an engine that is not built is refused for that alone
