@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers
 from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast
 
@@ -60,6 +61,31 @@ def test_a_response_in_characters_and_in_pairs_of_bytes():
     spelled = pairs("<eos>", add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert EOS not in spelled
     assert TextAlignment(pairs, pairs, [EOS]).response(spelled).teacher_ids == spelled
+
+
+def words_and_bytes() -> PreTrainedTokenizerFast:
+    """Words that begin with their space, and bytes of what is no word, as tokenizers of SentencePiece have them."""
+    words = ["▁", "T", "h", "e", "▁T", "▁Th", "▁The"]
+    vocab = {token: n for n, token in enumerate(["<unk>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), *words])}
+    merges = [("▁", "T"), ("▁T", "h"), ("▁Th", "e")]
+    core = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    core.decoder = decoders.Sequence(list(steps))
+    template = "{% for m in messages %}[{{ m['content'] }}]</s>{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", chat_template=template)
+
+
+def test_a_tokenizer_that_puts_a_space_in_front():
+    pairs, words = tiny_tokenizer("bpe"), words_and_bytes()
+    ids = pairs("The é The", add_special_tokens=False)["input_ids"]
+    assert texts_of_tokens(ids, pairs, ()) == ["Th", "e", " ", "", "é", " The"]
+    aligned = TextAlignment(pairs, words, [EOS]).response([*ids, EOS])
+    tokens = ["▁The", "▁", "<0xC3>", "<0xA9>", "▁The", "</s>"]
+    assert words.convert_ids_to_tokens(aligned.teacher_ids) == tokens
+    assert (aligned.policy_spans, aligned.teacher_spans) == ([0, 0, 1, 2, 2, 3, 4], [0, 1, 2, 2, 3, 4])
+    back = TextAlignment(words, pairs, [words.eos_token_id]).response(aligned.teacher_ids)
+    assert (back.policy_spans, back.teacher_spans) == (aligned.teacher_spans, aligned.policy_spans)
 
 
 def test_the_end_of_a_turn_is_that_of_the_teachers_template():
