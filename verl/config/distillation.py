@@ -68,7 +68,8 @@ class TeacherInferenceConfig(BaseConfig):
     max_num_batched_tokens: int = setting(8192, ge=1)
     """Maximum number of tokens that the engine computes in one pass (`vllm`, `sglang`)."""
     max_model_len: int | None = setting(None, ge=1)
-    """Maximum length of prompt and response together plus one, in tokens; null uses the sum of both limits."""
+    """Maximum length of prompt and response together plus one, in the teacher's tokens; null uses the sum of both
+    limits, or twice that sum of a teacher with another tokenizer."""
     max_num_seqs: int = setting(1024, ge=1)
     """Sequences that the engine, or an endpoint, computes at once."""
     engine_kwargs: dict[str, Any] = setting(factory=dict)

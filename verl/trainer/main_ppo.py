@@ -186,6 +186,7 @@ class TaskRunner:
             from verl.utils.model import check_has_experts, check_tokenizer_fits, hf_config_of
             from verl.workers.reward_input import RewardInput
             from verl.workers.reward_manager import AbstractRewardManager
+            from verl.workers.teacher.alignment import TextAlignment
             from verl.workers.teacher.tokenizers import check_teacher_tokenizers
 
         config = config if isinstance(config, PPOConfig) else load_config(config, of_program=True)
@@ -225,6 +226,7 @@ class TaskRunner:
             check_reward_data(config, reward_fn, dataset)
         if need_teacher_policy(config):
             check_teacher_tokenizers(config.distillation, config.actor_rollout_ref.model)
+            TextAlignment.of_teachers(config.distillation, model)  # refuses what the workers could not align
             check_teacher_data(config.distillation, train)
         check_sampling_mask(train, config.actor_rollout_ref.rollout)
         check_tools([train, val], config.actor_rollout_ref.rollout, tools)

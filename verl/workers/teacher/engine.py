@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import transformers
@@ -48,6 +49,7 @@ class EngineTeacher:
         top_k: how many most likely tokens the divergence reads.
         device: where the engine computes.
         stays_awake: keep the engine's memory between calls.
+        has_own_tokens: whether ``tokenizer`` is another one than the policy's.
     """
 
     def __init__(
@@ -58,9 +60,15 @@ class EngineTeacher:
         top_k: int,
         device: torch.device,
         stays_awake: bool,
+        has_own_tokens: bool = False,
     ) -> None:
         config = teacher.inference.rollout(top_k, stays_awake)
         model = teacher_model(teacher.model_path, student)
+        if has_own_tokens and teacher.inference.max_model_len is None:
+            # The lengths of prompt and response are in the policy's tokens; the teacher may have more for a text.
+            room = 2 * (config.prompt_length + config.response_length) + 1
+            most = getattr(hf_config_of(model).get_text_config(), "max_position_embeddings", room)
+            config = replace(config, max_model_len=min(room, most))
         if config.tensor_model_parallel_size > 1:
             ensure_process_group(device, time_limits(model.path).collective_s)  # ranks of an engine exchange values
         # Ids that this tokenizer lacks have no share of the teacher's distribution.
@@ -112,8 +120,9 @@ class TeacherEngineWorker(Worker):
         for name, teacher in self.configured.items():
             if not teacher.inference.is_engine:
                 continue
-            read = alignments[name].teacher if name in alignments else of_policy
-            engine = EngineTeacher(teacher, student, read, self.top_k, device, stays_awake=is_alone)
+            aligned = name in alignments
+            read = alignments[name].teacher if aligned else of_policy
+            engine = EngineTeacher(teacher, student, read, self.top_k, device, is_alone, has_own_tokens=aligned)
             ranks_per_engine, leads = engine.rollout.ranks_per_engine, engine.rollout.leads
             self.teachers[name] = engine
         self._register_dispatch_collect_info("teacher", dp_rank=self.rank // ranks_per_engine, is_collect=leads)

@@ -78,15 +78,16 @@ class FrozenTeachers:
 
         With ``distillation.alignment=text`` also those of :meth:`AlignedRows.columns`.
         """
-        loss, aligned = self.config.distillation_loss, None
+        loss, engine = self.config.distillation_loss, self.engines[name]
         reads, temperature = distillation_loss_info(loss.loss_mode).reads, self._temperature(name)
-        if name in self.alignments:
-            aligned = self.alignments[name].rows(data)
-        rows = data if aligned is None else aligned.rows
-        made = teacher_columns(self.engines[name], rows, reads, self.micro, temperature, loss.topk)
-        if aligned is not None:
-            return aligned.columns(made)
-        return made | spans_of_tokens(data.batch["response_mask"]) if self.config.aligns_text else made
+        if name not in self.alignments:
+            made = teacher_columns(engine, data, reads, self.micro, temperature, loss.topk)
+            return made | spans_of_tokens(data.batch["response_mask"]) if self.config.aligns_text else made
+        aligned, micro = self.alignments[name].rows(data), self.micro
+        longest = int(aligned.rows.batch["attention_mask"].sum(-1).max())
+        if micro.max_token_len_per_gpu is not None:  # which has room for the longest text in the policy's tokens
+            micro = replace(micro, max_token_len_per_gpu=max(micro.max_token_len_per_gpu, longest))
+        return aligned.columns(teacher_columns(engine, aligned.rows, reads, micro, temperature))
 
     def whole_vocabulary(self, data: DataProto) -> tuple[DataProto, FullDivergence, Metrics]:
         """Compute what a divergence of the whole vocabulary reads; collective.
