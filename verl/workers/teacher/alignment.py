@@ -23,6 +23,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import cast
 
 import torch
 from tokenizers.decoders import DecodeStream
@@ -183,7 +184,7 @@ class TextAlignment:
             last[NO_SPAN] = NO_SPAN
             span_ends[row, chosen] = torch.tensor([last[span] for span in one.policy_spans], dtype=torch.long)
             places[row, : len(one.teacher_spans)] = torch.tensor([last[span] for span in one.teacher_spans])
-        pad = self.teacher.pad_token_id or 0
+        pad = cast(int, self.teacher.pad_token_id or 0)
         responses = pad_2d_list_to_length([one.teacher_ids for one in aligned], pad, places.shape[1])
         counts = torch.tensor([len(one.teacher_ids) for one in aligned])
         mask = (torch.arange(places.shape[1]) < counts[:, None]).long()
@@ -274,13 +275,14 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, setting: str) -> int:
     rendered = render(turns, tokenizer, setting)
     special = special_ids(tokenizer)
     after = encode(rendered[rendered.rindex(_PROBE) + len(_PROBE) :], tokenizer)
-    end = next((one for one in after if one in special), tokenizer.eos_token_id)
+    of_text = cast("int | None", tokenizer.eos_token_id)
+    end = next((one for one in after if one in special), of_text)
     if end is None:
         raise ConfigError(
             f"{setting}: its chat template ends no turn with a special token and its tokenizer has no end token, so "
             "what ends the policy's responses has no counterpart. Set eos_token in its tokenizer_config.json."
         )
-    return int(end)
+    return end
 
 
 def _fast(tokenizer: PreTrainedTokenizerBase, whose: str) -> PreTrainedTokenizerFast:
