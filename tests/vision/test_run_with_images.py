@@ -45,11 +45,16 @@ def settings(paths, folder, **changes):
     return compose(overrides(paths, folder, **given))
 
 
-def test_ppo_with_a_critic_and_a_kl_term(paths, tmp_path, monkeypatch):
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("megatron", marks=pytest.mark.slow)])
+def test_ppo_with_a_critic_and_a_kl_term(paths, tmp_path, monkeypatch, strategy):
+    if strategy == "megatron":
+        pytest.importorskip("megatron.core")
     log = tmp_path / "metrics.jsonl"
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
     changes = {
         "algorithm__adv_estimator": "gae",
+        "actor_rollout_ref__actor__strategy": strategy,
+        "critic__strategy": strategy,
         "actor_rollout_ref__rollout__name": "native",
         "actor_rollout_ref__actor__use_kl_loss": "true",
         "actor_rollout_ref__actor__ppo_mini_batch_size": 4,

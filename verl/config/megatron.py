@@ -14,7 +14,7 @@ from verl.config.problems import Problem
 MIXTURES = ("mixtral", "qwen3_moe")
 """``model_type`` of the models with experts among them."""
 
-MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)
+MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", *MIXTURES)
 """``model_type`` of the models that ``strategy=megatron`` builds."""
 
 SHARING = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")

@@ -12,10 +12,12 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.core_model_loading import revert_weight_conversion
@@ -127,6 +129,15 @@ def sequence_classifier_of(model_type: str) -> str | None:
 def token_classifier_of(model_type: str) -> str | None:
     """Return the class name of the token classifier for a model type; None if Transformers has none."""
     return MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(model_type)
+
+
+def checkpoint_layers(module: PreTrainedModel) -> None:
+    """Keep only each layer's input for the backward pass, in a part of a model that reads no token ids.
+
+    ``activation_checkpointing_enable`` would warn that such a part has no embedding.
+    """
+    again = partial(checkpoint, use_reentrant=False)
+    module._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=again)
 
 
 def names_on_disk(module: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verl.base.device_copies import to_device
 from verl.base.types import JsonMapping
-from verl.vision.families import VisionConfig
+from verl.vision.families import TOWER, VisionConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,20 +58,23 @@ def hidden_states(backbone: Any, arguments: JsonMapping, images: ImageInputs) ->
     """
     rest = dict(arguments)
     embeddings = backbone.get_input_embeddings()(rest.pop("input_ids"))
-    vision_output = backbone.get_image_features(images.pixel_values, images.image_grid_thw, return_dict=True)
-    features = _joined(vision_output.pooler_output)
-    layers = [_joined(layer) for layer in getattr(vision_output, "deepstack_features", None) or ()]
-    if images.in_pass is not None:
-        features, *layers = (part[images.in_pass] for part in (features, *layers))
+    features, *layers = image_features(getattr(backbone, TOWER), images)
     if images.is_filler:
         # Zero times the features keeps their backward pass, in whose collectives other ranks wait.
         embeddings = embeddings + 0.0 * torch.stack([part.sum() for part in (features, *layers)]).sum()
     else:
         embeddings = embeddings.masked_scatter(images.places.unsqueeze(-1), features.to(embeddings.dtype))
-        if layers:  # Qwen3-VL adds features of several depths in the first layers of the language model (DeepStack)
+        if layers:
             rest |= {"visual_pos_masks": images.places, "deepstack_visual_embeds": layers}
     return backbone.language_model(inputs_embeds=embeddings, **rest).last_hidden_state
 
 
-def _joined(parts: Tensor | tuple[Tensor, ...] | list[Tensor]) -> Tensor:
-    return parts if isinstance(parts, Tensor) else torch.cat(list(parts))
+def image_features(tower: Any, images: ImageInputs) -> list[Tensor]:
+    """Compute what a vision tower makes of images, of each (image tokens of the pass, hidden).
+
+    The first replaces the embeddings of the images' tokens. Qwen3-VL has more, of several depths, one for each of the
+    first layers of the language model, to whose output it is added (DeepStack, arXiv:2406.04334).
+    """
+    output = tower(images.pixel_values.type(tower.dtype), grid_thw=images.image_grid_thw, return_dict=True)
+    features = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
+    return features if images.in_pass is None else [part[images.in_pass] for part in features]

@@ -38,9 +38,6 @@ def models_with_images(config: PPOConfig) -> Problems:
     elif rollout.tensor_model_parallel_size > 1:
         cause = f"{rollout.name} does not split a model with images ({kind}) over ranks; vllm and sglang do"
         yield Problem(key, rollout.tensor_model_parallel_size, cause, "1")
-    if roles.actor.strategy == "megatron":
-        cause = f"it has no models with images ({kind})"
-        yield Problem("actor_rollout_ref.actor.strategy", "megatron", cause, "fsdp2")
     if config.reward_model.enable and config.judge is None:
         yield from _of_reward_model(config, kind)
     if needs_critic(config):
@@ -73,8 +70,6 @@ def _of_reward_model(config: PPOConfig, kind: str | None) -> Problems:
         )
         remedy = "train one with python -m verl.trainer.rm_trainer, or score by custom_reward_function.path"
         yield Problem("reward_model.model.path", section.model.path, cause, "a reward model of the same kind", remedy)
-    if section.strategy == "megatron":
-        yield Problem("reward_model.strategy", "megatron", f"it has no models with images ({kind})", "fsdp2")
     longest = config.data.max_prompt_length + config.data.max_response_length
     if section.max_length is not None and section.max_length < longest:
         cause = f"sequences have up to {longest} tokens, and those with images are not cut"

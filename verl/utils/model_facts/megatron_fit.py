@@ -26,6 +26,9 @@ def misfits(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: str,
         sizes: section of the layout's keys.
         strategy: key of the strategy.
     """
+    text = fields.get("text_config")
+    if isinstance(text, Mapping):  # a model with images; its own entries count over the decoder's
+        fields = {**text, **fields}
     if (kind := fields.get("model_type")) not in MEGATRON_FAMILIES:
         remedy = f"or a model of {', '.join(MEGATRON_FAMILIES)}"
         yield Problem(strategy, "megatron", f"it has no {kind} models", "fsdp2", remedy)
@@ -37,6 +40,7 @@ def misfits(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: str,
         remedy = f"or set it to 0 in override_config: {{{', '.join(f'{name}: 0' for name in noise)}}}"
         yield Problem(strategy, "megatron", reason, "fsdp2", remedy)
     yield from _divisions(fields, engine, sizes)
+    yield from _deepstack(fields, engine, sizes)
 
 
 def _unbuildable(fields: Mapping[str, object]) -> Iterator[str]:
@@ -84,6 +88,20 @@ def _divisions(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: s
             product = f"{key}{by}={ranks}" if by else "it"
             reason = f"{product} does not divide the model's {count} {what}"
             yield Problem(f"{sizes}.{key}", engine[key], reason, f"divisors of {count}{by and ' in all'}")
+
+
+def _deepstack(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: str) -> Iterator[Problem]:
+    """Qwen3-VL adds features of images to the outputs of its first layers, which lie beside the vision tower."""
+    vision, layers = fields.get("vision_config"), fields.get("num_hidden_layers")
+    depths = vision.get("deepstack_visual_indexes") if isinstance(vision, Mapping) else None
+    pieces = engine.pipeline_model_parallel_size * (engine.virtual_pipeline_model_parallel_size or 1)
+    if depths and isinstance(layers, int) and layers // pieces < len(depths):
+        reason = (
+            f"the first {len(depths)} layers take features of images and must be on the first stage, which has "
+            f"{layers // pieces} of the model's {layers}"
+        )
+        key = "pipeline_model_parallel_size"
+        yield Problem(f"{sizes}.{key}", engine[key], reason, f"stages of >= {len(depths)} layers")
 
 
 def _experts(engine: McoreEngineConfig, sizes: str) -> Iterator[Problem]:

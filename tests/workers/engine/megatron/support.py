@@ -30,7 +30,7 @@ def megatron_engine(
 
     from verl.workers.engine.megatron.groups import Layout, joined
 
-    sizes = {key: value for key, value in settings.items() if key not in HFModelConfig.__pydantic_fields__}
+    sizes = {key: value for key, value in settings.items() if key in McoreEngineConfig.__pydantic_fields__}
     # Groups that are dropped keep their threads, which take a hundredth of a core each: so only where need be.
     if joined() not in (None, Layout.of(McoreEngineConfig(**sizes))):
         parallel_state.destroy_model_parallel()
@@ -43,6 +43,7 @@ def another_engine(
     trained: bool = True,
     dtype: str = "fp32",
     device_name: str = "cpu",
+    frozen: tuple[str, ...] = (),
     **settings: Any,
 ) -> BaseEngine:
     """An initialised engine beside others of the same layout."""
@@ -55,6 +56,7 @@ def another_engine(
         engine_config=McoreEngineConfig(dtype=dtype, forward_only=not trained, **settings),
         optimizer_config=FSDPOptimizerConfig(**optimizer) if trained else None,
         device_name=device_name,
+        frozen=frozen,
     )
     engine.initialize()
     return engine

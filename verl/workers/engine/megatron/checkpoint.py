@@ -5,7 +5,7 @@ The files are those of :mod:`verl.checkpoint.boxes`. The weights in a checkpoint
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +49,8 @@ class MegatronState:
     optimizer: MegatronOptimizer | None
     """None for a frozen model."""
     scheduler: LambdaLR | None
+    frozen: frozenset[str]
+    """Names of the weights that the optimizer does not have."""
 
     # ---- out of the model -----------------------------------------------------------------------
 
@@ -59,6 +61,7 @@ class MegatronState:
         other: dict[str, object] = {}
         if self.optimizer is not None and {"model", "optimizer"} & set(contents):
             kinds, other = self.optimizer.state()
+            kinds["main"] = {**self.parameters, **kinds["main"]}
         if "model" in contents:
             states["model"] = boxes_state(self._boxes({"": kinds["main"]}), copied)
         if "optimizer" in contents and self.optimizer is not None:
@@ -89,13 +92,13 @@ class MegatronState:
             if "model" in contents:
                 model = Boxes.read(folder, "model")
                 model.check(self.weights.shapes)
-                kinds["main"] = self._fill_places(lambda weight: model.cut(weight.name, *weight.box))
+                kinds["main"] = self._fill_places(lambda weight: model.cut(weight.name, *weight.box), frozenset())
             if "optimizer" in contents and self.optimizer is not None:
                 moments = Boxes.read(folder, "optim")
                 other = self._check_moments(moments, self.optimizer)
                 for kind in _moments_of(moments):
                     kinds[kind] = self._fill_places(
-                        lambda weight, kind=kind: moments.cut(f"{weight.name}/{kind}", *weight.box)
+                        lambda weight, kind=kind: moments.cut(f"{weight.name}/{kind}", *weight.box), self.frozen
                     )
             if "extra" in contents:
                 ranks, rank = saved_ranks(folder), dist.get_rank()
@@ -119,22 +122,22 @@ class MegatronState:
         kinds: dict[str, dict[str, Tensor]] = {}
         other: State = {}
         if "model" in tensors:
-            kinds["main"] = self._gather(Boxes([tensors["model"]], "in memory"), "")
+            kinds["main"] = self._gather(Boxes([tensors["model"]], "in memory"), "", frozenset())
         if "optim" in tensors and self.optimizer is not None:
             moments = Boxes([tensors["optim"]], "in memory")
             other = self._check_moments(moments, self.optimizer)
             names: list[set[str]] = [set()] * ranks
             dist.all_gather_object(names, _moments_of(moments))  # a rank may own no box, and so know no kind
             for kind in sorted(set().union(*names)):
-                kinds[kind] = self._gather(moments, f"/{kind}")
+                kinds[kind] = self._gather(moments, f"/{kind}", self.frozen)
         self._put(kinds, other)
         extra = tensors.get("extra_state", {})
         if extra:
             load_extra(self.scheduler, extra, has_own_rng=True)
         return extra
 
-    def _gather(self, boxes: Boxes, ending: str) -> dict[str, Tensor]:
-        """Fill the parameters from the boxes that all ranks stored. Collective."""
+    def _gather(self, boxes: Boxes, ending: str, without: Set[str]) -> dict[str, Tensor]:
+        """Fill the parameters, but for weights ``without``, from the boxes that all ranks stored. Collective."""
         mine: dict[str, list[Place]] = {}
         for weight in self.places:
             mine.setdefault(weight.name, []).append(weight)
@@ -144,16 +147,17 @@ class MegatronState:
         def stored(weight: Place) -> Tensor:
             return boxes.cut(weight.name + ending, *weight.box)
 
-        for name, whole in self.weights.gather(stored, torch.float32, device):
+        for name, whole in self.weights.gather(stored, torch.float32, device, without):
             for weight in mine.get(name, []):
                 part = tuple(slice(a, a + n) for a, n in zip(weight.start, weight.size, strict=True))
                 weight.write(tensors[weight.parameter], whole[part])
         return tensors
 
-    def _fill_places(self, cut: Callable[[Place], Tensor]) -> dict[str, Tensor]:
+    def _fill_places(self, cut: Callable[[Place], Tensor], without: Set[str]) -> dict[str, Tensor]:
         tensors = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
         for weight in self.places:
-            weight.write(tensors[weight.parameter], cut(weight))
+            if weight.name not in without:
+                weight.write(tensors[weight.parameter], cut(weight))
         return tensors
 
     @staticmethod
@@ -164,10 +168,11 @@ class MegatronState:
 
     @torch.no_grad()
     def _put(self, kinds: dict[str, dict[str, Tensor]], other: Mapping[str, object]) -> None:
+        has_optimizer = self.optimizer is not None
         if self.optimizer is not None:
             self.optimizer.load(kinds, other)
-        elif "main" in kinds:
-            for name, parameter in self.parameters.items():
+        for name, parameter in self.parameters.items() if "main" in kinds else ():
+            if not (has_optimizer and parameter.requires_grad):
                 parameter.copy_(kinds["main"][name])
 
 

@@ -75,6 +75,7 @@ class MegatronEngine(BaseEngine):
         engine_config: with ``forward_only`` the model is frozen and needs no ``optimizer_config``.
         device_name: ``"cuda"``, ``"cpu"``, or None to use a GPU if there is one.
         timeout_s: seconds after which an unfinished collective is an error.
+        frozen: parts of module names, such as ``visual``, whose weights are not trained.
     """
 
     model_type: ModelType = "language_model"
@@ -87,12 +88,14 @@ class MegatronEngine(BaseEngine):
         optimizer_config: FSDPOptimizerConfig | None = None,
         device_name: str | None = None,
         timeout_s: float = 600,
+        frozen: Sequence[str] = (),
     ) -> None:
         for problem in (*engine_config.problems("megatron"), *engine_config.pipeline_problems("megatron")):
             raise ConfigError(str(problem))
         self.model_config = model_config
         self.engine_config = engine_config
         self.optimizer_config = optimizer_config
+        self.frozen = frozen
         # CUDA reads it when it starts: with one queue, kernels and collectives of tensor parallelism run in the order
         # in which megatron-core launches them, so that they overlap.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -115,8 +118,8 @@ class MegatronEngine(BaseEngine):
         """Build this rank's part of the model, and make the optimizer; see :class:`BaseEngine`."""
         config = self.engine_config
         seed_everything(config.seed + dist.get_rank())
-        self.model = build(self.model_type, self.model_config, config, self.layout, self.device)
-        self.model.pieces.requires_grad_(not config.forward_only).eval()
+        self.model = build(self.model_type, self.model_config, config, self.layout, self.device, self.frozen)
+        self.model.pieces.eval()
         self.weights = WeightGatherer(self.model.shapes, self.model.places)
         weight = balance_coefficient(self.model.hf_config, self.model_config.override_config)
         self.mixtures = Mixtures(self.model.pieces, self.layout, 0.0 if config.forward_only else weight)
@@ -213,7 +216,7 @@ class MegatronEngine(BaseEngine):
 
         Only ranks of the last pipeline stage have them; on others they are 0.
         """
-        self._check_request(outputs, temperature, topk, self.model.hf_config.vocab_size)
+        self._check_request(outputs, temperature, topk, self.model.text_config.vocab_size)
         columns: dict[str, Tensor] = {}
         top = TopTokens(topk, self.top_ids_below)
         micro = micro.shared_by(self.layout.context)
@@ -228,7 +231,7 @@ class MegatronEngine(BaseEngine):
         for attempt in self._attempts("infer"):
             with attempt as limit:
                 shape = batch.batch["response_mask"].shape
-                size, dtype = self.model.hf_config.hidden_size, torch_dtype(self.engine_config.dtype)
+                size, dtype = self.model.text_config.hidden_size, torch_dtype(self.engine_config.dtype)
                 columns = empty_columns(shape, outputs, topk, size, dtype, self.device)
                 parts = self._parts(batch, micro, 1, limit)
                 self._passes(parts, frozenset(outputs), temperature, fill, forward_only=True, top=top)
@@ -318,7 +321,7 @@ class MegatronEngine(BaseEngine):
             assert inputs.attention_mask is not None
             padding = torch.ones_like(inputs.attention_mask) if part.is_filler else ~inputs.attention_mask
             with self.mixtures.watched(is_counted):
-                hidden = module(inputs.input_ids, inputs.position_ids, inputs.packing, padding)
+                hidden = module(inputs.input_ids, inputs.position_ids, inputs.packing, padding, inputs.images)
 
             def loss(hidden: Tensor) -> tuple[Tensor, dict]:
                 columns = outputs_at(
@@ -341,7 +344,7 @@ class MegatronEngine(BaseEngine):
         )
 
     def _inputs(self, data: DataProto) -> ModelInputs:
-        check_token_ids(data, self.model.hf_config.vocab_size)
+        check_token_ids(data, self.model.text_config.vocab_size)
         return megatron_inputs(
             data,
             self.model_config.use_remove_padding,
@@ -349,6 +352,8 @@ class MegatronEngine(BaseEngine):
             at_token=self.model_type == "reward_model",
             multiple=self.layout.tensor if self.model.first.config.sequence_parallel else 1,
             group=parallel_state.get_context_parallel_group() if self.layout.context > 1 else None,
+            vision=self.model.skeleton.vision,
+            needs_pixels=self.model.first.pre_process,
         )
 
     def _attempts(self, kind: str) -> Iterator[PassAttempt]:
@@ -425,7 +430,10 @@ class MegatronEngine(BaseEngine):
     # ---- checkpoints --------------------------------------------------------------------------
 
     def _state(self) -> MegatronState:
-        return MegatronState(self.weights, self.model.places, self._parameters(), self.optimizer, self.scheduler)
+        frozen = self.model.frozen if self.optimizer is not None else frozenset()
+        return MegatronState(
+            self.weights, self.model.places, self._parameters(), self.optimizer, self.scheduler, frozen
+        )
 
     def state_bytes(self) -> int:
         """See :meth:`BaseEngine.state_bytes`: fp32 weights, and Adam's two moments of each."""
@@ -479,7 +487,7 @@ class MegatronLanguageModelEngine(MegatronEngine):
     @torch.no_grad()
     def output_matrix(self) -> OutputMatrix:
         """See :meth:`BaseEngine.output_matrix`. It has rows on the last pipeline stage only, where it is used."""
-        config, dtype = self.model.hf_config, torch_dtype(self.engine_config.dtype)
+        config, dtype = self.model.text_config, torch_dtype(self.engine_config.dtype)
         whole = torch.empty(0, config.hidden_size, dtype=dtype, device=self.device)
         if self.model.last.post_process:
             part = self.model.head_weight().detach().to(dtype).contiguous()

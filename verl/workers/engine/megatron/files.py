@@ -16,6 +16,8 @@ from verl.workers.engine.megatron.weights import Box
 
 # Transformers' names of the weights of all experts of a layer, each of which the files may have apart.
 _EXPERTS = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
+_OLDER = {"model.language_model.": "model.", "model.visual.": "visual."}
+"""Beginnings of names in models with images, and what the files of Qwen2-VL and Qwen2.5-VL have in their place."""
 _IN_FILES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
 """Of each matrix of an expert, its name in the files of Qwen3-MoE and in those of Mixtral."""
 
@@ -92,7 +94,8 @@ class ModelFiles:
             )
             shape, box = (rows, columns), (tuple(first), size[1:])
         else:
-            names = (name.replace(".mlp.gate.", ".block_sparse_moe.gate."),)
+            older = (old + name.removeprefix(new) for new, old in _OLDER.items() if name.startswith(new))
+            names = (name.replace(".mlp.gate.", ".block_sparse_moe.gate."), *older)
         other_name = next((other for other in names if other in self._file_of), None)
         if other_name is None:
             raise ConfigError(

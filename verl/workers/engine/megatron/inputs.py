@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from verl.protocol import DataProto
+from verl.vision.families import VisionConfig
 from verl.workers.engine.fsdp.inputs import ModelInputs, divide, prepare_inputs
 from verl.workers.packed_attention import Packing
 
@@ -20,15 +21,20 @@ def megatron_inputs(
     at_token: bool = False,
     multiple: int = 1,
     group: dist.ProcessGroup | None = None,
+    vision: VisionConfig | None = None,
+    needs_pixels: bool = True,
 ) -> ModelInputs:
     """Remove the padding before each sequence, and all padding if ``packed``.
 
     What follows a sequence in its row is never attended to; ``attention_mask`` of the result is False there. Arguments
-    as for :func:`prepare_inputs`; this rank's part of a row has a multiple of ``multiple`` tokens.
+    as for :func:`prepare_inputs`; this rank's part of a row has a multiple of ``multiple`` tokens. A rank without the
+    vision tower has no use for images (``needs_pixels``).
     """
-    inputs = prepare_inputs(batch, packed=True, device=torch.device("cpu"), at_token=at_token)
+    inputs = prepare_inputs(batch, packed=True, device=torch.device("cpu"), at_token=at_token, vision=vision)
     assert inputs.packing is not None
     lengths = inputs.packing.lengths
+    if not needs_pixels:
+        inputs = replace(inputs, images=None)
     parts = 1 if group is None else dist.get_world_size(group)
     inputs = (_with_rest if packed else _in_rows)(inputs, lengths, multiple * parts)
     if group is None:
@@ -44,11 +50,13 @@ def _with_rest(inputs: ModelInputs, lengths: tuple[int, ...], multiple: int) -> 
     inputs = replace(inputs, attention_mask=(torch.arange(sum(lengths) + rest) < sum(lengths))[None])
     if not rest:
         return inputs
+    positions, images = inputs.position_ids, inputs.images
     return replace(
         inputs,
         input_ids=functional.pad(inputs.input_ids, (0, rest)),
-        position_ids=torch.cat([inputs.position_ids, torch.arange(rest)[None]], dim=1),
+        position_ids=torch.cat([positions, torch.arange(rest).expand(*positions.shape[:-1], rest)], dim=-1),
         packing=Packing.of([*lengths, rest], inputs.input_ids.device),
+        images=None if images is None else replace(images, places=functional.pad(images.places, (0, rest))),
     )
 
 
@@ -58,8 +66,14 @@ def _in_rows(inputs: ModelInputs, lengths: tuple[int, ...], multiple: int) -> Mo
     ids = inputs.input_ids.new_zeros(len(lengths), width)
     places = torch.cat([row * width + torch.arange(length) for row, length in enumerate(lengths)])
     ids.view(-1)[places] = inputs.input_ids[0]
-    positions = torch.arange(width).repeat(len(lengths), 1)
-    positions.view(-1)[places] = inputs.position_ids[0]
+    axes = inputs.position_ids.shape[:-2]  # (4,) of a model with images
+    positions = torch.arange(width).repeat(*axes, len(lengths), 1)
+    positions.flatten(-2)[..., places] = inputs.position_ids.squeeze(-2)
+    images = inputs.images
+    if images is not None:
+        of_images = torch.zeros(len(lengths), width, dtype=torch.bool)
+        of_images.view(-1)[places] = images.places[0]
+        images = replace(images, places=of_images)
     return replace(
         inputs,
         input_ids=ids,
@@ -67,4 +81,5 @@ def _in_rows(inputs: ModelInputs, lengths: tuple[int, ...], multiple: int) -> Mo
         attention_mask=torch.arange(width) < torch.tensor(lengths)[:, None],
         packing=None,
         take=places[inputs.take],
+        images=images,
     )

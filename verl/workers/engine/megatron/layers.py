@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from verl.utils.ulysses import gather_heads_scatter_seq, heads_for_sequence
+from verl.vision.model import ImageInputs
 from verl.workers.engine.megatron.library import GPTModel, PackedSeqParams, parallel_state, tensor_parallel
+from verl.workers.engine.megatron.vision import placed_features
 from verl.workers.packed_attention import AttentionRule, Packing, attend, attend_packed
 
 
@@ -39,13 +41,17 @@ class Rotation(nn.Module):
 
     Args:
         frequencies: (head_dim / 2,) in radians per position.
+        axes: (head_dim / 2,) which axis of the positions of a model with images each frequency follows: 0 for time, 1
+            for height, 2 for width; None for a model of text.
     """
 
     frequencies: Tensor
+    axes: Tensor | None
 
-    def __init__(self, frequencies: Tensor) -> None:
+    def __init__(self, frequencies: Tensor, axes: Tensor | None = None) -> None:
         super().__init__()
         self.register_buffer("frequencies", frequencies, persistent=False)
+        self.register_buffer("axes", axes, persistent=False)
         self.positions: tuple[Tensor, bool] | None = None
 
     def get_rotary_seq_len(self, *settings: object) -> int:
@@ -56,29 +62,66 @@ class Rotation(nn.Module):
         """Return the angles, (tokens, 1, head_dim) of a packed row, (length, bsz, 1, head_dim) of padded rows."""
         assert self.positions is not None
         positions, is_packed = self.positions
-        angles = positions.t()[..., None].float() * self.frequencies  # (length, bsz, head_dim / 2)
+        if positions.dim() == 3 and self.axes is not None:
+            # Of the axes of verl.vision.positions the first is the number of the token.
+            by_frequency = positions[1:].permute(2, 1, 0)[..., self.axes]
+        else:
+            by_frequency = positions.t()[..., None]
+        angles = by_frequency.float() * self.frequencies  # (length, bsz, head_dim / 2)
         angles = torch.cat([angles, angles], dim=-1)
         return angles if is_packed else angles.unsqueeze(2)
 
 
 class DecoderModel(GPTModel):
-    """megatron-core's decoder, whose copies of a tied embedding on two pipeline stages are both read from files."""
+    """megatron-core's decoder, whose copies of a tied embedding on two pipeline stages are both read from files.
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, packing: Packing | None, padding: Tensor) -> Tensor:
+    With a vision tower it has images in place of their tokens.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.visual: nn.Module | None = None
+        """Transformers' vision tower, on the first piece of a model with images."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        packing: Packing | None,
+        padding: Tensor,
+        images: ImageInputs | None = None,
+    ) -> Tensor:
         """Compute hidden states of all tokens, (bsz, length, hidden); other stages return what the next one takes.
 
         Args:
             input_ids: (bsz, length), this rank's part if several share sequences.
-            position_ids: same shape.
+            position_ids: same shape; (4, bsz, length) for a model with images (:mod:`verl.vision.positions`).
             packing: of a packed row, None for rows that are padded at their ends.
             padding: (bsz, length), True on padding, which routers of experts do not count.
+            images: of the pass; only the first piece of the model reads them.
         """
         self.rotary_pos_emb.positions = position_ids, packing is not None
         packed = None if packing is None else PackedRow.of(packing)
-        if self.config.sequence_parallel and not self.pre_process:  # the first stage divides it with the embeddings
+        embeddings, of_layers = None, {}
+        if self.visual is not None and images is not None:
+            embeddings = self.embedding(input_ids, position_ids)  # (length / ranks, bsz, hidden)
+            places, (features, *rest) = placed_features(self.visual, images, self.config.sequence_parallel)
+            embeddings = embeddings.index_put(places, features.to(embeddings.dtype))
+            if rest:
+                of_layers = {"context": torch.stack(rest).to(embeddings.dtype), "context_mask": torch.stack(places)}
+        # Where megatron-core computes the embeddings, it divides the padding with them.
+        if self.config.sequence_parallel and (embeddings is not None or not self.pre_process):
             parts = padding.chunk(parallel_state.get_tensor_model_parallel_world_size(), dim=1)
             padding = parts[parallel_state.get_tensor_model_parallel_rank()]
-        return super().forward(input_ids, position_ids, None, packed_seq_params=packed, padding_mask=padding)
+        return super().forward(
+            input_ids,
+            position_ids,
+            None,
+            decoder_input=embeddings,
+            packed_seq_params=packed,
+            padding_mask=padding,
+            extra_block_kwargs=of_layers,
+        )
 
     def _is_in_embd_group(self) -> bool:
         """Return False, so that the stages do not exchange weights before these are read."""

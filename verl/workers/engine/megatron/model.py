@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ from verl.workers.engine.megatron.library import (
     parallel_state,
     tensor_parallel,
 )
+from verl.workers.engine.megatron.vision import DeepstackLayer, build_tower
 from verl.workers.engine.megatron.weights import Division, ExpertDivision, Place, places_of
 
 
@@ -52,11 +54,18 @@ class BuiltModel:
     """The boxes of Transformers weights on this rank."""
     shapes: dict[str, tuple[int, ...]]
     """Of all weights, by Transformers name, tied ones once."""
+    frozen: frozenset[str]
+    """Transformers names of the weights that are not trained."""
 
     @property
     def hf_config(self) -> PretrainedConfig:
         """The Transformers config."""
         return self.skeleton.hf.config
+
+    @property
+    def text_config(self) -> PretrainedConfig:
+        """That of the decoder, which is a part of the config of a model with images."""
+        return self.hf_config.get_text_config()
 
     @property
     def first(self) -> Any:
@@ -75,27 +84,39 @@ class BuiltModel:
 
 
 def build(
-    model_type: ModelType, config: HFModelConfig, engine: McoreEngineConfig, layout: Layout, device: torch.device
+    model_type: ModelType,
+    config: HFModelConfig,
+    engine: McoreEngineConfig,
+    layout: Layout,
+    device: torch.device,
+    frozen: Sequence[str] = (),
 ) -> BuiltModel:
     """Build this rank's part of the model in the folder ``config.path``, with its weights.
+
+    Parts of module names in ``frozen``, such as ``visual``, are not trained.
 
     Raises:
         ConfigError: the folder is missing, holds another kind of model, or one that this layout cannot divide.
     """
     dtype, is_trained = torch_dtype(engine.dtype), not engine.forward_only
     with torch.device("meta"):
-        skeleton = build_model(model_type, config, dtype, with_weights=False, is_trained=is_trained)
-    hf = skeleton.hf.config
-    for problem in misfits(hf.to_dict(), engine, "megatron", "strategy"):
+        skeleton = build_model(model_type, config, dtype, with_weights=False, is_trained=is_trained, frozen=frozen)
+    for problem in misfits(skeleton.hf.config.to_dict(), engine, "megatron", "strategy"):
         raise ConfigError(str(problem))
+    hf = skeleton.hf.config.get_text_config()
+    shapes = {name: tuple(tensor.shape) for name, tensor in own_state(skeleton).items()}
     experts = Experts.of(hf)
-    is_tied = bool(hf.tie_word_embeddings) and model_type == "language_model"
-    settings = _transformer_config(hf, config, engine, layout, dtype, experts)
+    is_tied = model_type == "language_model" and "lm_head.weight" not in shapes
+    settings = _transformer_config(hf, config, engine, layout, dtype, experts, shapes)
     pieces = nn.ModuleList()
     for piece_index in range(layout.pieces):
-        piece = _gpt_model(hf, settings, layout, is_tied, experts, piece_index)
+        piece = _gpt_model(hf, settings, layout, is_tied, experts, piece_index, skeleton.vision is not None)
         if piece.post_process:
             _replace_head(piece, skeleton, settings)
+        if piece.pre_process and skeleton.vision is not None:
+            piece.visual = build_tower(
+                skeleton.hf.base_model, dtype, is_trained and config.enable_gradient_checkpointing
+            )
         _set_rotation(piece, skeleton)
         _set_windows(piece, hf)
         pieces.append(piece)
@@ -104,11 +125,14 @@ def build(
     first: Any = pieces[0]
     if first.pre_process and padding is not None:
         freeze_row(first.embedding.word_embeddings, padding)
-    shapes = {name: tuple(tensor.shape) for name, tensor in own_state(skeleton).items()}
     division = Division.of(hf, parallel_state.get_tensor_model_parallel_group(), _expert_division())
     places = places_of(shapes, pieces, division, is_tied)
     _load(pieces, places, shapes, config.path, is_new_head=model_type != "language_model")
-    return BuiltModel(pieces.to(device), skeleton, places, shapes)
+    trained = {name for name, weight in skeleton.named_parameters() if weight.requires_grad}
+    parameters = dict(pieces.to(device).named_parameters())
+    for weight in places:
+        parameters[weight.parameter].requires_grad_(weight.name in trained)
+    return BuiltModel(pieces, skeleton, places, shapes, frozenset(shapes.keys() - trained))
 
 
 def _expert_division() -> ExpertDivision:
@@ -127,6 +151,7 @@ def _transformer_config(
     layout: Layout,
     dtype: torch.dtype,
     experts: Experts | None,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Any:
     recompute: dict[str, object] = {}
     if model.enable_gradient_checkpointing and not engine.forward_only:
@@ -142,8 +167,8 @@ def _transformer_config(
         kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
-        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
-        add_qkv_bias=hf.model_type == "qwen2",
+        qk_layernorm=any(name.endswith("layers.0.self_attn.q_norm.weight") for name in shapes),
+        add_qkv_bias=any(name.endswith("layers.0.self_attn.q_proj.bias") for name in shapes),
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=functional.silu,
@@ -173,7 +198,13 @@ def _transformer_config(
 
 
 def _gpt_model(
-    hf: PretrainedConfig, settings: Any, layout: Layout, is_tied: bool, experts: Experts | None, piece_index: int
+    hf: PretrainedConfig,
+    settings: Any,
+    layout: Layout,
+    is_tied: bool,
+    experts: Experts | None,
+    piece_index: int,
+    has_images: bool,
 ) -> Any:
     """Build one piece of this rank's part; ``piece_index`` counts from 0."""
     stage = piece_index if layout.pieces > 1 else None
@@ -186,7 +217,7 @@ def _gpt_model(
 
     def layer(mlp: object) -> Any:
         return ModuleSpec(
-            module=TransformerLayer,
+            module=DeepstackLayer if has_images else TransformerLayer,
             submodules=TransformerLayerSubmodules(
                 input_layernorm=RMSNorm,
                 self_attention=ModuleSpec(
@@ -227,11 +258,16 @@ def _replace_head(module: Any, skeleton: HeadedModel, settings: Any) -> None:
 
 def _set_rotation(module: Any, skeleton: HeadedModel) -> None:
     """Use the rotary frequencies of the Transformers model, so that every kind of RoPE scaling is supported."""
-    hf: Any = skeleton.hf.base_model
+    decoder: Any = skeleton.hf.get_decoder()
     with torch.device("cpu"):
-        rotation = type(hf.rotary_emb)(skeleton.hf.config)
+        rotation = type(decoder.rotary_emb)(skeleton.hf.config.get_text_config())
+        frequencies, axes = rotation.inv_freq.detach().clone(), None
+        if skeleton.vision is not None:
+            # Transformers chooses angles of three axes; from the axes' numbers it chooses the numbers.
+            indices = torch.arange(3.0).view(3, 1, 1, 1).repeat(1, 1, 1, len(frequencies))
+            axes = rotation.recomposition_frequencies(indices)[0, 0, : len(frequencies)].long()
     assert rotation.attention_scaling == 1.0, "megatron_fit refuses it"
-    module.rotary_pos_emb = Rotation(rotation.inv_freq.detach().clone())
+    module.rotary_pos_emb = Rotation(frequencies, axes)
 
 
 def _set_windows(module: Any, hf: PretrainedConfig) -> None:

@@ -94,6 +94,7 @@ class MegatronOptimizer:
             f"{piece_index}.{name}": p
             for piece_index, piece in enumerate(pieces)
             for name, p in piece.module.named_parameters()
+            if p.requires_grad
         }
         self._shares = list(self._divided() if is_distributed else self._single())
         self.torch = build_optimizer([share.main for share in self._shares], config)

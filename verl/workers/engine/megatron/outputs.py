@@ -64,7 +64,7 @@ def _at_own_tokens(
         head = model.last.output_layer
         scalars = torch.nn.functional.linear(chosen, head.weight, head.bias)
         return dict.fromkeys(outputs, scalars.squeeze(-1).float())
-    weight, vocab_size = model.head_weight(), model.hf_config.vocab_size
+    weight, vocab_size = model.head_weight(), model.text_config.vocab_size
     group = parallel_state.get_tensor_model_parallel_group()
     # Adds up the ranks' gradients.
     shared = tensor_parallel.copy_to_tensor_model_parallel_region(chosen)

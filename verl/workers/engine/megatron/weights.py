@@ -8,7 +8,7 @@ and the up projection. All conversions are made from this one table: reading mod
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from verl.errors import ConfigError
+from verl.vision.families import TOWER
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Index of the first element in each dimension, and the sizes."""
@@ -55,8 +56,10 @@ class Place:
 
 
 # Names of weights in Transformers: of the experts of a layer, and of a module in a layer.
-_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_LAYERS = r"model\.(?:language_model\.)?layers\.(\d+)"
+_EXPERTS = re.compile(rf"{_LAYERS}\.mlp\.experts\.(gate_up_proj|down_proj)")
+_LAYER = re.compile(rf"{_LAYERS}\.(.+)\.(weight|bias)")
+_TOWER = f"model.{TOWER}."
 # Module of a layer in Transformers: the one in megatron-core that has its weight, or a part of whose weight it is.
 _INSIDE = {
     "input_layernorm": "input_layernorm",
@@ -123,7 +126,7 @@ class Division:
 
     @classmethod
     def of(cls, config: PretrainedConfig, group: dist.ProcessGroup, experts: ExpertDivision) -> Division:
-        """Read the heads from a Transformers config."""
+        """Read the heads from the Transformers config of a text model."""
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -131,6 +134,8 @@ class Division:
 
     def place(self, name: str, parameter: str, shape: tuple[int, ...]) -> Place:
         """Return this rank's box of the weight ``name``."""
+        if name.startswith(_TOWER):
+            return Place(name, parameter, (0,) * len(shape), shape, _whole, is_divided=False)
         stem = name.rsplit(".", 2)[-2]
         if stem in ("q_proj", "k_proj", "v_proj"):
             return self._qkv(name, parameter, shape, "qkv".index(stem[0]))
@@ -200,12 +205,10 @@ def places_of(
         for index, layer in enumerate(piece.decoder.layers)  # type: ignore[union-attr]
     }
     last = f"{len(pieces) - 1}.output_layer"
-    outside = {
-        "model.embed_tokens": "0.embedding.word_embeddings",
-        "model.norm": f"{len(pieces) - 1}.decoder.final_layernorm",
-        "lm_head": last,
-        "score": last,
-    }
+    outside = {"lm_head": last, "score": last}
+    for model in ("model", "model.language_model"):
+        outside[f"{model}.embed_tokens"] = "0.embedding.word_embeddings"
+        outside[f"{model}.norm"] = f"{len(pieces) - 1}.decoder.final_layernorm"
     weights: list[Place] = []
     for name, shape in shapes.items():
         if match := _EXPERTS.fullmatch(name):
@@ -213,7 +216,7 @@ def places_of(
                 weights += division.experts.places(name, f"{layer}.mlp.experts.local_experts", shape)
             continue
         targets = [_parameter_of(name, layers, outside)]
-        if is_tied and name == "model.embed_tokens.weight":
+        if is_tied and name.endswith(".embed_tokens.weight"):
             targets.append(f"{last}.weight")
         weights += [division.place(name, target, shape) for target in targets if target in local]
     if unfilled := sorted(local - {weight.parameter for weight in weights}):
@@ -226,6 +229,8 @@ def _parameter_of(name: str, layers: Mapping[int, str], outside: Mapping[str, st
 
     ``layers`` are the names of this rank's layers by their number, ``outside`` those of modules that are not in layers.
     """
+    if name.startswith(_TOWER):
+        return f"0.{name.removeprefix('model.')}"
     if match := _LAYER.fullmatch(name):
         layer_index, inside, kind = match.groups()
         if inside in _INSIDE:
@@ -236,7 +241,7 @@ def _parameter_of(name: str, layers: Mapping[int, str], outside: Mapping[str, st
         return f"{outside[stem]}.{kind}"
     raise ConfigError(
         f"the weight '{name}' is not supported by strategy=megatron, which has the layers of Qwen2, Qwen3, Llama, "
-        "Mistral, Qwen3-MoE and Mixtral. Use strategy=fsdp2 for this model."
+        "Mistral, Qwen3-MoE, Mixtral and Qwen's models with images. Use strategy=fsdp2 for this model."
     )
 
 
@@ -264,14 +269,20 @@ class WeightGatherer:
         return [weight for (name, box), weight in self._mine.items() if self._boxes[name][box] == me]
 
     def gather(
-        self, boxes: Callable[[Place], Tensor], dtype: torch.dtype, device: torch.device
+        self,
+        boxes: Callable[[Place], Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        without: Set[str] = frozenset(),
     ) -> Iterator[tuple[str, Tensor]]:
         """Iterate over whole tensors by name. Collective: every rank iterates to the end.
 
-        ``boxes`` returns the box of a place that this rank owns.
+        ``boxes`` returns the box of a place that this rank owns. Weights in ``without`` are skipped.
         """
         me = dist.get_rank()
         for name, shape in self.shapes.items():
+            if name in without:
+                continue
             whole = torch.empty(shape, dtype=dtype, device=device)
             for (start, size), rank in self._boxes[name].items():
                 part = whole[tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))]
