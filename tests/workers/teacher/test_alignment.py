@@ -88,6 +88,19 @@ def test_a_tokenizer_that_puts_a_space_in_front():
     assert (back.policy_spans, back.teacher_spans) == (aligned.teacher_spans, aligned.policy_spans)
 
 
+def test_a_teacher_that_composes_characters():
+    pairs, composing = tiny_tokenizer("bpe"), tiny_tokenizer("bpe")
+    composing.backend_tokenizer.normalizer = normalizers.NFC()
+    alignment = TextAlignment(pairs, composing, [EOS])
+    ohms = alignment.response(
+        pairs("2 \u2126.", add_special_tokens=False)["input_ids"]
+    )  # three bytes, for the teacher two
+    assert (ohms.policy_spans, ohms.teacher_spans) == ([0, 1, 2, 2, 2, 3], [0, 1, 2, 2, 3])
+    # An accent in a token of its own changes the letter before it; what follows has no counterpart.
+    accents = alignment.response(pairs("ae\u0301.", add_special_tokens=False)["input_ids"])
+    assert (accents.policy_spans, accents.teacher_spans) == ([0, -1, -1, -1, -1], [0, -1, -1, -1])
+
+
 def test_the_end_of_a_turn_is_that_of_the_teachers_template():
     teacher = tiny_tokenizer("bpe")
     teacher.chat_template = "{% for m in messages %}{{ m['content'] }}<user>{% endfor %}"

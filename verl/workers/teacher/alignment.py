@@ -14,11 +14,13 @@ the one with which the teacher's chat template ends a turn. Tokens without a cou
 
 - special tokens inside a response, and a span that one interrupts;
 - bytes that are no character, and a span that has some;
-- what comes after the first character that the teacher's tokenizer changes or drops.
+- what comes after the first character that the teacher's tokenizer changes or drops, unless it composes characters
+  (Unicode's NFC) that each are in one token of the policy.
 """
 
 from __future__ import annotations
 
+import unicodedata
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -144,7 +146,11 @@ class TextAlignment:
         text = "".join(piece for piece in of_policy if piece)
         # What the policy wrote is text, also where it has the name of one of the teacher's special tokens.
         teacher_ids = list(self.teacher(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
-        spans, teacher_spans = shared_spans(of_policy, texts_of_tokens(teacher_ids, self.teacher, ()))
+        of_teacher = texts_of_tokens(teacher_ids, self.teacher, ())
+        composed = [piece and unicodedata.normalize("NFC", piece) for piece in of_policy]
+        if "".join(filter(None, composed)) == "".join(filter(None, of_teacher)):
+            of_policy = composed  # Qwen's tokenizers write U+2126, the ohm sign, as U+03A9
+        spans, teacher_spans = shared_spans(of_policy, of_teacher)
         if has_end:
             last = max(spans, default=NO_SPAN) + 1
             teacher_ids.append(self._teacher_end)
