@@ -35,6 +35,9 @@ LEFT_OUT = """
 - **TPO** ([arXiv:2604.06159](https://arxiv.org/abs/2604.06159)): its loss compares all responses to a prompt under
   the current policy, and a pass here may hold a part of them; and for long responses it is not settled whether
   their log-probs are sums or means, which decides whether it learns anything.
+- **ULD** ([arXiv:2402.12030](https://arxiv.org/abs/2402.12030)) and the full-vocabulary part of **GOLD**: distances
+  between the distributions of two tokenizers, which are not 0 for two models that write the same texts with equal
+  probabilities; see [spans of text](internals/distillation.md#spans-of-text), which are compared instead.
 """
 
 
