@@ -206,3 +206,24 @@ def test_two_ranks_on_ray_make_the_steps_of_one_process(train, ray_cluster, esti
     for step, expected in local.items():
         same = {key: value for key, value in on_ray[step].items() if not key.startswith(CLOCKS)}
         assert same == pytest.approx({key: expected[key] for key in same}, rel=1e-4, abs=5e-6, nan_ok=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_mode", ["k2", "reverse_kl"])
+def test_the_policy_teaches_itself_in_the_sequences_that_begin_with_the_prompt(train, tmp_path: Path, loss_mode: str):
+    (tmp_path / "template.jinja").write_text("{{prompt}}={{reward_model.ground_truth.target}} {{best_response}}")
+    own = "distillation__self_distillation"
+    steps = train(
+        **{f"{own}__enabled": "true", f"{own}__template_path": tmp_path / "template.jinja"},
+        **{f"{own}__success_score": 0, f"{own}__weights": "ema"},
+        data__return_raw_chat="true",
+        distillation__enabled="true",
+        distillation__distillation_loss__loss_mode=loss_mode,
+        distillation__distillation_loss__use_task_rewards="false",
+    )
+    for metrics in steps.values():
+        # Of each trajectory the first sequence alone has the prompt of the data.
+        learnt = 1 / metrics["agent/num_sequences/mean"]
+        assert metrics["distillation/rows_without_context"] == pytest.approx(1 - learnt)
+        assert metrics["distillation/loss"] > 0
+        assert metrics["actor/grad_norm"] > 0

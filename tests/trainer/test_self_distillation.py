@@ -16,6 +16,18 @@ OWN = "distillation__self_distillation"
 LOSS = "distillation__distillation_loss"
 SAME = "{{prompt}}"
 HINT = "{{prompt}}={{reward_model.ground_truth.target}}"
+TOOLS = '''
+from verl.tools.function_tool import function_tool
+
+@function_tool
+def double(number: int) -> int:
+    """Double a number.
+
+    Args:
+        number: any.
+    """
+    return 2 * number
+'''
 
 
 @pytest.fixture
@@ -104,6 +116,21 @@ def test_a_resumed_run_has_the_same_average(train):
     for step, metrics in rest.items():
         for name in ("distillation/kl", "distillation/loss", "actor/grad_norm"):
             assert metrics[name] == straight[step][name], (step, name)
+
+
+@pytest.mark.slow
+def test_agents_read_the_tools_of_the_run_in_both_prompts(train, tmp_path: Path):
+    (tmp_path / "tools.py").write_text(TOOLS)
+    steps = train(
+        HINT,
+        actor_rollout_ref__rollout__agent__default_agent_loop="tool_agent",
+        actor_rollout_ref__rollout__multi_turn__function_tool_path=tmp_path / "tools.py",
+        data__max_prompt_length=700,
+        **{f"{OWN}__teacher_prompt_length": 800},
+        trainer__total_training_steps=1,
+    )
+    assert steps[1]["distillation/rows_without_context"] == 0
+    assert abs(steps[1]["distillation/kl"]) > 1e-4
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,13 @@ def refusals(messages: list[Message], where: str) -> Iterator[None]:
 
 
 def render_prompt(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, where: str, **template_kwargs: object
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    add_generation_prompt: bool = True,
+    **template_kwargs: object,
 ) -> str:
-    """Render checked messages of a prompt, and the header of the turn that answers it.
+    """Render checked messages of a prompt, and the header of the turn that answers it (``add_generation_prompt``).
 
     The text of a special token inside a message, or a description of a tool, stays text: it is marked for
     :func:`encode`. In results of tools this holds for all control tokens; in turns of the assistant, which hold
@@ -175,7 +179,7 @@ def render_prompt(
         control = control_tokens_of(tokenizer)
         messages = [control.guard_prompt(message) for message in messages]
         template_kwargs |= {"tools": control.guard(tools, "prompt")} if tools else {}
-    return render(messages, tokenizer, where, add_generation_prompt=True, **template_kwargs)
+    return render(messages, tokenizer, where, add_generation_prompt=add_generation_prompt, **template_kwargs)
 
 
 def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:

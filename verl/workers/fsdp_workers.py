@@ -36,7 +36,7 @@ from verl.utils.device import ensure_process_group, get_device
 from verl.utils.model import hf_config_of, torch_dtype, training_randomness
 from verl.utils.model_facts.time_limits import time_limits
 from verl.utils.tokenizer import hf_tokenizer
-from verl.vision.families import TOWER
+from verl.vision.families import TOWER, VisionConfig
 from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.fsdp.model import pretrained_weights
 from verl.workers.losses import (
@@ -318,7 +318,9 @@ class ActorRolloutRefWorker(EngineWorker):
         )
         engine, reads = self.trained, distillation_loss_info(settings.loss_mode).reads
         with engine.eval_mode(), nullcontext() if self.average is None else self.average.in_model():
-            return teacher_columns(engine, data, reads, micro, itself.inference.temperature or 1.0, settings.topk)
+            temperature = itself.inference.temperature or 1.0
+            vision = VisionConfig.of(hf_config_of(self.config.model))
+            return teacher_columns(engine, data, reads, micro, temperature, settings.topk, vision)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(

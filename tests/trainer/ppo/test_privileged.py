@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
@@ -20,9 +22,9 @@ def ids_of(content: str, **more) -> list[int]:
     return encode(render_prompt([{"role": "user", "content": content}], TOKENIZER, "here", **more), TOKENIZER)
 
 
-def scored(questions: list[str], answers: list[str], scores: list[float], **columns) -> DataProto:
-    """A batch of scored responses; equal questions are a group."""
-    prompts = [ids_of(question) for question in questions]
+def scored(questions: Sequence[str | list[int]], answers: list[str], scores: list[float], **columns) -> DataProto:
+    """A batch of scored responses to questions, or prompts; equal questions are a group."""
+    prompts = [ids_of(question) if isinstance(question, str) else question for question in questions]
     responses = [[*TOKENIZER(answer)["input_ids"], TOKENIZER.eos_token_id] for answer in answers]
     width, length = max(map(len, prompts)), max(map(len, responses))
     mask = torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in responses])
@@ -38,7 +40,7 @@ def scored(questions: list[str], answers: list[str], scores: list[float], **colu
             "token_level_scores": mask * torch.tensor(scores)[:, None] / mask.sum(-1, keepdim=True),
         },
         non_tensors={
-            "uid": questions, "raw_prompt": [[{"role": "user", "content": question}] for question in questions],
+            "uid": list(questions), "raw_prompt": [[{"role": "user", "content": one}] for one in questions],
             **columns,
         },
     )  # fmt: skip
@@ -130,6 +132,30 @@ def test_a_long_prompt_is_refused_or_cut():
     assert metrics["distillation/teacher_prompt_length/clip_ratio"] == 1
 
 
+def test_sequences_that_begin_with_the_prompt_have_the_context_there():
+    # Two trajectories to one question: the first of a helper, whose prompt is another, and two sequences of main; the
+    # second of which begins with an earlier turn. The second trajectory is one sequence.
+    earlier = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "hm"}]
+
+    def later(question: str) -> list[int]:
+        turns = [{"role": "user", "content": question}, earlier[1], {"role": "user", "content": "go on"}]
+        return encode(render_prompt(turns, TOKENIZER, "here"), TOKENIZER)
+
+    batch = scored(
+        ["help", "2+2", later("2+2"), "2+2"], ["a", "b", "4", "four"], [0.5, 0.5, 0.5, 1],
+        uid=["u"] * 4, trajectory_id=["t"] * 3 + ["s"], agent=["helper", "main", "main", "main"],
+        raw_prompt=[[earlier[0]]] * 4,
+    )  # fmt: skip
+    template = "{{ prompt }} {{ response }} {{ score }} {{ best_response }}"
+    columns, metrics = privileged(template, success_score=0.5).columns(batch)
+    # What the templates read are the two trajectories: "4" with 0.5 and "four" with 1.
+    assert prompts_of(columns) == [
+        ids_of("help"), ids_of("2+2 4 0.5 four"), later("2+2 4 0.5 four"), ids_of("2+2 four 1.0 4"),
+    ]  # fmt: skip
+    assert columns.batch["distillation_mask"].any(-1).tolist() == [False, True, True, True]
+    assert metrics["distillation/rows_without_context"] == 0.25
+
+
 def test_what_cannot_be_written_is_refused_with_the_row():
     batch = scored(["q"], ["x"], [0], index=[7])
     with pytest.raises(DataError, match=r"index 7 .*'hint' is undefined. It may read prompt, best_response, .*score"):
@@ -140,7 +166,7 @@ def test_what_cannot_be_written_is_refused_with_the_row():
         privileged("{% if %}")
     changed = batch | DataProto.from_dict(non_tensors={})
     changed.non_tensor_batch["raw_prompt"][0] = [{"role": "user", "content": "another"}]
-    with pytest.raises(ConfigError, match="is not its messages in the chat template"):
+    with pytest.raises(ConfigError, match="does not begin with its messages in the chat"):
         privileged("{{ prompt }}!").columns(changed)
 
 

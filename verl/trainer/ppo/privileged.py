@@ -6,7 +6,7 @@
 A template is Jinja text. It renders the last user message of the teacher's prompt from
 
     prompt, messages               text of the last user message of the row, and all its messages
-    response, score                text and score of the row's response
+    response, score                text and score of the response, of a trajectory that of its scored sequence
     best_response, best_score      of the other responses to the prompt the first with the highest score, none if that
                                    is below ``success_score``
     feedback                       the value of that name in what the reward function returned, none if it has none
@@ -14,11 +14,17 @@ A template is Jinja text. It renders the last user message of the teacher's prom
 and every column of the row: ``data_source``, ``extra_info``, ``reward_model``, further values of the reward function.
 A row for which it renders nothing but white space is not learnt from; one for which it renders ``prompt`` unchanged is
 read by the teacher under the very tokens of the policy's prompt.
+
+Images stay in their places: the text of a message that has some stands unchanged somewhere in what is rendered. Of a
+trajectory of several sequences those that begin with the row's prompt have the context in that place, and what follows
+stays, such as earlier turns; the others, of sub-agents or of a rewritten context, are not learnt from.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +36,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from verl.datasets.chat import Message, encode, render_prompt, truncate
 from verl.datasets.row_conversation import row_template_kwargs
 from verl.errors import ConfigError, DataError
-from verl.experience.sequences import Trajectories
+from verl.experience.sequences import IMAGES, Trajectories, trajectory_scores
 from verl.protocol import DataProto, compute_response_mask
 from verl.schema import require
 from verl.utils.metric import Metrics
+from verl.vision.families import IMAGE_INPUTS
+from verl.vision.messages import PLACEHOLDERS, kind_of
+from verl.vision.prompts import ImagePrompts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -83,7 +92,7 @@ class PrivilegedPrompts:
         processor: of a model with images.
 
     Raises:
-        ConfigError: the template cannot be read, or the model takes images.
+        ConfigError: the template cannot be read.
     """
 
     def __init__(
@@ -93,11 +102,8 @@ class PrivilegedPrompts:
         tokenizer: PreTrainedTokenizerBase,
         processor: ProcessorMixin | None = None,
     ) -> None:
-        if processor is not None:
-            raise ConfigError(
-                f"{KEY}.enabled=true: prompts with privileged context are text, and this model takes images."
-            )
         self._config, self._data, self._tokenizer = config, data, tokenizer
+        self._images = ImagePrompts.of(processor)
         text = TEMPLATES.get(config.template or "", config.template)
         if config.template_path is not None:
             text = Path(config.template_path).expanduser().read_text()
@@ -120,15 +126,28 @@ class PrivilegedPrompts:
 
         Raises:
             DataError: the template fails for a row, or the prompt is too long.
+            ConfigError: no row has the prompt of the data.
         """
         require(batch, ("raw_prompt", "uid", "token_level_scores", "response_mask"), "self-distillation")
-        if Trajectories.of(batch).are_split:
-            raise ConfigError(
-                f"{KEY}.enabled=true: the sequences of a trajectory have prompts of their own, into which no context "
-                "is written. Use an agent loop whose trajectories are one sequence."
-            )
+        trajectories = Trajectories.of(batch)
+        variables, images = self._variables(batch, trajectories), batch.non_tensor_batch.get(IMAGES)
         own_prompts = _unpadded(batch.batch["prompts"], batch.batch["attention_mask"])
-        rows = [self._prompt(row, own) for row, own in zip(self._variables(batch), own_prompts, strict=True)]
+        rows: list[list[int] | None] = []
+        differing: list[str] = []
+        for row, own in enumerate(own_prompts):
+            of_row = variables[trajectories.indices[row]]
+            where = f"the row with index {of_row.get('index')} of data source {of_row.get('data_source')}"
+            context = self._context(of_row, where)
+            ids = None if context is None else self._prompt(context, own, {} if images is None else images[row], where)
+            rows.append(ids)
+            if context is not None and ids is None:
+                differing.append(where)
+        if differing and not any(rows):
+            raise ConfigError(
+                f"{differing[0]}: the policy's prompt does not begin with its messages in the chat template, so that "
+                f"the teacher's would differ by more than {KEY}.template; this is so for all rows of the step. Use "
+                "RLHFDataset and an agent that leaves the prompt as it is."
+            )
         is_learnt = torch.tensor([prompt is not None for prompt in rows])
         prompts = [own if prompt is None else prompt for prompt, own in zip(rows, own_prompts, strict=True)]
         lengths = [len(prompt) for prompt in prompts]
@@ -147,41 +166,42 @@ class PrivilegedPrompts:
             "distillation/teacher_prompt_length/clip_ratio": lengths.count(limit) / len(lengths),
         }
 
-    def _variables(self, batch: DataProto) -> list[dict[str, Any]]:
-        """What a template may read of each row."""
+    def _variables(self, batch: DataProto, trajectories: Trajectories) -> list[dict[str, Any]]:
+        """What a template may read of each trajectory."""
+        scores = trajectory_scores(batch, batch.batch["token_level_scores"]).tolist()
+        batch = batch.select_idxs(trajectories.scored_rows)
         present = compute_response_mask(batch).bool()
         ids = [row[keep].tolist() for row, keep in zip(batch.batch["responses"], present, strict=True)]
         texts = self._tokenizer.batch_decode(ids, skip_special_tokens=True)
-        scores = batch.batch["token_level_scores"].sum(-1, dtype=torch.float64).tolist()
         groups: dict[object, list[int]] = defaultdict(list)
-        for row, uid in enumerate(batch.non_tensor_batch["uid"].tolist()):
-            groups[uid].append(row)
+        for trajectory, uid in enumerate(batch.non_tensor_batch["uid"].tolist()):
+            groups[uid].append(trajectory)
         variables: list[dict[str, Any]] = [{}] * len(batch)
         shown = {name: values for name, values in batch.non_tensor_batch.items() if name not in NOT_SHOWN}
         for members in groups.values():
-            for row in members:
-                best = max((other for other in members if other != row), key=scores.__getitem__, default=None)
+            for member in members:
+                best = max((other for other in members if other != member), key=scores.__getitem__, default=None)
                 if best is not None and scores[best] < self._config.success_score:
                     best = None
-                variables[row] = {
+                variables[member] = {
                     "feedback": None,
-                    **{name: values[row] for name, values in shown.items()},
-                    "messages": list(batch.non_tensor_batch["raw_prompt"][row]),
-                    "response": texts[row],
-                    "score": scores[row],
+                    **{name: values[member] for name, values in shown.items()},
+                    "messages": list(batch.non_tensor_batch["raw_prompt"][member]),
+                    "response": texts[member],
+                    "score": scores[member],
                     "best_response": None if best is None else texts[best],
                     "best_score": None if best is None else scores[best],
                 }
         return variables
 
-    def _prompt(self, variables: dict[str, Any], own: list[int]) -> list[int] | None:
-        """Tokens of the teacher's prompt for a row whose prompt has the tokens ``own``; None to leave the row out."""
+    def _context(self, variables: dict[str, Any], where: str) -> _Context | None:
+        """Render the template; None to leave the row out."""
         messages: list[Message] = variables["messages"]
-        where = f"the row with index {variables.get('index')} of data source {variables.get('data_source')}"
         last = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
-        if last is None or not isinstance(messages[last]["content"], str):
+        content = None if last is None else messages[last]["content"]
+        if last is None or not isinstance(content, str | list):
             raise DataError(f"{where} has no text of a user, which {KEY}.template would replace.")
-        question = messages[last]["content"]
+        question = content if isinstance(content, str) else "".join(map(_text_of, content))
         try:
             text = self._template.render(variables, prompt=question)
         except (TemplateError, TypeError, AttributeError, ValueError, ArithmeticError, LookupError) as error:
@@ -191,30 +211,84 @@ class PrivilegedPrompts:
             ) from error
         if not text.strip():
             return None
-        if text == question:
-            return own
+        if isinstance(content, list):
+            before, there, after = text.partition(question)
+            if not there:
+                raise DataError(
+                    f"{where}: the last message of the user has images, and {KEY}.template does not show its text "
+                    "unchanged. Write {{ prompt }} where they belong."
+                )
+            content = [{"type": "text", "text": before}, *content, {"type": "text", "text": after}]
+            content = [part for part in content if part.get("text") != ""]
+        else:
+            content = text
         data = self._data
         kwargs = dict(data.apply_chat_template_kwargs or {})
         kwargs |= row_template_kwargs(variables, data.tools_key, data.enable_thinking_key, self._tokenizer, where)
+        changed = [*messages[:last], {**messages[last], "content": content}, *messages[last + 1 :]]
+        return _Context(messages, None if text == question else changed, kwargs)
 
-        def tokens(content: str) -> list[int]:
-            written = [*messages[:last], {**messages[last], "content": content}, *messages[last + 1 :]]
-            return encode(render_prompt(written, self._tokenizer, where, **kwargs), self._tokenizer)
+    def _prompt(
+        self, context: _Context, own: list[int], images: Mapping[str, torch.Tensor], where: str
+    ) -> list[int] | None:
+        """Tokens of the teacher's prompt for a row whose prompt has the tokens ``own``; None if that is another."""
+        data, maker, tokenizer = self._data, self._images, self._tokenizer
+        grids = images.get(IMAGE_INPUTS[1], ())
 
-        plain = tokens(question)
-        if truncate(plain, data.max_prompt_length, data.truncation, where, "data.max_prompt_length") != own:
-            raise ConfigError(
-                f"{where}: the policy's prompt is not its messages in the chat template, so that the teacher's would "
-                f"differ by more than {KEY}.template. Use RLHFDataset and an agent that leaves the prompt as it is."
-            )
-        ids, limit, how = tokens(text), self._config.teacher_prompt_length, self._config.teacher_prompt_truncation
+        def tokens(messages: list[Message], opens_turn: bool = True) -> list[int]:
+            text = render_prompt(messages, tokenizer, where, add_generation_prompt=opens_turn, **context.template)
+            ids = encode(text, tokenizer)
+            if maker is None:
+                return ids
+            at_places = sum(token in maker.config.token_ids for token in ids)  # further images are in the response
+            counts = [maker.config.tokens_of(grid) for grid in grids[:at_places]]
+            times = maker.repeats(ids, counts, where)
+            return [token for token, count in zip(ids, times, strict=True) for _ in range(count)]
+
+        if context.changed is None:
+            return own
+        plain = tokens(context.messages)
+        if truncate(plain, data.max_prompt_length, data.truncation, where, "data.max_prompt_length") == own:
+            ids = tokens(context.changed)
+        else:  # a later sequence of a trajectory: earlier turns follow
+            plain = tokens(context.messages, opens_turn=False)
+            if own[: len(plain)] != plain:
+                return None
+            ids = [*tokens(context.changed, opens_turn=False), *own[len(plain) :]]
+        limit, how = self._config.teacher_prompt_length, self._config.teacher_prompt_truncation
         if len(ids) > limit and how == "error":
             raise DataError(
                 f"{where}: the teacher's prompt has {len(ids)} tokens, more than {KEY}.teacher_prompt_length={limit}. "
                 f"Raise it, shorten what {KEY}.template shows, or set {KEY}.teacher_prompt_truncation=left, right or "
                 "middle."
             )
-        return truncate(ids, limit, how, where, f"{KEY}.teacher_prompt_length")
+        cut = truncate(ids, limit, how, where, f"{KEY}.teacher_prompt_length")
+        if maker is not None and sum(map(cut.count, maker.config.token_ids)) < sum(
+            map(ids.count, maker.config.token_ids)
+        ):
+            raise DataError(
+                f"{where}: the teacher's prompt has {len(ids)} tokens, and {KEY}.teacher_prompt_truncation={how} to "
+                f"{KEY}.teacher_prompt_length={limit} would cut an image. Raise it, shorten what {KEY}.template shows, "
+                "or cut on another side."
+            )
+        return cut
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What a template rendered for a row."""
+
+    messages: list[Message]
+    """Of the row."""
+    changed: list[Message] | None
+    """The same with the context in the last one of the user; None where there is no difference."""
+    template: dict[str, Any]
+    """Variables of the chat template."""
+
+
+def _text_of(part: Message) -> str:
+    kind = kind_of(part)
+    return part["text"] if kind is None else PLACEHOLDERS[kind]
 
 
 def _unpadded(prompts: torch.Tensor, attention_mask: torch.Tensor) -> list[list[int]]:

@@ -6,12 +6,23 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from verl.agents.tool_agent import described_tools
-from verl.config import PPOConfig, local_copies
+from verl.config import DataConfig, PPOConfig, local_copies
 from verl.datasets import create_rl_dataset, create_rl_sampler
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset, Sampler
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+
+def prompt_settings(config: PPOConfig) -> DataConfig:
+    """Return the section ``data`` with the tools of the run, which the policy reads in front of each prompt.
+
+    So they count for the length of a prompt.
+    """
+    data = local_copies(config).data
+    if tools := described_tools(config.actor_rollout_ref.rollout):
+        data = replace(data, apply_chat_template_kwargs={**(data.apply_chat_template_kwargs or {}), "tools": tools})
+    return data
 
 
 def rl_datasets(
@@ -25,10 +36,7 @@ def rl_datasets(
     Raises:
         DataError: a file is missing, or lacks what a prompt needs.
     """
-    data = local_copies(config).data
-    if tools := described_tools(config.actor_rollout_ref.rollout):
-        # The policy reads them in front of the prompt, so they count for the prompt's length.
-        data = replace(data, apply_chat_template_kwargs={**(data.apply_chat_template_kwargs or {}), "tools": tools})
+    data = prompt_settings(config)
     train = create_rl_dataset(
         data.train_files, data, tokenizer, processor, is_train=True, max_samples=data.train_max_samples
     )

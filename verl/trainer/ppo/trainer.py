@@ -94,7 +94,7 @@ from verl.trainer.ppo.privileged import PrivilegedPrompts
 from verl.trainer.ppo.profiling import StepProfiles
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
-from verl.trainer.ppo.rows import rl_datasets
+from verl.trainer.ppo.rows import prompt_settings, rl_datasets
 from verl.trainer.ppo.stages import ACTOR_COLUMNS, apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.token_dump import TokenDump
 from verl.trainer.ppo.utils import (
@@ -222,7 +222,7 @@ class PPOTrainer(TrainingLoop):
         self.privileged = None
         if config.distillation.is_of_itself:
             settings = config.distillation.self_distillation
-            self.privileged = PrivilegedPrompts(settings, config.data, tokenizer, processor)
+            self.privileged = PrivilegedPrompts(settings, prompt_settings(config), tokenizer, processor)
         with_kl = config.algorithm.use_kl_in_reward
         self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl) if with_kl else None
         self.entropy_ctrl = get_entropy_controller(config.actor_rollout_ref.actor)

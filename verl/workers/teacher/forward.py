@@ -9,6 +9,7 @@ from verl.algorithms.distillation import DivergenceKind, Reads
 from verl.config import DivergenceConfig
 from verl.errors import ConfigError
 from verl.protocol import DataProto
+from verl.vision.families import VisionConfig
 from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.fsdp.divergence import FullDivergence
 from verl.workers.teacher.prompts import rows_for_teacher
@@ -33,6 +34,7 @@ def teacher_columns(
     micro: MicroBatchConfig,
     temperature: float = 1.0,
     topk: int | None = None,
+    vision: VisionConfig | None = None,
 ) -> DataProto:
     """Compute the columns of the teacher that a distillation loss reads; collective.
 
@@ -43,6 +45,7 @@ def teacher_columns(
         micro: size of the passes.
         temperature: divisor of the teacher's logits.
         topk: most likely tokens, for a loss of them.
+        vision: of a model with images.
 
     Raises:
         ConfigError: the loss reads the most likely tokens, and ``topk`` is None.
@@ -51,7 +54,7 @@ def teacher_columns(
         raise ConfigError("a distillation loss of the teacher's most likely tokens needs their number: set topk.")
     columns = COLUMNS[reads]
     with engine.eval_mode():
-        outputs = engine.infer_batch(rows_for_teacher(batch), set(columns), micro, temperature, topk or 0)
+        outputs = engine.infer_batch(rows_for_teacher(batch, vision), set(columns), micro, temperature, topk or 0)
     return DataProto.from_dict(tensors={column: outputs[name] for name, column in columns.items()})
 
 

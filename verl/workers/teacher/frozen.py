@@ -22,6 +22,7 @@ from verl.config import (
 from verl.protocol import DataProto
 from verl.utils.metric import Metrics
 from verl.utils.model import hf_config_of
+from verl.vision.families import VisionConfig
 from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.fsdp.divergence import FullDivergence
 from verl.workers.teacher.alignment import TextAlignment, spans_of_tokens
@@ -52,7 +53,8 @@ class FrozenTeachers:
         ref = roles.ref
         passes = ref if policy is None else roles.rollout
         self.config = config
-        vocab_size = hf_config_of(roles.model).get_text_config().vocab_size
+        hf_config = hf_config_of(roles.model)
+        vocab_size, self.vision = hf_config.get_text_config().vocab_size, VisionConfig.of(hf_config)
         self.micro = MicroBatchConfig(
             micro_batch_size_per_gpu=passes.log_prob_micro_batch_size_per_gpu,
             use_dynamic_bsz=passes.log_prob_use_dynamic_bsz,
@@ -103,7 +105,7 @@ class FrozenTeachers:
             seconds of the slowest rank.
         """
         started, made, matrices = time.perf_counter(), dict[str, torch.Tensor](), []
-        rows = rows_for_teacher(data)
+        rows = rows_for_teacher(data, self.vision)
         names = {"hidden": "teacher_hidden", "log_probs": "teacher_logprobs", "entropy": "teacher_entropys"}
         for number, (name, engine) in enumerate(self.engines.items()):
             with engine.eval_mode():
