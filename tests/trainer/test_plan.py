@@ -11,9 +11,11 @@ import pytest
 
 from tests.planner.test_shapes import QWEN_7B
 from verl.algorithms import adv_needs
+from verl.algorithms.distillation import DISTILLATION_LOSSES, distillation_loss_info
 from verl.algorithms.estimator_registry import ESTIMATORS
 from verl.errors import ConfigError
 from verl.planner.advice import changes, with_settings
+from verl.planner.teachers import WHOLE_VOCABULARY
 from verl.trainer.plan import WITH_CRITIC, WITHOUT_CRITIC, check_layouts, make_plan, show_plan
 
 ROOT = Path(__file__).parents[2]
@@ -291,3 +293,80 @@ def test_the_time_limits_of_a_run_are_shown(folder, capsys):
     assert "Time limits in seconds, for a disk that gives 0.2 GB/s: actor_rollout_ref.nccl_timeout=3528" in shown
     assert "trainer.recovery.hang_timeout_s=90" in shown
     assert "actor_rollout_ref.rollout.engine_kwargs.vllm.start_timeout_s=2117" in shown
+
+
+PARAMETERS, VOCABULARY, HIDDEN = 7_615_616_512, 152_064, 3_584
+
+
+def taught_plan(folder, *words):
+    """Of 8 GPUs and 64 rows, with a teacher of the policy's shape unless the words say otherwise."""
+    given = ["--gpus", "8", NATIVE, "actor_rollout_ref.rollout.n=4", "data.train_batch_size=16", LOG_PROBS]
+    given += ["actor_rollout_ref.actor.ppo_mini_batch_size=16", "distillation.enabled=true"]
+    if "distillation.self_distillation.enabled=true" not in words:
+        given.append(f"{TEACHER}.model_path={folder}")
+    return plan_of(folder, *given, *words)
+
+
+TEACHER = "distillation.teacher_models.teacher_model"
+LOSS_MODE = "distillation.distillation_loss.loss_mode"
+
+
+def test_a_teacher_on_the_ranks_of_the_trainer_and_on_its_own(folder, capsys: pytest.CaptureFixture[str]):
+    plan = taught_plan(folder)
+    assert [stage.name for stage in plan.stages] == ["rollout", "teacher teacher_model", "actor update"]
+    teacher, update = plan.stages[1:]
+    # Eight shards in bf16, as a frozen model is stored; between calls they leave the device.
+    assert teacher.parts["teacher teacher_model weights"] == PARAMETERS * 2 / 8
+    assert not [name for name in update.parts if "teacher" in name]
+    stays = taught_plan(folder, f"{TEACHER}.inference.free_cache_engine=false")
+    assert stays.stages[2].parts["teacher teacher_model"] == PARAMETERS * 2 / 8
+    assert stays.stages[2].bytes - update.bytes == PARAMETERS * 2 / 8
+    assert plan.seconds == sum(stage.seconds for stage in plan.stages)
+    # On four ranks of its own each has twice as much, and twice the rows of a step.
+    alone = taught_plan(folder, "distillation.nnodes=1", "distillation.n_gpus_per_node=4")
+    assert (plan.gpus, alone.gpus) == (8, 12)
+    assert alone.stages[1].parts["teacher teacher_model weights"] == PARAMETERS * 2 / 4
+    assert alone.stages[2] == update
+    assert alone.stages[1].seconds == pytest.approx(2 * teacher.seconds)
+    show_plan(alone, [])
+    assert "on 12 x H100 (8 on 1 node train, 4 on 1 of their own teach)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_divergences_of_the_whole_vocabulary_hold_output_matrices(folder):
+    sampled, whole = taught_plan(folder), taught_plan(folder, f"{LOSS_MODE}=reverse_kl")
+    matrix = VOCABULARY * HIDDEN * 2
+    assert whole.stages[-1].parts["output matrices of teachers"] == matrix == 1_089_994_752
+    assert whole.stages[-1].bytes - sampled.stages[-1].bytes == matrix
+    reads_whole = {name for name in DISTILLATION_LOSSES if distillation_loss_info(name).reads == "full"}
+    assert reads_whole == set(WHOLE_VOCABULARY)
+
+
+def test_teachers_that_are_engines_share_their_matrices_and_their_memory(folder):
+    engine = [f"{TEACHER}.inference.name=vllm", f"{TEACHER}.inference.tensor_model_parallel_size=2"]
+    asleep, awake = (
+        taught_plan(folder, *engine, f"{TEACHER}.inference.free_cache_engine={sleeps}") for sleeps in ("true", "false")
+    )
+    parts = asleep.stages[1].parts
+    assert parts["engine weights"] == PARAMETERS * 2 / 2  # in bf16 on two ranks
+    assert parts["engine weights"] + parts["engine reserve"] + parts["KV cache"] == 80e9 * 0.5
+    assert awake.stages[2].bytes - asleep.stages[2].bytes == 80e9 * 0.5
+
+
+def test_a_policy_that_teaches_itself_reads_longer_prompts_with_other_weights(folder):
+    itself = ["distillation.self_distillation.enabled=true", "distillation.self_distillation.template=reference"]
+    itself += ["data.return_raw_chat=true", "distillation.self_distillation.teacher_prompt_length=2048"]
+    policy = taught_plan(folder, *itself)
+    average = taught_plan(folder, *itself, "distillation.self_distillation.weights=ema")
+    teacher = policy.stages[1]
+    assert (teacher.name, teacher.micro_batch_key) == (
+        "teacher",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    )
+    # The policy's prompts have 512 tokens; 2,048 + 3,584 tokens are a row of the teacher.
+    shorter = taught_plan(folder, *itself[:-1], "distillation.self_distillation.teacher_prompt_length=512")
+    assert 1.3 < teacher.seconds / shorter.stages[1].seconds < 1.5
+    for before, after in zip(policy.stages[2:], average.stages[2:], strict=True):
+        assert after.parts["weights of the teacher"] == PARAMETERS * 4 / 8
+        assert after.bytes - before.bytes == PARAMETERS * 4 / 8
+    # During its passes the policy's weights are kept too.
+    assert average.stages[1].bytes - teacher.bytes == 2 * PARAMETERS * 4 / 8

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from verl.config import FSDPEngineConfig, PPOConfig, TrainedModelConfig
+from verl.config import DistillationTeacherModelConfig, FSDPEngineConfig, PPOConfig, TrainedModelConfig
 from verl.config.megatron import McoreEngineConfig
 from verl.config.rollout import GRAPH_SIZES, MOST_GRAPHS, OTHER_PROGRAMS
 from verl.errors import ConfigError
@@ -17,6 +17,7 @@ from verl.planner.hardware import Cluster
 from verl.planner.memory import BYTES, ModelMemory, RankLayout
 from verl.planner.passes import Rows
 from verl.planner.shapes import ModelShape
+from verl.planner.teachers import Teachers, output_bytes
 from verl.planner.timing import Work, generation_seconds, pass_seconds
 
 _ENGINE_RESERVE = 2e9
@@ -119,7 +120,12 @@ class Plan:
     @property
     def gpus(self) -> int:
         """GPUs of the run, in all pools."""
-        return self.ranks + (self.rollout_ranks if self.has_rollout_pool else 0)
+        return self.ranks + (self.rollout_ranks if self.has_rollout_pool else 0) + self.teachers.ranks
+
+    @property
+    def teachers(self) -> Teachers:
+        """Teachers besides the policy, or the policy as its own."""
+        return Teachers(self.config.distillation)
 
     def rollout_rows(self, shared_by: int) -> int:
         """Rows of a step on each group of ranks that share a rollout engine."""
@@ -184,7 +190,23 @@ class Plan:
             critic = self.config.critic
             value_shape = self._shape(critic.model.path, critic.model.override_config)
             held["critic"] = self._held("critic", value_shape, critic.model, critic.placement, True, 1)
+        return held if self.teachers.ranks else held | self.passing_teachers
+
+    @cached_property
+    def passing_teachers(self) -> dict[str, Held]:
+        """Teachers that are forward passes of the training engine, by the names of their stages."""
+        teachers, roles = self.teachers, self.config.actor_rollout_ref
+        held: dict[str, Held] = {}
+        for name, teacher in teachers.others.items() if teachers.are_forward_passes else ():
+            placement = roles.ref.placement
+            placement = replace(placement, param_offload=placement.param_offload or teachers.offloads(teacher))
+            stage, shape = f"teacher {name}", self._teacher_shape(teacher)
+            held[stage] = self._held(stage, shape, roles.model, placement, False, None, teachers.ranks)
         return held
+
+    def _teacher_shape(self, teacher: DistillationTeacherModelConfig) -> ModelShape:
+        assert teacher.model_path is not None, "the configuration was not checked: a teacher has no model_path"
+        return self._shape(teacher.model_path, {})
 
     def _held(
         self,
@@ -194,6 +216,7 @@ class Plan:
         placement: FSDPEngineConfig | McoreEngineConfig,
         is_trained: bool,
         outputs: int | None,
+        ranks: int = 0,
     ) -> Held:
         adapters = _adapter_parameters(shape, model) if is_trained else 0
         sequence = 1 if isinstance(placement, McoreEngineConfig) else placement.ulysses_sequence_parallel_size
@@ -204,7 +227,7 @@ class Plan:
             )
         actor = self.config.actor_rollout_ref.actor
         checkpoints = model.enable_gradient_checkpointing
-        layout = layout_of(placement, self.ranks, adapters > 0)
+        layout = layout_of(placement, ranks or self.ranks, adapters > 0)
         if (
             isinstance(placement, McoreEngineConfig)
             and "recompute_granularity" in placement.override_transformer_config
@@ -254,6 +277,7 @@ class Plan:
                     ref.log_prob_micro_batch_size_per_gpu or size,
                 )
             )
+        stages += self._teacher_stages(size)
         if "critic" in self.models:
             critic = self.config.critic
             dynamic = critic.forward_max_token_len_per_gpu if critic.use_dynamic_bsz else None
@@ -264,8 +288,9 @@ class Plan:
             stages.append(self._pass("critic update", "critic", True, "critic.ppo", dynamic, size, critic.ppo_epochs))
         dynamic = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
         size = actor.ppo_micro_batch_size_per_gpu
+        more = {"output matrices of teachers": self._output_matrices} if self.teachers.read_whole_vocabulary else {}
         stages.append(
-            self._pass("actor update", "actor", True, f"{section}.actor.ppo", dynamic, size, actor.ppo_epochs)
+            self._pass("actor update", "actor", True, f"{section}.actor.ppo", dynamic, size, actor.ppo_epochs, more)
         )
         return stages
 
@@ -278,7 +303,12 @@ class Plan:
         return actor.recompute_old_log_probs == "always" or not one_update
 
     def _idle(self, except_for: str) -> dict[str, float]:
-        return {name: held.idle_bytes for name, held in self.models.items() if name != except_for and held.idle_bytes}
+        idle = {name: held.idle_bytes for name, held in self.models.items() if name != except_for and held.idle_bytes}
+        if average := self.teachers.average(self.models["actor"].memory):
+            idle["weights of the teacher"] = average
+        if not self.teachers.ranks:
+            idle |= self._awake_engines(except_for)
+        return idle
 
     @property
     def _engine_leaves(self) -> float:
@@ -295,18 +325,42 @@ class Plan:
         tokens: int | None,
         sequences: int | None,
         epochs: int = 1,
+        more: Mapping[str, float] | None = None,
+        *,
+        pool: Mapping[str, Held] | None = None,
+        work: Work | None = None,
+        longest: Rows | None = None,
     ) -> Stage:
-        held = self.models[model]
+        """Return the stage of passes of a model.
+
+        Args:
+            name: of the stage.
+            model: its name among the models of the ranks.
+            trains: whether the passes have gradients.
+            key: of its sizes, without their endings.
+            tokens: of a pass on one rank.
+            sequences: of a pass on one rank, where ``tokens`` is None.
+            epochs: how often all rows are computed.
+            more: further parts → bytes.
+            pool: the models of the ranks, if they are not those that train.
+            work: rows of a group of ranks, if not all of the step.
+            longest: the longest rows, if not those of the data.
+        """
+        held = (pool or self.models)[model]
         memory, lay = held.memory, held.memory.layout
-        base = self._idle(model) | {f"{model} weights": memory.weights}
+        if pool is None:
+            base = self._idle(model)
+        else:
+            base = {other: one.idle_bytes for other, one in pool.items() if other != model and one.idle_bytes}
+        base |= {f"{model} weights": memory.weights} | dict(more or {})
         if trains:
             base |= {f"{model} gradients": memory.gradients, f"{model} optimizer": memory.optimizer}
         elif held.keeps_optimizer and memory.optimizer:
             base |= {f"{model} optimizer": memory.optimizer}
-        if self._engine_leaves:
+        if self._engine_leaves and pool is None:
             base["rollout engine"] = self._engine_leaves
-        data, work = self.config.data, self.work(lay.ranks_per_model)
-        longest = Rows(data.max_prompt_length, data.max_response_length, self.siblings(model))
+        data, work = self.config.data, work or self.work(lay.ranks_per_model)
+        longest = longest or Rows(data.max_prompt_length, data.max_response_length, self.siblings(model))
         expected = Rows(work.prompt, work.response, longest.group)
         count = tokens if tokens is not None else sequences
         rows = min(work.rows, self.mini_batch_rows(model)) if trains else work.rows
@@ -320,7 +374,7 @@ class Plan:
         def bytes_of(size: int) -> float:
             return sum(parts(size).values())
 
-        least = 1 if tokens is None else max(1, self.row_tokens // lay.sequence)
+        least = 1 if tokens is None else max(1, (longest.prompt + longest.response) // lay.sequence)
         if tokens is not None:
             sizes: Sequence[int] = range(least, max(least, most) + 1)
         elif trains:
@@ -343,6 +397,92 @@ class Plan:
         seconds = epochs * pass_seconds(memory, self.cluster, work, size, trains, updates)
         full = f"{key}_max_token_len_per_gpu" if tokens is not None else f"{key}_micro_batch_size_per_gpu"
         return Stage(name, parts(min(shown, max(least, most))), seconds, full, count, largest)
+
+    # ---- teachers
+
+    def _teacher_stages(self, size: int | None) -> list[Stage]:
+        """Stages in which teachers score the rows; ``size`` is that of passes where none is set."""
+        if self.config.distillation.is_of_itself:
+            return [self._own_teacher(size)]
+        teachers, ref = self.teachers, self.config.actor_rollout_ref.ref
+        stages: list[Stage] = []
+        for name, held in self.passing_teachers.items():
+            stages.append(
+                self._pass(
+                    name,
+                    name,
+                    False,
+                    "actor_rollout_ref.ref.log_prob",
+                    ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,
+                    ref.log_prob_micro_batch_size_per_gpu or size,
+                    pool=self.passing_teachers if teachers.ranks else None,
+                    work=self._scored(held.memory.layout.ranks_per_model),
+                )
+            )
+        for name, teacher in self._teacher_engines.items():
+            engine, shape = teacher.inference, self._teacher_shape(teacher)
+            ranks = engine.tensor_model_parallel_size
+            work = self._scored(ranks)
+            flops = shape.flops().forward_flops([work.prompt + work.response], work.response)
+            beside = self._awake_engines(f"teacher {name}") if teachers.ranks else self._idle(f"teacher {name}")
+            if self._engine_leaves and not teachers.ranks:
+                beside["rollout engine"] = self._engine_leaves
+            parts = beside | self._engine_parts(teacher)
+            seconds = work.rows * flops / ranks / self.cluster.flops
+            at_once = min(work.rows, engine.max_num_seqs)
+            stages.append(Stage(f"teacher {name}", parts, seconds, "rows at once", at_once, at_once))
+        return stages
+
+    def _own_teacher(self, size: int | None) -> Stage:
+        """The passes of a policy that teaches itself, under longer prompts, which responses do not share."""
+        own, data = self.config.distillation.self_distillation, self.config.data
+        rollout, memory = self.config.actor_rollout_ref.rollout, self.models["actor"].memory
+        work = self.work(memory.layout.ranks_per_model)
+        context = max(0, own.teacher_prompt_length - data.max_prompt_length)
+        # Its own weights are kept while the model has those of the teacher.
+        kept = memory.trained * memory.layout.stored_bytes / memory.layout.shards
+        return self._pass(
+            "teacher",
+            "actor",
+            False,
+            "actor_rollout_ref.rollout.log_prob",
+            rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None,
+            size,
+            more={"weights of the policy": kept} if self.teachers.average(memory) else {},
+            work=replace(work, prompt=min(own.teacher_prompt_length, work.prompt + context)),
+            longest=Rows(own.teacher_prompt_length, data.max_response_length),
+        )
+
+    def _scored(self, shared_by: int) -> Work:
+        """Rows that one teacher scores on each group of ranks that share them, if all teachers have equally many."""
+        work = self.work(shared_by)
+        rows = work.rows * self.ranks * self.teachers.share / (self.teachers.ranks or self.ranks)
+        return replace(work, rows=max(1, math.ceil(rows)))
+
+    @property
+    def _output_matrices(self) -> float:
+        held = self.passing_teachers.values() or [self.models["actor"]]
+        return sum(output_bytes(teacher.memory) for teacher in held)
+
+    @property
+    def _teacher_engines(self) -> Mapping[str, DistillationTeacherModelConfig]:
+        return {} if self.teachers.are_forward_passes else self.teachers.others
+
+    def _engine_parts(self, teacher: DistillationTeacherModelConfig) -> dict[str, float]:
+        """Part → bytes of a teacher that is an engine, on one rank."""
+        engine = teacher.inference
+        weights = self._teacher_shape(teacher).parameters() * BYTES[engine.dtype] / engine.tensor_model_parallel_size
+        room = self.cluster.memory_gb * 1e9 * engine.gpu_memory_utilization - weights - _ENGINE_RESERVE
+        return {"engine weights": weights, "engine reserve": _ENGINE_RESERVE, "KV cache": max(0.0, room)}
+
+    def _awake_engines(self, except_for: str) -> dict[str, float]:
+        """Teachers that are engines and keep their memory while others work."""
+        engines = {f"teacher {name}": one for name, one in self._teacher_engines.items()}
+        return {
+            name: sum(self._engine_parts(one).values())
+            for name, one in engines.items()
+            if name != except_for and not self.teachers.offloads(one)
+        }
 
     # ---- the rollout
 

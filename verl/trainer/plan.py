@@ -232,14 +232,10 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
     from rich.table import Table
 
     cluster, shape = plan.cluster, plan.models["actor"].memory.shape
-    nodes, usable = cluster.gpus // cluster.gpus_per_node, cluster.usable_bytes / _GB
-    rollout = plan.config.actor_rollout_ref.rollout
-    placed = f"{nodes} node{'s' * (nodes != 1)}"
-    if plan.has_rollout_pool:
-        placed = f"{plan.ranks} on {placed} train, {rollout.ranks} on {rollout.nnodes} of their own sample"
+    usable = cluster.usable_bytes / _GB
     show(
         f"{shape.family}, {parameters_in_words(shape.parameters())}, on {plan.gpus} x {cluster.gpu.name} "
-        f"({placed}): {usable:.0f} GB of each are for tensors, "
+        f"({_placed(plan)}): {usable:.0f} GB of each are for tensors, "
         f"{cluster.reserved_gb:.0f} GB are kept for CUDA, NCCL and the allocator"
     )
     memory = Table(title="Memory of one GPU at the highest point of each stage, GB", title_justify="left")
@@ -262,8 +258,8 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
     show(
         f"{plan.seconds:.1f} s per step of {plan.tokens_per_step:,} tokens ({work.prompt} + {work.response} per row): "
         f"{speed:,.0f} tokens/s, {speed / plan.gpus:,.0f} per GPU, if passes reach {cluster.mfu:.0%} of the peak "
-        f"and decoding {cluster.bandwidth_use:.0%} of the bandwidth. Rewards, the driver and the transfer of "
-        "weights are not counted."
+        f"and decoding {cluster.bandwidth_use:.0%} of the bandwidth. Rewards, the driver, the transfer of weights and "
+        "teachers behind an endpoint are not counted."
     )
     if plan.overlaps:
         show("Sampling and training overlap: the step takes as long as the longer one.")
@@ -288,10 +284,21 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
         show("  No setting makes room enough: take more GPUs, shorter responses, or LoRA (model.lora_rank).")
 
 
+def _placed(plan: Plan) -> str:
+    """Say on which nodes the GPUs of the run are, and what they do."""
+    nodes, config = plan.cluster.gpus // plan.cluster.gpus_per_node, plan.config
+    placed, rollout = f"{nodes} node{'s' * (nodes != 1)}", config.actor_rollout_ref.rollout
+    of_sampling = f", {rollout.ranks} on {rollout.nnodes} of their own sample" if plan.has_rollout_pool else ""
+    of_teachers = f", {plan.teachers.ranks} on {config.distillation.nnodes} of their own teach"
+    others = of_sampling + (of_teachers if plan.teachers.ranks else "")
+    return f"{plan.ranks} on {placed} train{others}" if others else placed
+
+
 def _time_limits(plan: Plan) -> dict[str, float]:
     """Key → seconds: what is set, or what a run derives from files in bf16 of the largest model."""
     config = plan.config
-    largest = max(held.memory.shape.parameters(held.memory.outputs) for held in plan.models.values())
+    models = plan.models | plan.passing_teachers
+    largest = max(held.memory.shape.parameters(held.memory.outputs) for held in models.values())
     limits, rollout = TimeLimits(_FILE_BYTES * largest), config.actor_rollout_ref.rollout
     collective, call = config.actor_rollout_ref.nccl_timeout, config.trainer.recovery.hang_timeout_s
     collective = limits.collective_s if collective == COLLECTIVE_S else collective
