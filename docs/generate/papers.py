@@ -40,6 +40,11 @@ LEFT_OUT = """
   probabilities; see [spans of text](internals/distillation.md#spans-of-text), which are compared instead.
 """
 
+OF_ITSELF = (
+    " Here the policy is its own teacher; accounts of the divergence differ, see "
+    "[what papers do](self_distillation.md#what-papers-do)."
+)
+
 
 @dataclass(frozen=True)
 class Published:
@@ -73,4 +78,6 @@ def _section(entry: Published, setting: str, linked: Callable[[str], str]) -> st
     paper = linked(setting.removeprefix(title).strip(" ()") or entry.paper)
     formula = f"[`{entry.name}`](internals/algorithm_reference.md#{entry.anchor})"
     facts = f"{paper}. Formula: {formula}. Proven: {', '.join(entry.proofs)}."
+    if "distillation.self_distillation.enabled=true" in entry.reproduces[setting]:
+        facts += OF_ITSELF
     return f"\n## {title}\n\n{facts}\n\n" + "\n".join(["```text", *entry.reproduces[setting], "```", ""])

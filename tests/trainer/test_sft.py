@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.support.tiny_run import write_jsonl
+from verl.config import HFModelConfig, SFTConfig, SFTDistillationConfig
 from verl.errors import ConfigError, DataError
 from verl.model_merger import merge
 from verl.testing.models import tiny_model_dir
@@ -134,6 +135,12 @@ def test_two_ranks_on_ray_give_the_numbers_of_one_local_rank(train, ray_cluster)
             assert ray[step][key] == pytest.approx(metrics[key], rel=1e-5), (step, key)
         assert min(metrics["train/mfu"], ray[step]["train/mfu"]) > 0
     assert ray[3]["val/loss"] == pytest.approx(local[3]["val/loss"], rel=1e-5)
+
+
+def test_changes_of_the_models_config_are_not_those_of_the_teacher():
+    model = HFModelConfig(path="a", override_config={"attention_dropout": 0.1}, lora_rank=4)
+    teacher = SFTConfig(model=model, distillation=SFTDistillationConfig(model_path="b")).teacher_model
+    assert (teacher.path, dict(teacher.override_config), teacher.lora_rank) == ("b", {}, 0)
 
 
 def test_a_teacher_is_learnt_from_at_the_tokens_of_the_data(train, tmp_path):

@@ -455,7 +455,12 @@ def _topk_divergence(student: Tensor, teacher: Tensor, kind: DivergenceKind, con
 # ---- the losses -------------------------------------------------------------------------------
 
 _GKD, _MINILLM = "https://arxiv.org/abs/2306.13649", "https://arxiv.org/abs/2306.08543"
-_OF_TEACHER_ALONE = ("distillation.enabled=true", "distillation.distillation_loss.use_task_rewards=false")
+_OF_TEACHER_ALONE = (
+    "distillation.enabled=true",
+    "distillation.distillation_loss.use_task_rewards=false",
+    "algorithm.adv_estimator=grpo",
+)
+_OF_ITSELF = (*_OF_TEACHER_ALONE, "distillation.self_distillation.enabled=true", "data.return_raw_chat=true")
 _REPRODUCES: Mapping[str, dict[str, tuple[str, ...]]] = {
     "k1": {
         "On-policy distillation (https://thinkingmachines.ai/blog/on-policy-distillation/)": (
@@ -469,6 +474,31 @@ _REPRODUCES: Mapping[str, dict[str, tuple[str, ...]]] = {
             *_OF_TEACHER_ALONE,
             "distillation.distillation_loss.loss_mode=jsd",
             "distillation.distillation_loss.beta=0.5",
+        )
+    },
+    "forward_kl": {
+        "OPSD (arXiv:2601.18734)": (
+            *_OF_ITSELF,
+            "distillation.distillation_loss.loss_mode=forward_kl",
+            "distillation.self_distillation.template=reference",
+            "distillation.self_distillation.weights=initial",
+        ),
+        "SDFT (arXiv:2601.19897)": (
+            *_OF_ITSELF,
+            "distillation.distillation_loss.loss_mode=forward_kl",
+            "distillation.self_distillation.template=demonstration",
+            "distillation.self_distillation.weights=ema",
+        ),
+    },
+    "jsd_topk": {
+        "SDPO (arXiv:2601.20802)": (
+            *_OF_ITSELF,
+            "distillation.distillation_loss.loss_mode=jsd_topk",
+            "distillation.distillation_loss.beta=0.5",
+            "distillation.distillation_loss.topk=100",
+            "distillation.self_distillation.template=attempts",
+            "distillation.self_distillation.weights=ema",
+            "distillation.self_distillation.ema_decay=0.95",
         )
     },
 }
@@ -524,7 +554,7 @@ def reverse_kl_topk(student_topk_logprobs: Tensor, teacher_topk_logprobs: Tensor
     return _topk_divergence(student_topk_logprobs, teacher_topk_logprobs, "reverse_kl", config)
 
 
-@_register(DistillationLossSettings("jsd_topk", use_topk=True, paper=_GKD))
+@_register(DistillationLossSettings("jsd_topk", use_topk=True, paper=_GKD, reproduces=_REPRODUCES["jsd_topk"]))
 def jsd_topk(student_topk_logprobs: Tensor, teacher_topk_logprobs: Tensor, config: DivergenceConfig) -> Tensor:
     """Jensen-Shannon divergence over the teacher's k most likely tokens and the class of all others.
 
@@ -534,7 +564,7 @@ def jsd_topk(student_topk_logprobs: Tensor, teacher_topk_logprobs: Tensor, confi
     return _topk_divergence(student_topk_logprobs, teacher_topk_logprobs, "jsd", config)
 
 
-@_register(DistillationLossSettings("forward_kl", paper=_GKD))
+@_register(DistillationLossSettings("forward_kl", paper=_GKD, reproduces=_REPRODUCES["forward_kl"]))
 def forward_kl(divergence: Tensor, config: DivergenceConfig) -> Tensor:
     """KL(q ‖ p) over the whole vocabulary, (bsz, response_length), which the policy's engine has computed."""
     return divergence

@@ -176,7 +176,7 @@ class ActorConfig(UpdateConfig):
     gradient are unbiased on samples of an older policy (DeepSeek-V3.2, arXiv:2512.02556)."""
     use_echo_loss: bool = setting(False)
     """Add the cross entropy of the tokens that tools, environments and users wrote in conversations (ECHO,
-    arXiv:2605.24517)."""
+    arXiv:2605.24517), under the distribution that is sampled: use `rollout.temperature=1` for that of the model."""
     echo_loss_coef: float = setting(0.1, ge=0)
     """Weight of that cross entropy, a mean over such tokens."""
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)

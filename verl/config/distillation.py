@@ -41,7 +41,7 @@ class TeacherInferenceConfig(BaseConfig):
     api_key_env: str | None = setting(None)
     """Environment variable with the key of the endpoint; null for one that asks for none."""
     temperature: float = setting(1.0, ge=0, interpolation="${oc.select:actor_rollout_ref.rollout.temperature,1.0}")
-    """Divisor of the teacher's logits; by default that of the rollout, and 1 for 0, which is greedy."""
+    """Divisor of the teacher's logits; by default that of the rollout, and 1 where it is greedy."""
     prompt_length: int = setting(512, ge=1, interpolation="${oc.select:actor_rollout_ref.rollout.prompt_length,512}")
     """Maximum length of a prompt, in tokens."""
     response_length: int = setting(

@@ -79,9 +79,10 @@ class SFTConfig(SupervisedConfig):
 
     @property
     def teacher_model(self) -> HFModelConfig:
-        """The teacher's model, loaded as the trained one but for its files and adapters."""
+        """The teacher's model, loaded as the trained one but for its files, their changes and adapters."""
         of_model = {"lora_rank": 0, "lora_adapter_path": None, "hf_config_path": None, "tokenizer_path": None}
-        return replace(self.model, path=self.distillation.model_path or self.model.path, **of_model)
+        path = self.distillation.model_path or self.model.path
+        return replace(self.model, path=path, override_config={}, **of_model)
 
     @property
     def teacher_engine(self) -> FSDPEngineConfig | McoreEngineConfig:

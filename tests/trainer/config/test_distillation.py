@@ -13,7 +13,7 @@ from verl.config import DistillationConfig, TeacherInferenceConfig
 from verl.testing.models import hollow_model_dir
 from verl.trainer.config.load import load_config
 
-MATH = "distillation.teacher_models.math"
+MATH, TEACHER = "distillation.teacher_models.math", "distillation.teacher_models.teacher_model"
 
 
 def test_a_teacher_under_a_name_of_the_users_has_the_defaults_of_the_declared_one(run: Run):
@@ -23,6 +23,14 @@ def test_a_teacher_under_a_name_of_the_users_has_the_defaults_of_the_declared_on
     assert (teacher.inference.name, teacher.inference.temperature) == ("native", 0.7)
     assert teacher.inference == config.distillation.teacher_models["teacher_model"].inference
     assert load_config(config.to_dict()) == config
+    # A greedy policy is trained at temperature 1, which its teachers follow unless told otherwise.
+    greedy = {"actor_rollout_ref.rollout.do_sample": False, "actor_rollout_ref.rollout.n": 1}
+    greedy |= {f"{MATH}.key": "math", "actor_rollout_ref.rollout.temperature": 0.7}
+    teachers = run.load(greedy | {f"{TEACHER}.inference.temperature": 0.9}).distillation.teacher_models
+    assert {name: teacher.inference.temperature for name, teacher in teachers.items()} == {
+        "teacher_model": 0.9,
+        "math": 1.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -78,7 +86,6 @@ def test_settings_of_public_scripts(run: Run, teachers: str, loss: str):
     assert section.ranks == 4
 
 
-TEACHER = "distillation.teacher_models.teacher_model"
 MODE = "distillation.distillation_loss.loss_mode"
 
 
@@ -162,14 +169,17 @@ def test_work_on_rewards_is_advised_against_where_only_the_teacher_is_learnt_fro
     def said(changes: dict[str, object], uses_rewards: bool) -> list[bool]:
         caplog.clear()
         run.load(taught | changes | {"distillation.distillation_loss.use_task_rewards": uses_rewards})
-        texts = ("scores of the responses of a prompt make no", "critic is trained for nothing", "without a baseline")
+        texts = ("scores of the responses of a prompt make no", "without a baseline")
         return [text in caplog.text for text in texts]
 
-    filtered_gae = filters | {"algorithm.adv_estimator": "gae"}
-    assert said(filtered_gae, True) == [False, False, False]
-    assert said(filtered_gae, False) == [True, True, False]
-    assert said({"actor_rollout_ref.rollout.n": 1}, True) == [False, False, True]
-    assert said({"actor_rollout_ref.rollout.n": 1}, False) == [False, False, False]
+    assert said(filters | {"algorithm.adv_estimator": "gae"}, True) == [False, False]
+    assert said(filters, False) == [True, False]
+    assert said({"actor_rollout_ref.rollout.n": 1}, True) == [False, True]
+    assert said({"actor_rollout_ref.rollout.n": 1}, False) == [False, False]
+    alone = taught | {"distillation.distillation_loss.use_task_rewards": False}
+    for key, value in (("algorithm.adv_estimator", "gae"), ("critic.enable", "true")):
+        message = only(run.refusal(alone | {key: value}))
+        assert f"{key}={value}: distillation.distillation_loss.use_task_rewards=false" in message
 
 
 @pytest.mark.parametrize(("of_teacher", "is_refused"), [("qwen3", True), ("qwen2_5_vl", True), ("qwen3_vl", False)])

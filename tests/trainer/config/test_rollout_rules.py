@@ -190,8 +190,12 @@ def test_a_loss_of_what_an_environment_writes_has_an_environment(run: Run, caplo
     run.load(echo)
     assert "actor_rollout_ref.actor.use_echo_loss=true: rows whose agent_name is not set are answered by" in caplog.text
     caplog.clear()
-    run.load(echo | {"actor_rollout_ref.rollout.multi_turn.enable": True})
+    talks = {"actor_rollout_ref.rollout.multi_turn.enable": True}
+    run.load(echo | talks)
     assert "use_echo_loss" not in caplog.text
+    assert "ECHO" not in caplog.text
+    run.load(echo | talks | {"actor_rollout_ref.rollout.temperature": 0.7})
+    assert "actor_rollout_ref.rollout.temperature=0.7: the cross entropy of ECHO is that of the" in caplog.text
 
 
 MODE = "actor_rollout_ref.actor.router_replay.mode"

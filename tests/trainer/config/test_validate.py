@@ -358,6 +358,13 @@ def test_other_estimators_need_none(run: Run, name: str):
     assert run.load({"algorithm.adv_estimator": name, f"{ROLLOUT}.n": 1})
 
 
+def test_an_estimator_that_compares_turns_wants_trajectories_of_one_sequence(run: Run):
+    rewrites = {"actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": True}
+    message = only(run.refusal({"algorithm.adv_estimator": "gigpo"} | rewrites))
+    assert "use_inference_chat_template=true: algorithm.adv_estimator=gigpo compares turns by what the" in message
+    assert run.load({"algorithm.adv_estimator": "grpo_per_turn"} | rewrites)
+
+
 def test_an_estimator_that_reads_values_needs_a_critic(run: Run):
     message = only(run.refusal(gae(run, **{"critic.enable": False})))
     assert "critic.enable=false: algorithm.adv_estimator=gae reads the critic's values" in message

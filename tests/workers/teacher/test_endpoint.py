@@ -23,6 +23,7 @@ from verl.testing.models import tiny_model, tiny_model_dir, tiny_tokenizer
 from verl.workers.rollout.scoring import ScoreRequest
 from verl.workers.teacher.endpoint import EndpointTeacher
 from verl.workers.teacher.engine import TeacherEngineWorker
+from verl.workers.teacher.tokenizers import check_teacher_tokenizers
 
 ASKED = [ScoreRequest([10, 20, 30, 50, 3, 77], start=3), ScoreRequest([7, 60], start=1)]
 
@@ -105,7 +106,7 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         assert len(connect(url, api_key_env="TEACHER_KEY").score(ASKED)) == 2
 
 
-def test_what_is_refused_at_the_start() -> None:
+def test_what_is_refused_at_the_start(tmp_path: Path) -> None:
     with server(form="none").running() as url:
         shown = r'.*"logprobs": null'
         words = f"gives no log-probs of prompts, so .* prompt_logprobs: {shown}.* echo: {shown}"
@@ -114,8 +115,11 @@ def test_what_is_refused_at_the_start() -> None:
     with server(form="echo").running() as url, pytest.raises(ConfigError, match="echo names most likely tokens by"):
         connect(url, top_k=4)
     other = CompletionsServer(tiny_model(vocab=384), tiny_tokenizer("bpe"))
-    with other.running() as url, pytest.raises(ConfigError, match=r"another tokenizer than the policy: token \d+ is"):
-        connect(url)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with other.running() as url:
+        section = DistillationConfig(enabled=True, teacher_models={"big": teacher(url)})
+        with pytest.raises(ConfigError, match=r"another tokenizer than the policy: token \d+ is"):
+            check_teacher_tokenizers(section, HFModelConfig(path=str(tmp_path)))  # in the driver
 
 
 def test_a_temperature_that_an_endpoint_does_not_apply_is_refused() -> None:

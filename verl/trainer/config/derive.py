@@ -73,6 +73,7 @@ def derive(
     remarks += _separate_ranks(tree, keys, explicit)
     remarks += _engines(tree, raw, keys, explicit)
     _rows_in_driver(tree, keys, explicit)
+    _greedy_teachers(tree, raw, keys)
     remarks += _time_limits(tree, keys, explicit)
     if "algorithm.adv_estimator" in keys:
         for size, source in FORWARD_PASSES:
@@ -90,6 +91,16 @@ def derive_from_algorithm(tree: Tree, explicit: Collection[str], problems: list[
     remarks = _importance_weights(tree, explicit)
     remarks += _algorithm(tree, problems)
     return remarks
+
+
+def _greedy_teachers(tree: Tree, raw: Tree, keys: Mapping[str, Key]) -> None:
+    """Give teachers that follow the rollout the temperature at which a greedy policy is trained, which is 1."""
+    if get(tree, f"{_ROLLOUT}.do_sample") is not False:
+        return
+    for path in keys:
+        of_teacher = path.startswith("distillation.teacher_models.") and path.endswith(".inference.temperature")
+        if of_teacher and not isinstance(get(raw, path), int | float):
+            put(tree, path, 1.0)
 
 
 def expanded(path: object) -> Any:

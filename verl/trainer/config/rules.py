@@ -140,6 +140,13 @@ def estimator(config: PPOConfig) -> Problems:
     if "values" in columns and config.critic.enable is False:
         remedy = "set critic.enable=true, or choose an estimator without values: grpo, rloo, reinforce_plus_plus"
         yield Problem("critic.enable", False, f"{key}={name} reads the critic's values", remedy=remedy)
+    rewrites = "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template"
+    if "responses" in columns and config.actor_rollout_ref.rollout.multi_turn.use_inference_chat_template:
+        cause = (
+            f"{key}={name} compares turns by what the environment said before them, and a trajectory whose history is "
+            "rewritten has several sequences, which begin with it in their prompts"
+        )
+        yield Problem(rewrites, True, cause, "false", "or set algorithm.adv_estimator=grpo_per_turn")
 
 
 def dynamic_sampling(config: PPOConfig) -> Problems:
@@ -360,6 +367,11 @@ def agent_loops(config: PPOConfig) -> Problems:
         )
         remedy = "set rollout.multi_turn.enable=true for tools, or name another agent loop"
         yield Problem(f"{ACTOR}.use_echo_loss", True, cause, remedy=remedy, advice=True)
+    rollout = config.actor_rollout_ref.rollout
+    if config.actor_rollout_ref.actor.use_echo_loss and rollout.do_sample and rollout.temperature != 1:
+        cause = "the cross entropy of ECHO is that of the distribution which is sampled, and text has temperature 1"
+        key = "actor_rollout_ref.rollout.temperature"
+        yield Problem(key, rollout.temperature, cause, "1", "or accept what a scaled distribution learns", advice=True)
     if loop != SINGLE_TURN and not config.data.return_raw_chat:
         cause = f"the agent loop {loop} answers prompts by their messages"
         yield Problem("data.return_raw_chat", False, cause, "true")

@@ -54,15 +54,20 @@ def distillation(config: PPOConfig) -> Problems:
 
 
 def _without_rewards(config: PPOConfig) -> Problems:
-    """Advise against work on rewards and advantages from which nothing is learnt."""
+    """No critic is trained, and no samples are lost, for advantages from which nothing is learnt."""
     of_itself = config.distillation.is_of_itself  # whose template may show the best of several responses
     unread = f"{LOSS}.use_task_rewards=false: the policy learns from the teacher alone"
     if config.algorithm.filter_groups.enable and not of_itself:
         cause = f"{unread}, to which equal scores of the responses of a prompt make no difference, and samples are lost"
         yield Problem("algorithm.filter_groups.enable", True, cause, "false", advice=True)
     if needs_critic(config):
-        name, cause = config.algorithm.adv_estimator, f"{unread}, and the critic is trained for nothing"
-        yield Problem("algorithm.adv_estimator", name, cause, "an estimator without a critic: grpo", advice=True)
+        cause = f"{unread}, and a critic would be loaded and trained for advantages that nothing reads"
+        remedy = f"or set {LOSS}.use_task_rewards=true to learn from the rewards too"
+        if config.critic.enable:
+            yield Problem("critic.enable", True, cause, "null", remedy)
+        else:
+            name = config.algorithm.adv_estimator
+            yield Problem("algorithm.adv_estimator", name, cause, "an estimator without a critic: grpo", remedy)
 
 
 def _of_itself(config: PPOConfig) -> Problems:

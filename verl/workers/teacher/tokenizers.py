@@ -6,27 +6,31 @@ import logging
 
 from transformers import PreTrainedTokenizerBase
 
+from verl.algorithms.distillation import distillation_loss_info
 from verl.config import DistillationConfig, HFModelConfig, local_copies
 from verl.errors import ConfigError
 from verl.utils.model import check_tokenizer_fits, hf_config_of
 from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.teacher.endpoint import EndpointTeacher
 
 logger = logging.getLogger(__name__)
 
 
 def check_teacher_tokenizers(distillation: DistillationConfig, student: HFModelConfig) -> None:
-    """Check the tokenizer of each teacher that has files on this machine or the hub; no model is loaded.
-
-    Endpoints are asked for their tokens when they are first connected to.
+    """Check the tokenizer of each teacher, by its files or by asking its endpoint; no model is loaded.
 
     Raises:
         ConfigError: a teacher has another tokenizer than the policy and these are not aligned by text
-            (``distillation.alignment``), or an embedding with fewer tokens.
+            (``distillation.alignment``), or an embedding with fewer tokens, or an endpoint does not give what the
+            divergence reads.
     """
     student = local_copies(student)
     of_policy = hf_tokenizer(student.tokenizer_path or student.path, trust_remote_code=student.trust_remote_code)
     for name, teacher in distillation.teachers.items():
         if teacher.inference.name == "openai":
+            loss = distillation.distillation_loss
+            top_k = loss.topk or 0 if distillation_loss_info(loss.loss_mode).reads == "topk" else 0
+            EndpointTeacher(f"distillation.teacher_models.{name}", teacher, of_policy, top_k)
             continue
         model = teacher_model(local_copies(teacher).model_path, student)
         of_teacher = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
