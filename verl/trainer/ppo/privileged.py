@@ -41,7 +41,7 @@ from verl.protocol import DataProto, compute_response_mask
 from verl.schema import require
 from verl.utils.metric import Metrics
 from verl.vision.families import IMAGE_INPUTS
-from verl.vision.messages import PLACEHOLDERS, kind_of
+from verl.vision.messages import PLACEHOLDERS, has_image_parts, kind_of
 from verl.vision.prompts import ImagePrompts
 
 if TYPE_CHECKING:
@@ -202,6 +202,8 @@ class PrivilegedPrompts:
         if last is None or not isinstance(content, str | list):
             raise DataError(f"{where} has no text of a user, which {KEY}.template would replace.")
         question = content if isinstance(content, str) else "".join(map(_text_of, content))
+        if not has_image_parts(content):
+            content = question
         try:
             text = self._template.render(variables, prompt=question)
         except (TemplateError, TypeError, AttributeError, ValueError, ArithmeticError, LookupError) as error:
@@ -288,7 +290,7 @@ class _Context:
 
 def _text_of(part: Message) -> str:
     kind = kind_of(part)
-    return part["text"] if kind is None else PLACEHOLDERS[kind]
+    return part.get("text", "") if kind is None else PLACEHOLDERS[kind]
 
 
 def _unpadded(prompts: torch.Tensor, attention_mask: torch.Tensor) -> list[list[int]]:
