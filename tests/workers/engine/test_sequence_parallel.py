@@ -24,6 +24,9 @@ from verl.testing.models import tiny_model_dir
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, get_ulysses_sequence_parallel_world_size
 from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.engine import MicroBatchConfig
+from verl.workers.engine.fsdp.divergence import DivergenceStatistics
+from verl.workers.engine.fsdp.head import NO_TOP, TokenStatistics
+from verl.workers.engine.fsdp.outputs import language_outputs
 from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
 
 STATE = ("model", "optimizer", "extra")
@@ -231,3 +234,13 @@ def test_checkpoints_go_from_one_layout_to_another(folder, paths, batch):
 def test_heads_are_checked_before_the_model_is_loaded(tmp_path, paths):
     with pytest.raises(ConfigError, match="does not divide the 1 ranks"):
         shared(paths["2 kv heads"])
+
+
+def test_ranks_collect_outputs_in_one_order():
+    """The order of a set of names differs between processes, so that one rank's entropies were another's log-probs."""
+    names = frozenset({"log_probs", "entropy", "sum_pi_squared", "divergence", "teacher_entropy", "agreement"})
+    values = torch.zeros(1)
+    statistics = TokenStatistics(log_probs=values, entropy=values, sum_pi_squared=values)
+    divergence = DivergenceStatistics(values, values, values)
+    columns = language_outputs(names, values, lambda **_: statistics, None, NO_TOP, lambda: divergence)
+    assert [*columns] == sorted(names)

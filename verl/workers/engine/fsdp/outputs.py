@@ -58,7 +58,9 @@ def language_outputs(
             top=top if rest & {"top_ids", "top_log_probs"} else NO_TOP,
         )
         columns |= {name: values for name, values in statistics._asdict().items() if values is not None}
-    return {name: columns[name] for name in outputs}
+    # In one order on all ranks, which collect the columns one after the other where they share sequences: that of a set
+    # differs between processes.
+    return {name: columns[name] for name in sorted(outputs)}
 
 
 def empty_columns(
