@@ -17,7 +17,7 @@ from verl.planner.hardware import Cluster
 from verl.planner.memory import BYTES, ModelMemory, RankLayout
 from verl.planner.passes import Rows
 from verl.planner.shapes import ModelShape
-from verl.planner.teachers import Teachers, output_bytes
+from verl.planner.teachers import PlannedTeachers, output_bytes
 from verl.planner.timing import Work, generation_seconds, pass_seconds
 
 _ENGINE_RESERVE = 2e9
@@ -123,9 +123,9 @@ class Plan:
         return self.ranks + (self.rollout_ranks if self.has_rollout_pool else 0) + self.teachers.ranks
 
     @property
-    def teachers(self) -> Teachers:
+    def teachers(self) -> PlannedTeachers:
         """Teachers besides the policy, or the policy as its own."""
-        return Teachers(self.config.distillation)
+        return PlannedTeachers(self.config.distillation)
 
     def rollout_rows(self, shared_by: int) -> int:
         """Rows of a step on each group of ranks that share a rollout engine."""

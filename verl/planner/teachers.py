@@ -15,7 +15,7 @@ AVERAGE_BYTES = 4
 
 
 @dataclass(frozen=True)
-class Teachers:
+class PlannedTeachers:
     """Teachers of a run, as its memory and time depend on them.
 
     Args:
