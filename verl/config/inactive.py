@@ -71,9 +71,6 @@ _NO_TILED_MLP = (
     "the same numbers: a pass has at most the tokens of its budget (ppo_max_token_len_per_gpu), which bounds what its "
     "feed-forward layers hold, and ranks can share a longer sequence (ulysses_sequence_parallel_size)"
 )
-_NO_LIGER = (
-    "the model's own layers give the same results, and what Liger saves most, all logits at once, is never made here"
-)
 _ONE_PROFILER = (
     "all roles are profiled by one tool into one folder; set global_profiler.tool and global_profiler.save_path"
 )
@@ -184,7 +181,6 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     ),
     TrainedModelConfig: (no_effect(_NO_TILED_MLP, {"tiled_mlp.enabled": False, "tiled_mlp.num_shards": 4}),),
     HFModelConfig: (
-        no_effect(_NO_LIGER, {"use_liger": False}),
         no_effect(_ALWAYS_FUSED, {"use_fused_kernels": False, "fused_kernel_options.impl_backend": "torch"}),
         not_yet("multi-token prediction is not in this version; set mtp.enable=false", {"mtp.enable": False}),
         no_effect(

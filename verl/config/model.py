@@ -56,6 +56,9 @@ class PretrainedModelConfig(BaseConfig):
     """Values that replace entries of the model's config, such as `attn_implementation`."""
     use_remove_padding: bool = setting(False)
     """Pack sequences one after another, so that padding is not computed."""
+    use_liger: bool | None = setting(None)
+    """Whether norms, gates of MLPs and rotations on a GPU are Liger's kernels, under FSDP and in the engine `native`.
+    null: where the package `liger-kernel` is installed. On CPUs and under Megatron it has no effect."""
 
 
 @section

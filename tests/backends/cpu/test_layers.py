@@ -16,7 +16,8 @@ from tests.workers.support import LAYOUTS, has_fast_layers, make_engine, ragged_
 from verl.backends.cpu import layer_functions, layers
 from verl.backends.cpu.kernels import FeedForward, Heads, Linear, Norm, cpu_kernels
 from verl.backends.cpu.layer_functions import attention_inputs, feed_forward, linear, rms_norm
-from verl.backends.cpu.layers import norm_rule, use_fast_layers
+from verl.backends.cpu.layers import use_fast_layers
+from verl.backends.replaced_layers import norm_rule
 from verl.testing.models import FAMILIES, tiny_model, tiny_model_dir
 from verl.workers.losses import sft_loss
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from verl.backends.cpu.kernels import Decoder, DecoderLayer, DecoderPass, Linear, RowsOfMemory, cpu_kernels
-from verl.backends.cpu.layers import activation_of, attention_window, norm_rule
+from verl.backends.cpu.layers import attention_window
+from verl.backends.replaced_layers import activation_of, norm_rule
 
 # Models whose layers are norm, attention, norm, gated MLP, with residuals; some have norms of heads too.
 _FAMILIES = {"Llama", "Mistral", "Qwen2", "Qwen3", "Gemma"}

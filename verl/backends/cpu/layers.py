@@ -14,45 +14,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import functional
 
 from verl.backends.cpu.kernels import FeedForward, Heads, Linear, Norm, cpu_kernels
 from verl.backends.cpu.layer_functions import attention_inputs, feed_forward, inference_linear, linear, rms_norm
+from verl.backends.replaced_layers import MLP_PARTS, activation_of, norm_epsilon, norm_rule, replace_forwards
 from verl.utils.transformers_private import ALL_ATTENTION_FUNCTIONS, attention_of
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2")
 """Prefixes of the ``...Attention`` and ``...DecoderLayer`` classes of Transformers that are replaced in training."""
 
-# Activations that the kernels implement.
-_ACTIVATIONS = {"silu": functional.silu, "gelu": partial(functional.gelu, approximate="tanh")}
-_MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 # Parts of a decoder layer x ↦ y + mlp(norm(y)), y = x + attention(norm(x)).
 _LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 
 
 def use_fast_layers(model: nn.Module, for_training: bool) -> Callable[[], None]:
     """Replace ``forward`` of every supported layer of ``model``; the returned function undoes it."""
-    replacements = [(m, type(m), fast) for m in model.modules() if (fast := _fast_class(m, for_training)) is not None]
-    for module, kind, fast in replacements:
-        module.__class__ = _with_forward_of(kind, fast)
-
-    def undo() -> None:
-        for module, kind, _ in replacements:
-            module.__class__ = kind
-
-    return undo
-
-
-@cache
-def _with_forward_of(kind: type[nn.Module], fast: type[nn.Module]) -> type[nn.Module]:
-    """Derive a class from ``kind``, of the same name, with the forward pass of ``fast``."""
-    return type(kind.__name__, (fast, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+    return replace_forwards(model, partial(_fast_class, for_training=for_training))
 
 
 # ---- the layers
@@ -171,7 +154,7 @@ def _is_taken(x: Tensor) -> bool:
 
 
 def _norm_of(layer: Any) -> Norm:
-    return Norm(layer.weight, _epsilon(layer), layer._offset)
+    return Norm(layer.weight, norm_epsilon(layer), layer._offset)
 
 
 def _feed_forward_of(layer: Any) -> FeedForward:
@@ -217,7 +200,7 @@ def _fast_class(module: nn.Module, for_training: bool) -> type[nn.Module] | None
         return None
     if kind.__name__.endswith("Attention"):
         return _FastAttention if for_training and _family(kind, "Attention") else None
-    if kind.__name__.endswith("MLP") and dict(module.named_children()).keys() == _MLP_PARTS:
+    if kind.__name__.endswith("MLP") and dict(module.named_children()).keys() == MLP_PARTS:
         return _fast_mlp(module, for_training)
     return None
 
@@ -254,35 +237,6 @@ def _is_own(child: nn.Module) -> bool:
     if isinstance(child, nn.Linear):
         return type(child) is nn.Linear and not _is_watched(child)
     return not any(True for _ in child.children())
-
-
-def norm_rule(layer: Any) -> tuple[float, float] | None:
-    """Determine (ε, offset) of a layer that computes x / √(mean x² + ε) · (weight + offset), by trying random numbers.
-
-    The offset is 0, or 1 as in Gemma. None if the layer is no such norm.
-    """
-    eps, weight = _epsilon(layer), getattr(layer, "weight", None)
-    if not isinstance(eps, float) or weight is None or weight.dim() != 1 or len(list(layer.parameters())) != 1:
-        return None
-    generator = torch.Generator().manual_seed(0)
-    x, w = (torch.rand(size, generator=generator) + 0.5 for size in ((3, len(weight)), (len(weight),)))
-    output = torch.func.functional_call(layer, {"weight": w}, (x,))
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    for offset in (0.0, 1.0):
-        if torch.allclose(output, (offset + w) * normed, rtol=1e-5, atol=1e-6):
-            return eps, offset
-    return None
-
-
-def _epsilon(layer: object) -> Any:
-    return getattr(layer, "variance_epsilon", getattr(layer, "eps", None))
-
-
-def activation_of(function: nn.Module) -> str | None:
-    """Return the name of an activation that the kernels implement, by comparing values; None for another."""
-    x = torch.linspace(-4, 4, 65)
-    output = function(x)
-    return next((name for name, known in _ACTIVATIONS.items() if torch.allclose(known(x), output, atol=1e-6)), None)
 
 
 def attention_window(layer: Any) -> int | None:

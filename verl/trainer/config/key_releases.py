@@ -104,7 +104,6 @@ RETIRED: tuple[Retired, ...] = (
             "critic.model.fused_kernel_options": "torch",
         },
     ),
-    *_told("the model's own layers give the same results", {"critic.model.use_liger": False}),
     *_told(_UNPADDED, {"*.pad_to_length": False, "*.pad_bshd_to_minibatch_max": True}),
     *(Retired("*.pad_to_length_bucket", _UNPADDED, (None, 512, 1024), refused=False),),
     *_refused("weights are always read from model.path; leave it true", {"*.load_weight": True}),

@@ -16,6 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from verl.backends.cuda.layers import fuses_layers
 from verl.protocol import DataProto
 from verl.utils.available_memory import available_memory
 from verl.utils.model import longrope_threshold, torch_dtype
@@ -58,7 +59,8 @@ class NativeRollout(BaseRollout):
         trusts_code = self.model_config.trust_remote_code
         with_graphs = self.device.type == "cuda" and not self.config.enforce_eager
         sizes = self.config.cudagraph_capture_sizes if with_graphs else ()
-        self._model = NativeModel(self.hf_config, dtype, self.device, trusts_code, self._ranks, sizes)
+        fused = self.device.type == "cuda" and fuses_layers(self.model_config.use_liger)
+        self._model = NativeModel(self.hf_config, dtype, self.device, trusts_code, self._ranks, sizes, fused)
         self._check_rotation()
         self._memory: KeyValueMemory | None = None
         self._cache: PrefixCache | None = None

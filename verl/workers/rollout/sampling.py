@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # SGLang's processes load this file too, and their environmen
 
 # Limit of rows x vocabulary that are processed at once in float64: 128 MiB for each temporary tensor.
 _CHUNK_ELEMENTS = 1 << 24
+_CDF_BLOCK = 512
+"""Tokens whose cumulative probabilities are summed at once."""
 _NO_TOKEN = -1
 # Tokens decoded in front of those that can belong to a stop text: some tokenizers drop a text's leading space.
 _CONTEXT_TOKENS = 8
@@ -75,11 +77,28 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         (rows,) int64.
     """
-    cdf = _cumulative(probs)
-    total = cdf[:, -1:]
-    target = torch.minimum(uniform[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    drawn = torch.searchsorted(cdf, target, right=True).squeeze(-1)
-    return drawn.clamp(max=probs.shape[-1] - 1)  # out of range only with nan, which the engine reports
+    # First the block of tokens, then the token in it: the cumulative sum of a whole vocabulary is slow on a GPU.
+    vocabulary = probs.shape[-1]
+    size = min(_CDF_BLOCK, vocabulary)
+    in_blocks = vocabulary // size * size
+    masses = probs[:, :in_blocks].unflatten(-1, (-1, size)).sum(-1)
+    if in_blocks < vocabulary:
+        masses = torch.cat([masses, probs[:, in_blocks:].sum(-1, keepdim=True)], dim=-1)
+    ends = _cumulative(masses)
+    target = _below(uniform[:, None] * ends[:, -1:], ends[:, -1:])
+    # Out of range only with nan, which the engine reports.
+    block = torch.searchsorted(ends, target, right=True).clamp(max=masses.shape[-1] - 1)
+    start = ends.gather(-1, (block - 1).clamp(min=0)) * (block > 0)
+    tokens = block * size + torch.arange(size, device=probs.device)
+    in_block = probs.gather(-1, tokens.clamp(max=vocabulary - 1)) * (tokens < vocabulary)
+    cdf = _cumulative(in_block)
+    place = torch.searchsorted(cdf, _below(target - start, cdf[:, -1:]), right=True)
+    return (block * size + place).squeeze(-1).clamp(max=vocabulary - 1)
+
+
+def _below(target: Tensor, total: Tensor) -> Tensor:
+    """Bound the targets by the number before ``total``, so that rounding leads to no token of probability 0."""
+    return torch.minimum(target, total.nextafter(torch.zeros_like(total)))
 
 
 def _cumulative(probs: Tensor) -> Tensor:

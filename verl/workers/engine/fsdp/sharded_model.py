@@ -103,7 +103,7 @@ class ShardedModel(BaseEngine):
         self.engine_config = engine_config
         self.optimizer_config = optimizer_config
         self.device = get_device(device_name)
-        self.backend = backend_for(self.device)
+        self.backend = backend_for(self.device, model_config.use_liger)
         ensure_process_group(self.device, timeout_s)
         self.mesh = make_mesh(self.device, engine_config.fsdp_size)
         self.sequence_mesh = make_sequence_mesh(self.device, engine_config.ulysses_sequence_parallel_size)

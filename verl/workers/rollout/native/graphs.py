@@ -1,8 +1,8 @@
 """CUDA graphs of decoding passes: a pass is recorded once for a number of rows, and then replayed by one call.
 
-A pass of a small model is a thousand kernels, and the host takes longer to launch them than the GPU to compute. A
-recorded pass has fixed shapes and addresses: tokens and positions are copied into buffers, rows are filled up to the
-next size, and attention reads all keys up to the next bound.
+A pass of a small model is hundreds of kernels, and the host takes longer to launch them than the GPU to compute. A
+recorded pass has fixed shapes and addresses: tokens and positions are copied into buffers, and rows are filled up to
+the next size. Attention that does not read each row up to its own length reads all keys up to the next bound.
 
 Memory: all passes share what they need while they run, and write their logits into one buffer. At most
 :data:`~verl.config.rollout.MOST_GRAPHS` are kept, those that were used last.
@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -83,7 +84,8 @@ class DecodeGraphs:
 
     def _pass(self, memory: CopiedPromptMemory, rows: int) -> _Pass:
         """Return the pass of this size over the tokens that are in memory now."""
-        size = rows, tokens_of_graph(memory.bound, memory.text_room)
+        room = memory.text_room
+        size = rows, room if memory.reads_each_row else tokens_of_graph(memory.bound, room)
         if size not in self._passes:
             if len(self._passes) == MOST_GRAPHS:
                 self._passes.popitem(last=False)
@@ -169,7 +171,7 @@ class _Recorder:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(self._stream):  # which is left also if the recording fails
+            with torch.cuda.stream(self._stream), _usable_random_numbers(self._stream.device):
                 decode_pass.compute()  # libraries allocate their workspaces before the recording
                 # Other threads of this process may use the device meanwhile.
                 with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
@@ -177,3 +179,17 @@ class _Recorder:
             torch.cuda.current_stream().wait_stream(self._stream)
             decode_pass.graph = graph
         decode_pass.output = output
+
+
+@contextmanager
+def _usable_random_numbers(device: torch.device) -> Iterator[None]:
+    """Give the device its random state back if the recording inside fails, after which it would refuse to draw."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+    before = generator.get_state()
+    try:
+        yield
+    except RuntimeError:
+        restored = torch.Generator(device)
+        restored.set_state(before)
+        generator.graphsafe_set_state(restored)
+        raise

@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from verl.backends.cpu.allocator import ReclaimableBuffers
 from verl.backends.cpu.kernels import CPUKernels, RowsOfMemory
+from verl.backends.cuda.decode_attention import can_decode, decode_attention
 from verl.workers.packed_attention import AttentionRule
 
 
@@ -320,6 +321,8 @@ class CopiedPromptMemory(KeyValueMemory):
         super().__init__(shape, room, prompt_room, response_room, text_room)
         self._memory = shape.allocate(room, self.text_room)
         self._filled = 0
+        self.reads_each_row = can_decode(shape.device, shape.head_dim)
+        """Whether :meth:`decode` reads each row up to its own length, so that no bound on all of them matters."""
 
     @property
     def nbytes(self) -> int:
@@ -381,6 +384,9 @@ class CopiedPromptMemory(KeyValueMemory):
         """See :meth:`KeyValueMemory.decode`."""
         count, heads, head_dim = query.shape
         keys, values = (memory[layer, :count] for memory in self._memory)
+        if self.reads_each_row:
+            settings = rule.scale, rule.window, rule.softcap
+            return decode_attention(query, key, value, keys, values, places.positions, *settings)
         keys[places.rows, :, places.positions], values[places.rows, :, places.positions] = key, value
         mask = places.visible(rule.window)  # (rows, 1, 1, tokens)
         # Query heads of one key/value head are treated as several queries, so keys and values need not be repeated.

@@ -14,6 +14,7 @@ from verl.backends.cpu.allocator import ReclaimableBuffers, keep_freed_memory
 from verl.backends.cpu.decoder import ROTATIONS_OF_A_PASS, compiled_decoder
 from verl.backends.cpu.kernels import cpu_kernels
 from verl.backends.cpu.layers import use_fast_layers
+from verl.backends.cuda.layers import use_fused_layers
 from verl.config.rollout import GRAPH_SIZES
 from verl.errors import RolloutError
 from verl.utils.model import causal_lm_without_weights, rope_types
@@ -57,6 +58,7 @@ class NativeModel:
         ranks: the ranks over which the model is split; by default this one alone.
         graph_sizes: decode by :class:`DecodeGraphs` of these numbers of rows, unless several ranks split the model;
             None: of :data:`GRAPH_SIZES`, if decoding of this architecture is known to allow it.
+        fuses_layers: compute norms, gates and rotations by Liger's kernels, on a GPU.
 
     Raises:
         RolloutError: the native engine does not support the architecture; the message names other engines.
@@ -70,6 +72,7 @@ class NativeModel:
         trust_remote_code: bool = False,
         ranks: EngineRanks | None = None,
         graph_sizes: Sequence[int] | None = (),
+        fuses_layers: bool = False,
     ) -> None:
         self.ranks = ranks or EngineRanks(1, device)
         config = copy.deepcopy(config)  # the attention implementation is set in it
@@ -94,6 +97,8 @@ class NativeModel:
             keep_freed_memory()
             if dtype is torch.float32:
                 use_fast_layers(self.module, for_training=False)
+        elif fuses_layers:
+            use_fused_layers(self.module)
         if graph_sizes is None:
             graph_sizes = GRAPH_SIZES if self._can_be_recorded else ()
         with_graphs = bool(graph_sizes) and self.ranks.size == 1
