@@ -29,7 +29,6 @@ from verl.agents.endpoint.calls import (
     ModelCall,
     refuse_unmet,
 )
-from verl.agents.endpoint.server import LoopbackServer
 from verl.agents.policy import AsyncLLMServerManager, ContextFullError, SampleId, TokenOutput
 from verl.base.types import JsonObject
 from verl.config import ActorRolloutRefConfig, PPOConfig, RolloutConfig, local_copies
@@ -38,6 +37,7 @@ from verl.serving.connection import Connection
 from verl.serving.local import LocalSession
 from verl.serving.router import RolloutEndedError
 from verl.serving.session import Session
+from verl.tools.loopback import LoopbackServer
 from verl.utils.deferred import Deferred
 from verl.utils.metric import Metrics
 from verl.utils.model import check_tokenizer_fits, hf_config_of

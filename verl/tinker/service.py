@@ -14,7 +14,6 @@ import logging
 import secrets
 from pathlib import Path
 
-from verl.agents.endpoint.server import LoopbackServer
 from verl.base import env
 from verl.config import ServeConfig, local_copies
 from verl.errors import ConfigError, ProcessLostError
@@ -25,6 +24,7 @@ from verl.tinker.data import ModelLimits
 from verl.tinker.files import StateFiles
 from verl.tinker.jobs import JobBoard
 from verl.tinker.worker import AdapterWorker
+from verl.tools.loopback import LoopbackServer
 from verl.trainer.config.sizes import resolve_device
 from verl.trainer.driver import load_controller
 from verl.trainer.worker_groups import WorkerGroups

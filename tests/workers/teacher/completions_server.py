@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from verl.agents.endpoint.server import LoopbackServer
+from verl.tools.loopback import LoopbackServer
 
 
 @dataclass
