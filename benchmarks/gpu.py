@@ -693,7 +693,7 @@ def bandwidth(setting: Setting) -> dict[str, Any]:
 # ---- tests ----------------------------------------------------------------------------------------
 
 
-GPU_TESTS = ("tests/workers/test_on_gpu.py", "tests/workers/rollout/test_hf_rollout.py")
+GPU_TESTS = ("tests/workers/test_on_gpu.py", "tests/workers/rollout/test_hf_rollout.py", "tests/backends/cuda")
 """Files with tests marked ``gpu``; to collect the others takes packages that a bare machine lacks."""
 
 

@@ -135,12 +135,12 @@ def test_cfg_job_prints_the_composed_configuration():
 
 def test_cfg_job_says_what_is_refused_and_what_has_no_effect(run: Run):
     keys = {
-        "actor_rollout_ref": {"model": {"use_liger": True}},
+        "actor_rollout_ref": {"model": {"use_fused_kernels": True}},
         "critic": {"model": {"mtp": {"enable": True}}},
     }
     said = remarks(keys, PPOConfig)
     assert "# refused: critic.model.mtp.enable=true: multi-token prediction is not in this version.\n" in said
-    assert "# no effect: actor_rollout_ref.model.use_liger (" in said
+    assert "# no effect: actor_rollout_ref.model.use_fused_kernels (" in said
     assert remarks({"trainer": {"save_freq": 3}}, PPOConfig) == ""
 
 
@@ -160,11 +160,11 @@ def test_help_is_one_screen():
 
 
 def test_help_describes_the_keys_of_a_section(command_line: CommandLine, capsys: pytest.CaptureFixture[str]):
-    command_line("--help", "algorithm.kl_ctrl", "use_liger", "tensor_model_parallel_size")
+    command_line("--help", "algorithm.kl_ctrl", "use_fused_kernels", "tensor_model_parallel_size")
     said = capsys.readouterr().out
     assert "algorithm.kl_ctrl.horizon = 10000\n" in said
     assert "(a number > 0)" in said
-    assert "actor_rollout_ref.model.use_liger: no effect: " in said
+    assert "actor_rollout_ref.model.use_fused_kernels: no effect: " in said
     lines = said.splitlines()
     first = lines.index("actor_rollout_ref.rollout.tensor_model_parallel_size = 2") + 1
     assert all(line.startswith("    ") for line in lines[first : first + 2])  # a sentence of two lines

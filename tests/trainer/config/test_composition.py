@@ -33,6 +33,7 @@ ROOTS = {
 }
 OURS = {
     "actor_rollout_ref.rollout.name": "native",
+    "actor_rollout_ref.model.use_liger": None,  # where it is installed
     "trainer.save_freq": 0,
     "trainer.logger": ["console", "file"],
     "trainer.n_gpus_per_node": "${verl.gpus_per_node:}",

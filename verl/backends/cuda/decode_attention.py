@@ -8,6 +8,7 @@ several programs share a row, and a second kernel adds their parts (arXiv:2311.0
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,7 +80,8 @@ def decode_attention(
     out = query.new_empty(rows, heads, head_dim)
     partial = query.new_empty((rows, heads, parts, head_dim) if parts > 1 else (1,), dtype=torch.float32)
     sums = query.new_empty((2, rows, heads, parts) if parts > 1 else (1,), dtype=torch.float32)
-    decode_kernels.attend[rows, kv_heads, parts](
+    attend: Any = decode_kernels.attend  # a function that Triton compiles, called as kernel[grid](...)
+    attend[rows, kv_heads, parts](
         query,
         key,
         value,
@@ -110,7 +112,8 @@ def decode_attention(
         num_stages=3 if query.dtype != torch.float32 else 2,
     )
     if parts > 1:
-        decode_kernels.add_parts[rows, heads](
+        add_parts: Any = decode_kernels.add_parts
+        add_parts[rows, heads](
             partial,
             sums,
             sums[1],
