@@ -23,6 +23,7 @@ NATIVE = "actor_rollout_ref.rollout.name=native"
 ROLLOUT_RANKS = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 LOG_PROBS = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1"
 UPDATES = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+DORA = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.lora.use_dora=true"]
 MEGATRON = ("--config-name", "ppo_megatron_trainer")
 STAGES = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size"
 PIECES = "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size"
@@ -254,7 +255,7 @@ def test_options_out_of_range_are_said(folder, capsys, words, said):
         (["--gpus", "3"], "which 3 ranks cannot share equally"),
         ([*MEGATRON, f"{STAGES}=2", "--gpus", "3"], "2 ranks share the model, which does not divide 3 ranks"),
         ([*MEGATRON, f"{STAGES}=2", f"{PIECES}=4", "--gpus", "2"], "=8 does not divide the model's 28 layers"),
-        ([*MEGATRON, "actor_rollout_ref.model.lora_rank=8", "--gpus", "2"], "strategy=megatron has no LoRA"),
+        ([*MEGATRON, *DORA, "--gpus", "2"], "strategy=megatron has no DoRA"),
     ],
 )
 def test_what_cannot_be_planned_is_said(folder, words, said):

@@ -98,7 +98,7 @@ class Adapted:
             raise CheckpointError(f"{folder}: shards and {ADAPTER_FOLDER} are of different adapters: {missing[:3]}.")
         with torch.no_grad():
             for name, parameter in trained.items():
-                parameter.copy_(weights[name])
+                parameter.copy_(weights[name].view(parameter.shape))  # of experts, Megatron has three dimensions
         self._model = model
 
     def merged_weights(self) -> dict[str, Tensor]:

@@ -116,7 +116,7 @@ class ModelMemory:
     outputs: int | None = None
     with_entropy: bool = True
     adapters: int = 0
-    """Parameters of adapters, stored in fp32 beside the model's."""
+    """Parameters of adapters, stored beside the model's, under FSDP in fp32."""
 
     # ---- what lies in memory between passes
 
@@ -134,8 +134,8 @@ class ModelMemory:
     def weights(self) -> float:
         """Bytes of the stored weights."""
         lay = self.layout
-        stored = self._part(self.shape.parameters(self.outputs)) * lay.stored_bytes + self.adapters * 4
-        return stored / lay.shards
+        adapters = self._part(self.adapters) * lay.stored_bytes if lay.is_megatron else self.adapters * 4
+        return (self._part(self.shape.parameters(self.outputs)) * lay.stored_bytes + adapters) / lay.shards
 
     @property
     def gradients(self) -> float:
@@ -275,6 +275,7 @@ class ModelMemory:
         }
         if lay.is_megatron and self.trained:
             hidden += 2 * responses * b * s.hidden  # those of the responses, and their gradients
+        if lay.is_megatron and self.trained and not self.adapters:
             # Gradients of weights are made one matrix after the other, and added to their buffers.
             head += (s.head_parameters(self.outputs) or s.embedding_parameters) * b / lay.tensor
             layer += 2 * s.hidden * s.feed_forward * b / lay.tensor

@@ -13,6 +13,7 @@ from verl.config import DPOConfig, McoreEngineConfig, RMConfig, SFTConfig
 from verl.testing.models import tiny_model_dir
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
+from verl.trainer.config.megatron_lora import settings_of
 from verl.utils.model_facts.megatron_fit import misfits
 
 ACTOR = "actor_rollout_ref.actor"
@@ -288,6 +289,43 @@ def test_supervised_runs_have_the_same_rules(run: Run, caplog, root):
     for change, expected in (
         ({"trainer.n_gpus_per_node": 3}, "megatron.*2 ranks share the model, which does not divide 3 ranks"),
         ({"engine.ulysses_sequence_parallel_size": 2}, "1, and megatron.context_parallel_size"),
-        ({"model.lora_rank": 4}, "engine.strategy=megatron: strategy=megatron has no LoRA"),
+        (
+            {"model.lora_rank": 4, "model.lora.use_dora": True},
+            "model.lora.use_dora=true: strategy=megatron has no DoRA",
+        ),
     ):
         assert re.search(expected, run.refusal(megatron | change, root), re.DOTALL)
+
+
+@installed
+def test_lora_has_megatrons_names_too(run: Run):
+    model, lora = "actor_rollout_ref.model", "actor_rollout_ref.model.lora"
+    adapted = run.load(TWO | {f"{lora}.rank": 4, f"{lora}.merge": True, f"{lora}.lora_A_init_method": "kaiming"})
+    policy = adapted.actor_rollout_ref.model
+    assert (policy.lora_rank, policy.lora_alpha, policy.exclude_modules) == (4, 32, None)
+    every = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert policy.target_modules == every
+    chosen = {f"{lora}.rank": 4, f"{lora}.alpha": 8, f"{lora}.target_modules": ["linear_qkv", "linear_fc2"]}
+    policy = run.load(TWO | chosen | {f"{lora}.exclude_modules": ["linear_k"]}).actor_rollout_ref.model
+    assert (policy.lora_alpha, policy.exclude_modules) == (8, ("k_proj",))
+    assert policy.target_modules == ("q_proj", "k_proj", "v_proj", "down_proj")
+    assert run.load({f"{lora}.alpha": 32, f"{lora}.merge": False}).actor_rollout_ref.model.lora_alpha == 16
+    for change, expected in (
+        ({f"{model}.lora_rank": 8}, "this is another spelling of actor_rollout_ref.model.lora_rank"),
+        ({f"{lora}.dropout": 0.1}, "log-probs must not be random"),
+        ({f"{lora}.lora_B_init_method": "xavier"}, "B begins at 0"),
+        ({f"{lora}.target_modules": ["*.layers.0.*.linear_qkv"]}, "by a regular expression of Transformers' names"),
+        ({f"{lora}.use_dora": True}, "strategy=megatron has no DoRA"),
+    ):
+        assert expected in run.refusal(TWO | {f"{lora}.rank": 4} | change)
+
+
+def test_megatrons_names_of_layers_of_a_mixture_are_those_of_its_experts(tmp_path):
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(experts))
+    settings, problems = settings_of("model", str(tmp_path), {"rank": 4})
+    assert not problems
+    assert settings["model.target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert settings["model.lora.target_parameters"] == ["gate_up_proj", "down_proj"]
+    _, problems = settings_of("model", str(tmp_path), {"rank": 4, "target_modules": ["linear_fc1"]})
+    assert "no layer of attention gets adapters" in str(problems[0])

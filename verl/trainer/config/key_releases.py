@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from verl.config.inactive import NO_QUEUE
 from verl.config.model import OTHER_ENGINES
+from verl.trainer.config import megatron_lora
 from verl.trainer.config.key_table import Alias, Retired
 
 OPTIMIZERS = ("actor_rollout_ref.actor.optim", "critic.optim", "optim")
@@ -44,6 +45,8 @@ ALIASES: tuple[Alias, ...] = (
         for section in (_SKIP, "skip.rollout", "skip.rollout_tq", "skip.async_rollout")
         for name, new, silent in (("enable", "rollout", False), ("dump_dir", "dump_dir", "~/.verl/rollout_dump"))
     ),
+    *(Alias(f"{model}.lora.adapter_path", f"{model}.lora_adapter_path") for model in megatron_lora.SECTIONS),
+    Alias("actor_rollout_ref.model.lora.merge", "actor_rollout_ref.rollout.merge_adapters", silent=False),
     # the supervised trainers
     Alias("trainer.balance_batch", "data.balance_dp_token", silent=True),
     *(Alias(f"engine.{name}", f"megatron.{name}") for name in MEGATRON_SIZES),
@@ -82,7 +85,32 @@ RETIRED: tuple[Retired, ...] = (
     *_absent("prefill and decoding on separate machines", "*.disaggregation", "enabled"),
     *_absent("tokens that go on from turn to turn without being rendered again", "data.continuous_token", "enable"),
     *_absent("multi-token prediction", "critic.model.mtp", "enable"),
-    *_absent("a LoRA of Megatron's own layers (FSDP's is model.lora_rank)", "*model.lora", "rank", 0),
+    *_told("it divides work alike", {"*model.lora.a2a_experimental": False}),
+    *_refused(
+        "log-probs must not be random, so adapters have no dropout; leave it at 0",
+        {"*model.lora.dropout": 0.0, "*model.lora.dropout_position": "pre"},
+    ),
+    *_refused(
+        "adapters have the dtype of the model, and the optimizer fp32; leave it out", {"*model.lora.dtype": None}
+    ),
+    *_refused("B begins at 0, so that a new adapter changes nothing", {"*model.lora.lora_B_init_method": "zero"}),
+    *_refused(
+        "adapters are for the language model, whose own weights stay as they are; leave it true",
+        {f"*model.lora.freeze_{part}": True for part in ("language_model", "vision_model", "vision_projection")},
+    ),
+    Retired(
+        "*model.lora.type",
+        "of the kinds of LoRA there are lora and, with lora.use_dora under FSDP, DoRA; leave it out",
+        (None, "lora", "canonical_lora"),
+    ),
+    Retired(
+        "*model.lora.lora_A_init_method",
+        "A is drawn as peft draws it (Kaiming, uniform)",
+        (None, "kaiming"),
+        refused=False,
+        part=True,
+    ),
+    Retired("*model.lora", "it is read with model.lora.rank above 0 alone", (), refused=False, part=True),
     Retired("transfer_queue", NO_QUEUE, (), refused=False, part=True),
     *(
         Retired(pattern, f"part of the engine {name}, which is not in this version", (), refused=False, part=True)

@@ -90,14 +90,13 @@ def _sizes(engine: McoreEngineConfig) -> dict[str, int] | str:
 
 
 def _training(held: _Held) -> Problems:
-    """All weights are trained, activations stay on the device, and sequences are shared by Megatron's own sizes."""
+    """Activations stay on the device, adapters are plain ones, and sequences are shared by Megatron's own sizes."""
     if held.model.enable_activation_offload:
         key = f"{held.model_key}.enable_activation_offload"
         remedy = "enable_gradient_checkpointing=true keeps each layer's input alone"
         yield Problem(key, True, "activations stay on the device under megatron", "false", remedy)
-    if held.model.has_adapters:
-        cause, remedy = "strategy=megatron has no LoRA", "set lora_rank=0 (and no lora_adapter_path), or use fsdp2"
-        yield Problem(f"{held.section}.strategy", "megatron", cause, "fsdp2", remedy)
+    if held.model.has_adapters and held.model.lora.use_dora:
+        yield Problem(f"{held.model_key}.lora.use_dora", True, "strategy=megatron has no DoRA", "false", "or use fsdp2")
     if (size := held.trained.ulysses_sequence_parallel_size) > 1:
         key = f"{held.section}.ulysses_sequence_parallel_size"
         yield Problem(key, size, "this is a setting of FSDP", f"1, and {held.sizes}.context_parallel_size")

@@ -22,7 +22,7 @@ from verl.base.nested import flat
 from verl.config import BaseConfig, Problem
 from verl.config.base import config_fields
 from verl.config.problems import shown
-from verl.trainer.config import fully_async, key_releases, key_table
+from verl.trainer.config import fully_async, key_releases, key_table, megatron_lora
 from verl.trainer.config.interpolations import Interpolations
 from verl.trainer.config.key_table import OLD_DEFAULTS, Alias, Retired
 from verl.trainer.config.keys import (
@@ -118,6 +118,7 @@ class Translator:
         if "trainer.v1.trainer_mode" in self.keys:
             fully_async.move_settings(tree, self.explicit, self.problems, self._defaults, self.of_program)
         self._apply_least_rates(tree)
+        self._apply_lora_of_megatron(tree)
         for alias in ALIASES:
             if get(tree, alias.old, _MISSING) is not _MISSING and self._leads_somewhere(alias):
                 self._apply(alias, tree)
@@ -399,6 +400,21 @@ class Translator:
                 )
                 continue
             self._move(tree, f"{optim}.min_lr", f"{optim}.min_lr_ratio", ratio)
+
+    def _apply_lora_of_megatron(self, tree: Tree) -> None:
+        """Move ``model.lora.rank`` and what stands beside it to ``model.lora_rank`` and its neighbours."""
+        for section in megatron_lora.SECTIONS:
+            lora = get(tree, f"{section}.lora")
+            if f"{section}.lora_rank" not in self.keys or not isinstance(lora, Mapping):
+                continue
+            if rank := lora.get("rank"):
+                settings, problems = megatron_lora.settings_of(section, get(tree, f"{section}.path"), lora)
+                self.problems.extend(problems)
+            for name, default in {"rank": 0, **megatron_lora.DEFAULTS}.items():
+                if rank or name not in lora or same(lora[name], default):
+                    drop(tree, f"{section}.lora.{name}")
+            for key, value in settings.items() if rank else ():
+                self._move(tree, megatron_lora.spelling_of(key), key, value)
 
     # ---- other spellings ------------------------------------------------------------------------
 

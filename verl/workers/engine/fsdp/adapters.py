@@ -181,7 +181,7 @@ def _linear_layers(hf: PreTrainedModel, head_name: str) -> list[str]:
 
 def _joined_experts(hf: nn.Module) -> list[str]:
     """Return the names of weights that hold several experts, (experts, out, in), as the model without adapters has."""
-    return [_own_name(name) for name, weight in hf.named_parameters() if ".experts." in name and weight.dim() == 3]
+    return [own_name(name) for name, weight in hf.named_parameters() if ".experts." in name and weight.dim() == 3]
 
 
 def _is_of_experts(layer: object) -> bool:
@@ -189,8 +189,8 @@ def _is_of_experts(layer: object) -> bool:
     return isinstance(layer, peft().tuners.lora.ParamWrapper)
 
 
-def _own_name(name: str) -> str:
-    """Return the name that a weight has in the model without adapters."""
+def own_name(name: str) -> str:
+    """Return the name that a weight of a model with adapters has in the model without."""
     return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
@@ -281,7 +281,7 @@ def _log_trained(hf: PreTrainedModel) -> None:
     logger.info("LoRA: %d layers have adapters; %d of %d parameters are trained", len(layers), trained, whole)
     if experts := _joined_experts(hf):
         linear = [f"{name}.weight" for name, module in hf.named_modules() if isinstance(module, nn.Linear)]
-        dense = [_own_name(name) for name in linear if name.split(".")[-2] in _OF_EXPERTS]
+        dense = [own_name(name) for name in linear if name.split(".")[-2] in _OF_EXPERTS]
         adapted = {target.weight for target in targets_of(layers).values()}
         if rest := [name for name in (*experts, *dense) if name not in adapted]:
             logger.warning(
@@ -293,25 +293,41 @@ def _log_trained(hf: PreTrainedModel) -> None:
 
 def _load(hf: PreTrainedModel, folder: Path) -> None:
     """Fill the adapters of ``hf`` from the files of ``folder``; both must have the same ones."""
+    trained = {name: p for name, p in hf.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for name, values in saved_adapters(folder, trained).items():
+            trained[name].copy_(values)
+
+
+def saved_adapters(folder: Path, trained: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read trained adapters from the files of peft, by the names of a model with adapters.
+
+    Args:
+        folder: with the files.
+        trained: the parameters that are to be filled; of a head for scalars the files may have none.
+
+    Raises:
+        ConfigError: the files cannot be read, or are of other adapters.
+    """
     try:
         saved = load_file(folder / WEIGHTS_FILE)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{folder / WEIGHTS_FILE} cannot be read: {error}.") from error
-    trained = {name_in_file(name): p for name, p in hf.named_parameters() if p.requires_grad}
-    heads = {name for name in trained if ".lora_" not in name}  # adapters of a language model have none
-    missing, unknown = sorted(trained.keys() - saved.keys() - heads), sorted(saved.keys() - trained.keys())
-    misshapen = sorted(name for name in trained.keys() & saved.keys() if saved[name].shape != trained[name].shape)
+    names = {name_in_file(name): name for name in trained}
+    heads = {
+        in_file for in_file, name in names.items() if ".lora_" not in name
+    }  # a language model's adapters have none
+    missing, unknown = sorted(names.keys() - saved.keys() - heads), sorted(saved.keys() - names.keys())
+    misshapen = sorted(name for name in names.keys() & saved.keys() if saved[name].shape != trained[names[name]].shape)
     reasons = {"they lack {}": missing, "the model has no {}": unknown}
-    problems = [words.format(", ".join(names[:3])) for words, names in reasons.items() if names]
-    problems += [f"{n} has shape {[*saved[n].shape]} for {[*trained[n].shape]} here" for n in misshapen[:1]]
+    problems = [words.format(", ".join(names_of[:3])) for words, names_of in reasons.items() if names_of]
+    problems += [f"{n} has shape {[*saved[n].shape]} for {[*trained[names[n]].shape]} here" for n in misshapen[:1]]
     if problems:
         raise ConfigError(
             f"the adapters in {folder} are of another model: {'; '.join(problems)}. Name the model that they were "
             "trained on in model.path."
         )
-    with torch.no_grad():
-        for name, values in saved.items():
-            trained[name].copy_(values)
+    return {names[name]: values for name, values in saved.items()}
 
 
 # ---- use ------------------------------------------------------------------------------------------
@@ -321,6 +337,11 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
     """Return the layers with adapters (``peft.tuners.lora.LoraLayer``) by name."""
     layer_class = peft().tuners.lora.LoraLayer
     return {name: module for name, module in model.named_modules() if isinstance(module, layer_class)}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight of a model with adapters belongs to one."""
+    return ".lora_" in name
 
 
 def require_linear(layers: Mapping[str, object]) -> None:
@@ -359,7 +380,7 @@ class AdapterTarget:
 def _target(name: str, layer: Any) -> AdapterTarget:
     """Return the weight and the scale of one of the :func:`adapter_layers`."""
     parameter = layer.parameter_name if _is_of_experts(layer) else "weight"
-    return AdapterTarget(_own_name(f"{name}.{parameter}"), float(layer.scaling[_ADAPTER]))
+    return AdapterTarget(own_name(f"{name}.{parameter}"), float(layer.scaling[_ADAPTER]))
 
 
 def targets_of(layers: Mapping[str, object]) -> dict[str, AdapterTarget]:
@@ -383,7 +404,7 @@ def merged(weights: Iterable[tuple[str, Tensor]], targets: Mapping[str, AdapterT
     scales = {one.weight: one.scale for one in targets.values()}
     module, adapters = "", dict[str, dict[str, Tensor]]()  # the current module, and the parts of its adapted weights
     for name, tensor in weights:
-        model_name = _own_name(name)
+        model_name = own_name(name)
         if adapters and not model_name.startswith(f"{module}."):
             yield from ((weight, _merge(parts, scales[weight])) for weight, parts in adapters.items())
             adapters = {}
@@ -414,8 +435,8 @@ def _merge(parts: Mapping[str, Tensor], scale: float) -> Tensor:
 def base_of(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the base weights of a model with adapters, by the names of the model without adapters."""
     for name, tensor in weights:
-        if ".lora_" not in name:
-            yield _own_name(name), tensor
+        if not is_adapter(name):
+            yield own_name(name), tensor
 
 
 def linear_adapters(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

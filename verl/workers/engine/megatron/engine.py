@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +24,21 @@ from verl.protocol import DataProto
 from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import torch_dtype
+from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.adapters import (
+    ADAPTER_FOLDER,
+    adapter_layers,
+    base_of,
+    check_same_scale,
+    linear_adapters,
+    merged,
+    require_linear,
+    write_adapters,
+)
 from verl.workers.engine.fsdp.divergence import OutputMatrix
 from verl.workers.engine.fsdp.experts import balance_coefficient
-from verl.workers.engine.fsdp.export import WeightFiles, write_model_folder, write_tokenizer
+from verl.workers.engine.fsdp.export import WeightFiles, weights_on_first_rank, write_model_folder, write_tokenizer
 from verl.workers.engine.fsdp.head import NO_TOP, LogitRule, TopTokens
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_token_ids
 from verl.workers.engine.fsdp.model import ModelType
@@ -40,6 +51,7 @@ from verl.workers.engine.loss import (
     as_loss_function,
     gathered,
 )
+from verl.workers.engine.megatron.adapters import as_in_peft, without_adapters
 from verl.workers.engine.megatron.balance import Mixtures
 from verl.workers.engine.megatron.checkpoint import MegatronState
 from verl.workers.engine.megatron.groups import Layout, join
@@ -55,7 +67,7 @@ from verl.workers.engine.megatron.model import BuiltModel, build
 from verl.workers.engine.megatron.offload import OffloadedMemory
 from verl.workers.engine.megatron.optimizer import MegatronOptimizer
 from verl.workers.engine.megatron.outputs import outputs_at
-from verl.workers.engine.megatron.weights import WeightGatherer
+from verl.workers.engine.megatron.weights import Place, WeightGatherer
 from verl.workers.engine.non_finite import LossWatch, NonFinite, in_gradients
 from verl.workers.engine.optimizer import build_scheduler
 from verl.workers.engine.passes import MicroBatch, MicroBatchConfig, PassAttempt, PassSizes, split_micro_batches
@@ -121,16 +133,13 @@ class MegatronEngine(BaseEngine):
         self.model = build(self.model_type, self.model_config, config, self.layout, self.device, self.frozen)
         self.model.pieces.eval()
         self.weights = WeightGatherer(self.model.shapes, self.model.places)
+        self.checkpointed = self._checkpointed()
         weight = balance_coefficient(self.model.hf_config, self.model_config.override_config)
         self.mixtures = Mixtures(self.model.pieces, self.layout, 0.0 if config.forward_only else weight)
         self._wrapped = list(self.model.pieces)
         self.memory.add("weights", self.model.pieces.parameters)
         if config.forward_only:
             return
-        if self.model_config.has_adapters:
-            raise ConfigError(
-                "strategy=megatron trains no LoRA adapters yet; use strategy=fsdp2, or model.lora_rank=0."
-            )
         if self.optimizer_config is None:
             raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
         reduction = DistributedDataParallelConfig(
@@ -151,8 +160,13 @@ class MegatronEngine(BaseEngine):
     def _counted(self) -> set[str]:
         """Parameters that this rank counts in the gradient norm: of equal copies that of one rank."""
         is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        is_first_of_expert = parallel_state.get_expert_tensor_parallel_rank() == 0
         last = self.model.last
-        counted = {weight.parameter for weight in self.model.places if weight.is_divided or is_first}
+        counted = {
+            weight.parameter
+            for weight in self.model.places
+            if weight.is_divided or (is_first_of_expert if ".experts." in weight.name else is_first)
+        }
         if last.share_embeddings_and_output_weights and not last.pre_process:
             # The first pipeline stage counts the embedding.
             counted.discard(f"{self.layout.pieces - 1}.output_layer.weight")
@@ -396,10 +410,37 @@ class MegatronEngine(BaseEngine):
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`BaseEngine.get_per_tensor_param`."""
-        parameters = self._parameters()
-        dtype = torch_dtype(self.engine_config.dtype)
-        return self.weights.gather(
-            lambda weight: weight.read(parameters[weight.parameter].detach()), dtype, self.device
+        weights = self._gathered(self.weights)
+        return merged(weights, self.model.targets) if self.has_adapters else weights
+
+    def _gathered(self, weights: WeightGatherer) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over whole weights by their name in the skeleton. Collective: every rank iterates to the end."""
+        parameters, dtype = self._parameters(), torch_dtype(self.engine_config.dtype)
+
+        def box(weight: Place) -> Tensor:
+            return weight.read(parameters[weight.parameter].detach())
+
+        return ((name, as_in_peft(name, tensor)) for name, tensor in weights.gather(box, dtype, self.device))
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether LoRA adapters are trained in place of the model's weights."""
+        return bool(self.model.targets)
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """See :meth:`BaseEngine.disable_adapter`."""
+        return without_adapters(self.model.pieces) if self.has_adapters else super().disable_adapter()
+
+    def adapted_weights(self) -> AdaptedWeights:
+        """See :meth:`BaseEngine.adapted_weights`."""
+        if not self.has_adapters:
+            return super().adapted_weights()
+        require_linear(adapter_layers(self.model.skeleton))
+        scales = {name: target.scale for name, target in self.model.targets.items()}
+        return AdaptedWeights(
+            lambda: base_of(self._gathered(self.weights)),
+            lambda: linear_adapters(self._gathered(self.checkpointed)),
+            scales,
         )
 
     def _parameters(self) -> dict[str, Tensor]:
@@ -424,16 +465,35 @@ class MegatronEngine(BaseEngine):
 
     def arithmetic(self) -> Arithmetic:
         """See :meth:`BaseEngine.arithmetic`. A CPU's peak is measured at the first call, which takes about 0.1 s."""
-        counter = FlopsCounter.of(self.model.hf_config, outputs=self.model.skeleton.head.out_features)
+        outputs = self.model.skeleton.head.out_features
+        counter = FlopsCounter.of(self.model.hf_config, outputs=outputs, is_frozen=self.has_adapters)
         return Arithmetic(counter, device_peak_flops(self.device, torch_dtype(self.engine_config.dtype)))
 
     # ---- checkpoints --------------------------------------------------------------------------
 
+    def _checkpointed(self) -> WeightGatherer:
+        """Return the weights that a checkpoint has: all, or with adapters those that are trained. Collective."""
+        if not self.has_adapters:
+            return self.weights
+        shapes = {name: shape for name, shape in self.model.shapes.items() if name not in self.model.frozen}
+        places = [weight for weight in self.model.places if weight.name in shapes]
+        of_ranks: list[bool] = [False] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, bool(places))
+        if not all(of_ranks):
+            raise ConfigError(
+                f"megatron.{self.layout}: rank {of_ranks.index(False)} has no layer with an adapter, so nothing is "
+                "trained on its pipeline stage. Choose layers of every stage in model.target_modules, or a smaller "
+                "pipeline_model_parallel_size."
+            )
+        return WeightGatherer(shapes, places)
+
     def _state(self) -> MegatronState:
+        places, parameters = self.model.places, self._parameters()
         frozen = self.model.frozen if self.optimizer is not None else frozenset()
-        return MegatronState(
-            self.weights, self.model.places, self._parameters(), self.optimizer, self.scheduler, frozen
-        )
+        if self.has_adapters:
+            places = [weight for weight in places if weight.name not in frozen]
+            parameters = {weight.parameter: parameters[weight.parameter] for weight in places}
+        return MegatronState(self.checkpointed, places, parameters, self.optimizer, self.scheduler, frozen)
 
     def state_bytes(self) -> int:
         """See :meth:`BaseEngine.state_bytes`: fp32 weights, and Adam's two moments of each."""
@@ -453,6 +513,9 @@ class MegatronEngine(BaseEngine):
                 if "hf_model" in contents
                 else None
             )
+            adapters = None
+            if self.has_adapters and "model" in contents:
+                adapters = weights_on_first_rank(self._gathered(self.checkpointed))
 
         def describe(folder: Path) -> None:
             if export is not None:
@@ -463,6 +526,8 @@ class MegatronEngine(BaseEngine):
             skeleton = self.model.skeleton
             write_model_folder(skeleton.hf, skeleton.head_name, export is not None, folder / "huggingface")
             write_tokenizer(self.model_config, folder / "huggingface")
+            if adapters is not None:
+                write_adapters(skeleton.hf, skeleton.head_name, adapters, folder / ADAPTER_FOLDER)
 
         return RankState(states, describe)
 
@@ -473,8 +538,11 @@ class MegatronEngine(BaseEngine):
 
     def load_checkpoint(self, local_path: str, contents: Sequence[str] = ("model", "optimizer", "extra")) -> None:
         """Restore from a checkpoint folder; see :class:`BaseEngine`."""
+        folder = Path(local_path).expanduser()
+        if self.has_adapters and "model" in contents:
+            check_same_scale(self.model.skeleton.hf, folder / ADAPTER_FOLDER)
         with self._awake(optimizer=True):
-            self._restore_version(self._state().load(Path(local_path).expanduser(), contents))
+            self._restore_version(self._state().load(folder, contents))
 
     def _restore_version(self, numbers: State) -> None:
         self.weight_version = int(numbers.get("weight_version", self.weight_version))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,9 @@ from verl.config import HFModelConfig, McoreEngineConfig
 from verl.errors import ConfigError
 from verl.utils.model import torch_dtype
 from verl.utils.model_facts.megatron_fit import misfits
-from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state
+from verl.workers.engine.fsdp.adapters import AdapterTarget, adapter_layers, is_adapter, own_name, targets_of
+from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state, trained_parameters
+from verl.workers.engine.megatron.adapters import add_adapters, first_values, need_gradients, shape_by_expert
 from verl.workers.engine.megatron.experts import Experts, expert_layer
 from verl.workers.engine.megatron.files import ModelFiles
 from verl.workers.engine.megatron.groups import Layout
@@ -49,13 +51,15 @@ class BuiltModel:
     """:class:`DecoderModel` each: this rank's layers and its part of their matrices. With interleaved pipelines there
     are several, of which each has consecutive layers; else one."""
     skeleton: HeadedModel
-    """The Transformers model on the meta device: config, names and shapes of its weights, no values."""
+    """The Transformers model, with adapters that of peft: config, names and shapes of its weights, no values."""
     places: list[Place]
-    """The boxes of Transformers weights on this rank."""
+    """The boxes of weights on this rank, by the names of ``skeleton``."""
     shapes: dict[str, tuple[int, ...]]
-    """Of all weights, by Transformers name, tied ones once."""
+    """Of all weights, by their name in ``skeleton``, tied ones once; adapters of experts have three dimensions."""
     frozen: frozenset[str]
-    """Transformers names of the weights that are not trained."""
+    """Names of the weights that are not trained."""
+    targets: Mapping[str, AdapterTarget]
+    """What each layer with an adapter adapts; see :func:`~verl.workers.engine.fsdp.adapters.targets_of`."""
 
     @property
     def hf_config(self) -> PretrainedConfig:
@@ -105,9 +109,11 @@ def build(
         raise ConfigError(str(problem))
     hf = skeleton.hf.config.get_text_config()
     shapes = {name: tuple(tensor.shape) for name, tensor in own_state(skeleton).items()}
+    named = {own_name(name): name for name in shapes if not is_adapter(name)}
+    base = {own: shapes[name] for own, name in named.items()}
     experts = Experts.of(hf)
-    is_tied = model_type == "language_model" and "lm_head.weight" not in shapes
-    settings = _transformer_config(hf, config, engine, layout, dtype, experts, shapes)
+    is_tied = model_type == "language_model" and "lm_head.weight" not in base
+    settings = _transformer_config(hf, config, engine, layout, dtype, experts, base)
     pieces = nn.ModuleList()
     for piece_index in range(layout.pieces):
         piece = _gpt_model(hf, settings, layout, is_tied, experts, piece_index, skeleton.vision is not None)
@@ -126,13 +132,21 @@ def build(
     if first.pre_process and padding is not None:
         freeze_row(first.embedding.word_embeddings, padding)
     division = Division.of(hf, parallel_state.get_tensor_model_parallel_group(), _expert_division())
-    places = places_of(shapes, pieces, division, is_tied)
+    places = [replace(place, name=named[place.name]) for place in places_of(base, pieces, division, is_tied)]
+    count = None if experts is None else experts.count
+    shapes = {name: shape_by_expert(name, shape, count) for name, shape in shapes.items()}
     _load(pieces, places, shapes, config.path, is_new_head=model_type != "language_model")
-    trained = {name for name, weight in skeleton.named_parameters() if weight.requires_grad}
+    trained, targets = trained_parameters(skeleton), {}
+    if is_trained and config.has_adapters:
+        targets = targets_of(adapter_layers(skeleton))
+        places += add_adapters(pieces, places, targets, shapes)
+        _fill(pieces, [place for place in places if place.name in trained], shapes, config, engine.seed, trained)
+        if first.pre_process:
+            need_gradients(first.embedding)
     parameters = dict(pieces.to(device).named_parameters())
     for weight in places:
         parameters[weight.parameter].requires_grad_(weight.name in trained)
-    return BuiltModel(pieces, skeleton, places, shapes, frozenset(shapes.keys() - trained))
+    return BuiltModel(pieces, skeleton, places, shapes, frozenset(shapes.keys() - trained.keys()), targets)
 
 
 def _expert_division() -> ExpertDivision:
@@ -286,6 +300,24 @@ def _load(
     files, parameters = ModelFiles(path), dict(module.named_parameters())
     with torch.no_grad():
         for weight in places:
-            if is_new_head and weight.name.startswith("score.") and weight.name not in files:
+            name = own_name(weight.name)
+            if is_new_head and name.startswith("score.") and name not in files:
                 continue
-            weight.write(parameters[weight.parameter], files.read(weight.name, shapes[weight.name], weight.box))
+            weight.write(parameters[weight.parameter], files.read(name, shapes[weight.name], weight.box))
+
+
+def _fill(
+    module: nn.Module,
+    places: list[Place],
+    shapes: Mapping[str, tuple[int, ...]],
+    config: HFModelConfig,
+    seed: int,
+    trained: Mapping[str, Tensor],
+) -> None:
+    """Fill the adapters, and a head that was saved with them."""
+    values_of, parameters = first_values(config, seed, trained), dict(module.named_parameters())
+    with torch.no_grad():
+        for weight in places:
+            if (values := values_of(weight.name)) is not None:
+                box = tuple(slice(first, first + count) for first, count in zip(*weight.box, strict=True))
+                weight.write(parameters[weight.parameter], values.view(shapes[weight.name])[box])

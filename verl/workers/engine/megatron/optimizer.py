@@ -140,7 +140,7 @@ class MegatronOptimizer:
                 square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
                 (dense if getattr(self.parameters[name], "allreduce", True) else sparse).add_(square)
         totals = [(dense, parallel_state.get_model_parallel_group(), self.group)]
-        if any(piece.expert_parallel_buffers for piece in self.pieces):
+        if self.pieces[0].module.config.expert_model_parallel_size > 1:  # on every stage, also without experts to train
             expert_ranks = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
             totals.append((sparse, expert_ranks, self.expert_group))
         for total, of_one_copy, copies in totals:

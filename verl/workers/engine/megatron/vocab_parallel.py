@@ -113,7 +113,8 @@ class _VocabParallel(torch.autograd.Function):
         hidden, weight, targets, log_z, entropy = ctx.saved_tensors
         first, temperature, rows, wide = ctx.settings
         grad_log_probs, grad_entropy, *_ = grads
-        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight, dtype=wide)
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             log_p = _logits(hidden[part], weight, wide, temperature).sub_(log_z[part].unsqueeze(-1))
@@ -129,8 +130,9 @@ class _VocabParallel(torch.autograd.Function):
                     grad.scatter_add_(-1, column, torch.where(is_here, grad_log_probs[part], 0))
             grad = grad.div_(temperature).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
-            add_product_(grad_weight, grad.t(), hidden[part])
-        return grad_hidden, grad_weight.to(weight.dtype), None, None
+            if grad_weight is not None:
+                add_product_(grad_weight, grad.t(), hidden[part])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:

@@ -1,0 +1,84 @@
+"""LoRA under the names of Megatron (``model.lora.rank`` ...), as settings of ``model.lora_rank`` and its neighbours.
+
+``linear_qkv`` of megatron-core is three layers of a Transformers model, and ``linear_fc1`` two; in a mixture of experts
+``linear_fc1`` and ``linear_fc2`` are those of the experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+from verl.config import Problem
+from verl.utils.model_facts.experts import ExpertSizes
+from verl.utils.model_facts.model_files import config_entries
+
+SECTIONS = ("actor_rollout_ref.model", "critic.model", "model")
+"""Sections of models that may be trained."""
+
+DEFAULTS: Mapping[str, object] = {
+    "alpha": 32,
+    "target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+    "exclude_modules": [],
+}
+"""Settings beside ``rank``, and their values where they are not set."""
+
+LAYERS: Mapping[str, tuple[str, ...]] = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_q": ("q_proj",),
+    "linear_k": ("k_proj",),
+    "linear_v": ("v_proj",),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc1_gate": ("gate_proj",),
+    "linear_fc1_up": ("up_proj",),
+    "linear_fc2": ("down_proj",),
+}
+"""Layer of megatron-core → the layers of Transformers that it computes."""
+
+_OF_EXPERTS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
+"""Layer of megatron-core → the weight of all experts of a layer in Transformers."""
+
+
+def settings_of(section: str, path: object, lora: Mapping[str, object]) -> tuple[dict[str, object], list[Problem]]:
+    """Return the settings below ``section`` that say the same as ``lora``, by their key, and what cannot be said.
+
+    Args:
+        section: of the model, such as ``actor_rollout_ref.model``.
+        path: of the model; a local folder tells whether it is a mixture of experts.
+        lora: the section ``lora``, with a ``rank``.
+    """
+    values = {name: lora.get(name, default) for name, default in DEFAULTS.items()}
+    of_model = config_entries(Path(path).expanduser()) if isinstance(path, str) and "${" not in path else {}
+    is_mixture = ExpertSizes.of(SimpleNamespace(**of_model)) is not None
+    settings: dict[str, object] = {"lora_rank": lora["rank"], "lora_alpha": values["alpha"]}
+    problems: list[Problem] = []
+    weights: dict[str, None] = {}
+    for key in ("target_modules", "exclude_modules"):
+        names: dict[str, None] = {}
+        chosen = values[key]
+        for name in [chosen] if isinstance(chosen, str) else list(chosen or ()):  # type: ignore[call-overload]
+            if key == "target_modules" and is_mixture and name in _OF_EXPERTS:
+                weights[_OF_EXPERTS[name]] = None
+            elif "*" in str(name):
+                cause = "patterns of megatron-core's names are not translated"
+                remedy = f"choose layers by a regular expression of Transformers' names in {section}.{key}"
+                problems.append(Problem(f"{section}.lora.{key}", name, cause, ", ".join(LAYERS), remedy))
+            else:
+                names |= dict.fromkeys(LAYERS.get(str(name), (str(name),)))
+        settings[key] = list(names) or None
+    if settings["target_modules"] is None and not problems:
+        cause = "no layer of attention gets adapters, which megatron-core's names can only say of a dense model"
+        problems.append(Problem(f"{section}.lora.target_modules", values["target_modules"], cause, "with linear_qkv"))
+    if settings["target_modules"] == ["all-linear"]:
+        settings["target_modules"] = "all-linear"
+    if weights:
+        settings["lora.target_parameters"] = list(weights)
+    return {f"{section}.{key}": value for key, value in settings.items() if value is not None}, problems
+
+
+def spelling_of(key: str) -> str:
+    """Return the key under Megatron's names that :func:`settings_of` translates to ``key``."""
+    section, _, name = key.removesuffix("lora.target_parameters").rpartition(".")
+    return f"{section}.lora.{name.removeprefix('lora_') or 'target_modules'}"
