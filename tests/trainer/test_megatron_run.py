@@ -56,6 +56,16 @@ def test_two_tensor_parallel_ranks_give_the_numbers_of_one_and_resume_bit_by_bit
     assert same(comparable(again[2]), comparable(first[2]))
 
 
+@pytest.mark.slow
+def test_adapters_of_a_run_under_fsdp_go_on_over_two_tensor_parallel_ranks(train, ray_cluster, tmp_path):
+    settings = GRPO | SMALL_STEPS | FP32 | {"actor_rollout_ref__rollout__name": "native"}
+    train(**settings, actor_rollout_ref__model__lora_rank=4, trainer__save_freq=2)
+    shutil.move(tmp_path / "checkpoints" / "global_step_2" / "actor" / "lora_adapter", tmp_path / "warm")
+    shutil.rmtree(tmp_path / "checkpoints")
+    settings |= {"actor_rollout_ref__model__lora_adapter_path": str(tmp_path / "warm")}
+    assert_same_steps(train(**settings), train(**settings | layout(2, tensor=2)), rel=1e-5)
+
+
 LAYOUTS = {
     "one rank": layout(1),
     "2 copies": layout(2),
