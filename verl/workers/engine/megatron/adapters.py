@@ -212,8 +212,8 @@ def _places(
 
 
 def as_in_peft(name: str, tensor: Tensor) -> Tensor:
-    """Return a trained parameter in the shape that it has in a model of peft."""
-    if tensor.dim() < 3:
+    """Return a weight in the shape that it has in a model of peft."""
+    if tensor.dim() < 3 or not is_adapter(name):
         return tensor
     return tensor.flatten(0, 1) if name.endswith(LORA_A) else tensor.flatten(1)
 
