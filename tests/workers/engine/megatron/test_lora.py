@@ -7,7 +7,9 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.support.tiny_run import same
-from tests.workers.engine.megatron.support import TP, another_engine, megatron_engine
+from tests.support.vision_models import tiny_vision_model_dir
+from tests.vision.test_engine_with_images import ppo_batch
+from tests.workers.engine.megatron.support import CONFIG, TP, another_engine, megatron_engine
 from tests.workers.engine.test_experts import CONFIGS
 from tests.workers.support import (
     LAYOUTS,
@@ -24,7 +26,7 @@ from verl.model_merger.fsdp import merge
 from verl.testing.models import tiny_model_dir, tiny_tokenizer
 from verl.workers.config import CriticConfig
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER
-from verl.workers.losses import ValueLoss, sft_loss
+from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
 
 pytest.importorskip("verl.workers.engine.megatron.library")
 
@@ -179,6 +181,29 @@ def test_one_rank_trains_a_critic_and_sends_its_adapters_apart(paths, tmp_path):
     assert same(weights_of(new), weights_of(another_engine(path)))  # B is 0
     drawn = {name: tensor for name, tensor in new.adapted_weights().adapters() if ".lora_A." in name}
     assert all(0.9 < float(a.abs().max()) * a.shape[1] ** 0.5 < 1 for a in drawn.values())  # uniform within 1 / √in
+
+
+@pytest.mark.slow
+def test_the_language_model_beside_a_tower_is_adapted(tmp_path):
+    path = tiny_vision_model_dir(tmp_path / "model", "qwen3_vl")
+    batch, loss = ppo_batch(path, tmp_path), PolicyLoss(CONFIG)
+
+    def updated(engine):
+        with engine.train_mode():
+            norms = [engine.train_batch(batch, loss, WHOLE)["grad_norm"] for _ in range(3)]
+        return norms, weights_of(engine)
+
+    first = make_engine(path, **RANK)
+    updated(first)
+    first.save_checkpoint(str(tmp_path / "warm"), 0, ("model",))
+    warm = {"lora_adapter_path": str(tmp_path / "warm" / ADAPTER_FOLDER)}
+    norms, weights = updated(make_engine(path, **warm))
+    engine = megatron_engine(path, **warm, enable_gradient_checkpointing=True)
+    found = updated(engine)
+    assert found[0] == pytest.approx(norms, rel=1e-5)
+    assert_close(found[1], weights, atol=1e-5, rtol=0)
+    engine.save_checkpoint(str(tmp_path / "saved"), 3)
+    merge(tmp_path / "saved", tmp_path / "merged")
 
 
 def test_what_cannot_be_trained_is_refused(paths, tmp_path):
