@@ -83,6 +83,11 @@ def test_what_changes_no_result_has_no_effect_and_says_so(
     assert f"no effect: {key} (" in caplog.text
 
 
+def test_kernels_of_a_gpu_have_no_effect_on_a_cpu(run: Run, caplog: pytest.LogCaptureFixture):
+    run.load({"actor_rollout_ref.model.use_liger": True, "trainer.device": "cpu"})
+    assert "no effect: actor_rollout_ref.model.use_liger (trainer.device=cpu" in caplog.text
+
+
 def test_engines_that_are_not_built_are_refused():
     assert BY_VALUE["actor_rollout_ref.rollout.name", "trtllm"].endswith("use native, vllm or sglang")
 

@@ -261,6 +261,8 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
         yield from _of_passes(config, section)
     for section in ("actor_rollout_ref.model", "critic.model"):
         yield from _of_adapters(config, section)
+    if config.trainer.device == "cpu":
+        yield ("*.use_liger",), "trainer.device=cpu, and Liger's kernels are for GPUs"
 
 
 def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:
@@ -268,6 +270,8 @@ def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:
     yield from _of_schedule(config, "optim")
     yield from _of_passes(config, "data")
     yield from _of_adapters(config, "model")
+    if config.trainer.device == "cpu":
+        yield ("model.use_liger",), "trainer.device=cpu, and Liger's kernels are for GPUs"
     if not config.data.val_files:
         yield ("data.val_max_samples",), "data.val_files=null"
     strategy = config.engine.strategy
