@@ -102,7 +102,8 @@ def unused(
         interpolations: those of ``raw``.
     """
     lines, reported = [], set[str]()
-    for patterns, reason in _turned_off(config) if isinstance(config, PPOConfig) else _turned_off_supervised(config):
+    silent = _turned_off(config) if isinstance(config, PPOConfig) else _turned_off_supervised(config)
+    for patterns, reason in (*silent, *_of_device(config)):
         any_of_them = re.compile("|".join(map(fnmatch.translate, patterns)))
         of_reason = [path for path in keys if any_of_them.match(path)] if patterns else []
         if paths := [path for path in of_reason if path not in reported and _is_set(keys[path], raw, interpolations)]:
@@ -261,8 +262,6 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
         yield from _of_passes(config, section)
     for section in ("actor_rollout_ref.model", "critic.model"):
         yield from _of_adapters(config, section)
-    if config.trainer.device == "cpu":
-        yield ("*.use_liger",), "trainer.device=cpu, and Liger's kernels are for GPUs"
 
 
 def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:
@@ -270,8 +269,6 @@ def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:
     yield from _of_schedule(config, "optim")
     yield from _of_passes(config, "data")
     yield from _of_adapters(config, "model")
-    if config.trainer.device == "cpu":
-        yield ("model.use_liger",), "trainer.device=cpu, and Liger's kernels are for GPUs"
     if not config.data.val_files:
         yield ("data.val_max_samples",), "data.val_files=null"
     strategy = config.engine.strategy
@@ -287,6 +284,11 @@ def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:
         yield _of_other_divergences(config.distillation.distillation_loss)
     if isinstance(config, DPOConfig) and config.loss.reference_free:
         yield ("ref.param_offload",), "loss.reference_free=true"
+
+
+def _of_device(config: PPOConfig | SupervisedConfig) -> Iterator[Silent]:
+    if config.trainer.device == "cpu":
+        yield ("*model.use_liger",), "trainer.device=cpu, and Liger's kernels are for GPUs"
 
 
 def _of_other_divergences(config: DivergenceConfig) -> Silent:
