@@ -8,7 +8,9 @@ from typing import ClassVar
 
 from verl.config.base import BaseConfig, section, setting
 from verl.config.machine import DTYPE
+from verl.config.megatron_flags import RECOMPUTE, flag_problems
 from verl.config.model import FP16, DType, FSDPEngineConfig, Strategy
+from verl.config.pipeline_layout import chunks_per_stage, layout_problems
 from verl.config.problems import Problem
 
 MIXTURES = ("mixtral", "qwen3_moe")
@@ -27,9 +29,6 @@ SIZES = (
     "expert_tensor_parallel_size",
 )
 """Keys of a layout; one process has one of each."""
-
-RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
-"""Keys of `override_transformer_config` that are honoured."""
 
 PARTS_OF_LAYERS = ("core_attn", "mlp", "moe")
 """Parts of a layer that `recompute_granularity=selective` computes again (`recompute_modules`); megatron-core has more,
@@ -94,8 +93,9 @@ class McoreEngineConfig(BaseConfig):
     override_ddp_config: dict[str, object] = setting(factory=dict)
     """Values for megatron-core's data-parallel config; must stay empty: use `use_distributed_optimizer`."""
     override_transformer_config: dict[str, object] = setting(factory=dict)
-    """Values for megatron-core's model config: those of recomputation (`recompute_granularity` ...), which replace
-    `enable_gradient_checkpointing`."""
+    """Values for megatron-core's model config: recomputation (`recompute_granularity` ..., in place of
+    `enable_gradient_checkpointing`), layers of each pipeline stage (`num_layers_in_first_pipeline_stage`,
+    `pipeline_model_parallel_layout` ...), and speed (`bias_activation_fusion`, `moe_token_dispatcher_type` ...)."""
     override_mcore_model_config: dict[str, object] = setting(factory=dict)
     """Values for the model; must stay empty: use its Hugging Face config and `model.override_config`."""
     use_mbridge: bool = setting(True)
@@ -112,26 +112,31 @@ class McoreEngineConfig(BaseConfig):
     """Precision of weights and computation; the optimizer keeps a copy of bfloat16 weights in fp32. By default bfloat16
     on GPUs and float32 on a CPU."""
 
+    @property
+    def model_chunks(self) -> int:
+        """Model chunks on each pipeline stage."""
+        stages, virtual = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        return chunks_per_stage(self.override_transformer_config, stages, virtual)
+
     def problems(self, path: str) -> Iterator[Problem]:
         """Keys that are fixed, and formats that cannot be trained."""
         for name, (default, why) in FIXED.items():
             if (value := getattr(self, name)) != default:
                 yield Problem(f"{path}.{name}", value, why, f"{default!r}")
-        if unknown := sorted(self.override_transformer_config.keys() - set(RECOMPUTE)):
-            cause = f"{', '.join(unknown)} cannot be set: the model is built as its Hugging Face config says"
-            yield Problem(
-                f"{path}.override_transformer_config", self.override_transformer_config, cause, ", ".join(RECOMPUTE)
-            )
+        yield from flag_problems(self.override_transformer_config, f"{path}.override_transformer_config")
         yield from self._recomputation(f"{path}.override_transformer_config")
         if self.dtype in FP16:
             yield Problem(f"{path}.dtype", self.dtype, "its gradients underflow", "bfloat16 or float32")
 
     def pipeline_problems(self, path: str) -> Iterator[Problem]:
         """Pieces without a pipeline. Asked of models that Megatron holds, as other sections have the actor's sizes."""
-        if (self.virtual_pipeline_model_parallel_size or 1) > 1 and self.pipeline_model_parallel_size == 1:
+        stages, virtual = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        override = f"{path}.override_transformer_config"
+        yield from layout_problems(self.override_transformer_config, stages, virtual, override)
+        if (virtual or 1) > 1 and stages == 1:
             yield Problem(
                 f"{path}.virtual_pipeline_model_parallel_size",
-                self.virtual_pipeline_model_parallel_size,
+                virtual,
                 "there is no pipeline to interleave with pipeline_model_parallel_size=1",
                 "null, or a pipeline_model_parallel_size above 1",
             )

@@ -588,7 +588,7 @@ def layout_of(placement: FSDPEngineConfig | McoreEngineConfig, ranks: int, has_a
             tensor=tensor,
             divides_norms=placement.sequence_parallel,
             pipeline=pipeline,
-            pieces=placement.virtual_pipeline_model_parallel_size or 1,
+            pieces=placement.model_chunks,
             expert=placement.expert_model_parallel_size,
             expert_tensor=placement.expert_tensor_parallel_size,
             replicas=ranks // tensor // pipeline,

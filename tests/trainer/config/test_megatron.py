@@ -1,6 +1,7 @@
 """Keys of strategy=megatron: what is refused, what follows what, and how batches are shared."""
 
 import importlib.util
+import itertools
 import json
 import re
 from importlib.util import find_spec
@@ -10,6 +11,8 @@ import pytest
 
 from tests.trainer.config.conftest import Run
 from verl.config import DPOConfig, McoreEngineConfig, RMConfig, SFTConfig
+from verl.config.megatron_flags import _REFUSED, IDLE, PASSED, PIPELINE_LAYOUT, RECOMPUTE
+from verl.config.pipeline_layout import division_problem, layers_of_chunks
 from verl.testing.models import tiny_model_dir
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
@@ -151,7 +154,7 @@ def test_what_is_refused(run: Run):
     assert message.count("there is no pipeline to interleave with pipeline_model_parallel_size=1") == 1
     override = {"recompute_granularity": "full", "num_layers": 3}
     message = run.refusal({f"{ACTOR}.megatron.override_transformer_config": override})
-    assert "num_layers cannot be set" in message
+    assert "num_layers=3: it changes the model, which is built as its Hugging Face config says" in message
 
 
 def test_without_megatron_core_a_run_says_how_to_install_it(run: Run, monkeypatch):
@@ -187,6 +190,115 @@ def test_without_megatron_core_a_run_says_how_to_install_it(run: Run, monkeypatc
 )
 def test_recomputation_that_megatron_lacks_is_refused(run: Run, override, message):
     assert message in run.refusal({f"{ACTOR}.megatron.override_transformer_config": override})
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"moe_permute_fusoin": True}, "no such field.*remedy: did you mean moe_permute_fusion?"),
+        ({"moe_router_dtype": "bf16"}, "moe_router_dtype=bf16: .*allowed: fp32, fp64, null"),
+        ({"moe_router_dtype": True}, "moe_router_dtype=true"),
+        ({"microbatch_group_size_per_vp_stage": 0}, "allowed: a whole number from 1, null"),
+        ({"moe_enable_deepep": True}, "set a.override_transformer_config.moe_token_dispatcher_type=flex"),
+        ({"fp8_param": True}, "fp8_param=true: it needs the layers of TransformerEngine"),
+        ({"mtp_num_layers": 1}, "multi-token prediction is not in this version"),
+        ({"num_layers_in_first_pipeline_stage": "3"}, "it is a number of layers"),
+        ({"account_for_loss_in_pipeline_split": 1}, "allowed: true, false, null"),
+        (
+            {"num_layers_in_first_pipeline_stage": 3, "account_for_loss_in_pipeline_split": True},
+            "account_for_loss.*and so does num_layers_in_first_pipeline_stage",
+        ),
+        ({"pipeline_model_parallel_layout": "Etx|tL"}, "made of E .embedding., t"),
+        ({"pipeline_model_parallel_layout": [["embedding"], ["layer"]]}, "made of E .embedding., t"),
+        ({"pipeline_model_parallel_layout": "Ett|mL"}, r"multi-token prediction \(m\)"),
+        ({"pipeline_model_parallel_layout": "tE|tL"}, "has one E, which is first"),
+        ({"pipeline_model_parallel_layout": "Et|t|tL"}, "3 stages, which .*=2 does not divide"),
+    ],
+)
+def test_entries_of_megatron_cores_config_that_are_refused(override, message):
+    engine = McoreEngineConfig(pipeline_model_parallel_size=2, override_transformer_config=override)
+    problems = [*engine.problems("a"), *engine.pipeline_problems("a")]
+    assert len(problems) == 1
+    assert re.search(message, str(problems[0]), re.DOTALL)
+
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
+FORM = "pipeline_model_parallel_layout"
+
+
+@pytest.mark.parametrize(
+    ("override", "stages", "virtual", "layers", "chunks"),
+    [
+        ({}, 2, None, 4, [2, 2]),
+        ({FIRST: 3}, 2, None, 4, [3, 1]),
+        ({LAST: 5}, 3, None, 11, [3, 3, 5]),
+        ({FIRST: 4, LAST: 2}, 3, 2, 10, [2, 2, 1, 2, 2, 1]),
+        ({FIRST: 3, LAST: 1}, 2, None, 4, [3, 1]),
+        ({EMBEDDING: True, LOSS: True}, 2, None, 4, [2, 2]),
+        ({EMBEDDING: True}, 2, None, 5, [2, 3]),
+        ({LOSS: True}, 2, 2, 7, [2, 2, 2, 1]),
+        ({FORM: "Et*2|(t|)*2,L"}, 2, None, 4, [2, 1, 1, 0]),
+        ({FORM: [["embedding", "decoder"], ["decoder", "decoder", "loss"]]}, 2, None, 3, [1, 2]),
+    ],
+)
+def test_layers_of_model_chunks(override, stages, virtual, layers, chunks):
+    assert layers_of_chunks(override, stages, virtual, layers) == chunks
+    assert division_problem(override, stages, virtual, layers, "a") is None
+
+
+@pytest.mark.parametrize(
+    ("override", "stages", "virtual", "layers", "message"),
+    [
+        ({FIRST: 4}, 3, None, 7, "stage=4: the model's 7 layers.*allowed: 1, 3, 5$"),
+        ({LAST: 4}, 2, None, 4, "allowed: 1, 2, 3$"),
+        ({FIRST: 3}, 2, 2, 8, "with 2 model chunks on each.*allowed: 2, 4, 6$"),
+        ({LOSS: True}, 4, None, 8, "parallel_size=4: .*8 layers, its loss counted as one each.*allowed: 1, 3, 9$"),
+        ({FORM: "Ett|tL"}, 2, None, 4, "it has 3 layers .t., and the model has 4"),
+        ({}, 2, None, 5, "allowed: divisors of 5\nremedy: or set a.override_transformer_config.num_layers_in_first"),
+    ],
+)
+def test_layers_that_do_not_divide_are_refused_with_the_sizes_that_fit(override, stages, virtual, layers, message):
+    assert re.search(message, str(division_problem(override, stages, virtual, layers, "a")), re.DOTALL)
+
+
+@installed
+def test_every_field_of_megatron_cores_config_is_known():
+    """Each is passed on, has no effect, or is refused with its reason."""
+    from verl.workers.engine.megatron.library import TransformerConfig
+
+    fields = set(TransformerConfig.__dataclass_fields__)
+    lists = [RECOMPUTE, PIPELINE_LAYOUT, PASSED, _REFUSED, IDLE]
+    assert sum(map(len, lists)) == len({*itertools.chain(*lists)})
+    assert {*RECOMPUTE, *PIPELINE_LAYOUT, *PASSED, *_REFUSED} <= fields
+    speed = re.compile("fus|overlap|comm|offload|fp8|moe|pipeline|recompute|router|fp4|mtp|attention|num_|size")
+    internal = {"hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"}
+    internal |= {"_cpu_offloading_context", "inference_fuse_tp_communication"}
+    unknown = fields - {*itertools.chain(*lists)} - internal
+    assert {name for name in unknown if speed.search(name)} == set()
+
+
+@installed
+def test_the_other_models_have_the_layers_of_stages_of_the_actor(run: Run):
+    section = f"{ACTOR}.megatron.override_transformer_config"
+    stages = {f"{ACTOR}.megatron.tensor_model_parallel_size": 1, f"{ACTOR}.megatron.pipeline_model_parallel_size": 2}
+    flags = {f"{section}.{FORM}": "Et||t|L", f"{section}.moe_permute_fusion": True}
+    hub = {"actor_rollout_ref.model.path": "org/model", "critic.model.path": "org/value"}  # of any number of layers
+    config = run.load(
+        TWO | hub | stages | flags | {"critic.megatron.override_transformer_config": {"bias_dropout_fusion": True}}
+    )
+    roles = config.actor_rollout_ref
+    assert roles.ref.megatron.override_transformer_config == {FORM: "Et||t|L", "moe_permute_fusion": True}
+    assert config.critic.megatron.override_transformer_config == {FORM: "Et||t|L", "bias_dropout_fusion": True}
+    assert config.critic.megatron.model_chunks == 2
+    message = run.refusal(
+        TWO
+        | hub
+        | stages
+        | flags
+        | {"critic.megatron.override_transformer_config": {FIRST: 3}, "algorithm.adv_estimator": "gae"}
+    )
+    assert "megatron-core has one layout in a process" in message
 
 
 def test_parts_beside_no_recomputation_at_all_are_taken_as_published_configurations_have_them(run: Run):

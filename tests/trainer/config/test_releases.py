@@ -142,7 +142,7 @@ def test_refusals(run: Run, changes: dict[str, Any], said: str):
 @pytest.mark.parametrize(
     "key, value",
     [
-        (f"{ACTOR}.megatron.override_transformer_config.moe_permute_fusion", True),
+        (f"{ACTOR}.megatron.override_transformer_config.apply_rope_fusion", True),
         (f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload", True),
         (f"{ACTOR}.checkpoint.strict", False),
         (f"{ACTOR}.megatron.use_remove_padding", False),

@@ -389,7 +389,8 @@ def test_scripts_with_megatron(run: Run, engine: str):
     assert actor.placement is actor.megatron
     assert (actor.shared_by, actor.optim.override_optimizer_config) == (4, None)
     assert set(actor.megatron.override_transformer_config) == {
-        *("recompute_granularity", "recompute_method", "recompute_num_layers"),
+        *("recompute_granularity", "recompute_method", "recompute_num_layers", "moe_permute_fusion"),
+        *("moe_router_dtype", "moe_token_dispatcher_type", "gradient_accumulation_fusion"),
     }
 
 

@@ -16,6 +16,7 @@ from verl.config import JudgeRolloutConfig, Problem, RolloutConfig, RolloutCorre
 from verl.config.machine import gpus_of_nodes
 from verl.config.megatron import SHARING
 from verl.config.megatron import SIZES as MEGATRON_SIZES
+from verl.config.megatron_flags import PIPELINE_LAYOUT
 from verl.config.rollout import OTHER_PROGRAMS
 from verl.errors import ConfigError, SectionError
 from verl.trainer.config.keys import FORWARD_PASSES, PAIRS, InactiveKey, Key, Tree, drop, get, put, same
@@ -163,7 +164,10 @@ def _shared_by(tree: Tree, size: str) -> int:
 
 
 def _layouts(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> None:
-    """Give models under Megatron the actor's sizes where theirs are not set: a process has one layout."""
+    """Give models under Megatron the actor's sizes and layers of stages where theirs are not set.
+
+    A process has one layout. The reference, which is the actor's model, also gets its other flags.
+    """
     for section in ("actor_rollout_ref.ref", "critic", "reward_model"):
         if get(tree, f"{section}.strategy") != "megatron" or get(tree, f"{_ACTOR}.strategy") != "megatron":
             continue
@@ -173,6 +177,15 @@ def _layouts(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> 
                 size = get(tree, f"{_ACTOR}.megatron.{name}", keys[key].default)
                 if size is None or _count(size):  # else it is reported once, where it was set
                     put(tree, key, size)
+        key, actors_key = (f"{part}.megatron.override_transformer_config" for part in (section, _ACTOR))
+        entries, actors = get(tree, key, {}), get(tree, actors_key, {})
+        if key not in keys or key in explicit or not isinstance(entries, dict) or not isinstance(actors, dict):
+            continue
+        if not entries.keys() & set(PIPELINE_LAYOUT):
+            is_same_model = section == "actor_rollout_ref.ref" and not entries
+            followed = {k: v for k, v in actors.items() if is_same_model or k in PIPELINE_LAYOUT}
+            if followed:
+                put(tree, key, followed | entries)
 
 
 def _rows_in_driver(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> None:

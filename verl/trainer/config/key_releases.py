@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from verl.config.inactive import NO_QUEUE
+from verl.config.megatron_flags import IDLE
 from verl.config.model import OTHER_ENGINES
 from verl.trainer.config import megatron_lora
 from verl.trainer.config.key_table import Alias, Retired
@@ -333,26 +334,6 @@ RETIRED: tuple[Retired, ...] = (
 FREE_SECTIONS = ("override_transformer_config", "override_optimizer_config")
 """Keys that hold entries of any name; those of ``FREE_ENTRIES`` are judged like keys, and taken out."""
 
-_SPEED = "it is about speed and memory, and the numbers are the same"
-_BY_THE_CONFIG = "the model is built as its Hugging Face config says"
-_OF_SPEED = (
-    *("apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion"),
-    *(
-        "gradient_accumulation_fusion",
-        "persist_layer_norm",
-        "deallocate_pipeline_outputs",
-        "memory_efficient_layer_norm",
-    ),
-    *("moe_permute_fusion", "moe_grouped_gemm", "moe_token_dispatcher_type", "moe_enable_deepep"),
-    *("moe_shared_expert_overlap", "moe_flex_dispatcher_backend", "overlap_moe_expert_parallel_comm"),
-    *("attention_backend", "use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_naive_l2norm"),
-    *("context_parallel_algo", "apply_dsa_kernel_fusion", "use_fused_mhc", "cross_entropy_loss_fusion"),
-    *("tp_comm_overlap", "batch_p2p_comm", "use_fused_weighted_squared_relu"),
-)
-_OF_LAYOUT = (
-    *("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_layout"),
-    *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-)
 _OF_SIZES = ("sequence_parallel", "context_parallel_size", "use_distributed_optimizer")
 _OPTIMIZER_MEMORY = (
     *("optimizer_cpu_offload", "optimizer_offload_fraction", "offload_fraction", "overlap_cpu_optimizer_d2h_h2d"),
@@ -365,13 +346,15 @@ def _entries(section: str, names: tuple[str, ...]) -> dict[str, None]:
 
 
 FREE_ENTRIES: tuple[Retired, ...] = (
-    *_told(_SPEED, _entries("override_transformer_config", _OF_SPEED)),
-    *_told("layers are divided evenly over the stages", _entries("override_transformer_config", _OF_LAYOUT)),
+    *(
+        retired
+        for name, why in IDLE.items()
+        for retired in _told(why, _entries("override_transformer_config", (name,)))
+    ),
     *_told("the section `megatron` has a key of this name", _entries("override_transformer_config", _OF_SIZES)),
-    *_told(_BY_THE_CONFIG, _entries("override_transformer_config", ("normalization", "swiglu"))),
-    *_told(
-        "routers take the softmax of their logits in fp32, as the Hugging Face models do",
-        {"*override_transformer_config.moe_router_dtype": "fp32"},
+    *_refused(
+        "the model is built as its Hugging Face config says; leave it out",
+        {"*override_transformer_config.normalization": "RMSNorm", "*override_transformer_config.swiglu": True},
     ),
     *_refused(
         "the model is built as its Hugging Face config says; set model.override_config.router_aux_loss_coef to balance "

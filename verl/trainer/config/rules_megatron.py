@@ -86,7 +86,8 @@ def layouts(config: PPOConfig | SupervisedConfig) -> Problems:
 def _sizes(engine: McoreEngineConfig) -> dict[str, int] | str:
     """Return the sizes of a layout that null does not mean as well, or say that there are none."""
     usual = dict.fromkeys(SIZES, 1) | {"expert_tensor_parallel_size": engine.tensor_model_parallel_size}
-    return {size: engine[size] for size in SIZES if engine[size] not in (None, usual[size])} or "sizes of 1"
+    sizes = {size: engine[size] for size in SIZES} | {"virtual_pipeline_model_parallel_size": engine.model_chunks}
+    return {size: count for size, count in sizes.items() if count not in (None, usual[size])} or "sizes of 1"
 
 
 def _training(held: _Held) -> Problems:

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 from verl.config import McoreEngineConfig, Problem
 from verl.config.megatron import MEGATRON_FAMILIES
+from verl.config.pipeline_layout import division_problem
 from verl.utils.model_facts.config_fields import random_fields, rope_rules, rope_type
 from verl.utils.model_facts.experts import ExpertSizes
 
@@ -63,17 +64,14 @@ def _keeps_attention(rule: Mapping[str, object]) -> bool:
 def _divisions(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: str) -> Iterator[Problem]:
     """Ranks get equally many heads, columns, layers and experts."""
     tensor, context = engine.tensor_model_parallel_size, engine.context_parallel_size
-    pieces = engine.virtual_pipeline_model_parallel_size or 1
-    of_heads, of_layers = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+    of_heads = "tensor_model_parallel_size"
     by_context = " × context_parallel_size" if context > 1 else ""
-    by_pieces = " × virtual_pipeline_model_parallel_size" if pieces > 1 else ""
     # A size that is no whole number, such as text in override_config, is for Transformers to refuse.
     fields = {name: value for name, value in fields.items() if isinstance(value, int) or name == "mlp_only_layers"}
     heads, experts = fields.get("num_attention_heads"), ExpertSizes.of(SimpleNamespace(**fields))
     parts = [
         (of_heads, by_context, tensor * context, heads, "heads"),
         (of_heads, "", tensor, fields.get("num_key_value_heads") or heads, "key/value heads"),
-        (of_layers, by_pieces, engine[of_layers] * pieces, fields.get("num_hidden_layers"), "layers"),
     ]
     if experts is None or not all(experts.sparse):
         parts.append((of_heads, "", tensor, fields.get("intermediate_size"), "feed-forward columns"))
@@ -83,6 +81,10 @@ def _divisions(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: s
         parts.append((of_experts, "", engine[of_experts], experts.count, "experts"))
         parts.append((columns, "", engine[columns], experts.width, "columns of each expert"))
         yield from _experts(engine, sizes)
+    if (layers := fields.get("num_hidden_layers")) is not None:
+        stages, virtual = engine.pipeline_model_parallel_size, engine.virtual_pipeline_model_parallel_size
+        if problem := division_problem(engine.override_transformer_config, stages, virtual, layers, sizes):
+            yield problem
     for key, by, ranks, count, what in parts:
         if count is not None and count % ranks:
             product = f"{key}{by}={ranks}" if by else "it"

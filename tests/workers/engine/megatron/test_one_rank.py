@@ -132,6 +132,35 @@ def test_recomputation_gives_the_same_bits(paths, model, how, takes_less):
     assert (kept[1] < kept[0]) is takes_less
 
 
+def test_flags_of_speed_are_passed_on_or_named_in_the_log(paths, caplog):
+    on = ("deallocate_pipeline_outputs", "gradient_accumulation_fusion", "moe_enable_deepep", "moe_permute_fusion")
+    flags = dict.fromkeys((*on, "apply_rope_fusion", "overlap_p2p_comm_warmup_flush"), True)
+    flags |= {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32", "bias_dropout_fusion": False}
+    engine = megatron_engine(paths["experts"], dtype="bfloat16", override_transformer_config=flags)
+    another_engine(paths["experts"], dtype="bfloat16", override_transformer_config=flags)
+    assert [record.message for record in caplog.records] == [
+        "no effect: flags of megatron.override_transformer_config: gradient_accumulation_fusion (it takes a GPU); "
+        "moe_enable_deepep (it belongs to moe_token_dispatcher_type=flex); moe_permute_fusion (it takes a GPU); "
+        "apply_rope_fusion (rotary angles follow each token's position, which the fused kernel does not take); "
+        "overlap_p2p_comm_warmup_flush (the pipeline is not interleaved); "
+        "moe_token_dispatcher_type (it takes a GPU; alltoall is used)"
+    ]
+    config = engine.model.first.config
+    assert (config.deallocate_pipeline_outputs, config.gradient_accumulation_fusion) == (True, False)
+    assert (config.moe_token_dispatcher_type, config.moe_enable_deepep) == ("alltoall", False)
+    # The router multiplies in fp32, not in bfloat16.
+    router, hidden = engine.model.first.decoder.layers[0].mlp.router, torch.randn(3, 2, 64).bfloat16()
+    weights, chosen = router(hidden)
+    probabilities = (hidden.flatten(0, 1).float() @ router.weight.float().t()).softmax(-1)
+    top = probabilities.topk(2).values
+    assert weights.dtype == torch.float32
+    shares = [x / x.sum(-1, keepdim=True) for x in (weights, top)]
+    assert_close(shares[0][chosen].sort().values, shares[1].flatten().sort().values)
+    caplog.clear()
+    megatron_engine(paths["llama"], override_transformer_config={"moe_router_dtype": "fp32"})
+    assert "moe_router_dtype (the model has no experts)" in caplog.text
+
+
 def test_value_and_reward_models_are_those_of_fsdp(paths, tmp_path):
     path = tiny_model_dir(tmp_path / "values", "qwen3", task="token_classification")
     batch = ragged_batch()

@@ -28,13 +28,18 @@ pytest.importorskip("verl.workers.engine.megatron.library")
 
 PP = {"pipeline_model_parallel_size": 2}
 INTERLEAVED = PP | {"virtual_pipeline_model_parallel_size": 2}
+# Of four layers: three and one; two and then one on the first stage, none and then one on the second.
+UNEVEN = PP | {
+    "override_transformer_config": {"num_layers_in_first_pipeline_stage": 3, "deallocate_pipeline_outputs": True}
+}
+LAYOUT = PP | {"override_transformer_config": {"pipeline_model_parallel_layout": "Ett||t|tL"}}
 CP = {"context_parallel_size": 2}
 CASES = {
     "tensor": (TP, "three"),
     "tensor, padded, whole sequences": (TP | {"sequence_parallel": False, "use_remove_padding": False}, "whole"),
-    "pipeline": (PP, "by tokens"),
+    "pipeline": (UNEVEN, "by tokens"),
     "interleaved": (INTERLEAVED, "three"),
-    "interleaved, padded, by tokens": (INTERLEAVED | {"use_remove_padding": False}, "by tokens"),
+    "interleaved by a layout, padded, by tokens": (LAYOUT | {"use_remove_padding": False}, "by tokens"),
     "context": (CP, "by tokens"),
     "context, padded": (CP | {"use_remove_padding": False}, "three"),
     "data": ({}, "three"),
@@ -75,7 +80,7 @@ def gathering(engine, trace):
 
 def reshard(folder, path, batch):
     """What one layout saved after a step goes on in another; then memory, bit by bit."""
-    layouts = {"tensor": TP, "pipeline": INTERLEAVED, "data": {}}
+    layouts = {"tensor": TP, "pipeline": LAYOUT, "data": {}}
     for saver, settings in layouts.items():
         engine = megatron_engine(path, **settings)
         mine = share(batch, engine.get_data_parallel_rank(), engine.get_data_parallel_size())

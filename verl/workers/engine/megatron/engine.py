@@ -313,8 +313,8 @@ class MegatronEngine(BaseEngine):
     def _parts(
         self, batch: DataProto, micro: MicroBatchConfig, rows_per_unit: int, limit: int | None
     ) -> list[MicroBatch]:
-        # An interleaved schedule takes as many passes at once as there are stages.
-        multiple = self.layout.pipeline if self.layout.pieces > 1 else 1
+        # An interleaved schedule takes so many passes at once: as many as there are stages, unless it is set.
+        multiple = self.model.first.config.microbatch_group_size_per_vp_stage if self.layout.pieces > 1 else 1
         return list(split_micro_batches(batch, micro, self.device, rows_per_unit, limit, multiple))
 
     def _passes(

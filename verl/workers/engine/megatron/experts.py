@@ -100,8 +100,10 @@ class TokenRouter(TopKRouter):
             hidden: (length, bsz, hidden size); tokens are counted along the batch first.
             padding_mask: (length, bsz), True on padding, which goes to experts but is not counted.
         """
-        logits = functional.linear(hidden.flatten(0, 1), self.weight)
-        probabilities = logits.softmax(-1, dtype=torch.float32)
+        # By default as Transformers: in the model's format, then a softmax in fp32.
+        wide = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, hidden.dtype)
+        logits = functional.linear(hidden.flatten(0, 1).to(wide), self.weight.to(wide))
+        probabilities = logits.softmax(-1, dtype=torch.promote_types(wide, torch.float32))
         top, chosen = probabilities.topk(self.experts.per_token, dim=-1)
         if self.experts.is_renormalised:
             top = top / top.sum(-1, keepdim=True)

@@ -36,8 +36,7 @@ class Layout:
         tensor = config.tensor_model_parallel_size
         expert_tensor = config.expert_tensor_parallel_size or tensor
         pipeline, context = config.pipeline_model_parallel_size, config.context_parallel_size
-        pieces = config.virtual_pipeline_model_parallel_size or 1
-        return cls(tensor, pipeline, context, config.expert_model_parallel_size, expert_tensor, pieces)
+        return cls(tensor, pipeline, context, config.expert_model_parallel_size, expert_tensor, config.model_chunks)
 
     @property
     def shared_by(self) -> int:

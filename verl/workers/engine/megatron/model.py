@@ -12,6 +12,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from verl.config import HFModelConfig, McoreEngineConfig
+from verl.config.megatron_flags import RECOMPUTE
 from verl.errors import ConfigError
 from verl.utils.model import torch_dtype
 from verl.utils.model_facts.megatron_fit import misfits
@@ -20,6 +21,7 @@ from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, 
 from verl.workers.engine.megatron.adapters import add_adapters, first_values, need_gradients, shape_by_expert
 from verl.workers.engine.megatron.experts import Experts, expert_layer
 from verl.workers.engine.megatron.files import ModelFiles
+from verl.workers.engine.megatron.flags import transformer_fields
 from verl.workers.engine.megatron.groups import Layout
 from verl.workers.engine.megatron.layers import CausalAttention, DecoderModel, HiddenHead, RMSNorm, Rotation, freeze_row
 from verl.workers.engine.megatron.library import (
@@ -113,7 +115,8 @@ def build(
     base = {own: shapes[name] for own, name in named.items()}
     experts = Experts.of(hf)
     is_tied = model_type == "language_model" and "lm_head.weight" not in base
-    settings = _transformer_config(hf, config, engine, layout, dtype, experts, base)
+    flags = transformer_fields(engine, layout, device, experts is not None)
+    settings = _transformer_config(hf, config, engine, layout, dtype, experts, base, flags)
     pieces = nn.ModuleList()
     for piece_index in range(layout.pieces):
         piece = _gpt_model(hf, settings, layout, is_tied, experts, piece_index, skeleton.vision is not None)
@@ -166,12 +169,13 @@ def _transformer_config(
     dtype: torch.dtype,
     experts: Experts | None,
     shapes: Mapping[str, tuple[int, ...]],
+    flags: dict[str, object],
 ) -> Any:
     recompute: dict[str, object] = {}
     if model.enable_gradient_checkpointing and not engine.forward_only:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if "recompute_granularity" in engine.override_transformer_config and not engine.forward_only:
-        recompute = dict(engine.override_transformer_config)
+        recompute = {key: engine.override_transformer_config.get(key) for key in RECOMPUTE}
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -198,7 +202,6 @@ def _transformer_config(
         sequence_parallel=engine.sequence_parallel and layout.tensor > 1,
         variable_seq_lengths=layout.pipeline > 1,
         **({} if experts is None else experts.settings(layout)),
-        moe_token_dispatcher_type="alltoall",  # the only one with sizes that vary, asked for without experts too
         # Interleaved stages send in both directions at once. In batches, two stages would take the sizes of what one
         # direction sends for those of the other.
         overlap_p2p_comm=layout.pieces > 1,
@@ -207,6 +210,8 @@ def _transformer_config(
         cuda_graph_scope=[],
         use_cpu_initialization=True,  # every weight is read from the folder, so none is drawn
         perform_initialization=False,
+        # Of sizes that vary; it is asked for without experts too.
+        **{"moe_token_dispatcher_type": "alltoall", **flags},
         **recompute,
     )
 
