@@ -75,7 +75,7 @@ class McoreEngineConfig(BaseConfig):
     """Ranks that split the experts of each layer, out of those that hold copies of the other layers; it must divide the
     number of experts."""
     expert_tensor_parallel_size: int | None = setting(None, ge=1)
-    """Ranks that split each expert's matrices: 1, or `tensor_model_parallel_size` (null)."""
+    """Ranks that split each expert's matrices; null is `tensor_model_parallel_size`."""
     param_offload: bool = setting(False)
     """Keep parameters in host memory while the model is idle."""
     grad_offload: bool = setting(False)

@@ -17,6 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from verl.errors import ConfigError
 
+ROUTING = "routed_experts"
+"""Column of the choices, and name of the output of an engine that records them."""
+
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
     """Return the modules of ``model`` that are routers, in the order of its layers."""

@@ -125,8 +125,7 @@ def test_experts_and_their_columns_must_divide_before_a_model_loads(run: Run, tm
     assert "it does not divide the model's 6 experts" in refused(expert_model_parallel_size=4)
     two = {"tensor_model_parallel_size": 2}
     assert f"{megatron}.sequence_parallel=false: every one of the ranks" in refused(sequence_parallel=False, **two)
-    assert "each expert is whole, or divided" in refused(expert_tensor_parallel_size=4, **two)
-    assert "not add up their gradients" in refused(expert_tensor_parallel_size=1, **two)
+    assert "it does not divide the model's 30 columns of each expert" in refused(expert_tensor_parallel_size=4, **two)
     message = refused(tensor_model_parallel_size=4)
     assert (
         f"{megatron}.tensor_model_parallel_size=4: it does not divide the model's 30 columns of each expert" in message

@@ -97,8 +97,6 @@ def router_replay(config: PPOConfig) -> Problems:
         yield Problem(records_key, True, f"nothing reads what the rollout records with {key}={mode}", "false", remedy)
     if mode == "disabled":
         return
-    if actor.strategy == "megatron":
-        yield Problem(key, mode, "megatron does not replay the choice of experts", "disabled")
     if mode != "R3":
         return
     if not rollout.enable_rollout_routing_replay:

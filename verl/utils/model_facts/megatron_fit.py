@@ -107,20 +107,7 @@ def _deepstack(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: s
 
 
 def _experts(engine: McoreEngineConfig, sizes: str) -> Iterator[Problem]:
-    """Tokens reach each expert once, and its gradients are added up over all ranks that hold it."""
-    tensor, expert_tensor = engine.tensor_model_parallel_size, engine.expert_tensor_parallel_size
-    if tensor > 1 and not engine.sequence_parallel:
+    """Tokens reach each expert once."""
+    if engine.tensor_model_parallel_size > 1 and not engine.sequence_parallel:
         reason = "every one of the ranks that share a layer would send each token to the experts"
         yield Problem(f"{sizes}.sequence_parallel", False, reason, "true for a mixture of experts")
-    if expert_tensor in (None, tensor):
-        return
-    key, allowed = f"{sizes}.expert_tensor_parallel_size", f"null, {tensor}"
-    if expert_tensor != 1:
-        reason = f"each expert is whole, or divided as the rest of a layer is (tensor_model_parallel_size={tensor})"
-        yield Problem(key, expert_tensor, reason, f"{allowed}, 1")
-    elif engine.expert_model_parallel_size == 1:
-        reason = (
-            "without expert_model_parallel_size above 1, ranks that share a layer would hold copies of its experts and "
-            "not add up their gradients"
-        )
-        yield Problem(key, 1, reason, allowed, f"or set {sizes}.expert_model_parallel_size={tensor}")

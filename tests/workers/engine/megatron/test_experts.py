@@ -43,6 +43,8 @@ CASES = {
         "whole",
     ),
     "tensor, whole experts": (TP | EP | {"expert_tensor_parallel_size": 1}, "three"),
+    "tensor, each with all experts": (TP | {"expert_tensor_parallel_size": 1}, "three"),
+    "experts by columns": ({"expert_tensor_parallel_size": 2}, "by tokens"),
     "context": ({"context_parallel_size": 2}, "by tokens"),
     "interleaved pipeline": (
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},

@@ -50,11 +50,10 @@ from verl.workers.engine.passes import (
     largest_of_ranks,
     split_micro_batches,
 )
-from verl.workers.routers import Choices, unknown
+from verl.workers.routers import ROUTING, Choices, unknown
 
 logger = logging.getLogger(__name__)
 
-ROUTING = "routed_experts"
 """Output and column: the experts that each token goes to."""
 
 

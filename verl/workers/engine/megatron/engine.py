@@ -67,10 +67,12 @@ from verl.workers.engine.megatron.model import BuiltModel, build
 from verl.workers.engine.megatron.offload import OffloadedMemory
 from verl.workers.engine.megatron.optimizer import MegatronOptimizer
 from verl.workers.engine.megatron.outputs import outputs_at
+from verl.workers.engine.megatron.replay import RouterReplay
 from verl.workers.engine.megatron.weights import Place, WeightGatherer
 from verl.workers.engine.non_finite import LossWatch, NonFinite, in_gradients
 from verl.workers.engine.optimizer import build_scheduler
 from verl.workers.engine.passes import MicroBatch, MicroBatchConfig, PassAttempt, PassSizes, split_micro_batches
+from verl.workers.routers import ROUTING
 
 if TYPE_CHECKING:
     from verl.checkpoint.states import State
@@ -91,7 +93,7 @@ class MegatronEngine(BaseEngine):
     """
 
     model_type: ModelType = "language_model"
-    output_names = LANGUAGE_OUTPUTS
+    output_names = LANGUAGE_OUTPUTS | {ROUTING}
 
     def __init__(
         self,
@@ -136,6 +138,7 @@ class MegatronEngine(BaseEngine):
         self.checkpointed = self._checkpointed()
         weight = balance_coefficient(self.model.hf_config, self.model_config.override_config)
         self.mixtures = Mixtures(self.model.pieces, self.layout, 0.0 if config.forward_only else weight)
+        self.replay = RouterReplay(self.model.pieces, self.layout)
         self._wrapped = list(self.model.pieces)
         self.memory.add("weights", self.model.pieces.parameters)
         if config.forward_only:
@@ -231,6 +234,7 @@ class MegatronEngine(BaseEngine):
         Only ranks of the last pipeline stage have them; on others they are 0.
         """
         self._check_request(outputs, temperature, topk, self.model.text_config.vocab_size)
+        records, outputs = ROUTING in outputs, outputs - {ROUTING}
         columns: dict[str, Tensor] = {}
         top = TopTokens(topk, self.top_ids_below)
         micro = micro.shared_by(self.layout.context)
@@ -247,9 +251,12 @@ class MegatronEngine(BaseEngine):
                 shape = batch.batch["response_mask"].shape
                 size, dtype = self.model.text_config.hidden_size, torch_dtype(self.engine_config.dtype)
                 columns = empty_columns(shape, outputs, topk, size, dtype, self.device)
+                if records:
+                    self.replay.record(len(batch), batch.batch["attention_mask"].shape[1])
                 parts = self._parts(batch, micro, 1, limit)
                 self._passes(parts, frozenset(outputs), temperature, fill, forward_only=True, top=top)
-        return {name: values.cpu() for name, values in columns.items()}
+        routing = {ROUTING: self.replay.recorded(self.device)} if records else {}
+        return {name: values.cpu() for name, values in columns.items()} | routing
 
     def forward_backward_batch(
         self,
@@ -334,8 +341,9 @@ class MegatronEngine(BaseEngine):
             inputs = self._inputs(part.data)
             assert inputs.attention_mask is not None
             padding = torch.ones_like(inputs.attention_mask) if part.is_filler else ~inputs.attention_mask
-            with self.mixtures.watched(is_counted):
+            with self.mixtures.watched(is_counted), self.replay.of_pass(inputs, is_trained=not forward_only):
                 hidden = module(inputs.input_ids, inputs.position_ids, inputs.packing, padding, inputs.images)
+            self.replay.keep(part, inputs)
 
             def loss(hidden: Tensor) -> tuple[Tensor, dict]:
                 columns = outputs_at(
@@ -347,6 +355,7 @@ class MegatronEngine(BaseEngine):
 
             return hidden, loss
 
+        self.replay.reset()
         get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[self.pass_sizes.watched(parts) for _ in self._wrapped],

@@ -7,6 +7,7 @@ compute them together need TransformerEngine or grouped_gemm.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +28,7 @@ from verl.workers.engine.megatron.library import (
     TopKRouter,
     tensor_parallel,
 )
-from verl.workers.routers import Choices
+from verl.workers.routers import Choices, unknown
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,50 @@ class Experts:
         }
 
 
+class Repetition:
+    """The choice that one router repeats in the pass that runs, and again where its activations are recomputed.
+
+    A pipeline runs forward passes of later micro-batches before the backward pass of an earlier one, so that what they
+    repeat waits in the order of the passes.
+    """
+
+    def __init__(self) -> None:
+        self._runs = self._is_trained = False
+        self._wanted: Tensor | None = None
+        self._taken: Tensor | None = None
+        self._waiting: deque[Tensor | None] = deque()
+
+    def begin(self, wanted: Tensor | None, is_trained: bool) -> None:
+        """Begin a forward pass with the choice ``wanted``, (tokens, experts per token); None is the router's own."""
+        self._runs, self._is_trained, self._wanted, self._taken = True, is_trained, wanted, None
+
+    def end(self) -> None:
+        """End the forward pass."""
+        self._runs, self._wanted = False, None
+
+    def clear(self) -> None:
+        """Forget what waits to be repeated."""
+        self._waiting.clear()
+
+    def taken(self) -> Tensor | None:
+        """Return what the router chose in the last forward pass; None if it did not run."""
+        return self._taken
+
+    def choice(self, free: Tensor) -> Tensor:
+        """Return the choice of experts, where ``free``, (tokens, experts per token), is the router's own."""
+        if self._runs:
+            wanted = self._wanted
+            if self._is_trained and not torch.is_grad_enabled():  # so its layer runs again in the backward pass
+                self._waiting.append(wanted)
+        else:
+            wanted = self._waiting.popleft() if self._waiting else None
+        if wanted is not None:
+            free = torch.where(wanted != unknown(wanted.dtype), wanted.to(free.dtype), free)
+        if self._runs:
+            self._taken = free
+        return free
+
+
 class TokenRouter(TopKRouter):
     """Chooses experts as Transformers' routers do: softmax of all logits in fp32, then the largest.
 
@@ -90,6 +135,8 @@ class TokenRouter(TopKRouter):
         """Of this router among those of this rank."""
         self.choices: Choices | None = None
         """Where to keep what is chosen."""
+        self.repeated = Repetition()
+        """What it chooses in place of its own choice."""
         self.balance_grad: Tensor | None = None
         """(experts,): gradient of the balance loss with respect to the router probability of each real token."""
 
@@ -104,7 +151,8 @@ class TokenRouter(TopKRouter):
         wide = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, hidden.dtype)
         logits = functional.linear(hidden.flatten(0, 1).to(wide), self.weight.to(wide))
         probabilities = logits.softmax(-1, dtype=torch.promote_types(wide, torch.float32))
-        top, chosen = probabilities.topk(self.experts.per_token, dim=-1)
+        chosen = self.repeated.choice(probabilities.topk(self.experts.per_token, dim=-1).indices)
+        top = probabilities.gather(-1, chosen)
         if self.experts.is_renormalised:
             top = top / top.sum(-1, keepdim=True)
         if not self.experts.has_fp32_weights:

@@ -12,6 +12,7 @@ from verl.protocol import DataProto
 from verl.vision.families import VisionConfig
 from verl.workers.engine.fsdp.inputs import ModelInputs, divide, prepare_inputs
 from verl.workers.packed_attention import Packing
+from verl.workers.routers import unknown
 
 
 def megatron_inputs(
@@ -37,11 +38,17 @@ def megatron_inputs(
         inputs = replace(inputs, images=None)
     parts = 1 if group is None else dist.get_world_size(group)
     inputs = (_with_rest if packed else _in_rows)(inputs, lengths, multiple * parts)
+    mask, routed = inputs.attention_mask, inputs.routed_experts
+    assert mask is not None
+    if routed is not None:  # of the tokens alone, in their order
+        at_tokens = mask.flatten()
+        routers_choose = routed.new_full((len(at_tokens), *routed.shape[1:]), unknown(routed.dtype))
+        routers_choose[at_tokens] = routed
+        inputs = replace(inputs, routed_experts=routers_choose)
     if group is None:
         return inputs.to(device)
-    assert inputs.attention_mask is not None
-    local_mask = inputs.attention_mask.chunk(parts, dim=1)[dist.get_rank(group)]
-    return replace(divide(inputs, group), attention_mask=local_mask).to(device)
+    divided = divide(replace(inputs, real=mask), group)
+    return replace(divided, attention_mask=divided.real).to(device)
 
 
 def _with_rest(inputs: ModelInputs, lengths: tuple[int, ...], multiple: int) -> ModelInputs:

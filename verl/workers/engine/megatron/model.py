@@ -128,6 +128,11 @@ def build(
             )
         _set_rotation(piece, skeleton)
         _set_windows(piece, hf)
+        for name, parameter in piece.named_parameters():
+            # Gradients of experts are added up over all ranks that hold them. megatron-core says so only where
+            # expert_model_parallel_size is above 1, but with fewer ranks to an expert than to a layer they are others.
+            if ".experts." in name:
+                parameter.allreduce = layout.expert == 1 and layout.expert_tensor == layout.tensor
         pieces.append(piece)
     # Transformers computes no gradient of the padding token's embedding; megatron-core has no such index.
     padding: Any = skeleton.hf.get_input_embeddings().padding_idx
