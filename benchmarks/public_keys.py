@@ -101,6 +101,15 @@ BASES = {
 _MEGATRON = ["actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron"]
 _CRITIC = ["algorithm.adv_estimator=gae", "critic.ppo_micro_batch_size_per_gpu=1", "critic.model.path=FOLDER/model"]
 _REWARD_MODEL = ["reward_model.enable=True", "reward_model.model.path=FOLDER/model"]
+_DEEP = "actor_rollout_ref.model.path=org/deep"  # on the hub, so that its number of layers is not known
+_STAGES = [_DEEP, "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4"]
+
+
+def _recomputation(section: str) -> list[str]:
+    fields = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return [f"{section}.override_transformer_config.{name}={value}" for name, value in fields.items()]
+
+
 TOGETHER: Mapping[str, list[str]] = {
     "actor_rollout_ref.*megatron.*": _MEGATRON,
     "*override_optimizer_config.*": _MEGATRON,
@@ -111,10 +120,13 @@ TOGETHER: Mapping[str, list[str]] = {
     "critic.enable": [],
     "algorithm.adv_estimator": ["critic.ppo_micro_batch_size_per_gpu=1", "critic.model.path=FOLDER/model"],
     "data.train_batch_size": ["actor_rollout_ref.actor.ppo_mini_batch_size=128", "trainer.nnodes=1"],
-    "*override_transformer_config.recompute_*": [
-        "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity=full",
-        "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method=uniform",
-        "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers=1",
+    "*.megatron.override_transformer_config.recompute_*": _recomputation("actor_rollout_ref.actor.megatron"),
+    "engine.override_transformer_config.recompute_*": _recomputation("engine"),
+    "*.num_layers_in_*_pipeline_stage": _STAGES,
+    "*.account_for_*_in_pipeline_split": _STAGES,
+    "*.pipeline_model_parallel_layout": [_DEEP, "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=8"],
+    "*.moe_enable_deepep": [
+        "actor_rollout_ref.actor.megatron.override_transformer_config.moe_token_dispatcher_type=flex"
     ],
     "*virtual_pipeline_model_parallel_size": ["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"],
     "*.expert_parallel_size": ["actor_rollout_ref.rollout.tensor_model_parallel_size=8"],
@@ -127,6 +139,7 @@ TOGETHER: Mapping[str, list[str]] = {
     "engine.*model_parallel_size": ["engine.strategy=megatron"],
     "engine.*mbridge": ["engine.strategy=megatron"],
     "engine.override_transformer_config.*": ["engine.strategy=megatron"],
+    "*.megatron.router_replay.mode": ["actor_rollout_ref.rollout.enable_rollout_routing_replay=True"],
     "*router_replay.mode": ["actor_rollout_ref.rollout.name=native"],
     "actor_rollout_ref.rollout.enable_rollout_routing_replay": [
         "actor_rollout_ref.rollout.name=native",

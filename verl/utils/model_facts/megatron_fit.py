@@ -81,12 +81,12 @@ def _divisions(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: s
         parts.append((of_experts, "", engine[of_experts], experts.count, "experts"))
         parts.append((columns, "", engine[columns], experts.width, "columns of each expert"))
         yield from _experts(engine, sizes)
-    if (layers := fields.get("num_hidden_layers")) is not None:
+    if isinstance(layers := fields.get("num_hidden_layers"), int):
         stages, virtual = engine.pipeline_model_parallel_size, engine.virtual_pipeline_model_parallel_size
         if problem := division_problem(engine.override_transformer_config, stages, virtual, layers, sizes):
             yield problem
     for key, by, ranks, count, what in parts:
-        if count is not None and count % ranks:
+        if isinstance(count, int) and count % ranks:
             product = f"{key}{by}={ranks}" if by else "it"
             reason = f"{product} does not divide the model's {count} {what}"
             yield Problem(f"{sizes}.{key}", engine[key], reason, f"divisors of {count}{by and ' in all'}")

@@ -38,6 +38,17 @@ CASES = {
     "data": ({"enable_gradient_checkpointing": False}, "one by one"),
 }
 
+UNEVEN = {
+    "pipeline_model_parallel_size": 2,
+    "override_transformer_config": {"num_layers_in_first_pipeline_stage": 3},
+}
+OF_FOUR = {
+    "tensor x pipeline of 3 layers and 1": (TP | UNEVEN | {"expert_tensor_parallel_size": 1}, "three"),
+    "experts x pipeline of 3 layers and 1": (EP | UNEVEN, "by tokens"),
+    "tensor, experts by columns": (TP | EP | {"expert_tensor_parallel_size": 2}, "three"),
+    "experts over more ranks than layers": (TP | {"expert_tensor_parallel_size": 4}, "whole"),
+}
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
@@ -53,7 +64,7 @@ def on_each_rank(rank, world_size, folder, path, cases):
     expected = torch.load(folder / "expected.pt", weights_only=False)
     whole, chosen, log_probs, weights = expected
     for case in cases:
-        settings, layout = CASES[case]
+        settings, layout = (CASES | OF_FOUR)[case]
         engine = megatron_engine(path, **settings)
         place, copies = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
         batch = share(whole, place, copies)
@@ -80,6 +91,11 @@ def replay(folder, path, ranks, cases):
 
 def test_two_ranks_record_and_repeat(path, tmp_path):
     replay(tmp_path, path, 2, [*CASES])
+
+
+@pytest.mark.slow
+def test_four_ranks_record_and_repeat(path, tmp_path):
+    replay(tmp_path, path, 4, [*OF_FOUR])
 
 
 def test_what_has_nothing_to_repeat_is_refused(path, tmp_path):

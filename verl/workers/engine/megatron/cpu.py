@@ -8,6 +8,7 @@ modules, and no others, a ``torch`` whose ``cuda`` is the CPU. PyTorch itself st
   random states of tensor-parallel ranks;
 - ``torch.cuda.Stream``, ``current_stream``, ``stream``: one stream, in which all is done when the next line runs;
 - ``device="cuda"`` of ``torch.zeros``, ``empty`` and ``tensor``: the CPU;
+- ``torch.distributed.all_gather`` and ``reduce_scatter`` of lists: gloo takes parts of equal lengths only;
 - the copy of numbers of tokens to the CPU, which experts make before they exchange tokens: they are there already.
 """
 
@@ -19,6 +20,7 @@ from functools import wraps
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from verl.workers.engine.megatron import library
@@ -81,10 +83,36 @@ class _Cuda(ModuleType):
         torch.set_rng_state(state)
 
 
+class _Distributed(ModuleType):
+    """``torch.distributed``, where parts of different lengths are exchanged too, which gloo refuses."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(dist, name)
+
+    @staticmethod
+    def all_gather(outputs: list[Tensor], part: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        if len({len(output) for output in outputs}) == 1:
+            dist.all_gather(outputs, part, group=group)
+            return
+        padded = part.new_zeros(max(len(output) for output in outputs), *part.shape[1:])
+        padded[: len(part)] = part
+        parts = [torch.empty_like(padded) for _ in outputs]
+        dist.all_gather(parts, padded, group=group)
+        for output, one in zip(outputs, parts, strict=True):
+            output.copy_(one[: len(output)])
+
+    @staticmethod
+    def reduce_scatter(output: Tensor, parts: list[Tensor], group: dist.ProcessGroup | None = None) -> None:
+        whole = torch.cat(parts)
+        dist.all_reduce(whole, group=group)
+        output.copy_(whole.split([len(part) for part in parts])[dist.get_rank(group)])
+
+
 class _Torch(ModuleType):
     """``torch`` whose factories take ``device="cuda"`` for the CPU."""
 
     cuda = _Cuda("torch.cuda")
+    distributed = _Distributed("torch.distributed")
 
     def __getattr__(self, name: str) -> object:
         return getattr(torch, name)
