@@ -281,11 +281,7 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             "are for all of them as one group; set rollout.nnodes and start the run again to use more nodes",
             {"elastic": False},
         ),
-        not_yet(
-            "quantized rollout is not in this version; leave rollout.quantization null",
-            {"quantization": None},
-        ),
-        no_effect("part of quantized rollout, which is not in this version", {"quantization_config_file": None}),
+        no_effect("vllm rounds weights to fp8 by rules of its own", {"quantization_config_file": None}),
         not_yet(
             "multi-token prediction is not in this version; leave it out",
             {"mtp": "${oc.select:actor_rollout_ref.model.mtp, null}"},

@@ -157,12 +157,14 @@ class RolloutConfig(BaseConfig):
     free_cache_engine: bool = setting(True)
     """Free the engine's memory during training; it receives the weights again for the next rollout."""
     data_parallel_size: int = setting(1, ge=1)
-    """Copies of the model inside one engine; only 1, because each further copy has its own engine."""
+    """Copies of all but the experts, whose ranks share the experts (`vllm`, with `expert_parallel_size` of as many
+    ranks). Without such experts each copy is an engine of its own, and there are as many as the ranks allow."""
     expert_parallel_size: int = setting(1, ge=1)
     """Ranks that split the experts of one layer (`vllm`, `sglang`); other engines allow only 1."""
     tensor_model_parallel_size: int = setting(2, ge=1)
-    """Ranks that split each layer; times the pipeline stages it must divide the ranks per node (`hf` allows only 1). If
-    unset: 1 with `native` and `hf`, and if 2 does not divide the ranks."""
+    """Ranks that split each layer; times the pipeline stages it must divide the ranks per node, or with `vllm` and
+    `sglang` be those of several nodes (`hf` allows only 1). If unset: 1 with `native` and `hf`, and if 2 does not
+    divide the ranks."""
     max_num_batched_tokens: int = setting(8192, ge=1)
     """Maximum number of tokens that the engine computes in one pass (`native` and `hf`: prompt tokens)."""
     max_model_len: int | None = setting(None, ge=1)
@@ -184,7 +186,10 @@ class RolloutConfig(BaseConfig):
     disable_log_stats: bool = setting(True)
     """Leave statistics out of the engine's log (`vllm`, `sglang`); vLLM still counts for `prometheus.enable`."""
     pipeline_model_parallel_size: int = setting(1, ge=1)
-    """Pipeline stages of one copy of the model (`vllm`, `sglang`); other engines allow only 1."""
+    """Pipeline stages of one copy of the model (`vllm`); other engines allow only 1."""
+    quantization: Literal["fp8"] | None = setting(None)
+    """Round the weights of linear layers to 8 bits each time that the engine loads them (`vllm`); null keeps `dtype`.
+    Training computes with exact weights: set `algorithm.rollout_correction.rollout_is=token`."""
     engine_kwargs: dict[str, Any] = setting(factory=_per_engine)
     """Further arguments, by engine; `vllm.python` and `sglang.python` name the interpreter of another environment that
     has the engine."""
@@ -244,6 +249,17 @@ class RolloutConfig(BaseConfig):
         return self.nnodes * self.n_gpus_per_node
 
     @property
+    def ranks_per_engine(self) -> int:
+        """Ranks that share one engine."""
+        of_copy = self.tensor_model_parallel_size * self.pipeline_model_parallel_size
+        return of_copy * self.data_parallel_size if self.shares_experts else of_copy
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the ranks of several copies of the model share its experts, so that these are one engine."""
+        return self.data_parallel_size > 1 and self.expert_parallel_size > self.tensor_model_parallel_size
+
+    @property
     def kept_ids_width(self) -> int:
         """How many ids per drawn token `keep_sampling_mask` returns at most; 0 without it."""
         if not self.keep_sampling_mask:
@@ -267,6 +283,9 @@ class RolloutConfig(BaseConfig):
             elif arguments is not None and not isinstance(arguments, Mapping):
                 yield Problem(key, arguments, "an engine takes arguments by name", remedy=f"set {key}.NAME=VALUE")
                 return
+        if self.quantization is not None and self.name != "vllm":
+            cause = f"{path}.name={self.name} computes with the weights as the trainer has them"
+            yield Problem(f"{path}.quantization", self.quantization, cause, "null", f"set {path}.name=vllm")
         if self.name not in OTHER_PROGRAMS:
             return
         key = f"{path}.engine_kwargs.{self.name}.python"
@@ -278,12 +297,23 @@ class RolloutConfig(BaseConfig):
             remedy = f"install it (requirements/{self.name}.txt), or name the python of another environment that has "
             cause = f"the package {self.name} is not installed here, nor is there /opt/{self.name}/bin/python"
             yield Problem(f"{path}.name", self.name, cause, remedy=f"{remedy}it in {key}")
-        if self.data_parallel_size != 1:
-            cause = "every rank, or group of tensor-parallel ranks, has an engine of its own already"
-            # Experts that are shared beyond one group need engines that belong together.
-            together = self.expert_parallel_size > self.tensor_model_parallel_size
-            key = f"{path}.data_parallel_size"
-            yield Problem(key, self.data_parallel_size, cause, "1", advice=not together)
+        if self.data_parallel_size != 1 and not self.shares_experts:
+            cause = (
+                "each copy is an engine of its own, as its ranks share no experts with others; there are as many "
+                "engines as the ranks allow"
+            )
+            yield Problem(f"{path}.data_parallel_size", self.data_parallel_size, cause, "1", advice=True)
+        yield from self._expert_problems(path)
+
+    def _expert_problems(self, path: str) -> Iterator[Problem]:
+        key, size, tensor = f"{path}.expert_parallel_size", self.expert_parallel_size, self.tensor_model_parallel_size
+        together = tensor * self.data_parallel_size
+        if self.shares_experts and self.name == "sglang":
+            cause = f"{path}.name=sglang shares experts within one copy of the model alone"
+            yield Problem(key, size, cause, f"1 to {tensor}", f"set {path}.name=vllm")
+        elif self.name == "vllm" and size not in (1, tensor, together):
+            cause = "vllm shares experts among all ranks that split layers, of one copy or of all copies"
+            yield Problem(key, size, cause, ", ".join(map(str, sorted({1, tensor, together}))))
 
 
 def sampling_problems(path: str, settings: RolloutConfig | SamplingConfig) -> Iterator[Problem]:

@@ -87,9 +87,7 @@ def use_interface_to(master: str) -> None:
 
     Otherwise gloo binds the address of the host's name, which may be 127.0.1.1 or one that other machines cannot reach.
     """
-    with socket.socket(socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0][0], socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 1))  # UDP: sends nothing, and chooses a route
-        address = probe.getsockname()[0]
+    address = address_towards(master)
     addresses = {name: {entry.address for entry in entries} for name, entries in psutil.net_if_addrs().items()}
     interface = next((name for name, known in addresses.items() if address in known), None)
     if interface is None:
@@ -102,6 +100,13 @@ def use_interface_to(master: str) -> None:
         return
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, interface)
+
+
+def address_towards(master: str) -> str:
+    """Return the address of this machine by which ``master``, a name or an address, is reached."""
+    with socket.socket(socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0][0], socket.SOCK_DGRAM) as probe:
+        probe.connect((master, 1))  # UDP: sends nothing, and chooses a route
+        return probe.getsockname()[0]
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:

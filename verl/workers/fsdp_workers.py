@@ -161,7 +161,7 @@ class ActorRolloutRefWorker(EngineWorker):
             trust_remote_code=model.trust_remote_code,
         )
         device, rollout = get_device(self.device_name), self.config.rollout
-        if rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size > 1:
+        if rollout.ranks_per_engine > 1:
             ensure_process_group(device, time_limits(model.path).collective_s)  # ranks of an engine exchange values
         self.rollout = get_rollout_class(self.config.rollout.name)(self.config.rollout, model, tokenizer, device)
         engine = self.rank // self.rollout.ranks_per_engine

@@ -56,7 +56,6 @@ def test_every_refused_value_says_why_and_what_to_do(run: Run, path: str, value:
     [
         "actor_rollout_ref.model.mtp.enable",
         "actor_rollout_ref.ref.router_replay.mode",
-        "actor_rollout_ref.rollout.quantization",
         "trainer.esi_redundant_time",
         "trainer.v1.separate_async.hybrid_rollout.enable_switch",
         "trainer.v1.sampler.custom_sampler.path",

@@ -70,12 +70,52 @@ def test_the_ranks_of_a_machine_divide_among_the_engines(run: Run, size: int, ra
     assert "tensor_model_parallel_size=1" in message
 
 
-def test_copies_inside_an_engine_are_told_and_refused_where_they_share_experts(
-    run: Run, caplog: pytest.LogCaptureFixture
-):
-    run.load(settings(data_parallel_size=2))
-    assert "data_parallel_size=2: every rank, or group of tensor-parallel ranks, has an engine" in caplog.text
-    assert "data_parallel_size=2" in only(run.refusal(settings(data_parallel_size=2, expert_parallel_size=2)))
+@pytest.mark.parametrize(
+    "sizes, nodes, allowed",
+    [
+        ({"tensor_model_parallel_size": 8}, 2, None),
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}, 2, None),
+        ({"tensor_model_parallel_size": 8, "data_parallel_size": 2, "expert_parallel_size": 16}, 4, None),
+        ({"tensor_model_parallel_size": 8}, 3, "1, 2, 4, 12"),
+        ({"tensor_model_parallel_size": 6, "pipeline_model_parallel_size": 2}, 2, "1, 2, 4"),
+        ({"tensor_model_parallel_size": 8, "name": "native"}, 2, "1, 2, 4"),
+    ],
+)
+def test_an_engine_has_whole_machines(run: Run, sizes: dict[str, Any], nodes: int, allowed: str | None):
+    layout = {"trainer.n_gpus_per_node": 4, "trainer.nnodes": nodes, "trainer.controller": "ray"}
+    given = settings(**sizes) | layout | {"data.train_batch_size": 48, f"{ROLLOUT}.n": 4}
+    if allowed is None:
+        rollout = run.load(given).actor_rollout_ref.rollout
+        assert rollout.ranks_per_engine % 8 == 0
+        return
+    message = run.refusal(given, explicit={f"{ROLLOUT}.tensor_model_parallel_size"})
+    assert "does not divide trainer.n_gpus_per_node=4" in message
+    assert f"allowed: {allowed}" in message
+
+
+def test_copies_of_the_model_are_engines_unless_they_share_experts(run: Run, caplog: pytest.LogCaptureFixture):
+    rollout = run.load(settings(data_parallel_size=2)).actor_rollout_ref.rollout
+    assert "data_parallel_size=2: each copy is an engine of its own" in caplog.text
+    assert rollout.ranks_per_engine == rollout.tensor_model_parallel_size
+    shared = {"data_parallel_size": 2, "expert_parallel_size": 2, "tensor_model_parallel_size": 1}
+    layout = {"trainer.n_gpus_per_node": 2, "trainer.controller": "ray"}
+    assert run.load(settings(**shared) | layout).actor_rollout_ref.rollout.ranks_per_engine == 2
+    message = only(run.refusal(settings(**shared | {"name": "sglang"}) | layout))
+    assert "expert_parallel_size=2: actor_rollout_ref.rollout.name=sglang shares experts within one copy" in message
+    message = only(run.refusal(settings(**shared | {"expert_parallel_size": 4, "data_parallel_size": 2}) | layout))
+    assert "expert_parallel_size=4: vllm shares experts among all ranks" in message
+    assert "allowed: 1, 2" in message
+
+
+def test_rounded_weights_are_corrected_for(run: Run, caplog: pytest.LogCaptureFixture):
+    assert run.load(settings(quantization="fp8")).actor_rollout_ref.rollout.quantization == "fp8"
+    assert "set algorithm.rollout_correction.rollout_is=token" in caplog.text
+    caplog.clear()
+    run.load(settings(quantization="fp8") | {"algorithm.rollout_correction.rollout_is": "token"})
+    assert "rollout_is=token" not in caplog.text
+    message = only(run.refusal(settings(quantization="fp8", name="native", tensor_model_parallel_size=1)))
+    assert f"{ROLLOUT}.quantization=fp8: {ROLLOUT}.name=native computes with the weights as" in message
+    assert "quantization=int8" in run.refusal(settings(quantization="int8"))
 
 
 def test_the_usual_size_fits_the_machine_unless_it_was_set(run: Run, caplog: pytest.LogCaptureFixture):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import psutil
 
@@ -36,6 +36,11 @@ def _computed_s(processes: set[psutil.Process]) -> float:
 def _named(name: str, processes: set[psutil.Process]) -> psutil.Process:
     (found,) = [process for process in processes if name in " ".join([process.name(), *process.cmdline()])]
     return found
+
+
+def struck(name: str, processes: set[psutil.Process]) -> AbstractContextManager[None]:
+    """Kill the one process with that name once an engine is at work."""
+    return _struck(_named(name, processes), signal.SIGKILL, lambda: _computed_s(processes))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from verl.workers.config import ActorRolloutRefConfig, FSDPActorConfig, FSDPEngi
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.rollout.base import RolloutOutput, RolloutRegistry, RolloutRequest
 from verl.workers.rollout.hf_rollout import HFRollout
-from verl.workers.rollout.ranks import devices_of_the_engine, engine_group
+from verl.workers.rollout.ranks import EnginePlacement, engine_group
 from verl.workers.rollout.request_queue import Answer, RequestQueue
 
 
@@ -98,20 +98,31 @@ def check_the_placement(rank: int) -> None:
     assert engine_group(2, "size=2") == (rank, rank == 0)
     with pytest.raises(ConfigError, match=r"size=3 does not divide the 2 rank\(s\) of this run"):
         engine_group(3, "size=3")
-    assert devices_of_the_engine(rank, 2, torch.device("cpu")) is None
+    cpu = torch.device("cpu")
+    assert EnginePlacement.of(rank, 2, cpu) == EnginePlacement(None, node_rank=0, nodes=1, leads_node=rank == 0)
     with pytest.MonkeyPatch.context() as patch:
         # Each rank sees two GPUs by their ids and uses the second, as where a scheduler deals GPUs out.
         patch.setenv("CUDA_VISIBLE_DEVICES", f"GPU-{rank}a, GPU-{rank}b")
-        assert devices_of_the_engine(rank, 2, torch.device("cuda", 1)) == "GPU-0b,GPU-1b"
-        assert devices_of_the_engine(rank, 1, torch.device("cuda")) == f"GPU-{rank}a"
+        assert EnginePlacement.of(rank, 2, torch.device("cuda", 1)).devices == "GPU-0b,GPU-1b"
+        assert EnginePlacement.of(rank, 1, torch.device("cuda")).devices == f"GPU-{rank}a"
         patch.delenv("CUDA_VISIBLE_DEVICES")
-        assert devices_of_the_engine(rank, 2, torch.device("cuda", rank)) == "0,1"
-        patch.setattr("socket.gethostname", lambda: "ab"[rank])
-        assert devices_of_the_engine(rank, 1, torch.device("cpu")) is None
+        assert EnginePlacement.of(rank, 2, torch.device("cuda", rank)).devices == "0,1"
+        patch.setenv("RAY_RAYLET_PID", str(rank))  # two nodes of a cluster, which have a GPU each
+        assert EnginePlacement.of(rank, 2, torch.device("cuda")) == EnginePlacement("0", rank, 2, leads_node=True)
+        assert EnginePlacement.of(rank, 1, cpu) == EnginePlacement(None)
+        of_ranks = "ABB"
+
+        def gathered(values: list[Any], value: object) -> None:
+            values[:] = [(f"{machine} boot", "0") for machine in of_ranks]
+
+        patch.setattr("torch.distributed.all_gather_object", gathered)
         with pytest.raises(
-            ConfigError, match=r"ranks 0 to 1 share .* different machines \(a, b\)\. Use a tensor_model"
+            ConfigError, match=r"not have as many of them each \(rank by rank: A, B, B\)\. Use a tensor"
         ):
-            devices_of_the_engine(rank, 2, torch.device("cpu"))
+            EnginePlacement.of(0, 3, cpu)
+        of_ranks = "ABAB"
+        with pytest.raises(ConfigError, match=r"rank by rank: A, B, A, B"):
+            EnginePlacement.of(0, 4, cpu)
 
 
 def on_each_rank(rank: int, world_size: int, folder: Path, path: str) -> None:

@@ -190,7 +190,7 @@ def test_adapters_get_their_neighbours_and_one_rank():
         ({"engine_kwargs": {"sglang": {"tp_size": 2}}}, "engine_kwargs.sglang sets tp_size"),
         ({"engine_kwargs": {"sglang": {"python": "/no/such/python"}}}, "python=/no/such/python: there is no such file"),
         ({"tensor_model_parallel_size": 2}, r"tensor_model_parallel_size=2 does not divide the 1 rank"),
-        ({"data_parallel_size": 2}, "data_parallel_size=2"),
+        ({"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size=2: verl loads new weights into all"),
         ({"limit_images": 1}, "limit_images=1"),
     ],
 )
@@ -297,15 +297,15 @@ def test_the_report_of_an_update(changes, words):
 
 def test_the_reports_of_all_ranks_are_read(tmp_path):
     reports = [{"problem": "", "sampler": True, "arrived": {name: "1"}, "held": {}} for name in "ab"]
-    for rank, report in enumerate(reports):
-        (tmp_path / f"r-{rank}.json").write_text(json.dumps(report))
-    assert list(reports_of(str(tmp_path / "r"), 2)) == reports
+    (tmp_path / "r.json").write_text(json.dumps(reports))
+    assert reports_of(str(tmp_path / "r"), 2) == reports
     check_report({"a": "1", "b": "1"}, {"b": "1"}, reports[1], rank=1)  # each rank verifies its share
     with pytest.raises(RolloutError, match=r"did not arrive in SGLang \(rank 1\) .*: a, b\."):
         check_report({"a": "1", "b": "1"}, {"a": "1"}, reports[1], rank=1)
-    (tmp_path / "r-1.json").unlink()
-    with pytest.raises(RolloutError, match=r"SGLang \(rank 1\) did not report what it loaded.*not supported"):
-        list(reports_of(str(tmp_path / "r"), 2))
+    with pytest.raises(RolloutError, match=r"2 of SGLang's 4 ranks reported what they loaded.*not supported"):
+        reports_of(str(tmp_path / "r"), 4)
+    with pytest.raises(RolloutError, match=r"0 of SGLang's 2 ranks"):
+        reports_of(str(tmp_path / "none"), 2)
 
 
 def test_bytes_travel_as_a_tensor():

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -30,8 +30,8 @@ from verl.errors import RolloutError
 from verl.testing.models import tiny_model
 from verl.workers.rollout.client import ENGINE_SIDE
 from verl.workers.rollout.engine_side import verl_engine
-from verl.workers.rollout.engine_side.verl_engine import checksum, weights_in_part, with_checksums
-from verl.workers.rollout.ranks import MachineRanks
+from verl.workers.rollout.engine_side.verl_engine import MACHINE_VARIABLE, checksum, weights_in_part, with_checksums
+from verl.workers.rollout.ranks import MachineRanks, machine_identity
 from verl.workers.rollout.weights import (
     DeviceBuffer,
     ExpectedWeights,
@@ -263,10 +263,38 @@ def fill_together(rank: int, world_size: int, folder: Path) -> None:
             list(FileBuffer([memory, disk], MachineRanks()).parts(iter(weights), part_bytes=1000))
 
 
+def fill_in_step(rank: int, folder: Path) -> None:
+    """Each rank is a machine, and the memory of the second has more room: the same parts, in a file on each."""
+    memory, disk = folder / "memory", folder / "disk"
+    weights = numbered(16, 16, 16, 40, 16)  # bytes 64 64 | 64 160 64
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_RAYLET_PID", f"node-{rank}")
+        ranks = MachineRanks(in_step=True)
+        assert (ranks.rank, ranks.size) == (0, 1)
+        small_disk(patch, {memory: (130, 1000)[rank], disk: 1000})
+        read, paths = [], []
+        for part in FileBuffer([memory, disk], ranks).parts(iter(weights), part_bytes=1000):
+            description = part.description()
+            of_machines = cast("dict[str, str]", description["paths"])
+            assert [machine.split()[-1] for machine in of_machines] == ["node-0", "node-1"]
+            patch.setenv(MACHINE_VARIABLE, machine_identity())
+            read.append([(name, tensor.clone()) for name, tensor in weights_in_part(description)])
+            paths.append([folder_of(of_machines[machine_identity()]).name, *of_machines.values()])
+        assert [[name for name, _ in part] for part in read] == [["w0", "w1"], ["w2", "w3", "w4"]]
+        assert all(torch.equal(tensor, dict(weights)[name]) for part in read for name, tensor in part)
+        assert [path[0] for path in paths] == ["memory", "disk"]
+        assert all(len({*path[1:]}) == 2 for path in paths)
+
+
+def fill_as_one_and_as_two_machines(rank: int, world_size: int, folder: Path) -> None:
+    fill_together(rank, world_size, folder)
+    fill_in_step(rank, folder)
+
+
 def test_the_ranks_of_a_machine_fill_one_file_for_all_their_engines(tmp_path: Path) -> None:
     for folder in ("memory", "disk"):
         (tmp_path / folder).mkdir()
-    run_ranks(fill_together, 2, tmp_path)
+    run_ranks(fill_as_one_and_as_two_machines, 2, tmp_path)
     assert not [*(tmp_path / "memory").iterdir(), *(tmp_path / "disk").iterdir()]
 
 

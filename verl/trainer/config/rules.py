@@ -422,6 +422,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         router_replay,
         rollout_pool,
         rollouts.parallel_sizes,
+        rollouts.quantization,
         rollouts.speed,
         agent_loops,
         off_policy.rollout_correction,

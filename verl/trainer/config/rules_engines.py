@@ -22,14 +22,25 @@ PARALLEL_SIZES = (
 
 
 def parallel_sizes(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
-    """The ranks that share an engine are on one machine, and only engines that can be shared have several."""
+    """The ranks that share an engine are on one machine, or are those of several; only some engines are shared."""
     for engine in _engines(config):
         if engine.settings.name in (*OTHER_PROGRAMS, "native"):
-            yield from _of_one_machine(engine)
+            yield from _of_machines(engine)
         if engine.settings.name == "native":
             yield from _heads(engine)
         if engine.settings.name in OWN_ENGINES:
             yield from _of_one_rank(engine.path, engine.settings)
+
+
+def quantization(config: PPOConfig) -> Iterator[Problem]:
+    """Advise to correct for weights that the engine rounds and training does not."""
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    corrects = correction is not None and (correction.rollout_is is not None or correction.rollout_rs is not None)
+    if rollout.quantization is not None and not corrects:
+        key = "actor_rollout_ref.rollout.quantization"
+        cause = "responses are drawn with rounded weights and trained with exact ones, and nothing corrects for it"
+        remedy = "set algorithm.rollout_correction.rollout_is=token and watch training/rollout_probs_diff_mean"
+        yield Problem(key, rollout.quantization, cause, "null", remedy, advice=True)
 
 
 def speed(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
@@ -62,39 +73,47 @@ class _PlacedEngine(NamedTuple):
     ranks_key: str
     ranks_per_node: int
     """Ranks of one machine, and the setting that says so."""
+    nodes: int
+    """Machines."""
 
 
 def _engines(config: PPOConfig | GenerationConfig) -> Iterator[_PlacedEngine]:
-    of_trainer = "trainer.n_gpus_per_node", config.trainer.n_gpus_per_node
+    of_trainer = "trainer.n_gpus_per_node", config.trainer.n_gpus_per_node, config.trainer.nnodes
     if isinstance(config, GenerationConfig):
         yield _PlacedEngine("rollout", config.rollout, config.model.path, *of_trainer)
         return
     roles = config.actor_rollout_ref
-    of_pool = "actor_rollout_ref.rollout.n_gpus_per_node", roles.rollout.n_gpus_per_node
+    of_pool = "actor_rollout_ref.rollout.n_gpus_per_node", roles.rollout.n_gpus_per_node, roles.rollout.nnodes
     ranks = of_trainer if roles.hybrid_engine else of_pool
     yield _PlacedEngine("actor_rollout_ref.rollout", roles.rollout, roles.model.path, *ranks)
     if config.judge is not None:
         reward = config.reward_model
-        of_pool = "reward_model.n_gpus_per_node", reward.n_gpus_per_node
+        of_pool = "reward_model.n_gpus_per_node", reward.n_gpus_per_node, reward.nnodes
         ranks = of_pool if reward.enable_resource_pool else of_trainer
         yield _PlacedEngine("reward_model.rollout", config.judge.rollout, reward.model.path, *ranks)
     section = config.distillation
     for name, teacher in section.teachers.items() if section.enabled else ():
         if teacher.inference.is_engine and teacher.model_path is not None:
             path, settings = f"distillation.teacher_models.{name}.inference", teacher.inference.rollout()
-            of_pool = "distillation.n_gpus_per_node", section.n_gpus_per_node
+            of_pool = "distillation.n_gpus_per_node", section.n_gpus_per_node, section.nnodes
             yield _PlacedEngine(path, settings, teacher.model_path, *(of_pool if section.ranks else of_trainer))
 
 
-def _of_one_machine(engine: _PlacedEngine) -> Iterator[Problem]:
-    rollout = engine.settings
-    size = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
-    if engine.ranks_per_node % size:
-        key = f"{engine.path}.tensor_model_parallel_size"
-        divided = f"{engine.ranks_key}={engine.ranks_per_node}"
-        cause = f"so many ranks of one machine share an engine, and it does not divide {divided}"
+def _of_machines(engine: _PlacedEngine) -> Iterator[Problem]:
+    rollout, ranks = engine.settings, engine.ranks_per_node
+    key, size, tensor = f"{engine.path}.tensor_model_parallel_size", rollout.ranks_per_engine, PARALLEL_SIZES[0]
+    others = size // rollout[tensor]
+    fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    if rollout.name in OTHER_PROGRAMS:
+        fitting += [ranks * n for n in range(2, engine.nodes + 1) if engine.nodes % n == 0]
+    if size not in fitting:
+        shared = "" if others == 1 else f" ({size} with the other sizes)"
+        cause = f"so many ranks{shared} share an engine, and it does not divide {engine.ranks_key}={ranks}"
+        if engine.nodes > 1 and rollout.name in OTHER_PROGRAMS:
+            cause += f", nor is it that of 2 or more of {engine.nodes} nodes, divided evenly"
+        allowed = ", ".join(str(n // others) for n in fitting if n % others == 0)
         remedy = f"set {key}=1, where the model fits on one device"
-        yield Problem(key, rollout.tensor_model_parallel_size, cause, "a divisor of it", remedy)
+        yield Problem(key, rollout[tensor], cause, allowed or "fewer ranks in the other sizes", remedy)
 
 
 def _heads(engine: _PlacedEngine) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from verl.errors import EngineLostError, RolloutError
 from verl.workers.rollout import engine_side
 from verl.workers.rollout.engine_kwargs import Launch
-from verl.workers.rollout.engine_process import EngineProcess, new_token
+from verl.workers.rollout.engine_process import EngineProcess, ProcessesElsewhere, new_token
 from verl.workers.rollout.engine_side.verl_engine import TOKEN_VARIABLE
 from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest
 from verl.workers.rollout.request_queue import STREAM_EVERY_S, RequestQueue
@@ -224,6 +224,43 @@ async def ask_each(
                 task.cancel()
 
 
+def variables_of_engine(
+    environment: Mapping[str, str], launch: Launch, devices: str | None, token: str
+) -> dict[str, str | None]:
+    """Return the environment variables of an engine's processes; see :class:`EngineClient`."""
+    # The interpreter of another environment must not import modules of this one.
+    inherited = os.environ.get("PYTHONPATH") if launch.python == sys.executable else None
+    variables: dict[str, str | None] = {
+        **dict.fromkeys(_OF_A_RANK),
+        **environment,
+        TOKEN_VARIABLE: token,
+        # Programs of that environment, such as the ninja by which SGLang compiles kernels.
+        "PATH": os.pathsep.join([str(Path(launch.python).parent), os.environ.get("PATH", os.defpath)]),
+        "PYTHONPATH": os.pathsep.join(map(str, filter(None, [ENGINE_SIDE, inherited]))),
+    }
+    if devices is not None:
+        variables["CUDA_VISIBLE_DEVICES"] = devices
+    return variables
+
+
+def start_node(
+    name: str,
+    command: Callable[[int], Sequence[str]],
+    environment: Mapping[str, str],
+    launch: Launch,
+    devices: str | None,
+) -> EngineProcess:
+    """Start the processes of an engine on another machine than that of its server, and do not wait for them.
+
+    The arguments are those of :class:`EngineClient`.
+    """
+    token = new_token()
+    variables = variables_of_engine(environment, launch, devices, token)
+    process = EngineProcess(name, command, token=token, environment=variables, health_path=None)
+    process.start()
+    return process
+
+
 class EngineClient(ABC):
     """An engine that runs as an HTTP server in a separate process and ends with this object at the latest.
 
@@ -236,6 +273,7 @@ class EngineClient(ABC):
         environment: variables that the server gets in addition to those of this process; the token is added here.
         launch: interpreter and time limits of the server.
         devices: ids of the GPUs that the server may use; None leaves CUDA_VISIBLE_DEVICES as it is.
+        elsewhere: the engine's processes on other machines.
 
     Raises:
         RolloutError: the server does not start.
@@ -252,27 +290,17 @@ class EngineClient(ABC):
         environment: Mapping[str, str],
         launch: Launch,
         devices: str | None = None,
+        elsewhere: ProcessesElsewhere | None = None,
     ) -> None:
         token = new_token()
-        # The interpreter of another environment must not import modules of this one.
-        inherited = os.environ.get("PYTHONPATH") if launch.python == sys.executable else None
-        variables: dict[str, str | None] = {
-            **dict.fromkeys(_OF_A_RANK),
-            **environment,
-            TOKEN_VARIABLE: token,
-            # Programs of that environment, such as the ninja by which SGLang compiles kernels.
-            "PATH": os.pathsep.join([str(Path(launch.python).parent), os.environ.get("PATH", os.defpath)]),
-            "PYTHONPATH": os.pathsep.join(map(str, filter(None, [ENGINE_SIDE, inherited]))),
-        }
-        if devices is not None:
-            variables["CUDA_VISIBLE_DEVICES"] = devices
         self.server = EngineProcess(
             name,
             command,
             token=token,
-            environment=variables,
+            environment=variables_of_engine(environment, launch, devices, token),
             start_timeout_s=launch.start_timeout_s,
             hang_limits=launch.hang_limits,
+            elsewhere=elsewhere,
         )
         self.server.start()
 

@@ -34,7 +34,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import httpx2
 
@@ -102,6 +102,26 @@ class HangTimer:
         return None
 
 
+@dataclass(frozen=True)
+class Loss:
+    """How a process of an engine ended."""
+
+    text: str
+    """What is known of it, with the end of its log."""
+    was_killed: bool
+    """By a signal from outside."""
+
+
+class ProcessesElsewhere(Protocol):
+    """The processes of an engine on other machines, as the machine of its server sees them."""
+
+    def loss(self) -> Loss | None:
+        """Return the end of one of them; None as long as all run."""
+
+    def problem(self) -> str | None:
+        """Say why one of them seems to hang; None if nothing is known."""
+
+
 def new_token() -> str:
     """Make a random secret that every request to one server must carry."""
     return secrets.token_urlsafe(24)
@@ -116,11 +136,13 @@ class EngineProcess:
         token: sent with every request as ``Authorization: Bearer``. Pass it to the server in its environment; every
             user of the machine can read a command line.
         environment: variables that the server gets in addition to those of this process; None removes one.
-        health_path: path that answers 200 when the server is ready.
+        health_path: path that answers 200 when the server is ready; None for processes that serve nothing, for which
+            ``start`` does not wait.
         start_timeout_s: longest start, including the loading of the model.
         request_timeout_s: longest wait for one answer; None waits until the server counts as hung.
         hang_limits: limits after which the server counts as hung.
         max_connections: limit of concurrent requests of ``post_many`` and ``stream_many``; further ones are queued.
+        elsewhere: the engine's processes on other machines, which the server needs.
     """
 
     def __init__(
@@ -130,11 +152,12 @@ class EngineProcess:
         *,
         token: str,
         environment: Mapping[str, str | None] | None = None,
-        health_path: str = "/health",
+        health_path: str | None = "/health",
         start_timeout_s: float = 600.0,
         request_timeout_s: float | None = None,
         hang_limits: HangLimits | None = None,
         max_connections: int = 512,
+        elsewhere: ProcessesElsewhere | None = None,
     ) -> None:
         self.name = name
         self.token = token
@@ -151,6 +174,7 @@ class EngineProcess:
         self._request_timeout_s = request_timeout_s
         self._hang_limits = hang_limits or HangLimits()
         self._max_connections = max_connections
+        self._elsewhere = elsewhere
         self._guard: subprocess.Popen[bytes] | None = None
         self._http: HttpClient | None = None
         self._end: weakref.finalize[..., EngineProcess] | None = None
@@ -193,7 +217,8 @@ class EngineProcess:
         )
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.stop)
-            self._wait_until_healthy()
+            if self._health_path is not None:
+                self._wait_until_healthy()
             on_failure.pop_all()
 
     def _wait_until_healthy(self) -> None:
@@ -202,6 +227,10 @@ class EngineProcess:
             if not self.is_running:
                 raise (EngineLostError if self._was_killed() else RolloutError)(
                     f"the {self.name} server ended while it started. The end of its log:\n{self.log_tail()}"
+                )
+            if self._elsewhere is not None and (loss := self._elsewhere.loss()):
+                raise (EngineLostError if loss.was_killed else RolloutError)(
+                    f"a process of the {self.name} engine on another machine ended while it started. {loss.text}"
                 )
             if time.monotonic() - began > self._start_timeout_s:
                 raise (EngineLostError if self._stopped_process() else RolloutError)(
@@ -213,10 +242,22 @@ class EngineProcess:
 
     def _is_healthy(self) -> bool:
         assert self._http is not None
+        assert self._health_path is not None
         try:
             return self._http.run(self._http.status(self._health_path)) == 200
         except httpx2.TransportError:  # the server does not listen yet
             return False
+
+    def loss(self) -> Loss | None:
+        """Return how the process ended, with the end of its log; None as long as it runs."""
+        if self.is_running:
+            return None
+        return Loss(f"It has ended.{self._log_after_exit()}", self._was_killed())
+
+    def stopped_text(self) -> str | None:
+        """Say which process of it is stopped by a signal, if any."""
+        stopped = self._stopped_process()
+        return f"has a stopped process ({stopped}; SIGSTOP)" if stopped else None
 
     def _was_killed(self) -> bool:
         """Whether the server was ended by a signal from outside."""
@@ -387,14 +428,20 @@ class EngineProcess:
                     return task.result()
                 if not self.is_running:
                     raise _LostError("has ended")
+                if self._elsewhere is not None and (loss := self._elsewhere.loss()):
+                    raise _LostError(f"lost a process on another machine. {loss.text}")
                 if hung := timer.check(await self._problem(http), http.heard_at):
                     raise _LostError(hung)
         finally:
             task.cancel()
 
     async def _problem(self, http: HttpClient) -> str | None:
-        if stopped := self._stopped_process():
-            return f"has a stopped process ({stopped}; SIGSTOP)"
+        problem = self.stopped_text()
+        if problem is None and self._elsewhere is not None:
+            problem = self._elsewhere.problem()
+        if problem is not None:
+            return problem
+        assert self._health_path is not None
         try:
             status = await http.status(self._health_path)
         except httpx2.TransportError as error:

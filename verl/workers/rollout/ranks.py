@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,29 +37,50 @@ def engine_group(ranks_per_engine: int, setting: str) -> tuple[int, bool]:
     return rank, rank % ranks_per_engine == 0
 
 
-def devices_of_the_engine(rank: int, ranks_per_engine: int, device: torch.device) -> str | None:
-    """GPU ids of all ranks of this engine in the format of CUDA_VISIBLE_DEVICES; None on a CPU. Collective.
+@dataclass(frozen=True)
+class EnginePlacement:
+    """Where the ranks of this rank's engine are."""
 
-    Raises:
-        ConfigError: the engine's ranks are on different machines.
-    """
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    index = device.index or 0
-    host_and_gpu = (socket.gethostname(), visible[index] if visible and device.type == "cuda" else str(index))
-    devices = [host_and_gpu]
-    if ranks_per_engine > 1:
-        devices = [host_and_gpu] * dist.get_world_size()
-        dist.all_gather_object(devices, host_and_gpu)
+    devices: str | None
+    """GPU ids of the engine's ranks on this machine in the format of CUDA_VISIBLE_DEVICES; None on a CPU."""
+    node_rank: int = 0
+    """Index of this machine among those of the engine, in the order of ranks."""
+    nodes: int = 1
+    """Machines of the engine, each with as many of its ranks."""
+    leads_node: bool = True
+    """Whether this is the first of the engine's ranks on this machine."""
+
+    @classmethod
+    def of(cls, rank: int, ranks_per_engine: int, device: torch.device) -> Self:
+        """Exchange machines and devices among all ranks. Collective, unless each rank has an engine of its own.
+
+        Raises:
+            ConfigError: the engine's machines have different numbers of its ranks.
+        """
+        visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+        index = device.index or 0
+        here = (machine_identity(), visible[index] if visible and device.type == "cuda" else str(index))
+        ranks = [here]
+        if ranks_per_engine > 1:
+            ranks = [here] * dist.get_world_size()
+            dist.all_gather_object(ranks, here)
         first = rank - rank % ranks_per_engine
-        devices = devices[first : first + ranks_per_engine]
-        hosts = sorted({host for host, _ in devices})
-        if len(hosts) > 1:
+        ranks = ranks[first : first + ranks_per_engine]
+        counts = {machine: len(list(same)) for machine, same in itertools.groupby(machine for machine, _ in ranks)}
+        if sum(counts.values()) != ranks_per_engine or len(set(counts.values())) > 1:
+            hosts = ", ".join(machine.split()[0] for machine, _ in ranks)
             raise ConfigError(
-                f"ranks {first} to {first + ranks_per_engine - 1} share a rollout engine but live on different "
-                f"machines ({', '.join(hosts)}). Use a tensor_model_parallel_size that divides "
-                "n_gpus_per_node."
+                f"ranks {first} to {first + ranks_per_engine - 1} share a rollout engine, and its machines do not have "
+                f"as many of them each (rank by rank: {hosts}). Use a tensor_model_parallel_size that divides "
+                "n_gpus_per_node, or is a multiple of it."
             )
-    return ",".join(device_id for _, device_id in devices) if device.type == "cuda" else None
+        devices = ",".join(device_id for machine, device_id in ranks if machine == here[0])
+        return cls(
+            devices if device.type == "cuda" else None,
+            [*counts].index(here[0]),
+            len(counts),
+            rank == first or ranks[rank - first - 1][0] != here[0],
+        )
 
 
 class RankExchange:
@@ -88,33 +112,55 @@ class MachineRanks:
 
     Args:
         is_alone: leave the other ranks out; nothing is collective then.
+        in_step: calls are collective over all ranks, so that all machines are at the same point.
     """
 
-    def __init__(self, is_alone: bool = False) -> None:
+    def __init__(self, is_alone: bool = False, in_step: bool = False) -> None:
         self.rank, self.size = 0, 1
         """This rank's place among those of the machine, and their number."""
         self._group: dist.ProcessGroup | None = None
+        self.machine = machine_identity()
+        self._machines = [self.machine]
+        """Of each rank of the group."""
         if is_alone or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        machines = [machine_identity()] * dist.get_world_size()
-        dist.all_gather_object(machines, machine_identity())
-        for machine in sorted(set(machines)):
-            ranks = [rank for rank, of_rank in enumerate(machines) if of_rank == machine]
-            group = dist.new_group(ranks, backend="gloo", timeout=datetime.timedelta(seconds=EXCHANGE_S))
+        machines = [self.machine] * dist.get_world_size()
+        dist.all_gather_object(machines, self.machine)
+        here = [rank for rank, of_rank in enumerate(machines) if of_rank == self.machine]
+        self.rank, self.size = here.index(dist.get_rank()), len(here)
+        groups = (
+            [range(len(machines))] if in_step else [_ranks_of(machine, machines) for machine in sorted({*machines})]
+        )
+        for ranks in groups:
+            group = dist.new_group([*ranks], backend="gloo", timeout=datetime.timedelta(seconds=EXCHANGE_S))
             if dist.get_rank() in ranks:
                 assert isinstance(group, dist.ProcessGroup)
-                self.rank, self.size, self._group = ranks.index(dist.get_rank()), len(ranks), group
+                self._group, self._machines = group, [machines[rank] for rank in ranks]
 
     def __call__(self, value: T) -> list[T]:
         """Return the values of all ranks of the machine, in the order of ranks, when all have called."""
-        if self._group is None:
-            return [value]
-        values = [value] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values
+        return [values for machine, values in self._gather(value) if machine == self.machine]
+
+    def by_machine(self, value: T) -> dict[str, T]:
+        """Return the value of the first rank of each machine, of this one alone unless ranks are ``in_step``."""
+        return dict(reversed(self._gather(value)))
+
+    def _gather(self, value: T) -> list[tuple[str, T]]:
+        values = [value] * len(self._machines)
+        if self._group is not None:
+            dist.all_gather_object(values, value, group=self._group)
+        return [*zip(self._machines, values, strict=True)]
+
+
+def _ranks_of(machine: str, machines: Sequence[str]) -> list[int]:
+    return [rank for rank, of_rank in enumerate(machines) if of_rank == machine]
 
 
 def machine_identity() -> str:
-    """Identity of the machine, and on it of the processes that can open each other's files by their process ids."""
+    """Identity of the machine, and on it of the processes that can open each other's files by their process ids.
+
+    A node of Ray is a machine, also where several run on one.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    node = os.environ.get("RAY_RAYLET_PID", "-")
+    return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')} {node}"

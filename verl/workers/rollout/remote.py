@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from verl.errors import EngineLostError, ProcessLostError, RolloutError
+from verl.errors import ConfigError, EngineLostError, ProcessLostError, RolloutError
 from verl.protocol import DataProto
 from verl.utils.model import empty_causal_lm, torch_dtype
 from verl.utils.model_facts.time_limits import time_limits
@@ -30,7 +30,9 @@ from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRequest, Weights
 from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, PendingRequests
 from verl.workers.rollout.engine_kwargs import applies_adapters, launch_settings
-from verl.workers.rollout.ranks import MachineRanks, RankExchange, devices_of_the_engine, engine_group
+from verl.workers.rollout.engine_process import EngineProcess
+from verl.workers.rollout.machines import EngineMachines, NodeReporter
+from verl.workers.rollout.ranks import EnginePlacement, MachineRanks, RankExchange, engine_group
 from verl.workers.rollout.request import SamplingParams
 from verl.workers.rollout.request_queue import RequestQueue
 from verl.workers.rollout.scoring import ScoreRequest, TokenScores
@@ -70,10 +72,11 @@ class _Lack(IntEnum):
 class RemoteRollout(BaseRollout):
     """Generate with vLLM or SGLang; arguments as for :class:`BaseRollout`.
 
-    Each group of ``tensor_model_parallel_size`` times ``pipeline_model_parallel_size`` consecutive ranks shares one
-    engine: the first rank starts it and generates, the others only take part in gathering the weights. An engine is a
-    server, in either ``rollout.mode``; it may run in another Python environment
-    (``rollout.engine_kwargs.<engine>.python``).
+    Each group of ``rollout.ranks_per_engine`` consecutive ranks shares one engine: the first rank starts it and
+    generates, the others only take part in gathering the weights. An engine is a server, in either ``rollout.mode``; it
+    may run in another Python environment (``rollout.engine_kwargs.<engine>.python``). If its ranks are on several
+    machines, the first rank on each further one starts the engine's processes there, and ends them; all start anew
+    together (:mod:`.machines`).
 
     Subclasses translate settings and requests into the engine's own format.
 
@@ -112,18 +115,35 @@ class RemoteRollout(BaseRollout):
         self._buffer: SharedBuffer | None = None
         """Memory for the weights of this rank's engine alone."""
         self._arguments = self._engine_arguments()
-        self.ranks_per_engine = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+        self.ranks_per_engine = config.ranks_per_engine
         setting = f"rollout.tensor_model_parallel_size={config.tensor_model_parallel_size}"
         if config.pipeline_model_parallel_size > 1:
             setting += f" times pipeline_model_parallel_size={config.pipeline_model_parallel_size}"
+        if config.shares_experts:
+            setting += f" times data_parallel_size={config.data_parallel_size}"
         rank, self.leads = engine_group(self.ranks_per_engine, setting)
-        self._devices = devices_of_the_engine(rank, self.ranks_per_engine, self.device)
+        placement = EnginePlacement.of(rank, self.ranks_per_engine, self.device)
+        self._devices = placement.devices
+        self._machines: EngineMachines | None = None
+        """Of an engine that has several."""
+        self._node: tuple[EngineProcess, NodeReporter] | None = None
+        """The engine's processes on this machine, if its server is on another."""
+        self._in_step = self.ranks_per_engine > 1 and max(self._exchange_all(placement.nodes)) > 1
+        """Whether there are engines with several machines, so that all machines write the weights part by part."""
+        if self._in_step:
+            machines = EngineMachines(rank, self.ranks_per_engine, placement)
+            self._machines = machines if placement.nodes > 1 else None
+        if self._machines is not None and self.applies_adapters:
+            raise ConfigError(
+                f"rollout.merge_adapters=false: adapters reach an engine in files, and the {self.ranks_per_engine} "
+                f"ranks of this one are on {placement.nodes} machines. Set rollout.merge_adapters=true."
+            )
         self._machine_buffer: SharedBuffer | None = None
         """Memory for the weights of all engines of this machine."""
         # A GPU has the gathered weights already, and its engine reads them there: one copy for each GPU.
         if self.ranks_per_engine > 1 or self.device.type == "cpu":
-            machine = MachineRanks()
-            if machine.size > 1:
+            machine = MachineRanks(in_step=self._in_step)
+            if machine.size > 1 or self._in_step:
                 self._machine_buffer = FileBuffer(ranks=machine)
         self._launch = launch_settings(config, time_limits(self.model_config.path).start_s(config.name))
         dtype = torch_dtype(config.dtype)
@@ -132,7 +152,9 @@ class RemoteRollout(BaseRollout):
         self._expected = ExpectedWeights(self._empty_model, dtype)
         if self.starts_at_once:
             self._release_cached()
-            if self.leads:
+            if self._machines is not None:
+                self._start_together(self._machines)
+            elif self.leads:
                 self._start_or_replace()
 
     @abstractmethod
@@ -144,6 +166,10 @@ class RemoteRollout(BaseRollout):
         """Start an engine with all memory allocated and without weights; called on leading ranks only."""
 
     @abstractmethod
+    def _start_node(self, machines: EngineMachines) -> EngineProcess:
+        """Start the processes of an engine on this machine, whose server is on another; do not wait for them."""
+
+    @abstractmethod
     def _partial(self, request: RolloutRequest) -> PartialResponse:
         """Translate a request into the engine's format."""
 
@@ -151,10 +177,13 @@ class RemoteRollout(BaseRollout):
 
     def wake(self) -> None:
         """Start the engine if none runs, and allocate its memory: with ``multi_stage_wake_up`` only the weights'."""
-        if not self.leads:
-            return
-        if self._engine is None:
+        if self._machines is not None:
+            self._start_together(self._machines)
+        elif self.leads and self._engine is None:
             self._start_or_replace()
+        self._wake_for_weights()
+
+    def _wake_for_weights(self) -> None:
         self._wake_memory(["weights"] if self.config.multi_stage_wake_up else MEMORY)
 
     def _wake_memory(self, parts: Sequence[str]) -> None:
@@ -210,7 +239,10 @@ class RemoteRollout(BaseRollout):
     @contextmanager
     def _loading(self, version: int) -> Iterator[None]:
         """Wake the engine for new weights, which it holds in ``version`` after the context."""
-        self.wake()
+        if self._machines is None:
+            self.wake()
+        else:  # its ranks start it together, which not all of them may do here
+            self._wake_for_weights()
         self.weight_version, self._holds_base, self.sent_bytes = NO_WEIGHTS, False, 0
         began = time.perf_counter()
         yield
@@ -235,17 +267,22 @@ class RemoteRollout(BaseRollout):
             if engine is not None:
                 self.sent_bytes += engine.load_weights(parts)
         finally:
-            if self._source is not None and self._machine_buffer is not None:
+            if self._machine_buffer is not None and self._writes_together:
                 _finish(parts)  # the other ranks wait for what this one writes, also if its engine was lost
             _finish(checked if engine is None else weights)
 
     def _buffer_of(self, engine: EngineClient | None) -> SharedBuffer | None:
         """Return where the weights are written; None if nobody reads them from there."""
-        if self._source is not None and self._machine_buffer is not None:
+        if self._machine_buffer is not None and self._writes_together:
             return self._machine_buffer
         if engine is not None and self._buffer is None:
             self._buffer = buffer_for(self.device, engine.weights_devices())
         return self._buffer if engine is not None else None
+
+    @property
+    def _writes_together(self) -> bool:
+        """Whether all ranks take part in a transfer of weights."""
+        return self._source is not None or self._in_step
 
     def _send_adapters(self, adapters: Iterable[tuple[str, Tensor]], version: int) -> None:
         checked = self._expected.checked_adapters(adapters, version)
@@ -524,7 +561,30 @@ class RemoteRollout(BaseRollout):
         if self.starts_at_once:
             self._sleep_memory(self._engine)
 
+    def _start_together(self, machines: EngineMachines) -> None:
+        """Start the engine's processes on all its machines, unless all run. Collective over its ranks."""
+        node_runs = self._node is not None and self._node[0].is_running
+        if machines.have_all(node_runs if machines.serves_nothing else not self.leads or self._engine is not None):
+            return
+        self._end_engine()
+        machines.meet()
+        if machines.serves_nothing:
+            process = self._start_node(machines)
+            self._node = process, machines.report(process)
+        elif self.leads:
+            try:
+                self._start_engine()
+            except RolloutError as error:
+                if self._losses:  # a start that fails by itself counts as a loss too: see `_replace`
+                    raise EngineLostError(str(error)) from error
+                raise
+
     def _end_engine(self) -> Path | None:
+        if self._node is not None:
+            process, reporter = self._node
+            self._node = None
+            reporter.close()
+            return process.kill()
         engine, self._engine = self._engine, None
         return engine.kill() if engine is not None else None
 
@@ -558,6 +618,8 @@ class RemoteRollout(BaseRollout):
             )
             time.sleep(pause_s)
             self.restarts += 1
+            if self._machines is not None:
+                return  # its ranks start it together, in the next `wake`
             try:
                 self._start_engine()
                 return

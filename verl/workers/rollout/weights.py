@@ -147,8 +147,8 @@ def check_arrival(sent: Mapping[str, str], arrived: Mapping[str, str], where: st
 class SharedPart:
     """A part of the weights in memory that an engine sees too; valid until the next one is asked for."""
 
-    location: Mapping[str, str]
-    """Where its bytes lie: ``path`` of a file, or ``handle`` of memory on a device."""
+    location: Mapping[str, object]
+    """Where its bytes lie: ``path`` of a file, ``paths`` of several by machine, or ``handle`` of memory on a device."""
     memory: Tensor
     """The bytes, as this process sees them."""
     tensors: Mapping[str, tuple[torch.dtype, torch.Size, int]]
@@ -227,7 +227,7 @@ class SharedBuffer(ABC):
             self._ranks(None)
 
     @abstractmethod
-    def _location(self) -> Mapping[str, str]:
+    def _location(self) -> Mapping[str, object]:
         """Where the memory is, for other processes."""
 
     @abstractmethod
@@ -256,11 +256,15 @@ class FileBuffer(SharedBuffer):
         super().__init__(ranks)
         self._folders = [*(default_folders() if folders is None else folders)]
         self._file: IO[bytes] | None = None
+        self._room = 0
+        """Bytes of the file on every machine: each part has the same tensors on all."""
         self.path = ""
         """Of the file, for processes of this machine."""
+        self._paths: dict[str, str] = {}
+        """Of the files of all machines that are in step."""
 
-    def _location(self) -> Mapping[str, str]:
-        return {"path": self.path}
+    def _location(self) -> Mapping[str, object]:
+        return {"paths": self._paths} if len(self._paths) > 1 else {"path": self.path}
 
     @property
     def memory(self) -> Tensor:
@@ -295,7 +299,7 @@ class FileBuffer(SharedBuffer):
     def _make_room(self, size: int, part_bytes: int) -> None:
         while problem := self._grow(size):
             unpin(self._memory)
-            self._memory, self._file = torch.empty(0, dtype=torch.uint8), None
+            self._memory, self._file, self._room = torch.empty(0, dtype=torch.uint8), None, 0
             folder = self._folders[0]
             if len(self._folders) == 1:
                 raise RolloutError(
@@ -306,16 +310,20 @@ class FileBuffer(SharedBuffer):
 
     def _grow(self, size: int) -> str | None:
         """Provide ``size`` bytes, or return why not."""
-        if size <= len(self._memory):
+        if size <= self._room:
             return None
-        (path, allocated, problem), *_ = self._ranks(self._allocate(size) if self._ranks.rank == 0 else ("", 0, None))
-        if problem:
-            return problem
+        mine = self._allocate(size) if self._ranks.rank == 0 else ("", 0, None)
+        of_machines = self._ranks.by_machine(mine)
+        if problems := [problem for _, _, problem in of_machines.values() if problem]:
+            return problems[0]
+        path, allocated, _ = of_machines[self._ranks.machine]
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # copies into the mapping that ends here
         unpin(self._memory)
         self.path = path
         self._memory = torch.from_file(path, shared=True, size=allocated, dtype=torch.uint8)
+        self._room = min(size for _, size, _ in of_machines.values())
+        self._paths = {machine: path for machine, (path, _, _) in of_machines.items()}
         return None
 
     def _allocate(self, size: int) -> tuple[str, int, str | None]:
@@ -344,7 +352,7 @@ class DeviceBuffer(SharedBuffer):
         super().__init__()
         self._device = device
 
-    def _location(self) -> Mapping[str, str]:
+    def _location(self) -> Mapping[str, object]:
         rebuild, arguments = reduce_tensor(self._memory)
         if self._device.type == "cuda":
             # PyTorch would keep the memory until each handle that it gave was opened and closed, also by an engine

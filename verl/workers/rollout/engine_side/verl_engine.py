@@ -19,6 +19,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 TOKEN_VARIABLE = "VERL_ENGINE_TOKEN"
 """Environment variable with a server's token: every user of the machine can read a command line."""
+MACHINE_VARIABLE = "VERL_MACHINE"
+"""Environment variable with the identity of the machine, for an engine that has several."""
 SHARED_MEMORY = "/dev/shm"
 ADAPTER_REPORT = "arrived"
 """Beginning of the names of the files in a folder of adapters that tell what each rank has read of it."""
@@ -40,12 +42,12 @@ def device_uuid(device: torch.device) -> str | None:
 
 
 class Share(NamedTuple):
-    """Which weights of a part one of an engine's processes verifies: all read the same memory, so once is enough."""
+    """Which weights of a part one of an engine's processes verifies: on a machine all read the same memory."""
 
     rank: int
-    """Of the process, from 0."""
+    """Of the process among those of its machine, from 0."""
     ranks: int
-    """Processes of the engine."""
+    """Processes of the engine on a machine."""
 
     def has(self, index: int) -> bool:
         """Whether the weight with this index in its part is one of them."""
@@ -127,12 +129,16 @@ def part_memory(part: dict[str, Any], device: torch.device = _CPU) -> Tensor:
     Each call returns a storage of its own, so that one can tell whether tensors of it are held.
 
     Args:
-        part: ``tensors``, the ``size`` of the part in bytes, and where it lies: the ``path`` of a file, or the
-            ``handle`` of memory on the device, a pickle of what ``torch.multiprocessing.reductions.reduce_tensor``
-            returned, as base64.
+        part: ``tensors``, the ``size`` of the part in bytes, and where it lies: the ``path`` of a file, the ``paths``
+            of files by machine, or the ``handle`` of memory on the device, a pickle of what
+            ``torch.multiprocessing.reductions.reduce_tensor`` returned, as base64.
         device: of this process's part of the engine.
     """
-    memory = _in_handle(part["handle"], device) if "handle" in part else torch.from_numpy(_in_file(part["path"]))
+    if "handle" in part:
+        memory = _in_handle(part["handle"], device)
+    else:
+        path = part["paths"][os.environ[MACHINE_VARIABLE]] if "paths" in part else part["path"]
+        memory = torch.from_numpy(_in_file(path))
     return memory[: part["size"]]
 
 

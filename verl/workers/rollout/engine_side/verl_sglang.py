@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from sglang.srt.distributed import parallel_state
 from sglang.srt.layers import logprob_processor
 from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.managers import mm_schedule
@@ -212,16 +213,16 @@ def score_by_rule() -> None:
 def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load a part of the weights, and write a report with their checksums.
 
-    The report is ``{"problem": "", "arrived": {name: checksum}, "held": {name: checksum}, "sampler": bool, "device":
-    uuid}``, where ``arrived`` has this rank's share of the weights, and ``held``, after loading, the model's parameters
-    with the name and the shape of a given tensor. ``problem`` is the error, if any, and ``device`` the GPU of the
-    weights.
+    The report has for each rank ``{"problem": "", "arrived": {name: checksum}, "held": {name: checksum}, "sampler":
+    bool, "device": uuid}``, where ``arrived`` has the rank's share of the weights, and ``held``, after loading, the
+    model's parameters with the name and the shape of a given tensor. ``problem`` is the error, if any, and ``device``
+    the GPU of the weights.
 
     Args:
         model: the model of this rank.
         named_tensors: ``verl.order``, a JSON object as bytes: ``report``, the path of the report without
-            ``-<rank>.json``, the number of ``ranks``, ``part``, the description of a part in shared memory, and
-            ``rule``, that of the scores from now on; null leaves weights or rule as they are.
+            ``.json``, the number of ``ranks`` of each machine, ``part``, the description of a part in shared memory,
+            and ``rule``, that of the scores from now on; null leaves weights or rule as they are.
     """
     global rule
     ((_, order_bytes),) = named_tensors
@@ -240,7 +241,7 @@ def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         # The loaders copy this rank's slice of each into its parameter before the next is asked for.
-        share, parts = Share(_rank(), order["ranks"]), weights_in_part(order["part"], device)
+        share, parts = Share(_rank() % order["ranks"], order["ranks"]), weights_in_part(order["part"], device)
         for name, tensor in with_checksums(parts, arrived, device, share, divided_by_columns(model)):
             shapes[name] = tensor.shape
             yield name, tensor
@@ -276,7 +277,14 @@ def read_adapters(adapter: Any) -> None:
 
 
 def _tell(path: str, report: dict[str, object]) -> None:
-    Path(f"{path}-{_rank()}.json").write_text(json.dumps(report))
+    """Write the reports of all ranks, in their order, to a file on the first rank's machine. Collective."""
+    reports = [report]
+    if torch.distributed.is_initialized():
+        group = parallel_state.get_world_group()
+        reports = reports * group.world_size
+        torch.distributed.all_gather_object(reports, report, group=group.cpu_group)
+    if _rank() == 0:
+        Path(f"{path}.json").write_text(json.dumps(reports))
 
 
 def _rank() -> int:

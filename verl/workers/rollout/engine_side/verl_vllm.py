@@ -42,16 +42,19 @@ class WeightLoader:
         """Return the identity of the GPU on which this worker holds its weights; None on a CPU."""
         return device_uuid(self.device)
 
-    def load_weights_part(self, part: dict[str, object], is_first: bool) -> dict[str, object]:
+    def load_weights_part(self, part: dict[str, Any], is_first: bool) -> dict[str, object]:
         """Load a part of the new weights; return ``{"checksums": {name: checksum}}`` of this worker's share of it.
 
-        vLLM's loaders of a tensor-parallel layer cut this worker's slice out of a weight, so no more of it is read.
+        If the part has ``checksums``, those that were sent, the worker compares them itself: vLLM hands on the answers
+        of the first data-parallel copy alone. vLLM's loaders of a tensor-parallel layer cut this worker's slice out of
+        a weight, so no more of it is read.
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         checksums: dict[str, str] = {}
-        share = Share(self.rank, self.vllm_config.parallel_config.world_size)
+        of_machine = self.vllm_config.parallel_config.local_world_size
+        share = Share(self.rank % of_machine, of_machine)
         with set_current_vllm_config(self.vllm_config):
             if is_first:
                 initialize_layerwise_reload(self.model_runner.get_model())
@@ -69,6 +72,9 @@ class WeightLoader:
                 "this vLLM keeps tensors that its loaders were given, which the next part of the weights overwrites. "
                 "Install 0.32 (requirements/vllm.txt)."
             )
+        sent = part.get("checksums", checksums)
+        if changed := [name for name, value in checksums.items() if sent.get(name) != value]:
+            raise RuntimeError(f"{len(changed)} weights did not arrive as they were sent, {changed[0]} among them")
         return {"checksums": checksums}
 
     def end_weights(self) -> None:

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from verl.utils.model import convert_weight_keys
 from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
-from verl.workers.rollout.client import EngineClient, PartialResponse
+from verl.workers.rollout.client import EngineClient, PartialResponse, start_node
 from verl.workers.rollout.engine_kwargs import extra_arguments
+from verl.workers.rollout.engine_process import EngineProcess
+from verl.workers.rollout.machines import EngineMachines
 from verl.workers.rollout.remote import RemoteRollout
 from verl.workers.rollout.sampling import completes_stop_text
 from verl.workers.rollout.sglang_rollout.adapters import completed
-from verl.workers.rollout.sglang_rollout.client import SGLangClient
+from verl.workers.rollout.sglang_rollout.client import SGLangClient, command_of
 from verl.workers.rollout.sglang_rollout.settings import check_names, engine_arguments, process_environment
 
 _ROW_FIELDS = ("max_tokens", "seed", "temperature", "top_p", "top_k", "min_p", "is_greedy", "truncates")
@@ -47,12 +49,22 @@ class SGLangRollout(RemoteRollout):
         return engine_arguments(self.config, self.model_config, self.hf_config, self.max_model_len, self.device)
 
     def _environment(self) -> dict[str, str]:
-        return process_environment(self.config, self.device)
+        return process_environment(self.config, self.device, self._machines)
 
     def _start(self) -> EngineClient:
         return SGLangClient(
-            self._arguments, self._environment(), self._launch, self.device, self._devices, self._vision
+            self._arguments,
+            self._environment(),
+            self._launch,
+            self.device,
+            self._devices,
+            self._vision,
+            self._machines,
         )
+
+    def _start_node(self, machines: EngineMachines) -> EngineProcess:
+        command = command_of(self._arguments, self._launch, machines)
+        return start_node("sglang", command, self._environment(), self._launch, self._devices)
 
     def _weights_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         return ((self._names.get(name, name), tensor) for name, tensor in weights)

@@ -31,8 +31,10 @@ from verl.workers.rollout.engine_kwargs import Launch
 from verl.workers.rollout.engine_side.verl_engine import ADAPTER_REPORT, checksum
 from verl.workers.rollout.http_client import HttpClient, refusals
 from verl.workers.rollout.image_files import ImageFiles
+from verl.workers.rollout.machines import EngineMachines
 from verl.workers.rollout.placed_images import PlacedImages
 from verl.workers.rollout.scoring import ScoreRequest, ScoreRule, TokenScores, by_temperature
+from verl.workers.rollout.sglang_rollout.settings import of_machines
 from verl.workers.rollout.weights import (
     ADAPTER,
     SharedPart,
@@ -59,6 +61,7 @@ class SGLangClient(EngineClient):
         launch: interpreter and time limits of the server.
         devices: ids of the GPUs that the server may use; None leaves CUDA_VISIBLE_DEVICES as it is.
         vision: of a model with images.
+        machines: of an engine that has several.
     """
 
     metrics: ClassVar[Mapping[str, str]] = {
@@ -79,14 +82,15 @@ class SGLangClient(EngineClient):
         device: torch.device,
         devices: str | None = None,
         vision: VisionConfig | None = None,
+        machines: EngineMachines | None = None,
     ) -> None:
         self.ranks = int(arguments["tp_size"])
+        self._ranks_of_machine = self.ranks // (1 if machines is None else machines.placement.nodes)
         self._vision = vision
         self._has_adapters = False
         self._rule = ScoreRule()
-        script = [launch.python, str(ENGINE_SIDE / "verl_sglang_server.py")]
-        encoded = json.dumps(dict(arguments))
-        super().__init__("sglang", lambda port: [*script, str(port), encoded], environment, launch, devices)
+        command, watch = command_of(arguments, launch, machines), None if machines is None else machines.watch
+        super().__init__("sglang", command, environment, launch, devices, watch)
         self._folders = (self.server.memory_folder, self.server.folder)
         self._images, self._device = ImageFiles(self._folders), device
 
@@ -163,8 +167,7 @@ class SGLangClient(EngineClient):
             self._load(report, rule=rule)
         finally:
             self._call("end_weight_update")
-        for _ in reports_of(report, self.ranks):
-            pass
+        reports_of(report, self.ranks)
         self._rule = rule
 
     def weights_devices(self) -> Sequence[str | None]:
@@ -186,7 +189,8 @@ class SGLangClient(EngineClient):
                 report = str(self.server.folder / f"part-{index}")
                 self._load(report, part)
                 for rank, loaded in enumerate(reports_of(report, self.ranks)):
-                    check_report(part.checksums, part.share(rank, self.ranks), loaded, rank)
+                    share = part.share(rank % self._ranks_of_machine, self._ranks_of_machine)
+                    check_report(part.checksums, share, loaded, rank)
                 size += part.nbytes
         finally:
             self._call("end_weight_update")
@@ -195,7 +199,7 @@ class SGLangClient(EngineClient):
     def _load(self, report: str, part: SharedPart | None = None, rule: ScoreRule | None = None) -> None:
         """Let each rank load a part of the weights or follow a rule, if there is one, and write its report."""
         what = {"part": part and part.description(), "rule": rule and dataclasses.asdict(rule)}
-        order = json.dumps({"report": report, "ranks": self.ranks, **what}).encode()
+        order = json.dumps({"report": report, "ranks": self._ranks_of_machine, **what}).encode()
         payload = base64.b64encode(pickle.dumps([(ORDER, _Bytes(order))])).decode()
         self._call(
             "update_weights_from_tensor",
@@ -261,6 +265,15 @@ class SGLangClient(EngineClient):
         answer = self.server.post(f"/{action}", arguments)
         if answer and not answer.get("success", True):
             raise RolloutError(f"SGLang refused {action}: {answer.get('message') or answer.get('error_message', '')}")
+
+
+def command_of(
+    arguments: Mapping[str, Any], launch: Launch, machines: EngineMachines | None = None
+) -> Callable[[int], list[str]]:
+    """Return the command line of this machine's processes, for a port; arguments as for :class:`SGLangClient`."""
+    script = [launch.python, str(ENGINE_SIDE / "verl_sglang_server.py")]
+    encoded = json.dumps(dict(arguments) | of_machines(machines))
+    return lambda port: [*script, str(port), encoded]
 
 
 def request_of(responses: Sequence[PartialResponse], name: str | None = None) -> dict[str, object]:
@@ -331,16 +344,18 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def reports_of(path: str, ranks: int) -> Iterator[dict[str, Any]]:
-    """Read what each rank reports of a call of ``verl_sglang.load_weights``; RolloutError if a report is missing."""
-    for rank in range(ranks):
-        try:
-            yield json.loads(Path(f"{path}-{rank}.json").read_text())
-        except FileNotFoundError:
-            raise RolloutError(
-                f"SGLang (rank {rank}) did not report what it loaded, so it does not load with verl's functions: this "
-                "version of SGLang is not supported."
-            ) from None
+def reports_of(path: str, ranks: int) -> list[dict[str, Any]]:
+    """Read what each rank reports of a call of ``verl_sglang.load_weights``; RolloutError if there is no report."""
+    try:
+        reports = json.loads(Path(f"{path}.json").read_text())
+    except FileNotFoundError:
+        reports = []
+    if len(reports) != ranks:
+        raise RolloutError(
+            f"{len(reports)} of SGLang's {ranks} ranks reported what they loaded, so it does not load with verl's "
+            "functions: this version of SGLang is not supported."
+        )
+    return reports
 
 
 def check_report(sent: Mapping[str, str], share: Mapping[str, str], report: Mapping[str, Any], rank: int) -> None:

@@ -24,6 +24,9 @@ from verl.workers.rollout.engine_kwargs import (
     largest_rank,
 )
 from verl.workers.rollout.engine_process import SERVER_KEEPALIVE_S
+from verl.workers.rollout.engine_side.verl_engine import MACHINE_VARIABLE
+from verl.workers.rollout.machines import EngineMachines
+from verl.workers.rollout.ranks import machine_identity
 from verl.workers.rollout.sglang_rollout.adapters import ATTENTION, LAYERS, check_layers
 
 # SGLang reserves a few positions of its context for itself.
@@ -70,7 +73,6 @@ def engine_arguments(
         "schedule_policy": config.scheduling_policy,
         "tp_size": config.tensor_model_parallel_size,
         "pp_size": config.pipeline_model_parallel_size,
-        "dp_size": config.data_parallel_size,
         "ep_size": config.expert_parallel_size,
         "log_level": "error" if config.disable_log_stats else "info",
         # Stop texts end a response early only if SGLang has the tokenizer; it is not needed for anything else.
@@ -132,15 +134,29 @@ def _refuse(config: RolloutConfig, model_type: str, vision: VisionConfig | None)
             f"rollout.limit_images={config.limit_images} is not used by the sglang engine, which gets all images of a "
             "prompt as one. Leave it null, or set rollout.name=vllm."
         )
-    if config.pipeline_model_parallel_size > 1 or config.data_parallel_size > 1:
+    if config.pipeline_model_parallel_size > 1:
         raise ConfigError(
-            f"rollout.pipeline_model_parallel_size={config.pipeline_model_parallel_size} and data_parallel_size="
-            f"{config.data_parallel_size}: the sglang engine has one copy of the model, split by tensors alone. Set "
-            "both to 1; more copies come from more workers."
+            f"rollout.pipeline_model_parallel_size={config.pipeline_model_parallel_size}: verl loads new weights into "
+            "all of SGLang's ranks at once, and its pipeline stages get them one after another. Set it to 1, and "
+            "tensor_model_parallel_size to all ranks of the engine, or set rollout.name=vllm."
         )
 
 
-def process_environment(config: RolloutConfig, device: torch.device) -> dict[str, str]:
+def of_machines(machines: EngineMachines | None) -> dict[str, object]:
+    """Return the arguments of this machine's processes of an engine that has several."""
+    if machines is None:
+        return {}
+    assert machines.meeting is not None
+    return {
+        "nnodes": machines.placement.nodes,
+        "node_rank": machines.placement.node_rank,
+        "dist_init_addr": f"{machines.meeting.address}:{machines.meeting.port}",
+    }
+
+
+def process_environment(
+    config: RolloutConfig, device: torch.device, machines: EngineMachines | None = None
+) -> dict[str, str]:
     """Environment variables for SGLang's processes, without those that the user has set."""
     variables = {
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPALIVE_S),
@@ -152,8 +168,11 @@ def process_environment(config: RolloutConfig, device: torch.device) -> dict[str
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
     if device.type == "cpu" and ranks > 1:  # SGLang requires a list of cores for each rank
         cores = sorted(os.sched_getaffinity(0))
-        shares = [cores[rank::ranks] or cores for rank in range(ranks)]
+        of_machine = ranks // (1 if machines is None else machines.placement.nodes)
+        shares = [cores[rank::of_machine] or cores for rank in range(of_machine)]
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    if machines is not None:
+        variables |= {MACHINE_VARIABLE: machine_identity(), "SGLANG_HOST_IP": machines.address}
     return {name: value for name, value in variables.items() if name not in os.environ}
 
 

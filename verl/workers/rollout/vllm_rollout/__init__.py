@@ -13,10 +13,12 @@ from verl.errors import ConfigError, RolloutError
 from verl.utils.model import has_experts
 from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
 from verl.workers.rollout.client import EngineClient, PartialResponse
+from verl.workers.rollout.engine_process import EngineProcess
+from verl.workers.rollout.machines import EngineMachines
 from verl.workers.rollout.remote import RemoteRollout
 from verl.workers.rollout.request import continued_seed
 from verl.workers.rollout.sampling import completes_stop_text
-from verl.workers.rollout.vllm_rollout.client import VLLMClient
+from verl.workers.rollout.vllm_rollout.client import VLLMClient, start_vllm_node
 from verl.workers.rollout.vllm_rollout.settings import engine_arguments
 
 
@@ -37,7 +39,10 @@ class VLLMRollout(RemoteRollout):
         return engine_arguments(self.config, self.model_config, self.max_model_len, self.device, has_images)
 
     def _start(self) -> EngineClient:
-        return VLLMClient(self._arguments, self.device, self._launch, self._devices, self._vision)
+        return VLLMClient(self._arguments, self.device, self._launch, self._devices, self._vision, self._machines)
+
+    def _start_node(self, machines: EngineMachines) -> EngineProcess:
+        return start_vllm_node(self._arguments, self.device, self._launch, self._devices, machines)
 
     def _partial(self, request: RolloutRequest) -> PartialResponse:
         sampling = request.sampling

@@ -14,12 +14,21 @@ from torch import Tensor
 
 from verl.errors import ConfigError, EngineLostError, RolloutError
 from verl.vision.families import VisionConfig
-from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, PendingRequests, ask_each
+from verl.workers.rollout.client import (
+    ENGINE_SIDE,
+    MEMORY,
+    EngineClient,
+    PartialResponse,
+    PendingRequests,
+    ask_each,
+    start_node,
+)
 from verl.workers.rollout.engine_kwargs import Launch
-from verl.workers.rollout.engine_process import LOOPBACK
+from verl.workers.rollout.engine_process import LOOPBACK, EngineProcess
 from verl.workers.rollout.engine_side.verl_engine import checksum
 from verl.workers.rollout.http_client import HttpClient, refusals
 from verl.workers.rollout.image_files import ImageFiles
+from verl.workers.rollout.machines import EngineMachines
 from verl.workers.rollout.placed_images import PlacedImages
 from verl.workers.rollout.scoring import (
     ScoreRequest,
@@ -29,10 +38,17 @@ from verl.workers.rollout.scoring import (
     finite_or_not,
     scores_of_prompt,
 )
-from verl.workers.rollout.vllm_rollout.settings import ADAPTER_ID, METRICS, command_line, process_environment
+from verl.workers.rollout.vllm_rollout.settings import (
+    ADAPTER_ID,
+    METRICS,
+    command_line,
+    of_machines,
+    process_environment,
+)
 from verl.workers.rollout.weights import ADAPTER, SharedPart, check_arrival, write_adapters
 
 _GENERATE = "/inference/v1/generate"
+_EXTENSION = ("--worker-extension-cls", "verl_vllm.WeightLoader")
 _ROUTES = ("--tokens-only",)
 # The route for tokens, with the tokenizer that vLLM starts no model with images without; it reads images from files.
 _ROUTES_WITH_IMAGES = ("--enable-scale-out", "--middleware", "verl_vllm.ReadImages")
@@ -57,11 +73,16 @@ class VLLMClient(EngineClient):
         launch: Launch,
         devices: str | None = None,
         vision: VisionConfig | None = None,
+        machines: EngineMachines | None = None,
     ) -> None:
         # A base that stays while its adapters change is kept in the CPU's memory (1), other weights are dropped (2).
         self._sleep_level = 1 if arguments.get("enable_lora") else 2
         self._knows_adapters = False
         self._rule = ScoreRule()
+        copies = int(str(arguments.get("data_parallel_size", 1)))
+        self._has_copies = copies > 1
+        self._nodes_of_copy = 1 if machines is None else max(1, machines.placement.nodes // copies)
+        environment = process_environment(device, machines)
 
         def command(port: int) -> list[str]:
             return [
@@ -69,14 +90,14 @@ class VLLMClient(EngineClient):
                 *(_ROUTES if vision is None else _ROUTES_WITH_IMAGES),
                 "--disable-uvicorn-access-log",
                 *("--middleware", "verl_vllm.RequireToken"),
-                *("--worker-extension-cls", "verl_vllm.WeightLoader"),
-                *command_line(arguments),
+                *_EXTENSION,
+                *command_line(dict(arguments) | of_machines(machines)),
             ]
 
-        # The routes for weights, sleep and abort exist in development mode only.
-        environment = {**process_environment(device), "VLLM_SERVER_DEV_MODE": "1"}
+        watch = None if machines is None else machines.watch
         try:
-            super().__init__("vllm", command, environment, launch, devices)
+            # The routes for weights, sleep and abort exist in development mode only.
+            super().__init__("vllm", command, environment | {"VLLM_SERVER_DEV_MODE": "1"}, launch, devices, watch)
         except RolloutError as error:
             raise _explain(error, launch.python) from None
         self._vision = vision
@@ -193,9 +214,13 @@ class VLLMClient(EngineClient):
         size, is_lost = 0, False
         try:
             for index, part in enumerate(parts):
-                loaded = self._call_workers("load_weights_part", part.description(), index == 0)
+                description = part.description()
+                if self._has_copies:
+                    description["checksums"] = dict(part.checksums)
+                loaded = self._call_workers("load_weights_part", description, index == 0)
+                of_machine = len(loaded) // self._nodes_of_copy
                 for worker_index, worker in enumerate(loaded):
-                    share = part.share(worker_index, len(loaded))
+                    share = part.share(worker_index % of_machine, of_machine)
                     check_arrival(share, worker["checksums"], f"vLLM (worker {worker_index})")
                 size += part.nbytes
         except EngineLostError:
@@ -250,6 +275,19 @@ class VLLMClient(EngineClient):
         """See :meth:`EngineClient.wake`."""
         tags = "" if set(parts) == set(MEMORY) else "?" + "&".join(f"tags={part}" for part in parts)
         self.server.post(f"/wake_up{tags}")
+
+
+def start_vllm_node(
+    arguments: Mapping[str, object],
+    device: torch.device,
+    launch: Launch,
+    devices: str | None,
+    machines: EngineMachines,
+) -> EngineProcess:
+    """Start the workers of an engine on this machine, whose server is on another; arguments as for VLLMClient."""
+    flags = [*_EXTENSION, *command_line(dict(arguments) | of_machines(machines))]
+    command = [launch.python, str(ENGINE_SIDE / "verl_vllm_node.py"), *flags]
+    return start_node("vllm", lambda port: command, process_environment(device, machines), launch, devices)
 
 
 def params_of(request: ScoreRequest) -> dict[str, object]:

@@ -14,6 +14,9 @@ from verl.errors import ConfigError
 from verl.utils.model import ATTN_IMPLEMENTATION, resolve_model_path
 from verl.workers.rollout.engine_kwargs import applies_adapters, extra_arguments, largest_rank
 from verl.workers.rollout.engine_process import SERVER_KEEPALIVE_S
+from verl.workers.rollout.engine_side.verl_engine import MACHINE_VARIABLE
+from verl.workers.rollout.machines import EngineMachines
+from verl.workers.rollout.ranks import machine_identity
 
 ADAPTER_ID = 1
 """Number of the only adapters in vLLM."""
@@ -44,14 +47,9 @@ def engine_arguments(
     """Return vLLM's engine arguments by their Python names; ``has_images`` if the model is one with images.
 
     Raises:
-        ConfigError: ``engine_kwargs.vllm`` sets an argument that another setting determines, or
-            ``data_parallel_size`` is not 1, or vLLM applies no adapters of that rank.
+        ConfigError: ``engine_kwargs.vllm`` sets an argument that another setting determines, or vLLM applies no
+            adapters of that rank.
     """
-    if config.data_parallel_size != 1:
-        raise ConfigError(
-            f"rollout.data_parallel_size={config.data_parallel_size}: every rank (or group of tensor-parallel "
-            "ranks) already has its own engine. Set it to 1."
-        )
     path = resolve_model_path(model_config.path)
     overrides = {k: v for k, v in model_config.override_config.items() if k != ATTN_IMPLEMENTATION}
     arguments: dict[str, Any] = {
@@ -71,7 +69,7 @@ def engine_arguments(
         "disable_log_stats": config.disable_log_stats and not config.prometheus.enable,  # else it counts nothing
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "pipeline_parallel_size": config.pipeline_model_parallel_size,
-        "data_parallel_size": config.data_parallel_size,
+        "data_parallel_size": config.data_parallel_size if config.shares_experts else 1,
         "enable_expert_parallel": config.expert_parallel_size > 1,
         "logprobs_mode": config.logprobs_mode,
         # Ignore sampling defaults of the model folder (generation_config.json): requests set all parameters.
@@ -85,6 +83,8 @@ def engine_arguments(
         arguments["hf_overrides"] = overrides
     if config.cudagraph_capture_sizes is not None:
         arguments["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
+    if config.quantization is not None:
+        arguments["quantization"] = config.quantization
     if config.limit_images is not None:
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
     if has_images:
@@ -143,7 +143,22 @@ def command_line(arguments: Mapping[str, object]) -> list[str]:
     return flags
 
 
-def process_environment(device: torch.device) -> dict[str, str]:
+def of_machines(machines: EngineMachines | None) -> dict[str, object]:
+    """Return the arguments of this machine's processes of an engine that has several."""
+    if machines is None:
+        return {}
+    assert machines.meeting is not None
+    return {
+        "distributed_executor_backend": "mp",
+        "nnodes": machines.placement.nodes,
+        "node_rank": machines.placement.node_rank,
+        "master_addr": machines.meeting.address,
+        "master_port": machines.meeting.port,
+        "data_parallel_rpc_port": machines.meeting.second_port,
+    }
+
+
+def process_environment(device: torch.device, machines: EngineMachines | None = None) -> dict[str, str]:
     """Environment variables for vLLM's processes, without those that the user has set."""
     variables = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -155,4 +170,6 @@ def process_environment(device: torch.device) -> dict[str, str]:
     if device.type == "cpu":
         # Otherwise vLLM pins its threads to cores that other processes use too.
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    if machines is not None:
+        variables |= {MACHINE_VARIABLE: machine_identity(), "VLLM_HOST_IP": machines.address}
     return {name: value for name, value in variables.items() if name not in os.environ}
