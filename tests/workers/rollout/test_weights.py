@@ -266,7 +266,7 @@ def fill_together(rank: int, world_size: int, folder: Path) -> None:
 def fill_in_step(rank: int, folder: Path) -> None:
     """Each rank is a machine, and the memory of the second has more room: the same parts, in a file on each."""
     memory, disk = folder / "memory", folder / "disk"
-    weights = numbered(16, 16, 16, 40, 16)  # bytes 64 64 | 64 160 64
+    weights = numbered(16, 16, 16, 40, 16)  # bytes 64 64 | 64 | 160 64
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_RAYLET_PID", f"node-{rank}")
         ranks = MachineRanks(in_step=True)
@@ -280,9 +280,9 @@ def fill_in_step(rank: int, folder: Path) -> None:
             patch.setenv(MACHINE_VARIABLE, machine_identity())
             read.append([(name, tensor.clone()) for name, tensor in weights_in_part(description)])
             paths.append([folder_of(of_machines[machine_identity()]).name, *of_machines.values()])
-        assert [[name for name, _ in part] for part in read] == [["w0", "w1"], ["w2", "w3", "w4"]]
+        assert [[name for name, _ in part] for part in read] == [["w0", "w1"], ["w2"], ["w3", "w4"]]
         assert all(torch.equal(tensor, dict(weights)[name]) for part in read for name, tensor in part)
-        assert [path[0] for path in paths] == ["memory", "disk"]
+        assert [path[0] for path in paths] == ["memory", "memory", "disk"]
         assert all(len({*path[1:]}) == 2 for path in paths)
 
 

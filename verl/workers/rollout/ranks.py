@@ -60,12 +60,11 @@ class EnginePlacement:
         visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
         index = device.index or 0
         here = (machine_identity(), visible[index] if visible and device.type == "cuda" else str(index))
-        ranks = [here]
+        first, ranks = rank - rank % ranks_per_engine, [here]
         if ranks_per_engine > 1:
             ranks = [here] * dist.get_world_size()
             dist.all_gather_object(ranks, here)
-        first = rank - rank % ranks_per_engine
-        ranks = ranks[first : first + ranks_per_engine]
+            ranks = ranks[first : first + ranks_per_engine]
         counts = {machine: len(list(same)) for machine, same in itertools.groupby(machine for machine, _ in ranks)}
         if sum(counts.values()) != ranks_per_engine or len(set(counts.values())) > 1:
             hosts = ", ".join(machine.split()[0] for machine, _ in ranks)
@@ -143,7 +142,10 @@ class MachineRanks:
 
     def by_machine(self, value: T) -> dict[str, T]:
         """Return the value of the first rank of each machine, of this one alone unless ranks are ``in_step``."""
-        return dict(reversed(self._gather(value)))
+        values: dict[str, T] = {}
+        for machine, of_rank in self._gather(value):
+            values.setdefault(machine, of_rank)
+        return values
 
     def _gather(self, value: T) -> list[tuple[str, T]]:
         values = [value] * len(self._machines)
