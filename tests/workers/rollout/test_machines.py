@@ -1,0 +1,52 @@
+"""What the first machine of an engine learns of processes on another: that they run, are stopped, or have ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from tests.support.waiting import eventually
+from verl.supervision.processes import family_of
+from verl.workers.rollout import machines
+from verl.workers.rollout.engine_process import EngineProcess
+from verl.workers.rollout.machines import Meeting, NodeReporter, NodeWatch
+
+PROGRAM = "import time; print('here', flush=True); time.sleep(600)"
+
+
+def test_the_processes_of_another_machine_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machines, "_REPORT_S", 0.05)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    watch = NodeWatch(store, nodes=2)
+    process = EngineProcess("test", lambda port: [sys.executable, "-c", PROGRAM], token="t", health_path=None)
+    process.start()
+    reporter = NodeReporter(process, Meeting("127.0.0.1", 1, 2, store.port), node_rank=1)
+    try:
+        eventually(lambda: store.check(["node-1"]) and "here" in process.log_tail(), "the first report")
+        assert (watch.loss(), watch.problem()) == (None, None)
+        assert process._guard is not None
+        family = map(psutil.Process, family_of(process._guard.pid))
+        (worker,) = [member.pid for member in family if member.cmdline()[1] == "-c"]  # not the guard
+        os.kill(worker, signal.SIGSTOP)
+        eventually(lambda: "SIGSTOP) on machine 1 of the engine" in (watch.problem() or ""), "the stopped process")
+        os.kill(worker, signal.SIGCONT)
+        eventually(lambda: watch.problem() is None, "that it goes on")
+        os.kill(worker, signal.SIGKILL)
+        loss = eventually(watch.loss, "the killed process")
+        assert loss.was_killed
+        assert "Machine 1 of the engine: It has ended. The end of its log:" in loss.text
+        assert "here" in loss.text
+        assert "ended with status -9" in loss.text
+    finally:
+        reporter.close()
+        process.stop()
+    now = time.monotonic()
+    assert watch.problem() is None
+    monkeypatch.setattr(time, "monotonic", lambda: now + 1000)
+    assert watch.problem() == "hears nothing of machine 1 of the engine"
