@@ -286,6 +286,11 @@ class RolloutConfig(BaseConfig):
         if self.quantization is not None and self.name != "vllm":
             cause = f"{path}.name={self.name} computes with the weights as the trainer has them"
             yield Problem(f"{path}.quantization", self.quantization, cause, "null", f"set {path}.name=vllm")
+        elif self.quantization is not None and self.dtype in ("float32", "fp32"):
+            cause = "vllm rounds weights of bfloat16 or float16 alone"
+            yield Problem(
+                f"{path}.dtype", self.dtype, f"with {path}.quantization={self.quantization} {cause}", "bfloat16"
+            )
         if self.name not in OTHER_PROGRAMS:
             return
         key = f"{path}.engine_kwargs.{self.name}.python"

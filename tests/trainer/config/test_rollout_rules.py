@@ -110,11 +110,13 @@ def test_copies_of_the_model_are_engines_unless_they_share_experts(run: Run, cap
 
 
 def test_rounded_weights_are_corrected_for(run: Run, caplog: pytest.LogCaptureFixture):
-    assert run.load(settings(quantization="fp8")).actor_rollout_ref.rollout.quantization == "fp8"
+    rounded = settings(quantization="fp8", dtype="bfloat16")
+    assert run.load(rounded).actor_rollout_ref.rollout.quantization == "fp8"
     assert "set algorithm.rollout_correction.rollout_is=token" in caplog.text
     caplog.clear()
-    run.load(settings(quantization="fp8") | {"algorithm.rollout_correction.rollout_is": "token"})
+    run.load(rounded | {"algorithm.rollout_correction.rollout_is": "token"})
     assert "rollout_is=token" not in caplog.text
+    assert "vllm rounds weights of bfloat16" in only(run.refusal(rounded | {f"{ROLLOUT}.dtype": "float32"}))
     message = only(run.refusal(settings(quantization="fp8", name="native", tensor_model_parallel_size=1)))
     assert f"{ROLLOUT}.quantization=fp8: {ROLLOUT}.name=native computes with the weights as" in message
     assert "quantization=int8" in run.refusal(settings(quantization="int8"))

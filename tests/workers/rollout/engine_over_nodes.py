@@ -2,9 +2,10 @@
 
 A program of its own, because the tests' process has its Ray already::
 
-    python -m tests.workers.rollout.engine_over_nodes {vllm|sglang} FOLDER [SETTING=NUMBER...]
+    python -m tests.workers.rollout.engine_over_nodes {vllm|sglang} PYTHON FOLDER [SETTING=NUMBER...]
 
-The engine answers with weights of seed 0 and of seed 1, and again after a process of it was killed on each node.
+PYTHON is the interpreter that has the engine; this one has Ray. The engine answers with weights of seed 0 and of
+seed 1, and again after a process of it was killed on each node.
 """
 
 from __future__ import annotations
@@ -42,10 +43,15 @@ class Served(Worker):
     """A rank of the engine."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def build(self, name: Literal["vllm", "sglang"], path: str, sizes: dict[str, int]) -> None:
+    def build(self, name: Literal["vllm", "sglang"], python: str, path: str, sizes: dict[str, int]) -> None:
         ensure_process_group(torch.device("cpu"), 600)
         lengths = {"prompt_length": 8, "response_length": 200}
-        options = {"dtype": "float32", "ignore_eos": True, "enforce_eager": True, "engine_kwargs": {name: KWARGS[name]}}
+        options = {
+            "dtype": "float32",
+            "ignore_eos": True,
+            "enforce_eager": True,
+            "engine_kwargs": {name: {"python": python, **KWARGS[name]}},
+        }
         config = RolloutConfig(name=name, **lengths, **options, **sizes)
         model = HFModelConfig(path=path)
         rollout = get_rollout_class(name)(config, model, hf_tokenizer(path), torch.device("cpu"))
@@ -77,7 +83,7 @@ class Served(Worker):
         self.rollout._end_engine()
 
 
-def main(name: str, folder: str, sizes: dict[str, int]) -> dict[str, object]:
+def main(name: str, python: str, folder: str, sizes: dict[str, int]) -> dict[str, object]:
     cluster = Cluster(initialize_head=True, head_node_args=NODE)
     cluster.add_node(**NODE)
     ray.init(address=cluster.address, log_to_driver=True, configure_logging=False)
@@ -86,7 +92,7 @@ def main(name: str, folder: str, sizes: dict[str, int]) -> dict[str, object]:
     pool = pools.get_resource_pool("actor")
     assert isinstance(pool, RayResourcePool)
     group = RayWorkerGroup(pool, RayWorkerGroup.describe(Served), device_name="cpu")
-    group.build(name, tiny_model_dir(folder, "qwen3", **shape_of("qwen3")), sizes)
+    group.build(name, python, tiny_model_dir(folder, "qwen3", **shape_of("qwen3")), sizes)
     seen: dict[str, object] = {"undisturbed": [group.answer(0)[0], group.answer(1)[0]]}
     seen["processes"] = [names for _, names in group.state()]
     seen["disturbed"] = [group.answer(1, victim)[0] for victim in (0, 1)]
@@ -100,5 +106,5 @@ def main(name: str, folder: str, sizes: dict[str, int]) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    given = {key: int(number) for key, number in (argument.split("=") for argument in sys.argv[3:])}
-    sys.stdout.write(f"\n{json.dumps(main(sys.argv[1], sys.argv[2], given))}\n")
+    given = {key: int(number) for key, number in (argument.split("=") for argument in sys.argv[4:])}
+    sys.stdout.write(f"\n{json.dumps(main(*sys.argv[1:4], given))}\n")

@@ -1,6 +1,7 @@
 """The real vLLM and SGLang with the ranks of two nodes: what they answer, and what a killed process changes.
 
-Each runs in the environment that has it (``make test-vllm SLOW=1``, ``make test-sglang SLOW=1``).
+vLLM runs in the environment that has it (``make test-vllm SLOW=1``), SGLang beside an environment with Ray
+(``pytest -m slow``), which its own lacks.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ def check_is_greedy(answers: tuple[list[list[int]], list[list[float]]], seed: in
 )
 def test_an_engine_over_two_nodes(engine: str, sizes: list[str], tmp_path: Path) -> None:
     """With two versions of the weights, and after the death of a process on either node."""
-    if importlib.util.find_spec(engine) is None:
-        pytest.skip(f"{engine} is not installed here")
-    command = [sys.executable, "-m", "tests.workers.rollout.engine_over_nodes", engine, str(tmp_path), *sizes]
+    python = Path(sys.executable) if importlib.util.find_spec(engine) else ROOT / f".venv-{engine}/bin/python"
+    if not python.is_file() or not importlib.util.find_spec("ray"):
+        pytest.skip(f"there is no Ray here, or no environment with {engine}")
+    program = "tests.workers.rollout.engine_over_nodes"
+    command = [sys.executable, "-m", program, engine, str(python), str(tmp_path), *sizes]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
     assert run.returncode == 0, run.stderr[-5000:]
     seen = json.loads(run.stdout.splitlines()[-1])

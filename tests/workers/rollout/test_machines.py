@@ -15,7 +15,7 @@ from tests.support.waiting import eventually
 from verl.supervision.processes import family_of
 from verl.workers.rollout import machines
 from verl.workers.rollout.engine_process import EngineProcess
-from verl.workers.rollout.machines import Meeting, NodeReporter, NodeWatch
+from verl.workers.rollout.machines import Meeting, NodeReporter, OtherMachines
 
 PROGRAM = "import time; print('here', flush=True); time.sleep(600)"
 
@@ -23,7 +23,7 @@ PROGRAM = "import time; print('here', flush=True); time.sleep(600)"
 def test_the_processes_of_another_machine_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "_REPORT_S", 0.05)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    watch = NodeWatch(store, nodes=2)
+    watch = OtherMachines(store, nodes=2)
     process = EngineProcess("test", lambda port: [sys.executable, "-c", PROGRAM], token="t", health_path=None)
     process.start()
     reporter = NodeReporter(process, Meeting("127.0.0.1", 1, 2, store.port), node_rank=1)

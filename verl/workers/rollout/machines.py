@@ -2,7 +2,7 @@
 
 The first rank of the engine has its server; the first rank on each further machine has the processes there, which serve
 nothing. They start together (:meth:`EngineMachines.meet`). From then on each further machine tells the first, through a
-store that its rank keeps, that its processes run (:class:`NodeReporter`, :class:`NodeWatch`).
+store that its rank keeps, that its processes run (:class:`NodeReporter`, :class:`OtherMachines`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class EngineMachines:
         """Of the last start."""
         self.address = address_towards(os.environ["MASTER_ADDR"])
         """Of this machine, in the network of the ranks."""
-        self.watch: NodeWatch | None = None
+        self.watch: OtherMachines | None = None
         """What the first rank learns of the other machines."""
         for first in range(0, dist.get_world_size(), ranks_per_engine):
             ranks = [*range(first, first + ranks_per_engine)]
@@ -96,7 +96,7 @@ class EngineMachines:
         if self._leads:
             store = dist.TCPStore(self.address, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
             mine = Meeting(self.address, free_port(), free_port(), store.port)
-            self.watch = NodeWatch(store, self.placement.nodes)
+            self.watch = OtherMachines(store, self.placement.nodes)
         dist.all_gather_object(meetings, mine, group=self._group)
         self.meeting = meetings[0]
 
@@ -136,7 +136,7 @@ class NodeReporter:
         self._thread.join()
 
 
-class NodeWatch:
+class OtherMachines:
     """What the first machine of an engine knows of the others; a ``ProcessesElsewhere``."""
 
     def __init__(self, store: dist.TCPStore, nodes: int) -> None:
