@@ -16,8 +16,9 @@ from examples.quickstart.settings import (
 STUDENT = {"hidden_size": 64, "layers": 4}
 GRPO_STEPS = 20
 """Steps of GRPO of the student, whose compute the other two ways get."""
-BATCH = 512
-"""Responses of a step of on-policy distillation."""
+BATCH, MINI_BATCH, EPOCHS = 256, 64, 3
+"""Responses of a step of on-policy distillation, of each of its optimizer steps, and how often each is learnt from: the
+teacher's distributions at its tokens stay right when the student moves on."""
 SAMPLES = 2
 """Responses of the teacher to each training prompt, for supervised training."""
 SFT_BATCH = 128
@@ -40,7 +41,8 @@ def distillation_settings(task: Path, model: Path, teacher: Path, output: Path, 
     return grpo_settings(task, model, output, seed, steps) | {
         "data.train_batch_size": BATCH,
         "actor_rollout_ref.rollout.n": 1,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 128,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": MINI_BATCH,
+        "actor_rollout_ref.actor.ppo_epochs": EPOCHS,
         # As in supervised training, so that neither has the better optimizer.
         "actor_rollout_ref.actor.optim.lr": 2e-3,
         "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
@@ -48,6 +50,8 @@ def distillation_settings(task: Path, model: Path, teacher: Path, output: Path, 
         "actor_rollout_ref.ref.fsdp_config.dtype": "float32",
         "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": True,
         "algorithm.adv_estimator": "reinforce_plus_plus",
+        # Nothing reads the log-probs before the update, so no pass computes them.
+        "algorithm.rollout_correction.bypass_mode": True,
         "distillation.enabled": True,
         "distillation.teacher_models.teacher_model.model_path": teacher,
         "distillation.distillation_loss.loss_mode": "forward_kl",
@@ -96,11 +100,11 @@ def validation_settings(task: Path, model: Path, output: Path, seed: int) -> Set
 def equal_steps(teacher_over_student: float) -> tuple[int, int]:
     """Steps of distillation and of supervised training that compute as much as GRPO does in its steps.
 
-    GRPO samples, computes the log-probs before the update, and updates: 5 passes of each response. Distillation has the
-    teacher's pass besides. Supervised training pays for the samples of the teacher, 8,000 prompts times ``SAMPLES``,
-    and for updates alone.
+    GRPO samples, computes the log-probs before the update, and updates: 5 passes of each response. Distillation
+    samples, has the teacher's pass, and updates ``EPOCHS`` times. Supervised training pays for the samples of the
+    teacher, 8,000 prompts times ``SAMPLES``, and for updates alone.
     """
     budget = GRPO_STEPS * ROWS_OF_GRPO * 5
-    distillation = budget / (BATCH * (5 + teacher_over_student))
+    distillation = budget / (BATCH * (1 + teacher_over_student + 3 * EPOCHS))
     supervised = (budget - 8000 * SAMPLES * teacher_over_student) / (SFT_BATCH * 3)
     return round(distillation), round(supervised)

@@ -20,8 +20,8 @@ TASK, MODEL, OUT = Path("/task"), Path("/model"), Path("/out")
 
 def test_steps_of_equal_compute_by_hand():
     # GRPO: 20 steps · 1024 responses · 5 passes = 102,400. A teacher of three times the student's weights:
-    # distillation 512 · (5 + 3) = 4096 a step; samples 8000 · 2 · 3 = 48,000, and 128 · 3 = 384 a supervised step.
-    assert equal_steps(3.0) == (25, round(54_400 / 384))
+    # distillation 256 · (1 + 3 + 9) = 3328 a step; samples 8000 · 2 · 3 = 48,000, and 128 · 3 = 384 a supervised step.
+    assert equal_steps(3.0) == (round(102_400 / 3328), round(54_400 / 384))
 
 
 def test_each_sample_is_a_conversation():
