@@ -13,7 +13,7 @@ import pytest
 from tests.trainer.config.support import Run, only
 from verl.base.engine_python import engine_python
 from verl.config import RolloutConfig
-from verl.trainer.config import GenerationConfig
+from verl.trainer.config import GenerationConfig, rules_engines
 from verl.trainer.config.derive import engine_for_gpu
 from verl.trainer.config.rules_engines import not_for_serving
 from verl.workers.rollout.engine_kwargs import launch_settings
@@ -109,8 +109,11 @@ def test_copies_of_the_model_are_engines_unless_they_share_experts(run: Run, cap
     assert "allowed: 1, 2" in message
 
 
-def test_rounded_weights_are_corrected_for(run: Run, caplog: pytest.LogCaptureFixture):
+def test_rounded_weights_are_corrected_for(run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
     rounded = settings(quantization="fp8", dtype="bfloat16")
+    message = only(run.refusal(rounded))
+    assert "quantization=fp8: vllm did not start with rounded weights on a CPU" in message
+    monkeypatch.setattr(rules_engines, "resolve_device", lambda config: "cuda")
     assert run.load(rounded).actor_rollout_ref.rollout.quantization == "fp8"
     assert "set algorithm.rollout_correction.rollout_is=token" in caplog.text
     caplog.clear()

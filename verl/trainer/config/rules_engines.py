@@ -33,11 +33,13 @@ def parallel_sizes(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
 
 
 def quantization(config: PPOConfig) -> Iterator[Problem]:
-    """Advise to correct for weights that the engine rounds and training does not."""
+    """Rounded weights need a GPU; advise to correct for them, as training does not round."""
     rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
     corrects = correction is not None and (correction.rollout_is is not None or correction.rollout_rs is not None)
-    if rollout.quantization is not None and not corrects:
-        key = "actor_rollout_ref.rollout.quantization"
+    key = "actor_rollout_ref.rollout.quantization"
+    if rollout.quantization is not None and resolve_device(config) == "cpu":
+        yield Problem(key, rollout.quantization, "vllm did not start with rounded weights on a CPU", "null")
+    elif rollout.quantization is not None and not corrects:
         cause = "responses are drawn with rounded weights and trained with exact ones, and nothing corrects for it"
         remedy = "set algorithm.rollout_correction.rollout_is=token and watch training/rollout_probs_diff_mean"
         yield Problem(key, rollout.quantization, cause, "null", remedy, advice=True)
