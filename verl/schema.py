@@ -310,8 +310,8 @@ _OTHER_TENSORS = (
         "kept_ids",
         "int32",
         (*RESPONSE, "kept"),
-        "ids of the tokens that truncated sampling kept, ascending, then -1; all -1 where it kept more than the limit",
-        "generate_sequences with rollout.keep_sampling_mask=true, by the native engine for prompts without agent loops",
+        "ids of the tokens that truncated sampling kept, ascending, then -1; all -1 where the whole vocabulary counts",
+        "generate_sequences with rollout.keep_sampling_mask=true",
         ("actor", "reference", "metrics"),
     ),
     Column(

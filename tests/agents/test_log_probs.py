@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from tests.agents.one_engine import OneEngine, prompts
 from tests.support.chat_templates import FAMILIES
 from verl.agents.parsers import FunctionCall, ToolParser
-from verl.agents.turns import DrawnTurn, drawn_routing, drawn_weight_versions, oldest_version
+from verl.agents.turns import DrawnTurn, drawn_kept_ids, drawn_routing, drawn_weight_versions, oldest_version
 from verl.base.registry import scoped_registrations
 from verl.environments.base import Environment
 
@@ -89,9 +89,30 @@ def three_turns(folder, template, rewrites, names=("a", "b"), **changes):
     [*((family, False) for family in FAMILIES), ("chatml_thinking", True)],
 )
 def test_log_probs_of_three_turns(tmp_path, family, rewrites):
-    engine, batch = three_turns(tmp_path, family, rewrites)
-    mask = batch.batch["response_mask"].bool()
-    assert_close(batch.batch["rollout_log_probs"][mask], engine.trainers_log_probs(batch)[mask], atol=1e-5, rtol=0)
+    rollout, is_cut = "actor_rollout_ref__rollout__", family == "chatml_thinking"
+    cut = {f"{rollout}top_p": 0.7, f"{rollout}keep_sampling_mask": "true", f"{rollout}keep_sampling_mask_limit": 30}
+    engine, batch = three_turns(tmp_path, family, rewrites, **(cut if is_cut else {}))
+    columns = batch.batch
+    mask, log_probs = columns["response_mask"].bool(), columns["rollout_log_probs"]
+    assert_close(log_probs[mask], engine.trainers_log_probs(batch)[mask], atol=1e-5, rtol=0)
+    assert ("kept_ids" in columns.keys()) == is_cut
+    if is_cut:  # the log-probs are those over the tokens that sampling kept for each drawn one
+        kept = columns["kept_ids"]
+        assert kept.shape[-1] == 30
+        assert torch.equal((kept == columns["responses"].unsqueeze(-1)).any(-1), mask)
+        assert (kept[~mask] == -1).all()
+        whole = engine.trainers_log_probs(batch.select([name for name in columns.keys() if name != "kept_ids"]))
+        assert (log_probs - whole)[mask].max() > 0.3
+
+
+def test_kept_tokens_are_those_of_turns_that_a_sequence_has():
+    first = DrawnTurn([1, 2], [3, 4], [0.0, 0.0], 0, kept_ids=torch.tensor([[3, 7], [4, -1]], dtype=torch.int32))
+    second = DrawnTurn([1, 2, 3, 4, 5], [6], [0.0], 0, kept_ids=torch.tensor([[0, 6, 8]], dtype=torch.int32))
+    other = DrawnTurn([1, 9], [3], [0.0], 0, kept_ids=torch.tensor([[3, 5]], dtype=torch.int32))
+    whole = drawn_kept_ids([1, 2, 3, 4, 5, 6], [other, first, second])
+    none = [-1, -1, -1]
+    assert whole.tolist() == [none, none, [3, 7, -1], [4, -1, -1], none, [0, 6, 8]]
+    assert drawn_kept_ids([1, 2, 3], [DrawnTurn([1, 2], [3], [0.0], 0)]) is None
 
 
 def test_log_probs_of_an_episode(tmp_path):

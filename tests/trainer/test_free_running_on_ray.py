@@ -84,6 +84,10 @@ def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Run:
             "trainer__recovery__backoff_s": 0,
             "trainer__recovery__snapshot_freq": 1,
             "actor_rollout_ref__rollout__name": "native",
+            # Where weights stay as they are, log-probs over the tokens that sampling kept are those of the rollout.
+            "actor_rollout_ref__rollout__top_p": 0.8,
+            "actor_rollout_ref__rollout__keep_sampling_mask": "true",
+            "actor_rollout_ref__actor__optim__lr": 0,
         } | changes
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VERL_FILE_LOGGER_PATH", str(log))
@@ -129,6 +133,9 @@ def test_every_sample_is_trained_on_once_though_a_process_dies(
 ) -> None:
     names, metrics = run(request.node.callspec.id, *kills, **mode)
     assert sorted(name for step in names.values() for name in step) == ALL
+    for step in (metrics[number] for number in range(1, STEPS + 1)):
+        assert step["training/sampling_mask/unknown"] == 0
+        assert step["training/rollout_probs_diff_max"] < 1e-5
     if "policy" in kills:
         assert metrics[STEPS]["recovery/restarts"] == 1
     else:  # the trainer has gone on, in the same process, without going back to an earlier state

@@ -56,7 +56,7 @@ def test_with_the_sampling_mask_rollout_and_trainer_agree(train):
     mask = {f"{ROLLOUT}__name": "native", f"{ROLLOUT}__keep_sampling_mask": "true"}
     step = train(**mask, **{f"{ROLLOUT}__top_p": 0.8, f"{CORRECTION}__rollout_is": "sequence"})
     assert step["training/sampling_mask/unknown"] == 0
-    assert 1 < step["training/sampling_mask/size"] < 64
+    assert 1 < step["training/sampling_mask/size"] <= 64
     assert step["training/rollout_probs_diff_max"] < 1e-5
     assert step["rollout_corr/rollout_is_min"] == pytest.approx(1.0, abs=1e-4)
     assert step["rollout_corr/rollout_is_max"] == pytest.approx(1.0, abs=1e-4)

@@ -75,12 +75,32 @@ def with_log_probs(batch: DataProto, log_probs: Tensor) -> DataProto:
     return batch | DataProto.from_dict(tensors=columns)
 
 
+def with_kept_ids(batch: DataProto, count: int = 5) -> DataProto:
+    """One to ``count`` kept ids per token, that of the response among them; of every third token they are unknown."""
+    g = torch.Generator().manual_seed(1)
+    kept = torch.rand(len(batch), R, 104, generator=g).topk(count).indices.int()
+    kept[(kept == batch.batch["responses"].unsqueeze(-1)).any(-1)] = torch.arange(count, dtype=torch.int32)
+    kept[..., 0] = batch.batch["responses"]
+    kept[torch.arange(count) > torch.arange(R).unsqueeze(-1) % count + torch.zeros_like(kept)] = -1
+    kept[:, 2::3] = -1
+    kept[batch.batch["response_mask"] == 0] = -1
+    return batch | DataProto.from_dict({"kept_ids": kept})
+
+
 def naive_outputs(model: Any, batch: DataProto, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy by full logits of one sequence at a time, both (bsz, R)."""
+    """Log-probs, over ``kept_ids`` where there are some, and entropy, by full logits of one sequence at a time.
+
+    Both are (bsz, R).
+    """
     columns = batch.batch
+    no_ids = columns["response_mask"].new_zeros(*columns["response_mask"].shape, 0)
     rows_p, rows_h = [], []
-    for ids, seen, chosen in zip(
-        columns["input_ids"], columns["attention_mask"].bool(), columns["response_mask"], strict=True
+    for ids, seen, chosen, kept_ids in zip(
+        columns["input_ids"],
+        columns["attention_mask"].bool(),
+        columns["response_mask"],
+        columns.get("kept_ids", no_ids),
+        strict=True,
     ):
         tokens = ids[seen]
         logits = model(input_ids=tokens[None]).logits[0]
@@ -92,6 +112,8 @@ def naive_outputs(model: Any, batch: DataProto, temperature: float = 1.0) -> tup
             if chosen[t]:
                 before = log_p[start + t - 1]
                 p[t], h[t] = before[tokens[start + t]], -(before.exp() * before).sum()
+                if len(kept := kept_ids[t][kept_ids[t] >= 0].unique()):
+                    p[t] = p[t] - before[kept].logsumexp(-1)
         rows_p.append(torch.stack(p))
         rows_h.append(torch.stack(h))
     return torch.stack(rows_p), torch.stack(rows_h)

@@ -12,11 +12,9 @@ from verl.agents.loop import AgentLoopOutput
 from verl.agents.worker import Trajectory, TrajectoryResult
 from verl.config import RolloutConfig
 from verl.protocol import DataProto
-from verl.protocol.rows import fill_column
 from verl.protocol.shared import SharedTensors
 from verl.vision.prompts import ImagePrompts
-from verl.workers.rollout.columns import ResponseRow, padded_prompts, sequence_columns
-from verl.workers.routers import unknown
+from verl.workers.rollout.columns import ResponseRow, joined_rows, padded_prompts, sequence_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
@@ -52,7 +50,12 @@ class SequenceColumns:
         log_probs = [output.response_logprobs or [] for output in outputs]
         responses = [
             ResponseRow(
-                output.response_ids, values, output.routed_experts, output.response_mask, output.weight_versions
+                output.response_ids,
+                values,
+                output.routed_experts,
+                output.response_mask,
+                output.weight_versions,
+                output.kept_ids,
             )
             for output, values in zip(outputs, log_probs, strict=True)
         ]
@@ -92,5 +95,4 @@ class ColumnsInParts:
         """Return all rows, in the order of the trajectories' numbers."""
         rows = [row for trajectory_index in sorted(self._rows) for row in self._rows[trajectory_index]]
         # A process may have had only sequences without a turn.
-        parts = fill_column(self._parts, "routed_experts", unknown)
-        return DataProto.concat(parts).select_idxs(torch.tensor(rows))
+        return joined_rows(self._parts).select_idxs(torch.tensor(rows))

@@ -10,10 +10,11 @@ from itertools import groupby
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from verl.protocol import DataProto
 from verl.serving.connection import Connection, GenerationCall, LocalCall
-from verl.workers.rollout.request import NO_WEIGHTS, DrawnPart, RolloutOutput, RolloutRequest
+from verl.workers.rollout.request import NO_WEIGHTS, NOT_KEPT, DrawnPart, RolloutOutput, RolloutRequest
 
 
 def to_batch(responses: Mapping[str, RolloutOutput]) -> DataProto:
@@ -23,8 +24,9 @@ def to_batch(responses: Mapping[str, RolloutOutput]) -> DataProto:
         responses: by the name of their trajectory; ``finish_reason`` is "abort" of those that go on.
 
     Returns:
-        a row for each: ``token_ids``, ``log_probs`` and ``versions`` (rows, longest), padded on the right, and
-        ``name``, ``length``, ``finish_reason`` and ``num_preempted``. Nothing if there are no responses.
+        a row for each: ``token_ids``, ``log_probs``, ``versions`` (rows, longest) and, if some response has them,
+        ``kept_ids`` (rows, longest, K), padded on the right, and ``name``, ``length``, ``finish_reason`` and
+        ``num_preempted``. Nothing if there are no responses.
     """
     if not responses:
         return DataProto()
@@ -37,8 +39,14 @@ def to_batch(responses: Mapping[str, RolloutOutput]) -> DataProto:
             place[: len(row)] = torch.tensor(row, dtype=dtype)
         return column
 
+    widths = [output.kept_ids.shape[1] for output in outputs if output.kept_ids is not None]
+    kept: dict[str, torch.Tensor] = {}
+    if widths:
+        rows = [output.kept_of_each(max(widths)) for output in outputs]
+        kept["kept_ids"] = pad_sequence(rows, batch_first=True, padding_value=NOT_KEPT)
     return DataProto.from_dict(
-        tensors={
+        tensors=kept
+        | {
             "token_ids": padded([output.token_ids for output in outputs], torch.int32, 0),
             "log_probs": padded([output.log_probs for output in outputs], torch.float32, 0),
             "versions": padded([output.weight_versions for output in outputs], torch.int32, NO_WEIGHTS),
@@ -66,6 +74,7 @@ def from_batch(batch: DataProto) -> dict[str, RolloutOutput]:
             min(of_tokens["versions"], default=NO_WEIGHTS),
             num_preempted=columns["num_preempted"][row],
             versions=versions,
+            kept_ids=batch.batch["kept_ids"][row, :size] if "kept_ids" in batch.batch.keys() else None,
         )
     return responses
 

@@ -65,6 +65,8 @@ class AgentLoopOutput(BaseModel):
     """log p of the drawn tokens, 0 on others; None takes what the engines returned."""
     routed_experts: Any = None
     """What the engines recorded of its tokens; not read from a loop."""
+    kept_ids: Any = None
+    """What the engines recorded that truncated sampling kept for its tokens; not read from a loop."""
     weight_versions: list[int] = []
     """Version of the weights that drew each token, -1 where the policy drew none; not read from a loop."""
     multi_modal_data: JsonObject | None = None

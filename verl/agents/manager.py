@@ -313,6 +313,7 @@ class AgentLoopManager:
                     sampling=request.sampling,
                     row=row,
                     returns_routing=request.returns_routing,
+                    returns_kept_ids=request.returns_kept_ids,
                     is_trained_on=is_trained_on,
                     is_plain=is_plain,
                     begun=begun.get(trajectory_id(sample.uid, sample.sample_index)),

@@ -11,7 +11,7 @@ from verl.config.agent import TrajectoryStatus
 def without_tokens(output: AgentLoopOutput) -> AgentLoopOutput:
     """Return a sequence without its tokens, for a process that does not need them."""
     tokens = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "weight_versions")
-    return output.model_copy(update={**{name: [] for name in tokens}, "routed_experts": None})
+    return output.model_copy(update={**{name: [] for name in tokens}, "routed_experts": None, "kept_ids": None})
 
 
 def conversation_outputs(

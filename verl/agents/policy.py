@@ -86,6 +86,7 @@ class AsyncLLMServerManager:
         default: sampling parameters where a call names none.
         images: reads images, by the policy's processor; None for a model for text.
         returns_routing: record the experts that each token went to.
+        returns_kept_ids: record the tokens that truncated sampling kept; calls without ``top_k`` get the rollout's.
         asleep_s: returns for how many seconds engines have slept so far.
     """
 
@@ -97,10 +98,11 @@ class AsyncLLMServerManager:
         default: SamplingParams,
         images: ImagePrompts | None = None,
         returns_routing: bool = False,
+        returns_kept_ids: bool = False,
         asleep_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._config = config
-        self._returns_routing = returns_routing
+        self._returns_routing, self._returns_kept_ids = returns_routing, returns_kept_ids
         self._images = images
         self._connection = connection
         self._sample = sample
@@ -193,8 +195,19 @@ class AsyncLLMServerManager:
         most = min(wanted.pop("max_tokens", self.sampling.max_tokens), room)
         images, texts = await self._with_images(ids, image_data)
         params = replace(self.sampling, **wanted, max_tokens=most, seed=self._seed(tuple(ids)))
+        returns_kept_ids = self._returns_kept_ids and params.truncates
+        if returns_kept_ids and not 0 < params.top_k <= self._config.top_k:
+            params = replace(params, top_k=self._config.top_k)
         on_part = None if on_drawn is None else _in_this_loop(on_drawn)
-        request = RolloutRequest(ids, params, images, texts, self._returns_routing, streams=on_part is not None)
+        request = RolloutRequest(
+            ids,
+            params,
+            images,
+            texts,
+            self._returns_routing,
+            streams=on_part is not None,
+            returns_kept_ids=returns_kept_ids,
+        )
         asked_at, began, slept_s = time.time(), time.monotonic(), self._asleep_s()
         conversation = f"{self._sample.name}/{request_id}"
         self._conversations.add(conversation)
@@ -231,6 +244,7 @@ class AsyncLLMServerManager:
                 output.routed_experts,
                 params,
                 output.weight_versions,
+                output.kept_ids,
             )
         )
         return TokenOutput(

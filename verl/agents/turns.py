@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verl.datasets.chat import common_prefix_length
 from verl.protocol.shared import SharedTensors
-from verl.workers.rollout.request import NO_WEIGHTS, SamplingParams
+from verl.workers.rollout.request import NO_WEIGHTS, NOT_KEPT, SamplingParams, widened
 from verl.workers.routers import unknown
 
 
@@ -37,6 +37,10 @@ class DrawnTurn:
     """How it was sampled; None: as the trajectory's calls are that name no sampling parameters."""
     weight_versions: list[int] | None = None
     """Version of the weights that drew each token; None: ``weight_version``."""
+
+    kept_ids: Tensor | None = None
+    """(drawn tokens, K) ids that truncated sampling kept, if they are recorded; see
+    :class:`~verl.workers.rollout.request.RolloutOutput`."""
 
     @property
     def version_of_each(self) -> list[int]:
@@ -69,6 +73,22 @@ def drawn_weight_versions(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> 
     for turn, drawn in _drawn_parts(tokens, turns):
         versions[drawn] = turn.version_of_each[: drawn.stop - drawn.start]
     return versions
+
+
+def drawn_kept_ids(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> Tensor | None:
+    """Return the ids that sampling kept for each token that the policy drew after exactly the tokens before it.
+
+    Returns:
+        (tokens, K) int32; -1 for other tokens. None if no turn recorded any.
+    """
+    widths = [turn.kept_ids.shape[1] for turn in turns if turn.kept_ids is not None]
+    if not widths:
+        return None
+    kept = torch.full((len(tokens), max(widths)), NOT_KEPT, dtype=torch.int32)
+    for turn, drawn in _drawn_parts(tokens, turns):
+        if turn.kept_ids is not None:
+            kept[drawn] = widened(turn.kept_ids[: drawn.stop - drawn.start], max(widths))
+    return kept
 
 
 def oldest_version(turns: Sequence[DrawnTurn]) -> int:

@@ -21,6 +21,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from torch import Tensor
+
 from verl.agents.drawn import SingleTurn
 from verl.agents.environment_agent import EnvironmentAgentLoop
 from verl.agents.images import INPUTS, NO_IMAGES, as_inputs, images_of_sequence, with_text_places
@@ -42,6 +44,7 @@ from verl.agents.single_turn import SingleTurnAgentLoop
 from verl.agents.tool_agent import ToolAgentLoop
 from verl.agents.turns import (
     DrawnTurn,
+    drawn_kept_ids,
     drawn_log_probs,
     drawn_routing,
     drawn_weight_versions,
@@ -104,6 +107,8 @@ class Trajectory:
     """Columns of the data set."""
     returns_routing: bool = False
     """Record the experts that each token went to."""
+    returns_kept_ids: bool = False
+    """Record the tokens that truncated sampling kept."""
     is_trained_on: bool = True
     """Whether the policy is trained on it; not in validation, nor where it is a greedy baseline."""
 
@@ -311,6 +316,7 @@ class AgentLoopWorker:
             trajectory.sampling,
             self._images,
             trajectory.returns_routing,
+            trajectory.returns_kept_ids,
             self._asleep_s,
         )
         if not trajectory.is_plain:
@@ -541,6 +547,7 @@ class AgentLoopWorker:
                 "response_logprobs": [value if mask and value is not None else 0.0 for mask, value in pairs][:most],
                 "routed_experts": drawn_routing([*output.prompt_ids, *output.response_ids[:most]], turns),
                 "weight_versions": drawn_weight_versions(tokens, turns)[len(output.prompt_ids) :][:most],
+                "kept_ids": _kept_ids(tokens, own_turns, slice(len(output.prompt_ids), len(output.prompt_ids) + most)),
                 "multi_modal_data": images,
                 "status": "context_full" if is_cut and output.status == "done" else output.status,
             }
@@ -625,9 +632,15 @@ def failed(
         status=status,
         routed_experts=drawn_routing(written[:end], turns),
         weight_versions=drawn_weight_versions(written, turns)[response],
+        kept_ids=_kept_ids(written, trajectory.to_train_on(turns), response),
         multi_modal_data=None if images is None or images is trajectory.row.get(INPUTS) else {INPUTS: images},
     )
     return TrajectoryResult((output,), message, oldest_version(turns))
+
+
+def _kept_ids(tokens: Sequence[int], turns: Sequence[DrawnTurn], response: slice) -> Tensor | None:
+    kept = drawn_kept_ids(tokens, turns)
+    return None if kept is None else kept[response].clone()  # without the rows of the prompt, which go nowhere
 
 
 def _first_prompt(trajectory: Trajectory, turns: Sequence[DrawnTurn], longest: int) -> list[int]:

@@ -40,6 +40,8 @@ _OTHER_TRANSFERS = {
     "kimi_ckpt_engine": "Kimi's checkpoint engine is not in this version; use nccl, or naive on one machine",
 }
 
+VLLM_TIES = 15
+"""Most tokens beyond `top_k` that are stored with `keep_sampling_mask` where vLLM keeps equally likely ones."""
 NO_LOGITS = "logits are not log-probs, and nothing here can train on them; use processed_logprobs"
 
 
@@ -202,12 +204,12 @@ class RolloutConfig(BaseConfig):
     1 over the kept tokens; `raw_logprobs` those of the model's logits, before all of these."""
     keep_sampling_mask: bool = setting(False)
     """Train on the distribution that `top_k`, `top_p` and `min_p` sample from: log-probs of the policy and of the
-    reference are normalised over the tokens that the rollout kept for each drawn token (`native` with FSDP;
-    DeepSeek-V3.2, arXiv:2512.02556)."""
+    reference are normalised over the tokens that the rollout kept for each drawn token (DeepSeek-V3.2,
+    arXiv:2512.02556). Their number is bounded by `top_k`; unset, it becomes `keep_sampling_mask_limit`."""
     keep_sampling_mask_limit: int = setting(64, ge=1)
-    """Largest number of tokens that are kept for one drawn token with `keep_sampling_mask`, 4 bytes each. Where
-    truncated sampling kept more, the drawn token is trained on the whole vocabulary and counted in
-    `training/sampling_mask/unknown`."""
+    """Largest `top_k` with `keep_sampling_mask`: for each token of a response, padding included, that many ids are
+    stored, 4 bytes each. `training/sampling_mask/full` is the share of drawn tokens for which `top_k` tokens were
+    kept."""
     multi_stage_wake_up: bool = setting(False)
     """Allocate the memory of the KV cache only after the weights are updated (`vllm`, `sglang`)."""
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, ge=1)
@@ -261,10 +263,13 @@ class RolloutConfig(BaseConfig):
 
     @property
     def kept_ids_width(self) -> int:
-        """How many ids per drawn token `keep_sampling_mask` returns at most; 0 without it."""
+        """How many ids per drawn token `keep_sampling_mask` returns at most; 0 without it.
+
+        vLLM keeps all tokens that are as likely as the last one of `top_k`, which are several where logits are in bf16.
+        """
         if not self.keep_sampling_mask:
             return 0
-        return min(self.top_k if self.top_k > 0 else self.keep_sampling_mask_limit, self.keep_sampling_mask_limit)
+        return self.top_k + (VLLM_TIES if self.name == "vllm" else 0)
 
     @property
     def default_agent_loop(self) -> str:

@@ -19,8 +19,8 @@ from verl.config import FilterGroupsConfig
 from verl.errors import RewardError, RolloutError
 from verl.experience.sequences import Trajectories, trajectory_scores
 from verl.protocol import DataProto
-from verl.protocol.rows import with_equal_columns
 from verl.utils.metric import Metrics, number_or_nan
+from verl.workers.rollout.columns import joined_rows
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ def fill_batch(
         f"{name}/surplus": float(num_kept - num_prompts),
         f"{name}/{config.metric}/mean": float(np.concatenate(values).mean()),
     }
-    batch = DataProto.concat(with_equal_columns([part for part in kept if len(part)]))
+    batch = joined_rows([part for part in kept if len(part)])
     first = set(list(dict.fromkeys(prompts))[:num_prompts])
     return batch.select_idxs([row for row, prompt in enumerate(prompts) if prompt in first]), metrics
 

@@ -41,7 +41,7 @@ from verl.experience.admission import Admission
 from verl.experience.background import RolloutPool
 from verl.experience.dynamic_sampling import NOTABLE_BATCHES, too_few_message
 from verl.experience.dynamic_sampling import PREFIX as FILTER_PREFIX
-from verl.experience.group_scores import GroupScorer, joined_groups
+from verl.experience.group_scores import GroupScorer
 from verl.experience.group_scores import from_batch as scores_from_batch
 from verl.experience.group_scores import to_batch as scores_to_batch
 from verl.experience.lockstep import Lockstep
@@ -57,6 +57,7 @@ from verl.utils.deferred import Deferred
 from verl.utils.metric import Metrics
 from verl.utils.run_log import ENGINES, clock
 from verl.utils.step_context import StepContext
+from verl.workers.rollout.columns import joined_rows
 from verl.workers.rollout.request import RolloutOutput
 
 logger = logging.getLogger(__name__)
@@ -170,7 +171,7 @@ class FreeRunning(ExperienceSource):
             groups = self._wait_for_groups(context)
         self._store.take(groups)
         self._steps += 1
-        batch = self._with_ages(joined_groups([self._join(group) for group in groups]))
+        batch = self._with_ages(joined_rows([self._join(group) for group in groups]))
         self._check_trajectories(batch)
         if self._record_dir is not None:
             record(Path(self._record_dir), context.number, batch)
@@ -194,7 +195,7 @@ class FreeRunning(ExperienceSource):
         size = len(batch)
         columns = self._source.take_scores(batch, of_rows(slice(size)), context, rewards)
         if filtered:
-            dropped = joined_groups([self._join(group) for group in filtered])
+            dropped = joined_rows([self._join(group) for group in filtered])
             self._source.take_scores(dropped, of_rows(slice(size, None)), context, rewards).result()
         return columns
 
@@ -323,7 +324,7 @@ class FreeRunning(ExperienceSource):
             if len(self._filtered) % size == 0:  # what always fails would otherwise be asked for ever
                 seen = [*self._filtered[-size:], *(group for group in self._store.groups() if group.is_finished)]
                 self._scorer.joined(seen)
-                self._check_trajectories(joined_groups([self._join(group) for group in seen]))
+                self._check_trajectories(joined_rows([self._join(group) for group in seen]))
                 batches = len(self._filtered) // size
                 level = logging.INFO if batches % NOTABLE_BATCHES else logging.WARNING
                 logger.log(level, "dynamic sampling: %d prompts dropped for one step", len(self._filtered))
@@ -586,4 +587,4 @@ class FreeRunning(ExperienceSource):
 def _of_groups(parts: Sequence[tuple[PromptGroup, DataProto]]) -> DataProto:
     """Join what there is of each group; ``meta_info`` says whose rows they are."""
     about = [[group.index, group.version, len(part)] for group, part in parts]
-    return joined_groups([part for _, part in parts]).with_meta_info({_ABOUT: about})
+    return joined_rows([part for _, part in parts]).with_meta_info({_ABOUT: about})

@@ -17,8 +17,7 @@ from verl.experience.rewards import Scored
 from verl.experience.scoring import PartScores, score_columns
 from verl.experience.store import GroupScores, PromptGroup
 from verl.protocol import DataProto
-from verl.protocol.rows import fill_column, with_equal_columns
-from verl.workers.routers import unknown
+from verl.workers.rollout.columns import joined_rows
 
 _ABOUT = "about_scores"
 """Entry of ``meta_info`` in the files of a checkpoint."""
@@ -92,7 +91,7 @@ class GroupScorer:
     def score(self, groups: Sequence[PromptGroup], step: int) -> None:
         """Score groups that have their responses, in one call, and wait."""
         batches = [self._join(group) for group in groups]
-        part = self._source.scorer.submit_part(joined_groups(batches), self._source.reward_fn, step).result()
+        part = self._source.scorer.submit_part(joined_rows(batches), self._source.reward_fn, step).result()
         for group, batch, of_group in zip(groups, batches, part.split(list(map(len, batches))), strict=True):
             group.scores = Future()
             group.scores.set_result(self.judge(batch, of_group))
@@ -133,7 +132,7 @@ def to_batch(groups: Sequence[PromptGroup]) -> DataProto:
             part = group.scores.result().part
             batches.append(score_columns(*part.scored))
             about.append([group.index, len(batches[-1]), part.num_samples, part.num_failed, part.failures])
-    return joined_groups(batches).with_meta_info({_ABOUT: about}) if batches else DataProto()
+    return joined_rows(batches).with_meta_info({_ABOUT: about}) if batches else DataProto()
 
 
 def from_batch(batch: DataProto) -> dict[int, PartScores]:
@@ -145,8 +144,3 @@ def from_batch(batch: DataProto) -> dict[int, PartScores]:
         parts[index] = PartScores((rows.batch["token_level_scores"], extra), *counts)
         start += size
     return parts
-
-
-def joined_groups(parts: Sequence[DataProto]) -> DataProto:
-    """Concatenate batches of groups, of which some may lack a column."""
-    return DataProto.concat(fill_column(with_equal_columns(parts), "routed_experts", unknown))

@@ -49,21 +49,6 @@ def wanted_agents(datasets: Iterable[object], rollout: RolloutConfig) -> list[st
     return list(agents)
 
 
-def check_sampling_mask(train: object, rollout: RolloutConfig) -> None:
-    """Check that no prompt of training is answered by an agent loop where ``rollout.keep_sampling_mask`` is set.
-
-    Raises:
-        ConfigError: some is.
-    """
-    agents = set(wanted_agents([train], rollout)) - {SINGLE_TURN}
-    if rollout.keep_sampling_mask and agents:
-        raise ConfigError(
-            "actor_rollout_ref.rollout.keep_sampling_mask=true: rows of the training data name the agent loops "
-            f"{', '.join(sorted(agents))}, whose turns are recorded without the tokens that sampling kept. Set it "
-            f"false, or leave agent_name out of the rows ({SINGLE_TURN})."
-        )
-
-
 def check_tools(datasets: Sequence[object], rollout: RolloutConfig, tools: Sequence[object]) -> None:
     """Check that the tools of a run, and those of rows, reach the policy.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from verl.errors import SchemaError
 from verl.protocol.columns import ColumnT
@@ -56,6 +57,24 @@ def fill_column(parts: Sequence[DataProto], name: str, value: Callable[[torch.dt
         else part | DataProto.from_dict({name: torch.full((len(part), *shape), value(dtype), dtype=dtype)})
         for part, column in zip(parts, columns, strict=True)
     ]
+
+
+def widen_column(parts: Sequence[DataProto], name: str, value: float) -> list[DataProto]:
+    """Give the tensor column ``name`` of all parts of one batch the largest last dimension of any, filled at the end.
+
+    Args:
+        parts: batches that will be concatenated.
+        name: of the column, which all parts have, or none.
+        value: stands in new places.
+    """
+    widths = [column.shape[-1] for part in parts if (column := part._tensor_columns.peek().get(name)) is not None]
+    if len(set(widths)) <= 1:
+        return list(parts)
+    wide = []
+    for part, width in zip(parts, widths, strict=True):
+        column = functional.pad(part.batch[name], (0, max(widths) - width), value=value)
+        wide.append(replace_columns(part, DataProto.from_dict({name: column})) if width < max(widths) else part)
+    return wide
 
 
 def with_equal_columns(parts: Sequence[DataProto]) -> list[DataProto]:

@@ -176,7 +176,7 @@ class TaskRunner:
             from verl.agents.worker import check_agent_loops
             from verl.datasets import collate_fn
             from verl.environments.registry import read_environments
-            from verl.experience.trajectories import check_sampling_mask, check_tools, wanted_agents
+            from verl.experience.trajectories import check_tools, wanted_agents
             from verl.trainer.config.load import load_config
             from verl.trainer.ppo.distillation import check_teacher_data
             from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
@@ -228,7 +228,6 @@ class TaskRunner:
             check_teacher_tokenizers(config.distillation, config.actor_rollout_ref.model)
             TextAlignment.of_teachers(config.distillation, model)  # refuses what the workers could not align
             check_teacher_data(config.distillation, train)
-        check_sampling_mask(train, config.actor_rollout_ref.rollout)
         check_tools([train, val], config.actor_rollout_ref.rollout, tools)
         check_agent_loops(config, tokenizer, wanted_agents([train, val], config.actor_rollout_ref.rollout))
         for manager in (reward_fn, val_reward_fn):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.config.support import Run, only
+from verl.config import RolloutConfig
 from verl.errors import ConfigError
 from verl.trainer.config import RolloutCorrectionConfig, load_config
 from verl.trainer.ppo.old_log_probs import OldLogProbs
@@ -234,12 +235,9 @@ KEEPS = f"{ROLLOUT}.keep_sampling_mask"
     [
         ({f"{ROLLOUT}.top_p": 1}, "without truncated sampling every token is kept, and the mask changes nothing"),
         ({f"{ROLLOUT}.do_sample": False, f"{ROLLOUT}.n": 1}, "without truncated sampling every token is kept"),
-        ({f"{ROLLOUT}.name": "hf"}, "name=hf does not return which tokens it kept"),
+        ({f"{ROLLOUT}.top_k": 65}, "top_k=65: with keep_sampling_mask at most keep_sampling_mask_limit=64 ids are"),
         ({f"{ROLLOUT}.logprobs_mode": "raw_logprobs"}, "these are not the log-probs of the distribution"),
-        ({f"{ROLLOUT}.multi_turn.enable": True}, "the turns of an agent loop (tool_agent) are recorded without"),
         ({f"{ROLLOUT}.skip_rollout": True}, "do not say whether they have the kept tokens"),
-        ({"trainer.async.lag": 1}, "are recorded without the kept tokens"),
-        ({"actor_rollout_ref.actor.strategy": "megatron"}, "actor.strategy=megatron normalises log-probs over the"),
         ({"algorithm.adv_estimator": "optimal_token_baseline"}, "is that of the whole vocabulary, and log π that of"),
         ({"distillation.enabled": True}, "compares the policy with its teacher over the whole vocabulary"),
     ],
@@ -253,10 +251,14 @@ def test_a_whole_sampling_mask_needs_no_weights(run: Run, caplog: pytest.LogCapt
     assert whole.algorithm.rollout_correction.rollout_is is None
     assert whole.actor_rollout_ref.rollout.kept_ids_width == 20
     assert "biased" not in caplog.text
-    # Of a nucleus more tokens may be kept than the limit; what is trained on the whole vocabulary is weighed.
+    assert "keep_sampling_mask_limit" not in caplog.text
+    # A nucleus alone has no bound.
     nucleus = run.load({f"{ROLLOUT}.top_p": 0.9, KEEPS: True})
-    assert nucleus.algorithm.rollout_correction.rollout_is == "token"
+    assert nucleus.algorithm.rollout_correction.rollout_is is None
+    assert (nucleus.actor_rollout_ref.rollout.top_k, nucleus.actor_rollout_ref.rollout.val_kwargs.top_k) == (64, -1)
     assert nucleus.actor_rollout_ref.rollout.kept_ids_width == 64
+    assert RolloutConfig(name="vllm", top_k=64, keep_sampling_mask=True).kept_ids_width == 64 + 15
+    assert f"{ROLLOUT}.top_k: 64, because keep_sampling_mask stores the tokens that sampling keeps" in caplog.text
     assert run.load().actor_rollout_ref.rollout.kept_ids_width == 0
 
 

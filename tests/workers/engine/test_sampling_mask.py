@@ -6,9 +6,20 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from tests.workers.support import LAYOUTS, P, R, make_engine, ragged_batch, run_ranks, with_log_probs
+from tests.workers.support import (
+    LAYOUTS,
+    P,
+    R,
+    make_engine,
+    naive_outputs,
+    ragged_batch,
+    run_ranks,
+    with_kept_ids,
+    with_log_probs,
+)
+from verl.agents.drawn import from_batch, to_batch
 from verl.config import RefConfig
-from verl.errors import ConfigError, SchemaError
+from verl.errors import ConfigError, RolloutError, SchemaError
 from verl.protocol import DataProto
 from verl.schema import check_columns
 from verl.single_controller.local import LocalWorkerGroup
@@ -25,9 +36,11 @@ from verl.workers.config import (
 )
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.losses import PolicyLoss
-from verl.workers.rollout.request import RolloutOutput
+from verl.workers.rollout.client import PartialResponse
+from verl.workers.rollout.columns import joined_rows
+from verl.workers.rollout.request import RolloutOutput, RolloutRequest, SamplingParams, kept_table
 
-TEMPERATURE, K = 0.7, 5
+TEMPERATURE = 0.7
 
 
 @pytest.fixture(scope="module")
@@ -35,40 +48,14 @@ def path(tmp_path_factory):
     return tiny_model_dir(tmp_path_factory.mktemp("model"), "qwen3")
 
 
-def masked_batch():
-    """One to five kept ids per token, that of the response among them; of every third token they are unknown."""
-    batch = ragged_batch()
-    g = torch.Generator().manual_seed(1)
-    kept = torch.rand(len(batch), R, 104, generator=g).topk(K).indices.int()
-    places = torch.arange(R)
-    kept[(kept == batch.batch["responses"].unsqueeze(-1)).any(-1)] = torch.arange(K, dtype=torch.int32)
-    kept[..., 0] = batch.batch["responses"]
-    kept[torch.arange(K) > places.unsqueeze(-1) % K + torch.zeros_like(kept)] = -1
-    kept[:, 2::3] = -1
-    kept[batch.batch["response_mask"] == 0] = -1
-    return batch | DataProto.from_dict({"kept_ids": kept})
-
-
 def oracle(path, batch):
     """Log-probs (bsz, R) in float64, with gradient, and the model."""
-    model, columns = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), batch.batch
-    rows = []
-    for ids, seen, chosen, kept in zip(
-        *(columns[name] for name in ("input_ids", "attention_mask", "response_mask", "kept_ids")), strict=True
-    ):
-        tokens = ids[seen.bool()]
-        logits, start = model(input_ids=tokens[None]).logits[0] / TEMPERATURE, int(seen[:P].sum())
-        row = [logits.sum() * 0.0] * R
-        for t in chosen.nonzero().flatten().tolist():
-            of_token, allowed = logits[start + t - 1], kept[t][kept[t] >= 0].unique().long()
-            total = of_token[allowed] if len(allowed) else of_token
-            row[t] = of_token[tokens[start + t]] - total.logsumexp(-1)
-        rows.append(torch.stack(row))
-    return torch.stack(rows), model
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    return naive_outputs(model, batch, TEMPERATURE)[0], model
 
 
 def test_log_probs_and_gradients_are_those_of_the_kept_tokens(path):
-    batch = masked_batch()
+    batch = with_kept_ids(ragged_batch())
     plain = batch.select(batch_keys=[name for name in batch.batch.keys() if name != "kept_ids"])
     expected, model = oracle(path, batch)
     advantages = batch.batch["advantages"]
@@ -105,13 +92,13 @@ def test_log_probs_and_gradients_are_those_of_the_kept_tokens(path):
 
 def test_a_distillation_is_not_restricted(path):
     ids = torch.zeros(8, R, 2, dtype=torch.int32)
-    batch = masked_batch() | DataProto.from_dict({"teacher_topk_ids": ids})
+    batch = with_kept_ids(ragged_batch()) | DataProto.from_dict({"teacher_topk_ids": ids})
     with pytest.raises(ConfigError, match="keep_sampling_mask=true: a distillation compares"):
         make_engine(path, trained=False).infer_batch(batch, {"log_probs"}, LAYOUTS["whole"])
 
 
 def shared(rank, world_size, folder, path):
-    batch = masked_batch()
+    batch = with_kept_ids(ragged_batch())
     expected, _ = oracle(path, batch)
     engine = make_engine(path, trained=False, ulysses_sequence_parallel_size=2)
     with engine.eval_mode():
@@ -127,12 +114,13 @@ def test_ranks_that_share_sequences(path, tmp_path):
 def test_metrics_by_hand():
     kept = torch.tensor([[[1, 2, 3], [4, -1, -1], [-1, -1, -1]], [[-1, -1, -1], [5, 6, -1], [7, 8, 9]]])
     columns = {"kept_ids": kept.int(), "response_mask": torch.tensor([[1, 1, 1], [1, 0, 0]])}
-    found = sampling_mask_metrics(DataProto.from_dict(columns))
-    assert found == {"training/sampling_mask/size": 2.0, "training/sampling_mask/unknown": 0.5}
+    name = "training/sampling_mask"
+    found = sampling_mask_metrics(DataProto.from_dict(columns), top_k=3)
+    assert found == {f"{name}/size": 2.0, f"{name}/full": 0.25, f"{name}/unknown": 0.5}
     none = {"kept_ids": kept.int() * 0 - 1, "response_mask": columns["response_mask"]}
-    assert sampling_mask_metrics(DataProto.from_dict(none)) == {"training/sampling_mask/unknown": 1.0}
+    assert sampling_mask_metrics(DataProto.from_dict(none), 3) == {f"{name}/full": 0.0, f"{name}/unknown": 1.0}
     with pytest.raises(SchemaError, match="'kept_ids' is made by generate_sequences with"):
-        sampling_mask_metrics(DataProto.from_dict({"response_mask": columns["response_mask"]}))
+        sampling_mask_metrics(DataProto.from_dict({"response_mask": columns["response_mask"]}), 3)
 
 
 def prompts(count):
@@ -143,19 +131,18 @@ def prompts(count):
 
 
 @pytest.mark.parametrize(
-    ("cut", "limit", "width"),
+    ("name", "cut"),
     [
-        ({"top_k": 5}, 64, 5),
-        ({"top_p": 0.8}, 104, 104),
-        ({"min_p": 0.3, "temperature": 0.8}, 64, 64),
-        ({"top_k": 30, "top_p": 0.9, "min_p": 0.05}, 64, 30),
-        ({"top_p": 0.8}, 20, 20),
+        ("native", {"top_k": 5}),
+        ("native", {"top_k": 20, "top_p": 0.8}),
+        ("hf", {"top_k": 30, "top_p": 0.9, "min_p": 0.05, "temperature": 0.8}),
     ],
-    ids=["top_k", "top_p", "min_p", "mixture", "narrow"],
+    ids=["top_k", "top_p", "mixture"],
 )
-def test_rollout_policy_and_reference_have_one_distribution(path, cut, limit, width):
+def test_rollout_policy_and_reference_have_one_distribution(path, name, cut):
     micro = {"log_prob_micro_batch_size_per_gpu": 3}
     rollout = RolloutConfig(
+        name=name,
         tensor_model_parallel_size=1,
         prompt_length=P,
         response_length=R,
@@ -163,7 +150,6 @@ def test_rollout_policy_and_reference_have_one_distribution(path, cut, limit, wi
         dtype="fp32",
         max_num_seqs=3,
         keep_sampling_mask=True,
-        keep_sampling_mask_limit=limit,
         **micro,
         **cut,
     )
@@ -182,31 +168,20 @@ def test_rollout_policy_and_reference_have_one_distribution(path, cut, limit, wi
     check_columns(batch)
     columns = batch.batch
     mask, kept = columns["response_mask"].bool(), columns["kept_ids"]
-    known = (kept >= 0).any(-1)
-    assert kept.shape == (8, R, width)
+    assert kept.shape == (8, R, cut["top_k"])
     assert (kept[~mask] == -1).all()
-    assert (kept == columns["responses"].unsqueeze(-1)).any(-1)[known].all()
+    assert (kept == columns["responses"].unsqueeze(-1)).any(-1)[mask].all()
     old, ref = (
         call_by_row(group, method, batch, balance=True, shares_prompts=False).batch
         for method in ("compute_log_prob", "compute_ref_log_prob")
     )
     rollout_probs = columns["rollout_log_probs"].exp()
-    gaps = [
-        (values.exp() - rollout_probs)[mask & known].abs().max()
-        for values in (old["old_log_probs"], ref["ref_log_prob"])
-    ]
+    gaps = [(values.exp() - rollout_probs)[mask].abs().max() for values in (old["old_log_probs"], ref["ref_log_prob"])]
     assert max(gaps) <= 1e-5
     without = batch.select(batch_keys=[name for name in columns.keys() if name != "kept_ids"])
     whole = group.compute_log_prob(without).batch["old_log_probs"]
     assert (whole.exp() - rollout_probs)[mask].abs().max() > 1e-2
-    metrics = sampling_mask_metrics(batch)
-    if limit == 20:  # nuclei of 20 tokens and more are counted, and trained on the whole vocabulary
-        assert 0 < metrics["training/sampling_mask/unknown"] < 1
-        assert metrics["training/sampling_mask/unknown"] == pytest.approx(1 - (known.sum() / mask.sum()).item())
-        assert torch.equal(old["old_log_probs"][~known], whole[~known])
-    else:
-        assert metrics["training/sampling_mask/unknown"] == 0
-        assert torch.equal(known, mask)
+    assert sampling_mask_metrics(batch, cut["top_k"])["training/sampling_mask/unknown"] == 0
     batch = batch | DataProto.from_dict({"old_log_probs": old["old_log_probs"], "advantages": mask.float()})
     names = policy_columns(batch, actor)
     assert "kept_ids" in names
@@ -218,10 +193,36 @@ def test_rollout_policy_and_reference_have_one_distribution(path, cut, limit, wi
     assert "kept_ids" not in group.generate_sequences(to_validate).batch.keys()
 
 
+def table(*rows):
+    return torch.tensor(rows, dtype=torch.int32)
+
+
 def test_the_masks_of_an_interrupted_response_are_those_of_both_parts():
-    begun, rest = torch.tensor([[1, 2]], dtype=torch.int32), torch.tensor([[3, -1], [-1, -1]], dtype=torch.int32)
-    first = RolloutOutput([1], [-0.5], "abort", 0, kept_ids=begun)
-    joined = first.followed_by(RolloutOutput([3, 9], [0.0, -4.0], "stop", 1, kept_ids=rest))
-    assert joined.kept_ids is not None
-    assert joined.kept_ids.tolist() == [[1, 2], [3, -1], [-1, -1]]
-    assert first.followed_by(RolloutOutput([], [], "abort", 0)).kept_ids is not None
+    first = RolloutOutput([1], [-0.5], "abort", 0, kept_ids=table([1, 2]))
+    # In a checkpoint with others, of which one has no ids; then the rest, for which the run stores one more.
+    unmasked = RolloutOutput([4, 5], [-0.5, -0.5], "abort", 0)
+    read = from_batch(to_batch({"a": first, "b": unmasked}))
+    assert read["b"].kept_ids.tolist() == [[-1, -1], [-1, -1]]
+    joined = read["a"].followed_by(
+        RolloutOutput([3, 9], [0.0, -4.0], "stop", 1, kept_ids=table([3, 5, 8], [9, -1, -1]))
+    )
+    assert joined.kept_ids.tolist() == [[1, 2, -1], [3, 5, 8], [9, -1, -1]]
+    assert unmasked.followed_by(joined).kept_ids.tolist()[:3] == [[-1] * 3, [-1] * 3, [1, 2, -1]]
+    assert "kept_ids" not in to_batch({"b": unmasked}).batch.keys()
+
+
+def test_parts_of_a_batch_get_the_widest_table():
+    parts = [
+        DataProto.from_dict({"a": torch.zeros(1, 1), "kept_ids": ids[None]}) for ids in (table([3]), table([1, 2]))
+    ]
+    parts.append(DataProto.from_dict({"a": torch.zeros(1, 1)}))
+    assert joined_rows(parts).batch["kept_ids"].tolist() == [[[3, -1]], [[1, 2]], [[-1, -1]]]
+
+
+def test_a_table_of_what_an_engine_kept():
+    response = PartialResponse(RolloutRequest([1], SamplingParams(max_tokens=5, seed=0), returns_kept_ids=True), {})
+    response.take([9, 4, 2], [-1.0] * 3, None, [{9, 2}, {4}, {1, 2, 3}])
+    assert kept_table(response.kept_ids, 2).tolist() == [[2, 9], [4, -1], [-1, -1]]
+    assert kept_table([], 2).shape == (0, 2)
+    with pytest.raises(RolloutError, match=r"drew token 5, and says that it kept \[2, 9\]"):
+        response.take([5], [-1.0], None, [{9, 2}])

@@ -61,8 +61,8 @@ KEEPS = "SGLang gives memory back through CUDA's virtual memory; on a CPU it has
 
 @pytest.mark.parametrize("lora_rank", [0, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_whole_run_scores_what_was_sampled(lora_rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GRPO by main_ppo with a server: the trainer's log-probs are the engine's, also after updates; so are those of
-    adapters, which SGLang gets merged."""
+    """GRPO by main_ppo with a server: the trainer's log-probs over the kept tokens are the engine's, also after
+    updates; so are those of adapters, which SGLang gets merged."""
     (tmp_path / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return sum(c.isdigit() for c in solution_str) / 8\n"
@@ -72,6 +72,8 @@ def test_a_whole_run_scores_what_was_sampled(lora_rank: int, tmp_path: Path, mon
     settings = {
         "actor_rollout_ref__rollout__name": "sglang",
         "actor_rollout_ref__rollout__tensor_model_parallel_size": 1,
+        "actor_rollout_ref__rollout__top_p": 0.9,
+        "actor_rollout_ref__rollout__keep_sampling_mask": "true",
         "custom_reward_function__path": str(tmp_path / "reward.py"),
         "trainer__total_training_steps": 3,
         "actor_rollout_ref__model__lora_rank": lora_rank,
@@ -82,6 +84,7 @@ def test_a_whole_run_scores_what_was_sampled(lora_rank: int, tmp_path: Path, mon
     assert list(steps) == [1, 2, 3]
     assert all(data["actor/grad_norm"] > 0 for data in steps.values())
     assert max(data["training/rollout_probs_diff_max"] for data in steps.values()) < 1e-5
+    assert max(data["training/sampling_mask/unknown"] for data in steps.values()) == 0
     assert steps[3]["actor/entropy"] != steps[1]["actor/entropy"]
 
 

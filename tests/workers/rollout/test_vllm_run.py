@@ -51,10 +51,14 @@ def gaps_of_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: obje
 
 
 def test_grpo_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What vLLM says of its tokens is what the trainer computes, before and after an update."""
-    gaps = gaps_of_a_run(tmp_path, monkeypatch, actor_rollout_ref__rollout__mode="sync")
-    assert len(gaps) == 2
-    assert max(gaps) < 1e-5
+    """What vLLM says of its tokens is what the trainer computes over those that it kept, before and after an update."""
+    rollout = "actor_rollout_ref__rollout__"
+    cut = {f"{rollout}top_p": 0.9, f"{rollout}keep_sampling_mask": "true"}
+    steps = steps_of_a_run(tmp_path, monkeypatch, **{f"{rollout}mode": "sync"}, **cut)
+    assert len(steps) == 2
+    assert max(step["training/rollout_probs_diff_max"] for step in steps.values()) < 1e-5
+    assert max(step["training/sampling_mask/unknown"] for step in steps.values()) == 0
+    assert 10 < steps[1]["training/sampling_mask/size"] <= 64
 
 
 @pytest.mark.slow

@@ -56,7 +56,6 @@ from verl.errors import ConfigError
         "DeepSeek-V3.2, keep sampling mask (arXiv:2512.02556)": (
             "algorithm.adv_estimator=grpo",
             "actor_rollout_ref.rollout.top_p=0.95",
-            "actor_rollout_ref.rollout.name=native",
             "actor_rollout_ref.rollout.keep_sampling_mask=true",
         ),
         "ECHO (arXiv:2605.24517)": (

@@ -138,14 +138,24 @@ def oracle_processed_log_probs(asked: RolloutRequest, response: list[int], famil
 
     A greedy response has those of softmax(logits).
     """
+    if asked.sampling.is_greedy:
+        return oracle_log_probs(asked.prompt_ids, response, 1.0, family, seed)
+    rows = _oracle_distributions(asked, response, family, seed)
+    return torch.tensor([row[token] for row, token in zip(rows, response, strict=True)]).log().float()
+
+
+@torch.no_grad()
+def oracle_kept_tokens(asked: RolloutRequest, response: list[int]) -> list[list[int]]:
+    """The tokens that could be drawn in the place of each."""
+    return [row.nonzero()[0].tolist() for row in _oracle_distributions(asked, response, "qwen3", seed=0)]
+
+
+def _oracle_distributions(asked: RolloutRequest, response: list[int], family: str, seed: int) -> list[np.ndarray]:
     prompt, sampling = asked.prompt_ids, asked.sampling
-    if sampling.is_greedy:
-        return oracle_log_probs(prompt, response, 1.0, family, seed)
     logits = oracle(family, seed)(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].double()
-    rows = [
+    return [
         slow_distribution(row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) for row in logits
     ]
-    return torch.tensor([row[token] for row, token in zip(rows, response, strict=True)]).log().float()
 
 
 @torch.no_grad()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 import torch
 
+from verl.config.rollout import VLLM_TIES
 from verl.testing.rollout_conformance.engine_under_test import (
     EOS,
     PROMPTS,
@@ -15,6 +17,7 @@ from verl.testing.rollout_conformance.engine_under_test import (
     greedy,
     oracle,
     oracle_greedy,
+    oracle_kept_tokens,
     oracle_log_probs,
     oracle_processed_log_probs,
     request,
@@ -72,6 +75,30 @@ def check_untruncated_log_probs_are_what_the_trainer_computes(engine: EngineUnde
             torch.testing.assert_close(
                 torch.tensor(output.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5
             )
+
+
+def check_kept_tokens_are_those_of_the_distribution_that_is_drawn_from(engine: EngineUnderTest) -> None:
+    """Of requests that ask; the tokens and log-probs are those without."""
+    cuts: list[dict[str, object]] = [
+        {"top_k": 4},
+        {"top_k": 4, "temperature": 1.5, "top_p": 0.7},
+        {"top_k": 3, "temperature": 0.4, "min_p": 0.5},
+        {"top_k": 4, "temperature": 0.4, "min_p": 0.2, "top_p": 0.8},
+    ]
+    requests = [request(p, seed=7 * i, **cut) for i, p in enumerate(PROMPTS) for cut in cuts]
+    asked = [dataclasses.replace(one, returns_kept_ids=True) for one in requests]
+    width = 4 + (VLLM_TIES if engine.name == "vllm" else 0)
+    running, sizes = engine.ready(keep_sampling_mask=True, top_k=4), set[int]()
+    outputs = running.generate([*asked, requests[0]])
+    assert outputs.pop().kept_ids is None
+    engine.assert_of_the_model(requests, outputs)
+    for one, output in zip(asked, outputs, strict=True):
+        assert output.kept_ids is not None
+        assert (output.kept_ids.shape, output.kept_ids.dtype) == ((len(output.token_ids), width), torch.int32)
+        expected = oracle_kept_tokens(one, output.token_ids)
+        assert output.kept_ids.tolist() == [[*kept, *[-1] * (width - len(kept))] for kept in expected]
+        sizes |= set(map(len, expected))
+    assert sizes == {1, 2, 3, 4}
 
 
 def check_greedy_takes_the_most_likely_token(engine: EngineUnderTest) -> None:

@@ -71,6 +71,7 @@ def derive(
         if key.follows and path not in explicit and same(get(tree, path), key.default):
             drop(tree, path)
     remarks = _fast_engine(tree, keys, explicit) if chooses_engine else []
+    remarks += _kept_tokens(tree)
     remarks += _separate_ranks(tree, keys, explicit)
     remarks += _engines(tree, raw, keys, explicit)
     _rows_in_driver(tree, keys, explicit)
@@ -250,8 +251,8 @@ _OF_TEACHER_ENGINES = (
 """Settings of a teacher's engine that one without an engine does not read, beside those of ``_PROGRAMS_ONLY``."""
 
 
-_OF_NATIVE = ("enable_rollout_routing_replay", "keep_sampling_mask")
-"""Settings of the rollout that vLLM and SGLang cannot follow."""
+_OF_NATIVE = "enable_rollout_routing_replay"
+"""Setting of the rollout that vLLM and SGLang cannot follow."""
 
 
 def _fast_engine(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:
@@ -262,8 +263,7 @@ def _fast_engine(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str])
         # Without any key from a command line the settings come from a program, which may have chosen the default.
         if key.section is not RolloutConfig or not explicit or name in explicit or get(tree, "trainer.device") == "cpu":
             continue
-        asks_native = any(get(tree, f"{path}.{key}") is True for key in _OF_NATIVE)
-        if get(tree, name) != keys[name].default or asks_native:
+        if get(tree, name) != keys[name].default or get(tree, f"{path}.{_OF_NATIVE}") is True:
             continue
         if gpus_of_nodes(get(tree, "trainer", {}), get(tree, "ray_kwargs.ray_init")):
             model = get(tree, f"{path.removesuffix('rollout')}model.path")
@@ -314,6 +314,21 @@ def _separate_ranks(tree: Tree, keys: Mapping[str, Key], explicit: Collection[st
         if prompts not in (1, get(tree, "data.train_batch_size")):
             remarks.append(f"no effect: {size} (with trainer.v1.trainer_mode={mode} each prompt starts by itself)")
     return remarks
+
+
+def _kept_tokens(tree: Tree) -> list[str]:
+    """Bound the number of tokens that sampling keeps, and training stores, unless the user did."""
+    settings = get(tree, _ROLLOUT)
+    if not isinstance(settings, Mapping) or settings.get("keep_sampling_mask") is not True:
+        return []
+    top_k, limit = settings.get("top_k"), settings.get("keep_sampling_mask_limit")
+    if not isinstance(top_k, int) or top_k > 0 or not isinstance(limit, int) or truncating(settings) is None:
+        return []
+    put(tree, f"{_ROLLOUT}.top_k", limit)
+    return [
+        f"{_ROLLOUT}.top_k: {limit}, because keep_sampling_mask stores the tokens that sampling keeps, at most "
+        "keep_sampling_mask_limit of them"
+    ]
 
 
 def _monitoring(tree: Tree, keys: Mapping[str, Key], prometheus: str) -> list[str]:
@@ -381,17 +396,10 @@ def truncating(settings: Mapping[str, object]) -> tuple[str, float] | None:
     return next(((name, off) for name, truncates, off in candidates if truncates), None)
 
 
-def keeps_whole_mask(settings: Mapping[str, object]) -> bool:
-    """Whether training knows the kept tokens of every drawn token, so that it has the distribution sampled from."""
-    top_k, limit = settings.get("top_k"), settings.get("keep_sampling_mask_limit")
-    known = isinstance(top_k, int) and isinstance(limit, int) and 0 < top_k <= limit
-    return settings.get("keep_sampling_mask") is True and known
-
-
 def _other_distribution(tree: Tree) -> str | None:
     """Say why samples come from another distribution than the policy that trains on them; None if they do not."""
     settings, lag, mode = (get(tree, key) for key in (_ROLLOUT, "trainer.async.lag", "trainer.v1.trainer_mode"))
-    if isinstance(settings, Mapping) and (cut := truncating(settings)) and not keeps_whole_mask(settings):
+    if isinstance(settings, Mapping) and (cut := truncating(settings)) and not settings.get("keep_sampling_mask"):
         return f"{_ROLLOUT}.{cut[0]}={settings[cut[0]]} samples from a truncated distribution"
     if isinstance(lag, int) and lag > 0:
         return f"trainer.async.lag={lag} trains on samples of earlier weights"

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from verl.algorithms import adv_needs, policy_loss_info
 from verl.algorithms import rollout_correction as correction
 from verl.config import PPOConfig, Problem, RolloutConfig
-from verl.config.agent import SINGLE_TURN
 from verl.config.async_plan import AsyncPlan
 from verl.errors import ConfigError
-from verl.trainer.config.derive import BYPASS, compares_with_rollout, keeps_whole_mask, takes_weights, truncating
+from verl.trainer.config.derive import BYPASS, compares_with_rollout, takes_weights, truncating
 
 Problems = Iterator[Problem]
 
@@ -153,7 +152,7 @@ def truncated_sampling(config: PPOConfig) -> Problems:
     key, value = f"{ROLLOUT}.{name}", rollout[name]
     if rollout.logprobs_mode == "raw_logprobs":
         yield _raw(rollout, f"{key}={value}")
-    if keeps_whole_mask(rollout):
+    if rollout.keep_sampling_mask:
         return
     if not weighs_samples(config):
         yield Problem(
@@ -180,22 +179,19 @@ def sampling_mask(config: PPOConfig) -> Problems:
     if truncating(rollout) is None:
         cause = "without truncated sampling every token is kept, and the mask changes nothing"
         yield Problem(key, True, cause, "false", f"set {ROLLOUT}.top_k, top_p or min_p, or leave it out")
-    if rollout.name != "native":
-        cause = f"{ROLLOUT}.name={rollout.name} does not return which tokens it kept"
-        yield Problem(key, True, cause, "false", f"or set {ROLLOUT}.name=native")
-    if rollout.default_agent_loop != SINGLE_TURN:
-        cause = f"the turns of an agent loop ({rollout.default_agent_loop}) are recorded without the kept tokens"
-        yield Problem(key, True, cause, "false", f"or set {ROLLOUT}.multi_turn.enable=false")
+    elif not 0 < rollout.top_k <= rollout.keep_sampling_mask_limit:
+        limit = rollout.keep_sampling_mask_limit
+        cause = f"with keep_sampling_mask at most keep_sampling_mask_limit={limit} ids are stored for each drawn token"
+        yield Problem(
+            f"{ROLLOUT}.top_k",
+            rollout.top_k,
+            cause,
+            f"1 to {limit}",
+            f"or set {key}_limit={max(rollout.top_k, limit)}, which stores 4 bytes for each id",
+        )
     if rollout.skip_rollout:
         cause = f"files of {ROLLOUT}.skip_rollout do not say whether they have the kept tokens"
         yield Problem(key, True, cause, "false", f"or set {ROLLOUT}.skip_rollout=false")
-    if (mode := AsyncPlan.of(config).mode) != "sync":
-        cause = f"responses drawn ahead of training ({mode}) are recorded without the kept tokens"
-        yield Problem(key, True, cause, "false", "or train in step: trainer.async.lag=0, trainer_mode=sync")
-    for name, strategy in (("actor", roles.actor.strategy), ("ref", roles.ref.strategy)):
-        if strategy == "megatron":
-            cause = f"actor_rollout_ref.{name}.strategy=megatron normalises log-probs over the whole vocabulary alone"
-            yield Problem(key, True, cause, "false", f"or set actor_rollout_ref.{name}.strategy=fsdp")
     if config.distillation.enabled:
         cause = "distillation.enabled=true compares the policy with its teacher over the whole vocabulary"
         yield Problem(key, True, cause, "false", "or set distillation.enabled=false")

@@ -176,15 +176,20 @@ def compute_mfu_metrics(
     return {f"perf/mfu/{name}": share for name, share in shares.items() if share is not None}
 
 
-def sampling_mask_metrics(batch: DataProto) -> Metrics:
+def sampling_mask_metrics(batch: DataProto, top_k: int) -> Metrics:
     """Measure what truncated sampling kept for the tokens that are trained on (``rollout.keep_sampling_mask``).
 
     ::
 
         training/sampling_mask/size       kept tokens per drawn token, where they are known
-        training/sampling_mask/unknown    share of drawn tokens of which more were kept than the limit
+        training/sampling_mask/full       share of drawn tokens of which at least top_k tokens were kept
+        training/sampling_mask/unknown    share of drawn tokens whose kept tokens are not known
 
-    Without a token to train on both are left out, and so is the size if none is known.
+    Without a token to train on all are left out, and so is the size if none is known.
+
+    Args:
+        batch: of the step.
+        top_k: ``rollout.top_k``.
 
     Raises:
         SchemaError: the batch has no ``kept_ids``.
@@ -195,7 +200,8 @@ def sampling_mask_metrics(batch: DataProto) -> Metrics:
         return {}
     known = sizes[sizes > 0].double()
     size = {"training/sampling_mask/size": known.mean().item()} if len(known) else {}
-    return size | {"training/sampling_mask/unknown": 1 - len(known) / len(sizes)}
+    full, unknown = (sizes >= top_k).double().mean().item(), 1 - len(known) / len(sizes)
+    return size | {"training/sampling_mask/full": full, "training/sampling_mask/unknown": unknown}
 
 
 def compute_rollout_gap_metrics(batch: DataProto) -> Metrics:

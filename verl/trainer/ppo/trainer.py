@@ -461,8 +461,9 @@ class PPOTrainer(TrainingLoop):
         own_forward = updates_actor and self.old_log_probs_plan.source == "update"
         experience = self.experience.next(context)
         batch = experience.batch
-        if self.typed_config.actor_rollout_ref.rollout.keep_sampling_mask:
-            context.metrics |= sampling_mask_metrics(batch)
+        rollout = self.typed_config.actor_rollout_ref.rollout
+        if rollout.keep_sampling_mask:
+            context.metrics |= sampling_mask_metrics(batch, rollout.top_k)
         if not own_forward and self.old_log_probs_plan.source != "interpolation":
             batch = batch | self.old_log_probs(batch, context)
         batch = replace_columns(batch, experience.scores.result())

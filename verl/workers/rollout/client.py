@@ -9,7 +9,8 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,8 @@ class PartialResponse:
     """Draw with the adapters that :meth:`EngineClient.load_adapters` brought."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    kept_ids: list[array[int]] = field(default_factory=list)
+    """The ids that truncated sampling kept for each, ascending, of a request that asks for them."""
     finish_reason: FinishReason = "abort"
     is_done: bool = False
     """The response has ended, or the engine aborted it."""
@@ -62,11 +65,25 @@ class PartialResponse:
     """How many of the tokens were given in parts, of a request that streams."""
     streamed_at: float = -math.inf
 
-    def take(self, token_ids: Sequence[int], log_probs: Sequence[float], finish_reason: str | None) -> bool:
-        """Append tokens from the engine; return whether the response is done. Tokens after an end are dropped."""
-        for token, log_prob in zip(token_ids, log_probs, strict=True):
+    def take(
+        self,
+        token_ids: Sequence[int],
+        log_probs: Sequence[float],
+        finish_reason: str | None,
+        kept_ids: Sequence[Collection[int]] = (),
+    ) -> bool:
+        """Append tokens from the engine; return whether the response is done. Tokens after an end are dropped.
+
+        Raises:
+            RolloutError: the engine drew a token that is none of those that it kept.
+        """
+        kept_of_each = kept_ids or [()] * len(token_ids)
+        for token, log_prob, kept in zip(token_ids, log_probs, kept_of_each, strict=True):
+            if kept_ids and token not in kept and math.isfinite(log_prob):
+                raise RolloutError(f"the engine drew token {token}, and says that it kept {sorted(kept)}.")
             self.token_ids.append(token)
             self.log_probs.append(log_prob)
+            self.kept_ids.append(array("i", sorted(kept)))  # a list would take ten times the memory
             if self.is_end is not None and self.is_end(self.token_ids):
                 self.finish_reason = "stop"
                 self.is_done = True

@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
+from verl.protocol.rows import fill_column, widen_column, with_equal_columns
 from verl.vision.families import VisionConfig
 from verl.vision.positions import sequence_positions
-from verl.workers.rollout.request import NO_WEIGHTS, NOT_KEPT, RolloutOutput
+from verl.workers.rollout.request import NO_WEIGHTS, NOT_KEPT, RolloutOutput, widened
 from verl.workers.routers import unknown
 
 PromptTokens = tuple[Tensor, Tensor]
@@ -179,13 +180,20 @@ def _routing_column(
     return {"routed_experts": column}
 
 
+def joined_rows(parts: Sequence[DataProto]) -> DataProto:
+    """Concatenate batches of responses, of which some lack a column, or have ``kept_ids`` of fewer columns."""
+    parts = fill_column(with_equal_columns(parts), "routed_experts", unknown)
+    parts = fill_column(parts, "kept_ids", lambda _: NOT_KEPT)
+    return DataProto.concat(widen_column(parts, "kept_ids", NOT_KEPT))
+
+
 def _kept_column(kept_ids: Sequence[Tensor | None], response_length: int) -> dict[str, Tensor]:
     """Return the column ``kept_ids`` if a row has it."""
-    known = next((ids for ids in kept_ids if ids is not None), None)
-    if known is None:
+    width = max((ids.shape[1] for ids in kept_ids if ids is not None), default=None)
+    if width is None:
         return {}
-    column = torch.full((len(kept_ids), response_length, known.shape[1]), NOT_KEPT, dtype=torch.int32)
+    column = torch.full((len(kept_ids), response_length, width), NOT_KEPT, dtype=torch.int32)
     for row, ids in zip(column, kept_ids, strict=True):
         if ids is not None:
-            row[: len(ids)] = ids
+            row[: len(ids)] = widened(ids, width)
     return {"kept_ids": column}

@@ -27,6 +27,7 @@ from verl.workers.rollout.base import (
     RolloutRequest,
 )
 from verl.workers.rollout.decoding import DecodingBatch, PromptWithImages
+from verl.workers.rollout.request import NOT_KEPT
 from verl.workers.rollout.sampling import StopRules, TokenSampler
 from verl.workers.rollout.state import EngineState
 from verl.workers.rollout.weights import ExpectedWeights
@@ -169,6 +170,9 @@ class HFRollout(BaseRollout):
         stop = StopRules(params, self.eos_token_ids, self.tokenizer, self.device)
         tokens = torch.zeros(len(requests), longest + 1, dtype=torch.long, device=self.device)
         log_probs = torch.zeros(len(requests), longest + 1, device=self.device)
+        kept_ids = None
+        if any(request.returns_kept_ids for request in requests):
+            kept_ids = tokens.new_full((*tokens.shape, self.config.kept_ids_width), NOT_KEPT, dtype=torch.int32)
         before = torch.tensor([request.drawn for request in requests], device=self.device)
         for row, request in enumerate(requests):
             tokens[row, : request.drawn] = torch.tensor(request.drawn_ids, device=self.device)
@@ -176,7 +180,10 @@ class HFRollout(BaseRollout):
             self.tell_state(if_due=True)
             # Rows that have ended may still be in the batch.
             at = (before[batch.rows] + step).clamp(max=longest)
-            drawn, log_prob = sampler(batch.logits, batch.rows, at.clamp(max=longest - 1))
+            kept = None if kept_ids is None else kept_ids.new_full((len(at), kept_ids.shape[-1]), NOT_KEPT)
+            drawn, log_prob = sampler(batch.logits, batch.rows, at.clamp(max=longest - 1), kept)
+            if kept_ids is not None and kept is not None:
+                kept_ids[batch.rows, at] = kept
             tokens[batch.rows, at], log_probs[batch.rows, at] = drawn, log_prob
             self._response_tokens += self._drawing
             going_on = stop.going_on(tokens, batch.rows, at)  # indices into batch.rows
@@ -192,6 +199,13 @@ class HFRollout(BaseRollout):
         version = self.weight_version
         outputs = [RolloutOutput(t[b:n], p[b:n], reason, version, num_preempted=0) for t, p, b, n, reason in rows]
         self.check_finite(outputs)
+        if kept_ids is not None:
+            outputs = [
+                replace(output, kept_ids=kept_ids[row, request.drawn :][: len(output.token_ids)].to("cpu", copy=True))
+                if request.returns_kept_ids
+                else output
+                for row, (request, output) in enumerate(zip(requests, outputs, strict=True))
+            ]
         if batch.routing is None:
             return outputs
         return [

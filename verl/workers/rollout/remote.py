@@ -33,7 +33,7 @@ from verl.workers.rollout.engine_kwargs import applies_adapters, launch_settings
 from verl.workers.rollout.engine_process import EngineProcess
 from verl.workers.rollout.machines import EngineMachines, NodeReporter
 from verl.workers.rollout.ranks import EnginePlacement, MachineRanks, RankExchange, engine_group
-from verl.workers.rollout.request import SamplingParams
+from verl.workers.rollout.request import SamplingParams, kept_table
 from verl.workers.rollout.request_queue import RequestQueue
 from verl.workers.rollout.scoring import ScoreRequest, TokenScores
 from verl.workers.rollout.state import OF_REQUESTS, EngineState
@@ -435,9 +435,15 @@ class RemoteRollout(BaseRollout):
         outputs |= self._outputs(left)
 
     def _outputs(self, responses: Mapping[int, PartialResponse]) -> dict[int, RolloutOutput]:
+        width = self.config.kept_ids_width
         outputs = {
             request_id: RolloutOutput(
-                one.token_ids, one.log_probs, one.finish_reason, self.weight_version, num_preempted=one.num_preempted
+                one.token_ids,
+                one.log_probs,
+                one.finish_reason,
+                self.weight_version,
+                num_preempted=one.num_preempted,
+                kept_ids=kept_table(one.kept_ids, width) if one.request.returns_kept_ids else None,
             )
             for request_id, one in responses.items()
         }

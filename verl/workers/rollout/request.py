@@ -12,6 +12,7 @@ Prompts (each row already repeated ``n`` times by the driver):
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
@@ -19,6 +20,7 @@ from typing import Literal, Self
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from verl.config import RolloutConfig
 from verl.errors import ConfigError, RolloutError, SchemaError
@@ -172,8 +174,8 @@ class RolloutOutput:
     ``weight_version``."""
     kept_ids: Tensor | None = None
     """(drawn tokens, K) int32, if the request asks for it: the ids of the tokens that min_p, top_k and top_p kept for
-    each drawn token, ascending, then -1; all -1 where they kept more than K =
-    :attr:`~verl.config.RolloutConfig.kept_ids_width`."""
+    each drawn token, ascending, then -1; K is :attr:`~verl.config.RolloutConfig.kept_ids_width`. All -1 where they are
+    not known, or more than K."""
 
     def __post_init__(self) -> None:
         if not self.versions and self.token_ids:
@@ -183,6 +185,12 @@ class RolloutOutput:
     def weight_versions(self) -> list[int]:
         """Version of the weights that drew each token."""
         return [version for version, count in self.versions for _ in range(count)]
+
+    def kept_of_each(self, width: int) -> Tensor:
+        """Return the ids that were kept for each token, (tokens, width) int32; -1 where they are not known."""
+        if self.kept_ids is None:
+            return torch.full((len(self.token_ids), width), NOT_KEPT, dtype=torch.int32)
+        return widened(self.kept_ids, width)
 
     def followed_by(self, rest: RolloutOutput) -> RolloutOutput:
         """Return the whole response, of which this is the beginning.
@@ -198,7 +206,7 @@ class RolloutOutput:
         if routed is not None and self.routed_experts is not None:
             known = len(self.routed_experts) - 1  # the last token had not gone into the model
             routed = torch.cat([self.routed_experts[:known], routed[known:]])
-        kept = [part.kept_ids for part in (self, rest) if part.kept_ids is not None]
+        widths = [part.kept_ids.shape[1] for part in (self, rest) if part.kept_ids is not None]
         counts = self.num_preempted, rest.num_preempted
         return RolloutOutput(
             [*self.token_ids, *rest.token_ids],
@@ -208,8 +216,24 @@ class RolloutOutput:
             routed,
             None if None in counts else sum(filter(None, counts)),
             tuple(versions),
-            torch.cat(kept) if kept else None,
+            torch.cat([part.kept_of_each(max(widths)) for part in (self, rest)]) if widths else None,
         )
+
+
+def widened(kept_ids: Tensor, width: int) -> Tensor:
+    """Return ids (..., K) with at least K columns: a run that goes on may store more of them than before."""
+    return functional.pad(kept_ids, (0, width - kept_ids.shape[-1]), value=NOT_KEPT)
+
+
+def kept_table(kept: Sequence[array[int]], width: int) -> Tensor:
+    """Put the ids that were kept for each token, ascending, into a table as :class:`RolloutOutput` has it."""
+    table = np.full((len(kept), width), NOT_KEPT, dtype=np.int32)
+    if fitting := [row for row, ids in enumerate(kept) if 0 < len(ids) <= width]:
+        counts = np.array([len(kept[row]) for row in fitting])
+        rows = np.full((len(fitting), width), NOT_KEPT, dtype=np.int32)
+        rows[np.arange(width) < counts[:, None]] = np.concatenate([kept[row] for row in fitting])
+        table[fitting] = rows
+    return torch.from_numpy(table)
 
 
 def sample_seed(global_seed: int, step: int, uid: object, sample_index: int) -> int:

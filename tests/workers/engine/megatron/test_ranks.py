@@ -17,6 +17,7 @@ from tests.workers.support import (
     run_ranks,
     share,
     weights_of,
+    with_kept_ids,
     with_log_probs,
 )
 from verl.errors import ConfigError
@@ -190,7 +191,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def batch(path):
-    plain = batch_that_drew_padding()
+    plain = with_kept_ids(batch_that_drew_padding())  # of a third of the tokens, the whole vocabulary
     with torch.no_grad():
         log_probs, _ = naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain)
     return with_log_probs(plain, log_probs)

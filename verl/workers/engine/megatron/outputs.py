@@ -13,7 +13,7 @@ from verl.workers.engine.fsdp.divergence import (
     OutputMatrix,
     vocabulary_divergence,
 )
-from verl.workers.engine.fsdp.head import NO_TOP, LogitRule, TokenStatistics, TopTokens
+from verl.workers.engine.fsdp.head import NO_TOP, LogitRule, TokenStatistics, TopTokens, over_kept
 from verl.workers.engine.fsdp.inputs import ModelInputs
 from verl.workers.engine.fsdp.outputs import language_outputs
 from verl.workers.engine.megatron.library import parallel_state, tensor_parallel
@@ -70,7 +70,10 @@ def _at_own_tokens(
     shared = tensor_parallel.copy_to_tensor_model_parallel_region(chosen)
 
     def statistics(**wanted: Any) -> TokenStatistics:
-        return vocab_parallel_log_probs(shared, weight, inputs.targets, group, vocab_size, temperature, **wanted)
+        if inputs.kept_ids is not None:
+            wanted |= {"candidates": inputs.kept_ids.clamp(min=0)}
+        full = vocab_parallel_log_probs(shared, weight, inputs.targets, group, vocab_size, temperature, **wanted)
+        return full if inputs.kept_ids is None else over_kept(full, inputs.kept_ids)
 
     def from_teachers() -> DivergenceStatistics:
         policy = OutputMatrix(weight=weight, bias=None, rule=LogitRule(), temperature=temperature)

@@ -149,9 +149,16 @@ class ContractSampler(sglang_sampler.Sampler):
             self._learn(params, logits.device)
         rows = torch.tensor([self._known[id(p)][0] for p in params]).to(logits.device, non_blocking=True)
         starts = torch.tensor([p["prompt_length"] - 1 for p in params]).to(logits.device, non_blocking=True)
-        tokens, log_probs = self._tokens(logits, rows, positions - starts)
+        # Requests for what sampling kept ask for as many of the most likely tokens, and get these in their place.
+        kept_ids = None
+        if return_logprob and top_logprobs_nums and (width := max(top_logprobs_nums)):
+            kept_ids = torch.full((len(rows), width), -1, dtype=torch.int32, device=logits.device)
+        tokens, log_probs = self._tokens(logits, rows, positions - starts, kept_ids)
         if return_logprob:
             logits_output.next_token_logprobs = log_probs
+        if kept_ids is not None:
+            logits_output.next_token_top_logprobs_val = list(torch.zeros_like(kept_ids, dtype=torch.float32))
+            logits_output.next_token_top_logprobs_idx = list(kept_ids)
         group = self.tp_sync_group
         if torch.distributed.get_world_size(group) > 1:  # GPU ranks may round sums differently
             torch.distributed.broadcast(tokens, torch.distributed.get_global_rank(group, 0), group=group)

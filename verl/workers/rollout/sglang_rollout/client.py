@@ -285,6 +285,10 @@ def request_of(responses: Sequence[PartialResponse], name: str | None = None) ->
         "return_logprob": True,
         "custom_logit_processor": [_PASS_PARAMS] * len(responses),
     }
+    if any(response.request.returns_kept_ids for response in responses):
+        of_requests = [response.request for response in responses]
+        # As many places as verl's sampler fills; see engine_side/verl_sglang.py.
+        arguments["top_logprobs_num"] = [one.sampling.top_k if one.returns_kept_ids else 0 for one in of_requests]
     if any(response.has_adapters for response in responses):
         arguments["lora_path"] = [ADAPTER if response.has_adapters else None for response in responses]
     return arguments
@@ -303,7 +307,11 @@ def take(responses: Sequence[PartialResponse], answers: Sequence[Mapping[str, An
             raise RolloutError(f"SGLang gave {len(reported)} log-probs for {len(tokens)} tokens.")
         log_probs = [_or_nan(value) for value in reported]
         response.num_preempted = meta.get("num_retractions")
-        response.take(tokens, log_probs, meta["finish_reason"]["type"])
+        kept_ids: list[set[int]] = []
+        if response.request.returns_kept_ids:  # by verl's sampler, with -1 where there is none
+            of_tokens = (meta.get("output_top_logprobs") or ())[: len(tokens)]
+            kept_ids = [{token for _, token, _ in kept if token >= 0} for kept in of_tokens]
+        response.take(tokens, log_probs, meta["finish_reason"]["type"], kept_ids)
 
 
 def _calls(requests: Mapping[int, ScoreRequest]) -> Iterator[list[int]]:

@@ -38,6 +38,14 @@ class VLLMRollout(RemoteRollout):
         has_images = self._vision is not None
         return engine_arguments(self.config, self.model_config, self.max_model_len, self.device, has_images)
 
+    @property
+    def _most_likely(self) -> int:
+        """How many of the most likely tokens vLLM tells of requests for what sampling kept.
+
+        One more than is stored, so that it shows where more were kept.
+        """
+        return min(self.config.kept_ids_width + 1, self.hf_config.get_text_config().vocab_size)
+
     def _start(self) -> EngineClient:
         return VLLMClient(self._arguments, self.device, self._launch, self._devices, self._vision, self._machines)
 
@@ -55,7 +63,7 @@ class VLLMRollout(RemoteRollout):
             # vLLM runs without a tokenizer, so it cannot find the end tokens itself.
             "ignore_eos": True,
             "stop_token_ids": sorted(ends),
-            "logprobs": 0,
+            "logprobs": self._most_likely if request.returns_kept_ids else 0,
             "detokenize": False,
         }
         if sampling.truncates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -201,9 +202,15 @@ class VLLMClient(EngineClient):
         if not answer["choices"]:
             return False
         choice = answer["choices"][0]
-        reported = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or []]
-        log_probs = [finite_or_not(value) for value in reported]
-        return response.take(choice["token_ids"] or [], log_probs, choice["finish_reason"])
+        reported = (choice["logprobs"] or {}).get("content") or []
+        log_probs = [finite_or_not(entry["logprob"]) for entry in reported]
+        kept_ids: list[set[int]] = []
+        if response.request.returns_kept_ids:  # vLLM gives the others of the most likely tokens no probability
+            kept_ids = [
+                {top["token_id"] for top in entry["top_logprobs"] if finite_or_not(top["logprob"]) > -math.inf}
+                for entry in reported
+            ]
+        return response.take(choice["token_ids"] or [], log_probs, choice["finish_reason"], kept_ids)
 
     def weights_devices(self) -> Sequence[str | None]:
         """See :meth:`EngineClient.weights_devices`."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from verl.config import HFModelConfig, RolloutConfig
+from verl.config.distillation import VLLM_MAX_LOGPROBS
 from verl.errors import ConfigError
 from verl.utils.model import ATTN_IMPLEMENTATION, resolve_model_path
 from verl.workers.rollout.engine_kwargs import applies_adapters, extra_arguments, largest_rank
@@ -110,7 +111,24 @@ def engine_arguments(
     if device.type == "cpu" and _KV_CACHE_VARIABLE not in os.environ:  # overrides the argument in vLLM
         # Without a size vLLM takes half of the machine's memory.
         extra.setdefault(_KV_CACHE_BYTES, _CPU_KV_CACHE_BYTES)
-    return arguments | extra
+    return arguments | _max_logprobs(config, extra) | extra
+
+
+def _max_logprobs(config: RolloutConfig, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Let vLLM tell as many of the most likely tokens as requests for what sampling kept ask for.
+
+    Raises:
+        ConfigError: ``engine_kwargs.vllm`` allows fewer.
+    """
+    wanted, allowed = config.kept_ids_width + 1, extra.get("max_logprobs")
+    if not config.keep_sampling_mask:
+        return {}
+    if allowed is not None and 0 <= allowed < wanted:
+        raise ConfigError(
+            f"rollout.engine_kwargs.vllm.max_logprobs={allowed}: keep_sampling_mask with top_k={config.top_k} asks for "
+            f"the {wanted} most likely tokens. Leave max_logprobs out, or set {wanted} or more."
+        )
+    return {"max_logprobs": wanted} if wanted > VLLM_MAX_LOGPROBS else {}
 
 
 def _max_lora_rank(model_config: HFModelConfig) -> int:
