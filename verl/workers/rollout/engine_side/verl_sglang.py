@@ -157,8 +157,9 @@ class ContractSampler(sglang_sampler.Sampler):
         if return_logprob:
             logits_output.next_token_logprobs = log_probs
         if kept_ids is not None:
-            logits_output.next_token_top_logprobs_val = list(torch.zeros_like(kept_ids, dtype=torch.float32))
-            logits_output.next_token_top_logprobs_idx = list(kept_ids)
+            # SGLang copies row by row what is not on the CPU, and waits for the device before it reads.
+            logits_output.next_token_top_logprobs_val = list(torch.zeros(len(rows), width))
+            logits_output.next_token_top_logprobs_idx = list(kept_ids.to("cpu", non_blocking=True))
         group = self.tp_sync_group
         if torch.distributed.get_world_size(group) > 1:  # GPU ranks may round sums differently
             torch.distributed.broadcast(tokens, torch.distributed.get_global_rank(group, 0), group=group)
