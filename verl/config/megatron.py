@@ -13,7 +13,10 @@ from verl.config.model import FP16, DType, FSDPEngineConfig, Strategy
 from verl.config.pipeline_layout import chunks_per_stage, layout_problems
 from verl.config.problems import Problem
 
-MIXTURES = ("mixtral", "qwen3_moe")
+GROUPED = ("deepseek_v3", "glm4_moe")
+"""``model_type`` of the models that choose groups of experts first."""
+
+MIXTURES = ("mixtral", "qwen3_moe", *GROUPED)
 """``model_type`` of the models with experts among them."""
 
 MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", *MIXTURES)

@@ -17,6 +17,8 @@ from verl.utils.model_facts.experts import ExpertSizes
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """Entries that megatron-core's layers, as we build them, cannot follow; a config without one means the same."""
 
+_OF_QUERIES = ("glm4_moe", "attention_bias")
+
 
 def misfits(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: str, strategy: str) -> Iterator[Problem]:
     """Yield what stands between a model and a layout.
@@ -45,7 +47,9 @@ def misfits(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: str,
 
 
 def _unbuildable(fields: Mapping[str, object]) -> Iterator[str]:
-    yield from (f"{name}={fields[name]}" for name, value in _FIXED.items() if fields.get(name) not in (None, value))
+    # GLM-4.5's is that of Qwen2: of queries, keys and values alone.
+    fixed = {name: value for name, value in _FIXED.items() if (fields["model_type"], name) != _OF_QUERIES}
+    yield from (f"{name}={fields[name]}" for name, value in fixed.items() if fields.get(name) not in (None, value))
     for rule in rope_rules(fields):
         name = rope_type(rule)
         if name in ("dynamic", "longrope"):
@@ -80,6 +84,8 @@ def _divisions(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: s
         columns = of_columns if engine[of_columns] else of_heads
         parts.append((of_experts, "", engine[of_experts], experts.count, "experts"))
         parts.append((columns, "", engine[columns], experts.width, "columns of each expert"))
+        if experts.shared_width:
+            parts.append((of_heads, "", tensor, experts.shared_width, "columns of shared experts"))
         yield from _experts(engine, sizes)
     if isinstance(layers := fields.get("num_hidden_layers"), int):
         stages, virtual = engine.pipeline_model_parallel_size, engine.virtual_pipeline_model_parallel_size

@@ -13,10 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
+from verl.config.megatron import GROUPED, MIXTURES
 from verl.utils.model_facts.experts import ExpertSizes
 from verl.workers.engine.megatron.groups import Layout
 from verl.workers.engine.megatron.library import (
@@ -25,10 +26,34 @@ from verl.workers.engine.megatron.library import (
     MoELayer,
     MoESubmodules,
     SequentialMLP,
+    SharedExpertMLP,
     TopKRouter,
     tensor_parallel,
 )
 from verl.workers.routers import Choices, unknown
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A choice of experts as in DeepSeek-V3 (arXiv:2412.19437): sigmoids as scores, and first a choice of groups.
+
+    For the choice alone, each expert's score has a bias, which balances the load and is not trained by gradients.
+    """
+
+    count: int
+    """Groups of equally many experts."""
+    per_token: int
+    """Groups whose experts a token may go to: those with the largest sum of their two largest scores."""
+    scale: float
+    """Factor of the weights of a token's experts."""
+
+    def choice(self, scores: Tensor, per_token: int) -> Tensor:
+        """Return the experts of each token, (tokens, experts per token), by their biased scores, (tokens, experts)."""
+        of_groups = scores.unflatten(-1, (self.count, -1))  # (tokens, groups, experts of a group)
+        groups = of_groups.topk(2, dim=-1).values.sum(-1).topk(self.per_token, dim=-1).indices
+        is_open = torch.zeros_like(of_groups[..., 0], dtype=torch.bool).scatter(1, groups, True)
+        open_scores = of_groups.masked_fill(~is_open.unsqueeze(-1), float("-inf")).flatten(1)
+        return open_scores.topk(per_token, dim=-1).indices
 
 
 @dataclass(frozen=True)
@@ -47,21 +72,29 @@ class Experts:
     """Whether these weights stay in fp32 in a model of another format."""
     sparse: tuple[bool, ...]
     """Of each layer, whether it has experts."""
+    shared_width: int = 0
+    """Feed-forward width of what all tokens pass beside the experts."""
+    groups: Groups | None = None
+    """How groups of experts are chosen first; None for a choice by softmax among all."""
 
     @classmethod
     def of(cls, hf: PretrainedConfig) -> Experts | None:
         """Read them from a Transformers config; None if all layers are dense."""
         sizes = ExpertSizes.of(hf)
-        if sizes is None or hf.model_type not in ("mixtral", "qwen3_moe"):
+        if sizes is None or hf.model_type not in MIXTURES:
             return None
-        is_mixtral = hf.model_type == "mixtral"
+        is_mixtral, groups = hf.model_type == "mixtral", None
+        if hf.model_type in GROUPED:
+            groups = Groups(hf.n_group, hf.topk_group, hf.routed_scaling_factor)
         return cls(
             count=sizes.count,
             per_token=sizes.per_token,
             width=sizes.width,
             is_renormalised=is_mixtral or bool(hf.norm_topk_prob),
-            has_fp32_weights=is_mixtral,
+            has_fp32_weights=is_mixtral or groups is not None,
             sparse=sizes.sparse,
+            shared_width=sizes.shared_width,
+            groups=groups,
         )
 
     def settings(self, layout: Layout) -> dict[str, object]:
@@ -70,6 +103,7 @@ class Experts:
             "num_moe_experts": self.count,
             "moe_router_topk": self.per_token,
             "moe_ffn_hidden_size": self.width,
+            "moe_shared_expert_intermediate_size": self.shared_width or None,
             "moe_router_pre_softmax": True,  # the other order is refused for one expert per token
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
@@ -123,7 +157,7 @@ class Repetition:
 
 
 class TokenRouter(TopKRouter):
-    """Chooses experts as Transformers' routers do: softmax of all logits in fp32, then the largest.
+    """Chooses experts as Transformers' routers do: softmax of all logits in fp32, then the largest; or by groups.
 
     megatron-core's own computes its logits by TransformerEngine, and fails where that is not installed.
     """
@@ -137,6 +171,11 @@ class TokenRouter(TopKRouter):
         """Where to keep what is chosen."""
         self.repeated = Repetition()
         """What it chooses in place of its own choice."""
+        self.e_score_correction_bias: nn.Parameter | None = None
+        """(experts,) fp32, the bias of :class:`Groups`."""
+        if experts.groups is not None:
+            bias = torch.zeros(experts.count, dtype=torch.float32)
+            self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
         self.balance_grad: Tensor | None = None
         """(experts,): gradient of the balance loss with respect to the router probability of each real token."""
 
@@ -147,14 +186,23 @@ class TokenRouter(TopKRouter):
             hidden: (length, bsz, hidden size); tokens are counted along the batch first.
             padding_mask: (length, bsz), True on padding, which goes to experts but is not counted.
         """
-        # By default as Transformers: in the model's format, then a softmax in fp32.
-        wide = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, hidden.dtype)
+        experts = self.experts
+        # By default as Transformers: in the model's format, then a softmax in fp32; where groups are chosen, in fp32.
+        usual = hidden.dtype if experts.groups is None else torch.float32
+        wide = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, usual)
         logits = functional.linear(hidden.flatten(0, 1).to(wide), self.weight.to(wide))
-        probabilities = logits.softmax(-1, dtype=torch.promote_types(wide, torch.float32))
-        chosen = self.repeated.choice(probabilities.topk(self.experts.per_token, dim=-1).indices)
-        top = probabilities.gather(-1, chosen)
-        if self.experts.is_renormalised:
-            top = top / top.sum(-1, keepdim=True)
+        probabilities = scores = logits.softmax(-1, dtype=torch.promote_types(wide, torch.float32))
+        if experts.groups is None:
+            free = probabilities.topk(experts.per_token, dim=-1).indices
+        else:
+            scores = logits.sigmoid()
+            free = experts.groups.choice(scores + self.e_score_correction_bias, experts.per_token)
+        chosen = self.repeated.choice(free)
+        top = scores.gather(-1, chosen)
+        if experts.is_renormalised:
+            top = top / (top.sum(-1, keepdim=True) + 1e-20)
+        if experts.groups is not None:
+            top = top * experts.groups.scale
         if not self.experts.has_fp32_weights:
             top = top.to(logits.dtype)
         weights = top.new_zeros(logits.shape).scatter(1, chosen, top)
@@ -183,6 +231,9 @@ def expert_layer(experts: Experts) -> Any:
     linear = MLPSubmodules(
         linear_fc1=tensor_parallel.ColumnParallelLinear, linear_fc2=tensor_parallel.RowParallelLinear
     )
+    shared = ModuleSpec(module=SharedExpertMLP, submodules=linear) if experts.shared_width else None
     one_by_one = ModuleSpec(module=SequentialMLP, submodules=linear)
     router = partial(TokenRouter, experts)
-    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=one_by_one, router=router))
+    return ModuleSpec(
+        module=MoELayer, submodules=MoESubmodules(experts=one_by_one, shared_experts=shared, router=router)
+    )

@@ -44,6 +44,7 @@ MoELayer = _module("transformer.moe.moe_layer").MoELayer
 MoESubmodules = _module("transformer.moe.moe_layer").MoESubmodules
 TopKRouter = _module("transformer.moe.router").TopKRouter
 SequentialMLP = _module("transformer.moe.experts").SequentialMLP
+SharedExpertMLP = _module("transformer.moe.shared_experts").SharedExpertMLP
 token_dispatcher = _module("transformer.moe.token_dispatcher")
 MLPSubmodules = _module("transformer.mlp").MLPSubmodules
 TransformerBlockSubmodules = _module("transformer.transformer_block").TransformerBlockSubmodules

@@ -23,6 +23,7 @@ from verl.workers.engine.megatron.experts import Experts, expert_layer
 from verl.workers.engine.megatron.files import ModelFiles
 from verl.workers.engine.megatron.flags import transformer_fields
 from verl.workers.engine.megatron.groups import Layout
+from verl.workers.engine.megatron.latent import LatentAttention, LatentShape
 from verl.workers.engine.megatron.layers import CausalAttention, DecoderModel, HiddenHead, RMSNorm, Rotation, freeze_row
 from verl.workers.engine.megatron.library import (
     MLP,
@@ -119,7 +120,7 @@ def build(
     settings = _transformer_config(hf, config, engine, layout, dtype, experts, base, flags)
     pieces = nn.ModuleList()
     for piece_index in range(layout.pieces):
-        piece = _gpt_model(hf, settings, layout, is_tied, experts, piece_index, skeleton.vision is not None)
+        piece = _gpt_model(skeleton, settings, layout, is_tied, experts, piece_index)
         if piece.post_process:
             _replace_head(piece, skeleton, settings)
         if piece.pre_process and skeleton.vision is not None:
@@ -222,31 +223,30 @@ def _transformer_config(
 
 
 def _gpt_model(
-    hf: PretrainedConfig,
-    settings: Any,
-    layout: Layout,
-    is_tied: bool,
-    experts: Experts | None,
-    piece_index: int,
-    has_images: bool,
+    skeleton: HeadedModel, settings: Any, layout: Layout, is_tied: bool, experts: Experts | None, piece_index: int
 ) -> Any:
     """Build one piece of this rank's part; ``piece_index`` counts from 0."""
+    hf = skeleton.hf.config.get_text_config()
     stage = piece_index if layout.pieces > 1 else None
     column, row = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
     norm = RMSNorm if settings.qk_layernorm else None
-    attention = SelfAttentionSubmodules(
-        linear_qkv=column, core_attention=CausalAttention, linear_proj=row, q_layernorm=norm, k_layernorm=norm
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=column, core_attention=CausalAttention, linear_proj=row, q_layernorm=norm, k_layernorm=norm
+        ),
     )
+    if (latent := LatentShape.of(skeleton.hf)) is not None:
+        attention = ModuleSpec(module=LatentAttention, params={"shape": latent})
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
 
     def layer(mlp: object) -> Any:
         return ModuleSpec(
-            module=DeepstackLayer if has_images else TransformerLayer,
+            module=TransformerLayer if skeleton.vision is None else DeepstackLayer,
             submodules=TransformerLayerSubmodules(
                 input_layernorm=RMSNorm,
-                self_attention=ModuleSpec(
-                    module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-                ),
+                self_attention=attention,
                 self_attn_bda=get_bias_dropout_add,
                 pre_mlp_layernorm=RMSNorm,
                 mlp=mlp,

@@ -58,7 +58,7 @@ class Place:
 # Names of weights in Transformers: of the experts of a layer, and of a module in a layer.
 _LAYERS = r"model\.(?:language_model\.)?layers\.(\d+)"
 _EXPERTS = re.compile(rf"{_LAYERS}\.mlp\.experts\.(gate_up_proj|down_proj)")
-_LAYER = re.compile(rf"{_LAYERS}\.(.+)\.(weight|bias)")
+_LAYER = re.compile(rf"{_LAYERS}\.(.+)\.(weight|bias|e_score_correction_bias)")
 _TOWER = f"model.{TOWER}."
 # Module of a layer in Transformers: the one in megatron-core that has its weight, or a part of whose weight it is.
 _INSIDE = {
@@ -74,7 +74,25 @@ _INSIDE = {
     "mlp.up_proj": "mlp.linear_fc1",
     "mlp.down_proj": "mlp.linear_fc2",
     "mlp.gate": "mlp.router",
+    "mlp.shared_experts.gate_proj": "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.up_proj": "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
 }
+_LATENT = {
+    f"self_attn.{name}": f"self_attention.{name}"
+    for name in (
+        "q_proj",
+        "q_a_proj",
+        "q_a_layernorm",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_a_layernorm",
+        "kv_b_proj",
+    )
+}
+"""Modules of multi-head latent attention (:mod:`verl.workers.engine.megatron.latent`), besides ``o_proj``."""
+FP32_WEIGHTS = ("e_score_correction_bias",)
+"""Last parts of the names of weights that are fp32 in a model of every format."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +141,8 @@ class Division:
     kv_heads: int
     head_dim: int
     experts: ExpertDivision
+    has_latents: bool
+    """Whether attention is multi-head latent attention."""
 
     @classmethod
     def of(cls, config: PretrainedConfig, group: dist.ProcessGroup, experts: ExpertDivision) -> Division:
@@ -130,13 +150,16 @@ class Division:
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        return cls(ranks, rank, heads, config.num_key_value_heads, head_dim, experts)
+        has_latents = getattr(config, "kv_lora_rank", None) is not None
+        return cls(ranks, rank, heads, config.num_key_value_heads, head_dim, experts, has_latents)
 
     def place(self, name: str, parameter: str, shape: tuple[int, ...]) -> Place:
         """Return this rank's box of the weight ``name``."""
         if name.startswith(_TOWER):
             return Place(name, parameter, (0,) * len(shape), shape, _whole, is_divided=False)
         stem = name.rsplit(".", 2)[-2]
+        if stem in ("q_b_proj", "kv_b_proj") or (self.has_latents and stem == "q_proj"):
+            return self._rows(name, parameter, shape, _whole)
         if stem in ("q_proj", "k_proj", "v_proj"):
             return self._qkv(name, parameter, shape, "qkv".index(stem[0]))
         if stem in ("gate_proj", "up_proj"):
@@ -215,7 +238,7 @@ def places_of(
             if (layer := layers.get(int(match[1]))) is not None:
                 weights += division.experts.places(name, f"{layer}.mlp.experts.local_experts", shape)
             continue
-        targets = [_parameter_of(name, layers, outside)]
+        targets = [_parameter_of(name, layers, outside, _INSIDE | _LATENT if division.has_latents else _INSIDE)]
         if is_tied and name.endswith(".embed_tokens.weight"):
             targets.append(f"{last}.weight")
         weights += [division.place(name, target, shape) for target in targets if target in local]
@@ -224,24 +247,28 @@ def places_of(
     return weights
 
 
-def _parameter_of(name: str, layers: Mapping[int, str], outside: Mapping[str, str]) -> str | None:
+def _parameter_of(
+    name: str, layers: Mapping[int, str], outside: Mapping[str, str], in_layers: Mapping[str, str]
+) -> str | None:
     """The name in megatron-core; None if the weight belongs to a layer on another pipeline stage.
 
-    ``layers`` are the names of this rank's layers by their number, ``outside`` those of modules that are not in layers.
+    ``layers`` are the names of this rank's layers by their number, ``outside`` those of modules that are not in layers,
+    and ``in_layers`` those of modules inside of them.
     """
     if name.startswith(_TOWER):
         return f"0.{name.removeprefix('model.')}"
     if match := _LAYER.fullmatch(name):
         layer_index, inside, kind = match.groups()
-        if inside in _INSIDE:
+        if inside in in_layers:
             layer = layers.get(int(layer_index))
-            return None if layer is None else f"{layer}.{_INSIDE[inside]}.{kind}"
+            return None if layer is None else f"{layer}.{in_layers[inside]}.{kind}"
     stem, _, kind = name.rpartition(".")
     if stem in outside:
         return f"{outside[stem]}.{kind}"
     raise ConfigError(
         f"the weight '{name}' is not supported by strategy=megatron, which has the layers of Qwen2, Qwen3, Llama, "
-        "Mistral, Qwen3-MoE, Mixtral and Qwen's models with images. Use strategy=fsdp2 for this model."
+        "Mistral, Qwen3-MoE, Mixtral, DeepSeek-V3, GLM-4.5 and Qwen's models with images. Use strategy=fsdp2 for this "
+        "model."
     )
 
 
@@ -283,7 +310,8 @@ class WeightGatherer:
         for name, shape in self.shapes.items():
             if name in without:
                 continue
-            whole = torch.empty(shape, dtype=dtype, device=device)
+            is_wide = name.rpartition(".")[2] in FP32_WEIGHTS
+            whole = torch.empty(shape, dtype=torch.float32 if is_wide else dtype, device=device)
             for (start, size), rank in self._boxes[name].items():
                 part = whole[tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))]
                 if rank == me:
