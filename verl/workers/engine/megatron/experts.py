@@ -34,16 +34,16 @@ from verl.workers.routers import Choices, unknown
 
 
 @dataclass(frozen=True)
-class Groups:
+class ExpertGroups:
     """A choice of experts as in DeepSeek-V3 (arXiv:2412.19437): sigmoids as scores, and first a choice of groups.
 
     For the choice alone, each expert's score has a bias, which balances the load and is not trained by gradients.
     """
 
     count: int
-    """Groups of equally many experts."""
+    """ExpertGroups of equally many experts."""
     per_token: int
-    """Groups whose experts a token may go to: those with the largest sum of their two largest scores."""
+    """ExpertGroups whose experts a token may go to: those with the largest sum of their two largest scores."""
     scale: float
     """Factor of the weights of a token's experts."""
 
@@ -74,7 +74,7 @@ class Experts:
     """Of each layer, whether it has experts."""
     shared_width: int = 0
     """Feed-forward width of what all tokens pass beside the experts."""
-    groups: Groups | None = None
+    groups: ExpertGroups | None = None
     """How groups of experts are chosen first; None for a choice by softmax among all."""
 
     @classmethod
@@ -85,7 +85,7 @@ class Experts:
             return None
         is_mixtral, groups = hf.model_type == "mixtral", None
         if hf.model_type in GROUPED:
-            groups = Groups(hf.n_group, hf.topk_group, hf.routed_scaling_factor)
+            groups = ExpertGroups(hf.n_group, hf.topk_group, hf.routed_scaling_factor)
         return cls(
             count=sizes.count,
             per_token=sizes.per_token,
@@ -172,7 +172,7 @@ class TokenRouter(TopKRouter):
         self.repeated = Repetition()
         """What it chooses in place of its own choice."""
         self.e_score_correction_bias: nn.Parameter | None = None
-        """(experts,) fp32, the bias of :class:`Groups`."""
+        """(experts,) fp32, the bias of :class:`ExpertGroups`."""
         if experts.groups is not None:
             bias = torch.zeros(experts.count, dtype=torch.float32)
             self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
