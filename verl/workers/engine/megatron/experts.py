@@ -41,9 +41,9 @@ class ExpertGroups:
     """
 
     count: int
-    """ExpertGroups of equally many experts."""
+    """Groups of equally many experts."""
     per_token: int
-    """ExpertGroups whose experts a token may go to: those with the largest sum of their two largest scores."""
+    """Groups whose experts a token may go to: those with the largest sum of their two largest scores."""
     scale: float
     """Factor of the weights of a token's experts."""
 
@@ -195,6 +195,7 @@ class TokenRouter(TopKRouter):
         if experts.groups is None:
             free = probabilities.topk(experts.per_token, dim=-1).indices
         else:
+            assert self.e_score_correction_bias is not None
             scores = logits.sigmoid()
             free = experts.groups.choice(scores + self.e_score_correction_bias, experts.per_token)
         chosen = self.repeated.choice(free)
@@ -203,7 +204,7 @@ class TokenRouter(TopKRouter):
             top = top / (top.sum(-1, keepdim=True) + 1e-20)
         if experts.groups is not None:
             top = top * experts.groups.scale
-        if not self.experts.has_fp32_weights:
+        if not experts.has_fp32_weights:
             top = top.to(logits.dtype)
         weights = top.new_zeros(logits.shape).scatter(1, chosen, top)
         real = slice(None) if padding_mask is None else ~padding_mask.flatten()
