@@ -251,8 +251,8 @@ _OF_TEACHER_ENGINES = (
 """Settings of a teacher's engine that one without an engine does not read, beside those of ``_PROGRAMS_ONLY``."""
 
 
-_OF_NATIVE = "enable_rollout_routing_replay"
-"""Setting of the rollout that vLLM and SGLang cannot follow."""
+_OF_NATIVE = ("enable_rollout_routing_replay", "keep_sampling_mask")
+"""Settings of the rollout that vLLM and SGLang cannot follow, or follow at several times the cost."""
 
 
 def _fast_engine(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:
@@ -263,7 +263,8 @@ def _fast_engine(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str])
         # Without any key from a command line the settings come from a program, which may have chosen the default.
         if key.section is not RolloutConfig or not explicit or name in explicit or get(tree, "trainer.device") == "cpu":
             continue
-        if get(tree, name) != keys[name].default or get(tree, f"{path}.{_OF_NATIVE}") is True:
+        asks_native = any(get(tree, f"{path}.{setting}") is True for setting in _OF_NATIVE)
+        if get(tree, name) != keys[name].default or asks_native:
             continue
         if gpus_of_nodes(get(tree, "trainer", {}), get(tree, "ray_kwargs.ray_init")):
             model = get(tree, f"{path.removesuffix('rollout')}model.path")
