@@ -155,7 +155,7 @@ def render_prompt(
     messages: list[Message],
     tokenizer: PreTrainedTokenizerBase,
     where: str,
-    add_generation_prompt: bool = True,
+    add_generation_prompt: object = True,
     **template_kwargs: object,
 ) -> str:
     """Render checked messages of a prompt, and the header of the turn that answers it (``add_generation_prompt``).

@@ -339,6 +339,7 @@ def test_a_run_on_a_gpu_takes_the_fast_engine_unless_it_names_one(
         ({name: "hf"}, {name}),
         ({}, set()),  # from a program, which may mean the default
         ({"trainer.device": "cpu"}, set_by_hand),
+        ({f"{ROLLOUT}.keep_sampling_mask": True, f"{ROLLOUT}.top_p": 0.9}, set_by_hand),
     ]
     for changes, explicit in own_choices:
         assert run.load(changes, explicit=explicit).actor_rollout_ref.rollout.name == changes.get(name, "native")

@@ -120,7 +120,7 @@ def call(manager: Callable[..., torch.Tensor | Result], data: DataProto) -> torc
 
 def single_score(result: torch.Tensor | Result) -> dict[str, object]:
     """Return what :meth:`AbstractRewardManager.run_single` does, from the scores of a batch of one sample."""
-    parts = {"reward_tensor": result} if isinstance(result, torch.Tensor) else result
+    parts: Result = {"reward_tensor": result} if isinstance(result, torch.Tensor) else result
     extra = parts.get("reward_extra_info") or {}
     return {
         "reward_score": float(parts["reward_tensor"].sum(dtype=torch.float64)),
