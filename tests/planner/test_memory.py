@@ -42,6 +42,10 @@ def test_stored_bytes_by_hand():
     # Adapters of 100 parameters are stored, and trained, in fp32.
     lora = replace(model(shards=2, stored_bytes=2), trained=100, adapters=100)
     assert (lora.weights, lora.gradients, lora.optimizer, lora.state) == ((ALL * 2 + 400) / 2, 200, 400, 600)
+    # Muon has one moment of the matrices of layers, which are all but the norms, and of adapters.
+    muon, matrices = replace(held, is_muon=True), 2 * (504 - 24)
+    assert (muon.optimizer, muon.state) == ((ALL * 2 - matrices) * 4 / 4, (ALL * 3 - matrices) * 4 / 4)
+    assert replace(lora, is_muon=True).optimizer == 200
 
 
 def test_megatron_divides_weights_by_layout_and_state_by_copies():

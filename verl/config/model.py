@@ -227,6 +227,10 @@ class OptimizerConfig(BaseConfig):
             yield Problem(f"{path}.lr", self.lr, cause, remedy=remedy, advice=True)
 
 
+_OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn", "adamw")
+_OF_ITS_ADAMW = ("lr", "weight_decay", "eps")
+
+
 @section
 class FSDPOptimizerConfig(OptimizerConfig):
     """Optimizer of a model that is trained under FSDP."""
@@ -234,7 +238,8 @@ class FSDPOptimizerConfig(OptimizerConfig):
     hydra_target: ClassVar[str] = "verl.workers.config.FSDPOptimizerConfig"
 
     optimizer: str = setting("AdamW")
-    """Class name of the optimizer inside `optimizer_impl`."""
+    """Class name of the optimizer inside `optimizer_impl`. `Muon` is for matrices of hidden layers, and AdamW for other
+    weights (docs/optimizers.md)."""
     optimizer_impl: str = setting("torch.optim")
     """Module with the optimizer class, as an import path."""
     min_lr_ratio: float = setting(0.0, ge=0, le=1)
@@ -244,7 +249,31 @@ class FSDPOptimizerConfig(OptimizerConfig):
     lr_scheduler_type: Literal["constant", "cosine"] = setting("constant")
     """Shape of the schedule after the warm-up."""
     override_optimizer_config: dict[str, object] | None = setting(None)
-    """Further keyword arguments of the optimizer class."""
+    """Further keyword arguments of the optimizer class. With Muon, `adamw` may hold `lr`, `weight_decay` and `eps` of
+    AdamW."""
+
+    @property
+    def is_muon(self) -> bool:
+        """Whether matrices of hidden layers are trained by PyTorch's Muon, and other weights by AdamW."""
+        return (self.optimizer_impl, self.optimizer) == ("torch.optim", "Muon")
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """As of every optimizer, and Muon has its settings alone."""
+        yield from super().problems(path)
+        if not self.is_muon:
+            return
+        settings = self.override_optimizer_config or {}
+        of_adamw = settings.get("adamw", {})
+        sections: list[tuple[str, object, tuple[str, ...]]] = [
+            (f"{path}.override_optimizer_config", settings, _OF_MUON),
+            (f"{path}.override_optimizer_config.adamw", of_adamw, _OF_ITS_ADAMW),
+        ]
+        for key, entries, allowed in sections:
+            if not isinstance(entries, Mapping):
+                yield Problem(key, entries, "it holds settings by name", f"a mapping of {', '.join(allowed)}")
+                continue
+            for name in entries.keys() - set(allowed):
+                yield Problem(f"{key}.{name}", entries[name], "Muon has no such setting", ", ".join(allowed))
 
 
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]

@@ -1,9 +1,9 @@
 """Bytes of one model on one rank: what it keeps, and what a pass over some tokens takes besides.
 
 Under FSDP2 every rank stores a part of each parameter in ``model_dtype``, its gradient and Adam's two moments in the
-same format. A pass gathers one decoder layer after another in the format of the computation, and the root (embedding
-and head) for the whole of it. Under Megatron a rank computes with the weights that it stores; gradients lie in fp32
-buffers, and the optimizer has fp32 weights and two moments.
+same format; a matrix that Muon trains has one moment. A pass gathers one decoder layer after another in the format of
+the computation, and the root (embedding and head) for the whole of it. Under Megatron a rank computes with the weights
+that it stores; gradients lie in fp32 buffers, and the optimizer has fp32 weights and two moments.
 
 Activations are those that autograd keeps of Transformers' layers. With b bytes per number of the computation, H the
 hidden size, A the width of queries, K that of keys, I the inner width of the feed-forward layer, one layer keeps of
@@ -117,6 +117,8 @@ class ModelMemory:
     with_entropy: bool = True
     adapters: int = 0
     """Parameters of adapters, stored beside the model's, under FSDP in fp32."""
+    is_muon: bool = False
+    """Whether matrices of layers, and adapters, are trained by Muon."""
 
     # ---- what lies in memory between passes
 
@@ -152,16 +154,22 @@ class ModelMemory:
             per_parameter = 4 * _ADAM_MOMENTS + (4 if lay.stored_bytes < 4 else 0)
             return self._part(self.trained, lay.divides_optimizer) * per_parameter
         size = 4 if self.adapters else lay.stored_bytes
-        return self.trained * size * _ADAM_MOMENTS / lay.shards
+        return self._moments * size / lay.shards
+
+    @property
+    def _moments(self) -> int:
+        """Numbers that the optimizer keeps of all parameters under FSDP."""
+        by_muon = min(self.trained, self.adapters or self.shape.matrix_parameters) if self.is_muon else 0
+        return self.trained * _ADAM_MOMENTS - by_muon
 
     @property
     def state(self) -> float:
-        """Bytes that a checkpoint, or a copy in memory, has of this rank: trained weights and both moments of each."""
+        """Bytes that a checkpoint, or a copy in memory, has of this rank: trained weights and their moments."""
         lay = self.layout
         if lay.is_megatron:
             return self._part(self.trained, lay.divides_optimizer) * 4 * (1 + _ADAM_MOMENTS)
         size = 4 if self.adapters else lay.stored_bytes
-        return self.trained * size * (1 + _ADAM_MOMENTS) / lay.shards
+        return (self.trained + self._moments) * size / lay.shards
 
     # ---- what a pass takes
 

@@ -9,7 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from verl.config import DistillationTeacherModelConfig, FSDPEngineConfig, PPOConfig, TrainedModelConfig
+from verl.config import (
+    DistillationTeacherModelConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    PPOConfig,
+    TrainedModelConfig,
+)
 from verl.config.megatron import McoreEngineConfig
 from verl.config.rollout import GRAPH_SIZES, MOST_GRAPHS, OTHER_PROGRAMS
 from verl.errors import ConfigError
@@ -183,13 +189,13 @@ class Plan:
         roles = self.config.actor_rollout_ref
         model = roles.model
         shape = self._shape(model.hf_config_path or model.path, model.override_config)
-        held = {"actor": self._held("actor", shape, model, roles.actor.placement, True, None)}
+        held = {"actor": self._held("actor", shape, model, roles.actor.placement, roles.actor.optim, None)}
         if self.needs.reference and not model.has_adapters:
-            held["reference"] = self._held("reference", shape, model, roles.ref.placement, False, None)
+            held["reference"] = self._held("reference", shape, model, roles.ref.placement, None, None)
         if self.needs.critic:
             critic = self.config.critic
             value_shape = self._shape(critic.model.path, critic.model.override_config)
-            held["critic"] = self._held("critic", value_shape, critic.model, critic.placement, True, 1)
+            held["critic"] = self._held("critic", value_shape, critic.model, critic.placement, critic.optim, 1)
         return held if self.teachers.ranks else held | self.passing_teachers
 
     @cached_property
@@ -201,7 +207,7 @@ class Plan:
             placement = roles.ref.placement
             placement = replace(placement, param_offload=placement.param_offload or teachers.offloads(teacher))
             stage, shape = f"teacher {name}", self._teacher_shape(teacher)
-            held[stage] = self._held(stage, shape, roles.model, placement, False, None, teachers.ranks)
+            held[stage] = self._held(stage, shape, roles.model, placement, None, None, teachers.ranks)
         return held
 
     def _teacher_shape(self, teacher: DistillationTeacherModelConfig) -> ModelShape:
@@ -214,11 +220,12 @@ class Plan:
         shape: ModelShape,
         model: TrainedModelConfig,
         placement: FSDPEngineConfig | McoreEngineConfig,
-        is_trained: bool,
+        optim: FSDPOptimizerConfig | None,
         outputs: int | None,
         ranks: int = 0,
     ) -> Held:
-        adapters = _adapter_parameters(shape, model) if is_trained else 0
+        """Return a model; ``optim`` is None if it is not trained."""
+        adapters = _adapter_parameters(shape, model) if optim else 0
         sequence = 1 if isinstance(placement, McoreEngineConfig) else placement.ulysses_sequence_parallel_size
         if shape.heads % sequence:
             raise ConfigError(
@@ -236,11 +243,12 @@ class Plan:
         memory = ModelMemory(
             shape=shape,
             layout=layout,
-            trained=(adapters or shape.parameters(outputs)) if is_trained else 0,
+            trained=(adapters or shape.parameters(outputs)) if optim else 0,
             checkpoints=checkpoints,
             outputs=outputs,
             with_entropy=actor.entropy_coeff != 0 or actor.calculate_entropy or actor.entropy_target is not None,
             adapters=adapters,
+            is_muon=optim is not None and optim.is_muon,
         )
         return Held(name, memory, not placement.param_offload, not placement.optimizer_offload)
 

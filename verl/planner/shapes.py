@@ -166,15 +166,19 @@ class ModelShape:
         return sum(inputs * outputs * count for inputs, outputs, count in sizes)
 
     @property
+    def matrix_parameters(self) -> int:
+        """Parameters of all matrices of decoder layers, routers among them."""
+        linear = sum(inputs * outputs * count for inputs, outputs, count in self.linear_sizes.values())
+        return linear + (self.layers - self.dense_layers) * self.experts * self.hidden
+
+    @property
     def layer_parameters(self) -> float:
         """Parameters of a decoder layer, on average."""
         h = self.hidden
-        linear = sum(inputs * outputs * count for inputs, outputs, count in self.linear_sizes.values())
-        routers = (self.layers - self.dense_layers) * self.experts * h
         norms = 2 * h + (2 * self.head_dim if self.has_head_norms else 0)
         biases = self.attention_width + 2 * self.kv_width if self.has_biases or self.family in _BIASED_INPUTS else 0
         biases += h if self.has_biases else 0
-        return (linear + routers) / self.layers + norms + biases
+        return self.matrix_parameters / self.layers + norms + biases
 
     def parameters(self, outputs: int | None = None) -> int:
         """All parameters; ``outputs`` as in :meth:`head_parameters`."""

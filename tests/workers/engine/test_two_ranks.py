@@ -5,10 +5,14 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.workers.support import (
+    EPS,
     LAYOUTS,
     WHOLE,
     has_fast_layers,
@@ -24,10 +28,14 @@ from tests.workers.support import (
 from verl.algorithms import LOSS_AGG_MODES
 from verl.errors import CheckpointError, ConfigError
 from verl.testing.models import tiny_model_dir
-from verl.workers.config import ActorConfig
+from verl.utils.sharded_tensor import full_tensor
+from verl.workers.config import ActorConfig, FSDPOptimizerConfig
 from verl.workers.engine import MicroBatchConfig
+from verl.workers.engine.optimizer import build_optimizer
 from verl.workers.losses import PolicyLoss, sft_loss
 
+CPU = torch.device("cpu")
+MUON = {"optimizer": "Muon", "override_optimizer_config": {"adamw": {"eps": EPS}}}
 STATE = ("model", "optimizer", "extra")
 
 
@@ -69,6 +77,7 @@ def on_each_rank(rank, world_size, folder, path):
     torch.save({"weights": weights, "metrics": metrics, "log_probs": log_probs}, folder / f"rank_{rank}.pt")
     uneven(rank, path, batch, folder)
     checkpoints(rank, path, batch, folder)
+    muon(rank, path, batch, folder)
 
 
 def uneven(rank, path, batch, folder):
@@ -109,6 +118,38 @@ def checkpoints(rank, path, batch, folder):
         engine.load_checkpoint(str(folder / "from_two"))
     if rank == 0:
         (folder / "hidden.pt").rename(folder / "from_two" / "model_world_size_2_rank_1.pt")
+
+
+def muon(rank, path, batch, folder):
+    """Two steps, the second once more after the first was saved; and an update of experts and of three matrices."""
+    mine = share(batch, rank, 2)
+    straight, resumed = make_engine(path, optimizer=MUON), make_engine(path, optimizer=MUON)
+    with straight.train_mode():
+        straight.train_batch(mine, sft_loss, WHOLE)
+    straight.save_checkpoint(str(folder / "muon"), 1, STATE)
+    resumed.load_checkpoint(str(folder / "muon"), STATE)
+    for engine in (straight, resumed):
+        with engine.train_mode():
+            engine.train_batch(mine, sft_loss, WHOLE)
+    weights = weights_of(straight)
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(resumed).items())
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    updated = [
+        full_tensor(weight, CPU) for weight in muon_step(lambda tensor: distribute_tensor(tensor, mesh, [Shard(0)]))
+    ]
+    torch.save({"weights": weights, "updated": updated}, folder / f"muon_{rank}.pt")
+
+
+def muon_step(placed):
+    """Three experts, and matrices of odd sizes, two of them with fewer rows than some ranks would take."""
+    g = torch.Generator().manual_seed(3)
+    shapes = [(3, 4, 2), (5, 3), (2, 9), (7, 4)]
+    weights = [nn.Parameter(placed(torch.randn(shape, generator=g))) for shape in shapes]
+    for weight in weights:
+        weight.grad = placed(torch.randn(weight.shape, generator=g))
+    config = FSDPOptimizerConfig(optimizer="Muon", lr=0.1)
+    build_optimizer(weights, config, weights).step()
+    return [weight.detach() for weight in weights]
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +249,24 @@ def test_checkpoint_of_two_ranks(folder, path, batch):
     assert torch.equal(exported.model.embed_tokens.weight, torch.cat([part["tensors"][name] for part in parts]))
     assert torch.equal(exported.lm_head.weight, exported.model.embed_tokens.weight)
     assert not (folder / "fine").exists()  # one rank failed, so nothing was put in place
+
+
+def test_muon_on_two_ranks_is_muon_on_one(folder, path, batch):
+    straight, resumed = make_engine(path, optimizer=MUON), make_engine(path, optimizer=MUON)
+    before = weights_of(straight)
+    resumed.load_checkpoint(str(folder / "muon"), STATE)
+    for engine, steps in ((straight, 2), (resumed, 1)):
+        with engine.train_mode():
+            for _ in range(steps):
+                engine.train_batch(batch, sft_loss, WHOLE)
+    found = [load(folder, f"muon_{rank}.pt") for rank in range(2)]
+    for name, weight in weights_of(straight).items():
+        assert torch.equal(found[0]["weights"][name], found[1]["weights"][name])
+        assert_close(found[0]["weights"][name], weight, atol=1e-5, rtol=1e-5)
+        assert_close(weights_of(resumed)[name], weight, atol=1e-5, rtol=1e-5)
+        assert (weight - before[name]).abs().max() > 1e-4
+    updated = muon_step(lambda tensor: tensor)
+    assert all(torch.equal(weight, found[0]["updated"][index]) for index, weight in enumerate(updated))
 
 
 def on_four_ranks(rank, world_size, folder, path):

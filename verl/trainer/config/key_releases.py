@@ -215,7 +215,7 @@ RETIRED: tuple[Retired, ...] = (
             ),
             Retired(
                 f"{optim}.muon_*",
-                "part of the optimizer Muon, which is not in this version",
+                "part of Muon under megatron, which is not in this version; under fsdp2 set optim.optimizer=Muon",
                 (),
                 refused=False,
                 part=True,

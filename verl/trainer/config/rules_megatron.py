@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.base.requirements import install_command
-from verl.config import DPOConfig, McoreEngineConfig, PPOConfig, Problem, SupervisedConfig
+from verl.config import DPOConfig, FSDPOptimizerConfig, McoreEngineConfig, PPOConfig, Problem, SupervisedConfig
 from verl.config.megatron import MIXTURES, SIZES, ranks_per_copy
 from verl.config.problems import shown
 from verl.trainer.config.rules_sizes import needs_critic
@@ -36,6 +36,9 @@ class _Held:
     """The section with FSDP's ``ulysses_sequence_parallel_size`` if the model is trained."""
     model_key: str = ""
     """Section of the model if it is trained."""
+    optim: FSDPOptimizerConfig | None = None
+    optim_key: str = ""
+    """Section of its optimizer."""
 
     @property
     def config_path(self) -> str:
@@ -98,6 +101,9 @@ def _training(held: _Held) -> Problems:
         yield Problem(key, True, "activations stay on the device under megatron", "false", remedy)
     if held.model.has_adapters and held.model.lora.use_dora:
         yield Problem(f"{held.model_key}.lora.use_dora", True, "strategy=megatron has no DoRA", "false", "or use fsdp2")
+    if held.optim is not None and held.optim.is_muon:
+        cause = "ranks hold parts of matrices under megatron, and Muon needs whole ones"
+        yield Problem(f"{held.optim_key}.optimizer", "Muon", cause, "AdamW", "or use strategy=fsdp2")
     if (size := held.trained.ulysses_sequence_parallel_size) > 1:
         key = f"{held.section}.ulysses_sequence_parallel_size"
         yield Problem(key, size, "this is a setting of FSDP", f"1, and {held.sizes}.context_parallel_size")
@@ -113,17 +119,20 @@ def _held(config: PPOConfig | SupervisedConfig) -> list[_Held]:
             models_held.append(_Held(placement, model, ranks, section, sizes, **more))
 
     if isinstance(config, SupervisedConfig):
-        add(config.placement, config.model, "engine", trained=config.engine, model_key="model")
+        trained = {"trained": config.engine, "model_key": "model", "optim": config.optim, "optim_key": "optim"}
+        add(config.placement, config.model, "engine", **trained)
         if isinstance(config, DPOConfig) and config.reference_model.path != config.model.path:
             add(config.reference_engine, config.reference_model, "engine")
         return models_held
     roles, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     policy, of_policy = roles.model, "actor_rollout_ref"
-    add(roles.actor.placement, policy, f"{of_policy}.actor", trained=roles.actor, model_key=f"{of_policy}.model")
+    trained = {"trained": roles.actor, "optim": roles.actor.optim, "optim_key": f"{of_policy}.actor.optim"}
+    add(roles.actor.placement, policy, f"{of_policy}.actor", model_key=f"{of_policy}.model", **trained)
     if need_reference_policy(config):
         add(roles.ref.placement, policy, f"{of_policy}.ref")
     if needs_critic(config):
-        add(critic.placement, critic.model, "critic", trained=critic, model_key="critic.model")
+        trained = {"trained": critic, "optim": critic.optim, "optim_key": "critic.optim"}
+        add(critic.placement, critic.model, "critic", model_key="critic.model", **trained)
     if reward.enable and config.judge is None:
         ranks_of_pool = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else config.trainer.ranks
         add(reward.placement, reward.model, "reward_model", ranks_of_pool)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,22 +13,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from verl.base.registry import suggest
 from verl.config import FSDPOptimizerConfig
 from verl.errors import ConfigError
+from verl.utils.sharded_tensor import local_rows
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
+from verl.workers.engine.muon import MuonWithAdamW
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerConfig) -> Optimizer:
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], config: FSDPOptimizerConfig, matrices: Collection[nn.Parameter] | None = None
+) -> Optimizer:
     """Make an optimizer of the class ``config.optimizer`` in the module ``config.optimizer_impl``.
 
-    AdamW is fused unless ``override_optimizer_config`` sets ``fused`` or ``foreach``.
+    AdamW is fused unless ``override_optimizer_config`` sets ``fused`` or ``foreach``. PyTorch's Muon moves ``matrices``
+    (:func:`~verl.workers.engine.muon.hidden_matrices`), and AdamW all other parameters.
 
     Raises:
-        ConfigError: there is no such class, or it does not accept a setting.
+        ConfigError: there is no such class, it does not accept a setting, or Muon is to be used without ``matrices``.
     """
     try:
         module = importlib.import_module(config.optimizer_impl)
@@ -43,14 +48,41 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerCon
     if "betas" in cls.__init__.__code__.co_varnames:  # SGD and others have none
         settings["betas"] = tuple(config.betas)
     settings |= config.override_optimizer_config or {}
+    if cls is Muon and matrices is None:
+        raise ConfigError(
+            "optim.optimizer=Muon needs whole matrices of hidden layers, which strategy=fsdp2 has. Use it, or AdamW."
+        )
     if cls is AdamW and not settings.keys() & {"fused", "foreach"}:
         settings["fused"] = True
     try:
+        if cls is Muon:
+            return _muon(parameters, matrices or (), config, settings)
         return cls(parameters, **settings)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             f"optim.override_optimizer_config: {config.optimizer} refuses its settings: {error}."
         ) from error
+
+
+def _muon(
+    parameters: Iterable[nn.Parameter],
+    matrices: Collection[nn.Parameter],
+    config: FSDPOptimizerConfig,
+    settings: dict[str, Any],
+) -> MuonWithAdamW:
+    adamw = {"lr": config.lr, "weight_decay": config.weight_decay, "betas": tuple(config.betas), "fused": True}
+    adamw |= settings.pop("adamw", {})
+    # One learning rate for both: their updates then have about the same size (arXiv:2502.16982, section 2.2).
+    return MuonWithAdamW(parameters, matrices, {"adjust_lr_fn": "match_rms_adamw"} | settings, adamw)
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the moments of this rank: one of each weight that Muon moves, two of others as in Adam."""
+    return sum(
+        local_rows(weight)[0].nbytes * (1 if "ns_steps" in group else 2)
+        for group in optimizer.param_groups
+        for weight in group["params"]
+    )
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float, loss_scale: int = 1) -> float:

@@ -67,7 +67,8 @@ from verl.workers.engine.fsdp.sharding import (
     shard_model,
 )
 from verl.workers.engine.loss_scale import LossScale
-from verl.workers.engine.optimizer import build_optimizer, build_scheduler
+from verl.workers.engine.muon import hidden_matrices
+from verl.workers.engine.optimizer import build_optimizer, build_scheduler, state_bytes
 from verl.workers.routers import Routers
 
 if TYPE_CHECKING:
@@ -155,7 +156,8 @@ class ShardedModel(BaseEngine):
         if not config.forward_only:
             if self.optimizer_config is None:
                 raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
-            self.optimizer = build_optimizer(trained_parameters(model).values(), self.optimizer_config)
+            matrices = hidden_matrices(model, model.head)
+            self.optimizer = build_optimizer(trained_parameters(model).values(), self.optimizer_config, matrices)
             self.scheduler = build_scheduler(self.optimizer, self.optimizer_config)
             if self.compute_dtype == torch.float16:
                 self.loss_scale = LossScale()
@@ -377,8 +379,7 @@ class ShardedModel(BaseEngine):
         """See :meth:`BaseEngine.state_bytes`."""
         state = self._training_state()
         weights = sum(local_rows(tensor)[0].nbytes for tensor in state.tensors.values())
-        moments = sum(local_rows(parameter)[0].nbytes for parameter in state.parameters.values())
-        return weights + (0 if self.optimizer is None else 2 * moments)  # Adam has two of each weight
+        return weights + (0 if self.optimizer is None else state_bytes(self.optimizer))
 
     def load_state(self, states: Mapping[str, State]) -> None:
         """Restore what :meth:`state` returned; see :class:`BaseEngine`."""
