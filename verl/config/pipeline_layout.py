@@ -14,6 +14,7 @@ from verl.config.problems import Problem
 
 _FIRST, _LAST, _EMBEDDING, _LOSS, _LAYOUT = PIPELINE_LAYOUT
 _VIRTUAL = "virtual_pipeline_model_parallel_size"
+_GROUP_SIZE = "microbatch_group_size_per_vp_stage"
 _GROUP = re.compile(r"\(([^()]+)\)\*(\d+)")
 _ONE = re.compile(r"([EtmL|])\*(\d+)")
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
@@ -87,6 +88,10 @@ def layout_problems(override: Mapping[str, object], stages: int, virtual: int | 
     for key in (_EMBEDDING, _LOSS):
         if not isinstance(value := override.get(key), bool | None):
             yield Problem(f"{path}.{key}", value, "this value cannot be used here", "true, false, null")
+    group = override.get(_GROUP_SIZE)
+    if isinstance(group, int) and group < stages and chunks_per_stage(override, stages, virtual) > 1:
+        cause = f"an interleaved pipeline of {stages} stages takes at least as many passes at once"
+        yield Problem(f"{path}.{_GROUP_SIZE}", group, cause, f"{stages} or more, null")
     uneven = [key for key in PIPELINE_LAYOUT if override.get(key) not in (None, False)]
     kinds = {(_FIRST, _LAST), (_EMBEDDING, _LOSS), (_LAYOUT,)}
     if sum(any(key in uneven for key in kind) for kind in kinds) > 1:
@@ -113,6 +118,9 @@ def _layout_problems(layout: object, stages: int, virtual: int | None, key: str)
         yield Problem(key, layout, "multi-token prediction (m) is not in this version", example)
     elif not re.fullmatch("Et*L", letters):
         yield Problem(key, layout, "it has one E, which is first, and one L, which is last", example)
+    elif stages == 1 and len(chunks) > 1:
+        cause = f"it has {len(chunks)} stages, and pipeline_model_parallel_size=1 is no pipeline"
+        yield Problem(key, layout, cause, "null", "or a pipeline_model_parallel_size above 1")
     elif len(chunks) % stages:
         cause = f"it has {len(chunks)} stages, which pipeline_model_parallel_size={stages} does not divide"
         yield Problem(key, layout, cause, f"a multiple of {stages} stages")

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.trainer.config.conftest import Run
 from verl.config import DPOConfig, McoreEngineConfig, RMConfig, SFTConfig
@@ -212,6 +213,10 @@ def test_recomputation_that_megatron_lacks_is_refused(run: Run, override, messag
         ({"pipeline_model_parallel_layout": "Ett|mL"}, r"multi-token prediction \(m\)"),
         ({"pipeline_model_parallel_layout": "tE|tL"}, "has one E, which is first"),
         ({"pipeline_model_parallel_layout": "Et|t|tL"}, "3 stages, which .*=2 does not divide"),
+        (
+            {"pipeline_model_parallel_layout": "Et|t|t|tL", "microbatch_group_size_per_vp_stage": 1},
+            "per_vp_stage=1: .* 2 stages .*allowed: 2 or more",
+        ),
     ],
 )
 def test_entries_of_megatron_cores_config_that_are_refused(override, message):
@@ -359,6 +364,33 @@ def test_the_decoder_of_a_model_with_images_is_what_is_divided():
     # Qwen2.5-VL's older files name the decoder's sizes beside the tower's section.
     older = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 32}, **text, "num_hidden_layers": 4}
     assert len(list(misfits(older, layout, "sizes", "strategy"))) == 1
+
+
+def test_features_of_images_reach_layers_of_the_first_stage_alone():
+    text = {"num_attention_heads": 8, "num_hidden_layers": 4}
+    fields = {"model_type": "qwen3_vl", "vision_config": {"deepstack_visual_indexes": [0, 1]}, "text_config": text}
+
+    def causes(override):
+        layout = McoreEngineConfig(pipeline_model_parallel_size=2, override_transformer_config=override)
+        return [problem.cause for problem in misfits(fields, layout, "sizes", "strategy")]
+
+    assert causes({}) == causes({FIRST: 3}) == causes({FORM: "Ett|t|tL|"}) == []
+    for uneven in ({FIRST: 1}, {EMBEDDING: True, LAST: 3}, {FORM: "Et|t|t|tL"}):
+        (cause,) = causes(uneven)
+        assert cause.endswith("on the first stage, which has 1 of the model's 4")
+
+
+@installed
+def test_a_layout_is_handed_on_as_megatron_core_reads_it():
+    from verl.workers.engine.megatron.flags import transformer_fields
+    from verl.workers.engine.megatron.groups import Layout
+
+    for layout in ("Et*2 | tL", [["embedding", "decoder", "decoder"], ["Decoder", "loss"]]):
+        engine = McoreEngineConfig(pipeline_model_parallel_size=2, override_transformer_config={FORM: layout})
+        assert transformer_fields(engine, Layout.of(engine), torch.device("cpu"), False) == {FORM: "Ett|tL"}
+    alone = McoreEngineConfig(override_transformer_config={FORM: "Ett|tL"})
+    (problem,) = alone.pipeline_problems("a")
+    assert problem.cause == "it has 2 stages, and pipeline_model_parallel_size=1 is no pipeline"
 
 
 def test_the_model_is_looked_at_with_its_override_config(run: Run, tmp_path):

@@ -6,16 +6,27 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support.waiting import eventually
+from verl.errors import RolloutError
 from verl.supervision.processes import family_of
+from verl.testing.models import tiny_model_dir
+from verl.utils import hf_tokenizer
+from verl.utils.device import ensure_process_group
+from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout import machines
+from verl.workers.rollout.base import NO_WEIGHTS
+from verl.workers.rollout.client import EngineClient
 from verl.workers.rollout.engine_process import EngineProcess
-from verl.workers.rollout.machines import Meeting, NodeReporter, OtherMachines
+from verl.workers.rollout.machines import EngineMachines, Meeting, NodeReporter, OtherMachines
+from verl.workers.rollout.ranks import EnginePlacement
+from verl.workers.rollout.vllm_rollout import VLLMRollout
 
 PROGRAM = "import time; print('here', flush=True); time.sleep(600)"
 
@@ -50,3 +61,24 @@ def test_the_processes_of_another_machine_are_watched(monkeypatch: pytest.Monkey
     assert watch.problem() is None
     monkeypatch.setattr(time, "monotonic", lambda: now + 1000)
     assert watch.problem() == "hears nothing of machine 1 of the engine"
+
+
+class _Unstartable(VLLMRollout):
+    starts_at_once = False
+
+    def _start(self) -> EngineClient:
+        raise RolloutError("there is no engine here")
+
+
+def test_an_engine_that_starts_anew_has_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    ensure_process_group(torch.device("cpu"), 60)
+    path = tiny_model_dir(tmp_path)
+    config = RolloutConfig(
+        name="vllm", tensor_model_parallel_size=1, engine_kwargs={"vllm": {"python": sys.executable}}
+    )
+    rollout = _Unstartable(config, HFModelConfig(path=path), hf_tokenizer(path), torch.device("cpu"))
+    rollout.weight_version = 3  # kept where free_cache_engine=false
+    with pytest.raises(RolloutError, match="there is no engine here"):
+        rollout._start_together(EngineMachines(0, 1, EnginePlacement(None, nodes=2)))
+    assert rollout.weight_version == NO_WEIGHTS

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 from verl.config import McoreEngineConfig, Problem
 from verl.config.megatron import MEGATRON_FAMILIES
-from verl.config.pipeline_layout import division_problem
+from verl.config.pipeline_layout import division_problem, layers_of_chunks
 from verl.utils.model_facts.config_fields import random_fields, rope_rules, rope_type
 from verl.utils.model_facts.experts import ExpertSizes
 
@@ -102,11 +102,15 @@ def _deepstack(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: s
     """Qwen3-VL adds features of images to the outputs of its first layers, which lie beside the vision tower."""
     vision, layers = fields.get("vision_config"), fields.get("num_hidden_layers")
     depths = vision.get("deepstack_visual_indexes") if isinstance(vision, Mapping) else None
-    pieces = engine.pipeline_model_parallel_size * (engine.virtual_pipeline_model_parallel_size or 1)
-    if depths and isinstance(layers, int) and layers // pieces < len(depths):
+    if not depths or not isinstance(layers, int):
+        return
+    stages, virtual = engine.pipeline_model_parallel_size, engine.virtual_pipeline_model_parallel_size
+    counts = layers_of_chunks(engine.override_transformer_config, stages, virtual, layers)
+    first = layers // (stages * (virtual or 1)) if counts is None else counts[0]
+    if first < len(depths):
         reason = (
             f"the first {len(depths)} layers take features of images and must be on the first stage, which has "
-            f"{layers // pieces} of the model's {layers}"
+            f"{first} of the model's {layers}"
         )
         key = "pipeline_model_parallel_size"
         yield Problem(f"{sizes}.{key}", engine[key], reason, f"stages of >= {len(depths)} layers")

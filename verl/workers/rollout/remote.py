@@ -573,6 +573,7 @@ class RemoteRollout(BaseRollout):
         if machines.have_all(node_runs if machines.serves_nothing else not self.leads or self._engine is not None):
             return
         self._end_engine()
+        self.weight_version, self._holds_base = NO_WEIGHTS, False  # the engine may have ended without an error here
         machines.meet()
         if machines.serves_nothing:
             process = self._start_node(machines)

@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from verl.config import McoreEngineConfig
 from verl.config.megatron_flags import IDLE, PASSED, PIPELINE_LAYOUT
+from verl.config.pipeline_layout import layout_of_chunks
 from verl.workers.engine.megatron.groups import Layout
 
 logger = logging.getLogger(__name__)
 
+_LAYOUT = "pipeline_model_parallel_layout"
 _ON_GPUS = "it takes a GPU"
 _EXTENSIONS: Mapping[str, tuple[str, str]] = {
     "gradient_accumulation_fusion": ("fused_weight_gradient_mlp_cuda", "Apex with its CUDA extensions"),
@@ -38,6 +40,8 @@ def transformer_fields(
     if obstacles and dist.get_rank() == 0:
         _tell("; ".join(f"{name} ({why})" for name, why in obstacles.items()))
     passed = [*PASSED, *(PIPELINE_LAYOUT if layout.pipeline > 1 else ())]
+    if (chunks := layout_of_chunks(override.get(_LAYOUT))) is not None:
+        override[_LAYOUT] = "|".join(chunks)  # megatron-core takes no spaces
     return {name: override[name] for name in passed if name in override and name not in obstacles}
 
 

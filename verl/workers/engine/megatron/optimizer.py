@@ -140,7 +140,13 @@ class MegatronOptimizer:
                 square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
                 (dense if getattr(self.parameters[name], "allreduce", True) else sparse).add_(square)
         totals = [(dense, parallel_state.get_model_parallel_group(), self.group)]
-        if self.pieces[0].module.config.expert_model_parallel_size > 1:  # on every stage, also without experts to train
+        sizes = self.pieces[0].module.config
+        # On every stage, also without experts to train. Ranks that share the experts in another way than the layers
+        # have other sums of them, also where each has all experts.
+        if (
+            sizes.expert_model_parallel_size > 1
+            or sizes.expert_tensor_parallel_size != sizes.tensor_model_parallel_size
+        ):
             expert_ranks = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
             totals.append((sparse, expert_ranks, self.expert_group))
         for total, of_one_copy, copies in totals:
