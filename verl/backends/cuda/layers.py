@@ -37,7 +37,7 @@ def fuses_layers(use_liger: bool | None) -> bool:
     is_installed = importlib.util.find_spec("liger_kernel") is not None
     if use_liger and not is_installed:
         raise ConfigError(
-            "model.use_liger=true: the package liger-kernel is not installed on this machine. Run "
+            "use_liger=true: the package liger-kernel is not installed on this machine. Run "
             "`pip install liger-kernel`, or set use_liger=null, which uses it where it is installed."
         )
     return is_installed and use_liger is not False
