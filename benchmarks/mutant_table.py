@@ -161,7 +161,7 @@ ENGINE = (
     Mutant(
         "engine",
         "workers/engine/loss.py",
-        "weight = 1.0 if _is_extreme(name) else num_tokens / self._tokens",
+        "weight = 1.0 if is_extreme(name) else num_tokens / self._tokens",
         "weight = 1.0",
         "workers/engine/engine",
     ),

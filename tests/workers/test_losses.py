@@ -194,6 +194,23 @@ def test_divergences_as_advantages_by_hand():
     assert_close(loss_fn({"log_probs": log_probs}, rejected, TOTALS)[0], tensor(2 * 1.0 / 6))
 
 
+def test_metrics_are_means_over_the_tokens_that_have_a_divergence():
+    # The rows are micro-batches of one mini-batch: of three tokens one has a divergence, in the second row. Its ratio
+    # of 1/9 is clipped, since log q - log p is -0.5: so 1 of 1 tokens is, not 1 of 3.
+    log_probs = torch.log(tensor([[1.0, 1.0], [1 / 9, 1.0]]))
+    settings = {"loss_mode": "k1", "use_policy_gradient": True, "use_task_rewards": False}
+    loss_fn = DistillationLoss.of(ActorConfig(), distillation(**settings))
+    rows = batch(**TAUGHT, distillation_mask=[[0, 0], [1, 0]])
+    totals = BatchTotals(dp_size=1, batch_num_tokens=3, global_batch_size=2, distilled_tokens=1)
+    of_rows = [loss_fn({"log_probs": log_probs[[row]]}, rows.select_idxs([row]), totals)[1] for row in range(2)]
+    clipped = [metrics["distillation/pg_clipfrac"] for metrics in of_rows]
+    assert [float(one.value) for one in clipped if isinstance(one, PartialSum)] == [0.0, 1.0]
+    # A mini-batch without such a token has none of them: the largest of no losses would be -inf.
+    loss_fn = DistillationLoss.of(ActorConfig(), distillation(loss_mode="k2"))
+    none = batch(**TAUGHT, distillation_mask=[[0, 0], [0, 0]])
+    assert "distillation/loss_max" not in loss_fn({"log_probs": log_probs}, none, TOTALS)[1]
+
+
 def test_tokens_are_clipped_only_where_rewards_count():
     log_probs = torch.log(tensor([[9.0, 1.0], [1.0, 1.0]]))  # a ratio of 9 with a positive advantage
     for uses_rewards in (True, False):

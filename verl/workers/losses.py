@@ -8,8 +8,7 @@ mini-batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
-from typing import cast
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -60,11 +59,16 @@ from verl.protocol import DataProto
 from verl.schema import require
 from verl.utils.torch_functional import masked_mean, zero_masked
 from verl.workers.engine import BatchTotals, LossMetrics, PartialSum
+from verl.workers.engine.loss import is_extreme
 
 
 def denominators(totals: BatchTotals, loss_agg_mode: str, columns: Mapping[str, Tensor]) -> LossTotals:
     """Convert totals to arguments of ``agg_loss``, with the ``row_weights`` of these rows if the mode needs them."""
-    counts = cast(LossTotals, asdict(totals))
+    counts = LossTotals(
+        dp_size=totals.dp_size,
+        batch_num_tokens=totals.batch_num_tokens,
+        global_batch_size=totals.global_batch_size,
+    )
     if loss_agg_mode == "prompt-mean" or (
         loss_agg_mode == "seq-mean-token-mean" and "trajectory_count" in columns.keys()
     ):
@@ -248,6 +252,8 @@ class DistillationLoss:
         else:
             losses, term_metrics = evaluate_distillation_loss(self.divergence, outputs, columns, settings, sections)
             term = agg_loss(losses, columns["response_mask"], mode, **counts)
+        if "distillation_mask" in columns:
+            term_metrics = _over_distilled(term_metrics, columns["response_mask"], totals.distilled_tokens)
         loss = loss + settings.distillation_loss_coef * term
         return loss, {
             **metrics,
@@ -255,6 +261,20 @@ class DistillationLoss:
             "distillation/loss": PartialSum(term.detach() / totals.dp_size),
             "actor/loss": PartialSum(loss.detach() / totals.dp_size),
         }
+
+
+def _over_distilled(metrics: LossMetrics, mask: Tensor, total: int) -> LossMetrics:
+    """Weigh means over the tokens of ``mask`` by their share of the ``total`` of the mini-batch; no metrics for 0.
+
+    The engine would weigh them by all tokens of the micro-batch, those without a divergence too.
+    """
+    if total == 0:
+        return {}
+    share = mask.sum().double() / total  # as exact as the weights of the engine
+    return {
+        name: value if isinstance(value, PartialSum) or is_extreme(name) else PartialSum(value * share)
+        for name, value in metrics.items()
+    }
 
 
 class TokenRecord:

@@ -26,6 +26,8 @@ class BatchTotals:
     """Tokens with ``response_mask`` 1, at least 1."""
     global_batch_size: int
     """Sequences; if a trajectory may be several (``trajectory_count``), trajectories."""
+    distilled_tokens: int = 0
+    """Tokens with ``response_mask`` and ``distillation_mask`` 1, of a batch with both."""
 
     @classmethod
     def of(
@@ -33,10 +35,18 @@ class BatchTotals:
     ) -> BatchTotals:
         """Count the mini-batch of which ``batch`` is this rank's part. Collective over the data-parallel ``group``."""
         rows = int(batch.batch["trajectory_count"].sum()) if "trajectory_count" in batch.batch.keys() else len(batch)
-        counts = torch.tensor([num_valid_tokens(batch), rows], dtype=torch.int64, device=device)
+        columns, distilled = batch.batch, 0
+        if "distillation_mask" in columns.keys():
+            distilled = int((columns["response_mask"] * columns["distillation_mask"]).sum())
+        counts = torch.tensor([num_valid_tokens(batch), rows, distilled], dtype=torch.int64, device=device)
         dist.all_reduce(counts, group=group)
-        tokens, sequences = counts.tolist()
-        return cls(dp_size=dp_size, batch_num_tokens=max(tokens, 1), global_batch_size=sequences)
+        tokens, sequences, distilled = counts.tolist()
+        return cls(
+            dp_size=dp_size,
+            batch_num_tokens=max(tokens, 1),
+            global_batch_size=sequences,
+            distilled_tokens=distilled,
+        )
 
 
 @dataclass(frozen=True)
@@ -145,7 +155,7 @@ class MetricSum:
             elif num_tokens == 0:
                 continue  # the mean over no token
             else:
-                weight = 1.0 if _is_extreme(name) else num_tokens / self._tokens
+                weight = 1.0 if is_extreme(name) else num_tokens / self._tokens
             self._values.setdefault(name, []).append((weight, value.detach() if isinstance(value, Tensor) else value))
 
     def reduce(self, problems: list[T], group: dist.ProcessGroup | None = None) -> tuple[dict[str, float], list[T]]:
@@ -172,9 +182,10 @@ def _read(values: Sequence[Tensor | float]) -> list[float]:
     return [float(next(read[v.device, v.dtype]) if isinstance(v, Tensor) else v) for v in values]
 
 
-def _is_extreme(name: str) -> bool:
+def is_extreme(name: str) -> bool:
+    """Whether a metric is reduced by max or min."""
     return name.endswith(("_max", "_min"))
 
 
 def _combine(name: str, values: list[float]) -> float:
-    return extreme(name, values) if _is_extreme(name) else sum(values)
+    return extreme(name, values) if is_extreme(name) else sum(values)
