@@ -27,9 +27,10 @@ def test_the_gap_of_log_probs_and_images_are_described():
     assert found["numbers"]["log_prob_gap"] == [0.25, 0.0, 0.0, 0.0, 2.0]  # before the update less rollout
     assert found["numbers"]["teacher_gap"] == [0.25, -0.5, 0.0, 0.0, 0.0]
     by_text = described(
-        ROW | {"teacher_logprobs": [0.0, -1.0, 0.0, 0.0, -2.0], "span_ends": [1.0, 1.0, -1.0, -1.0, 4.0]}, TEXTS
+        ROW | {"teacher_logprobs": [0.0, -1.0, 0.0, 0.0, -2.0], "span_ends": [1.0, 1.0, -1.0, -1.0, 5.0]}, TEXTS
     )
-    assert by_text["numbers"]["teacher_gap"] == [-0.25, -0.25, None, None, 0.0]  # of the spans: -0.25 - 1 + 1
+    # Of the spans: -0.25 - 1 + 1; the last one goes on where the page ends.
+    assert by_text["numbers"]["teacher_gap"] == [-0.25, -0.25, None, None, None]
     assert "span_ends" not in by_text["numbers"]
     assert found["images"] == [(2, 3, "<image: 2 tokens>")]
     assert [token["text"] for token in found["prompt"]] == ["What", " is <it>?"]

@@ -226,8 +226,8 @@ class TaskRunner:
             check_reward_data(config, reward_fn, dataset)
         if need_teacher_policy(config):
             check_teacher_tokenizers(config.distillation, config.actor_rollout_ref.model)
-            TextAlignment.of_teachers(config.distillation, model)  # refuses what the workers could not align
-            check_teacher_data(config.distillation, train)
+            aligned = TextAlignment.of_teachers(config.distillation, model)  # refuses what workers could not align
+            check_teacher_data(config.distillation, train, aligned)
         check_tools([train, val], config.actor_rollout_ref.rollout, tools)
         check_agent_loops(config, tokenizer, wanted_agents([train, val], config.actor_rollout_ref.rollout))
         for manager in (reward_fn, val_reward_fn):

@@ -76,11 +76,11 @@ def described(row: JsonMapping, texts: Mapping[str, str]) -> dict[str, object]:
 
 
 def _of_spans(values: list[float], ends: list[float]) -> list[float | None]:
-    """Return the sum over each token's span of text, whose last token is at ``ends``; None without a span."""
+    """Return the sum over each token's span of text, whose last token is at ``ends``; None without a whole span."""
     sums: dict[float, float] = {}
     for value, end in zip(values, ends, strict=True):
         sums[end] = sums.get(end, 0.0) + value
-    return [sums[end] if end >= 0 else None for end in ends]
+    return [sums[end] if 0 <= end < len(ends) else None for end in ends]
 
 
 def token_spans(sequence: JsonMapping, most: int = MOST_TOKENS) -> tuple[str, str]:

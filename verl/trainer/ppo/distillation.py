@@ -10,13 +10,14 @@ with another tokenizer (``distillation.alignment=text``) has its prompts in its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from verl.config import local_copies
+from verl.config.agent import SINGLE_TURN
 from verl.datasets import RLHFDataset
 from verl.datasets.chat import encode, render_prompt
 from verl.datasets.row_conversation import row_template_kwargs
@@ -159,15 +160,34 @@ def check_teacher_keys(keys: Sequence[object], config: DistillationConfig) -> No
         )
 
 
-def check_teacher_data(config: DistillationConfig, dataset: object) -> None:
-    """Check, before any model loads, that each row of the data names a teacher; own data sets are not checked.
+def check_teacher_data(config: DistillationConfig, dataset: object, aligned: Collection[str] = ()) -> None:
+    """Check, before any model loads, that each row of the data has a teacher; own data sets are not checked.
+
+    Args:
+        config: ``distillation``.
+        dataset: of training.
+        aligned: names of the teachers with another tokenizer, which read single turns alone.
 
     Raises:
-        DataError: one does not.
+        DataError: a row names no teacher, or an agent loop answers it and its teacher has another tokenizer.
     """
-    if isinstance(dataset, RLHFDataset) and {teacher.key for teacher in config.teachers.values()} != {None}:
+    if not isinstance(dataset, RLHFDataset):
+        return
+    by_key = {teacher.key: name for name, teacher in config.teachers.items()}
+    if by_key.keys() != {None}:
         dataset.require_columns({config.teacher_key: "distillation.teacher_key"})
         check_teacher_keys([*dataset.source_column(config.teacher_key)], config)
+    if not aligned:
+        return
+    columns = dataset.source_column("agent_name"), dataset.source_column(config.teacher_key)
+    for item, (agent, key) in enumerate(zip(*columns, strict=True)):
+        name = by_key[None if None in by_key else str(key)]
+        if (agent or SINGLE_TURN) != SINGLE_TURN and name in aligned:
+            raise DataError(
+                f"{dataset.place(item)}: the agent loop {agent} answers this row, and its teacher {name} has another "
+                "tokenizer (distillation.alignment=text): results of tools are in the chat template of the policy "
+                "alone. Leave such rows out, or give them a teacher with the policy's tokenizer."
+            )
 
 
 def distillation_metrics(batch: DataProto) -> Metrics:
