@@ -229,6 +229,7 @@ class OptimizerConfig(BaseConfig):
 
 _OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn", "adamw")
 _OF_ITS_ADAMW = ("lr", "weight_decay", "eps")
+_RATES_OF_MUON = ("match_rms_adamw", "original")
 
 
 @section
@@ -274,6 +275,9 @@ class FSDPOptimizerConfig(OptimizerConfig):
                 continue
             for name in entries.keys() - set(allowed):
                 yield Problem(f"{key}.{name}", entries[name], "Muon has no such setting", ", ".join(allowed))
+        if (rate := settings.get("adjust_lr_fn", "original")) not in _RATES_OF_MUON:
+            key = f"{path}.override_optimizer_config.adjust_lr_fn"
+            yield Problem(key, rate, "Muon has no such rule for its rate", ", ".join(_RATES_OF_MUON))
 
 
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]

@@ -105,6 +105,7 @@ def test_matrices_of_hidden_layers_are_those_of_muon():
     [
         ({"betas": [0.9, 0.95]}, "override_optimizer_config.betas=.*Muon has no such setting"),
         ({"adamw": {"fused": False}}, "adamw.fused=false: Muon has no such setting"),
+        ({"adjust_lr_fn": "adamw"}, "adjust_lr_fn=adamw: Muon has no such rule"),
         ({"adamw": 1e-4}, "adamw=0.0001: it holds settings by name"),
     ],
 )
