@@ -8,7 +8,7 @@ import pytest
 from verl.planner.hardware import Cluster, gpu_named
 from verl.planner.memory import ModelMemory, RankLayout
 from verl.planner.shapes import ModelShape
-from verl.planner.timing import Work, generation_seconds, pass_seconds
+from verl.planner.timing import Work, generation_seconds, moving_seconds, pass_seconds
 
 
 def gpt(layers, hidden, heads, vocabulary=51200):
@@ -53,8 +53,8 @@ def test_checkpointing_adds_a_forward_pass():
         pass_seconds(
             ModelMemory(shape=gpt(2, 64, 4), layout=layout, trained=1, checkpoints=on),
             without_network(cluster(8, 0.5)),
-            Work(4, 8, 8),
-            16,
+            Work(4, 2048, 2048),
+            16384,
             trains=True,
         )
         for on in (False, True)
@@ -130,3 +130,45 @@ def test_decoding_reads_weights_and_keys_by_hand():
     # Rows that do not fit at once wait: eight rows by two take four times as long as two.
     two, eight = (generation_seconds(held, there, Work(rows, 2, 4), 1, 2, 2) for rows in (2, 8))
     assert eight == pytest.approx(4 * two)
+    # Two ranks read half each, and in each of the layers add up twice: 20 us, and half of the hidden states twice.
+    shared = generation_seconds(held, there, Work(1, 2, 4), 2, 8, 2)
+    added = 2 * shape.layers * (20e-6 + 2 * 1 / 2 * 64 * 2 / 300e9)
+    prompts = prompt / 2 + 2 * shape.layers * 2 * (2 * 1 / 2 * 64 * 2 / 300e9)
+    assert shared == pytest.approx(prompts + 4 * (step / 2 + added))
+    assert moving_seconds(50e9, there) == 4  # there and back at 25 GB/s
+
+
+def test_ranks_with_equal_shards_add_their_gradients_between_nodes():
+    shape, there, work = gpt(2, 64, 4), cluster(16, 1.0), Work(2, 1, 1)
+    size = shape.parameters()
+
+    def seconds(**layout):
+        held = ModelMemory(shape=shape, layout=RankLayout(**layout), trained=size, checkpoints=False)
+        return pass_seconds(held, there, work, 4, trains=True)
+
+    # Two gathers in bf16 and a sum in fp32 over 8 ranks; then an eighth of the gradients over two nodes.
+    inside = 8 * size * 7 / 8 / 300e9
+    assert seconds(shards=8) == pytest.approx(inside)
+    assert seconds(shards=8, replicas=2) == pytest.approx(inside + 2 * 4 * size / 8 / 2 / 50e9)
+    assert seconds(shards=16) == pytest.approx(8 * size * 15 / 16 / 50e9)
+
+
+def test_ranks_that_share_sequences_exchange_heads():
+    shape, there, work = gpt(2, 64, 4), cluster(8, 1.0), Work(2, 1024, 1024)
+
+    def seconds(sequence, there=there):
+        layout = RankLayout(sequence=sequence, is_gathered=False)
+        held = ModelMemory(shape=shape, layout=layout, trained=1, checkpoints=True)
+        return pass_seconds(held, there, work, 4096, trains=True)
+
+    # 3 passes of 4,096 tokens in 2 layers: each of 2 ranks sends half of its half, queries, keys, values and outputs.
+    exchanged = 3 * 4096 * 2 * 4 * 64 * 2 / 2 / 2 / 300e9
+    assert seconds(2) - seconds(2, without_network(there)) == pytest.approx(exchanged)
+
+
+def test_short_passes_of_megatron_take_as_long_as_their_weights_are_read():
+    shape = gpt(2, 64, 4)
+    held, there = megatron(shape), without_network(cluster(1, 1.0))
+    # 4 passes of 2 tokens: forward and backward read weights in bf16, and gradients in fp32 are read and written.
+    found = pass_seconds(held, there, Work(4, 1, 1), 2, trains=True)
+    assert found == pytest.approx(4 * shape.parameters() * (2 * 2 + 2 * 4) / (0.6 * 2.039e12))

@@ -85,6 +85,10 @@ class Cluster:
     """Part of the memory bandwidth that decoding reaches. An assumption."""
     network_bytes_per_s: float = 50e9
     """Bandwidth between nodes for each GPU: 400 Gbit/s. An assumption."""
+    host_bytes_per_s: float = 25e9
+    """Bandwidth between a GPU and the host's memory in one direction: PCIe 4.0 x16. An assumption."""
+    sum_latency_s: float = 20e-6
+    """Seconds that a sum over ranks takes besides its bytes. An assumption."""
 
     @property
     def usable_bytes(self) -> float:

@@ -67,7 +67,7 @@ class RankLayout:
     expert_tensor: int | None = None
     """Ranks that share the matrices of each expert; None is as many as share the other matrices."""
     replicas: int = 1
-    """Ranks that hold the same part of the model (Megatron)."""
+    """Ranks that hold the same part of the model."""
     divides_optimizer: bool = True
     """Whether they divide its optimizer state."""
     sequence: int = 1

@@ -24,7 +24,7 @@ from verl.planner.memory import BYTES, ModelMemory, RankLayout
 from verl.planner.passes import Rows
 from verl.planner.shapes import ModelShape
 from verl.planner.teachers import PlannedTeachers, output_bytes
-from verl.planner.timing import Work, generation_seconds, pass_seconds
+from verl.planner.timing import Work, generation_seconds, moving_seconds, pass_seconds
 
 _ENGINE_RESERVE = 2e9
 """Bytes that vLLM and SGLang need for activations and graphs beside weights and keys. An assumption."""
@@ -403,6 +403,10 @@ class Plan:
         work = replace(work, prompts_per_row=max(prompts, expected.prompts_per_row(rows)))
         updates = math.ceil(work.rows / rows) if trains else 1
         seconds = epochs * pass_seconds(memory, self.cluster, work, size, trains, updates)
+        moved = (0.0 if held.keeps_weights else memory.weights) + (memory.optimizer if trains else 0.0) * (
+            not held.keeps_optimizer
+        )
+        seconds += moving_seconds(moved, self.cluster)
         full = f"{key}_max_token_len_per_gpu" if tokens is not None else f"{key}_micro_batch_size_per_gpu"
         return Stage(name, parts(min(shown, max(least, most))), seconds, full, count, largest)
 
@@ -500,7 +504,7 @@ class Plan:
         size, ranks = BYTES[rollout.dtype], rollout.tensor_model_parallel_size
         shape = actor.shape
         weights = shape.parameters() * size / ranks / rollout.pipeline_model_parallel_size
-        row = self.row_tokens * shape.kv_bytes(size) / ranks / rollout.pipeline_model_parallel_size
+        row = self.row_tokens * shape.kv_bytes(size) / min(ranks, shape.kv_heads) / rollout.pipeline_model_parallel_size
         rows = min(self.rollout_rows(ranks * rollout.pipeline_model_parallel_size), rollout.max_num_seqs)
         if rollout.name in OTHER_PROGRAMS:
             memory = self.cluster.memory_gb * 1e9 * rollout.gpu_memory_utilization
@@ -525,10 +529,11 @@ class Plan:
         rollout = self.config.actor_rollout_ref.rollout
         resident = {} if self.has_rollout_pool else self._idle("")
         parts, at_once = self._engine(sum(resident.values()))
-        ranks = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
+        tensor, pipeline = rollout.tensor_model_parallel_size, rollout.pipeline_model_parallel_size
+        ranks, size = tensor * pipeline, BYTES[rollout.dtype]
         memory = self.models["actor"].memory
         work = replace(self.work(ranks), rows=self.rollout_rows(ranks))
-        seconds = generation_seconds(memory, self.cluster, work, ranks, max(1, at_once), BYTES[rollout.dtype])
+        seconds = generation_seconds(memory, self.cluster, work, tensor, max(1, at_once), size, pipeline)
         return Stage("rollout", resident | parts, seconds, "rows at once", work.rows, at_once)
 
     # ---- the whole
@@ -585,10 +590,11 @@ def layout_of(placement: FSDPEngineConfig | McoreEngineConfig, ranks: int, has_a
     """
     if isinstance(placement, McoreEngineConfig):
         tensor, pipeline = placement.tensor_model_parallel_size, placement.pipeline_model_parallel_size
-        if ranks % (tensor * pipeline):
+        if ranks % (tensor * pipeline * placement.context_parallel_size):
             raise ConfigError(
-                f"megatron.tensor_model_parallel_size={tensor} and pipeline_model_parallel_size={pipeline}: their "
-                f"product does not divide the {ranks} GPUs of the plan."
+                f"megatron.tensor_model_parallel_size={tensor}, pipeline_model_parallel_size={pipeline} and "
+                f"context_parallel_size={placement.context_parallel_size}: their product does not divide the {ranks} "
+                "GPUs of the plan."
             )
         size = BYTES[placement.dtype]
         return RankLayout(
@@ -618,6 +624,7 @@ def layout_of(placement: FSDPEngineConfig | McoreEngineConfig, ranks: int, has_a
     stored = BYTES[placement.model_dtype]
     return RankLayout(
         shards=shards,
+        replicas=ranks // shards,
         sequence=sequence,
         stored_bytes=stored,
         compute_bytes=compute,

@@ -1,11 +1,14 @@
 """Seconds of generation and of passes, from FLOPs and bytes.
 
 A pass takes its useful FLOPs over what the ranks reach of their peak; gradient checkpointing adds one forward pass.
-FSDP's collectives run meanwhile: a pass takes as long as the slower of both. The time of Megatron's is added, and the
-stages of a pipeline wait (p - 1)/(v·m) of the computation for each other (arXiv:2104.04473, section 2.2), with p stages
-of v pieces and m micro-batches in an optimizer step. A decoding step reads the weights and all keys and values once,
-and takes as long as the slower of reading and computing. What is not counted: reward functions,
-the driver, the start of kernels, sequences that end at different times.
+FSDP's collectives run meanwhile: a pass takes as long as the slower of both; what ranks that share sequences exchange
+is added. A rank of Megatron takes at least as long as it reads its weights, and adds to its gradients, in every
+micro-batch; the time of its collectives is added, and the stages of a pipeline wait (p - 1)/(v·m) of the computation
+for each other (arXiv:2104.04473, section 2.2), with p stages of v pieces and m micro-batches in an optimizer step. A
+decoding step reads the weights and all keys and values once,
+and takes as long as the slower of reading and computing; engines of several ranks add up twice in each layer. Weights
+and optimizer state that leave the device between passes are moved there and back. What is not counted: reward
+functions, the driver, the start of kernels, sequences that end at different times.
 """
 
 from __future__ import annotations
@@ -54,11 +57,17 @@ def pass_seconds(
         flops += forward
     computing = work.rows * flops / lay.ranks_per_model / cluster.flops
     if lay.is_megatron:
-        waiting = (lay.pipeline - 1) / lay.pieces / math.ceil(work.tokens / updates / micro_batch_tokens)
+        count = math.ceil(work.tokens / updates / micro_batch_tokens)
+        waiting = (lay.pipeline - 1) / lay.pieces / count
         passes = 1 + trains * (1 + model.checkpoints)
+        read = passes * model.weights + (2 * model.gradients if trains else 0)
+        computing = max(computing, updates * count * read / cluster.memory_bytes_per_s)
         exchanging = passes * work.tokens * _seconds_per_token(model, cluster)
         return computing * (1 + waiting) + exchanging + (updates * _sum_of_gradients(model, cluster) if trains else 0)
-    if lay.shards == 1:
+    if lay.sequence > 1:
+        passes = 1 + trains * (1 + model.checkpoints)
+        computing += passes * work.tokens * _seconds_of_shared_sequences(model, cluster)
+    if lay.shards * lay.replicas == 1:
         return computing
     count = math.ceil(work.tokens / micro_batch_tokens)
     size = model.shape.parameters(model.outputs)
@@ -66,7 +75,22 @@ def pass_seconds(
     gathers = 2 if trains and lay.reshards else 1
     per_pass = size * lay.compute_bytes * gathers + (size * 4 if trains and model.trained else 0)
     exchanging = count * per_pass * others / cluster.exchange_bytes_per_s(lay.shards)
+    if trains and lay.replicas > 1:  # ranks with equal shards add their gradients, in fp32, after every pass
+        summing = 2 * model.trained * 4 / lay.shards * (lay.replicas - 1) / lay.replicas
+        exchanging += count * summing / cluster.exchange_bytes_per_s(cluster.gpus)
     return max(computing, exchanging)
+
+
+def moving_seconds(moved_bytes: float, cluster: Cluster) -> float:
+    """Seconds in which a rank moves so many bytes from the host's memory to its device, and back."""
+    return 2 * moved_bytes / cluster.host_bytes_per_s
+
+
+def _seconds_of_shared_sequences(model: ModelMemory, cluster: Cluster) -> float:
+    """Seconds in which ranks that share a sequence exchange queries, keys, values and outputs of one of its tokens."""
+    s, lay = model.shape, model.layout
+    sent = (2 * s.attention_width + 2 * s.kv_width) * lay.compute_bytes * (lay.sequence - 1) / lay.sequence
+    return sent * s.layers / lay.sequence / cluster.exchange_bytes_per_s(lay.sequence)
 
 
 def _seconds_per_token(model: ModelMemory, cluster: Cluster) -> float:
@@ -100,16 +124,30 @@ def _sum_of_gradients(model: ModelMemory, cluster: Cluster) -> float:
 
 
 def generation_seconds(
-    model: ModelMemory, cluster: Cluster, work: Work, ranks: int, rows_at_once: int, bytes_per_number: int
+    model: ModelMemory,
+    cluster: Cluster,
+    work: Work,
+    tensor: int,
+    rows_at_once: int,
+    bytes_per_number: int,
+    pipeline: int = 1,
 ) -> float:
-    """Seconds in which an engine of ``ranks`` ranks answers all rows of ``work``, ``rows_at_once`` at a time."""
-    shape, counter = model.shape, model.shape.flops()
+    """Seconds in which an engine answers all rows of ``work``, ``rows_at_once`` at a time.
+
+    ``tensor`` ranks share each weight matrix, ``pipeline`` times as many the layers.
+    """
+    shape, counter, ranks = model.shape, model.shape.flops(), tensor * pipeline
     at_once = min(work.rows, rows_at_once)
     rounds = work.rows / at_once  # a row that ends makes room for the next one
     prompts = work.rows * counter.forward_flops([work.prompt], 1) / ranks / cluster.flops
     weights = shape.parameters() * bytes_per_number
     length = work.prompt + work.response / 2
-    reading = (weights + at_once * length * shape.kv_bytes(bytes_per_number)) / ranks / cluster.memory_bytes_per_s
+    keys = shape.kv_bytes(bytes_per_number) / min(tensor, shape.kv_heads)  # more ranks than key heads repeat them
+    reading = (weights / tensor + at_once * length * keys) / pipeline / cluster.memory_bytes_per_s
     added = counter.forward_flops([round(length)]) - counter.forward_flops([round(length) - 1])
     computing = at_once * added / ranks / cluster.flops
-    return prompts + rounds * work.response * max(reading, computing)
+    sums = 2 * shape.layers if tensor > 1 else 0
+    sent = 2 * (tensor - 1) / tensor * shape.hidden * bytes_per_number / cluster.exchange_bytes_per_s(tensor)
+    prompts += sums / pipeline * work.rows * work.prompt * sent
+    exchanging = sums / pipeline * (cluster.sum_latency_s + at_once * sent)
+    return prompts + rounds * work.response * (max(reading, computing) + exchanging)

@@ -4,6 +4,7 @@
 
     python -m verl.trainer.plan actor_rollout_ref.model.path=… data.train_batch_size=… --gpus 64 --gpu h100
     verl plan … --gpus 8 --response_tokens 900 --mfu 0.35
+    verl plan … --gpus 64 --suggest
 
 The settings are those of ``verl.trainer.main_ppo``; of the model only ``config.json`` is read. Exit status 1 says that
 a stage does not fit. docs/planning.md says what is counted, docs/internals/planning.md how well it agrees with what was
@@ -30,6 +31,7 @@ from verl.planner.advice import Change, changes, with_settings
 from verl.planner.hardware import GPUS, Cluster, gpu_named
 from verl.planner.plan import OtherModels, Plan
 from verl.planner.shapes import config_file
+from verl.planner.suggest import Suggestions, suggest
 from verl.trainer.config import rules_engines, rules_megatron, rules_sizes
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.flags import read_words
@@ -81,6 +83,11 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--network_gbit_s", type=float, default=400, help="bandwidth between nodes per GPU, in Gbit/s (400)"
     )
+    parser.add_argument(
+        "--suggest",
+        action="store_true",
+        help="name the fastest layouts that fit: back end, parallel sizes, offload, micro-batches; KEY=VALUE are kept",
+    )
     parser.add_argument("--json", action="store_true", help="write the plan as JSON")
     options, rest = parser.parse_known_args(words)
     for name in ("gpus", "memory_gb", "prompt_tokens", "response_tokens", "mfu", "bandwidth_use", "network_gbit_s"):
@@ -98,8 +105,8 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
-def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace]:
-    """Make the plan of a command line.
+def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace, frozenset[str]]:
+    """Make the plan of a command line; return it, the options, and the keys of its settings.
 
     Raises:
         ConfigError: settings or GPUs cannot be planned with. Models are read when the plan is looked at.
@@ -112,6 +119,7 @@ def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace]:
     for flag in {"--cfg", "--package", "--resolve"}.intersection(read.flags):
         raise ConfigError(f"{flag}: verl plan does not print settings. Write verl train ... --cfg job.")
     settings = read.overrides
+    keys = frozenset(keys_set(settings))
     if options.gpus:
         settings.extend(_placement(options.gpus, settings))
     try:
@@ -148,7 +156,7 @@ def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace]:
         known = estimator in (*WITH_CRITIC, *WITHOUT_CRITIC)
         critic = estimator in WITH_CRITIC if known else need_critic(config)
     needs = OtherModels(critic=critic, reference=need_reference_policy(config))
-    return Plan(config, cluster, needs, prompt=options.prompt_tokens, response=options.response_tokens), options
+    return Plan(config, cluster, needs, prompt=options.prompt_tokens, response=options.response_tokens), options, keys
 
 
 def check_layouts(plan: Plan) -> None:
@@ -284,6 +292,61 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
         show("  No setting makes room enough: take more GPUs, shorter responses, or LoRA (model.lora_rank).")
 
 
+def suggestions_as_json(suggestions: Suggestions) -> dict[str, object]:
+    """Return layouts as plain values, each with its plan."""
+    return {
+        "tried": suggestions.tried,
+        "fitting": suggestions.fitting,
+        "least_bytes": suggestions.least_bytes,
+        "layouts": [
+            {"layout": str(layout), "settings": layout.words, "plan": as_json(layout.plan, [])}
+            for layout in suggestions.layouts
+        ],
+    }
+
+
+def show_suggestions(plan: Plan, suggestions: Suggestions) -> None:
+    """Print the fastest layouts for people."""
+    from rich.table import Table
+
+    cluster, shape = plan.cluster, plan.models["actor"].memory.shape
+    show(
+        f"{shape.family}, {parameters_in_words(shape.parameters())}, on {plan.gpus} x {cluster.gpu.name} "
+        f"({_placed(plan)}): {suggestions.tried} layouts for training were planned, each with up to 4 kinds of "
+        f"offload; {suggestions.fitting} of these fit in {cluster.usable_bytes / _GB:.0f} GB."
+    )
+    if not suggestions.layouts:
+        least = f"The passes of the smallest need {suggestions.least_bytes / _GB:.1f} GB of each GPU. "
+        fits = "None fits with a rollout engine beside it. "
+        show(
+            f"{fits if suggestions.fitting else least}Take more GPUs, shorter responses, LoRA (model.lora_rank), fewer "
+            "settings that are kept, or, if the engine is wider than a machine, actor_rollout_ref.rollout.name=vllm."
+        )
+        return
+    ranking = Table(title="The fastest layouts that fit", title_justify="left")
+    for name in ("layout", "seconds per step", "GB"):
+        ranking.add_column(name, justify="left" if name == "layout" else "right")
+    for layout in suggestions.layouts:
+        ranking.add_row(str(layout), f"{layout.plan.seconds:.1f}", f"{layout.bytes / _GB:.1f}")
+    console().print(ranking)
+    compared = suggestions.layouts[:2]
+    stages = Table(title="Their stages", title_justify="left")
+    stages.add_column("stage")
+    for name in ("fastest", "second")[: len(compared)]:
+        stages.add_column(f"{name}: seconds", justify="right")
+        stages.add_column("GB", justify="right")
+        stages.add_column("parts, GB")
+    for of_layouts in zip(*(layout.plan.stages for layout in compared), strict=True):
+        cells = [of_layouts[0].name]
+        for stage in of_layouts:
+            parts = [f"{name} {size / _GB:.1f}" for name, size in stage.parts.items() if size >= 0.05 * _GB]
+            cells += [f"{stage.seconds:.1f}", f"{stage.bytes / _GB:.1f}", ", ".join(parts)]
+        stages.add_row(*cells)
+    console().print(stages)
+    show("Settings of the fastest, besides yours:")
+    sys.stdout.write(" \\\n".join(f"    {word}" for word in suggestions.layouts[0].words) + "\n")
+
+
 def _placed(plan: Plan) -> str:
     """Say on which nodes the GPUs of the run are, and what they do."""
     nodes, config = plan.cluster.gpus // plan.cluster.gpus_per_node, plan.config
@@ -313,9 +376,16 @@ def _time_limits(plan: Plan) -> dict[str, float]:
 
 
 def main() -> None:
-    """Plan, print, and end with status 1 if a stage does not fit, 2 if settings cannot be planned with."""
+    """Plan, print, and end with status 1 if a stage or no layout fits, 2 if settings cannot be planned with."""
     try:
-        plan, options = make_plan(sys.argv[1:])
+        plan, options, keys = make_plan(sys.argv[1:])
+        if options.suggest:
+            suggestions = suggest(plan, keys, check_layouts)
+            if options.json:
+                sys.stdout.write(json.dumps(suggestions_as_json(suggestions), indent=2) + "\n")
+            else:
+                show_suggestions(plan, suggestions)
+            raise SystemExit(0 if suggestions.layouts else 1)
         check_layouts(plan)
         advice = changes(plan)
         if options.json:

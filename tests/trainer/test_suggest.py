@@ -1,0 +1,109 @@
+"""`verl plan --suggest`: layouts that fit, that are fastest, and that can be pasted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.plan_published import RUNS, suggestions
+from tests.planner.test_shapes import QWEN_7B
+from verl.planner.advice import with_settings
+from verl.planner.suggest import suggest
+from verl.trainer.plan import check_layouts, main, make_plan, show_suggestions
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+PARAMETERS = 7_615_616_512
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    return tmp_path
+
+
+def words_of(folder, gpus, *words):
+    path = f"actor_rollout_ref.model.path={folder}"
+    usual = ["algorithm.adv_estimator=grpo", f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.n=8", "data.train_batch_size=128"]
+    usual += [f"{ACTOR}.ppo_mini_batch_size=64", "data.max_prompt_length=1024", "data.max_response_length=3072"]
+    return [path, *usual, "--gpus", str(gpus), *words]
+
+
+def test_the_fastest_can_be_pasted_and_no_other_size_is_faster(folder, capsys):
+    words = words_of(folder, 4, f"{ACTOR}.strategy=fsdp2", f"{ROLLOUT}.tensor_model_parallel_size=2")
+    plan, _, keys = make_plan(words)
+    found = suggest(plan, keys, check_layouts)
+    best, second = found.layouts[:2]
+    show_suggestions(plan, found)
+    shown = capsys.readouterr().out
+    assert " \\\n".join(f"    {word}" for word in best.words) in shown
+    assert "fastest" in shown
+    assert f"{second.plan.seconds:.1f}" in shown
+    assert best.sizes != second.sizes
+    assert best.plan.seconds <= 1.02 * second.plan.seconds
+    # The command with its settings is the same plan, and a run that is not refused.
+    pasted = make_plan([*words, *best.words])[0]
+    check_layouts(pasted)
+    assert pasted.excess <= 0
+    assert pasted.stages == best.plan.stages
+    assert not [word for word in best.words if word.startswith((f"{ACTOR}.strategy", f"{ROLLOUT}.tensor"))]
+    # Ulysses 1, 2 and 4 on one node: all were tried, and no budget of tokens or offload makes one faster.
+    assert found.tried == 3
+    for offload in (False, True):
+        for tokens in (4096, 8192, 16384, 32768):
+            tried = {f"{ACTOR}.ppo_max_token_len_per_gpu": tokens, f"{ROLLOUT}.log_prob_max_token_len_per_gpu": tokens}
+            tried[f"{ACTOR}.fsdp_config.optimizer_offload"] = offload
+            other = replace(pasted, config=with_settings(pasted.config, tried))
+            assert other.excess > 0 or other.seconds > best.plan.seconds / 1.02
+
+
+def test_a_layout_of_megatron_with_uneven_stages_can_be_pasted(folder):
+    # 30 layers in 4 stages: with embedding and head they are 32.
+    (folder / "config.json").write_text(json.dumps(QWEN_7B | {"num_hidden_layers": 30}))
+    section = f"{ACTOR}.megatron"
+    words = words_of(folder, 4, "model_engine=megatron", f"{section}.pipeline_model_parallel_size=4")
+    plan, _, keys = make_plan(words)
+    best = suggest(plan, keys, check_layouts).layouts[0]
+    counted = f"++{section}.override_transformer_config.account_for_loss_in_pipeline_split=true"
+    assert counted in best.words
+    pasted = make_plan([*words, *best.words])[0]
+    check_layouts(pasted)
+    assert pasted.stages == best.plan.stages
+
+
+def test_where_nothing_fits_the_least_memory_is_said(folder, monkeypatch: pytest.MonkeyPatch, capsys):
+    # Weights, gradients and two moments in fp32 are 16 bytes a parameter: 121.8 GB on one GPU, whatever is offloaded.
+    monkeypatch.setattr(sys, "argv", ["plan", *words_of(folder, 1), "--suggest"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "fit in 77 GB" in shown
+    least = float(shown.partition("The passes of the smallest need ")[2].split()[0])
+    assert 16 * PARAMETERS / 1e9 < least < 16 * PARAMETERS / 1e9 + 20
+
+
+def test_layouts_are_written_as_json(folder, monkeypatch: pytest.MonkeyPatch, capsys):
+    kept = [f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.ulysses_sequence_parallel_size=1"]
+    monkeypatch.setattr(sys, "argv", ["plan", *words_of(folder, 4, *kept), "--suggest", "--json"])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 0
+    layouts = json.loads(capsys.readouterr().out)["layouts"]
+    assert f"{ACTOR}.use_dynamic_bsz=true" in layouts[0]["settings"]
+    assert layouts[0]["layout"].startswith("FSDP 4, rollout TP ")
+    assert all(one["plan"]["fits"] for one in layouts)
+    # One training layout; engines of 1, 2 and 4 ranks.
+    assert sorted(one["layout"].partition("rollout TP ")[2][0] for one in layouts) == ["1", "2", "4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.model}-{run.gpus}-{run.gpu}")
+def test_published_runs_fit(run, tmp_path):
+    if run.layout:
+        plan = make_plan([*run.words(tmp_path), *run.layout])[0]
+        check_layouts(plan)
+        assert plan.excess <= 0
+    assert suggestions(run, tmp_path).layouts
