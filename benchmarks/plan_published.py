@@ -2,7 +2,7 @@
 
 ::
 
-    python -m benchmarks.plan_published
+    python -m benchmarks.plan_published [--model Qwen2-7B]
 
 The first group are runs of NeMo RL 0.4 on H100, whose layouts, batches, lengths and seconds per step are in its
 performance summary; prompts and responses are together as long as its average, and weights and optimizer leave the
@@ -12,6 +12,7 @@ lengths and layouts: 512 + 1,024 tokens and 128 prompts of 5 responses are assum
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 from dataclasses import dataclass
@@ -155,9 +156,14 @@ def _row(run: Published, folder: Path) -> list[str]:
 
 def main() -> None:
     """Print the table."""
+    parser = argparse.ArgumentParser(description="Plans of published runs, as a table.")
+    parser.add_argument("--model", choices=MODELS, help="runs of this model alone")
+    model = parser.parse_args().model
     print("| published run | its layout | its step | planned | suggested | planned |\n|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for run in RUNS:
+            if model not in (None, run.model):
+                continue
             print("| " + " | ".join(_row(run, Path(folder))) + " |", flush=True)
 
 

@@ -65,6 +65,7 @@ RUN = {
     f"python -m benchmarks.gsm8k_scores {GSM8K}": "",
     "python -m benchmarks.hostile_rewards --timeout_s 10": "--timeout_s 1",
     "python -m benchmarks.plan_accuracy": "--quick",
+    "python -m benchmarks.plan_published": "--model Qwen2-7B",
     "python -m benchmarks.simulated_ranks": "--ranks 4 --response 64",
 }
 """Commands that the slow test runs to the end, with the options that make them shorter."""

@@ -37,7 +37,7 @@ Settings = Mapping[str, object]
 
 
 @dataclass(frozen=True)
-class Layout:
+class SuggestedLayout:
     """A layout of a run.
 
     Attributes:
@@ -100,7 +100,7 @@ class Suggestions:
         least_bytes: bytes of the largest stage of passes, of the layout that needs least.
     """
 
-    layouts: Sequence[Layout]
+    layouts: Sequence[SuggestedLayout]
     tried: int
     fitting: int
     least_bytes: float
@@ -116,7 +116,7 @@ def suggest(plan: Plan, keeps: Collection[str], check: Callable[[Plan], None], m
         most: number of layouts to return.
     """
     tried, least = 0, math.inf
-    fitting: dict[int, list[Layout]] = {}
+    fitting: dict[int, list[SuggestedLayout]] = {}
     for settings in _training_layouts(plan, keeps):
         tried += 1
         for level, offload in enumerate(_offloads(plan, settings)):
@@ -129,14 +129,14 @@ def suggest(plan: Plan, keeps: Collection[str], check: Callable[[Plan], None], m
             least = min(least, bytes_of_passes)
             if bytes_of_passes <= plan.cluster.usable_bytes:
                 fitting.setdefault(level, []).append(layout)
-    whole: list[Layout] = []
+    whole: list[SuggestedLayout] = []
     for layouts in fitting.values():
         for layout in sorted(layouts, key=lambda one: _seconds_of_passes(one.plan))[:_KEPT]:
             whole += _with_rollout(layout, keeps)
-    chosen: list[Layout] = []
+    chosen: list[SuggestedLayout] = []
     fastest = min((layout.plan.seconds for layout in whole), default=0.0)
 
-    def rank(layout: Layout) -> tuple[float, ...]:
+    def rank(layout: SuggestedLayout) -> tuple[float, ...]:
         # Layouts about as fast as the fastest: first the one that fewest ranks share.
         seconds, shared_by = layout.plan.seconds, layout.plan.models["actor"].memory.layout.ranks_per_model
         is_close = seconds <= fastest * _SAME_SPEED
@@ -265,14 +265,14 @@ def _planned(plan: Plan, settings: Settings, keeps: Collection[str]) -> Plan:
     return replace(plan, config=with_settings(plan.config, {**followers, **settings}))
 
 
-def _with_micro_batches(plan: Plan, settings: Settings, keeps: Collection[str]) -> Layout:
+def _with_micro_batches(plan: Plan, settings: Settings, keeps: Collection[str]) -> SuggestedLayout:
     """Return the fastest layout by the tokens of its passes, whether or not it fits.
 
     Passes take at least a row. Without a pipeline the largest that fit are fastest, up to :data:`_FULL_PASS` tokens;
     in a pipeline every size is tried, as stages wait less for more passes.
     """
     if any(part in key.rpartition(".")[2] for key in keeps for part in _MICRO_BATCHES):
-        return Layout(settings, _planned(plan, settings, keeps))
+        return SuggestedLayout(settings, _planned(plan, settings, keeps))
     sections = [f"{_ACTOR}.use_dynamic_bsz", f"{_ROLLOUT}.log_prob_use_dynamic_bsz"]
     if plan.needs.reference:
         sections.append(f"{_ROLES}.ref.log_prob_use_dynamic_bsz")
@@ -291,7 +291,7 @@ def _with_micro_batches(plan: Plan, settings: Settings, keeps: Collection[str]) 
             {key: sizes[min(index, len(sizes) - 1)] for key, sizes in choices}
             for index in range(max(len(sizes) for _, sizes in choices))
         ]
-    layouts = [Layout(dynamic | sizes, _planned(plan, dynamic | sizes, keeps)) for sizes in tried]
+    layouts = [SuggestedLayout(dynamic | sizes, _planned(plan, dynamic | sizes, keeps)) for sizes in tried]
     return min(layouts, key=lambda layout: (layout.plan.excess > 0, _seconds_of_passes(layout.plan)))
 
 
@@ -309,7 +309,7 @@ def _tokens(plan: Plan, stage: Stage, row: int) -> tuple[str, list[int]]:
 # ---- rollout
 
 
-def _with_rollout(layout: Layout, keeps: Collection[str]) -> Iterator[Layout]:
+def _with_rollout(layout: SuggestedLayout, keeps: Collection[str]) -> Iterator[SuggestedLayout]:
     """Yield layouts that fit, with each size of a rollout engine."""
     plan = layout.plan
     rollout, shape = plan.config.actor_rollout_ref.rollout, plan.models["actor"].memory.shape
@@ -331,7 +331,7 @@ def _with_rollout(layout: Layout, keeps: Collection[str]) -> Iterator[Layout]:
         settings = {key: value for key, value in settings.items() if key not in keeps}
         planned = _planned(plan, settings, keeps)
         if planned.excess <= 0:
-            yield Layout({**layout.settings, **settings}, planned)
+            yield SuggestedLayout({**layout.settings, **settings}, planned)
 
 
 def _engine_share(plan: Plan) -> float:
