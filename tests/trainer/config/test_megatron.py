@@ -465,6 +465,20 @@ def test_lora_has_megatrons_names_too(run: Run):
         assert expected in run.refusal(TWO | {f"{lora}.rank": 4} | change)
 
 
+@installed
+def test_projections_to_latent_vectors_have_no_adapters(run: Run, tmp_path):
+    path = tiny_model_dir(tmp_path / "latent", "deepseek_v3")
+    megatron = {"engine.strategy": "megatron", "trainer.n_gpus_per_node": 1}
+    megatron |= {"model.path": path, "model.lora_rank": 4}
+    message = run.refusal(megatron, SFTConfig)
+    assert (
+        "model.target_modules=all-linear: strategy=megatron has no adapters of kv_a_proj_with_mqa, q_a_proj" in message
+    )
+    remedy = {"model.exclude_modules": ["kv_a_proj_with_mqa", "q_a_proj"]}
+    for other in (remedy, {"model.target_modules": ["q_b_proj", "o_proj"]}):
+        run.load(megatron | other, SFTConfig)
+
+
 def test_megatrons_names_of_layers_of_a_mixture_are_those_of_its_experts(tmp_path):
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(experts))

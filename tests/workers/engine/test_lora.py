@@ -416,6 +416,13 @@ def test_adapters_that_fit_nowhere_are_refused(path, settings, message):
         make_engine(path, **(RANK | settings))
 
 
+def test_layers_are_excluded_by_the_endings_of_their_names(path):
+    for targets in ({}, {"target_modules": ["q_proj", "k_proj", "v_proj"]}):
+        names = trained_parameters(make_engine(path, **RANK, **targets, exclude_modules=["k_proj"]).model)
+        assert {name.split(".")[4] for name in names} >= {"q_proj", "v_proj"}
+        assert not [name for name in names if ".k_proj." in name]
+
+
 def test_trained_adapters_that_cannot_be_used_are_refused(path, tmp_path):
     folder = tmp_path / ADAPTER_FOLDER
     adapters = adapters_of(make_engine(path, **RANK), tmp_path)

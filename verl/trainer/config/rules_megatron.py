@@ -11,6 +11,7 @@ from typing import Any
 from verl.base.requirements import install_command
 from verl.config import DPOConfig, FSDPOptimizerConfig, McoreEngineConfig, PPOConfig, Problem, SupervisedConfig
 from verl.config.megatron import MIXTURES, SIZES, ranks_per_copy
+from verl.config.model import ALL_LINEAR
 from verl.config.problems import shown
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
@@ -104,9 +105,25 @@ def _training(held: _Held) -> Problems:
     if held.optim is not None and held.optim.is_muon:
         cause = "ranks hold parts of matrices under megatron, and Muon needs whole ones"
         yield Problem(f"{held.optim_key}.optimizer", "Muon", cause, "AdamW", "or use strategy=fsdp2")
+    yield from _latent_adapters(held)
     if (size := held.trained.ulysses_sequence_parallel_size) > 1:
         key = f"{held.section}.ulysses_sequence_parallel_size"
         yield Problem(key, size, "this is a setting of FSDP", f"1, and {held.sizes}.context_parallel_size")
+
+
+def _latent_adapters(held: _Held) -> Problems:
+    """Projections to the latent vectors of attention have no adapters: every tensor-parallel rank has them whole."""
+    model, fields = held.model, model_files.config_entries(Path(held.config_path).expanduser())
+    if model.lora_rank == 0 or fields.get("kv_lora_rank") is None or isinstance(model.exclude_modules, str):
+        return
+    whole = ["kv_a_proj_with_mqa", *(["q_a_proj"] if fields.get("q_lora_rank") else [])]
+    targets, excluded = model.target_modules, set(model.exclude_modules or ())
+    chosen = [name for name in whole if name not in excluded and (targets == ALL_LINEAR or name in targets)]
+    if chosen and (targets == ALL_LINEAR or not isinstance(targets, str)):
+        key = f"{held.model_key}.target_modules"
+        cause = f"strategy=megatron has no adapters of {', '.join(chosen)}, which every tensor-parallel rank has whole"
+        remedy = f"set {held.model_key}.exclude_modules=[{','.join(whole)}], or use strategy=fsdp2"
+        yield Problem(key, targets, cause, "other layers", remedy)
 
 
 def _held(config: PPOConfig | SupervisedConfig) -> list[_Held]:

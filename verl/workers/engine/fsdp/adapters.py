@@ -248,7 +248,8 @@ def _check_bound(
             f"{_known_layers(linear)}"
         )
     wanted = chosen.target_modules if isinstance(chosen.target_modules, (set, list)) else ()
-    unbound = sorted(w for w in wanted if not any(name == w or name.endswith(f".{w}") for name in bound))
+    known = {*bound, *(linear if chosen.exclude_modules else ())}  # all layers of an ending may be excluded
+    unbound = sorted(w for w in wanted if not any(name == w or name.endswith(f".{w}") for name in known))
     if unbound or not bound:
         named = f" has no layer for {', '.join(unbound)}" if unbound else " binds adapters to no layer"
         raise ConfigError(f"{_settings(config)}: {type(hf).__name__}{named}. {_known_layers(linear)}")

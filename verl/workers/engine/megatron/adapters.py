@@ -161,7 +161,11 @@ def add_adapters(
             module = parameter.removesuffix(".weight")
             layer: Any = pieces.get_submodule(module)
             if not isinstance(layer, (tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear)):
-                raise ConfigError(f"{target.weight} gets an adapter, and is no linear layer under strategy=megatron.")
+                raise ConfigError(
+                    f"{target.weight} gets an adapter, and its layer is not divided over ranks under "
+                    f"strategy=megatron, which has adapters of divided layers alone. Add {_part(target.weight)} to "
+                    "exclude_modules, or use strategy=fsdp2."
+                )
             boxes = [place for place in by_weight[target.weight] if place.parameter == parameter]
             part, rows = _part(target.weight), sum(place.size[-2] for place in boxes)
             if not hasattr(layer, "adapters"):
