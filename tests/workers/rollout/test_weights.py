@@ -83,6 +83,15 @@ def test_buffers_may_come_and_do_not_go() -> None:
     assert not buffers.keys() & dict(expected_of(model).checked(iter(given), version=1)).keys()
 
 
+def test_buffers_of_model_folders_go_as_they_are() -> None:
+    model = tiny_model("deepseek_v3")
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    model.get_buffer(bias).fill_(1 + 2**-20)
+    sent = dict(expected_of(model, torch.bfloat16).checked(iter(model.state_dict().items()), version=1))
+    assert sent.keys() == model.state_dict().keys()
+    assert torch.equal(sent[bias], model.get_buffer(bias))
+
+
 def test_all_that_does_not_fit_is_said_after_the_last_weight() -> None:
     model = tiny_model("qwen3")
     given = dict(model.state_dict())

@@ -50,8 +50,9 @@ class ExpectedWeights:
 
     Args:
         module: the model; its parameters may be on the meta device.
-        dtype: dtype to which weights are converted; None keeps the given one.
-        with_buffers: whether given buffers are checked and passed on like weights; otherwise they are skipped.
+        dtype: dtype to which weights are converted, but not buffers; None keeps the given one.
+        with_buffers: whether all given buffers are checked and passed on like weights; otherwise those that model
+            folders lack are skipped.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype | None = None, with_buffers: bool = False) -> None:
@@ -60,7 +61,9 @@ class ExpectedWeights:
         self.model_name = type(module).__name__
         self._dtype = dtype
         self._needed = list(names.values())
-        self._skipped = set() if with_buffers else set(buffers)
+        self._buffers = set(buffers)
+        # Such as angles of rotation. Those of files, such as the bias of DeepSeek-V3's routers, are weights.
+        self._skipped = set() if with_buffers else self._buffers - module.state_dict().keys()
         self.shapes = {name: buffer.shape for name, buffer in buffers.items()}
         """Of weights and buffers, by name."""
         self.shapes |= {name: parameter.shape for parameter, name in names.items()}
@@ -87,7 +90,8 @@ class ExpectedWeights:
                 seen.add(name)
             else:
                 seen.add(name)
-                yield name, tensor.detach().to(self._dtype or tensor.dtype)
+                dtype = tensor.dtype if name in self._buffers else self._dtype or tensor.dtype
+                yield name, tensor.detach().to(dtype)
         problems += [f"{name} is missing" for name in self._needed if name not in seen]
         check_fit(problems, version, self.model_name)
 
