@@ -182,3 +182,18 @@ def test_a_negative_weight_is_refused(path):
 
 def test_a_model_without_experts_has_no_such_metrics(tmp_path):
     assert loads(make_engine(tiny_model_dir(tmp_path)), ragged_batch(), "three") == {}
+
+
+def test_biases_of_routers_reach_rollouts_and_exports(tmp_path):
+    """They are buffers, without gradients: exports and engines that lack them would choose other experts."""
+    path = tiny_model_dir(tmp_path / "model", "deepseek_v3")
+    model, bias = AutoModelForCausalLM.from_pretrained(path), "model.layers.1.mlp.gate.e_score_correction_bias"
+    model.get_buffer(bias).fill_(0.5)
+    model.save_pretrained(path)
+    for settings in ({}, {"lora_rank": 2}):
+        engine = make_engine(path, **settings)
+        for weights in (engine.get_per_tensor_param(), engine.weights_for_rollout(torch.bfloat16)):
+            assert torch.equal(dict(weights)[bias], model.get_buffer(bias))
+        engine.save_checkpoint(str(tmp_path / "saved"), 0, ("hf_model",))
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "huggingface")
+        assert torch.equal(exported.get_buffer(bias), model.get_buffer(bias))

@@ -276,8 +276,14 @@ class ShardedModel(BaseEngine):
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`BaseEngine.get_per_tensor_param`."""
         self._reshard()
-        weights = self.backend.whole_weights()
+        weights = self._whole_weights()
         return merged(weights, targets_of(self.adapters)) if self.has_adapters else weights
+
+    def _whole_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over whole weights, then over buffers of model folders, such as biases of routers. Collective."""
+        yield from self.backend.whole_weights(dtype)
+        saved = self.model.state_dict().keys()
+        yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in saved)
 
     def trained_weights(self) -> Mapping[str, Tensor]:
         """See :meth:`BaseEngine.trained_weights`."""
@@ -289,7 +295,7 @@ class ShardedModel(BaseEngine):
         if self.has_adapters:
             return self.get_per_tensor_param()
         self._reshard()
-        return self.backend.whole_weights(dtype)
+        return self._whole_weights(dtype)
 
     def adapted_weights(self) -> AdaptedWeights:
         """See :meth:`BaseEngine.adapted_weights`."""
@@ -301,7 +307,7 @@ class ShardedModel(BaseEngine):
 
     def _base_weights(self) -> Iterator[tuple[str, Tensor]]:
         self._reshard()
-        return base_of(self.backend.whole_weights())
+        return base_of(self._whole_weights())
 
     def _adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
         return linear_adapters(self._whole_adapters())
