@@ -16,6 +16,8 @@ from tests.workers.support import (
 )
 from verl.errors import ConfigError
 from verl.testing.models import tiny_model_dir, tiny_tokenizer
+from verl.workers.config import HFModelConfig
+from verl.workers.engine.fsdp.model import pretrained_weights
 from verl.workers.losses import sft_loss
 
 COMMON = {"vocab_size": 104, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
@@ -190,6 +192,7 @@ def test_biases_of_routers_reach_rollouts_and_exports(tmp_path):
     model, bias = AutoModelForCausalLM.from_pretrained(path), "model.layers.1.mlp.gate.e_score_correction_bias"
     model.get_buffer(bias).fill_(0.5)
     model.save_pretrained(path)
+    assert torch.equal(dict(pretrained_weights(HFModelConfig(path=path), torch.float32))[bias], model.get_buffer(bias))
     for settings in ({}, {"lora_rank": 2}):
         engine = make_engine(path, **settings)
         for weights in (engine.get_per_tensor_param(), engine.weights_for_rollout(torch.bfloat16)):

@@ -237,9 +237,9 @@ def pretrained_weights(config: HFModelConfig, dtype: torch.dtype) -> Iterable[tu
     """Read the weights of a causal language model, with the adapters of ``lora_adapter_path`` merged into them."""
     hf = load_causal_lm(config.path, hf_config_of(config), dtype, config.trust_remote_code)
     if config.lora_adapter_path is None:
-        return hf.named_parameters()
+        return own_state(hf).items()
     add_adapters(hf, "lm_head", config, with_weights=True)
-    return merged(hf.named_parameters(), targets_of(adapter_layers(hf)))
+    return merged(own_state(hf).items(), targets_of(adapter_layers(hf)))
 
 
 def _causal_lm(
