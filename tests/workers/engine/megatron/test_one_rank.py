@@ -159,6 +159,10 @@ def test_flags_of_speed_are_passed_on_or_named_in_the_log(paths, caplog):
     caplog.clear()
     megatron_engine(paths["llama"], override_transformer_config={"moe_router_dtype": "fp32"})
     assert "moe_router_dtype (the model has no experts)" in caplog.text
+    caplog.clear()
+    idle = {"account_for_loss_in_pipeline_split": True, "moe_deepep_num_sms": 20}
+    megatron_engine(paths["experts"], override_transformer_config=idle)
+    assert "account_for_loss_in_pipeline_split (there is no pipeline); moe_deepep_num_sms (it belongs to" in caplog.text
 
 
 def test_value_and_reward_models_are_those_of_fsdp(paths, tmp_path):

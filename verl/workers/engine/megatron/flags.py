@@ -50,17 +50,22 @@ def _tell(flags: str) -> None:
     logger.warning("no effect: flags of megatron.override_transformer_config: %s", flags)
 
 
+def _why_not_in_pipeline(name: str, layout: Layout) -> str | None:
+    if name in PIPELINE_LAYOUT and layout.pipeline == 1:
+        return "there is no pipeline"
+    of_interleaved = name in ("microbatch_group_size_per_vp_stage", "overlap_p2p_comm_warmup_flush")
+    return "the pipeline is not interleaved" if of_interleaved and layout.pieces == 1 else None
+
+
 def _obstacles(
     override: Mapping[str, object], layout: Layout, device: torch.device, has_experts: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield flags that are on, with what keeps them from having an effect."""
-    has_flex = True
+    has_flex = override.get("moe_token_dispatcher_type") == "flex"
     for name, value in override.items():
-        why = IDLE.get(name)
+        why = IDLE.get(name) or _why_not_in_pipeline(name, layout)
         if why is None and name.startswith("moe_") and not has_experts:
             why = "the model has no experts"
-        elif name in ("microbatch_group_size_per_vp_stage", "overlap_p2p_comm_warmup_flush") and layout.pieces == 1:
-            why = "the pipeline is not interleaved"
         elif name in ("bias_activation_fusion", "bias_dropout_fusion") and device.type == "cpu":
             why = _ON_GPUS
         elif (extension := _EXTENSIONS.get("flex" if value == "flex" else name)) is not None:
@@ -71,7 +76,7 @@ def _obstacles(
                 why = f"{title} is not installed"
             elif value == "flex" and layout.expert * layout.expert_tensor == 1:
                 why = "one rank has all experts"
-        if name == "moe_token_dispatcher_type":
+        if value == "flex":
             has_flex = why is None
         if why is not None and value is not False:
             yield name, f"{why}; alltoall is used" if value == "flex" and has_experts else why
