@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import MambaConfig, MixtralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, MambaConfig, MixtralConfig, Qwen3Config
 
 from verl.testing.models import tiny_model
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
@@ -78,17 +78,29 @@ def test_only_the_experts_that_a_token_meets_count():
     assert FlopsCounter(mixture).weights == 72 + 32 + 144
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma", "deepseek_v3"])
 def test_products_are_those_that_pytorch_counts(family):
     model = tiny_model(family)
+    if family == "deepseek_v3":  # without experts, whose grouped products PyTorch does not count
+        model.config.first_k_dense_replace = model.config.num_hidden_layers
+        model = AutoModelForCausalLM.from_config(model.config)
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         model(input_ids=torch.ones(1, 7, dtype=torch.long))
     own = FlopsCounter(model.config)
     # PyTorch counts the products of the whole square of 7·7 pairs, and those of the cos and sin of the positions.
-    square = 4 * own.attention_width * own.layers * (49 - 28)
+    square = own.pair_flops * own.layers * (49 - 28)
     rotary = 2 * 7 * (model.config.head_dim if family != "qwen2" else 16) // 2
     assert own.forward_flops([7]) + square == pytest.approx(counted.get_total_flops(), abs=rotary)
+
+
+def test_latent_attention_by_hand():
+    widths = {"kv_lora_rank": 5, "q_lora_rank": 7, "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 4}
+    counter = FlopsCounter(config(**widths))
+    # Per layer: queries 7·4 + 7·2·5 = 98, keys and values 4·(5 + 2) + 5·2·(3 + 4) = 98, output 2·4·4 = 32.
+    assert counter.weights == 2 * (98 + 98 + 32 + 72)
+    # Scores are 2·5 wide over both heads, values 2·4: 2·(10 + 8) = 36 for each of 3 pairs in 2 layers.
+    assert counter.forward_flops([2]) == 2 * 2 * 600 + 2 * 4 * 10 * 2 + 36 * 3 * 2
 
 
 def test_achieved_is_work_over_time():

@@ -100,7 +100,8 @@ class FlopsCounter:
         3 · (2 · tokens · weights  +  Σ_sequences 4 · D · layers · L (L + 1) / 2)
 
     Embedding look-ups, norms, activations, recomputation and padding are not counted. A sliding window limits the
-    number of attended tokens. In a mixture of experts only the active experts count.
+    number of attended tokens. In a mixture of experts only the active experts count. With latent attention
+    (DeepSeek-V3) D is the mean of the widths of all heads' scores and values.
 
     Args:
         config: the Transformers config of a decoder, or any object with the fields of one.
@@ -117,9 +118,14 @@ class FlopsCounter:
         self.layers: int = text.num_hidden_layers
         heads: int = text.num_attention_heads
         head_dim: int = getattr(text, "head_dim", None) or self.hidden_size // heads
-        self.attention_width = heads * head_dim
-        kv_width = (getattr(text, "num_key_value_heads", None) or heads) * head_dim
-        attention = self.hidden_size * 2 * (self.attention_width + kv_width)
+        if getattr(text, "kv_lora_rank", None):
+            attention, score_width, value_width = _latent_attention(text)
+        else:
+            score_width = value_width = heads * head_dim
+            kv_width = (getattr(text, "num_key_value_heads", None) or heads) * head_dim
+            attention = self.hidden_size * 2 * (score_width + kv_width)
+        self.pair_flops = 2 * (score_width + value_width)
+        """Of a pair of a token and one that it attends to, in one layer."""
         self.weights = self.layers * attention + _feed_forward_weights(text)
         self.windows = _windows(text)
 
@@ -141,7 +147,7 @@ class FlopsCounter:
 
     def _attention_flops(self, lengths: Sequence[int]) -> float:
         pairs = sum(_visible_pairs(length, window) for window in self.windows for length in lengths)
-        return float(4 * self.attention_width * pairs)
+        return float(self.pair_flops * pairs)
 
     def training_flops(self, lengths: Sequence[int], head_tokens: int | None = None) -> float:
         """FLOPs of one forward and one backward pass; arguments as in :meth:`forward_flops`."""
@@ -212,6 +218,17 @@ def _feed_forward_weights(text: Any) -> int:
         return text.num_hidden_layers * dense
     sparse = 3 * hidden * (experts.per_token * experts.width + experts.shared_width) + experts.count * hidden
     return sum(sparse if has_experts else dense for has_experts in experts.sparse)
+
+
+def _latent_attention(text: Any) -> tuple[int, int, int]:
+    """Weights of a layer's multi-head latent attention (arXiv:2405.04434), and widths of all scores and values."""
+    hidden, heads, rank = text.hidden_size, text.num_attention_heads, text.kv_lora_rank
+    plain, rotated, of_value = text.qk_nope_head_dim, text.qk_rope_head_dim, text.v_head_dim
+    score_width, value_width = heads * (plain + rotated), heads * of_value
+    query_rank = getattr(text, "q_lora_rank", None)
+    queries = query_rank * (hidden + score_width) if query_rank else hidden * score_width
+    keys_and_values = hidden * (rank + rotated) + rank * heads * (plain + of_value)
+    return queries + keys_and_values + value_width * hidden, score_width, value_width
 
 
 def _windows(text: Any) -> list[int | None]:
