@@ -156,7 +156,7 @@ def _row(run: Published, folder: Path) -> list[str]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description="Plans of published runs, as a table.")
+    parser = argparse.ArgumentParser(description="Compare the plans of published runs with their seconds, as a table.")
     parser.add_argument("--model", choices=MODELS, help="runs of this model alone")
     model = parser.parse_args().model
     print("| published run | its layout | its step | planned | suggested | planned |\n|---|---|---|---|---|---|")
