@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -12,9 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from verl.utils.sharded_tensor import full_tensor
 
+logger = logging.getLogger(__name__)
+
 
 class Backend:
-    """The backend of one engine on one rank. This default, used for GPUs, relies on PyTorch alone."""
+    """The backend of one engine on one rank. This default relies on PyTorch alone."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -40,6 +43,19 @@ class Backend:
                 and those of its own forward pass, or None if it is within rounding error.
         """
         self._model = model
+        undo = self._use_fast_layers(model, dtype)
+        if undo is not None and (gap := difference()) is not None:
+            undo()
+            logger.warning(
+                "%s uses the layers of Transformers, which are slower: with the fast layers its log-probs differ by "
+                "%.2g from its own.",
+                name,
+                gap,
+            )
+
+    def _use_fast_layers(self, model: nn.Module, dtype: torch.dtype) -> Callable[[], None] | None:
+        """Replace layers of ``model`` by faster ones; return a function that undoes it, or None if none are."""
+        return None
 
     def frozen_weights(self) -> AbstractContextManager[None]:
         """Context for several passes during which no weight changes, so weights may be exchanged once. Collective."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -17,8 +16,6 @@ from verl.backends.cpu.collectives import FrozenWeights, use_shared_memory
 from verl.backends.cpu.kernels import cpu_kernels
 from verl.backends.cpu.layers import use_fast_layers
 from verl.backends.cpu.whole_weights import WholeWeights
-
-logger = logging.getLogger(__name__)
 
 
 class CPUBackend(Backend):
@@ -43,17 +40,12 @@ class CPUBackend(Backend):
             nbytes = sum(weight.numel() * weight.dtype.itemsize for weight in model.parameters())
             self._frozen = use_shared_memory(units, group, keeps_copy=nbytes <= KEEP_BYTES)
         self._weights = WholeWeights(model, None if self._frozen is None else group)
+        super().install(model, units, group, dtype, name, difference)
+
+    def _use_fast_layers(self, model: nn.Module, dtype: torch.dtype) -> Callable[[], None] | None:
         if dtype is not torch.float32 or cpu_kernels() is None:
-            return  # in other formats Transformers' own layers are as fast
-        undo = use_fast_layers(model, for_training=True)
-        if (gap := difference()) is not None:
-            undo()
-            logger.warning(
-                "%s uses the layers of Transformers, which are slower on a CPU: with the fast layers its log-probs "
-                "differ by %.2g from its own.",
-                name,
-                gap,
-            )
+            return None  # in other formats Transformers' own layers are as fast
+        return use_fast_layers(model, for_training=True)
 
     def frozen_weights(self) -> AbstractContextManager[None]:
         """See :meth:`Backend.frozen_weights`."""

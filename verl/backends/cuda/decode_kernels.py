@@ -94,15 +94,15 @@ def attend(
         total = total * shrunk + weights
         summed = summed * shrunk[:, None] + weights[:, None] * value.to(tl.float32)[None]
         largest = larger
-    place = row * (GROUP * tl.num_programs(1)) + heads
+    head_index = row * (GROUP * tl.num_programs(1)) + heads
     if PARTS == 1:
         out = (summed / total[:, None]).to(out_at.dtype.element_ty)
-        tl.store(out_at + place[:, None] * HEAD_DIM + dims[None], out, mask=is_member)
+        tl.store(out_at + head_index[:, None] * HEAD_DIM + dims[None], out, mask=is_member)
     else:
-        place = place * PARTS + part
-        tl.store(partial_at + place[:, None] * HEAD_DIM + dims[None], summed, mask=is_member)
-        tl.store(sums_at + place, total, mask=members < GROUP)
-        tl.store(largest_at + place, largest, mask=members < GROUP)
+        head_index = head_index * PARTS + part
+        tl.store(partial_at + head_index[:, None] * HEAD_DIM + dims[None], summed, mask=is_member)
+        tl.store(sums_at + head_index, total, mask=members < GROUP)
+        tl.store(largest_at + head_index, largest, mask=members < GROUP)
 
 
 @triton.jit
@@ -116,14 +116,14 @@ def add_parts(
     PARTS: tl.constexpr,
     PADDED_PARTS: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
+    head_index = tl.program_id(0).to(tl.int64) * heads + tl.program_id(1)
     parts, dims = tl.arange(0, PADDED_PARTS), tl.arange(0, HEAD_DIM)
     is_part = parts < PARTS
-    largest = tl.load(largest_at + place * PARTS + parts, mask=is_part, other=float("-inf"))
+    largest = tl.load(largest_at + head_index * PARTS + parts, mask=is_part, other=float("-inf"))
     weights = tl.exp(largest - tl.max(largest, 0))
-    total = tl.sum(weights * tl.load(sums_at + place * PARTS + parts, mask=is_part, other=0.0), 0)
+    total = tl.sum(weights * tl.load(sums_at + head_index * PARTS + parts, mask=is_part, other=0.0), 0)
     summed = tl.load(
-        partial_at + (place * PARTS + parts)[:, None] * HEAD_DIM + dims[None], mask=is_part[:, None], other=0.0
+        partial_at + (head_index * PARTS + parts)[:, None] * HEAD_DIM + dims[None], mask=is_part[:, None], other=0.0
     )
     out = tl.sum(summed * weights[:, None], 0) / total
-    tl.store(out_at + place * HEAD_DIM + dims, out.to(out_at.dtype.element_ty))
+    tl.store(out_at + head_index * HEAD_DIM + dims, out.to(out_at.dtype.element_ty))
