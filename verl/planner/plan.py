@@ -447,10 +447,10 @@ class Plan:
 
     def _own_teacher(self, size: int | None) -> Stage:
         """The passes of a policy that teaches itself, under longer prompts, which responses do not share."""
-        own, data = self.config.distillation.self_distillation, self.config.data
+        self_distillation, data = self.config.distillation.self_distillation, self.config.data
         rollout, memory = self.config.actor_rollout_ref.rollout, self.models["actor"].memory
         work = self.work(memory.layout.ranks_per_model)
-        context = max(0, own.teacher_prompt_length - data.max_prompt_length)
+        context = max(0, self_distillation.teacher_prompt_length - data.max_prompt_length)
         # Its own weights are kept while the model has those of the teacher.
         kept = memory.trained * memory.layout.stored_bytes / memory.layout.shards
         return self._pass(
@@ -461,8 +461,8 @@ class Plan:
             rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None,
             size,
             more={"weights of the policy": kept} if self.teachers.average(memory) else {},
-            work=replace(work, prompt=min(own.teacher_prompt_length, work.prompt + context)),
-            longest=Rows(own.teacher_prompt_length, data.max_response_length),
+            work=replace(work, prompt=min(self_distillation.teacher_prompt_length, work.prompt + context)),
+            longest=Rows(self_distillation.teacher_prompt_length, data.max_response_length),
         )
 
     def _scored(self, shared_by: int) -> Work:

@@ -57,8 +57,8 @@ class PlannedTeachers:
 
     def average(self, policy: ModelMemory) -> float:
         """Bytes on a rank of the copy of a policy whose teacher has other weights than its own."""
-        own = self.config.self_distillation
-        if not self.config.is_of_itself or own.weights == "policy":
+        self_distillation = self.config.self_distillation
+        if not self.config.is_of_itself or self_distillation.weights == "policy":
             return 0.0
         return policy.trained * AVERAGE_BYTES / policy.layout.shards
 

@@ -134,11 +134,15 @@ class PrivilegedPrompts:
         own_prompts = _unpadded(batch.batch["prompts"], batch.batch["attention_mask"])
         rows: list[list[int] | None] = []
         differing: list[str] = []
-        for row, own in enumerate(own_prompts):
+        for row, row_prompt in enumerate(own_prompts):
             of_row = variables[trajectories.indices[row]]
             where = f"the row with index {of_row.get('index')} of data source {of_row.get('data_source')}"
             context = self._context(of_row, where)
-            ids = None if context is None else self._prompt(context, own, {} if images is None else images[row], where)
+            ids = (
+                None
+                if context is None
+                else self._prompt(context, row_prompt, {} if images is None else images[row], where)
+            )
             rows.append(ids)
             if context is not None and ids is None:
                 differing.append(where)
@@ -149,7 +153,9 @@ class PrivilegedPrompts:
                 "RLHFDataset and an agent that leaves the prompt as it is."
             )
         is_learnt = torch.tensor([prompt is not None for prompt in rows])
-        prompts = [own if prompt is None else prompt for prompt, own in zip(rows, own_prompts, strict=True)]
+        prompts = [
+            row_prompt if prompt is None else prompt for prompt, row_prompt in zip(rows, own_prompts, strict=True)
+        ]
         lengths = [len(prompt) for prompt in prompts]
         longest, pad = max(lengths), self._tokenizer.pad_token_id
         mask = batch.batch["response_mask"]
@@ -231,9 +237,9 @@ class PrivilegedPrompts:
         return _Context(messages, None if text == question else changed, kwargs)
 
     def _prompt(
-        self, context: _Context, own: list[int], images: Mapping[str, torch.Tensor], where: str
+        self, context: _Context, row_prompt: list[int], images: Mapping[str, torch.Tensor], where: str
     ) -> list[int] | None:
-        """Tokens of the teacher's prompt for a row whose prompt has the tokens ``own``; None if that is another."""
+        """Tokens of the teacher's prompt for a row whose prompt is ``row_prompt``; None if that is another prompt."""
         data, maker, tokenizer = self._data, self._images, self._tokenizer
         grids = images.get(IMAGE_INPUTS[1], ())
 
@@ -248,15 +254,15 @@ class PrivilegedPrompts:
             return [token for token, count in zip(ids, times, strict=True) for _ in range(count)]
 
         if context.changed is None:
-            return own
+            return row_prompt
         plain = tokens(context.messages)
-        if truncate(plain, data.max_prompt_length, data.truncation, where, "data.max_prompt_length") == own:
+        if truncate(plain, data.max_prompt_length, data.truncation, where, "data.max_prompt_length") == row_prompt:
             ids = tokens(context.changed)
         else:  # a later sequence of a trajectory: earlier turns follow
             plain = tokens(context.messages, opens_turn=False)
-            if own[: len(plain)] != plain:
+            if row_prompt[: len(plain)] != plain:
                 return None
-            ids = [*tokens(context.changed, opens_turn=False), *own[len(plain) :]]
+            ids = [*tokens(context.changed, opens_turn=False), *row_prompt[len(plain) :]]
         limit, how = self._config.teacher_prompt_length, self._config.teacher_prompt_truncation
         if len(ids) > limit and how == "error":
             raise DataError(

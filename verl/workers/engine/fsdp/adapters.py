@@ -315,9 +315,8 @@ def saved_adapters(folder: Path, trained: Mapping[str, Tensor]) -> dict[str, Ten
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{folder / WEIGHTS_FILE} cannot be read: {error}.") from error
     names = {name_in_file(name): name for name in trained}
-    heads = {
-        in_file for in_file, name in names.items() if ".lora_" not in name
-    }  # a language model's adapters have none
+    # Adapters of a language model have no head.
+    heads = {in_file for in_file, name in names.items() if not is_adapter(name)}
     missing, unknown = sorted(names.keys() - saved.keys() - heads), sorted(saved.keys() - names.keys())
     misshapen = sorted(name for name in names.keys() & saved.keys() if saved[name].shape != trained[names[name]].shape)
     reasons = {"they lack {}": missing, "the model has no {}": unknown}
