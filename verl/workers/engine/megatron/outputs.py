@@ -16,9 +16,9 @@ from verl.workers.engine.fsdp.divergence import (
 from verl.workers.engine.fsdp.head import NO_TOP, LogitRule, TokenStatistics, TopTokens, over_kept
 from verl.workers.engine.fsdp.inputs import ModelInputs
 from verl.workers.engine.fsdp.outputs import language_outputs
+from verl.workers.engine.fsdp.vocab_parallel import vocab_parallel_log_probs
 from verl.workers.engine.megatron.library import parallel_state, tensor_parallel
 from verl.workers.engine.megatron.model import BuiltModel
-from verl.workers.engine.megatron.vocab_parallel import vocab_parallel_log_probs
 
 
 def outputs_at(
