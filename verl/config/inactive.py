@@ -281,7 +281,10 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             "are for all of them as one group; set rollout.nnodes and start the run again to use more nodes",
             {"elastic": False},
         ),
-        no_effect("vllm rounds weights to fp8 by rules of its own", {"quantization_config_file": None}),
+        not_yet(
+            "weights are rounded by the rule of rollout.quantization (fp8, int8) alone; leave it out",
+            {"quantization_config_file": None},
+        ),
         not_yet(
             "multi-token prediction is not in this version; leave it out",
             {"mtp": "${oc.select:actor_rollout_ref.model.mtp, null}"},

@@ -11,7 +11,7 @@ from verl.config.megatron import DistributedModel, McoreEngineConfig
 from verl.config.model import NO_OTHER_BACK_END, DType, FSDPEngineConfig, PretrainedModelConfig, Strategy
 from verl.config.problems import Problem
 from verl.config.profiler import RewardProfilerConfig
-from verl.config.rollout import NO_OTHER_ENGINE, EngineName
+from verl.config.rollout import NO_OTHER_ENGINE, EngineName, WeightFormatName
 
 
 @section
@@ -118,6 +118,8 @@ class JudgeRolloutConfig(BaseConfig):
     """Requests that the engine runs at once; further ones wait."""
     engine_kwargs: dict[str, object] = setting(factory=dict)
     """Further arguments of the engine, as in `actor_rollout_ref.rollout`."""
+    quantization: WeightFormatName | None = setting(None)
+    """Round the weights of linear layers to 8 bits, as in `actor_rollout_ref.rollout`; null keeps `dtype`."""
     enable_chunked_prefill: bool = setting(True)
     """Process long requests in several passes (`vllm`, `sglang`)."""
     enable_prefix_caching: bool = setting(True)

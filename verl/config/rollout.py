@@ -27,6 +27,7 @@ OWN_ENGINES = ("native", "hf")
 """Engines inside the worker's process."""
 
 EngineName = Literal["native", "hf", "vllm", "sglang", "trtllm"]
+WeightFormatName = Literal["fp8", "int8"]
 NO_OTHER_ENGINE = "this engine is not in this version; use native, vllm or sglang"
 LOWEST_TEMPERATURE = 1e-5
 """Lowest temperature that engines sample with; vLLM takes less for greedy."""
@@ -189,9 +190,9 @@ class RolloutConfig(BaseConfig):
     """Leave statistics out of the engine's log (`vllm`, `sglang`); vLLM still counts for `prometheus.enable`."""
     pipeline_model_parallel_size: int = setting(1, ge=1)
     """Pipeline stages of one copy of the model (`vllm`); other engines allow only 1."""
-    quantization: Literal["fp8"] | None = setting(None)
-    """Round the weights of linear layers to 8 bits each time that the engine loads them (`vllm`); null keeps `dtype`.
-    Training computes with exact weights: set `algorithm.rollout_correction.rollout_is=token`."""
+    quantization: WeightFormatName | None = setting(None)
+    """Round the weights of linear layers to 8 bits at each update (`native`; `vllm` with `fp8`, on a GPU); null keeps
+    `dtype`. Training computes with exact weights: set `algorithm.rollout_correction.rollout_is=token`."""
     engine_kwargs: dict[str, Any] = setting(factory=_per_engine)
     """Further arguments, by engine; `vllm.python` and `sglang.python` name the interpreter of another environment that
     has the engine."""
@@ -288,14 +289,6 @@ class RolloutConfig(BaseConfig):
             elif arguments is not None and not isinstance(arguments, Mapping):
                 yield Problem(key, arguments, "an engine takes arguments by name", remedy=f"set {key}.NAME=VALUE")
                 return
-        if self.quantization is not None and self.name != "vllm":
-            cause = f"{path}.name={self.name} computes with the weights as the trainer has them"
-            yield Problem(f"{path}.quantization", self.quantization, cause, "null", f"set {path}.name=vllm")
-        elif self.quantization is not None and self.dtype in ("float32", "fp32"):
-            cause = "vllm rounds weights of bfloat16 or float16 alone"
-            yield Problem(
-                f"{path}.dtype", self.dtype, f"with {path}.quantization={self.quantization} {cause}", "bfloat16"
-            )
         if self.name not in OTHER_PROGRAMS:
             return
         key = f"{path}.engine_kwargs.{self.name}.python"

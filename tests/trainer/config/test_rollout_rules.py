@@ -110,19 +110,31 @@ def test_copies_of_the_model_are_engines_unless_they_share_experts(run: Run, cap
 
 
 def test_rounded_weights_are_corrected_for(run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    rounded = settings(quantization="fp8", dtype="bfloat16")
-    message = only(run.refusal(rounded))
-    assert "quantization=fp8: vllm did not start with rounded weights on a CPU" in message
-    monkeypatch.setattr(rules_engines, "resolve_device", lambda config: "cuda")
-    assert run.load(rounded).actor_rollout_ref.rollout.quantization == "fp8"
+    own = settings(quantization="int8", name="native", tensor_model_parallel_size=1)
+    assert run.load(own).actor_rollout_ref.rollout.quantization == "int8"
     assert "set algorithm.rollout_correction.rollout_is=token" in caplog.text
     caplog.clear()
-    run.load(rounded | {"algorithm.rollout_correction.rollout_is": "token"})
+    run.load(own | {"algorithm.rollout_correction.rollout_is": "token"})
     assert "rollout_is=token" not in caplog.text
-    assert "vllm rounds weights of bfloat16" in only(run.refusal(rounded | {f"{ROLLOUT}.dtype": "float32"}))
-    message = only(run.refusal(settings(quantization="fp8", name="native", tensor_model_parallel_size=1)))
-    assert f"{ROLLOUT}.quantization=fp8: {ROLLOUT}.name=native computes with the weights as" in message
-    assert "quantization=int8" in run.refusal(settings(quantization="int8"))
+    rounded = settings(quantization="fp8", dtype="bfloat16")
+    assert "quantization=fp8: vllm's build for CPUs has no kernel" in only(run.refusal(rounded))
+    assert "quantization=int8: vllm rounds no weights" in only(
+        run.refusal(rounded | {f"{ROLLOUT}.quantization": "int8"})
+    )
+    generation = {"rollout.name": "vllm", "rollout.engine_kwargs": {"vllm": {"python": sys.executable}}}
+    generation |= {"rollout.quantization": "fp8", "rollout.dtype": "bfloat16"}
+    assert "rollout.quantization=fp8: vllm's build for CPUs" in run.refusal(generation, GenerationConfig)
+    monkeypatch.setattr(rules_engines, "resolve_device", lambda config: "cuda")
+    assert run.load(rounded).actor_rollout_ref.rollout.quantization == "fp8"
+    message = only(run.refusal(rounded | {f"{ROLLOUT}.dtype": "float32"}))
+    assert "dtype=float32: with actor_rollout_ref.rollout.quantization=fp8 vllm computes in bfloat16" in message
+    for name in ("hf", "sglang"):
+        engine = {f"{ROLLOUT}.name": name, f"{ROLLOUT}.engine_kwargs": {"sglang": {"python": sys.executable}}}
+        message = only(run.refusal(own | engine))
+        assert f"{ROLLOUT}.quantization=int8: {ROLLOUT}.name={name} computes with the weights as" in message
+    assert "quantization=int4" in run.refusal(settings(quantization="int4"))
+    message = run.refusal(own | {f"{ROLLOUT}.quantization_config_file": "q.json"})
+    assert "weights are rounded by the rule of rollout.quantization" in message
 
 
 def test_the_usual_size_fits_the_machine_unless_it_was_set(run: Run, caplog: pytest.LogCaptureFixture):

@@ -121,6 +121,25 @@ def check_weights(rank: int, folder: Path) -> None:
     assert tokens_of(running.generate([greedy([7])])) == [oracle_greedy([7], 12)]
 
 
+def check_quantized(rank: int, folder: Path) -> None:
+    """A rank has its part of the weights that one rank rounds to 8 bits, and the same log-probs."""
+    split, whole = (
+        EngineUnderTest("native", folder / f"{rank}", settings={"tensor_model_parallel_size": size}).ready(
+            quantization="int8"
+        )
+        for size in (2, 1)
+    )
+    assert isinstance(split, NativeRollout)
+    assert isinstance(whole, NativeRollout)
+    parts, weights = (dict(engine._model.module.named_parameters()) for engine in (split, whole))
+    layer = "model.layers.1.self_attn"
+    for name, dim in (("q_proj.weight", 0), ("q_proj.weight_scale", 0), ("o_proj.weight", 1)):
+        assert torch.equal(parts[f"{layer}.{name}"], weights[f"{layer}.{name}"].chunk(2, dim)[rank])
+    assert torch.equal(parts[f"{layer}.o_proj.weight_scale"], weights[f"{layer}.o_proj.weight_scale"])
+    requests = [greedy(p) for p in PROMPTS]
+    EngineUnderTest("native", folder).assert_same(split.generate(requests), whole.generate(requests))
+
+
 def odd_model() -> transformers.PreTrainedModel:
     """Biases, an odd vocabulary and odd columns, one key/value head, and a last layer that is not tied."""
     config = transformers.LlamaConfig(
@@ -166,6 +185,7 @@ def on_each_rank(rank: int, world_size: int, folder: Path) -> None:
         check_one_rank_draws_the_same,
         check_bf16,
         check_weights,
+        check_quantized,
         check_odd_sizes,
         check_refusals,
     ):

@@ -300,7 +300,6 @@ RETIRED: tuple[Retired, ...] = (
             "reward_model.rollout.scheduling_policy": "fcfs",
             "reward_model.rollout.full_determinism": False,
             "reward_model.rollout.mtp": None,
-            "reward_model.rollout.quantization": None,
             "reward_model.rollout.quantization_config_file": None,
         },
     ),

@@ -439,7 +439,14 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
     SFTConfig: (*_SUPERVISED, sizes.sft_batches, teacher_of_data),
     RMConfig: (*_SUPERVISED, sizes.preference_batches),
     DPOConfig: (*_SUPERVISED, sizes.preference_batches, files.reference),
-    GenerationConfig: (files.generation_files, files.models, rollouts.parallel_sizes, rollouts.speed, one_response),
+    GenerationConfig: (
+        files.generation_files,
+        files.models,
+        rollouts.parallel_sizes,
+        rollouts.quantization,
+        rollouts.speed,
+        one_response,
+    ),
     EvalConfig: (files.evaluation_files, files.own_code),
     ServeConfig: (files.models,),
 }

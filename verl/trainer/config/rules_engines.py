@@ -32,17 +32,36 @@ def parallel_sizes(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
             yield from _of_one_rank(engine.path, engine.settings)
 
 
-def quantization(config: PPOConfig) -> Iterator[Problem]:
-    """Rounded weights need a GPU; advise to correct for them, as training does not round."""
+def quantization(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
+    """Engines that round weights to this format, on this device; advise to correct for it in training."""
+    for path, settings, *_ in _engines(config):
+        if settings.quantization is not None:
+            yield from _rounded(path, settings, resolve_device(config))
+    if isinstance(config, GenerationConfig):
+        return
     rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
     corrects = correction is not None and (correction.rollout_is is not None or correction.rollout_rs is not None)
-    key = "actor_rollout_ref.rollout.quantization"
-    if rollout.quantization is not None and resolve_device(config) == "cpu":
-        yield Problem(key, rollout.quantization, "vllm did not start with rounded weights on a CPU", "null")
-    elif rollout.quantization is not None and not corrects:
+    if rollout.quantization is not None and not corrects:
+        key = "actor_rollout_ref.rollout.quantization"
         cause = "responses are drawn with rounded weights and trained with exact ones, and nothing corrects for it"
         remedy = "set algorithm.rollout_correction.rollout_is=token and watch training/rollout_probs_diff_mean"
         yield Problem(key, rollout.quantization, cause, "null", remedy, advice=True)
+
+
+def _rounded(path: str, settings: RolloutConfig, device: str) -> Iterator[Problem]:
+    key, format, native = f"{path}.quantization", settings.quantization, f"set {path}.name=native"
+    if settings.name not in ("native", "vllm"):
+        cause = f"{path}.name={settings.name} computes with the weights as the trainer has them"
+        yield Problem(key, format, cause, "null", f"{native} or vllm")
+    elif settings.name == "vllm" and format == "int8":
+        cause = "vllm rounds no weights of linear layers to int8 as it loads them"
+        yield Problem(key, format, cause, "fp8 (on a GPU), null", native)
+    elif settings.name == "vllm" and device == "cpu":
+        cause = "vllm's build for CPUs has no kernel that rounds weights to fp8 (static_scaled_fp8_quant)"
+        yield Problem(key, format, cause, "null", native)
+    elif settings.name == "vllm" and settings.dtype in ("float32", "fp32"):
+        cause = f"with {key}={format} vllm computes in bfloat16 or float16 alone"
+        yield Problem(f"{path}.dtype", settings.dtype, cause, "bfloat16")
 
 
 def speed(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:

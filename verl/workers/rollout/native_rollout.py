@@ -29,6 +29,7 @@ from verl.workers.rollout.native.memory import KeyValueMemory
 from verl.workers.rollout.native.model import NativeModel, cannot_serve
 from verl.workers.rollout.native.prefixes import PAGE, PrefixCache
 from verl.workers.rollout.native.tensor_parallel import EngineRanks
+from verl.workers.rollout.quantized_layers import FORMATS
 from verl.workers.rollout.request import DrawnPart, FinishReason, requests_from_prompts
 from verl.workers.rollout.request_queue import Answer, RequestQueue
 from verl.workers.rollout.sampling import StopRules, TokenSampler
@@ -60,7 +61,10 @@ class NativeRollout(BaseRollout):
         with_graphs = self.device.type == "cuda" and not self.config.enforce_eager
         sizes = self.config.cudagraph_capture_sizes if with_graphs else ()
         fused = self.device.type == "cuda" and fuses_layers(self.model_config.use_liger)
-        self._model = NativeModel(self.hf_config, dtype, self.device, trusts_code, self._ranks, sizes, fused)
+        eight_bits = None if self.config.quantization is None else FORMATS[self.config.quantization]
+        self._model = NativeModel(
+            self.hf_config, dtype, self.device, trusts_code, self._ranks, sizes, fused, quantization=eight_bits
+        )
         self._check_rotation()
         self._memory: KeyValueMemory | None = None
         self._cache: PrefixCache | None = None

@@ -35,12 +35,14 @@ from verl.workers.rollout.native.memory import (
 )
 from verl.workers.rollout.native.tensor_parallel import (
     EngineRanks,
+    Part,
     Split,
     kv_heads_per_rank,
     split_model,
     split_problem,
 )
 from verl.workers.rollout.placed_images import PlacedImages, images_of_pass
+from verl.workers.rollout.quantized_layers import SCALE, QuantizedWeight, WeightFormat, quantize_layers
 from verl.workers.routers import Routers
 
 NATIVE_ATTENTION = "verl_native"
@@ -59,6 +61,8 @@ class NativeModel:
         graph_sizes: decode by :class:`DecodeGraphs` of these numbers of rows, unless several ranks split the model;
             None: of :data:`GRAPH_SIZES`, if decoding of this architecture is known to allow it.
         fuses_layers: compute norms, gates and rotations by Liger's kernels, on a GPU.
+        quantization: keep the weights of linear layers in a format of 8 bits, see :mod:`quantized_layers`; None: in
+            ``dtype``.
 
     Raises:
         RolloutError: the native engine does not support the architecture; the message names other engines.
@@ -73,6 +77,7 @@ class NativeModel:
         ranks: EngineRanks | None = None,
         graph_sizes: Sequence[int] | None = (),
         fuses_layers: bool = False,
+        quantization: WeightFormat | None = None,
     ) -> None:
         self.ranks = ranks or EngineRanks(1, device)
         config = copy.deepcopy(config)  # the attention implementation is set in it
@@ -87,11 +92,10 @@ class NativeModel:
         self.routers = Routers(self.module)
         self.kernels = cpu_kernels() if device.type == "cpu" and dtype is torch.float32 else None
         self._standard_attention = attention_of(self.module.config.get_text_config())
-        self._weights = _weights_by_name(self.module, splits)
-        self._count = len(set(self._weights.values()))
         self.adapters = AdaptedLayers(self.module, dtype, device)
-        # The compiled step computes all layers in one call, and a split model exchanges sums between them.
-        is_whole = self.kernels is not None and self.ranks.size == 1
+        # The compiled step computes all layers in one call; a split model exchanges sums between them, and quantized
+        # weights are made in full for one layer at a time.
+        is_whole = self.kernels is not None and self.ranks.size == 1 and quantization is None
         self._compiled = compiled_decoder(self.module) if is_whole else None
         if device.type == "cpu":
             keep_freed_memory()
@@ -99,6 +103,11 @@ class NativeModel:
                 use_fast_layers(self.module, for_training=False)
         elif fuses_layers:
             use_fused_layers(self.module)
+        quantized = {} if quantization is None else quantize_layers(self.module, quantization, dtype)
+        if quantization is not None and not quantized:
+            raise cannot_serve(self.module, "has no linear layers in the way of Transformers, whose weights it rounds")
+        self._weights = _weights_by_name(self.module, splits, quantized)
+        self._count = len(set(self._weights.values()))
         if graph_sizes is None:
             graph_sizes = GRAPH_SIZES if self._can_be_recorded else ()
         with_graphs = bool(graph_sizes) and self.ranks.size == 1
@@ -297,13 +306,16 @@ class _TiedWeight:
     Args:
         without_memory: the initial parameter, on the meta device.
         split: the part of the weight that it is; None if it is the whole.
+        quantized: how it is quantized; None if it is not.
     """
 
-    __slots__ = ("_dtype", "_holders", "_pointer", "_split", "_without_memory", "shape")
+    __slots__ = ("_dtype", "_holders", "_pointer", "_quantized", "_split", "_without_memory", "shape")
 
-    def __init__(self, without_memory: nn.Parameter, split: Split | None = None) -> None:
+    def __init__(
+        self, without_memory: nn.Parameter, split: Split | None = None, quantized: QuantizedWeight | None = None
+    ) -> None:
         self._holders: list[tuple[nn.Module, str]] = []
-        self._without_memory, self._split = without_memory, split
+        self._without_memory, self._split, self._quantized = without_memory, split, quantized
         # `holds` runs for each weight at each update, with cold caches, so what it compares is kept here.
         self._pointer: int | None = None
         """Address of the parameter's memory if that belongs to a tensor passed to ``put``; None if it is a copy."""
@@ -325,6 +337,9 @@ class _TiedWeight:
         )
 
     def put(self, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
+        if self._quantized is not None:
+            self._put_quantized(self._quantized, tensor.to(device))
+            return
         if self._split is None:
             used = tensor.to(device, dtype)
         else:  # never a view, which would keep the whole weight
@@ -334,21 +349,36 @@ class _TiedWeight:
         self._pointer = used.data_ptr() if used.is_set_to(tensor) and used.is_contiguous() else None
         self._dtype = used.dtype
 
+    def _put_quantized(self, quantized: QuantizedWeight, whole: Tensor) -> None:
+        # Scales are those of the whole weight, so that a part of it is rounded as the whole is.
+        values, scale = quantized.quantize(whole)
+        if self._split is not None:
+            values = self._split.of(values).clone(memory_format=torch.contiguous_format)
+            if isinstance(self._split, Part) and self._split.dim == 0:
+                scale = self._split.of(scale).clone()
+        self._register(nn.Parameter(values, requires_grad=False))
+        self._register(nn.Parameter(scale, requires_grad=False), SCALE)
+
     def drop(self) -> None:
         self._pointer = None
         self._register(self._without_memory)
+        if self._quantized is not None:
+            self._register(None, SCALE)
 
-    def _register(self, parameter: nn.Parameter) -> None:
+    def _register(self, parameter: nn.Parameter | None, ending: str = "") -> None:
         for module, name in self._holders:
-            module.register_parameter(name, parameter)
+            module.register_parameter(name + ending, parameter)
 
 
-def _weights_by_name(model: nn.Module, splits: Mapping[nn.Parameter, Split]) -> dict[str, _TiedWeight]:
+def _weights_by_name(
+    model: nn.Module, splits: Mapping[nn.Parameter, Split], quantized: Mapping[nn.Parameter, QuantizedWeight]
+) -> dict[str, _TiedWeight]:
     by_parameter: dict[int, _TiedWeight] = {}
     by_name = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            weight = by_parameter.setdefault(id(parameter), _TiedWeight(parameter, splits.get(parameter)))
+            how = splits.get(parameter), quantized.get(parameter)
+            weight = by_parameter.setdefault(id(parameter), _TiedWeight(parameter, *how))
             weight.add(module, name)
             by_name[f"{prefix}.{name}" if prefix else name] = weight
     return by_name
