@@ -4,7 +4,7 @@
 
     {local_path}/
       fsdp_config.json                       {"FSDP_version": 2, "world_size": W}
-      model_world_size_{W}_rank_{R}.pt       rows of each weight that rank R holds
+      model_world_size_{W}_rank_{R}.pt       part of each weight that rank R holds: rows, of all or some columns
       optim_world_size_{W}_rank_{R}.pt       the same rows of the optimizer's state, and its step counts
       extra_state_world_size_{W}_rank_{R}.pt schedule, random states, weight version, step
       huggingface/                           config, tokenizer; safetensors if "hf_model" is saved
@@ -19,7 +19,8 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +37,7 @@ from verl.checkpoint.public_shards import extra_state, load_file, model_rows, op
 from verl.checkpoint.ranks import on_all_ranks
 from verl.checkpoint.states import State, rng_state, set_rng_state
 from verl.errors import CheckpointError
-from verl.utils.sharded_tensor import local_rows
+from verl.utils.sharded_tensor import local_part
 
 T = TypeVar("T")
 
@@ -240,13 +241,18 @@ def _go_to_step(scheduler: LambdaLR, step: int) -> None:
 
 
 def _rows_of(tensors: Mapping[str, Tensor], copied: bool) -> dict[str, object]:
-    """The rows of each tensor that this rank holds, with the full shape and the index of the first row."""
-    parts = {name: local_rows(tensor) for name, tensor in tensors.items()}
+    """The part of each tensor that this rank holds, with the full shape and the indices of its first row and column.
+
+    The column is there only for tensors whose columns are divided.
+    """
+    parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+    divided = {name for name, (local, _) in parts.items() if local.shape[1:] != tensors[name].shape[1:]}
     return {
         "format": FORMAT,
         "tensors": {name: local.to("cpu", copy=copied) for name, (local, _) in parts.items()},
         "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
-        "first_rows": {name: start for name, (_, start) in parts.items()},
+        "first_rows": {name: first[0] if first else 0 for name, (_, first) in parts.items()},
+        **({"first_columns": {name: parts[name][1][1] for name in sorted(divided)}} if divided else {}),
     }
 
 
@@ -259,6 +265,7 @@ def drop_copies(shards: list[State], known: Set[str]) -> None:
             for shard in shards:
                 for part in ("tensors", "shapes", "first_rows"):
                     del shard[part][name]
+                shard.get("first_columns", {}).pop(name, None)
 
 
 def _load_rows(tensors: Mapping[str, Tensor], shards: list[State]) -> None:
@@ -273,10 +280,11 @@ def _load_rows(tensors: Mapping[str, Tensor], shards: list[State]) -> None:
     for name, tensor in tensors.items():
         if list(tensor.shape) != saved[name]:
             raise CheckpointError(f"'{name}' has shape {saved[name]} in the checkpoint and {list(tensor.shape)} here.")
-        local, start = local_rows(tensor)
-        rows = local.shape[0] if local.dim() else 0
+        local, first = local_part(tensor)
+        bounds = [slice(start, start + size) for start, size in zip(first, local.shape, strict=True)]
+        rows = bounds[0] if bounds else slice(0, 0)
         with torch.no_grad():
-            local.copy_(assemble(shards, name, start, start + rows))
+            local.copy_(assemble(shards, name, rows.start, rows.stop, *bounds[1:2]))
 
 
 # ---- files ----------------------------------------------------------------------------------------
@@ -348,24 +356,32 @@ def _checked_rows(path: Path, state: State) -> State:
     names = {frozenset(part) for part in parts}
     if len(parts) < 3 or len(names) > 1 or not all(isinstance(name, str) for name in parts[0]):
         raise CheckpointError(f"{path} is damaged: its tensors, shapes and rows do not belong together.")
+    columns = state.get("first_columns", {})
+    if not isinstance(columns, Mapping) or not columns.keys() <= parts[0].keys():
+        raise CheckpointError(f"{path} is damaged: its columns are not those of its tensors.")
     for name, shape in state["shapes"].items():
-        if not _is_part(state["tensors"][name], shape, state["first_rows"][name]):
+        if not _is_part(state["tensors"][name], shape, state["first_rows"][name], columns.get(name)):
             raise CheckpointError(f"{path} is damaged: '{name}' is no part of a tensor of shape {shape!r:.80}.")
     return state
 
 
-def _is_part(local: object, shape: object, first: Any) -> bool:
+def _is_part(local: object, shape: object, first: Any, first_column: Any = None) -> bool:
     """Whether ``local`` holds rows of a tensor of ``shape``, from row ``first`` on.
+
+    They are whole rows, or the columns from ``first_column`` on.
 
     An expanded view is none: a small file could claim a huge shape.
     """
     if not isinstance(local, Tensor) or not isinstance(shape, list) or local.dim() != len(shape):
         return False
-    if any(type(size) is not int or size < 0 for size in (*shape, first)):
+    if any(type(size) is not int or size < 0 for size in (*shape, first, first_column or 0)):
         return False
     if local.untyped_storage().nbytes() < local.numel() * local.element_size():  # an expanded view
         return False
-    return not shape or (list(local.shape[1:]) == shape[1:] and first + local.shape[0] <= shape[0])
+    sizes = list(local.shape)
+    if first_column is None or len(shape) < 2:
+        return first_column is None and (not shape or (sizes[1:] == shape[1:] and first + sizes[0] <= shape[0]))
+    return sizes[2:] == shape[2:] and first + sizes[0] <= shape[0] and first_column + sizes[1] <= shape[1]
 
 
 def read_state(path: Path) -> State:
@@ -393,23 +409,50 @@ def is_own(state: Mapping[str, object]) -> bool:
     return "format" in state
 
 
-def assemble(shards: list[State], name: str, start: int, stop: int) -> Tensor:
-    """Assemble rows ``start`` to ``stop`` of tensor ``name``; a ``CheckpointError`` if the shards lack some."""
+def assemble(shards: list[State], name: str, start: int, stop: int, columns: slice | None = None) -> Tensor:
+    """Assemble rows ``start`` to ``stop`` of tensor ``name``, all columns or ``columns`` of them.
+
+    Raises:
+        CheckpointError: the shards lack some.
+    """
     shape = shards[0]["shapes"][name]
     if not shape:  # a scalar, which every rank holds
         return shards[0]["tensors"][name]
-    parts, done = [], start
-    for shard in sorted(shards, key=lambda item: item["first_rows"].get(name, 0)):
+    by_column: dict[int, list[State]] = defaultdict(list)
+    for shard in shards:
         if shard["shapes"].get(name) != shape:
             raise CheckpointError(f"the checkpoint's files disagree about the shape of '{name}'.")
+        by_column[shard.get("first_columns", {}).get(name, 0)].append(shard)
+    wanted = range(shape[1] if len(shape) > 1 else 1)[columns or slice(None)]
+    parts: list[tuple[int, int, Tensor]] = []
+    column = 0
+    for first, holders in sorted(by_column.items()):
+        widths = {shard["tensors"][name].shape[1] if len(shape) > 1 else 1 for shard in holders}
+        if first != column or len(widths) > 1:
+            raise CheckpointError(f"the checkpoint's files do not hold the columns of '{name}' from {column} on.")
+        column += widths.pop()
+        begin, end = max(first, wanted.start), min(column, wanted.stop)
+        for row, rows in _rows_from(holders, name, start, stop) if begin < end else ():
+            parts.append((row, begin, rows[:, begin - first : end - first] if len(shape) > 1 else rows))
+    if column < wanted.stop:
+        raise CheckpointError(f"the checkpoint's files hold columns up to {column} of '{name}', which has {shape[1]}.")
+    sizes = (stop - start, len(wanted), *shape[2:]) if len(shape) > 1 else (stop - start,)
+    result = torch.empty(sizes, dtype=shards[0]["tensors"][name].dtype)
+    for row, begin, part in parts:
+        of_rows = result[row : row + part.shape[0]]
+        (of_rows.narrow(1, begin - wanted.start, part.shape[1]) if len(shape) > 1 else of_rows).copy_(part)
+    return result
+
+
+def _rows_from(shards: list[State], name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    """Iterate over parts of rows ``start`` to ``stop``, each with its place among them; the columns are the shards'."""
+    done = start
+    for shard in sorted(shards, key=lambda item: item["first_rows"].get(name, 0)):
         local, first = shard["tensors"][name], shard["first_rows"][name]
         begin, end = max(done, first), min(stop, first + local.shape[0])
         if begin == done and end > begin:
-            parts.append((begin - start, local[begin - first : end - first]))
+            yield begin - start, local[begin - first : end - first]
             done = end
     if done < stop:
-        raise CheckpointError(f"the checkpoint's files hold rows up to {done} of '{name}', which has {shape[0]}.")
-    result = torch.empty((stop - start, *shape[1:]), dtype=shards[0]["tensors"][name].dtype)
-    for first_row, rows in parts:
-        result[first_row : first_row + rows.shape[0]] = rows
-    return result
+        rows = shards[0]["shapes"][name][0]
+        raise CheckpointError(f"the checkpoint's files hold rows up to {done} of '{name}', which has {rows}.")

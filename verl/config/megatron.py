@@ -183,7 +183,7 @@ def ranks_per_copy(placement: FSDPEngineConfig | McoreEngineConfig) -> int:
     if isinstance(placement, McoreEngineConfig):
         of_one_layer = placement.tensor_model_parallel_size * placement.context_parallel_size
         return of_one_layer * placement.pipeline_model_parallel_size
-    return placement.ulysses_sequence_parallel_size
+    return placement.ulysses_sequence_parallel_size * placement.tensor_parallel_size
 
 
 class DistributedModel(ABC):

@@ -170,7 +170,11 @@ class FSDPEngineConfig(BaseConfig):
     reshard_after_forward: bool = setting(True)
     """Free gathered parameters after each layer's forward: less memory, one more gather."""
     fsdp_size: int = setting(-1, ge=-1)
-    """Ranks that share one copy of the model; -1 is all ranks."""
+    """Ranks over which FSDP divides each weight; a copy of the model is on so many times `tensor_parallel_size`. -1 is
+    all ranks: one copy."""
+    tensor_parallel_size: int = setting(1, ge=1)
+    """Ranks that divide the matrices of each layer and compute the same rows (docs/long_sequences.md); it must divide
+    the ranks, the model's attention and key/value heads and the size of its feed-forward layers."""
     forward_prefetch: bool = setting(False)
     """Gather the next layer while this one computes."""
     seed: int = setting(42, ge=0)

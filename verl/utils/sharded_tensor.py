@@ -1,4 +1,4 @@
-"""Gather tensors that FSDP2 shards by rows over the ranks, or access the local rows."""
+"""Gather tensors that FSDP2 and tensor parallelism divide over the ranks, or access the part of this rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 
 def full_tensor(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -17,24 +17,66 @@ def full_tensor(tensor: Tensor, device: torch.device, dtype: torch.dtype | None 
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     mesh = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    if all(size == 1 or not placement.is_shard() for size, placement in mesh):  # this rank has all rows
+    if all(size == 1 or divided_dim(placement) is None for size, placement in mesh):  # this rank has all of it
         return cast(DTensor, tensor.detach()).to_local().to(device)
-    return cast(DTensor, tensor.detach().to(device, dtype or tensor.dtype)).full_tensor()
+    part = tensor.detach().to(device, dtype or tensor.dtype)
+    assert isinstance(part, DTensor)
+    whole, division = part.to_local(), parts_of_ranks(tensor)
+    if len(division) == 1:
+        return part.full_tensor()
+    # FSDP's rows first, then the parts of tensor-parallel ranks: both are contiguous.
+    for mesh_dim, dim, sizes in division:
+        along = part.device_mesh[part.device_mesh.mesh_dim_names[mesh_dim]]  # type: ignore[index]
+        stride = torch.empty(sizes, device="meta").stride()
+        whole = DTensor.from_local(whole, along, [Shard(dim)], run_check=False, shape=sizes, stride=stride)
+        whole = whole.full_tensor()
+    return whole
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return this rank's part of a tensor, and the index of its first element in each dimension.
+
+    Of n ranks each has ceil(size / n) of a dimension that is divided; the last ranks may have less or nothing. FSDP2
+    divides the first dimension of what tensor parallelism leaves to a rank.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach(), (0,) * tensor.dim()
+    local = cast(DTensor, tensor.detach()).to_local()
+    first = [0] * tensor.dim()
+    for mesh_dim, dim, sizes in parts_of_ranks(tensor):
+        each = -(-sizes[dim] // tensor.device_mesh.size(mesh_dim))
+        first[dim] += min(tensor.device_mesh.get_local_rank(mesh_dim) * each, sizes[dim])
+    return local, tuple(first)
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of a tensor and the index of the first one.
+    """Return this rank's part of a tensor and the index of its first row."""
+    local, first = local_part(tensor)
+    return local, first[0] if first else 0
 
-    FSDP2 gives each rank ceil(rows / ranks) rows of the first dimension; the last ranks may have fewer or none.
+
+def divided_dim(placement: Placement) -> int | None:
+    """Return the dimension of a tensor that this placement divides over ranks; None if each of them has a copy.
+
+    FSDP2 has a private placement for weights whose rows tensor parallelism divides too.
     """
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), 0
-    local = cast(DTensor, tensor.detach()).to_local()
-    for dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            assert placement.dim == 0
-            ranks = tensor.device_mesh.size(dim)
-            rank = tensor.device_mesh.get_local_rank(dim)
-            start = min(rank * -(-tensor.shape[0] // ranks), tensor.shape[0])
-            return local, start
-    return local, 0
+    return None if placement.is_replicate() else getattr(placement, "dim", None)
+
+
+def parts_of_ranks(tensor: DTensor) -> list[tuple[int, int, torch.Size]]:
+    """Describe how a tensor is divided, the last division first.
+
+    Each has the dimension of the mesh, that of the tensor, and the size of what was divided there. Dimensions of the
+    mesh that come later divide before: the last one is that of tensor parallelism, and FSDP divides what it leaves.
+    """
+    sizes = list(tensor.shape)
+    division: list[tuple[int, int, torch.Size]] = []
+    for mesh_dim in reversed(range(tensor.device_mesh.ndim)):
+        dim = divided_dim(tensor.placements[mesh_dim])
+        if dim is None:
+            continue
+        division.insert(0, (mesh_dim, dim, torch.Size(sizes)))
+        each = -(-sizes[dim] // tensor.device_mesh.size(mesh_dim))
+        start = min(tensor.device_mesh.get_local_rank(mesh_dim) * each, sizes[dim])
+        sizes[dim] = min(each, sizes[dim] - start)
+    return division

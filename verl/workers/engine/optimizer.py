@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from verl.base.registry import suggest
 from verl.config import FSDPOptimizerConfig
 from verl.errors import ConfigError
-from verl.utils.sharded_tensor import local_rows
+from verl.utils.sharded_tensor import divided_dim, local_rows
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from verl.workers.engine.muon import MuonWithAdamW
 
@@ -120,7 +120,7 @@ def _sum_over_shards(total: Tensor, mesh: DeviceMesh | None, placements: Sequenc
     """Sum over the ranks that have different parts, not over those with copies of the same part. Collective."""
     for dimension, placement in enumerate(placements):
         assert mesh is not None
-        if placement.is_shard() and mesh.size(dimension) > 1:
+        if divided_dim(placement) is not None and mesh.size(dimension) > 1:
             dist.all_reduce(total, group=mesh.get_group(dimension))
     return total
 

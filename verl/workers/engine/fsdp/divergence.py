@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl.algorithms.distillation import DivergenceKind, divergence_gradient, divergence_terms
 from verl.errors import SchemaError
-from verl.workers.engine.fsdp.head import LogitRule, add_product_, chunk_rows
+from verl.workers.engine.fsdp.head import LogitRule, add_product_, chunk_rows, logits_of
 
 if TYPE_CHECKING:
     from verl.base.types import AutogradContext
@@ -103,7 +103,7 @@ def vocabulary_divergence(
         hidden: (N, H) of the policy. With ``group`` the same on its ranks, and its gradient is this rank's term of a
             sum.
         policy: its output matrix, which gets a gradient. With ``group`` this rank's rows of it, equally many on each
-            rank, without bias; rows beyond ``vocab_size`` are padding.
+            rank; rows beyond ``vocab_size`` are padding.
         teacher_hidden: (N, at least the teacher's H) last hidden states.
         teacher_index: (N,) number of the teacher in ``spec.teachers``; None for a single one.
         spec: the divergence and the teachers.
@@ -164,7 +164,7 @@ class _Divergence(torch.autograd.Function):
             hidden.new_empty(len(hidden), dtype=wide) for _ in range(6)
         )
         for part, teacher in settings.ranges:
-            log_p = _logits(hidden[part], weight[: _count(settings)], _local(bias, settings), settings.rule, wide)
+            log_p = logits_of(hidden[part], weight[: _count(settings)], _local(bias, settings), settings.rule, wide)
             log_p.div_(settings.temperature)
             log_q = _teacher_logits(teacher_hidden[part], teacher, settings.ids, wide)
             best_p, best_q, log_z[part], teacher_log_z[part] = _largest_and_log_z(log_p, log_q, group)
@@ -197,7 +197,7 @@ class _Divergence(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None else None
         for part, teacher in settings.ranges:
-            log_p = _logits(hidden[part], weight[:count], _local(bias, settings), rule, wide)
+            log_p = logits_of(hidden[part], weight[:count], _local(bias, settings), rule, wide)
             logits = log_p.clone() if rule.softcap is not None else log_p  # read by the rule if it has a soft cap
             log_p.div_(settings.temperature).sub_(log_z[part].unsqueeze(-1))
             log_q = _teacher_logits(teacher_hidden[part], teacher, settings.ids, wide)
@@ -226,16 +226,12 @@ def _local(bias: Tensor | None, settings: _Settings) -> Tensor | None:
     return None if bias is None else bias[: _count(settings)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule, dtype: torch.dtype) -> Tensor:
-    return rule.apply_(torch.nn.functional.linear(hidden, weight, bias).to(dtype))
-
-
 def _teacher_logits(hidden: Tensor, teacher: OutputMatrix, ids: slice, dtype: torch.dtype) -> Tensor:
     """Compute the teacher's logits over temperature; rows of ``hidden`` are as wide as those of the widest teacher."""
     weight = teacher.weight[ids]
     bias = None if teacher.bias is None else teacher.bias[ids]
     chosen = hidden[:, : weight.shape[1]].to(weight.dtype)
-    return _logits(chosen, weight, bias, teacher.rule, dtype).div_(teacher.temperature)
+    return logits_of(chosen, weight, bias, teacher.rule, dtype).div_(teacher.temperature)
 
 
 def _largest_and_log_z(a: Tensor, b: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -63,6 +63,10 @@ class LogitRule:
         return grad.mul_(self.scale) if self.scale != 1.0 else grad
 
 
+PLAIN_LOGITS = LogitRule()
+"""Logits are the projection itself."""
+
+
 class TopTokens(NamedTuple):
     """How many of the most likely tokens are returned."""
 
@@ -101,7 +105,7 @@ def token_log_probs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     with_sum_pi_squared: bool = False,
-    rule: LogitRule = LogitRule(),
+    rule: LogitRule = PLAIN_LOGITS,
     chunk_elements: int | None = None,
     candidates: Tensor | None = None,
     top: TopTokens = NO_TOP,
@@ -189,7 +193,7 @@ class _TokenLogProbs(torch.autograd.Function):
         top_log_probs = log_probs.new_empty(top_ids.shape)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            logits = _logits(hidden[part], weight, bias, rule, wide).div_(temperature)
+            logits = logits_of(hidden[part], weight, bias, rule, wide).div_(temperature)
             log_z[part] = logits.logsumexp(-1)
             chosen = logits.gather(-1, targets[part])
             log_probs[part] = chosen - log_z[part].unsqueeze(-1)
@@ -226,7 +230,7 @@ class _TokenLogProbs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None else None
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            plain = _logits(hidden[part], weight, bias, rule, wide)
+            plain = logits_of(hidden[part], weight, bias, rule, wide)
             log_p = (plain / temperature).sub_(log_z[part].unsqueeze(-1))
             grad = torch.zeros_like(log_p)
             p = log_p.exp()
@@ -255,5 +259,6 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(a @ b)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule, dtype: torch.dtype) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule, dtype: torch.dtype) -> Tensor:
+    """Compute the logits of tokens, rule(hidden Wᵀ + b), in ``dtype``."""
     return rule.apply_(torch.nn.functional.linear(hidden, weight, bias).to(dtype))

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -58,6 +59,7 @@ from verl.workers.engine.fsdp.head import (
 )
 from verl.workers.engine.fsdp.inputs import ModelInputs
 from verl.workers.engine.fsdp.outputs import language_outputs
+from verl.workers.engine.fsdp.vocab_parallel import vocab_parallel_log_probs, vocabulary_rows, with_summed_gradient
 
 logger = logging.getLogger(__name__)
 
@@ -150,15 +152,26 @@ class HeadedModel(nn.Module):
             scalars: dict[str, Any] = dict.fromkeys(outputs, head(chosen).squeeze(-1).float())
             return scalars
 
+        weight, bias, size, group = head.weight, head.bias, head.out_features, None
+        hidden = chosen
+        if isinstance(weight, DTensor):  # divided over tensor-parallel ranks
+            group, hidden = weight.device_mesh.get_group(), with_summed_gradient(chosen, weight.device_mesh)
+            weight, bias = vocabulary_rows(weight), vocabulary_rows(bias) if isinstance(bias, DTensor) else None
+
         def statistics(**wanted: Any) -> TokenStatistics:
             if inputs.kept_ids is not None:
                 wanted |= {"candidates": inputs.kept_ids.clamp(min=0)}
-            full = token_log_probs(chosen, head.weight, head.bias, inputs.targets, temperature, rule=rule, **wanted)
+            wanted |= {"bias": bias, "rule": rule, "temperature": temperature}
+            if group is None:
+                full = token_log_probs(hidden, weight, targets=inputs.targets, **wanted)
+            else:
+                full = vocab_parallel_log_probs(hidden, weight, inputs.targets, group, size, **wanted)
             return full if inputs.kept_ids is None else over_kept(full, inputs.kept_ids)
 
         def from_teachers() -> DivergenceStatistics:
-            policy = OutputMatrix(weight=head.weight, bias=head.bias, rule=rule, temperature=temperature)
-            return vocabulary_divergence(chosen, policy, inputs.teacher_hidden, inputs.teacher_index, divergence)
+            policy = OutputMatrix(weight=weight, bias=bias, rule=rule, temperature=temperature)
+            of_teachers = inputs.teacher_hidden, inputs.teacher_index
+            return vocabulary_divergence(hidden, policy, *of_teachers, divergence, group=group, vocab_size=size)
 
         return language_outputs(outputs, chosen, statistics, inputs.topk_ids, top, from_teachers)
 

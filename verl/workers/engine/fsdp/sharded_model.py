@@ -18,10 +18,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from verl.backends import backend_for
+from verl.backends.base import Backend
 from verl.checkpoint.ranks import RankState
 from verl.checkpoint.shards import TrainingState, write_world_size
 from verl.checkpoint.states import seed_everything
 from verl.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.config.megatron import ranks_per_copy
 from verl.errors import ConfigError
 from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
@@ -58,14 +60,16 @@ from verl.workers.engine.fsdp.model import (
 from verl.workers.engine.fsdp.packing_check import PackingCheck
 from verl.workers.engine.fsdp.sharding import (
     allocate_weights,
+    divided,
     drop_weights,
     fill,
     make_mesh,
-    make_sequence_mesh,
+    make_rows_mesh,
     mixed_precision,
     needs_sharding,
     shard_model,
 )
+from verl.workers.engine.fsdp.tensor_parallel import check_division, divide_layers
 from verl.workers.engine.loss_scale import LossScale
 from verl.workers.engine.muon import hidden_matrices
 from verl.workers.engine.optimizer import build_optimizer, build_scheduler, state_bytes
@@ -104,10 +108,13 @@ class ShardedModel(BaseEngine):
         self.engine_config = engine_config
         self.optimizer_config = optimizer_config
         self.device = get_device(device_name)
-        self.backend = backend_for(self.device, model_config.use_liger)
         ensure_process_group(self.device, timeout_s)
-        self.mesh = make_mesh(self.device, engine_config.fsdp_size)
-        self.sequence_mesh = make_sequence_mesh(self.device, engine_config.ulysses_sequence_parallel_size)
+        tensor = engine_config.tensor_parallel_size
+        # The layers of other backends compute with whole matrices.
+        self.backend = backend_for(self.device, model_config.use_liger) if tensor == 1 else Backend(self.device)
+        mesh = make_mesh(self.device, engine_config.fsdp_size, tensor)
+        self.mesh, self.tensor_mesh = (mesh, None) if tensor == 1 else divided(mesh)
+        self.rows_mesh = make_rows_mesh(self.device, engine_config.ulysses_sequence_parallel_size, tensor)
         self.model: HeadedModel
         self.optimizer: Optimizer | None = None
         self.scheduler: LambdaLR | None = None
@@ -125,9 +132,13 @@ class ShardedModel(BaseEngine):
             # cuBLAS reads it when it first multiplies, and is not deterministic without it.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        seed_everything(config.seed + dist.get_rank())
+        # Tensor-parallel ranks drop out the same activations between layers.
+        seed_everything(config.seed + dist.get_rank() // config.tensor_parallel_size)
         dtype = torch_dtype(config.model_dtype)
         hf_config = hf_config_of(self.model_config)
+        if self.tensor_mesh is not None:
+            check_division(hf_config, self.tensor_mesh.size())
+            self._check_beside_division()
         if self.sequence_ranks > 1:
             check_sequence_sharing(hf_config, self.sequence_ranks)
         if not config.forward_only:
@@ -163,12 +174,28 @@ class ShardedModel(BaseEngine):
                 self.loss_scale = LossScale()
         self._offload()
 
+    def _check_beside_division(self) -> None:
+        """Check that nothing is asked for that does not go with matrices divided over ranks."""
+        config, model = self.engine_config, self.model_config
+        refused = {
+            "ulysses_sequence_parallel_size": config.ulysses_sequence_parallel_size > 1,
+            "model.lora_rank": self.has_adapters,
+            "model.use_liger": bool(model.use_liger),
+            "model.enable_activation_offload": model.enable_activation_offload,
+            "optim.optimizer=Muon": self.optimizer_config is not None and self.optimizer_config.is_muon,
+        }
+        if together := [key for key, is_set in refused.items() if is_set]:
+            raise ConfigError(
+                f"fsdp_config.tensor_parallel_size={config.tensor_parallel_size} does not go with "
+                f"{', '.join(together)}. Use tensor_parallel_size=1, or leave the other out."
+            )
+
     def build(self, dtype: torch.dtype) -> HeadedModel:
         """Build the model, sharded over the ranks; no rank ever holds all of it. Collective."""
         config = self.engine_config
         is_trained = not config.forward_only
         build = functools.partial(build_model, self.model_type, self.model_config)
-        is_divided, source = self.mesh.size() > 1, None
+        is_divided, source = self.mesh.size() > 1 or self.tensor_mesh is not None, None
         if is_divided and dist.get_rank() == 0:
             # In the format of the files: PyTorch then maps them into memory, and rank 0 holds no copy. New adapters are
             # drawn and scaled in the format of the model, as on one rank.
@@ -180,8 +207,10 @@ class ShardedModel(BaseEngine):
         if self.model_config.enable_gradient_checkpointing and not config.forward_only:
             enable_gradient_checkpointing(model)
         self.adapters = adapter_layers(model) if self.has_adapters else {}
+        if self.tensor_mesh is not None:
+            divide_layers(model, self.tensor_mesh)
         # Adapters are stored in fp32 whatever the model is stored in, and FSDP casts both for the passes.
-        if needs_sharding(config, self.mesh) or (self.adapters and dtype is not torch.float32):
+        if is_divided or needs_sharding(config, self.mesh) or (self.adapters and dtype is not torch.float32):
             shard_model(model, config, self.mesh)
             if is_divided:
                 allocate_weights(model, torch.device("cpu") if config.offload_policy else self.device)
@@ -320,7 +349,9 @@ class ShardedModel(BaseEngine):
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
         """Ranks that share the sequences of this one; None if it has whole sequences."""
-        return None if self.sequence_mesh is None else self.sequence_mesh.get_group("sp")
+        if self.rows_mesh is None or self.sequence_ranks == 1:
+            return None
+        return self.rows_mesh.get_group("group")
 
     @property
     def sequence_ranks(self) -> int:
@@ -328,20 +359,20 @@ class ShardedModel(BaseEngine):
         return self.engine_config.ulysses_sequence_parallel_size
 
     def get_data_parallel_size(self) -> int:
-        """Return the number of groups of ranks that share sequences; without such groups the number of ranks."""
-        return dist.get_world_size() // self.sequence_ranks
+        """Return the number of groups of ranks with the same rows; without such groups the number of ranks."""
+        return dist.get_world_size() // ranks_per_copy(self.engine_config)
 
     def get_data_parallel_rank(self) -> int:
         """Return the index of this rank's group."""
-        return dist.get_rank() // self.sequence_ranks
+        return dist.get_rank() // ranks_per_copy(self.engine_config)
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """Return the ranks with the same place in their group, which together have all rows once."""
-        return dist.group.WORLD if self.sequence_mesh is None else self.sequence_mesh.get_group("dp")
+        return dist.group.WORLD if self.rows_mesh is None else self.rows_mesh.get_group("dp")
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Return whether this rank is the first of those that share its sequences."""
-        return dist.get_rank() % self.sequence_ranks == 0
+        """Return whether this rank is the first of those with its rows."""
+        return dist.get_rank() % ranks_per_copy(self.engine_config) == 0
 
     def arithmetic(self) -> Arithmetic:
         """See :meth:`BaseEngine.arithmetic`. A CPU's peak is measured at the first call, which takes about 0.1 s."""

@@ -23,48 +23,72 @@ from torch.utils import swap_tensors
 from verl.config import FSDPEngineConfig
 from verl.errors import ConfigError
 from verl.utils.model import torch_dtype
+from verl.utils.sharded_tensor import local_part, parts_of_ranks
 from verl.utils.transformers_private import conversions_of, set_conversions
 from verl.workers.engine.fsdp.model import HeadedModel, layer_classes, own_state
 
 logger = logging.getLogger(__name__)
 
 
-def make_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
-    """Make the mesh: one dimension over all ranks, or groups of ``fsdp_size`` ranks with a copy each (HSDP).
+def make_mesh(device: torch.device, fsdp_size: int, tensor: int = 1) -> DeviceMesh:
+    """Make the mesh ``(replicate, shard, tp)`` over all ranks; it lacks the first or the last if their size is 1.
 
-    A negative ``fsdp_size``, or one of at least the number of ranks, means all ranks.
+    FSDP divides each weight over ``shard``, and ``replicate`` numbers the copies (HSDP). ``tensor`` consecutive ranks
+    divide matrices among them.
+
+    Args:
+        device: of the ranks.
+        fsdp_size: of ``shard``; a negative one, or one that is too large, leaves a single copy.
+        tensor: of ``tp``.
 
     Raises:
-        ConfigError: ``fsdp_size`` does not divide the number of ranks.
+        ConfigError: a size does not divide the number of ranks.
     """
     world_size = dist.get_world_size()
-    if fsdp_size < 0 or fsdp_size >= world_size:
-        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-    if fsdp_size == 0 or world_size % fsdp_size:
+    if world_size % tensor:
         raise ConfigError(
-            f"fsdp_config.fsdp_size={fsdp_size} does not divide the {world_size} ranks. Use a divisor, or -1 for all."
+            f"fsdp_config.tensor_parallel_size={tensor} does not divide the {world_size} ranks. Use a divisor, or 1."
         )
-    shape = (world_size // fsdp_size, fsdp_size)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    groups = world_size // tensor
+    shards = groups if fsdp_size < 0 or fsdp_size >= groups else fsdp_size
+    if shards == 0 or groups % shards:
+        ranks = f"{world_size} ranks" if tensor == 1 else f"{groups} groups of tensor_parallel_size={tensor} ranks"
+        raise ConfigError(
+            f"fsdp_config.fsdp_size={fsdp_size} does not divide the {ranks}. Use a divisor, or -1 for all."
+        )
+    sizes = {"replicate": groups // shards, "shard": shards, "tp": tensor}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shard"}
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
-def make_sequence_mesh(device: torch.device, ranks: int) -> DeviceMesh | None:
-    """Make the mesh ``(dp, sp)`` of groups of ``ranks`` consecutive ranks that share sequences; None for 1.
+def divided(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the dimensions of :func:`make_mesh` over which FSDP divides weights, and that of tensor parallelism."""
+    names = mesh.mesh_dim_names or ()
+    return mesh[tuple(name for name in names if name != "tp")], mesh["tp"]
+
+
+def make_rows_mesh(device: torch.device, sequence: int, tensor: int = 1) -> DeviceMesh | None:
+    """Make the mesh ``(dp, group)`` of groups of consecutive ranks with the same rows; None if each has its own.
 
     Models are sharded over all ranks, whatever this mesh says; it decides which rows and tokens a rank gets.
 
+    Args:
+        device: of the ranks.
+        sequence: ranks that share the tokens of a sequence.
+        tensor: ranks that share matrices, which all compute all tokens.
+
     Raises:
-        ConfigError: ``ranks`` does not divide the number of ranks.
+        ConfigError: ``sequence`` does not divide the number of ranks.
     """
-    world_size = dist.get_world_size()
+    world_size, ranks = dist.get_world_size(), sequence * tensor
     if ranks == 1:
         return None
     if world_size % ranks:
         raise ConfigError(
-            f"ulysses_sequence_parallel_size={ranks} does not divide the {world_size} ranks, which are to share "
+            f"ulysses_sequence_parallel_size={sequence} does not divide the {world_size} ranks, which are to share "
             "sequences in groups of that size. Use a divisor, or 1."
         )
-    return init_device_mesh(device.type, (world_size // ranks, ranks), mesh_dim_names=("dp", "sp"))
+    return init_device_mesh(device.type, (world_size // ranks, ranks), mesh_dim_names=("dp", "group"))
 
 
 def mixed_precision(config: FSDPEngineConfig) -> MixedPrecisionPolicy:
@@ -185,12 +209,17 @@ def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
 
 
 def copy_into(parameter: DTensor, full: Tensor | None) -> None:
-    """Scatter ``full``, which rank 0 holds and others pass as None, into ``parameter``. Collective."""
+    """Distribute ``full``, which rank 0 holds and others pass as None, into ``parameter``. Collective."""
     mesh = parameter.device_mesh
     if full is None:
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device_type)
     else:
         whole = full.detach().to(device=mesh.device_type, dtype=parameter.dtype)
-    scattered = distribute_tensor(whole, mesh, parameter.placements)
+    if mesh.size() == dist.get_world_size() and len(parts_of_ranks(parameter)) < 2:
+        part = distribute_tensor(whole, mesh, parameter.placements).to_local()
+    else:  # rank 0 is in no group that could scatter, or rows and columns are divided
+        dist.broadcast(whole, src=0)
+        local, first = local_part(parameter)
+        part = whole[tuple(slice(start, start + size) for start, size in zip(first, local.shape, strict=True))]
     with torch.no_grad():
-        parameter.to_local().copy_(scattered.to_local())
+        parameter.to_local().copy_(part)

@@ -13,11 +13,39 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from verl.workers.engine.fsdp.head import NO_TOP, TokenStatistics, TopTokens, Wanted, add_product_, chunk_rows, stacked
+from verl.workers.engine.fsdp.head import (
+    NO_TOP,
+    PLAIN_LOGITS,
+    LogitRule,
+    TokenStatistics,
+    TopTokens,
+    Wanted,
+    add_product_,
+    chunk_rows,
+    logits_of,
+    stacked,
+)
 
 if TYPE_CHECKING:
     from verl.base.types import AutogradContext
+
+
+def vocabulary_rows(parameter: DTensor) -> Tensor:
+    """Return this rank's rows of a parameter of the output projection, padded to equally many on each rank.
+
+    Differentiable; the parameter, (V, H) or (V,), is divided by its first dimension alone.
+    """
+    rows = parameter.to_local()
+    missing = -(-parameter.shape[0] // parameter.device_mesh.size()) - len(rows)
+    return torch.nn.functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
+
+
+def with_summed_gradient(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Return ``hidden``, whose gradient is the sum of the gradients on all ranks of ``mesh``."""
+    return DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 def vocab_parallel_log_probs(
@@ -32,15 +60,16 @@ def vocab_parallel_log_probs(
     chunk_elements: int | None = None,
     candidates: Tensor | None = None,
     top: TopTokens = NO_TOP,
+    bias: Tensor | None = None,
+    rule: LogitRule = PLAIN_LOGITS,
 ) -> TokenStatistics:
-    """Compute log p(target), H(p) and Σ p² for p = softmax(hidden Wᵀ / temperature). Collective over ``group``.
+    """Compute log p(target), H(p) and Σ p² for p = softmax(rule(hidden Wᵀ + b) / temperature). Collective.
 
     With z the logits over temperature, m the largest and s = Σ exp(z - m) over all ranks:
 
         log p(y) = z_y - m - log s        H = log s - Σ exp(z - m) (z - m) / s        Σ p² = Σ exp(2(z - m)) / s²
 
-    The gradient of ``hidden`` is this rank's term of a sum over ``group``; the caller adds the terms
-    (by ``copy_to_tensor_model_parallel_region`` before this function).
+    The gradient of ``hidden`` is this rank's term of a sum over ``group``; the caller adds the terms.
 
     Args:
         hidden: (N, H), the same on every rank of ``group``.
@@ -55,25 +84,30 @@ def vocab_parallel_log_probs(
             once in any case.
         candidates: (N, K) ids of tokens whose log-probs are returned too, differentiable.
         top: number of the most likely tokens that are returned.
+        bias: (ceil(V / ranks),) this rank's part of b.
+        rule: what the model does to its logits.
     """
     first = dist.get_rank(group) * len(weight)
     rows = chunk_rows(weight, chunk_elements)  # by the padded size, so that all ranks make as many collectives
-    local_weight = weight[: max(vocab_size - first, 0)]
+    count = max(vocab_size - first, 0)
+    local_weight, local_bias = weight[:count], None if bias is None else bias[:count]
     wanted = Wanted(with_entropy, with_sum_pi_squared, candidates is not None, top)
-    settings = group, first, temperature, rows, wanted
-    return wanted.statistics(_VocabParallel.apply(hidden, local_weight, stacked(targets, candidates), settings))  # type: ignore[misc]
+    settings = group, first, temperature, rows, wanted, rule
+    of_ids = stacked(targets, candidates)
+    return wanted.statistics(_VocabParallel.apply(hidden, local_weight, local_bias, of_ids, settings))  # type: ignore[misc]
 
 
 class _VocabParallel(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: AutogradContext[tuple[int, float, int, torch.dtype]],
+        ctx: AutogradContext[tuple[int, float, LogitRule, int, torch.dtype]],
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         targets: Tensor,
-        settings: tuple[dist.ProcessGroup, int, float, int, Wanted],
+        settings: tuple[dist.ProcessGroup, int, float, int, Wanted, LogitRule],
     ) -> tuple[Tensor, ...]:
-        group, first, temperature, rows, wanted = settings
+        group, first, temperature, rows, wanted, rule = settings
         wide = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = hidden.new_empty(targets.shape, dtype=wide)
         log_z, entropy, squares, agreement = (hidden.new_empty(len(hidden), dtype=wide) for _ in range(4))
@@ -81,7 +115,7 @@ class _VocabParallel(torch.autograd.Function):
         top_log_probs = log_probs.new_empty(top_ids.shape)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            logits = _logits(hidden[part], weight, wide, temperature)
+            logits = logits_of(hidden[part], weight, bias, rule, wide).div_(temperature)
             # A rank may have no token of the vocabulary, only padding.
             largest = logits.amax(-1) if len(weight) else logits.new_full((len(logits),), float("-inf"))
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
@@ -100,24 +134,27 @@ class _VocabParallel(torch.autograd.Function):
             log_z[part] = largest + total.log()
             entropy[part] = total.log() - weighted / total
             squares[part] = square / total.square()
-        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
-        ctx.settings = first, temperature, rows, wide
+        ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
+        ctx.settings = first, temperature, rule, rows, wide
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(squares, agreement, top_ids, top_log_probs)
         return log_probs, entropy, squares, agreement, top_ids, top_log_probs
 
     @staticmethod
     def backward(
-        ctx: AutogradContext[tuple[int, float, int, torch.dtype]], *grads: Tensor | None
+        ctx: AutogradContext[tuple[int, float, LogitRule, int, torch.dtype]], *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
-        first, temperature, rows, wide = ctx.settings
+        hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
+        first, temperature, rule, rows, wide = ctx.settings
         grad_log_probs, grad_entropy, *_ = grads
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
+        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            log_p = _logits(hidden[part], weight, wide, temperature).sub_(log_z[part].unsqueeze(-1))
+            log_p = logits_of(hidden[part], weight, bias, rule, wide)
+            logits = log_p.clone() if rule.softcap is not None else log_p  # read by the rule if it has a soft cap
+            log_p.div_(temperature).sub_(log_z[part].unsqueeze(-1))
             grad, p = torch.zeros_like(log_p), log_p.exp()
             # ∂ log p(y) / ∂z = 1_y - p          ∂H / ∂z = -p (log p + H)
             if grad_entropy is not None:
@@ -128,15 +165,15 @@ class _VocabParallel(torch.autograd.Function):
                 column, is_here = _columns(targets[part], first, len(weight))
                 if len(weight):
                     grad.scatter_add_(-1, column, torch.where(is_here, grad_log_probs[part], 0))
-            grad = grad.div_(temperature).to(hidden.dtype)
+            grad = rule.backward_(grad.div_(temperature), logits).to(hidden.dtype)
             grad_hidden[part] = grad @ weight
             if grad_weight is not None:
                 add_product_(grad_weight, grad.t(), hidden[part])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
-
-
-def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
-    return torch.nn.functional.linear(hidden, weight).to(dtype).div_(temperature)
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=wide)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None
 
 
 def _columns(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,189 @@
+"""Tensor parallelism beside FSDP2: the matrices of each layer are divided over ranks that compute the same rows.
+
+Which matrices, and how, is the plan of the Transformers model (``base_model_tp_plan`` of its config); the layers are
+divided by ``torch.distributed.tensor.parallel``. The embedding and the output projection of a language model are
+divided over the vocabulary. Weights are DTensors on the mesh of the tensor-parallel ranks, which :func:`fully_shard`
+divides further. Activations between layers are whole on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from transformers import PretrainedConfig
+
+from verl.errors import ConfigError
+from verl.vision.families import FAMILIES
+from verl.workers.engine.fsdp.model import HeadedModel
+
+_KEY = "fsdp_config.tensor_parallel_size"
+
+
+def check_division(config: PretrainedConfig, ranks: int) -> None:
+    """Check, from its config alone, that the matrices of a model can be divided over ``ranks`` ranks.
+
+    Raises:
+        ConfigError: Transformers has no plan for it or one with styles unknown here, it has experts or images, or
+            ``ranks`` does not divide its heads or the size of its feed-forward layers.
+    """
+    text = config.get_text_config()
+    name = f"{_KEY}={ranks}: a {config.model_type}"
+    remedy = f"Set {_KEY}=1, or use strategy=megatron."
+    if config.model_type in FAMILIES:
+        raise ConfigError(f"{name} is a model with images, whose tower is not divided. {remedy}")
+    plan = _plan(text)
+    if not plan:
+        raise ConfigError(f"{name} has no plan in Transformers (base_model_tp_plan). {remedy}")
+    if experts := sorted(path for path in plan if ".experts" in path):
+        raise ConfigError(f"{name} has experts ({experts[0]}), which are not divided. {remedy}")
+    if unknown := sorted(set(plan.values()) - _styles().keys()):
+        raise ConfigError(f"{name} has a plan with {', '.join(unknown)}, which this engine does not know. {remedy}")
+    sizes = {
+        entry: size
+        for entry in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        if isinstance(size := getattr(text, entry, None), int)
+    }
+    for entry, size in sizes.items():
+        if size % ranks:
+            allowed = ", ".join(str(n) for n in range(1, ranks + 1) if all(s % n == 0 for s in sizes.values()))
+            raise ConfigError(
+                f"{name} with {entry}={size} cannot be divided over {ranks} ranks: each has equally many. Use one of "
+                f"{allowed}."
+            )
+
+
+def divide_layers(model: HeadedModel, mesh: DeviceMesh) -> None:
+    """Divide the weights of ``model`` over ``mesh``, in place; weights may be on the meta device.
+
+    Raises:
+        ConfigError: the plan leaves out a weight between two that it divides.
+    """
+    ties = _ties(model)
+    prefix = f"{model.backbone_name}."
+    plan = {prefix + path: style for path, style in _plan(model.hf.config.get_text_config()).items()}
+    styles = _styles()
+    chosen: dict[str, ParallelStyle] = {}
+    for name, module in model.named_modules():
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is not None:
+            chosen[name] = styles[style]
+        elif type(module) is nn.Embedding and module.num_embeddings == model.hf.config.get_text_config().vocab_size:
+            chosen[name] = _OverVocabulary()
+    if model.head.out_features > 1:
+        # Passes compute the head by its weight; its own forward serves checks of the model.
+        chosen[model.head_name] = ColwiseParallel(output_layouts=Replicate())
+    _check_whole(model, chosen)
+    parallelize_module(model, mesh, chosen)
+    for first, *others in ties:
+        weight = model.get_parameter(first)
+        for name in others:
+            module, _, entry = name.rpartition(".")
+            model.get_submodule(module).register_parameter(entry, weight)  # type: ignore[arg-type]
+
+
+def _plan(config: PretrainedConfig) -> Mapping[str, str]:
+    return getattr(config, "base_model_tp_plan", None) or {}
+
+
+def _styles() -> dict[str, ParallelStyle]:
+    """Return what the words of a plan mean."""
+    return {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+        "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+        "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
+        "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
+        "replicated_with_grad_allreduce": _OfHeads(),
+    }
+
+
+class _OfHeads(ParallelStyle):
+    """A module whose whole weights each rank applies to its own heads: their gradients are sums over the ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, Replicate())
+        forward = module.forward
+
+        def with_local_weights(*args: object, **kwargs: object) -> object:
+            with _local_weights(module, Partial()):
+                return forward(*args, **kwargs)
+
+        module.forward = with_local_weights
+        return module
+
+
+class _OverVocabulary(ParallelStyle):
+    """An embedding of which each rank has the rows of its part of the vocabulary."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.Embedding)
+        _distribute(module, device_mesh, Shard(0))
+        each = -(-module.num_embeddings // device_mesh.size())
+        first = device_mesh.get_local_rank() * each
+        count = min(each, module.num_embeddings - first)
+        # The row without gradients, among those of this rank.
+        padding = module.padding_idx
+        is_here = padding is not None and first <= padding < first + count
+        module.padding_idx = padding - first if padding is not None and is_here else None
+        forward = module.forward
+
+        def looked_up(ids: Tensor) -> Tensor:
+            is_here = (ids >= first) & (ids < first + count)
+            with _local_weights(module, Shard(0)):
+                rows = forward(torch.where(is_here, ids - first, 0))
+            term = rows * is_here.unsqueeze(-1)
+            total = DTensor.from_local(term, device_mesh, [Partial()], run_check=False)
+            return total.redistribute(placements=[Replicate()]).to_local()
+
+        module.forward = looked_up
+        return module
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Replicate | Shard) -> None:
+    for name, weight in list(module.named_parameters(recurse=False)):
+        divided = distribute_tensor(weight, mesh, [placement])
+        module.register_parameter(name, nn.Parameter(divided, requires_grad=weight.requires_grad))
+
+
+@contextmanager
+def _local_weights(module: nn.Module, gradient: Partial | Shard) -> Iterator[None]:
+    """Let a module compute with this rank's part of its weights; their gradients have the placement ``gradient``."""
+    weights = dict(module.named_parameters(recurse=False))
+    for name, weight in weights.items():
+        assert isinstance(weight, DTensor)
+        module._parameters[name] = weight.to_local(grad_placements=[gradient])  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        module._parameters.update(weights)
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    """Return the names of weights that several modules share."""
+    names: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    return [alike for alike in names.values() if len(alike) > 1]
+
+
+def _check_whole(model: HeadedModel, chosen: Mapping[str, ParallelStyle]) -> None:
+    """Check that the plan names every weight beside a divided one: it would be applied to a part of the activations."""
+    parents = {name.rpartition(".")[0] for name in chosen if name.startswith(f"{model.backbone_name}.")}
+    parents -= {model.backbone_name}
+    for parent in sorted(parents):
+        for name, _ in model.get_submodule(parent).named_parameters():
+            module = f"{parent}.{name}".rpartition(".")[0]
+            if module not in chosen:
+                raise ConfigError(
+                    f"{_KEY}: Transformers' plan for {type(model.hf).__name__} divides matrices of {parent} and says "
+                    f"nothing of {parent}.{name}, which would get a wrong gradient. Set {_KEY}=1, or use "
+                    "strategy=megatron."
+                )
