@@ -425,17 +425,18 @@ def assemble(shards: list[State], name: str, start: int, stop: int, columns: sli
         by_column[shard.get("first_columns", {}).get(name, 0)].append(shard)
     wanted = range(shape[1] if len(shape) > 1 else 1)[columns or slice(None)]
     parts: list[tuple[int, int, Tensor]] = []
-    column = 0
+    done = wanted.start
     for first, holders in sorted(by_column.items()):
         widths = {shard["tensors"][name].shape[1] if len(shape) > 1 else 1 for shard in holders}
-        if first != column or len(widths) > 1:
-            raise CheckpointError(f"the checkpoint's files do not hold the columns of '{name}' from {column} on.")
-        column += widths.pop()
-        begin, end = max(first, wanted.start), min(column, wanted.stop)
-        for row, rows in _rows_from(holders, name, start, stop) if begin < end else ():
-            parts.append((row, begin, rows[:, begin - first : end - first] if len(shape) > 1 else rows))
-    if column < wanted.stop:
-        raise CheckpointError(f"the checkpoint's files hold columns up to {column} of '{name}', which has {shape[1]}.")
+        if len(widths) > 1:
+            raise CheckpointError(f"the checkpoint's files disagree about the columns of '{name}' from {first} on.")
+        begin, end = max(first, done), min(first + widths.pop(), wanted.stop)
+        if begin == done and end > begin:
+            for row, rows in _rows_from(holders, name, start, stop):
+                parts.append((row, begin, rows[:, begin - first : end - first] if len(shape) > 1 else rows))
+            done = end
+    if done < wanted.stop:
+        raise CheckpointError(f"the checkpoint's files hold columns up to {done} of '{name}', which has {shape[1]}.")
     sizes = (stop - start, len(wanted), *shape[2:]) if len(shape) > 1 else (stop - start,)
     result = torch.empty(sizes, dtype=shards[0]["tensors"][name].dtype)
     for row, begin, part in parts:

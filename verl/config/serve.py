@@ -8,6 +8,7 @@ from typing import Literal
 
 from verl.config.base import BaseConfig, section, setting, subsection
 from verl.config.machine import DTYPE
+from verl.config.megatron import ranks_per_copy
 from verl.config.model import FP16, DType, FSDPEngineConfig, HFModelConfig
 from verl.config.problems import Problem
 from verl.config.rollout import RolloutConfig
@@ -86,9 +87,9 @@ class ServeConfig(BaseConfig):
         if model.lora.use_dora or model.lora.target_parameters or model.lora.use_rslora:
             cause = "the adapters of several clients in one pass are plain LoRA of linear layers"
             yield Problem("model.lora", "a variant", cause, "the defaults of model.lora", "leave it out")
-        if engine.strategy == "megatron" or engine.ulysses_sequence_parallel_size > 1 or engine.fsdp_size != -1:
+        if engine.strategy == "megatron" or ranks_per_copy(engine) > 1 or engine.fsdp_size != -1:
             cause = "adapters of several clients are computed by FSDP2 on ranks with whole sequences"
-            remedy = "leave strategy, fsdp_size and ulysses_sequence_parallel_size of engine at their defaults"
+            remedy = "leave strategy, fsdp_size and the parallel sizes of engine at their defaults"
             yield Problem("engine", "another layout", cause, remedy=remedy)
         if engine.param_offload or engine.offload_policy or engine.forward_only:
             cause = "adapters stay on the device from one request to the next"

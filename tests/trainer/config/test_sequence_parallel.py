@@ -1,4 +1,4 @@
-"""Keys of sequence parallelism: one setting under two names, groups of ranks in the rules about sizes, heads."""
+"""Keys of sequence and tensor parallelism: groups of ranks in the rules about sizes, heads, and what is refused."""
 
 from __future__ import annotations
 
@@ -80,3 +80,40 @@ def test_supervised_batches_divide_over_groups(run: Run, root):
     assert run.load(settings | {f"engine.{SIZE}": 2}, root).engine.ulysses_sequence_parallel_size == 2
     message = only(run.refusal(settings | {f"engine.{SIZE}": 3}, root))
     assert f"engine.{SIZE}=3: so many ranks share each sequence" in message
+
+
+def test_ranks_that_divide_matrices_share_rows(run: Run):
+    tensor = f"{ACTOR}.fsdp_config.tensor_parallel_size"
+    divided = {tensor: 4, f"{ACTOR}.ppo_mini_batch_size": 1, "trainer.n_gpus_per_node": 8}
+    config = run.load(divided)
+    assert (derived_sizes(config).mini_batch_per_rank, derived_sizes(config).micro_batch[-17:]) == (
+        2,
+        "shared by 4 ranks",
+    )
+    older = {f"{ACTOR}.ppo_micro_batch_size": 4, f"{ACTOR}.ppo_micro_batch_size_per_gpu": None}
+    assert run.load(divided | older).actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 2
+    message = run.refusal(divided | {"actor_rollout_ref.rollout.n": 3})
+    assert "2 groups of 4 ranks (fsdp_config.tensor_parallel_size) cannot share equally" in message
+    message = only(run.refusal({tensor: 2, f"{ACTOR}.fsdp_config.fsdp_size": 3, "trainer.n_gpus_per_node": 8}))
+    assert "fsdp_size=3: it does not divide 4 groups of tensor_parallel_size=2 ranks" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trainer.n_gpus_per_node": 3}, "tensor_parallel_size=2: it does not divide 3 ranks"),
+        ({f"{ACTOR}.{SIZE}": 2, "trainer.n_gpus_per_node": 4}, f"{SIZE}=2: ranks that divide matrices"),
+        ({"actor_rollout_ref.model.lora_rank": 4}, "model.lora_rank=4: matrices are divided over ranks"),
+        ({"actor_rollout_ref.model.use_liger": True}, "model.use_liger=true: matrices are divided over ranks"),
+        ({"actor_rollout_ref.model.enable_activation_offload": True}, "enable_activation_offload=true: matrices"),
+        ({f"{ACTOR}.optim.optimizer": "Muon"}, f"{ACTOR}.optim.optimizer=Muon: matrices are divided over ranks"),
+        ({"model_type": "qwen2_5_vl"}, "the vision tower of the model is not divided"),
+        ({"num_local_experts": 8}, "experts are not divided under FSDP"),
+        ({"num_key_value_heads": 1}, "each rank has equally many of the model's num_key_value_heads=1"),
+    ],
+)
+def test_what_does_not_go_with_divided_matrices(run: Run, settings, message):
+    of_model = {key: value for key, value in settings.items() if "." not in key}
+    (run.folder / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 4} | of_model))
+    settings = {key: value for key, value in settings.items() if key not in of_model}
+    assert message in run.refusal({f"{ACTOR}.fsdp_config.tensor_parallel_size": 2} | settings)

@@ -161,7 +161,10 @@ def _shared_by(tree: Tree, size: str) -> int:
     section, megatron = ("engine", "megatron") if section == "data" else (section, f"{section}.megatron")
     if get(tree, f"{section}.strategy") == "megatron":
         return math.prod(_count(get(tree, f"{megatron}.{name}")) or 1 for name in SHARING)
-    return _count(get(tree, f"{section}.{_SHARED}")) or 1
+    of_model = "fsdp_config" if section.startswith("actor_rollout_ref") else "model.fsdp_config"
+    placement = section if section == "engine" else f"{section}.{of_model}"
+    tensor = _count(get(tree, f"{placement}.tensor_parallel_size")) or 1
+    return tensor * (_count(get(tree, f"{section}.{_SHARED}")) or 1)
 
 
 def _layouts(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> None:

@@ -42,6 +42,7 @@ from verl.trainer.config import rules_files as files
 from verl.trainer.config import rules_megatron as megatron
 from verl.trainer.config import rules_off_policy as off_policy
 from verl.trainer.config import rules_sizes as sizes
+from verl.trainer.config import rules_tensor_parallel as tensor_parallel
 from verl.trainer.config import rules_vision as vision
 from verl.trainer.config.rules_asynchronous import asynchronous
 from verl.trainer.config.rules_distillation import distillation
@@ -318,6 +319,7 @@ def engines(config: PPOConfig | SupervisedConfig) -> Problems:
         if engine.strategy == "megatron":  # see rules_megatron
             continue
         yield from _groups_of_ranks(name, engine, path, ranks)
+        yield from tensor_parallel.divided_matrices(name, engine, path, ranks)
         if not engine.forward_only and not name.startswith("reward_model"):
             if engine.model_dtype in FP16:
                 cause = "small updates of weights that are stored in fp16 are lost; dtype=fp16 only computes in it"
@@ -331,8 +333,11 @@ def engines(config: PPOConfig | SupervisedConfig) -> Problems:
 def _groups_of_ranks(name: str, engine: FSDPEngineConfig, path: str, ranks: int) -> Problems:
     """Check the groups of ranks that share weights, or sequences, of the model in ``path``."""
     size, shared_by = engine.fsdp_size, engine.ulysses_sequence_parallel_size
-    if size == 0 or (0 < size < ranks and ranks % size):
-        yield Problem(f"{name}.fsdp_size", size, f"it does not divide {ranks} ranks", f"divisors of {ranks}, or -1")
+    tensor = engine.tensor_parallel_size
+    groups = ranks // tensor
+    if size == 0 or (0 < size < groups and groups % size):
+        who = f"{ranks} ranks" if tensor == 1 else f"{groups} groups of tensor_parallel_size={tensor} ranks"
+        yield Problem(f"{name}.fsdp_size", size, f"it does not divide {who}", f"divisors of {groups}, or -1")
     key, heads = f"{name}.ulysses_sequence_parallel_size", model_files.attention_heads(Path(path).expanduser())
     if ranks % shared_by:
         cause = f"so many ranks share each sequence, and it does not divide {ranks} ranks"
@@ -397,6 +402,7 @@ _SUPERVISED = (
     files.own_code,
     files.output_folders,
     engines,
+    tensor_parallel.beside_divided_matrices,
     megatron.models,
 )
 
@@ -414,6 +420,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         sizes.lengths,
         order_of_rows,
         engines,
+        tensor_parallel.beside_divided_matrices,
         megatron.models,
         vision.models_with_images,
         estimator,

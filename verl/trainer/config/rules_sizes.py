@@ -43,7 +43,8 @@ def _sharers(ranks: int, shared_by: int, section: Any) -> str:
     """Describe who shares a batch; ``section`` has the model's ``strategy``."""
     if shared_by == 1:
         return f"{ranks} ranks"
-    why = "the sizes of megatron" if section.strategy == "megatron" else _ULYSSES
+    why = _ULYSSES if section.ulysses_sequence_parallel_size > 1 else "fsdp_config.tensor_parallel_size"
+    why = "the sizes of megatron" if section.strategy == "megatron" else why
     return f"{data_parallel_size(ranks, shared_by)} groups of {shared_by} ranks ({why})"
 
 

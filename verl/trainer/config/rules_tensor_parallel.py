@@ -1,0 +1,73 @@
+"""Rules about FSDP with tensor parallelism: the ranks divide the model, and nothing stands beside it that cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from verl.config import FSDPEngineConfig, PPOConfig, Problem, SupervisedConfig
+from verl.trainer.config.rules_sizes import needs_critic
+from verl.utils.model_facts import model_files
+from verl.vision.families import FAMILIES
+
+_NAME = "tensor_parallel_size"
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def divided_matrices(key: str, engine: FSDPEngineConfig, path: str, ranks: int) -> Iterator[Problem]:
+    """Check that ``ranks`` ranks can divide the matrices of the model in ``path`` as the section ``key`` says."""
+    size, folder = engine.tensor_parallel_size, Path(path).expanduser()
+    if size == 1:
+        return
+    if ranks % size:
+        yield Problem(f"{key}.{_NAME}", size, f"it does not divide {ranks} ranks", f"divisors of {ranks}")
+    if engine.ulysses_sequence_parallel_size > 1:
+        cause = f"ranks that divide matrices ({_NAME}={size}) compute whole sequences"
+        shared = engine.ulysses_sequence_parallel_size
+        yield Problem(f"{key}.ulysses_sequence_parallel_size", shared, cause, "1", f"or set {_NAME}=1")
+    fields = model_files.config_entries(folder)
+    text = fields["text_config"] if isinstance(fields.get("text_config"), dict) else fields
+    assert isinstance(text, dict)
+    remedy = f"set {_NAME}=1, or use strategy=megatron"
+    if fields.get("model_type") in FAMILIES:
+        yield Problem(f"{key}.{_NAME}", size, "the vision tower of the model is not divided", "1", remedy)
+    if any(isinstance(count := text.get(name), int) and count > 1 for name in _EXPERTS):
+        yield Problem(f"{key}.{_NAME}", size, "experts are not divided under FSDP", "1", remedy)
+    for entry in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        count = text.get(entry)
+        if isinstance(count, int) and count % size:
+            cause = f"each rank has equally many of the model's {entry}={count}"
+            yield Problem(f"{key}.{_NAME}", size, cause, f"divisors of {count}", remedy)
+
+
+def beside_divided_matrices(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
+    """Adapters, Muon and offloaded activations belong to models whose matrices are whole."""
+    sections: list[tuple[str, FSDPEngineConfig, Any, str, Any]] = []
+    if isinstance(config, PPOConfig):
+        roles, critic = config.actor_rollout_ref, config.critic
+        model = "actor_rollout_ref.model"
+        sections.append(("actor_rollout_ref.actor", roles.actor.fsdp_config, roles.model, model, roles.actor.optim))
+        if needs_critic(config):
+            sections.append(("critic", critic.model.fsdp_config, critic.model, "critic.model", critic.optim))
+    else:
+        sections.append(("", config.engine, config.model, "model", config.optim))
+    for section, engine, model, model_key, optim in sections:
+        size = engine.tensor_parallel_size
+        if size == 1 or engine.strategy == "megatron":
+            continue
+        cause = f"matrices are divided over ranks ({_NAME}={size})"
+        remedy = f"or set {_NAME}=1"
+        if model.has_adapters:
+            yield Problem(f"{model_key}.lora_rank", model.lora_rank, f"{cause}, and adapters are not", "0", remedy)
+        if model.enable_activation_offload:
+            yield Problem(
+                f"{model_key}.enable_activation_offload", True, f"{cause}, as activations are", "false", remedy
+            )
+        if model.use_liger:
+            yield Problem(
+                f"{model_key}.use_liger", True, f"{cause}, and Liger's layers have whole ones", "false", remedy
+            )
+        if optim.is_muon:
+            key = f"{section}.optim.optimizer".removeprefix(".")
+            yield Problem(key, "Muon", f"{cause}, and Muon needs whole ones", "AdamW", remedy)
