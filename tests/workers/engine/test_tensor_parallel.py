@@ -232,7 +232,6 @@ def test_four_ranks_in_all_layouts(batch, tmp_path):
         "4 kv heads": ("qwen3", ODD | {"num_key_value_heads": 4, "intermediate_size": 132}),
         "mistral": ("mistral", {"sliding_window": 4}),
         "gemma2": ("gemma2", {"sliding_window": 4}),
-        "phi3": ("phi3", {}),
     }
     paths = {name: tiny_model_dir(tmp_path / "models" / name, family, **c) for name, (family, c) in kinds.items()}
     torch.save(batch, tmp_path / "batch.pt")

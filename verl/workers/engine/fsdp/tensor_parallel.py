@@ -68,13 +68,13 @@ def divide_layers(model: HeadedModel, mesh: DeviceMesh) -> None:
     ties = _ties(model)
     prefix = f"{model.backbone_name}."
     plan = {prefix + path: style for path, style in _plan(model.hf.config.get_text_config()).items()}
-    styles = _styles()
+    styles, vocab_size = _styles(), model.hf.config.get_text_config().vocab_size
     chosen: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is not None:
             chosen[name] = styles[style]
-        elif type(module) is nn.Embedding and module.num_embeddings == model.hf.config.get_text_config().vocab_size:
+        elif isinstance(module, nn.Embedding) and module.num_embeddings == vocab_size:
             chosen[name] = _OverVocabulary()
     if model.head.out_features > 1:
         # Passes compute the head by its weight; its own forward serves checks of the model.
@@ -135,10 +135,10 @@ class _OverVocabulary(ParallelStyle):
         module.padding_idx = padding - first if padding is not None and is_here else None
         forward = module.forward
 
-        def looked_up(ids: Tensor) -> Tensor:
-            is_here = (ids >= first) & (ids < first + count)
+        def looked_up(input: Tensor) -> Tensor:
+            is_here = (input >= first) & (input < first + count)
             with _local_weights(module, Shard(0)):
-                rows = forward(torch.where(is_here, ids - first, 0))
+                rows = forward(torch.where(is_here, input - first, 0))
             term = rows * is_here.unsqueeze(-1)
             total = DTensor.from_local(term, device_mesh, [Partial()], run_check=False)
             return total.redistribute(placements=[Replicate()]).to_local()
