@@ -139,8 +139,9 @@ class Boxes:
         result = torch.empty(tuple(size), dtype=stored[0].values.dtype)
         filled = torch.zeros(tuple(size), dtype=torch.bool)
         for box in stored:
-            theirs, mine = _overlap(box, start, size)
-            if theirs is not None and mine is not None:
+            parts = overlap(box.start, box.values.shape, start, size)
+            if parts is not None:
+                theirs, mine = parts
                 result[mine] = box.values[theirs]
                 filled[mine] = True
         if not bool(filled.all()):
@@ -148,18 +149,18 @@ class Boxes:
         return result
 
 
-def _overlap(
-    box: StoredBox, start: Sequence[int], size: Sequence[int]
-) -> tuple[tuple[slice, ...] | None, tuple[slice, ...] | None]:
-    """Return the overlap of a stored box and a wanted one as slices of each of them; None if there is none."""
-    theirs, mine = [], []
-    for first, count, wanted, length in zip(box.start, box.values.shape, start, size, strict=True):
-        begin, end = max(first, wanted), min(first + count, wanted + length)
+def overlap(
+    start: Sequence[int], size: Sequence[int], other_start: Sequence[int], other_size: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return the overlap of two boxes as slices of each of them; None if there is none."""
+    slices, other_slices = [], []
+    for first, count, other_first, other_count in zip(start, size, other_start, other_size, strict=True):
+        begin, end = max(first, other_first), min(first + count, other_first + other_count)
         if begin >= end:
-            return None, None
-        theirs.append(slice(begin - first, end - first))
-        mine.append(slice(begin - wanted, end - wanted))
-    return tuple(theirs), tuple(mine)
+            return None
+        slices.append(slice(begin - first, end - first))
+        other_slices.append(slice(begin - other_first, end - other_first))
+    return tuple(slices), tuple(other_slices)
 
 
 def _entries(state: Mapping[str, object], source: str) -> list[StoredBox]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 from verl.config.base import BaseConfig, section, setting
@@ -33,18 +34,14 @@ SIZES = (
 )
 """Keys of a layout; one process has one of each."""
 
+CHECKPOINT = ("use_dist_checkpointing", "dist_checkpointing_path", "dist_checkpointing_prefix")
+"""Keys of the checkpoint that the first weights are read from."""
+
 PARTS_OF_LAYERS = ("core_attn", "mlp", "moe")
 """Parts of a layer that `recompute_granularity=selective` computes again (`recompute_modules`); megatron-core has more,
 which need TransformerEngine."""
 
-_NO_PICKLES = (
-    "megatron-core's own checkpoints are not read, because their index is a pickle, from which reading runs code; "
-    "model.path names a Hugging Face folder"
-)
 FIXED = {
-    "use_dist_checkpointing": (False, _NO_PICKLES),
-    "dist_checkpointing_path": (None, _NO_PICKLES),
-    "dist_checkpointing_prefix": ("", _NO_PICKLES),
     "override_ddp_config": ({}, "gradients are summed in fp32, and divided by use_distributed_optimizer alone"),
     "override_mcore_model_config": (
         {},
@@ -87,12 +84,12 @@ class McoreEngineConfig(BaseConfig):
     optimizer_offload: bool = setting(False)
     """Keep the optimizer state and its fp32 weights in host memory while the model is idle."""
     use_dist_checkpointing: bool = setting(False)
-    """Must stay false: models are read from Hugging Face folders, because megatron-core's checkpoints contain a pickle.
-    """
+    """Read the first weights from a `torch_dist` checkpoint of megatron-core in `dist_checkpointing_path`; from
+    `model.path` come config and tokenizer."""
     dist_checkpointing_path: str | None = setting(None, path=True)
-    """Folder of such a checkpoint; must stay null."""
+    """Folder of that checkpoint, which has the file `.metadata`. No effect without `use_dist_checkpointing`."""
     dist_checkpointing_prefix: str = setting("")
-    """Prefix of its names; must stay empty."""
+    """Prefix of the names in it, such as `model.`."""
     override_ddp_config: dict[str, object] = setting(factory=dict)
     """Values for megatron-core's data-parallel config; must stay empty: use `use_distributed_optimizer`."""
     override_transformer_config: dict[str, object] = setting(factory=dict)
@@ -128,6 +125,9 @@ class McoreEngineConfig(BaseConfig):
                 yield Problem(f"{path}.{name}", value, why, f"{default!r}")
         yield from flag_problems(self.override_transformer_config, f"{path}.override_transformer_config")
         yield from self._recomputation(f"{path}.override_transformer_config")
+        if self.use_dist_checkpointing and self.dist_checkpointing_path is None:
+            why = "use_dist_checkpointing reads the weights from it"
+            yield Problem(f"{path}.dist_checkpointing_path", None, why, "the folder of a checkpoint of megatron-core")
         if self.dtype in FP16:
             yield Problem(f"{path}.dtype", self.dtype, "its gradients underflow", "bfloat16 or float32")
 
@@ -176,6 +176,13 @@ class McoreEngineConfig(BaseConfig):
             elif unknown := [str(part) for part in modules if part not in PARTS_OF_LAYERS]:
                 cause = f"layers without TransformerEngine have no {', '.join(unknown)} to recompute"
                 yield Problem(f"{path}.recompute_modules", modules, cause, allowed)
+
+
+def with_own_files(placement: FSDPEngineConfig | McoreEngineConfig) -> FSDPEngineConfig | McoreEngineConfig:
+    """Return the placement of a further model, such as a teacher, whose weights are those in its own ``path``."""
+    if isinstance(placement, McoreEngineConfig):
+        return replace(placement, use_dist_checkpointing=False)
+    return placement
 
 
 def ranks_per_copy(placement: FSDPEngineConfig | McoreEngineConfig) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
-from verl.config.megatron import McoreEngineConfig
+from verl.config.megatron import McoreEngineConfig, with_own_files
 from verl.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.config.problems import Problem
 from verl.config.supervised import SupervisedConfig, SupervisedDataConfig
@@ -146,4 +146,5 @@ class DPOConfig(PreferenceConfig):
     @property
     def reference_engine(self) -> FSDPEngineConfig | McoreEngineConfig:
         """Sharding and precision of the reference: the policy's, with its own ``param_offload``."""
-        return replace(self.placement, param_offload=self.ref.param_offload)
+        placement = replace(self.placement, param_offload=self.ref.param_offload)
+        return placement if self.ref.path is None else with_own_files(placement)

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
 from verl.config.distillation import DivergenceConfig
-from verl.config.megatron import McoreEngineConfig
+from verl.config.megatron import McoreEngineConfig, with_own_files
 from verl.config.model import FSDPEngineConfig, HFModelConfig
 from verl.config.problems import Problem
 from verl.config.supervised import SupervisedConfig, SupervisedDataConfig
@@ -87,4 +87,4 @@ class SFTConfig(SupervisedConfig):
     @property
     def teacher_engine(self) -> FSDPEngineConfig | McoreEngineConfig:
         """Sharding and precision of the teacher: the model's, with its own ``param_offload``."""
-        return replace(self.placement, param_offload=self.distillation.param_offload)
+        return with_own_files(replace(self.placement, param_offload=self.distillation.param_offload))

@@ -12,9 +12,10 @@ import torch
 
 from tests.trainer.config.conftest import Run
 from verl.config import DPOConfig, McoreEngineConfig, RMConfig, SFTConfig
+from verl.config.megatron import CHECKPOINT, with_own_files
 from verl.config.megatron_flags import _REFUSED, IDLE, PASSED, PIPELINE_LAYOUT, RECOMPUTE
 from verl.config.pipeline_layout import division_problem, layers_of_chunks
-from verl.testing.models import tiny_model_dir
+from verl.testing.models import hollow_model_dir, tiny_model_dir
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.trainer.config.megatron_lora import settings_of
@@ -149,12 +150,33 @@ def test_what_is_refused(run: Run):
         message = run.refusal(TWO | {f"{key}.enable_activation_offload": True} | more)
         assert f"{key}.enable_activation_offload=true: activations stay on the device under megatron" in message
     assert run.refusal(TWO | {f"{ACTOR}.megatron.tensor_model_parallel_size": 0}).count("parallel_size=0") == 1
-    assert "from which reading runs code" in run.refusal({f"{ACTOR}.megatron.use_dist_checkpointing": True})
     message = run.refusal(TWO | {f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": 2})
     assert message.count("there is no pipeline to interleave with pipeline_model_parallel_size=1") == 1
     override = {"recompute_granularity": "full", "num_layers": 3}
     message = run.refusal({f"{ACTOR}.megatron.override_transformer_config": override})
     assert "num_layers=3: it changes the model, which is built as its Hugging Face config says" in message
+
+
+@installed
+def test_checkpoints_of_megatron_core_are_there_and_the_reference_has_the_actors(run: Run, tmp_path):
+    keys = {name: f"{ACTOR}.megatron.{name}" for name in CHECKPOINT}
+    on = TWO | {keys["use_dist_checkpointing"]: True}
+    message = run.refusal(on)
+    assert f"{keys['dist_checkpointing_path']}=null: use_dist_checkpointing reads the weights from it" in message
+    message = run.refusal(on | {keys["dist_checkpointing_path"]: str(tmp_path)})
+    assert f"{keys['dist_checkpointing_path']}={tmp_path}: the folder is no torch_dist checkpoint" in message
+    (tmp_path / ".metadata").touch()
+    there = on | {keys["dist_checkpointing_path"]: str(tmp_path), keys["dist_checkpointing_prefix"]: "model."}
+    roles = run.load(there | {"critic.strategy": "fsdp2"}).actor_rollout_ref
+    assert [roles.ref.megatron[name] for name in CHECKPOINT] == [True, str(tmp_path), "model."]
+    assert with_own_files(roles.ref.megatron).use_dist_checkpointing is False
+    of_reference = {f"actor_rollout_ref.ref.megatron.{name}": there[key] for name, key in keys.items()}
+    assert run.load(there | of_reference).actor_rollout_ref.ref.megatron == roles.ref.megatron
+    assert not run.load(there).critic.megatron.use_dist_checkpointing
+    model = hollow_model_dir(tmp_path / "images")
+    (tmp_path / "images" / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    message = run.refusal(there | {"actor_rollout_ref.model.path": model})
+    assert "use_dist_checkpointing=true: weights of models with images are read from model.path" in message
 
 
 def test_without_megatron_core_a_run_says_how_to_install_it(run: Run, monkeypatch):

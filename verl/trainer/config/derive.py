@@ -14,7 +14,7 @@ from typing import Any
 from verl.base.engine_python import engine_python
 from verl.config import JudgeRolloutConfig, Problem, RolloutConfig, RolloutCorrectionConfig, TeacherInferenceConfig
 from verl.config.machine import gpus_of_nodes
-from verl.config.megatron import SHARING
+from verl.config.megatron import CHECKPOINT, SHARING
 from verl.config.megatron import SIZES as MEGATRON_SIZES
 from verl.config.megatron_flags import PIPELINE_LAYOUT
 from verl.config.rollout import OTHER_PROGRAMS
@@ -170,7 +170,7 @@ def _shared_by(tree: Tree, size: str) -> int:
 def _layouts(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> None:
     """Give models under Megatron the actor's sizes and layers of stages where theirs are not set.
 
-    A process has one layout. The reference, which is the actor's model, also gets its other flags.
+    A process has one layout. The reference, which is the actor's model, also gets its other flags and its checkpoint.
     """
     for section in ("actor_rollout_ref.ref", "critic", "reward_model"):
         if get(tree, f"{section}.strategy") != "megatron" or get(tree, f"{_ACTOR}.strategy") != "megatron":
@@ -181,6 +181,12 @@ def _layouts(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> 
                 size = get(tree, f"{_ACTOR}.megatron.{name}", keys[key].default)
                 if size is None or _count(size):  # else it is reported once, where it was set
                     put(tree, key, size)
+        checkpoints = [f"{section}.megatron.{name}" for name in CHECKPOINT]
+        if section == "actor_rollout_ref.ref" and not any(key not in keys or key in explicit for key in checkpoints):
+            values = {key: get(tree, key, keys[key].default) for key in checkpoints}
+            if all(same(value, keys[key].default) for key, value in values.items()):
+                for key, value in values.items():
+                    put(tree, key, get(tree, key.replace(section, _ACTOR), value))
         key, actors_key = (f"{part}.megatron.override_transformer_config" for part in (section, _ACTOR))
         entries, actors = get(tree, key, {}), get(tree, actors_key, {})
         if key not in keys or key in explicit or not isinstance(entries, dict) or not isinstance(actors, dict):

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.base.remote import is_remote
 from verl.base.requirements import install_command
+from verl.checkpoint.locate import INDEX
 from verl.config import DPOConfig, FSDPOptimizerConfig, McoreEngineConfig, PPOConfig, Problem, SupervisedConfig
 from verl.config.megatron import MIXTURES, SIZES, ranks_per_copy
 from verl.config.model import ALL_LINEAR
@@ -17,6 +19,7 @@ from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.model_facts import model_files
 from verl.utils.model_facts.megatron_fit import misfits
+from verl.vision.families import FAMILIES
 
 Problems = Iterator[Problem]
 
@@ -55,6 +58,26 @@ def models(config: PPOConfig | SupervisedConfig) -> Problems:
         remedy = f"{install_command('megatron')} on every node, or use strategy=fsdp2"
         yield Problem(f"{models_held[0].section}.strategy", "megatron", cause, "fsdp2", remedy)
     yield from layouts(config)
+    for held in models_held:
+        yield from _checkpoint(held)
+
+
+def _checkpoint(held: _Held) -> Problems:
+    """A checkpoint of megatron-core is there, and one of a model that is read."""
+    path = held.placement.dist_checkpointing_path
+    if not held.placement.use_dist_checkpointing or path is None:
+        return
+    key, folder = f"{held.sizes}.dist_checkpointing_path", Path(path).expanduser()
+    if is_remote(path):
+        yield Problem(key, path, "it is read from a local folder", remedy="copy it to every node")
+    elif not (folder / INDEX).is_file():
+        cause = f"the folder is no torch_dist checkpoint of megatron-core: it has no file {INDEX}"
+        yield Problem(
+            key, path, cause, remedy="name the folder that has it; verl merge MODEL --to torch-dist makes one"
+        )
+    if model_files.model_type(Path(held.model.path).expanduser()) in FAMILIES:
+        cause = "weights of models with images are read from model.path"
+        yield Problem(f"{held.sizes}.use_dist_checkpointing", True, cause, "false")
 
 
 def layouts(config: PPOConfig | SupervisedConfig) -> Problems:

@@ -22,6 +22,7 @@ from verl.config import (
 )
 from verl.config.async_plan import AsyncPlan
 from verl.config.base import named_section_of
+from verl.config.megatron import CHECKPOINT
 from verl.trainer.config.derive import expanded
 from verl.trainer.config.interpolations import Interpolations
 from verl.trainer.config.keys import FORWARD_PASSES, Key, Tree, get, same
@@ -250,10 +251,7 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
     yield from _of_other_losses(actor, config.distillation)
     if config.distillation.enabled:
         yield _of_other_divergences(of_teachers)
-    for section, fsdp in _BACK_ENDS.items():
-        strategy = _at(config, section).strategy
-        unread = f"{section}.{fsdp}.*" if strategy == "megatron" else f"{section}.megatron.*"
-        yield (unread,), f"{section}.strategy={strategy}"
+    yield from _of_back_ends(config)
     for section in (_ACTOR, "critic"):
         yield from _of_schedule(config, f"{section}.optim")
         if not _at(config, section).shuffle:
@@ -262,6 +260,16 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
         yield from _of_passes(config, section)
     for section in ("actor_rollout_ref.model", "critic.model"):
         yield from _of_adapters(config, section)
+
+
+def _of_back_ends(config: PPOConfig) -> Iterator[Silent]:
+    for section, fsdp in _BACK_ENDS.items():
+        strategy = _at(config, section).strategy
+        unread = f"{section}.{fsdp}.*" if strategy == "megatron" else f"{section}.megatron.*"
+        yield (unread,), f"{section}.strategy={strategy}"
+        if not _at(config, section).megatron.use_dist_checkpointing:
+            reads, *unread_of_it = (f"{section}.megatron.{key}" for key in CHECKPOINT)
+            yield tuple(unread_of_it), f"{reads}=false"
 
 
 def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:

@@ -19,6 +19,7 @@ from verl.config import (
     FSDPEngineConfig,
     McoreEngineConfig,
 )
+from verl.config.megatron import with_own_files
 from verl.protocol import DataProto
 from verl.utils.metric import Metrics
 from verl.utils.model import hf_config_of
@@ -136,4 +137,4 @@ def _placement(
 ) -> FSDPEngineConfig | McoreEngineConfig:
     is_alone = config.ranks > 0 and len(config.teachers) == 1
     offloads = teacher.inference.free_cache_engine and not is_alone
-    return replace(placement, param_offload=placement.param_offload or offloads)
+    return with_own_files(replace(placement, param_offload=placement.param_offload or offloads))

@@ -310,9 +310,9 @@ def test_bfloat16_keeps_fp32_weights(paths):
 def test_what_is_refused(paths, tmp_path):
     for key, value, why in (
         ("override_ddp_config", {"a": 1}, "gradients are summed in fp32"),
-        ("use_dist_checkpointing", True, "reading runs code"),
+        ("use_dist_checkpointing", True, "reads the weights from it"),
     ):
-        with pytest.raises(ConfigError, match=f"megatron.{key}=.*{why}"):
+        with pytest.raises(ConfigError, match=f"megatron.*{why}"):
             megatron_engine(paths["qwen3"], **{key: value})
     with pytest.raises(
         ConfigError, match=r"no gemma2 models[^$]*a model of llama, mistral, qwen2, qwen3, .*mixtral, qwen3_moe"

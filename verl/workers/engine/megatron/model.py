@@ -19,6 +19,7 @@ from verl.utils.model_facts.megatron_fit import misfits
 from verl.workers.engine.fsdp.adapters import AdapterTarget, adapter_layers, is_adapter, own_name, targets_of
 from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state, trained_parameters
 from verl.workers.engine.megatron.adapters import add_adapters, first_values, need_gradients, shape_by_expert
+from verl.workers.engine.megatron.dist_files import DistFiles
 from verl.workers.engine.megatron.experts import Experts, expert_layer
 from verl.workers.engine.megatron.files import ModelFiles
 from verl.workers.engine.megatron.flags import transformer_fields
@@ -144,7 +145,11 @@ def build(
     places = [replace(place, name=named[place.name]) for place in places_of(base, pieces, division, is_tied)]
     count = None if experts is None else experts.count
     shapes = {name: shape_by_expert(name, shape, count) for name, shape in shapes.items()}
-    _load(pieces, places, shapes, config.path, is_new_head=model_type != "language_model")
+    if engine.use_dist_checkpointing:
+        files = DistFiles(str(engine.dist_checkpointing_path), engine.dist_checkpointing_prefix, hf)
+    else:
+        files = ModelFiles(config.path)
+    _load(pieces, places, shapes, files, is_new_head=model_type != "language_model")
     trained, targets = trained_parameters(skeleton), {}
     if is_trained and config.has_adapters:
         targets = targets_of(adapter_layers(skeleton))
@@ -304,10 +309,14 @@ def _set_windows(module: Any, hf: PretrainedConfig) -> None:
 
 
 def _load(
-    module: nn.Module, places: list[Place], shapes: dict[str, tuple[int, ...]], path: str, is_new_head: bool
+    module: nn.Module,
+    places: list[Place],
+    shapes: dict[str, tuple[int, ...]],
+    files: ModelFiles | DistFiles,
+    is_new_head: bool,
 ) -> None:
     """Fill the parameters from the files; a scalar head that they lack stays zero."""
-    files, parameters = ModelFiles(path), dict(module.named_parameters())
+    parameters = dict(module.named_parameters())
     with torch.no_grad():
         for weight in places:
             name = own_name(weight.name)
