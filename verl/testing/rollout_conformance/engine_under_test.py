@@ -28,8 +28,9 @@ PROMPTS = [[10, 20, 30], [7], [40, 41, 42, 43, 44, 45, 46], [10, 20, 31], [90, 9
 
 
 def shape_of(family: str) -> dict[str, int]:
-    """Heads of ``HEAD_DIM``; Qwen2 divides its width of 64 by their number."""
-    return {"num_attention_heads": 2, "num_key_value_heads": 1} if family == "qwen2" else {"head_dim": HEAD_DIM}
+    """Heads of ``HEAD_DIM``; Qwen2, and Mixtral in SGLang, divide their width of 64 by their number."""
+    two_heads = {"num_attention_heads": 2, "num_key_value_heads": 1} if family in ("qwen2", "mixtral") else {}
+    return two_heads | ({"head_dim": HEAD_DIM} if family != "qwen2" else {})
 
 
 def tensor_bytes(engine: BaseRollout) -> int:

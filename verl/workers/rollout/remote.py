@@ -31,6 +31,7 @@ from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, Ro
 from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, PendingRequests
 from verl.workers.rollout.engine_kwargs import applies_adapters, launch_settings
 from verl.workers.rollout.engine_process import EngineProcess
+from verl.workers.rollout.file_names import FileNames
 from verl.workers.rollout.machines import EngineMachines, NodeReporter
 from verl.workers.rollout.ranks import EnginePlacement, MachineRanks, RankExchange, engine_group
 from verl.workers.rollout.request import SamplingParams, kept_table
@@ -149,7 +150,7 @@ class RemoteRollout(BaseRollout):
         dtype = torch_dtype(config.dtype)
         trust = self.model_config.trust_remote_code
         self._empty_model = empty_causal_lm(self.hf_config, dtype, torch.device("meta"), trust)
-        self._expected = ExpectedWeights(self._empty_model, dtype)
+        self._expected, self._file_names = ExpectedWeights(self._empty_model, dtype), FileNames(self._empty_model)
         if self.starts_at_once:
             self._release_cached()
             if self._machines is not None:
@@ -263,7 +264,7 @@ class RemoteRollout(BaseRollout):
             buffer = self._buffer_of(engine)
             if buffer is not None:
                 bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes * _MIB
-                parts = buffer.parts(self._weights_of(checked), bucket_bytes)
+                parts = buffer.parts(self._in_files(checked), bucket_bytes)
             if engine is not None:
                 self.sent_bytes += engine.load_weights(parts)
         finally:
@@ -289,9 +290,10 @@ class RemoteRollout(BaseRollout):
         if self._engine is not None:
             self.sent_bytes += self._engine.load_adapters(self._adapters_of(checked))
 
-    def _weights_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """Return weights as the engine takes them."""
-        return weights
+    def _in_files(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Return weights as the model's files have them, which engines read too."""
+        for name, tensor in weights:
+            yield from self._file_names.of(name, tensor)
 
     def _adapters_of(self, adapters: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """Return adapters as the engine takes them."""
@@ -576,7 +578,8 @@ class RemoteRollout(BaseRollout):
         self.weight_version, self._holds_base = NO_WEIGHTS, False  # the engine may have ended without an error here
         machines.meet()
         if machines.serves_nothing:
-            process = self._start_node(machines)
+            with machines.reporting_failure():
+                process = self._start_node(machines)
             self._node = process, machines.report(process)
         elif self.leads:
             try:

@@ -6,13 +6,11 @@ draws the tokens and computes the log-probs, as for every other engine. See ``do
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from verl.utils.model import convert_weight_keys
 from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
 from verl.workers.rollout.client import EngineClient, PartialResponse, start_node
 from verl.workers.rollout.engine_kwargs import extra_arguments
@@ -65,16 +63,6 @@ class SGLangRollout(RemoteRollout):
     def _start_node(self, machines: EngineMachines) -> EngineProcess:
         command = command_of(self._arguments, self._launch, machines)
         return start_node("sglang", command, self._environment(), self._launch, self._devices)
-
-    def _weights_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return ((self._names.get(name, name), tensor) for name, tensor in weights)
-
-    @cached_property
-    def _names(self) -> Mapping[str, str]:
-        """Names of weights in the model's files, which SGLang goes by; it overlooks weights of other names."""
-        live = {name: parameter.data for name, parameter in self._empty_model.named_parameters()}
-        in_files = {id(tensor): name for name, tensor in convert_weight_keys(dict(live), self._empty_model).items()}
-        return {name: in_files.get(id(tensor), name) for name, tensor in live.items()}
 
     def _adapters_of(self, adapters: dict[str, Tensor]) -> Mapping[str, Tensor]:
         return completed(adapters, self._expected.shapes, self._arguments["lora_target_modules"])

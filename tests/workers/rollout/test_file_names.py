@@ -1,0 +1,46 @@
+"""Weights reach an engine as the model's files have them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from verl.testing.models import tiny_model
+from verl.testing.rollout_conformance import shape_of
+from verl.workers.rollout.file_names import FileNames
+
+LAYER = "model.layers.1."
+EXPERTS = f"{LAYER}mlp.experts."
+
+
+@pytest.mark.parametrize(
+    "family, router, of_an_expert",
+    [
+        ("qwen3_moe", "mlp.gate.weight", "mlp.experts.{}.{}.weight gate_proj up_proj down_proj"),
+        ("mixtral", "block_sparse_moe.gate.weight", "block_sparse_moe.experts.{}.{}.weight w1 w3 w2"),
+        ("deepseek_v3", "mlp.gate.weight", "mlp.experts.{}.{}.weight gate_proj up_proj down_proj"),
+    ],
+)
+def test_experts_are_one_by_one_in_files(family: str, router: str, of_an_expert: str) -> None:
+    """Transformers joins all experts of a layer, and the two halves of what they compute first."""
+    with torch.device("meta"):
+        names = FileNames(tiny_model(family, **shape_of(family)))
+    form, gate, up, down = of_an_expert.split()
+    weight = torch.ones(8, 64)
+    assert list(names.of(f"{LAYER}mlp.gate.weight", weight)) == [(f"{LAYER}{router}", weight)]
+    joined = torch.arange(8 * 64 * 64).reshape(8, 64, 64)
+    parts: dict[str, Tensor] = dict(names.of(f"{EXPERTS}gate_up_proj", joined))
+    parts |= dict(names.of(f"{EXPERTS}down_proj", joined[:, :, :32]))
+    assert len(parts) == 3 * 8
+    for expert in range(8):
+        for name, expected in ((gate, joined[expert, :32]), (up, joined[expert, 32:]), (down, joined[expert, :, :32])):
+            assert torch.equal(parts[LAYER + form.format(expert, name)], expected)
+
+
+def test_dense_models_have_the_names_of_their_files() -> None:
+    with torch.device("meta"):
+        model = tiny_model("qwen3")
+    names = FileNames(model)
+    for name, weight in model.state_dict().items():
+        assert [(of_file, tensor is weight) for of_file, tensor in names.of(name, weight)] == [(name, True)]
