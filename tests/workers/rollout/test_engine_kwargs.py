@@ -63,11 +63,10 @@ def test_on_a_cpu_vllm_does_not_take_half_of_the_memory(tmp_path: Path, monkeypa
     assert size("cpu") is None
 
 
-def test_mixtures_of_experts_are_refused_on_a_cpu(tmp_path: Path) -> None:
-    """vLLM 0.32 computes wrong log-probs of them there, once they get weights a second time."""
-    path = tiny_model_dir(tmp_path / "model", "qwen3_moe", head_dim=32)
+def test_latent_attention_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path / "model", "deepseek_v3")
     config = RolloutConfig(name="vllm", tensor_model_parallel_size=1)
-    with pytest.raises(ConfigError, match="wrong log-probs of Qwen3MoeConfig, a mixture of experts"):
+    with pytest.raises(ConfigError, match="wrong log-probs of DeepseekV3Config, a model with latent attention"):
         VLLMRollout(config, HFModelConfig(path=path), hf_tokenizer(path), "cpu")
 
 

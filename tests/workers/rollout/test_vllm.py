@@ -86,8 +86,8 @@ def test_contract(check: Callable[[EngineUnderTest], None], folder: Path, monkey
 
 @pytest.mark.slow
 def test_other_families(folder: Path) -> None:
-    """Their weights have other names than Qwen3's, and are put in the right places."""
-    engine = under_test(folder, families=("qwen2", "llama"))
+    """Their weights have other names than Qwen3's, those of experts are joined, and are put in the right places."""
+    engine = under_test(folder, families=("qwen2", "llama", "qwen3_moe", "mixtral"))
     check_greedy_takes_the_most_likely_token(engine)
     check_log_probs_are_of_the_distribution_that_is_drawn_from(engine)
 

@@ -50,14 +50,13 @@ class WeightLoader:
         a weight, so no more of it is read.
         """
         from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         checksums: dict[str, str] = {}
         of_machine = self.vllm_config.parallel_config.local_world_size
         share = Share(self.rank % of_machine, of_machine)
         with set_current_vllm_config(self.vllm_config):
             if is_first:
-                initialize_layerwise_reload(self.model_runner.get_model())
+                self.begin_weights()
             memory, model = part_memory(part, self.device), self.model_runner.get_model()
             weights = weights_in_part(part, self.device, memory)
             model.load_weights(with_checksums(weights, checksums, self.device, share, divided_by_columns(model)))
@@ -76,6 +75,12 @@ class WeightLoader:
         if changed := [name for name, value in checksums.items() if sent.get(name) != value]:
             raise RuntimeError(f"{len(changed)} weights did not arrive as they were sent, {changed[0]} among them")
         return {"checksums": checksums}
+
+    def begin_weights(self) -> None:
+        """Let vLLM take all weights anew."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model_runner.get_model())
 
     def end_weights(self) -> None:
         """Finish an update, also one that broke off, and drop what vLLM has computed from the weights before."""

@@ -10,7 +10,6 @@ from typing import Any
 
 from verl.config.distillation import VLLM_MAX_LOGPROBS
 from verl.errors import ConfigError, RolloutError
-from verl.utils.model import has_experts
 from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
 from verl.workers.rollout.client import EngineClient, PartialResponse
 from verl.workers.rollout.engine_process import EngineProcess
@@ -30,10 +29,10 @@ class VLLMRollout(RemoteRollout):
     starts_at_once = True  # so that an unknown argument of vLLM is reported before anything else is built
 
     def _engine_arguments(self) -> dict[str, Any]:
-        if self.device.type == "cpu" and has_experts(self.hf_config):
+        if self.device.type == "cpu" and getattr(self.hf_config.get_text_config(), "kv_lora_rank", None):
             raise ConfigError(
-                f"rollout.name=vllm computes wrong log-probs of {type(self.hf_config).__name__}, a mixture of experts, "
-                "on a CPU after an update of the weights. Set rollout.name=native or hf."
+                f"rollout.name=vllm computes wrong log-probs of {type(self.hf_config).__name__}, a model with latent "
+                "attention, on a CPU, also of weights that it has loaded itself. Set rollout.name=hf or sglang."
             )
         has_images = self._vision is not None
         return engine_arguments(self.config, self.model_config, self.max_model_len, self.device, has_images)

@@ -49,7 +49,6 @@ from verl.workers.rollout.vllm_rollout.settings import (
 from verl.workers.rollout.weights import ADAPTER, SharedPart, check_arrival, write_adapters
 
 _GENERATE = "/inference/v1/generate"
-_EXTENSION = ("--worker-extension-cls", "verl_vllm.WeightLoader")
 _ROUTES = ("--tokens-only",)
 # The route for tokens, with the tokenizer that vLLM starts no model with images without; it reads images from files.
 _ROUTES_WITH_IMAGES = ("--enable-scale-out", "--middleware", "verl_vllm.ReadImages")
@@ -91,7 +90,6 @@ class VLLMClient(EngineClient):
                 *(_ROUTES if vision is None else _ROUTES_WITH_IMAGES),
                 "--disable-uvicorn-access-log",
                 *("--middleware", "verl_vllm.RequireToken"),
-                *_EXTENSION,
                 *command_line(dict(arguments) | of_machines(machines)),
             ]
 
@@ -219,6 +217,10 @@ class VLLMClient(EngineClient):
     def load_weights(self, parts: Iterable[SharedPart]) -> int:
         """See :meth:`EngineClient.load_weights`."""
         size, is_lost = 0, False
+        # Copies that share experts compute without requests too, while one of them has some or had them just now.
+        pauses = self._has_copies and not self.server.get("/is_paused")["is_paused"]
+        if pauses:
+            self.server.post("/pause")
         try:
             for index, part in enumerate(parts):
                 description = part.description()
@@ -236,6 +238,8 @@ class VLLMClient(EngineClient):
         finally:
             if not is_lost:  # vLLM must finish a begun update, or it cannot begin another
                 self._call_workers("end_weights")
+                if pauses:
+                    self.server.post("/resume")
         self._reset_cache()
         return size
 
@@ -292,7 +296,7 @@ def start_vllm_node(
     machines: EngineMachines,
 ) -> EngineProcess:
     """Start the workers of an engine on this machine, whose server is on another; arguments as for VLLMClient."""
-    flags = [*_EXTENSION, *command_line(dict(arguments) | of_machines(machines))]
+    flags = command_line(dict(arguments) | of_machines(machines))
     command = [launch.python, str(ENGINE_SIDE / "verl_vllm_node.py"), *flags]
     return start_node("vllm", lambda port: command, process_environment(device, machines), launch, devices)
 

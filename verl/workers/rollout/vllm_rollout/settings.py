@@ -34,6 +34,7 @@ METRICS = {
 _NO_NEGATIVE = ("trust_remote_code", "skip_tokenizer_init", "disable_log_stats")
 """Arguments without a ``--no-`` form, which are false by default."""
 _CPU_KV_CACHE_BYTES = 2**30
+_LOADER, _LOADER_ON_CPU = "verl_vllm.WeightLoader", "verl_vllm_cpu.CPUWeightLoader"
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM 0.32 takes as max_lora_rank
 _KV_CACHE_BYTES, _KV_CACHE_VARIABLE = "kv_cache_memory_bytes", "VLLM_CPU_KVCACHE_SPACE"
 
@@ -73,6 +74,8 @@ def engine_arguments(
         "data_parallel_size": config.data_parallel_size if config.shares_experts else 1,
         "enable_expert_parallel": config.expert_parallel_size > 1,
         "logprobs_mode": config.logprobs_mode,
+        # Runs in the workers.
+        "worker_extension_cls": _LOADER_ON_CPU if device.type == "cpu" else _LOADER,
         # Ignore sampling defaults of the model folder (generation_config.json): requests set all parameters.
         "generation_config": "vllm",
         # vLLM gets and returns token ids only; verl detects stop texts.
@@ -111,24 +114,8 @@ def engine_arguments(
     if device.type == "cpu" and _KV_CACHE_VARIABLE not in os.environ:  # overrides the argument in vLLM
         # Without a size vLLM takes half of the machine's memory.
         extra.setdefault(_KV_CACHE_BYTES, _CPU_KV_CACHE_BYTES)
-    return arguments | _max_logprobs(config, extra) | extra
-
-
-def _max_logprobs(config: RolloutConfig, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Let vLLM tell as many of the most likely tokens as requests for what sampling kept ask for.
-
-    Raises:
-        ConfigError: ``engine_kwargs.vllm`` allows fewer.
-    """
-    wanted, allowed = config.kept_ids_width + 1, extra.get("max_logprobs")
-    if not config.keep_sampling_mask:
-        return {}
-    if allowed is not None and 0 <= allowed < wanted:
-        raise ConfigError(
-            f"rollout.engine_kwargs.vllm.max_logprobs={allowed}: keep_sampling_mask with top_k={config.top_k} asks for "
-            f"the {wanted} most likely tokens. Leave max_logprobs out, or set {wanted} or more."
-        )
-    return {"max_logprobs": wanted} if wanted > VLLM_MAX_LOGPROBS else {}
+    most_likely = max(config.kept_ids_width + 1, VLLM_MAX_LOGPROBS)  # a request may ask for
+    return {"max_logprobs": most_likely} | arguments | extra
 
 
 def _max_lora_rank(model_config: HFModelConfig) -> int:

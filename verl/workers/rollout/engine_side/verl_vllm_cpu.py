@@ -1,0 +1,94 @@
+"""What vLLM 0.32 lacks on a CPU: updates of experts, experts on several ranks, pipeline stages of eager models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from verl_vllm import WeightLoader
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+_compute_experts = CPUUnquantizedExperts.apply
+
+
+class CPUWeightLoader(WeightLoader):
+    """Load weights from shared memory into a model on a CPU; a mix-in of vLLM's worker (``worker_extension_cls``)."""
+
+    def begin_weights(self) -> None:
+        """See :meth:`WeightLoader.begin_weights`."""
+        super().begin_weights()
+        runner = self.model_runner
+        for layer in runner.get_model().modules():
+            # vLLM brings experts into the layout of its kernel where it makes the kernel, which it else makes once.
+            method = getattr(layer, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            # Where the stage before puts its results; vLLM makes it in a warm-up, which eager models have not on a CPU.
+            sizes = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
+            runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(**sizes)
+
+
+def compute_experts(
+    experts: CPUUnquantizedExperts,
+    *,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    expert_map: Tensor | None,
+    apply_router_weight_on_input: bool,
+    **arguments: Any,
+) -> object:
+    """Compute the experts of this rank: vLLM's kernel takes all chosen ones for its own."""
+    if expert_map is not None:
+        if apply_router_weight_on_input:
+            raise NotImplementedError("experts on several ranks whose router weights are applied to their input")
+        local = expert_map[topk_ids.long()]
+        topk_weights = topk_weights.masked_fill(local < 0, 0)
+        topk_ids = local.clamp(min=0).to(topk_ids.dtype)
+    return _compute_experts(
+        experts,
+        topk_weights=topk_weights,
+        topk_ids=topk_ids,
+        expert_map=None,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+        **arguments,
+    )
+
+
+def all_gatherv(
+    communicator: CpuCommunicator, input_: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
+) -> Tensor | list[Tensor]:
+    """Join tensors of all ranks, of different sizes, along their first dimension."""
+    if isinstance(input_, list):
+        return [_joined(communicator, tensor, dim, sizes) for tensor in input_]
+    return _joined(communicator, input_, dim, sizes)
+
+
+def _joined(communicator: CpuCommunicator, tensor: Tensor, dim: int, sizes: list[int] | None) -> Tensor:
+    assert dim == 0
+    sizes = sizes or [len(tensor)] * communicator.world_size
+    longest = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+    longest[: len(tensor)] = tensor
+    parts = [torch.empty_like(longest) for _ in sizes]
+    dist.all_gather(parts, longest, group=communicator.device_group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def reduce_scatterv(
+    communicator: CpuCommunicator, input_: Tensor, dim: int = -1, sizes: list[int] | None = None
+) -> Tensor:
+    """Add tensors of all ranks, and return this rank's part along the first dimension."""
+    assert dim == 0
+    total = input_.clone()
+    dist.all_reduce(total, group=communicator.device_group)
+    sizes = sizes or [len(total) // communicator.world_size] * communicator.world_size
+    return total.split(sizes)[communicator.rank_in_group].contiguous()
+
+
+CPUUnquantizedExperts.apply = compute_experts
+CpuCommunicator.all_gatherv = all_gatherv
+CpuCommunicator.reduce_scatterv = reduce_scatterv
