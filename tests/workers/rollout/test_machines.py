@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.waiting import eventually
-from verl.errors import RolloutError
+from verl.errors import EngineLostError, RolloutError
 from verl.supervision.processes import family_of
 from verl.testing.models import tiny_model_dir
 from verl.utils import hf_tokenizer
@@ -23,7 +24,7 @@ from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout import machines
 from verl.workers.rollout.base import NO_WEIGHTS
 from verl.workers.rollout.client import EngineClient
-from verl.workers.rollout.engine_process import EngineProcess
+from verl.workers.rollout.engine_process import EngineProcess, HangLimits
 from verl.workers.rollout.machines import EngineMachines, Meeting, NodeReporter, OtherMachines
 from verl.workers.rollout.ranks import EnginePlacement
 from verl.workers.rollout.vllm_rollout import VLLMRollout
@@ -61,6 +62,34 @@ def test_the_processes_of_another_machine_are_watched(monkeypatch: pytest.Monkey
     assert watch.problem() is None
     monkeypatch.setattr(time, "monotonic", lambda: now + 1000)
     assert watch.problem() == "hears nothing of machine 1 of the engine"
+
+
+def test_a_machine_that_cannot_start_or_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error, or its silence, ends the start of the server on the first machine."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    ensure_process_group(torch.device("cpu"), 60)
+    first, second = (EngineMachines(0, 1, EnginePlacement(None, node_rank, nodes=2)) for node_rank in (0, 1))
+
+    def server() -> EngineProcess:
+        first.meet()
+        second.meeting = first.meeting
+        return EngineProcess(
+            "test",
+            lambda port: [sys.executable, "-c", PROGRAM],
+            token="t",
+            hang_limits=HangLimits(hang_s=0.1),
+            elsewhere=first.watch,
+        )
+
+    waiting = server()
+    with pytest.raises(OSError, match="No space left"), second.reporting_failure():
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(RolloutError, match=r"Machine 1 of the engine: its processes could not .* No space left on"):
+        waiting.start()
+    waiting = server()
+    monkeypatch.setattr(machines, "_SILENCE_S", 0.1)
+    with pytest.raises(EngineLostError, match="hears nothing of machine 1 of the engine, for"):
+        waiting.start()
 
 
 class _Unstartable(VLLMRollout):

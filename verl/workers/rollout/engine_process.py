@@ -222,16 +222,19 @@ class EngineProcess:
             on_failure.pop_all()
 
     def _wait_until_healthy(self) -> None:
-        began = time.monotonic()
+        began, timer = time.monotonic(), HangTimer(self._hang_limits)
         while not self._is_healthy():
             if not self.is_running:
                 raise (EngineLostError if self._was_killed() else RolloutError)(
                     f"the {self.name} server ended while it started. The end of its log:\n{self.log_tail()}"
                 )
-            if self._elsewhere is not None and (loss := self._elsewhere.loss()):
-                raise (EngineLostError if loss.was_killed else RolloutError)(
-                    f"a process of the {self.name} engine on another machine ended while it started. {loss.text}"
-                )
+            if self._elsewhere is not None:
+                if loss := self._elsewhere.loss():
+                    raise (EngineLostError if loss.was_killed else RolloutError)(
+                        f"a process of the {self.name} engine on another machine ended while it started. {loss.text}"
+                    )
+                if hung := timer.check(self._elsewhere.problem(), heard_at=time.monotonic()):
+                    raise EngineLostError(f"the {self.name} server {hung}, while it started.")
             if time.monotonic() - began > self._start_timeout_s:
                 raise (EngineLostError if self._stopped_process() else RolloutError)(
                     f"the {self.name} server was not ready after {self._start_timeout_s:g} s. If the model is only "

@@ -14,6 +14,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, TypedDict
 
@@ -100,6 +101,18 @@ class EngineMachines:
         dist.all_gather_object(meetings, mine, group=self._group)
         self.meeting = meetings[0]
 
+    @contextlib.contextmanager
+    def reporting_failure(self) -> Iterator[None]:
+        """Tell the first machine of an error in the context, so that it does not wait for processes here."""
+        assert self.meeting is not None
+        try:
+            yield
+        except Exception as error:  # the first machine waits for this one, whatever it raises; raised again below
+            loss = Loss(f"its processes could not be started: {type(error).__name__}: {error}", was_killed=False)
+            report: _Report = {"loss": asdict(loss), "problem": None, "count": 0}
+            _store_of(self.meeting).set(_key(self.placement.node_rank), json.dumps(report))
+            raise
+
     def report(self, process: EngineProcess) -> NodeReporter:
         """Tell the first machine from now on how the processes of this one are."""
         assert self.meeting is not None
@@ -117,7 +130,7 @@ class NodeReporter:
 
     def _report(self, meeting: Meeting) -> None:
         with contextlib.suppress(dist.DistError):  # the first machine's rank has ended
-            store = dist.TCPStore(meeting.address, meeting.report_port, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+            store = _store_of(meeting)
             for count in itertools.count():
                 loss = self._process.loss()
                 if self._over.is_set():
@@ -169,6 +182,10 @@ class OtherMachines:
         if text != self._reports[node_rank]:
             self._reports[node_rank], self._heard_at[node_rank] = text, time.monotonic()
         return json.loads(text)
+
+
+def _store_of(meeting: Meeting) -> dist.TCPStore:
+    return dist.TCPStore(meeting.address, meeting.report_port, timeout=_STORE_TIMEOUT, wait_for_workers=False)
 
 
 def _key(node_rank: int) -> str:
