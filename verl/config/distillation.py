@@ -60,7 +60,7 @@ class TeacherInferenceConfig(BaseConfig):
     """Free the teacher's device memory while others compute: an engine sleeps, weights of a forward pass move to main
     memory. On ranks of its own a single teacher always stays loaded."""
     data_parallel_size: int = setting(1, ge=1)
-    """Copies of the model inside one engine; only 1, because each further copy has its own engine."""
+    """Copies of all but the experts, as in `actor_rollout_ref.rollout`."""
     expert_parallel_size: int = setting(1, ge=1)
     """Ranks that split the experts of one layer (`vllm`, `sglang`); other engines allow only 1."""
     tensor_model_parallel_size: int = setting(2, ge=1)

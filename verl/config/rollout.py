@@ -313,10 +313,18 @@ class RolloutConfig(BaseConfig):
         together = tensor * self.data_parallel_size
         if self.shares_experts and self.name == "sglang":
             cause = f"{path}.name=sglang shares experts within one copy of the model alone"
-            yield Problem(key, size, cause, f"1 to {tensor}", f"set {path}.name=vllm")
+            yield Problem(key, size, cause, _divisors(tensor), f"set {path}.name=vllm")
+        elif self.name == "sglang" and tensor % size:
+            cause = f"sglang divides the {tensor} ranks of {path}.tensor_model_parallel_size by it"
+            yield Problem(key, size, cause, _divisors(tensor))
         elif self.name == "vllm" and size not in (1, tensor, together):
             cause = "vllm shares experts among all ranks that split layers, of one copy or of all copies"
-            yield Problem(key, size, cause, ", ".join(map(str, sorted({1, tensor, together}))))
+            remedy = f"or set {path}.data_parallel_size={size // tensor}" if size % tensor == 0 else ""
+            yield Problem(key, size, cause, ", ".join(map(str, sorted({1, tensor, together}))), remedy)
+
+
+def _divisors(ranks: int) -> str:
+    return ", ".join(str(size) for size in range(1, ranks + 1) if ranks % size == 0)
 
 
 def sampling_problems(path: str, settings: RolloutConfig | SamplingConfig) -> Iterator[Problem]:

@@ -240,8 +240,10 @@ KEEPS = f"{ROLLOUT}.keep_sampling_mask"
         ({f"{ROLLOUT}.skip_rollout": True}, "do not say whether they have the kept tokens"),
         ({"algorithm.adv_estimator": "optimal_token_baseline"}, "is that of the whole vocabulary, and log π that of"),
         ({"distillation.enabled": True}, "compares the policy with its teacher over the whole vocabulary"),
+        ({f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.top_k": 10, f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs": 25},
+         "max_logprobs=25: keep_sampling_mask with top_k=10 asks for the 26 most likely tokens"),
     ],
-)
+)  # fmt: skip
 def test_sampling_masks_that_cannot_be(run: Run, changes: dict[str, Any], said: str):
     assert said in run.refusal({f"{ROLLOUT}.top_p": 0.9, KEEPS: True} | changes)
 

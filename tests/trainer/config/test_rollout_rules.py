@@ -100,13 +100,23 @@ def test_copies_of_the_model_are_engines_unless_they_share_experts(run: Run, cap
     assert rollout.ranks_per_engine == rollout.tensor_model_parallel_size
     shared = {"data_parallel_size": 2, "expert_parallel_size": 2, "tensor_model_parallel_size": 1}
     layout = {"trainer.n_gpus_per_node": 2, "trainer.controller": "ray"}
+    config = run.folder / "model" / "config.json"
+    config.write_text('{"num_hidden_layers": 2}')
+    assert "expert_parallel_size=2: the model has no experts" in only(run.refusal(settings(**shared) | layout))
+    config.write_text('{"num_hidden_layers": 2, "num_experts": 8}')
     assert run.load(settings(**shared) | layout).actor_rollout_ref.rollout.ranks_per_engine == 2
     other = {"name": "sglang", "engine_kwargs": {"sglang": {"python": sys.executable}}}
     message = only(run.refusal(settings(**shared | other) | layout))
     assert "expert_parallel_size=2: actor_rollout_ref.rollout.name=sglang shares experts within one copy" in message
     message = only(run.refusal(settings(**shared | {"expert_parallel_size": 4, "data_parallel_size": 2}) | layout))
     assert "expert_parallel_size=4: vllm shares experts among all ranks" in message
-    assert "allowed: 1, 2" in message
+    assert "allowed: 1, 2\n" in message
+    assert f"or set {ROLLOUT}.data_parallel_size=4" in message
+    split = {"expert_parallel_size": 2, "tensor_model_parallel_size": 3, "data_parallel_size": 1}
+    layout = {"trainer.n_gpus_per_node": 3, "data.train_batch_size": 12, f"{ROLLOUT}.n": 3}
+    message = only(run.refusal(settings(**split | other) | layout))
+    assert "expert_parallel_size=2: sglang divides the 3 ranks of" in message
+    assert "allowed: 1, 3" in message
 
 
 def test_rounded_weights_are_corrected_for(run: Run, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):

@@ -11,6 +11,7 @@ from verl.config import DistillationConfig, PPOConfig, Problem
 from verl.config.agent import SINGLE_TURN
 from verl.config.distillation import FORWARD_PASSES
 from verl.errors import ConfigError
+from verl.trainer.config.rules_engines import most_likely_tokens
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.utils.model_facts import model_files
 from verl.vision.families import FAMILIES
@@ -43,6 +44,9 @@ def distillation(config: PPOConfig) -> Problems:
     if section.aligns_text:
         yield from _aligned_by_text(config)
     for name, teacher in section.teachers.items():
+        if info.reads == "topk" and settings.topk is not None:
+            path, asks = f"distillation.teacher_models.{name}.inference", f"{LOSS}.topk={settings.topk}"
+            yield from most_likely_tokens(path, teacher.inference, settings.topk, asks)
         if section.has_forward_passes and not teacher.inference.is_forward_pass:
             cause = "another teacher is a forward pass, and the teachers of a run are all of that kind, or none is"
             key = f"distillation.teacher_models.{name}.inference.name"

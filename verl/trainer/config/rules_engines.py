@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from verl.config import GenerationConfig, PPOConfig, Problem, RolloutConfig
+from verl.config.distillation import VLLM_MAX_LOGPROBS, TeacherInferenceConfig
 from verl.config.rollout import OTHER_PROGRAMS, OWN_ENGINES
 from verl.trainer.config.sizes import resolve_device
 from verl.utils.model_facts import model_files
+from verl.utils.model_facts.experts import ExpertSizes
 
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -26,6 +29,7 @@ def parallel_sizes(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
     for engine in _engines(config):
         if engine.settings.name in (*OTHER_PROGRAMS, "native"):
             yield from _of_machines(engine)
+            yield from _experts(engine)
         if engine.settings.name == "native":
             yield from _heads(engine)
         if engine.settings.name in OWN_ENGINES:
@@ -62,6 +66,25 @@ def _rounded(path: str, settings: RolloutConfig, device: str) -> Iterator[Proble
     elif settings.name == "vllm" and settings.dtype in ("float32", "fp32"):
         cause = f"with {key}={format} vllm computes in bfloat16 or float16 alone"
         yield Problem(f"{path}.dtype", settings.dtype, cause, "bfloat16")
+
+
+def most_likely_tokens(
+    path: str, engine: RolloutConfig | TeacherInferenceConfig, asked: int, asks: str
+) -> Iterator[Problem]:
+    """vLLM may tell as many of the most likely tokens as the engine of the section ``path`` is asked for.
+
+    Args:
+        path: of the engine's section.
+        engine: its settings.
+        asked: number of most likely tokens.
+        asks: settings that ask for them.
+    """
+    arguments = engine.engine_kwargs.get("vllm") if engine.name == "vllm" else None
+    most = arguments.get("max_logprobs") if isinstance(arguments, Mapping) else None
+    if isinstance(most, int) and 0 <= most < asked:  # -1 is no limit
+        cause = f"{asks} asks for the {asked} most likely tokens"
+        remedy = f"leave it out: vllm is then given {max(asked, VLLM_MAX_LOGPROBS)}"
+        yield Problem(f"{path}.engine_kwargs.vllm.max_logprobs", most, cause, f"-1, >= {asked}", remedy)
 
 
 def speed(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
@@ -135,6 +158,19 @@ def _of_machines(engine: _PlacedEngine) -> Iterator[Problem]:
         allowed = ", ".join(str(n // others) for n in fitting if n % others == 0)
         remedy = f"set {key}=1, where the model fits on one device"
         yield Problem(key, rollout[tensor], cause, allowed or "fewer ranks in the other sizes", remedy)
+
+
+def _experts(engine: _PlacedEngine) -> Iterator[Problem]:
+    size = engine.settings.expert_parallel_size
+    entries = model_files.config_entries(Path(engine.model).expanduser())
+    text = entries.get("text_config")
+    if (
+        size > 1
+        and entries
+        and ExpertSizes.of(SimpleNamespace(**(text if isinstance(text, dict) else entries))) is None
+    ):
+        cause = f"the model has no experts ({engine.model})"
+        yield Problem(f"{engine.path}.expert_parallel_size", size, cause, "1")
 
 
 def _heads(engine: _PlacedEngine) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ from verl.config import PPOConfig, Problem, RolloutConfig
 from verl.config.async_plan import AsyncPlan
 from verl.errors import ConfigError
 from verl.trainer.config.derive import BYPASS, compares_with_rollout, takes_weights, truncating
+from verl.trainer.config.rules_engines import most_likely_tokens
 
 Problems = Iterator[Problem]
 
@@ -189,6 +190,9 @@ def sampling_mask(config: PPOConfig) -> Problems:
             f"1 to {limit}",
             f"or set {key}_limit={max(rollout.top_k, limit)}, which stores 4 bytes for each id",
         )
+    else:
+        asks = f"keep_sampling_mask with top_k={rollout.top_k}"
+        yield from most_likely_tokens(ROLLOUT, rollout, rollout.kept_ids_width + 1, asks)
     if rollout.skip_rollout:
         cause = f"files of {ROLLOUT}.skip_rollout do not say whether they have the kept tokens"
         yield Problem(key, True, cause, "false", f"or set {ROLLOUT}.skip_rollout=false")
