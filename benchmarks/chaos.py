@@ -8,6 +8,7 @@ by themselves, and a process ends or hangs beside that. Survived means: all step
 (without agents) sampled responses the same to the last bit; and no process left. ::
 
     python -m benchmarks.chaos [--rounds 6] [--seed 1] [--write]    the campaign (into docs/internals/lost_processes.md)
+    python -m benchmarks.chaos --work megatron_adapters --faults "rank killed"    another model, or another trainer
     python -m benchmarks.chaos --overhead [--repeats 3]            what the protection costs when nothing breaks
 """
 
@@ -33,8 +34,9 @@ import torch
 
 from benchmarks import chaos_agents
 from benchmarks.chaos_run import PLAN
-from examples.quickstart.settings import Settings, rl_settings
+from examples.quickstart.settings import Settings, megatron_settings, rl_settings
 from verl.supervision.termination import EXIT_CODE
+from verl.testing.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "internals" / "lost_processes.md"
@@ -76,6 +78,9 @@ ENDS_THE_DRIVER = {name for name in FAULTS if "driver" in name or "raylet" in na
 NOT_COMPARED = ("timing", "perf", "recovery")
 NOT_COMPARED_OF_AGENTS = ("training/rollout_", "rollout_corr/")
 """Rounding errors of the engine, which depend on what is computed together."""
+WORKS = ("fsdp", "megatron_adapters", "megatron_replay")
+"""What is trained: all weights under FSDP; under Megatron adapters, over tensor-parallel ranks, or the experts of a
+mixture, over expert-parallel ranks, with the rollout's choice of experts repeated (R3)."""
 END_S = 60
 """How long the processes of a run may take to end after it."""
 
@@ -121,6 +126,32 @@ def settings(task: Path, output: Path, changes: Settings, patience: float) -> Se
         "ray_kwargs.ray_init.num_cpus": 2,
         "hydra.run.dir": output / "hydra",
     } | changes  # fmt: skip
+
+
+def work_settings(work: str, task: Path) -> Settings:
+    """The changes that make the run one of ``WORKS``."""
+    if work == "fsdp":
+        return {}
+    if work == "megatron_adapters":
+        return megatron_settings(2) | {"actor_rollout_ref.model.lora_rank": 8}
+    sizes = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+    return megatron_settings(2) | {
+        **{f"actor_rollout_ref.actor.megatron.{name}": size for name, size in sizes.items()},
+        "critic.strategy": "fsdp2",
+        "actor_rollout_ref.model.path": make_mixture(task),
+        "actor_rollout_ref.actor.router_replay.mode": "R3",
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay": True,
+    }
+
+
+def make_mixture(task: Path) -> Path:
+    """A Qwen3-MoE with random weights that has the tokenizer of the quickstart's model."""
+    folder = task / "mixture"
+    shutil.copytree(task / "model", folder, dirs_exist_ok=True)
+    dense = json.loads((folder / "config.json").read_text())
+    kept = {name: dense[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    tiny_model("qwen3_moe", vocab=dense["vocab_size"], **kept).save_pretrained(folder)
+    return folder
 
 
 def agent_settings(folder: Path, patience: float) -> Settings:
@@ -255,12 +286,20 @@ def draw_plans(seed: int, rounds: int, kinds: Sequence[str]) -> list[dict[str, A
     return plans
 
 
-def play(task: Path, output: Path, plan: dict[str, Any], undisturbed: Path, usual_s: float, patience: float) -> Round:
+def play(
+    task: Path,
+    output: Path,
+    plan: dict[str, Any],
+    undisturbed: Path,
+    usual_s: float,
+    patience: float,
+    changes: Settings,
+) -> Round:
     """One round."""
     starts, seconds, problems = 0, float("nan"), ()
     agents = plan["fault"] in AGENT_FAULTS
     try:
-        starts, seconds = start(task, output, plan, patience, agent_settings(task, patience) if agents else None)
+        starts, seconds = start(task, output, plan, patience, changes)
         problems = tuple(differences(output, undisturbed, agents))
         if agents and (left := processes_left(output / "plan.json")):
             problems = (*problems, f"processes are left: {left}")
@@ -280,19 +319,20 @@ def play(task: Path, output: Path, plan: dict[str, Any], undisturbed: Path, usua
     )  # fmt: skip
 
 
-def campaign(folder: Path, rounds: int, seed: int, kinds: Sequence[str], patience: float) -> list[Round]:
+def campaign(folder: Path, rounds: int, seed: int, kinds: Sequence[str], patience: float, work: str) -> list[Round]:
     """All rounds, told as they end."""
     task = make_task(folder / "task")
+    of_work = work_settings(work, task)
     played, usual_s = [], {}
     for number, plan in enumerate(draw_plans(seed, rounds, kinds), 1):
         agents = plan["fault"] in AGENT_FAULTS
         undisturbed = folder / ("undisturbed_agents" if agents else "undisturbed")
+        changes = agent_settings(task, patience) if agents else of_work
         if undisturbed not in usual_s:
-            changes = agent_settings(task, patience) if agents else None
             _, usual_s[undisturbed] = start(task, undisturbed, None, patience, changes)
             print(f"{undisturbed.name}: {STEPS} steps in {usual_s[undisturbed]:.0f} s")
         output = folder / f"round_{number}"
-        played.append(play(task, output, plan, undisturbed, usual_s[undisturbed], patience))
+        played.append(play(task, output, plan, undisturbed, usual_s[undisturbed], patience, changes))
         print(row(number, played[-1]), flush=True)
     return played
 
@@ -357,6 +397,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, help="one of each kind by default")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="the kinds to play by turns")
+    parser.add_argument("--work", choices=WORKS, default="fsdp", help="what is trained, in rounds without agents")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--patience", type=float, default=1, help="multiplies all time limits, for a busy machine")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind, with --overhead")
@@ -373,7 +414,7 @@ def main() -> None:
         if args.write:
             put("overhead", text)
         return
-    played = campaign(folder, args.rounds or len(args.faults), args.seed, args.faults, args.patience)
+    played = campaign(folder, args.rounds or len(args.faults), args.seed, args.faults, args.patience, args.work)
     if args.write:
         put("campaign", table(played, args.seed))
     if any(done.problems for done in played):

@@ -2,10 +2,10 @@
 
 A program of its own, because the tests' process has its Ray already::
 
-    python -m tests.trainer.train_on_nodes FOLDER {ulysses|megatron} [lose]
+    python -m tests.trainer.train_on_nodes FOLDER {ulysses|megatron|vllm} [lose]
 
 Two nodes have two ranks each, and the third is spare. The four ranks are one model: under FSDP they share sequences in
-pairs, under Megatron matrices and layers.
+pairs, under Megatron matrices and layers. With vllm each node has one rank, and both share a vLLM.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ray.cluster_utils import Cluster
 from tests.support.tiny_run import make_tiny_run, overrides
 from tests.support.waiting import eventually
 from verl.protocol import tensor_columns
+from verl.testing.models import tiny_model_dir
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
@@ -42,13 +43,20 @@ SHARED = {
         "actor_rollout_ref__actor__megatron__pipeline_model_parallel_size": 2,
         "actor_rollout_ref__actor__megatron__dtype": "float32",
     },
+    "vllm": {
+        "trainer__n_gpus_per_node": 1,
+        "actor_rollout_ref__rollout__name": "vllm",
+        "actor_rollout_ref__rollout__tensor_model_parallel_size": 2,
+        "actor_rollout_ref__rollout__enforce_eager": True,
+        "actor_rollout_ref__rollout__engine_kwargs__vllm__kv_cache_memory_bytes": 64 << 20,
+    },
 }
 REWARD = "def compute_score(solution_str, **_):\n    return sum(c.isdigit() for c in solution_str) / 8\n"
 
 
 def kill_a_node_with_ranks(cluster: Cluster, log: Path) -> None:
     """End a node that has ranks as soon as the first step is over."""
-    eventually(lambda: log.exists() and log.read_text().count("\n") >= 1, "the first step", within_s=200)
+    eventually(lambda: log.exists() and log.read_text().count("\n") >= 1, "the first step", within_s=400)
     free = available_resources_per_node()
     busy = [node for node in cluster.worker_nodes if free[node.node_id].get("CPU", 0.0) < CPUS]
     assert len(busy) == 2
@@ -77,7 +85,10 @@ def main(folder: Path, shared: str, lose: bool) -> list[dict[str, Any]]:
     }
     if lose:
         threading.Thread(target=kill_a_node_with_ranks, args=(cluster, log), daemon=True).start()
-    run_ppo(compose(overrides(make_tiny_run(folder), folder, **settings)))
+    paths = make_tiny_run(folder)
+    if shared == "vllm":  # whose kernels for a CPU have no smaller heads
+        paths |= {"model": tiny_model_dir(folder / "heads_of_32", head_dim=32)}
+    run_ppo(compose(overrides(paths, folder, **settings)))
     ray.shutdown()
     cluster.shutdown()
     return [json.loads(line) for line in log.read_text().splitlines()]

@@ -2,10 +2,10 @@
 
 A program of its own, because the tests' process has its Ray already::
 
-    python -m tests.workers.rollout.engine_over_nodes {vllm|sglang} PYTHON FOLDER [SETTING=NUMBER...]
+    python -m tests.workers.rollout.engine_over_nodes {vllm|sglang} FAMILY PYTHON FOLDER [SETTING=NUMBER...]
 
-PYTHON is the interpreter that has the engine; this one has Ray. The engine answers with weights of seed 0 and of
-seed 1, and again after a process of it was killed on each node.
+FAMILY is that of the tiny model. PYTHON is the interpreter that has the engine; this one has Ray. The engine answers
+with weights of seed 0 and of seed 1, and again after a process of it was killed on each node.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Served(Worker):
         self.name, self.rollout = name, rollout
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def answer(self, seed: int, victim: int | None = None) -> tuple[list[list[int]], list[list[float]]]:
+    def answer(self, family: str, seed: int, victim: int | None = None) -> tuple[list[list[int]], list[list[float]]]:
         """Answer greedily; on rank ``victim`` a process of the engine is killed meanwhile."""
         batch = prompt_batch(PROMPTS, do_sample=False)
-        with self.rollout.awake(lambda: weights_of(seed=seed), seed), ExitStack() as entered:
+        with self.rollout.awake(lambda: weights_of(family, seed), seed), ExitStack() as entered:
             if self.rank == victim:
-                family = set(psutil.Process().children(recursive=True))
-                entered.enter_context(struck(WORKERS[self.name], family))
+                processes = set(psutil.Process().children(recursive=True))
+                entered.enter_context(struck(WORKERS[self.name], processes))
             answers = self.rollout.generate_sequences(batch if self.rollout.leads else DataProto())
         if not self.rollout.leads:
             return [], []
@@ -83,7 +83,7 @@ class Served(Worker):
         self.rollout._end_engine()
 
 
-def main(name: str, python: str, folder: str, sizes: dict[str, int]) -> dict[str, object]:
+def main(name: str, family: str, python: str, folder: str, sizes: dict[str, int]) -> dict[str, object]:
     cluster = Cluster(initialize_head=True, head_node_args=NODE)
     cluster.add_node(**NODE)
     ray.init(address=cluster.address, log_to_driver=True, configure_logging=False)
@@ -92,10 +92,10 @@ def main(name: str, python: str, folder: str, sizes: dict[str, int]) -> dict[str
     pool = pools.get_resource_pool("actor")
     assert isinstance(pool, RayResourcePool)
     group = RayWorkerGroup(pool, RayWorkerGroup.describe(Served), device_name="cpu")
-    group.build(name, python, tiny_model_dir(folder, "qwen3", **shape_of("qwen3")), sizes)
-    seen: dict[str, object] = {"undisturbed": [group.answer(0)[0], group.answer(1)[0]]}
+    group.build(name, python, tiny_model_dir(folder, family, **shape_of(family)), sizes)
+    seen: dict[str, object] = {"undisturbed": [group.answer(family, 0)[0], group.answer(family, 1)[0]]}
     seen["processes"] = [names for _, names in group.state()]
-    seen["disturbed"] = [group.answer(1, victim)[0] for victim in (0, 1)]
+    seen["disturbed"] = [group.answer(family, 1, victim)[0] for victim in (0, 1)]
     seen["restarts"] = group.state()[0][0]
     group.end()
     group.shutdown()
@@ -106,5 +106,5 @@ def main(name: str, python: str, folder: str, sizes: dict[str, int]) -> dict[str
 
 
 if __name__ == "__main__":
-    given = {key: int(number) for key, number in (argument.split("=") for argument in sys.argv[4:])}
-    sys.stdout.write(f"\n{json.dumps(main(*sys.argv[1:4], given))}\n")
+    given = {key: int(number) for key, number in (argument.split("=") for argument in sys.argv[5:])}
+    sys.stdout.write(f"\n{json.dumps(main(*sys.argv[1:5], given))}\n")
