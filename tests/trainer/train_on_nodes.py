@@ -25,7 +25,9 @@ from tests.support.tiny_run import make_tiny_run, overrides
 from tests.support.waiting import eventually
 from verl.protocol import tensor_columns
 from verl.testing.models import tiny_model_dir
+from verl.trainer.config import PPOConfig, load_config
 from verl.trainer.config.command_line import compose
+from verl.trainer.config.overrides import keys_set
 from verl.trainer.main_ppo import run_ppo
 
 SYSTEM = {
@@ -88,7 +90,8 @@ def main(folder: Path, shared: str, lose: bool) -> list[dict[str, Any]]:
     paths = make_tiny_run(folder)
     if shared == "vllm":  # whose kernels for a CPU have no smaller heads
         paths |= {"model": tiny_model_dir(folder / "heads_of_32", head_dim=32)}
-    run_ppo(compose(overrides(paths, folder, **settings)))
+    words = overrides(paths, folder, **settings)
+    run_ppo(load_config(compose(words), PPOConfig, keys_set(words)))
     ray.shutdown()
     cluster.shutdown()
     return [json.loads(line) for line in log.read_text().splitlines()]

@@ -25,7 +25,7 @@ class CPUWeightLoader(WeightLoader):
         for layer in runner.get_model().modules():
             # vLLM brings experts into the layout of its kernel where it makes the kernel, which it else makes once.
             method = getattr(layer, "quant_method", None)
-            if getattr(method, "moe_kernel", None) is not None:
+            if method is not None and hasattr(method, "moe_kernel"):
                 method.moe_kernel = None
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
             # Where the stage before puts its results; vLLM makes it in a warm-up, which eager models have not on a CPU.
