@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from torch import Size, Tensor
 from transformers import PreTrainedModel
 
 from verl.utils.model import convert_weight_keys
+
+_PIECE_BYTES = 2**28
+"""Experts are copied in pieces of about so many bytes when they are taken out of a joined weight."""
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class FileNames:
@@ -28,17 +33,25 @@ class FileNames:
         self._renamed = {name: unchanged[id(tensor)] for name, tensor in live.items() if id(tensor) in unchanged}
         joined = live.keys() - self._renamed.keys()
         apart: dict[str, Tensor] = {}
-        for name in joined:
-            apart |= convert_weight_keys({name: live[name]}, model)
-        made = {name: tensor for name, tensor in in_files.items() if name not in self._renamed.values()}
-        self._joined = frozenset(joined if _shapes(apart) == _shapes(made) else ())
+        for name in joined if all(live[name].dim() for name in joined) else ():
+            apart |= dict(self._apart(name, live[name], len(live[name]) // 2 + 1))
+        made = in_files.keys() - self._renamed.values()
+        is_exact = _shapes(apart) == _shapes({name: in_files[name] for name in made})
+        self._joined = frozenset(joined if is_exact else ())
 
     def of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a weight of the model as its files have it: one tensor, or several."""
         if name in self._joined:
-            yield from convert_weight_keys({name: tensor}, self._model).items()
+            yield from self._apart(name, tensor, max(1, _PIECE_BYTES * len(tensor) // tensor.nbytes))
         else:
             yield self._renamed.get(name, name), tensor
+
+    def _apart(self, name: str, tensor: Tensor, experts: int) -> Iterator[tuple[str, Tensor]]:
+        """Take a joined weight apart, so many experts at a time."""
+        for first in range(0, len(tensor), experts):
+            piece = convert_weight_keys({name: tensor[first : first + experts]}, self._model)
+            for of_piece, part in piece.items():
+                yield _EXPERT.sub(lambda found, first=first: f".experts.{first + int(found[1])}.", of_piece), part
 
 
 def _shapes(weights: Mapping[str, Tensor]) -> dict[str, Size]:
