@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from verl.errors import ConfigError
-from verl.utils.model import check_finite_weights, load_hf_config, require_on_hub
+from verl.utils.model import check_finite, load_hf_config, require_on_hub
 from verl.utils.model_facts.model_files import file_problem, quantization_problem, tokenizer_problem, weights_problem
 from verl.utils.tokenizer import hf_tokenizer
 
@@ -107,14 +107,14 @@ def test_a_config_that_transformers_cannot_read_is_named_too(folder: Path):
 
 def test_weights_that_are_not_finite_are_named():
     model = torch.nn.Linear(4, 2)
-    check_finite_weights(model, "there")
+    check_finite(model.named_parameters(), "there")
     with torch.no_grad():
         model.weight.fill_(3e38)  # finite, though the sum of eight of them is not
-    check_finite_weights(model, "there")
+    check_finite(model.named_parameters(), "there")
     with torch.no_grad():
         model.bias[1] = float("inf")
     with pytest.raises(ConfigError, match=r"in 'there' are not finite \(nan or infinite\): bias \(1 of 2 values\)"):
-        check_finite_weights(model, "there")
+        check_finite(model.named_parameters(), "there")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from huggingface_hub.errors import (
     HFValidationError,
     RepositoryNotFoundError,
 )
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -51,7 +50,6 @@ _DTYPES = {
     "fp32": torch.float32,
     "float": torch.float32,
 }
-_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 ATTN_IMPLEMENTATION = "attn_implementation"
 
 
@@ -186,7 +184,7 @@ def load_causal_lm(
     Raises:
         ConfigError: it cannot be read, or files lack some of its weights, which Transformers would initialise randomly.
     """
-    return load_pretrained(_auto_of(hf_config), name_or_path, hf_config, dtype, trust_remote_code)
+    return load_pretrained(auto_of(hf_config), name_or_path, hf_config, dtype, trust_remote_code)
 
 
 def weights_folder(name_or_path: str) -> Path:
@@ -196,23 +194,8 @@ def weights_folder(name_or_path: str) -> Path:
     return Path(resolved if is_local else snapshot_download(resolved, allow_patterns=["model*.safetensors*"]))
 
 
-def stored_dtype(name_or_path: str) -> torch.dtype | None:
-    """Return the number format of a model's weights on disk; None without safetensors, or with several formats.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
-    dtypes: set[str] = set()
-    for path in sorted(weights_folder(name_or_path).glob("model*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                dtypes |= {file.get_slice(name).get_dtype() for name in file.keys()}
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}. Copy the model again.") from error
-    return _STORED.get(dtypes.pop()) if len(dtypes) == 1 else None
-
-
-def _auto_of(hf_config: PretrainedConfig) -> Any:
+def auto_of(hf_config: PretrainedConfig) -> Any:
+    """Return the ``Auto...`` class of Transformers for the language model of a config, also one with images."""
     return AutoModelForImageTextToText if hf_config.model_type in FAMILIES else AutoModelForCausalLM
 
 
@@ -243,6 +226,17 @@ def load_pretrained(
     except LOADING_ERRORS as error:
         raise ConfigError(f"model weights of '{path}' cannot be read: {why_unreadable(error, path)}") from error
     warn_if_code_runs(module, path)
+    check_loaded(module, info, path, new)
+    check_finite(module.named_parameters(), path)
+    return module
+
+
+def check_loaded(module: PreTrainedModel, info: Mapping[str, Set[Any]], path: str, new: Set[str] = frozenset()) -> None:
+    """Check what Transformers says of the files of a model; they may lack the weights ``new``.
+
+    Raises:
+        ConfigError: the files lack weights, or hold some of another shape.
+    """
     kind = type(module).__name__
     if other := sorted(info["mismatched_keys"]):
         name, shape, wanted = other[0]
@@ -257,18 +251,16 @@ def load_pretrained(
         )
     if not new and (unused := info["unexpected_keys"]):
         logger.warning("'%s' holds %d weights that %s does not use: %s", path, len(unused), kind, _some(unused))
-    check_finite_weights(module, path)
-    return module
 
 
-def check_finite_weights(module: nn.Module, path: str) -> None:
+def check_finite(weights: Iterable[tuple[str, Tensor]], path: str) -> None:
     """Refuse weights that are NaN or infinite, before a model runs with them.
 
     Raises:
         ConfigError: the message names them.
     """
     # A sum is NaN or infinite if a term is, and takes no memory; finite terms may overflow, so these are looked at.
-    suspects = {n: p for n, p in module.named_parameters() if not bool(p.detach().sum(dtype=torch.float32).isfinite())}
+    suspects = {name: w for name, w in weights if not bool(w.detach().sum(dtype=torch.float32).isfinite())}
     bad = {name: int((~weight.isfinite()).sum()) for name, weight in suspects.items()}
     examples = [f"{name} ({count} of {suspects[name].numel()} values)" for name, count in bad.items() if count]
     if examples:
@@ -284,7 +276,7 @@ def empty_causal_lm(
 ) -> PreTrainedModel:
     """Create the causal language model of ``hf_config`` on ``device`` with uninitialised, frozen weights."""
     with no_init_weights(), torch.device(device):
-        module = _auto_of(hf_config).from_config(hf_config, dtype=dtype, trust_remote_code=trust_remote_code)
+        module = auto_of(hf_config).from_config(hf_config, dtype=dtype, trust_remote_code=trust_remote_code)
     module.tie_weights()
     return module.eval().requires_grad_(False)
 
@@ -408,7 +400,7 @@ def unknown_ids(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig)
     return [token_id for token_id in range(hf_config.get_text_config().vocab_size) if token_id not in known]
 
 
-def _some(names: list[str] | set[str], shown: int = 5) -> str:
+def _some(names: Iterable[str], shown: int = 5) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:shown]) + (f" and {len(ordered) - shown} more" if len(ordered) > shown else "")
 

@@ -16,15 +16,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import (
+    WeightConverter,
+    convert_and_load_state_dict_in_model,
+    revert_weight_conversion,
+)
 from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME, custom_object_save
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, LoadStateDictConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
@@ -32,6 +37,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
+from transformers.utils import logging as transformers_logging
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
     TypeHintParsingException,
@@ -54,6 +60,18 @@ __all__ = [
 
 UNDESCRIBED = (DocstringParsingException, TypeHintParsingException)
 """Errors of ``get_json_schema`` about a function whose annotations or docstring lack something."""
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Let Transformers show no bars inside the context."""
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            transformers_logging.enable_progress_bar()
 
 
 @contextmanager
@@ -145,7 +163,7 @@ def names_on_disk(module: PreTrainedModel, weights: dict[str, Tensor]) -> dict[s
     return revert_weight_conversion(module, weights)
 
 
-def conversions_of(module: PreTrainedModel) -> object:
+def conversions_of(module: PreTrainedModel) -> list[Any] | None:
     """Return what turned the names and shapes of the files into those of the model; None if no files were read."""
     return getattr(module, "_weight_conversions", None)
 
@@ -153,6 +171,40 @@ def conversions_of(module: PreTrainedModel) -> object:
 def set_conversions(module: PreTrainedModel, conversions: Any) -> None:
     """Let :func:`names_on_disk` revert the result of :func:`conversions_of` for the same model, read elsewhere."""
     module._weight_conversions = conversions
+
+
+def joins_weights(module: PreTrainedModel) -> bool:
+    """Whether files have been read into the model of which several weights become one, or one becomes several."""
+    return any(isinstance(one, WeightConverter) for one in conversions_of(module) or ())
+
+
+def converted(module: PreTrainedModel, in_files: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return some weights as the model has them; it stays without them.
+
+    Args:
+        module: a model on the meta device, into which Transformers has read the same files, without data.
+        in_files: tensors, or slices of safetensors, by their names in the files; of a weight that is made of several,
+            all of them.
+        dtype: number format to convert into, except what the model keeps in fp32.
+    """
+    settings = LoadStateDictConfig(
+        dtype=dtype,
+        dtype_plan=module._get_dtype_plan(dtype),
+        weight_mapping=conversions_of(module),
+        ignore_mismatched_sizes=True,
+    )
+    with without_progress_bars():
+        convert_and_load_state_dict_in_model(module, dict(in_files), settings)
+    weights: dict[str, Tensor] = {}
+    for prefix, part in module.named_modules():
+        here = {**part._parameters, **part._buffers}
+        for name, tensor in here.items():
+            if tensor is None or tensor.is_meta:
+                continue
+            weights[f"{prefix}.{name}" if prefix else name] = tensor.detach()
+            empty = tensor.detach().to("meta")
+            setattr(part, name, nn.Parameter(empty, requires_grad=False) if name in part._parameters else empty)
+    return weights
 
 
 def write_model_code(module: PreTrainedModel, folder: Path, config: PretrainedConfig) -> None:

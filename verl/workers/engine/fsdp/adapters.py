@@ -388,6 +388,31 @@ def targets_of(layers: Mapping[str, object]) -> dict[str, AdapterTarget]:
     return {name: _target(name, layer) for name, layer in layers.items()}
 
 
+def magnitudes_of(layers: Mapping[str, object]) -> dict[str, str]:
+    """Return the names of the magnitudes of DoRA among :func:`adapter_layers`, by the name of the weight."""
+    dora = {name: layer for name, layer in layers.items() if getattr(layer, "use_dora", {}).get(_ADAPTER)}
+    return {_target(name, layer).weight: f"{name}{_MAGNITUDE}" for name, layer in dora.items()}
+
+
+def with_adapters(
+    weights: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor], targets: Mapping[str, AdapterTarget]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight of a model, and after it what belongs to its adapter, as :func:`merged` takes them.
+
+    Args:
+        weights: by the names of the model without adapters.
+        adapters: by the names of the model with adapters.
+        targets: what each layer with an adapter adapts, by its name.
+    """
+    parts_of: dict[str, list[str]] = {}
+    for name in adapters:
+        layer = name[: name.index(".lora_")]
+        parts_of.setdefault(targets[layer].weight, []).append(name)
+    for name, tensor in weights:
+        yield name, tensor
+        yield from ((part, adapters[part]) for part in parts_of.get(name, ()))
+
+
 @torch.no_grad()
 def merged(weights: Iterable[tuple[str, Tensor]], targets: Mapping[str, AdapterTarget]) -> Iterator[tuple[str, Tensor]]:
     """Merge adapters into the weights: W + s B A, with DoRA m (W + s B A) / |W + s B A| by rows.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import torch
@@ -23,8 +23,10 @@ from transformers import (
 
 from verl.config import HFModelConfig
 from verl.errors import ConfigError
+from verl.utils.folder_weights import FolderWeights
 from verl.utils.image_reward_models import sequence_classifier, token_classifier
 from verl.utils.model import (
+    auto_of,
     empty_causal_lm,
     hf_config_of,
     load_causal_lm,
@@ -42,7 +44,7 @@ from verl.utils.transformers_private import (
 from verl.utils.ulysses import validate_ulysses_config
 from verl.vision.families import FAMILIES, VisionConfig
 from verl.vision.model import hidden_states
-from verl.workers.engine.fsdp.adapters import adapter_layers, add_adapters, merged, targets_of
+from verl.workers.engine.fsdp.adapters import adapter_layers, add_adapters, merged, targets_of, with_adapters
 from verl.workers.engine.fsdp.divergence import (
     DivergenceStatistics,
     FullDivergence,
@@ -201,6 +203,7 @@ def build_model(
     with_weights: bool,
     is_trained: bool = True,
     frozen: Sequence[str] = (),
+    with_adapters: bool = False,
 ) -> HeadedModel:
     """Build the model in the folder ``config.path`` on the CPU.
 
@@ -214,6 +217,7 @@ def build_model(
         is_trained: whether weights get gradients, or adapters where ``config`` has them; a reward model without a
             trained head is acceptable then.
         frozen: parts of module names, such as ``visual``, whose weights are not trained.
+        with_adapters: read trained adapters also without the weights.
 
     Raises:
         ConfigError: the folder is missing, or holds another kind of model.
@@ -229,7 +233,7 @@ def build_model(
     hf.requires_grad_(is_trained)
     _freeze(hf, frozen)
     if is_trained and config.has_adapters:
-        add_adapters(hf, head_name, config, with_weights)
+        add_adapters(hf, head_name, config, with_weights or with_adapters)
     return HeadedModel(hf, head_name)
 
 
@@ -246,13 +250,38 @@ def _freeze(hf: PreTrainedModel, parts: Sequence[str]) -> None:
             weight.requires_grad_(False)
 
 
-def pretrained_weights(config: HFModelConfig, dtype: torch.dtype) -> Iterable[tuple[str, Tensor]]:
-    """Read the weights of a causal language model, with the adapters of ``lora_adapter_path`` merged into them."""
-    hf = load_causal_lm(config.path, hf_config_of(config), dtype, config.trust_remote_code)
+def folder_weights(model_type: ModelType, config: HFModelConfig, hf_config: PretrainedConfig) -> FolderWeights:
+    """Return the weights in the folder ``config.path`` of a model that :func:`build_model` builds without them.
+
+    Weights of a new head are not among them.
+    """
+    auto, new = auto_of(hf_config), frozenset[str]()
+    if model_type != "language_model":
+        architecture = (hf_config.architectures or [""])[0]
+        classifiers = [auto for ending, auto in _CLASSIFIERS.items() if architecture.endswith(ending)]
+        if classifiers:
+            auto = classifiers[0]
+        elif model_type == "reward_model" and hf_config.model_type not in FAMILIES:
+            auto, new = AutoModelForSequenceClassification, frozenset({"score.weight"})
+    return FolderWeights(auto, config.path, hf_config, config.trust_remote_code, new)
+
+
+def pretrained_weights(config: HFModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Read the weights of a causal language model, with the adapters of ``lora_adapter_path`` merged into them.
+
+    They are read one layer after the other, and converted to ``dtype``, except buffers.
+    """
+    hf_config = hf_config_of(config)
+    folder = folder_weights("language_model", config, hf_config)
+    buffers = {name for name, _ in folder.model.named_buffers()}
+    weights = ((name, tensor if name in buffers else tensor.to(dtype)) for name, tensor in folder)
     if config.lora_adapter_path is None:
-        return own_state(hf).items()
+        yield from weights
+        return
+    hf = empty_causal_lm(hf_config, dtype, torch.device("cpu"), config.trust_remote_code)
     add_adapters(hf, "lm_head", config, with_weights=True)
-    return merged(own_state(hf).items(), targets_of(adapter_layers(hf)))
+    targets = targets_of(adapter_layers(hf))
+    yield from merged(with_adapters(weights, trained_parameters(hf), targets), targets)
 
 
 def _causal_lm(

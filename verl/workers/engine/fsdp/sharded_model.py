@@ -27,7 +27,7 @@ from verl.config.megatron import ranks_per_copy
 from verl.errors import ConfigError
 from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
-from verl.utils.model import hf_config_of, stored_dtype, torch_dtype
+from verl.utils.model import get_generation_config, hf_config_of, torch_dtype
 from verl.utils.sharded_tensor import full_tensor, local_rows
 from verl.utils.transformers_private import experts_of
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
@@ -39,6 +39,7 @@ from verl.workers.engine.fsdp.adapters import (
     base_of,
     check_same_scale,
     linear_adapters,
+    magnitudes_of,
     merged,
     require_linear,
     targets_of,
@@ -54,11 +55,13 @@ from verl.workers.engine.fsdp.model import (
     build_model,
     check_sequence_sharing,
     enable_gradient_checkpointing,
+    folder_weights,
     own_state,
     trained_parameters,
 )
 from verl.workers.engine.fsdp.packing_check import PackingCheck
 from verl.workers.engine.fsdp.sharding import (
+    InitialWeights,
     allocate_weights,
     divided,
     drop_weights,
@@ -67,6 +70,7 @@ from verl.workers.engine.fsdp.sharding import (
     make_rows_mesh,
     mixed_precision,
     needs_sharding,
+    new_weights,
     shard_model,
 )
 from verl.workers.engine.fsdp.tensor_parallel import check_division, divide_layers
@@ -196,13 +200,16 @@ class ShardedModel(BaseEngine):
         is_trained = not config.forward_only
         build = functools.partial(build_model, self.model_type, self.model_config)
         is_divided, source = self.mesh.size() > 1 or self.tensor_mesh is not None, None
-        if is_divided and dist.get_rank() == 0:
-            # In the format of the files: PyTorch then maps them into memory, and rank 0 holds no copy. New adapters are
-            # drawn and scaled in the format of the model, as on one rank.
-            stored = None if self.has_adapters else stored_dtype(self.model_config.path)
-            source = build(stored or dtype, with_weights=True, is_trained=is_trained, frozen=self.frozen)
-        model = build(dtype, with_weights=not is_divided, is_trained=is_trained, frozen=self.frozen)
+        is_first = dist.get_rank() == 0
+        model = build(
+            dtype, with_weights=not is_divided, with_adapters=is_first, is_trained=is_trained, frozen=self.frozen
+        )
         if is_divided:
+            if is_first:
+                open_folder = functools.partial(folder_weights, self.model_type, self.model_config, model.hf.config)
+                is_new = self.has_adapters and self.model_config.lora_adapter_path is None
+                magnitudes = magnitudes_of(adapter_layers(model)) if is_new else {}
+                source = InitialWeights(open_folder, new_weights(model), magnitudes)
             drop_weights(model)
         if self.model_config.enable_gradient_checkpointing and not config.forward_only:
             enable_gradient_checkpointing(model)
@@ -215,7 +222,9 @@ class ShardedModel(BaseEngine):
             if is_divided:
                 allocate_weights(model, torch.device("cpu") if config.offload_policy else self.device)
                 fill(model, source, self.device)
-                del source
+                if is_first and model.hf.can_generate():
+                    saved = get_generation_config(self.model_config.path)
+                    model.hf.generation_config = saved or model.hf.generation_config
         else:
             model.to(self.device)
         return model

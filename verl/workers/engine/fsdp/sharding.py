@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import pairwise
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,12 +25,16 @@ from torch.utils import swap_tensors
 
 from verl.config import FSDPEngineConfig
 from verl.errors import ConfigError
+from verl.utils.folder_weights import FolderWeights
 from verl.utils.model import torch_dtype
 from verl.utils.sharded_tensor import local_part, parts_of_ranks
 from verl.utils.transformers_private import conversions_of, set_conversions
+from verl.workers.engine.fsdp.adapters import is_adapter, own_name
 from verl.workers.engine.fsdp.model import HeadedModel, layer_classes, own_state
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def make_mesh(device: torch.device, fsdp_size: int, tensor: int = 1) -> DeviceMesh:
@@ -154,27 +161,92 @@ def allocate_weights(model: HeadedModel, device: torch.device) -> None:
     model._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
 
 
-def fill(model: HeadedModel, source: HeadedModel | None, device: torch.device) -> None:
-    """Give all ranks the weights of ``source``, which rank 0 has, one weight after the other. Collective.
+def new_weights(model: HeadedModel) -> dict[str, Tensor]:
+    """Copy what model folders lack, adapters and a head for scalars, from a model that has its weights."""
+    names = [name for name in own_state(model) if is_adapter(name) or name.startswith("score.")]
+    return {name: model.get_parameter(name).detach().clone() for name in names}
+
+
+class InitialWeights:
+    """The weights that a model starts with, as the first rank reads them.
+
+    Args:
+        open_folder: opens the model folder.
+        new: what the folder lacks; see :func:`new_weights`.
+        magnitudes: names of the magnitudes of new DoRA adapters, which are the norms of rows, by the name of their
+            weight in the folder.
+    """
+
+    def __init__(
+        self, open_folder: Callable[[], FolderWeights], new: Mapping[str, Tensor], magnitudes: Mapping[str, str]
+    ) -> None:
+        self._open_folder, self._new, self._magnitudes = open_folder, dict(new), magnitudes
+        self._parts: Iterator[Mapping[str, Tensor]] = iter(())
+        self.part: dict[str, Tensor] = {}
+        """The weights whose names :meth:`advance` returned."""
+
+    def open(self) -> object:
+        """Open the folder; return what turns the names of its files into those of the model."""
+        folder = self._open_folder()
+        self._parts = folder.parts()
+        return conversions_of(folder.model)
+
+    def advance(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Read the next layer, and at last return the new weights; return the names, none at the end."""
+        names = {own_name(name): name for name in state if not is_adapter(name)}
+        self.part = {}
+        for unit in self._parts:
+            for name in unit.keys() & self._magnitudes.keys():
+                weight = unit[name].to(state[names[name]].dtype)
+                self._new[self._magnitudes[name]] = weight.norm(dim=1).float()
+            self.part = {names[name]: tensor for name, tensor in unit.items() if name in names}
+            self._new = {name: tensor for name, tensor in self._new.items() if name not in self.part}
+            if self.part:
+                return list(self.part)
+        self.part, self._new = self._new, {}
+        return list(self.part)
+
+
+def fill(model: HeadedModel, source: InitialWeights | None, device: torch.device) -> None:
+    """Give all ranks their part of the weights, which rank 0 reads one layer after the other. Collective.
 
     Args:
         model: sharded by :func:`shard_model`, with weights that are not set.
-        source: the same model, whole, in any number format; None on other ranks.
+        source: on rank 0; None on other ranks.
         device: of the ranks' process group.
+
+    Raises:
+        ConfigError: on every rank, if the folder cannot be read or lacks weights.
     """
-    weights = {} if source is None else dict(source.state_dict())
-    for name, tensor in own_state(model).items():
-        if isinstance(tensor, DTensor):
-            copy_into(tensor, weights.get(name))
-        else:  # a persistent buffer, which every rank has whole
-            if source is not None:
-                tensor.copy_(weights[name])
-            dist.broadcast(tensor, src=0)
-    conversions = [None if source is None else conversions_of(source.hf)]
-    dist.broadcast_object_list(conversions, src=0, device=device)
-    set_conversions(model.hf, conversions[0])
-    if source is not None and source.hf.can_generate():
-        model.hf.generation_config = source.hf.generation_config
+    state = own_state(model)
+    set_conversions(model.hf, _on_first_rank(None if source is None else source.open, device))
+    unfilled = set(state)
+    while names := _on_first_rank(None if source is None else partial(source.advance, state), device):
+        for name in names:
+            tensor, whole = state[name], None if source is None else source.part.pop(name)
+            if isinstance(tensor, DTensor):
+                copy_into(tensor, whole)
+            else:  # a persistent buffer, which every rank has whole
+                if whole is not None:
+                    tensor.copy_(whole)
+                dist.broadcast(tensor, src=0)
+        unfilled -= set(names)
+    if unfilled:
+        raise ConfigError(f"the model folder does not contain {sorted(unfilled)[0]} of {type(model.hf).__name__}.")
+
+
+def _on_first_rank(compute: Callable[[], T] | None, device: torch.device) -> T:
+    """Return on every rank what ``compute`` returns on the first, which alone has it, or raise its ConfigError."""
+    message: list[Any] = [None]
+    if compute is not None:
+        try:
+            message = [compute()]
+        except ConfigError as error:
+            message = [error]  # the others would wait for a rank that raises it alone
+    dist.broadcast_object_list(message, src=0, device=device)
+    if isinstance(message[0], ConfigError):
+        raise message[0]
+    return message[0]
 
 
 def _units(model: HeadedModel, config: FSDPEngineConfig) -> list[nn.Module]:

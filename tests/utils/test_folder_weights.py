@@ -1,0 +1,62 @@
+"""Weights of a model folder, read layer by layer, against Transformers' whole model."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from tests.support.vision_models import tiny_vision_model_dir
+from verl.errors import ConfigError
+from verl.testing.models import MIXTURES, tiny_model_dir
+from verl.utils.folder_weights import FolderWeights
+from verl.vision.families import FAMILIES
+from verl.workers.engine.fsdp.model import own_state
+
+
+def in_layers(folder):
+    """Divide the weights of ``folder`` into a file for each layer and one for the rest."""
+    weights, files = load_file(folder / "model.safetensors"), {}
+    for name in weights:
+        layer = name.partition(".layers.")[2].partition(".")[0] or "rest"
+        files.setdefault(f"model-{layer}.safetensors", {})[name] = weights[name]
+    for file, part in files.items():
+        save_file(part, folder / file, metadata={"format": "pt"})
+    index = {name: file for file, part in files.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", *MIXTURES, *FAMILIES])
+def test_every_weight_is_that_of_transformers(family, tmp_path):
+    is_vision = family in FAMILIES
+    (tiny_vision_model_dir if is_vision else tiny_model_dir)(tmp_path, family)
+    in_layers(tmp_path)
+    auto = AutoModelForImageTextToText if is_vision else AutoModelForCausalLM
+    expected = own_state(auto.from_pretrained(tmp_path))
+    folder = FolderWeights(auto, str(tmp_path), AutoConfig.from_pretrained(tmp_path))
+    parts = [dict(part) for part in folder.parts()]
+    assert len(parts) > 2
+    found = {name: tensor for part in parts for name, tensor in part.items()}
+    assert found.keys() >= expected.keys()
+    assert sum(map(len, parts)) == len(found)
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    assert all(parameter.is_meta for parameter in folder.model.parameters())
+
+
+def test_what_the_files_lack_or_hold_wrongly_is_named(tmp_path):
+    tiny_model_dir(tmp_path, "qwen3")
+    weights, config = load_file(tmp_path / "model.safetensors"), AutoConfig.from_pretrained(tmp_path)
+
+    def opened(changed):
+        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        return FolderWeights(AutoModelForCausalLM, str(tmp_path), config)
+
+    norm = "model.layers.1.input_layernorm.weight"
+    with pytest.raises(ConfigError, match=rf"do not contain 1 weights of Qwen3ForCausalLM: {norm}"):
+        opened({name: weight for name, weight in weights.items() if name != norm})
+    with pytest.raises(ConfigError, match=rf"{norm} has \[3\], and \[64\] is needed"):
+        opened(weights | {norm: torch.ones(3)})
+    with pytest.raises(ConfigError, match=rf"not finite .*{norm} \(64 of 64 values\)"):
+        list(opened(weights | {norm: torch.full((64,), torch.nan)}))

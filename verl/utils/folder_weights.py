@@ -1,0 +1,168 @@
+"""The weights of a model folder under the names of its model, read one layer after the other.
+
+Transformers builds a whole model of the files. What is in the files as the model has it stays mapped; what it converts
+is a copy: another number format, or experts that the files have one by one. Here Transformers makes the same
+conversions for one layer at a time, so that a process holds no more than that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from verl.errors import ConfigError
+from verl.utils.model import check_finite, check_loaded, load_pretrained, torch_dtype, weights_folder
+from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
+from verl.utils.transformers_private import (
+    converted,
+    joins_weights,
+    no_init_weights,
+    without_load_report,
+    without_progress_bars,
+)
+
+STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Number formats of weights by their name in safetensors."""
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def files_of_weights(folder: Path) -> dict[str, str]:
+    """Return the safetensors file of each weight in a model folder, empty without such files.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    if (folder / INDEX).is_file():
+        return json.loads((folder / INDEX).read_text())["weight_map"]
+    if not (folder / SINGLE).is_file():
+        return {}
+    with opened(folder / SINGLE) as file:
+        return dict.fromkeys(file.keys(), SINGLE)
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file, which is mapped into memory until the context and all of its tensors end.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Copy the model again.") from error
+
+
+class FolderWeights:
+    """Weights and persistent buffers of a model folder or hub name, in the shapes and under the names of the model.
+
+    They are in the number format of the files, in the widest one where these have several, and mapped into memory
+    where Transformers converts nothing. Tied weights come once, or as often as the files have them. Iterating reads
+    every file once.
+
+    Args:
+        auto: the ``Auto...`` class of Transformers that makes the model.
+        name_or_path: folder or hub name.
+        hf_config: of the model.
+        trust_remote_code: run Python code that comes with the model.
+        new: names of weights that the files may lack; they are left out.
+
+    Raises:
+        ConfigError: the files cannot be read, or do not have the weights of the model.
+    """
+
+    def __init__(
+        self,
+        auto: Any,
+        name_or_path: str,
+        hf_config: PretrainedConfig,
+        trust_remote_code: bool = False,
+        new: Set[str] = frozenset(),
+    ) -> None:
+        self.folder = weights_folder(name_or_path)
+        self._file_of = files_of_weights(self.folder)
+        self.model: PreTrainedModel
+        """The model, without its weights."""
+        self.units: dict[str, list[str]] = {}
+        """Names in the files by the layer that they belong to; what is outside of layers is a unit of its own."""
+        if not self._file_of:  # a pickle, which PyTorch maps into memory
+            stored = torch_dtype(hf_config.dtype or torch.float32)
+            self.model = load_pretrained(auto, name_or_path, hf_config, stored, trust_remote_code, new)
+            return
+        without_data = self._without_data()
+        self.dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in without_data.values()})
+        try:
+            with no_init_weights(), torch.device("meta"):
+                empty: Any = auto.from_config(hf_config, dtype=self.dtype, trust_remote_code=trust_remote_code)
+            with without_load_report(), without_progress_bars():
+                self.model, info = type(empty).from_pretrained(
+                    None,
+                    config=hf_config,
+                    state_dict=without_data,
+                    device_map="meta",
+                    dtype=self.dtype,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are refused below, with their names
+                )
+        except LOADING_ERRORS as error:
+            path = str(self.folder)
+            raise ConfigError(f"model weights of '{path}' cannot be read: {why_unreadable(error, path)}") from error
+        warn_if_code_runs(self.model, str(self.folder))
+        check_loaded(self.model, info, str(self.folder), new)
+        outside = "" if joins_weights(self.model) else None  # the unit of weights outside of layers, if it is one
+        for name in self._file_of:
+            layer = re.match(r"(.*?\.\d+)\.", name)
+            self.units.setdefault(layer[1] if layer else name if outside is None else outside, []).append(name)
+
+    def _without_data(self) -> dict[str, Tensor]:
+        """Shapes and formats of all weights in the files, on the meta device."""
+        tensors: dict[str, Tensor] = {}
+        for name in sorted(set(self._file_of.values())):
+            with opened(self.folder / name) as file:
+                for key in file.keys():
+                    part = file.get_slice(key)
+                    tensors[key] = torch.empty(part.get_shape(), dtype=STORED[part.get_dtype()], device="meta")
+        self._file_of = {key: self._file_of[key] for key in tensors if key in self._file_of}
+        return tensors
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over names and tensors on the CPU.
+
+        Raises:
+            ConfigError: a file cannot be read, or a weight is not finite.
+        """
+        for part in self.parts():
+            yield from part.items()
+
+    def parts(self) -> Iterator[Mapping[str, Tensor]]:
+        """Iterate likewise over whole units."""
+        if not self._file_of:
+            yield self.model.state_dict()
+        yield from map(self.read, self.units)
+
+    def read(self, unit: str) -> Mapping[str, Tensor]:
+        """Read the weights of one of the :attr:`units`; those in the format of the files are mapped, not copied.
+
+        Raises:
+            ConfigError: a file cannot be read, or a weight is not finite.
+        """
+        with contextlib.ExitStack() as files:
+            open_files = {name: files.enter_context(opened(self.folder / name)) for name in self._files_of(unit)}
+            slices = {key: open_files[self._file_of[key]].get_slice(key) for key in self.units[unit]}
+            weights = converted(self.model, slices, self.dtype)
+        check_finite(weights.items(), str(self.folder))
+        return weights
+
+    def _files_of(self, unit: str) -> list[str]:
+        return sorted({self._file_of[key] for key in self.units[unit]})
