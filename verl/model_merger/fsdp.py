@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,21 +12,24 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.checkpoint.boxes import LAYOUT_FILE, Boxes
 from verl.checkpoint.shards import assemble, read_shards, saved_world_size
 from verl.errors import CheckpointError, ConfigError
+from verl.model_merger.lazy_weights import LazyWeights
 from verl.model_merger.lora import PUBLIC_PREFIX, Adapted, PublicAdapted, base_named_in, has_adapters
 from verl.model_merger.probes import probes
+from verl.utils.available_memory import available_memory
+from verl.utils.folder_weights import FolderWeights
 from verl.utils.image_reward_models import sequence_classifier, token_classifier
 from verl.utils.model import load_hf_config
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
 from verl.utils.tokenizer import hf_tokenizer
-from verl.utils.transformers_private import no_init_weights
+from verl.utils.transformers_private import no_init_weights, write_model_code
 from verl.vision.families import FAMILIES
 from verl.vision.processor import write_processor
+from verl.workers.engine.fsdp.export import write_in_files
 from verl.workers.engine.fsdp.model import own_state
 from verl.workers.forward_check import is_rounding, largest_difference
 
@@ -70,10 +74,7 @@ def merge(
     _check_target(target, {"--local_dir": source, "the model of the adapters": base})
     if is_value_model and not str((config.architectures or [""])[0]).endswith("ForTokenClassification"):
         raise CheckpointError(f"{source} holds a {(config.architectures or ['?'])[0]}, not a value model.")
-    weights = whole_weights(source)
-    adapted = _adapters_among(weights, source, config, base_model, trust_remote_code)
-    if adapted is not None:
-        weights = adapted.merged_weights()
+    weights, adapted = _weights_of(source, config, base_model, trust_remote_code)
     if tie_word_embedding:
         head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
         if head is not None and (embedding is None or not torch.equal(head, embedding)):
@@ -87,12 +88,15 @@ def merge(
     # An earlier merge may have split the weights into other files.
     for old in target.glob("*.safetensors*"):
         old.unlink()
-    model.save_pretrained(target, state_dict=dict(weights))  # a copy, as save_pretrained empties the dict
+    write_in_files(weights.items(), model, target)
+    write_model_code(model, target, config)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(target)
     config.save_pretrained(target)
     _copy_tokenizer(source / "huggingface", target, trust_remote_code)
     write_processor(str(source / "huggingface"), target, trust_remote_code=trust_remote_code)
-    merged = _compare(weights, target, trust_remote_code, tolerance=0.0)
-    _compare_logits(weights, adapted, config, merged, target, trust_remote_code)
+    _compare(weights, target, trust_remote_code, tolerance=0.0)
+    _compare_logits(weights, adapted, config, target, trust_remote_code)
     logger.info("wrote %s: %d weights, read back and equal", target, len(weights))
 
 
@@ -120,37 +124,42 @@ def compare(
         CheckpointError: the models differ, or one cannot be read.
     """
     source, target = Path(local_dir).expanduser(), Path(hf_dir).expanduser()
-    weights, config = whole_weights(source), config_of(source, trust_remote_code)
-    adapted = _adapters_among(weights, source, config, base_model, trust_remote_code)
-    if adapted is not None:
-        weights = adapted.merged_weights()
+    config = config_of(source, trust_remote_code)
+    weights, adapted = _weights_of(source, config, base_model, trust_remote_code)
     with torch.device("meta"):
         empty = empty_model(config, trust_remote_code)
     weights = _fit_names(weights, empty, config, source, trust_remote_code)
-    model = _compare(weights, target, trust_remote_code, tolerance=1e-6)
-    _compare_logits(weights, adapted, config, model, target, trust_remote_code)
+    _compare(weights, target, trust_remote_code, tolerance=1e-6)
+    _compare_logits(weights, adapted, config, target, trust_remote_code)
     logger.info("%s and %s hold the same %d weights", local_dir, hf_dir, len(weights))
 
 
-def _adapters_among(
-    weights: dict[str, Tensor], source: Path, config: PretrainedConfig, base_model: str | None, trust_remote_code: bool
-) -> Adapted | PublicAdapted | None:
-    """Return what merges the adapters among the weights of shards; None if there are none."""
+def _weights_of(
+    source: Path, config: PretrainedConfig, base_model: str | None, trust_remote_code: bool
+) -> tuple[LazyWeights, Adapted | PublicAdapted | None]:
+    """Return the weights of the model in a checkpoint, with its adapters merged, and the adapters if there are any."""
+    weights = saved_weights(source)
     if not has_adapters(weights):
-        return None
+        return weights, None
     if any(name.startswith(PUBLIC_PREFIX) for name in weights):
-        return PublicAdapted(weights, source)
-    return Adapted(weights, source, str((config.architectures or [""])[0]), base_model, trust_remote_code)
+        public = PublicAdapted(dict(weights), source)
+        return LazyWeights.of(public.merged_weights()), public
+    adapted = Adapted(dict(weights), source, str((config.architectures or [""])[0]), base_model, trust_remote_code)
+    return adapted.merged_weights(), adapted
 
 
-def whole_weights(folder: Path) -> dict[str, Tensor]:
-    """Assemble all weights of a checkpoint by their Transformers names; tied weights come once."""
+def saved_weights(folder: Path) -> LazyWeights:
+    """Return all weights of a checkpoint by their Transformers names, each assembled when it is read; tied ones once.
+
+    The files are mapped into memory, and nothing is read yet.
+    """
     if (folder / LAYOUT_FILE).is_file():
         boxes = Boxes.read(folder, "model")
-        return {name: boxes.cut(name, (0,) * len(boxes.shape(name)), boxes.shape(name)) for name in boxes.names()}
+        shapes = {name: boxes.shape(name) for name in boxes.names()}
+        return LazyWeights(lambda name: boxes.cut(name, (0,) * len(shapes[name]), shapes[name]), shapes)
     shards = read_shards(folder, "model", saved_world_size(folder))
-    shapes = shards[0]["shapes"]
-    return {name: assemble(shards, name, 0, shape[0] if shape else 0) for name, shape in shapes.items()}
+    shapes = {name: tuple(shape) for name, shape in shards[0]["shapes"].items()}
+    return LazyWeights(lambda name: assemble(shards, name, 0, shapes[name][0] if shapes[name] else 0), shapes)
 
 
 def _auto_class(config: PretrainedConfig) -> type:
@@ -185,8 +194,8 @@ def empty_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTrained
 
 
 def _fit_names(
-    weights: dict[str, Tensor], model: PreTrainedModel, config: PretrainedConfig, source: Path, trust_remote_code: bool
-) -> dict[str, Tensor]:
+    weights: LazyWeights, model: PreTrainedModel, config: PretrainedConfig, source: Path, trust_remote_code: bool
+) -> LazyWeights:
     """Return the weights under the names of ``model``, tied ones once.
 
     Raises:
@@ -197,25 +206,26 @@ def _fit_names(
         weights = _with_joined_experts(weights, type(model), config, source, trust_remote_code)
     # verl 0.8 saves tied weights twice.
     for name in sorted(weights.keys() - expected.keys()):
-        if any(torch.equal(weights[name], weights[other]) for other in expected.keys() & weights.keys()):
+        alike = [other for other in expected.keys() & weights.keys() if weights.shapes[other] == weights.shapes[name]]
+        if any(torch.equal(weights[name], weights[other]) for other in alike):
             del weights[name]
     _check_names(weights, set(expected), source)
-    for name, weight in weights.items():
-        if weight.shape != expected[name].shape:
+    for name, shape in weights.shapes.items():
+        if shape != tuple(expected[name].shape):
             raise CheckpointError(
-                f"{source}: '{name}' has shape {list(weight.shape)} in the shards, but {list(expected[name].shape)} "
+                f"{source}: '{name}' has shape {list(shape)} in the shards, but {list(expected[name].shape)} "
                 "according to huggingface/config.json. Restore the config that the model was trained with."
             )
     return weights
 
 
 def _with_joined_experts(
-    weights: dict[str, Tensor],
+    weights: LazyWeights,
     model: type[PreTrainedModel],
     config: PretrainedConfig,
     source: Path,
     trust_remote_code: bool,
-) -> dict[str, Tensor]:
+) -> LazyWeights:
     """Join the weights of single experts, which Transformers 4 kept apart, as Transformers does for its own files."""
     try:
         dtype = next(iter(weights.values())).dtype
@@ -233,10 +243,10 @@ def _with_joined_experts(
     problems = {kind: sorted(map(str, names)) for kind, names in report.items() if names and kind.endswith("_keys")}
     if problems:
         raise CheckpointError(f"{source}: the experts in the shards are not those of its config: {problems}.")
-    return dict(own_state(joined))
+    return LazyWeights.of(own_state(joined))
 
 
-def _check_names(weights: Mapping[str, Tensor], expected: set[str], source: Path) -> None:
+def _check_names(weights: Mapping[str, object], expected: set[str], source: Path) -> None:
     missing, unknown = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
     if missing or unknown:
         raise CheckpointError(
@@ -245,42 +255,56 @@ def _check_names(weights: Mapping[str, Tensor], expected: set[str], source: Path
         )
 
 
-def _compare(weights: Mapping[str, Tensor], folder: Path, trust_remote_code: bool, tolerance: float) -> PreTrainedModel:
-    """Compare weights with those of the model in ``folder``, and return that model."""
+def _compare(weights: LazyWeights, folder: Path, trust_remote_code: bool, tolerance: float) -> None:
+    """Compare weights with those of the model in ``folder``, one after the other."""
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is no model folder: it has no config.json.")
     config = load_hf_config(str(folder), trust_remote_code=trust_remote_code)
     try:
-        model = _auto_class(config).from_pretrained(
-            folder, config=config, dtype="auto", trust_remote_code=trust_remote_code
-        )
-    except LOADING_ERRORS as error:
-        raise CheckpointError(f"{folder} cannot be read: {why_unreadable(error, str(folder))}") from error
-    loaded = own_state(model)
-    _check_names(weights, set(loaded), folder)
-    for name, weight in weights.items():
-        other = loaded[name]
+        loaded = FolderWeights(_auto_class(config), str(folder), config, trust_remote_code)
+    except ConfigError as error:
+        raise CheckpointError(str(error)) from error
+    _check_names(weights, set(own_state(loaded.model)), folder)
+    for name, other in loaded:
+        if name not in weights:  # another name of a tied weight
+            continue
+        weight = weights[name]
         if weight.shape != other.shape:
             raise CheckpointError(f"'{name}' has shape {list(weight.shape)}, and {list(other.shape)} in {folder}.")
         gap = float((weight.float() - other.float()).abs().max()) if weight.numel() else 0.0
         if not gap <= tolerance:  # so that NaN is refused too
             raise CheckpointError(f"'{name}' differs from the one in {folder} by up to {gap:.3g}.")
-    return model
 
 
 @torch.no_grad()
 def _compare_logits(
-    weights: Mapping[str, Tensor],
+    weights: LazyWeights,
     adapted: Adapted | PublicAdapted | None,
     config: PretrainedConfig,
-    model: PreTrainedModel,
     folder: Path,
     trust_remote_code: bool,
 ) -> None:
-    """Compare the logits of ``model``, which was read from ``folder``, with those of the shards and their config.
+    """Compare the logits of the model in ``folder`` with those of the shards and their config.
 
-    There adapters are applied beside the weights of their layers, so that an error in merging shows too.
+    There adapters are applied beside the weights of their layers, so that an error in merging shows too. Models of
+    which two copies in fp32 do not fit into half of the memory that is free are not compared, which is logged.
     """
+    needed = 2 * 4 * sum(math.prod(shape) for shape in weights.shapes.values())
+    if needed > (free := available_memory()) / 2:
+        logger.warning(
+            "every weight is compared, but no logits: two copies in fp32 take %.0f GB, and %.0f GB of memory are free "
+            "(at most half is used). Compare them on a larger machine with: verl merge test",
+            needed / 1e9,
+            free / 1e9,
+        )
+        return
+    target_config = load_hf_config(str(folder), trust_remote_code=trust_remote_code)
+    try:
+        model = _auto_class(target_config).from_pretrained(
+            folder, config=target_config, dtype="auto", trust_remote_code=trust_remote_code
+        )
+    except LOADING_ERRORS as error:
+        raise CheckpointError(f"{folder} cannot be read: {why_unreadable(error, str(folder))}") from error
     if isinstance(adapted, Adapted):
         adapted.check_logits(model, folder)
         return

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from verl.base.fs import copy_to_local
 from verl.config import HFModelConfig
 from verl.errors import CheckpointError, ConfigError, DataError
+from verl.model_merger.lazy_weights import LazyWeights
 from verl.model_merger.probes import probes
 from verl.utils.model import load_hf_config, torch_dtype
 from verl.workers.engine.fsdp.adapters import (
@@ -29,10 +30,20 @@ from verl.workers.engine.fsdp.adapters import (
     LORA_B,
     AdapterTarget,
     adapter_layers,
+    is_adapter,
     merged,
+    own_name,
     targets_of,
+    with_adapters,
 )
-from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state, trained_parameters
+from verl.workers.engine.fsdp.model import (
+    HeadedModel,
+    ModelType,
+    build_model,
+    folder_weights,
+    own_state,
+    trained_parameters,
+)
 from verl.workers.forward_check import is_rounding, largest_difference
 
 if TYPE_CHECKING:
@@ -87,7 +98,9 @@ class Adapted:
             )
             base = load_hf_config(path, trust_remote_code=trust_remote_code)
             self.dtype = torch_dtype(base.dtype or torch.float32)
-            model = build_model(kind, config, self.dtype, with_weights=True)
+            # Its base weights stay unset, so that they take no memory, until the logits need them.
+            model = build_model(kind, config, self.dtype, with_weights=False, with_adapters=True)
+            self._base = folder_weights(kind, config, model.hf.config)
         except (ConfigError, DataError) as error:
             raise CheckpointError(
                 f"{folder} has adapters of the model {named}, which cannot be read: {error} If the model has moved, "
@@ -101,10 +114,20 @@ class Adapted:
                 parameter.copy_(weights[name].view(parameter.shape))  # of experts, Megatron has three dimensions
         self._model = model
 
-    def merged_weights(self) -> dict[str, Tensor]:
-        """Merge in fp32 and round to the model's own format; tied weights come once."""
-        stream = merged(own_state(self._model).items(), targets_of(adapter_layers(self._model)))
-        return {name: tensor.detach().to(self.dtype) for name, tensor in stream}
+    def merged_weights(self) -> LazyWeights:
+        """Merge in fp32 and round to the model's own format, one layer at a time; tied weights come once."""
+        state, targets = own_state(self._model), targets_of(adapter_layers(self._model))
+        names = {own_name(name): tuple(tensor.shape) for name, tensor in state.items() if not is_adapter(name)}
+        adapters = {name: tensor.detach() for name, tensor in state.items() if is_adapter(name)}
+
+        def read(name: str) -> Tensor:
+            if name.startswith("score."):  # it was saved with the adapters
+                return state[name].detach().to(self.dtype)
+            weight = self._base.weight(name).to(self.dtype)
+            (tensor,) = (one for _, one in merged(with_adapters([(name, weight)], adapters, targets), targets))
+            return tensor.to(self.dtype)
+
+        return LazyWeights(read, names)
 
     @torch.no_grad()
     def check_logits(self, model: PreTrainedModel, folder: Path) -> None:
@@ -113,6 +136,11 @@ class Adapted:
         Raises:
             CheckpointError: they differ by more than rounding of the weights explains.
         """
+        state = own_state(self._model)
+        names = {own_name(name): name for name in state if not is_adapter(name)}
+        for name, tensor in self._base:
+            if name in names and not name.startswith("score."):
+                state[names[name]].copy_(tensor)
         both = self._model, HeadedModel(model, self._model.head_name)
         for probe in probes(model.config):
             expected, actual = (_outputs(part.float().eval(), probe) for part in both)

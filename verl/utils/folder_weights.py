@@ -92,13 +92,18 @@ class FolderWeights:
     ) -> None:
         self.folder = weights_folder(name_or_path)
         self._file_of = files_of_weights(self.folder)
+        self._unit_of: dict[str, str] = {}
+        self._last: tuple[str, Mapping[str, Tensor]] = ("", {})
         self.model: PreTrainedModel
         """The model, without its weights."""
         self.units: dict[str, list[str]] = {}
         """Names in the files by the layer that they belong to; what is outside of layers is a unit of its own."""
+        self._not_listed = self._read_in_turn()
         if not self._file_of:  # a pickle, which PyTorch maps into memory
             stored = torch_dtype(hf_config.dtype or torch.float32)
             self.model = load_pretrained(auto, name_or_path, hf_config, stored, trust_remote_code, new)
+            self._last = "", self.model.state_dict()
+            self._unit_of = dict.fromkeys(self._last[1], "")
             return
         without_data = self._without_data()
         self.dtype = functools.reduce(torch.promote_types, {tensor.dtype for tensor in without_data.values()})
@@ -150,6 +155,20 @@ class FolderWeights:
         if not self._file_of:
             yield self.model.state_dict()
         yield from map(self.read, self.units)
+
+    def _read_in_turn(self) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+        for unit in self.units:
+            yield unit, self.read(unit)
+
+    def weight(self, name: str) -> Tensor:
+        """Return one weight by its name in the model; those of a layer that are asked for in turn are read once."""
+        while name not in self._unit_of:  # which names a unit has shows when it is read
+            unit, part = next(self._not_listed)
+            self._last = unit, part
+            self._unit_of |= dict.fromkeys(part, unit)
+        if self._last[0] != self._unit_of[name]:
+            self._last = self._unit_of[name], self.read(self._unit_of[name])
+        return self._last[1][name]
 
     def read(self, unit: str) -> Mapping[str, Tensor]:
         """Read the weights of one of the :attr:`units`; those in the format of the files are mapped, not copied.

@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,9 +73,7 @@ class WeightFiles:
         held: dict[int, dict[str, Tensor]] = {}
         file_index, size, unit = 0, 0, ""
         for name, tensor in per_tensor:  # every rank must iterate to the end: gathering is collective
-            # What Transformers joins when it reads, such as the experts of a layer, is in one file. So a unit is the
-            # layer of a weight, model.layers.3; outside of layers the weight itself.
-            next_unit = re.sub(r"(\.\d+)\..*", r"\1", name)
+            next_unit = _unit_of(name)
             if next_unit != unit and size >= file_bytes:
                 file_index, size = file_index + 1, 0
             unit, size = next_unit, size + tensor.nbytes
@@ -89,15 +87,7 @@ class WeightFiles:
             for i, part in tensors_here.items()
         }
         dist.all_gather_object(sizes, mine)
-        files = {_file_name(i, file_index + 1): part for i, part in sorted(p for s in sizes for p in s.items())}
-        file_sizes = [size for part in files.values() for size in part.values()]
-        index = {
-            "metadata": {
-                "total_parameters": sum(n for _, n in file_sizes),
-                "total_size": sum(size for size, _ in file_sizes),
-            },
-            "weight_map": {name: file for file, part in files.items() for name in sorted(part)},
-        }
+        index = _index_of(dict(sorted(p for s in sizes for p in s.items())), file_index + 1)
         return cls(
             {_file_name(i, file_index + 1): part for i, part in tensors_here.items()}, index if file_index else None
         )
@@ -109,8 +99,71 @@ class WeightFiles:
             parts = {key: weight.contiguous() for key, weight in weights.items()}
             save_file(parts, folder / name, metadata={"format": "pt"})
         if self.index is not None and dist.get_rank() == 0:
-            text = json.dumps(self.index, indent=2, sort_keys=True)
-            (folder / "model.safetensors.index.json").write_text(f"{text}\n")
+            _write_index(self.index, folder)
+
+
+def write_in_files(
+    weights: Iterable[tuple[str, Tensor]], hf: PreTrainedModel, folder: Path, file_bytes: int = FILE_BYTES
+) -> None:
+    """Write weights as the model's files, in this process alone, which holds those of one file at a time.
+
+    Args:
+        weights: by the names of ``hf``; all of a layer come one after the other.
+        hf: the model, which knows the names on disk.
+        folder: the model folder.
+        file_bytes: size from which on a file is full; it ends with the layer that fills it.
+    """
+    sizes: dict[int, dict[str, tuple[int, int]]] = {}
+    held: dict[str, Tensor] = {}
+    size, unit = 0, ""
+
+    def write() -> None:
+        parts = {name: weight.contiguous() for name, weight in names_on_disk(hf, held).items()}
+        save_file(parts, folder / _unfinished(len(sizes)), metadata={"format": "pt"})
+        sizes[len(sizes)] = {name: (weight.nbytes, weight.numel()) for name, weight in parts.items()}
+        held.clear()
+
+    for name, tensor in weights:
+        next_unit = _unit_of(name)
+        if next_unit != unit and size >= file_bytes:
+            write()
+            size = 0
+        held[name] = tensor
+        unit, size = next_unit, size + tensor.nbytes
+    write()
+    for index in sizes:  # how many there are is in each name
+        (folder / _unfinished(index)).rename(folder / _file_name(index, len(sizes)))
+    if len(sizes) > 1:
+        _write_index(_index_of(sizes, len(sizes)), folder)
+
+
+def _unit_of(name: str) -> str:
+    """The layer of a weight, such as model.layers.3; outside of layers the weight itself.
+
+    What Transformers joins when it reads, such as the experts of a layer, is to be in one file.
+    """
+    return re.sub(r"(\.\d+)\..*", r"\1", name)
+
+
+def _index_of(sizes: Mapping[int, Mapping[str, tuple[int, int]]], count: int) -> dict[str, object]:
+    """Return the index of ``count`` files: bytes and elements of each weight, by the number of its file."""
+    all_sizes = [size for part in sizes.values() for size in part.values()]
+    return {
+        "metadata": {
+            "total_parameters": sum(elements for _, elements in all_sizes),
+            "total_size": sum(nbytes for nbytes, _ in all_sizes),
+        },
+        "weight_map": {name: _file_name(i, count) for i, part in sizes.items() for name in sorted(part)},
+    }
+
+
+def _write_index(index: Mapping[str, object], folder: Path) -> None:
+    text = json.dumps(index, indent=2, sort_keys=True)
+    (folder / "model.safetensors.index.json").write_text(f"{text}\n")
+
+
+def _unfinished(index: int) -> str:
+    return f"model-{index + 1:05d}.safetensors.partial"
 
 
 def _file_name(index: int, count: int) -> str:

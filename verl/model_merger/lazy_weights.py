@@ -1,0 +1,44 @@
+"""Weights that are read when they are used, so that a merge holds one after the other and never the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+
+from torch import Tensor
+
+
+class LazyWeights(MutableMapping[str, Tensor]):
+    """Tensors by name, each read again whenever it is looked up.
+
+    Args:
+        read: returns the tensor of a name.
+        shapes: of all tensors, by name.
+    """
+
+    def __init__(self, read: Callable[[str], Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._read, self.shapes = read, dict(shapes)
+
+    @classmethod
+    def of(cls, weights: Mapping[str, Tensor]) -> LazyWeights:
+        """Make it of tensors that are in memory."""
+        return cls(weights.__getitem__, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.shapes:
+            raise KeyError(name)
+        return self._read(name)
+
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        raise TypeError("weights of a checkpoint are only read")
+
+    def __delitem__(self, name: str) -> None:
+        del self.shapes[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
