@@ -15,6 +15,7 @@ import pytest
 from benchmarks.chaos_run import agent_processes
 from tests.support.tiny_run import make_tiny_run, overrides
 from tests.trainer.test_recovery import pid_of
+from verl.testing.models import tiny_model_dir
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.trainer import PPOTrainer
@@ -114,6 +115,23 @@ def check_that_engines_served_beside_the_update(path: Path) -> None:
     assert begin < first < last <= end
     rounds = sorted((begin, end) for of_step in spans.values() for name, begin, end in of_step if name == "engines")
     assert all(end <= begin for (_, end), (begin, _) in pairwise(rounds))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_mode", ["forward_kl_topk", "reverse_kl"])
+def test_teachers_score_what_other_ranks_sampled(run: Run, tmp_path: Path, loss_mode: str) -> None:
+    taught = {
+        "distillation__enabled": "true",
+        "distillation__teacher_models__teacher_model__model_path": tiny_model_dir(tmp_path, family="qwen3", seed=7),
+        "distillation__distillation_loss__loss_mode": loss_mode,
+        "distillation__distillation_loss__use_task_rewards": "false",
+        # Over the whole vocabulary, and with weights that change.
+        "actor_rollout_ref__rollout__top_p": 1,
+        "actor_rollout_ref__rollout__keep_sampling_mask": "false",
+        "actor_rollout_ref__actor__optim__lr": 3e-3,
+    }
+    _, metrics = run(loss_mode, **SEPARATE, **taught)
+    assert metrics[STEPS]["distillation/loss"] < metrics[1]["distillation/loss"]
 
 
 ALL = sorted(f"{step}-{row}/{index}" for step in range(1, STEPS + 1) for row in range(4) for index in range(4))

@@ -42,6 +42,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
                    "actor_rollout_ref.actor.use_kl_loss": "true"},
     "teacher": PPO | {"distillation.enabled": "true", "distillation.distillation_loss.loss_mode": "jsd_topk",
                       "distillation.distillation_loss.topk": 8},
+    "average": PPO | {"distillation.enabled": "true", "distillation.self_distillation.enabled": "true",
+                      "distillation.self_distillation.weights": "ema", "data.return_raw_chat": "true",
+                      "distillation.self_distillation.ema_decay": 0.5},
     "sft": {},
 }  # fmt: skip
 
@@ -93,6 +96,9 @@ class Runs:
             settings = SETTINGS[algorithm] | {"custom_reward_function.path": folder / "reward.py"}
             if algorithm == "teacher":
                 settings[TEACHER] = tiny_model_dir(folder / "teacher", seed=7)
+            if algorithm == "average":
+                (folder / "template.jinja").write_text("{{prompt}}={{reward_model.ground_truth.target}}")
+                settings["distillation.self_distillation.template_path"] = folder / "template.jinja"
             self.arguments = overrides(paths, folder, **{key.replace(".", "__"): v for key, v in settings.items()})
 
     def start(self, name: str) -> Any:
@@ -203,7 +209,13 @@ def each_step(fast: dict[str, int]) -> list[Any]:
 
 
 # `make chaos` kills PPO runs on two ranks.
-@pytest.mark.parametrize("algorithm, step", each_step({"grpo": 2, "ppo": 0, "lora": 0, "teacher": 0, "sft": 4}))
+@pytest.mark.parametrize(
+    "algorithm, step",
+    [
+        *each_step({"grpo": 2, "ppo": 0, "lora": 0, "teacher": 0, "sft": 4}),
+        pytest.param("average", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_run_ends_as_the_undisturbed_one(runs, algorithm, step):
     made, straight = runs(algorithm)
     made.kill_after(f"killed_{step}", step, delay_s=0.004 * step)
