@@ -4,10 +4,12 @@
 
     python -m benchmarks.plan_published [--model Qwen2-7B]
 
-The first group are runs of NeMo RL 0.4 on H100, whose layouts, batches, lengths and seconds per step are in its
-performance summary; prompts and responses are together as long as its average, and weights and optimizer leave the
-device while others work. The second are the smallest clusters that verl's page on resources names for GRPO, without
-lengths and layouts: 512 + 1,024 tokens and 128 prompts of 5 responses are assumed, with a KL loss.
+The first group are runs of NeMo RL 0.4, 0.5 and 0.6 on H100 and GB200 in bf16, on policy, whose layouts, batches,
+lengths and seconds per step are in its performance summaries; prompts and responses are together as long as its
+average. Assumed are prompts of 256 tokens in the mean, passes that are packed up to the longest row, recomputed layers,
+a reference model, and that weights and optimizer leave the device while others work. The second are the smallest
+clusters that verl's page on resources names for GRPO, without lengths and layouts: 512 + 1,024 tokens and 128 prompts
+of 5 responses are assumed, with a KL loss. The third are layouts of DeepSeek-V3 that verl's page on it recommends.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 from verl.planner.suggest import Suggestions, suggest
 from verl.trainer.plan import check_layouts, make_plan
 
-_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 _GB = 1e9
 
 
@@ -43,6 +45,27 @@ MODELS: dict[str, dict[str, object]] = {
     "Qwen2.5-14B": _fields("qwen2", 48, 5120, 13824, 40, 8, 152064),
     "Qwen2.5-32B": _fields("qwen2", 64, 5120, 27648, 40, 8, 152064),
     "Qwen2-72B": _fields("qwen2", 80, 8192, 29568, 64, 8, 152064),
+    "DeepSeek-V3": _fields(
+        "deepseek_v3",
+        61,
+        7168,
+        18432,
+        128,
+        128,
+        129280,
+        moe_intermediate_size=2048,
+        first_k_dense_replace=3,
+        n_routed_experts=256,
+        num_experts_per_tok=8,
+        n_shared_experts=1,
+        n_group=8,
+        topk_group=4,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+    ),
 }
 """Entries of each model's config.json."""
 
@@ -58,6 +81,7 @@ class Published:
         work: settings of batches and lengths.
         layout: its settings; empty if only back end and cluster were published.
         seconds: per step; 0 if they were not.
+        source: who published it.
     """
 
     model: str
@@ -66,6 +90,7 @@ class Published:
     work: tuple[str, ...]
     layout: tuple[str, ...] = ()
     seconds: float = 0.0
+    source: str = "verl"
 
     def words(self, folder: Path) -> list[str]:
         """The command line of its plan, without its layout; writes the model's config.json under ``folder``."""
@@ -82,30 +107,35 @@ class Published:
 
 
 def _work(prompts: int, responses: int, mini_batch: int, longest: int, mean: int) -> tuple[str, ...]:
-    prompt = 256  # of the mean length; prompts are at most 1,024 tokens
+    prompt, most = min(256, mean // 2), min(1024, longest // 2)  # of the mean length, and of the longest
     return (
         f"data.train_batch_size={prompts}", f"{_ROLLOUT}.n={responses}", f"{_ACTOR}.ppo_mini_batch_size={mini_batch}",
-        "data.max_prompt_length=1024", f"data.max_response_length={longest - 1024}",
+        f"data.max_prompt_length={most}", f"data.max_response_length={longest - most}", f"{_ACTOR}.use_kl_loss=true",
         *("--prompt_tokens", str(prompt), "--response_tokens", str(mean - prompt)),
     )  # fmt: skip
 
 
-def _megatron(rollout: int, tensor: int = 1, context: int = 1, expert: int = 1, pipeline: int = 1) -> tuple[str, ...]:
+def _megatron(
+    longest: int, rollout: int, tensor: int = 1, context: int = 1, expert: int = 1, pipeline: int = 1, last: int = 0
+) -> tuple[str, ...]:
     section = f"{_ACTOR}.megatron"
     sizes = {"tensor": tensor, "context": context, "expert": expert, "pipeline": pipeline}
     named = {"expert": "expert_model", "tensor": "tensor_model", "pipeline": "pipeline_model", "context": "context"}
     words = [f"{section}.{named[name]}_parallel_size={size}" for name, size in sizes.items()]
     if expert > 1:
         words.append(f"{section}.expert_tensor_parallel_size=1")
-    if pipeline == 8:  # 94 layers, embedding and head in 8 stages of 12
+    if pipeline in (4, 8) and expert > 1 and not last:  # 94 layers, embedding and head in 4 or 8 stages
         parts = ("embedding", "loss")
         words += [
             f"++{section}.override_transformer_config.account_for_{part}_in_pipeline_split=true" for part in parts
         ]
+    if last:
+        words.append(f"++{section}.override_transformer_config.num_layers_in_last_pipeline_stage={last}")
     return (
         "model_engine=megatron", *words, f"{section}.optimizer_offload=true", f"{section}.param_offload=true",
-        f"{_ROLLOUT}.tensor_model_parallel_size={rollout}", f"{_ROLLOUT}.gpu_memory_utilization=0.6",
-        f"{_ACTOR}.ppo_micro_batch_size_per_gpu=1", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
+        f"{_REF}.megatron.param_offload=true", f"{_ROLLOUT}.tensor_model_parallel_size={rollout}",
+        f"{_ROLLOUT}.gpu_memory_utilization=0.6", f"{_ACTOR}.use_dynamic_bsz=true",
+        f"{_ACTOR}.ppo_max_token_len_per_gpu={longest // context}",
     )  # fmt: skip
 
 
@@ -115,19 +145,55 @@ _SMALL = (
 )  # fmt: skip
 _FSDP, _MEGATRON = f"{_ACTOR}.strategy=fsdp2", "model_engine=megatron"
 
+
+_LLAMA, _MIXTURE, _DENSE = "Llama-3.1-8B", "Qwen3-30B-A3B", "Qwen3-32B"
+_LARGE, _DEEPSEEK = "Qwen3-235B-A22B", "DeepSeek-V3"
+
+
+def _nemo(
+    version: str, gpu: str, model: str, gpus: int, mean: int, layout: tuple[int, ...], seconds: float
+) -> Published:
+    """A row of NeMo RL's summary; ``layout`` has its rollout TP, then TP, CP, EP and PP."""
+    longest = {_DEEPSEEK: 1536, _LARGE: 8192}.get(model, 4096)
+    rollout, tensor, context, expert, pipeline = layout
+    last = {8: 5, 16: 1}[pipeline] if model == _DEEPSEEK else 0  # of 61 layers
+    words = _megatron(longest, rollout, tensor, context, expert, pipeline, last)
+    if gpu == "gb200":
+        words = (*words, "trainer.n_gpus_per_node=4")
+    work = _work(64 if longest == 4096 else 16, 32, 16, longest, mean)
+    return Published(model, gpu, gpus, work, words, seconds, f"NeMo RL {version}")
+
+
 RUNS: tuple[Published, ...] = (
-    Published("Llama-3.1-8B", "h100", 16, _work(64, 32, 16, 4096, 1060), _megatron(1, pipeline=2), 97.7),
-    Published("Qwen3-30B-A3B", "h100", 32, _work(64, 32, 16, 4096, 3154), _megatron(4, tensor=2, expert=8), 225),
-    Published("Qwen3-32B", "h100", 32, _work(64, 32, 16, 4096, 3206), _megatron(4, tensor=4, pipeline=4), 393),
-    Published(
-        "Qwen3-235B-A22B", "h100", 128, _work(16, 32, 16, 8192, 5671),
-        _megatron(16, tensor=2, context=2, expert=16, pipeline=8), 506,
-    ),
+    _nemo("0.4", "h100", _LLAMA, 16, 1060, (1, 1, 1, 1, 2), 97.7),
+    _nemo("0.4", "h100", _MIXTURE, 32, 3154, (4, 2, 1, 8, 1), 225),
+    _nemo("0.4", "h100", _DENSE, 32, 3206, (4, 4, 1, 1, 4), 393),
+    _nemo("0.4", "h100", _LARGE, 128, 5671, (16, 2, 2, 16, 8), 506),
+    _nemo("0.4", "h100", _DEEPSEEK, 256, 745, (32, 1, 1, 16, 16), 154),
+    _nemo("0.5", "h100", _LLAMA, 16, 1019, (1, 1, 1, 1, 2), 92.8),
+    _nemo("0.5", "h100", _MIXTURE, 32, 3196, (2, 1, 1, 8, 1), 198),
+    _nemo("0.5", "h100", _DENSE, 32, 3251, (4, 4, 1, 1, 4), 376),
+    _nemo("0.5", "h100", _LARGE, 128, 5700, (16, 2, 2, 16, 8), 431),
+    _nemo("0.5", "h100", _DEEPSEEK, 256, 744, (32, 1, 1, 16, 16), 134),
+    _nemo("0.6", "h100", _MIXTURE, 32, 3203, (2, 1, 1, 8, 1), 192),
+    _nemo("0.6", "h100", _LARGE, 128, 5698, (16, 2, 2, 16, 8), 395),
+    _nemo("0.6", "h100", _LARGE, 256, 5713, (16, 2, 2, 16, 8), 312),
+    _nemo("0.6", "h100", _DEEPSEEK, 256, 701, (32, 1, 1, 16, 16), 134),
+    _nemo("0.6", "h100", _DEEPSEEK, 512, 697, (32, 1, 1, 16, 16), 111),
+    _nemo("0.5", "gb200", _LLAMA, 8, 1066, (1, 1, 1, 1, 1), 91.0),
+    _nemo("0.5", "gb200", _DENSE, 16, 3253, (1, 2, 1, 1, 1), 381),
+    _nemo("0.6", "gb200", _MIXTURE, 16, 3199, (1, 1, 1, 16, 1), 221),
+    _nemo("0.6", "gb200", _LARGE, 64, 5709, (8, 2, 2, 16, 4), 286),
+    _nemo("0.6", "gb200", _LARGE, 128, 5693, (8, 2, 2, 16, 4), 345),
+    _nemo("0.6", "gb200", _DEEPSEEK, 128, 711, (32, 1, 1, 16, 8), 108),
+    _nemo("0.6", "gb200", _DEEPSEEK, 256, 700, (32, 1, 1, 16, 8), 98.7),
     Published("Qwen2-7B", "h800", 2, (*_SMALL, _FSDP)),
     Published("Qwen2.5-14B", "h800", 4, (*_SMALL, _FSDP)),
     Published("Qwen2.5-32B", "h20", 8, (*_SMALL, _MEGATRON)),
     Published("Qwen2-72B", "h20", 32, (*_SMALL, _FSDP)),
     Published("Qwen2-72B", "h800", 32, (*_SMALL, _FSDP)),
+    Published("DeepSeek-V3", "h20", 256, _SMALL, _megatron(1536, 32, 8, 1, 8, 16, 1), source="verl"),
+    Published("DeepSeek-V3", "h20", 512, _SMALL, _megatron(1536, 32, 1, 1, 32, 16, 1), source="verl"),
 )  # fmt: skip
 
 
@@ -138,13 +204,14 @@ def suggestions(run: Published, folder: Path) -> Suggestions:
 
 
 def _row(run: Published, folder: Path) -> list[str]:
-    row = [f"{run.model}, {run.gpus} {run.gpu.upper()}"]
+    row = [run.source, f"{run.model}, {run.gpus} {run.gpu.upper()}"]
     if run.layout:
         plan, _, _ = make_plan([*run.words(folder), *run.layout])
         check_layouts(plan)
         worst = max(stage.bytes for stage in plan.stages)
         fits = f"{worst / _GB:.0f} GB" + ("" if plan.excess <= 0 else ", does not fit")
-        row += [fits, f"{run.seconds:g} s", f"{plan.seconds:.0f} s"]
+        row += [fits, f"{plan.seconds:.0f} s (rollout {plan.stages[0].seconds:.0f})"]
+        row.append(f"{run.seconds:g} s, {plan.seconds / run.seconds:.2f}" if run.seconds else "")
     else:
         row += ["", "", ""]
     found = suggestions(run, folder)
@@ -159,7 +226,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the plans of published runs with their seconds, as a table.")
     parser.add_argument("--model", choices=MODELS, help="runs of this model alone")
     model = parser.parse_args().model
-    print("| published run | its layout | its step | planned | suggested | planned |\n|---|---|---|---|---|---|")
+    print("| source | run | its layout | planned | published, and planned / published | suggested | planned |")
+    print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for run in RUNS:
             if model not in (None, run.model):

@@ -50,9 +50,27 @@ def test_stored_bytes_by_hand():
 
 def test_megatron_divides_weights_by_layout_and_state_by_copies():
     held = model(tensor=2, pipeline=2, replicas=4, stored_bytes=2, is_gathered=False, is_megatron=True)
-    assert held.weights == ALL * 2 / 4
-    assert held.gradients == ALL * 4 / 4
-    assert held.optimizer == held.state == ALL * 12 / 4 / 4
+    largest = 504 + 80 + 8  # the last stage: a layer, the head and the last norm
+    assert held.weights == largest * 2 / 2
+    assert held.gradients == largest * 4 / 2
+    assert held.optimizer == held.state == largest * 12 / 2 / 4
+
+
+def test_the_largest_stage_counts():
+    # Six layers, one stage of one and one of five; a head that is the embedding is on the last stage too.
+    six = replace(SHAPE, layers=6, dense_layers=6)
+    uneven = replace(megatron(pipeline=2, piece_layers=(1, 5)), shape=six, trained=six.parameters())
+    assert uneven.weights == (5 * 504 + 80 + 8) * 2
+    tied = replace(uneven, shape=replace(six, is_tied=True), trained=six.parameters() - 80)
+    assert tied.weights == (5 * 504 + 80 + 8) * 2
+    # In two pieces each: stage 0 has pieces 0 and 2.
+    pieces = replace(uneven, layout=replace(uneven.layout, pieces=2, piece_layers=(1, 1, 3, 1)))
+    assert pieces.weights == (4 * 504 + 80) * 2
+    # Of (1, 5) the last keeps most, one micro-batch of 5 layers; of (4, 2) the first, two micro-batches of 4.
+    # A layer keeps its input, 2·8; a pass angles, 4·4.
+    assert uneven.kept_activations(10) == 10 * (5 * 16 + 16)
+    first = replace(uneven, layout=replace(uneven.layout, piece_layers=(4, 2)))
+    assert first.kept_activations(10) == 10 * 2 * (4 * 16 + 16)
 
 
 @pytest.mark.parametrize(("gpus", "gigabytes"), [(1, 120), (64, 1.9)])

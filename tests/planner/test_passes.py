@@ -48,7 +48,7 @@ def test_a_plan_agrees_with_what_was_measured(prompt, response, speed, memory):
     }  # fmt: skip
     shape, layout = ModelShape.of(fields, "config.json"), RankLayout(compute_bytes=4, is_gathered=False)
     model = ModelMemory(shape=shape, layout=layout, trained=shape.parameters(), checkpoints=False)
-    cluster = Cluster(gpu=gpu_named("h100"), gpus=1, gpus_per_node=1, memory_gb=80)
+    cluster = Cluster(gpu=gpu_named("h100"), gpus=1, gpus_per_node=1, memory_gb=80, mfu=0.4)
     seconds, peak = {}, {}
     for group in (1, 8):
         rows = Rows(prompt, response, group)

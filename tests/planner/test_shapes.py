@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
 from verl.errors import ConfigError
 from verl.planner.shapes import ModelShape
@@ -39,6 +40,49 @@ def test_counts_of_experts_in_some_layers_are_those_of_transformers():
     assert shape.parameters() == sum(p.numel() for p in model.parameters())
 
 
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+    "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280, "first_k_dense_replace": 3,
+    "moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("deepseek_v3", {"num_hidden_layers": 4}),
+        ("deepseek_v3", {"q_lora_rank": None, "attention_bias": True}),
+        ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "n_shared_experts": 1, "first_k_dense_replace": 1}),
+    ],
+)
+def test_counts_of_shared_experts_are_those_of_transformers(family, changes):
+    if family == "glm4_moe":
+        config = Glm4MoeConfig(
+            hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=3, n_routed_experts=8,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=100, **changes,
+        )  # fmt: skip
+        model = Glm4MoeForCausalLM(config)
+    else:
+        model = tiny_model(family, **changes)
+    shape = ModelShape.of(json.loads(model.config.to_json_string(use_diff=False)), "config.json")
+    assert shape.parameters() == sum(p.numel() for p in model.parameters())
+    parts = [shape.parameters_of_layers(0, 1), shape.parameters_of_layers(1, shape.layers)]
+    assert sum(parts[0] + parts[1]) == round(shape.layer_parameters * shape.layers)
+    assert parts[0][1] == 0  # the first layer has no experts
+
+
+def test_latent_attention_as_published():
+    # 671 billion parameters (arXiv:2412.19437); 70 KB of latent vectors for each token, 576 numbers in 61 layers, on
+    # every rank (arXiv:2505.09343, table 1).
+    shape = ModelShape.of(DEEPSEEK_V3, "config.json")
+    assert shape.parameters() == pytest.approx(671e9, rel=1e-3)
+    assert shape.cached_bytes(2) == shape.cached_bytes(2, ranks=8) == 576 * 61 * 2 == 70_272
+    # Transformers caches keys of 192 and values of 128 numbers for each of 128 heads.
+    assert shape.cached_bytes(2, ranks=8, of_heads=True) == 61 * 128 * 320 * 2 / 8
+
+
 def test_experts_and_value_heads_by_hand():
     # One layer, hidden 4, 2 heads of 2, 1 key head: q 4·4, k and v 2·(4·2), o 4·4 = 48; norms 2·4, head norms 2·2.
     # 3 experts of width 5: 3·3·(4·5) = 180, router 3·4 = 12. Embedding and head 2·(7·4) = 56, last norm 4.
@@ -51,7 +95,7 @@ def test_experts_and_value_heads_by_hand():
     assert shape.parameters() == 48 + 12 + 180 + 12 + 56 + 4
     # A value head has 4 weights and a bias in place of the 28 weights of the other head.
     assert shape.parameters(outputs=1) == shape.parameters() - 28 + 5
-    assert shape.kv_bytes(2) == 2 * 1 * 2 * 2
+    assert shape.cached_bytes(2) == 2 * 1 * 2 * 2
     # LoRA of rank 2: on q_proj 2·(4 + 4), on v_proj 2·(4 + 2).
     assert shape.adapter_parameters(2, ("q_proj", "v_proj")) == 16 + 12
     # On all linear layers, which are those of attention: on k_proj and o_proj 2·(4 + 2) and 2·(4 + 4) more.

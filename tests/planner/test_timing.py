@@ -1,4 +1,4 @@
-"""Seconds of passes and of generation: by hand, and against published runs."""
+"""Seconds of passes: by hand, against published runs, and against what was measured on a GPU."""
 
 import math
 from dataclasses import replace
@@ -8,7 +8,7 @@ import pytest
 from verl.planner.hardware import Cluster, gpu_named
 from verl.planner.memory import ModelMemory, RankLayout
 from verl.planner.shapes import ModelShape
-from verl.planner.timing import Work, generation_seconds, moving_seconds, pass_seconds
+from verl.planner.timing import Work, moving_seconds, pass_seconds
 
 
 def gpt(layers, hidden, heads, vocabulary=51200):
@@ -22,7 +22,7 @@ def gpt(layers, hidden, heads, vocabulary=51200):
 
 
 def cluster(gpus, mfu, name="a100"):
-    return Cluster(gpu=gpu_named(name), gpus=gpus, gpus_per_node=8, memory_gb=80, mfu=mfu)
+    return Cluster(gpu=gpu_named(name), gpus=gpus, gpus_per_node=8, memory_gb=80, mfu=mfu, link_use=1.0)
 
 
 def without_network(there):
@@ -110,32 +110,30 @@ def test_experts_exchange_tokens_by_hand():
 
 
 def test_small_micro_batches_wait_for_the_network():
-    # 2 nodes: 15/16 of the weights come over 50 GB/s, twice in bf16, and gradients leave in fp32, for each micro-batch.
+    # 2 nodes: 15/16 of the weights come twice in bf16, and gradients leave in fp32, for each micro-batch. Eight ports
+    # of 50 GB/s are faster than a link of 300 GB/s.
     shape = gpt(2, 64, 4)
     held = ModelMemory(shape=shape, layout=RankLayout(shards=16), trained=shape.parameters())
     found = pass_seconds(held, cluster(16, 0.5), Work(4, 1, 1), 2, trains=True)
-    assert found == pytest.approx(4 * shape.parameters() * 8 * 15 / 16 / 50e9)
+    assert found == pytest.approx(4 * shape.parameters() * 8 * 15 / 16 / 300e9)
 
 
-def test_decoding_reads_weights_and_keys_by_hand():
-    # One row, a prompt of 2 and 4 tokens to draw: each step reads the weights in bf16 and keys and values of 2 + 4/2
-    # tokens, from 0.6 · 2.039e12 bytes/s; arithmetic is faster.
-    shape = gpt(2, 64, 4)
-    held = ModelMemory(shape=shape, layout=RankLayout(), trained=0)
-    there = cluster(1, 0.4)
-    step = (shape.parameters() * 2 + 4 * 2 * 2 * 64 * 2) / (0.6 * 2.039e12)
-    prompt = shape.flops().forward_flops([2], 1) / (0.4 * 312e12)
-    one = generation_seconds(held, there, Work(1, 2, 4), 1, 8, 2)
-    assert one == pytest.approx(prompt + 4 * step)
-    # Rows that do not fit at once wait: eight rows by two take four times as long as two.
-    two, eight = (generation_seconds(held, there, Work(rows, 2, 4), 1, 2, 2) for rows in (2, 8))
-    assert eight == pytest.approx(4 * two)
-    # Two ranks read half each, and in each of the layers add up twice: 20 us, and half of the hidden states twice.
-    shared = generation_seconds(held, there, Work(1, 2, 4), 2, 8, 2)
-    added = 2 * shape.layers * (20e-6 + 2 * 1 / 2 * 64 * 2 / 300e9)
-    prompts = prompt / 2 + 2 * shape.layers * 2 * (2 * 1 / 2 * 64 * 2 / 300e9)
-    assert shared == pytest.approx(prompts + 4 * (step / 2 + added))
-    assert moving_seconds(50e9, there) == 4  # there and back at 25 GB/s
+def test_offloaded_bytes_move_there_and_back():
+    assert moving_seconds(50e9, replace(cluster(1, 0.4), host_use=25 / 32)) == 4  # at 25 GB/s
+
+
+def test_rates_between_ranks():
+    there = replace(cluster(32, 0.4, "h800"), network_bytes_per_s=20e9)
+    assert there.gather_bytes_per_s(8) == there.exchange_bytes_per_s(8) == 200e9
+    # Nodes receive through all ports of the group: 8, 2 if four other groups are on the node, or 1.
+    assert [there.gather_bytes_per_s(16, apart) for apart in (1, 4, 8)] == [160e9, 40e9, 20e9]
+    # Of what a rank sends to 15 others, 8 parts leave the node.
+    assert there.exchange_bytes_per_s(16) == pytest.approx(20e9 * 15 / 8)
+    assert there.sum_latency_s(2) == pytest.approx(8e-6)
+    assert there.sum_latency_s(32) == pytest.approx(6.8e-6 + 2 * (7 * 0.6e-6 + 2 * 5e-6))
+    # Links join 72 GPUs of GB200, of nodes of four.
+    joined = replace(there, gpu=gpu_named("gb200"), gpus_per_node=4)
+    assert joined.gather_bytes_per_s(64) == 900e9
 
 
 def test_ranks_with_equal_shards_add_their_gradients_between_nodes():
@@ -150,7 +148,7 @@ def test_ranks_with_equal_shards_add_their_gradients_between_nodes():
     inside = 8 * size * 7 / 8 / 300e9
     assert seconds(shards=8) == pytest.approx(inside)
     assert seconds(shards=8, replicas=2) == pytest.approx(inside + 2 * 4 * size / 8 / 2 / 50e9)
-    assert seconds(shards=16) == pytest.approx(8 * size * 15 / 16 / 50e9)
+    assert seconds(shards=16) == pytest.approx(8 * size * 15 / 16 / 300e9)
 
 
 def test_ranks_that_share_sequences_exchange_heads():
@@ -166,9 +164,111 @@ def test_ranks_that_share_sequences_exchange_heads():
     assert seconds(2) - seconds(2, without_network(there)) == pytest.approx(exchanged)
 
 
-def test_short_passes_of_megatron_take_as_long_as_their_weights_are_read():
+PEAKS = Cluster(
+    gpu=gpu_named("a100"), gpus=1, gpus_per_node=8, memory_gb=80, product_use=1.0, attention_use=0.5, bandwidth_use=1.0,
+    launch_s=0.0,
+)  # fmt: skip
+
+
+def test_a_pass_takes_as_long_as_its_operations():
+    # 2 layers of 4 · 64 · 64 + 3 · 64 · 170 weights; 4 heads of 16.
     shape = gpt(2, 64, 4)
-    held, there = megatron(shape), without_network(cluster(1, 1.0))
-    # 4 passes of 2 tokens: forward and backward read weights in bf16, and gradients in fp32 are read and written.
-    found = pass_seconds(held, there, Work(4, 1, 1), 2, trains=True)
-    assert found == pytest.approx(4 * shape.parameters() * (2 * 2 + 2 * 4) / (0.6 * 2.039e12))
+    held = ModelMemory(shape=shape, layout=RankLayout(is_gathered=False), trained=shape.parameters(), checkpoints=False)
+    weights, flops, read = 98_048, 312e12, 2.039e12
+
+    def parts(rows, length):
+        tokens, pairs = rows * length, rows * length * (length + 1) / 2
+        products = max(2 * tokens * weights / flops, 2 * weights / read)
+        others = tokens * 2 * 2 * (10 * 64 + 2 * (64 + 64) + 3 * 170) / read
+        attention = pairs * 2 * 4 * 64 / (0.5 * flops)
+        return products, others + attention, tokens * 51200
+
+    # Two tokens take as long as their weights are read, 4,096 as long as they are multiplied by them.
+    for rows, length in ((1, 2), (4, 1024)):
+        work = Work(rows, 0, length)
+        products, others, logits = parts(rows, length)
+        forward = products + others + logits * (2 * 64 / flops + 69 / read)
+        assert pass_seconds(held, PEAKS, work, work.tokens, trains=False) == pytest.approx(forward)
+        update = 28 * shape.parameters() / read
+        trained = 3 * (products + others) + logits * (4 * 2 * 64 / flops + 208 / read) + update
+        assert pass_seconds(held, PEAKS, work, work.tokens, trains=True) == pytest.approx(trained)
+        again = replace(held, checkpoints=True)
+        more = pass_seconds(again, PEAKS, work, work.tokens, trains=True) - trained
+        assert more == pytest.approx(products + others)
+    # The host starts 90 operations for each layer forward, twice as many backward, and is slower under FSDP.
+    host = replace(PEAKS, launch_s=19e-6)
+    assert pass_seconds(held, host, Work(1, 0, 2), 2, trains=True) == pytest.approx(2 * 90 * 3 * 39e-6 + update)
+
+
+def test_experts_compute_whole_tiles():
+    fields = {
+        "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "vocab_size": 100, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    shape = ModelShape.of(fields, "config.json")
+    fast = replace(PEAKS, gpu=replace(PEAKS.gpu, memory_bytes_per_s=math.inf))
+    experts = 2 * 4 * 3 * 64 * 128 * 128 / 312e12  # of 128 rows each
+
+    def of_experts(tokens, **layout):
+        held = megatron(shape, **layout)
+        without = replace(held, shape=replace(shape, expert_width=0))
+        seconds = [pass_seconds(one, fast, Work(1, 0, tokens), tokens, trains=False) for one in (held, without)]
+        return seconds[0] - seconds[1]
+
+    assert of_experts(16) == of_experts(256) == pytest.approx(experts)
+    assert of_experts(257) == pytest.approx(2 * experts)
+    # Two ranks have two experts each, and the tokens of both: 257 of each are 257 rows of an expert.
+    shared = replace(fast, gpu=replace(fast.gpu, link_bytes_per_s=math.inf))
+    held = megatron(shape, expert=2, replicas=2)
+    without = replace(held, shape=replace(shape, expert_width=0))
+    seconds = [pass_seconds(one, shared, Work(1, 0, 257), 257, trains=False) for one in (held, without)]
+    assert seconds[0] - seconds[1] == pytest.approx(3 / 2 * experts)
+
+
+# docs/internals/gpu.md: tokens/s of updates on one H200, with Liger's kernels, without and with gradient checkpointing.
+@pytest.mark.parametrize(
+    ("rows", "length", "measured"),
+    [
+        (1, 16384, (28_053, 23_451)),
+        (16, 1024, (46_477, 46_503)),
+        (1, 8192, (29_060, 19_499)),
+        (16, 512, (31_396, 17_381)),
+    ],
+)
+def test_updates_take_as_long_as_was_measured_on_a_gpu(rows, length, measured):
+    fields = {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    shape = ModelShape.of(fields, "config.json")
+    there = Cluster(gpu=gpu_named("h200"), gpus=1, gpus_per_node=1, memory_gb=141)
+    for checkpoints, speed in zip((False, True), measured, strict=True):
+        held = ModelMemory(shape=shape, layout=RankLayout(), trained=shape.parameters(), checkpoints=checkpoints)
+        seconds = pass_seconds(held, there, Work(rows, 0, length), rows * length, trains=True)
+        assert rows * length / seconds == pytest.approx(speed, rel=0.2)
+
+
+def test_an_optimizer_on_the_host():
+    # Shards of 1/2 come twice in fp32 and gradients leave in fp32; the optimizer reads and writes 28 bytes a parameter.
+    shape = gpt(2, 64, 4)
+    held = ModelMemory(
+        shape=shape, layout=RankLayout(shards=2), trained=shape.parameters(), checkpoints=False, with_entropy=False
+    )
+    there, work = replace(cluster(2, 1.0), host_use=1.0), Work(2, 1, 1)
+    fast = without_network(there)
+    on_host = replace(held, layout=replace(held.layout, is_on_host=True))
+    assert (on_host.weights, on_host.gradients, on_host.optimizer) == (0, 0, 0)
+    seconds = [pass_seconds(one, fast, work, 4, trains=True) for one in (held, on_host)]
+    part = shape.parameters() / 2
+    assert seconds[1] - seconds[0] == pytest.approx(part * (8 + 4) / 32e9 + part * 28 / 40e9)
+
+
+def test_the_slowest_stage_counts():
+    # 6 layers in stages of 2 and 4, against 3 and 3; no stage waits in the mean of many passes.
+    work, there = Work(64, 8, 8), without_network(cluster(2, 1.0))
+    even, uneven = (
+        pass_seconds(megatron(gpt(6, 64, 4), pipeline=2, piece_layers=pieces), there, work, 16, trains=True)
+        for pieces in ((), (2, 4))
+    )
+    assert uneven == pytest.approx(even * 4 / 3)

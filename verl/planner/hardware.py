@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from verl.base.registry import suggest
 from verl.errors import ConfigError
 from verl.utils.flops_counter import published_peak
+
+_PCIE_4, _PCIE_5 = 32e9, 64e9
 
 
 @dataclass(frozen=True)
@@ -19,7 +22,11 @@ class Gpu:
     memory_bytes_per_s: float
     """Bandwidth of that memory."""
     link_bytes_per_s: float
-    """Bandwidth to the other GPUs of the node in one direction: half of what data sheets add up for both."""
+    """Bandwidth to GPUs that are joined to it, in one direction: half of what data sheets add up for both."""
+    host_bytes_per_s: float
+    """Bandwidth to the host's memory in one direction."""
+    joined: int = 8
+    """GPUs that are joined by such links, if their nodes are next to each other."""
 
     @property
     def memory_bytes(self) -> float:
@@ -37,16 +44,17 @@ class Gpu:
 GPUS: dict[str, Gpu] = {
     gpu.name.lower(): gpu
     for gpu in (
-        Gpu("B200", 180, 8.0e12, 900e9),
-        Gpu("H200", 141, 4.8e12, 450e9),
-        Gpu("H100", 80, 3.35e12, 450e9),
-        Gpu("H800", 80, 3.35e12, 200e9),
-        Gpu("H20", 96, 4.0e12, 450e9),
-        Gpu("A100", 80, 2.039e12, 300e9),
-        Gpu("A800", 80, 2.039e12, 200e9),
-        Gpu("L40S", 48, 0.864e12, 32e9),
-        Gpu("A40", 48, 0.696e12, 32e9),
-        Gpu("4090", 24, 1.008e12, 32e9),
+        Gpu("GB200", 186, 8.0e12, 900e9, 225e9, 72),
+        Gpu("B200", 180, 8.0e12, 900e9, _PCIE_5),
+        Gpu("H200", 141, 4.8e12, 450e9, _PCIE_5),
+        Gpu("H100", 80, 3.35e12, 450e9, _PCIE_5),
+        Gpu("H800", 80, 3.35e12, 200e9, _PCIE_5),
+        Gpu("H20", 96, 4.0e12, 450e9, _PCIE_5),
+        Gpu("A100", 80, 2.039e12, 300e9, _PCIE_4),
+        Gpu("A800", 80, 2.039e12, 200e9, _PCIE_4),
+        Gpu("L40S", 48, 0.864e12, 32e9, _PCIE_4),
+        Gpu("A40", 48, 0.696e12, 32e9, _PCIE_4),
+        Gpu("4090", 24, 1.008e12, 32e9, _PCIE_4),
     )
 }
 """SXM or the only form, with the largest memory; GPUs without NVLink have PCIe 4.0 x16."""
@@ -70,7 +78,11 @@ def gpu_named(name: str) -> Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """GPUs of a run, and how much of their peaks it is assumed to reach."""
+    """GPUs of a run, and how much of their peaks it is assumed to reach.
+
+    The shares of peaks are of single operations, measured on one H200 (docs/internals/gpu.md) or published; which
+    share of the peak a whole pass reaches follows from them and the model. docs/internals/planning.md derives each.
+    """
 
     gpu: Gpu
     gpus: int
@@ -79,16 +91,31 @@ class Cluster:
     """Memory of one GPU in 10⁹ bytes."""
     reserved_gb: float = 3.0
     """Memory that is no tensor: CUDA's context, NCCL's buffers, what the allocator cannot use. An assumption."""
-    mfu: float = 0.4
-    """Part of the peak FLOP/s that passes reach. An assumption; docs/internals/planning.md has published ones."""
-    bandwidth_use: float = 0.6
-    """Part of the memory bandwidth that decoding reaches. An assumption."""
+    mfu: float | None = None
+    """Part of the peak FLOP/s that passes reach, as measured; None derives it from the operations of a pass."""
+    product_use: float = 0.8
+    """Part of the peak FLOP/s in large matrix products: published for H100 (80 %), B200 (78 %) and A100 (86 %)."""
+    attention_use: float = 0.26
+    """Part of the peak FLOP/s in attention, forward and backward: measured for PyTorch's flash kernel."""
+    bandwidth_use: float = 0.85
+    """Part of the memory bandwidth: measured in attention of 256 new tokens, and in gates of an MLP."""
+    link_use: float = 0.8
+    """Part of the bandwidth between GPUs, of a node or not, that collectives reach. An assumption."""
     network_bytes_per_s: float = 50e9
     """Bandwidth between nodes for each GPU: 400 Gbit/s. An assumption."""
-    host_bytes_per_s: float = 25e9
-    """Bandwidth between a GPU and the host's memory in one direction: PCIe 4.0 x16. An assumption."""
-    sum_latency_s: float = 20e-6
-    """Seconds that a sum over ranks takes besides its bytes. An assumption."""
+    host_use: float = 0.78
+    """Part of the bandwidth between a GPU and the host's memory: 25 GB/s of PCIe 4.0 x16. An assumption."""
+    host_memory_bytes_per_s: float = 40e9
+    """Bandwidth of the host's memory for each GPU, when an optimizer computes there. An assumption."""
+    kernel_s: float = 2e-6
+    """Seconds of a small operation in a recorded pass: measured for norms and gates of 64 tokens."""
+    product_s: float = 7e-6
+    """Seconds of a small matrix product besides reading its weights: measured in recorded passes of 113 products."""
+    row_s: float = 12.7e-6
+    """Seconds in which the host prepares a row of a decoding step: reported for vLLM 0.27 (docs/internals/planning.md).
+    """
+    launch_s: float = 19e-6
+    """Seconds in which the host starts an operation of a pass that is not recorded: measured."""
 
     @property
     def usable_bytes(self) -> float:
@@ -96,15 +123,51 @@ class Cluster:
         return (self.memory_gb - self.reserved_gb) * 1e9
 
     @property
-    def flops(self) -> float:
-        """FLOP/s that passes reach on one GPU."""
-        return self.gpu.peak_flops * self.mfu
+    def product_flops(self) -> float:
+        """FLOP/s of large matrix products on one GPU."""
+        return self.gpu.peak_flops * self.product_use
+
+    @property
+    def attention_flops(self) -> float:
+        """FLOP/s of attention on one GPU."""
+        return self.gpu.peak_flops * self.attention_use
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Bytes that decoding reads per second on one GPU."""
+        """Bytes that operations read and write per second on one GPU."""
         return self.gpu.memory_bytes_per_s * self.bandwidth_use
 
-    def exchange_bytes_per_s(self, ranks: int) -> float:
-        """Bytes that one of ``ranks`` neighbours receives per second in a collective."""
-        return self.gpu.link_bytes_per_s if ranks <= self.gpus_per_node else self.network_bytes_per_s
+    @property
+    def host_bytes_per_s(self) -> float:
+        """Bytes that move between a GPU and the host's memory per second, in one direction."""
+        return self.gpu.host_bytes_per_s * self.host_use
+
+    @property
+    def joined(self) -> int:
+        """GPUs that are joined by links: those of a node, or of several."""
+        return max(self.gpus_per_node, self.gpu.joined if self.gpu.joined > 8 else 0)
+
+    def gather_bytes_per_s(self, ranks: int, apart: int = 1) -> float:
+        """Bytes that each of ``ranks`` ranks receives per second in a gather or a sum.
+
+        Nodes receive through the network ports of all their ranks together. Neighbours of the group are ``apart`` ranks
+        from each other; those between are in other groups, which do the same.
+        """
+        if ranks * apart <= self.joined:
+            return self.gpu.link_bytes_per_s * self.link_use
+        ports = max(1, self.joined // apart)
+        return min(self.gpu.link_bytes_per_s, ports * self.network_bytes_per_s) * self.link_use
+
+    def exchange_bytes_per_s(self, ranks: int, apart: int = 1) -> float:
+        """Bytes that each of ``ranks`` ranks sends per second where each has others for each of the others."""
+        near = min(ranks, max(1, self.joined // apart))
+        if near == ranks:
+            return self.gpu.link_bytes_per_s * self.link_use
+        share = (ranks - near) / (ranks - 1)
+        slower = max(share / self.network_bytes_per_s, (1 - share) / self.gpu.link_bytes_per_s)
+        return self.link_use / slower
+
+    def sum_latency_s(self, ranks: int) -> float:
+        """Seconds of a sum of few bytes over ranks: a tree, by the latencies with which NCCL chooses its algorithms."""
+        near = min(ranks, self.joined)
+        return 6.8e-6 + 2 * ((near - 1) * 0.6e-6 + math.ceil(math.log2(max(1.0, ranks / near))) * 5e-6)

@@ -28,15 +28,23 @@ angles, for queries and for keys. With D the width of a head, that is
 Ranks that share matrices divide all of it but the rotation, and the norms only with sequence parallelism. With
 checkpointing a pass keeps the fp32 angles, 4 · D, besides the layers' inputs.
 
-Of p pipeline stages the first keeps p micro-batches of its 1/p of the layers; in v pieces each (arXiv:2104.04473,
-section 2.2) it keeps what (v p + p - 1) / (v p) times all layers keep of one. The last, which has the head, keeps one
-micro-batch of its 1/p of the layers, or (v p - p + 1) / (v p) times all.
+Of p pipeline stages stage i, counted from 0, keeps p - i micro-batches of its layers; in v pieces each
+(arXiv:2104.04473, section 2.2) the first keeps what (v p + p - 1) / (v p) times all layers keep of one, if all stages
+have equally many. The last, which has the head, keeps one micro-batch of its layers, or (v p - p + 1) / (v p) times
+all. Weights are those of the stage with most, whose activations may be fewer: a plan adds up both.
+
+Multi-head latent attention keeps queries, keys and outputs as above, with the heads' widths; values in one tensor with
+the keys' unrotated part; and the input in fp32, value and output of the norms of its latent vectors, of r numbers:
+
+    latent vectors   (4 + 2b) · r
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 
 from verl.planner.passes import PassTokens
 from verl.planner.shapes import ModelShape
@@ -62,12 +70,17 @@ class RankLayout:
     """Ranks that share the layers (Megatron)."""
     pieces: int = 1
     """Pieces of the model on each of them, in turn."""
+    piece_layers: tuple[int, ...] = ()
+    """Layers of each piece, in their order; () is equally many."""
     expert: int = 1
     """Ranks that share the experts of a layer (Megatron)."""
     expert_tensor: int | None = None
     """Ranks that share the matrices of each expert; None is as many as share the other matrices."""
     replicas: int = 1
     """Ranks that hold the same part of the model."""
+    is_on_host: bool = False
+    """Whether stored weights, gradients and optimizer state are in the host's memory, where the optimizer computes
+    (FSDP's `offload_policy`)."""
     divides_optimizer: bool = True
     """Whether they divide its optimizer state."""
     sequence: int = 1
@@ -96,6 +109,12 @@ class RankLayout:
     def expert_replicas(self) -> float:
         """Ranks that hold the same part of the experts."""
         return self.replicas * self.tensor / self.expert_ranks
+
+    def stage_layers(self, layers: int) -> list[float]:
+        """Layers of each pipeline stage, in all its pieces."""
+        if not self.piece_layers:
+            return [layers / self.pipeline] * self.pipeline
+        return [float(sum(self.piece_layers[stage :: self.pipeline])) for stage in range(self.pipeline)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,15 +146,42 @@ class ModelMemory:
 
         With ``is_divided_further`` the ranks with equal parts divide them.
         """
-        lay, all_of_them = self.layout, self.shape.parameters(self.outputs)
-        experts = parameters * self.shape.expert_parameters / all_of_them
-        others, own_replicas = (lay.replicas, lay.expert_replicas) if is_divided_further else (1, 1)
-        return ((parameters - experts) / lay.tensor / others + experts / lay.expert_ranks / own_replicas) / lay.pipeline
+        lay = self.layout
+        replicas, expert_replicas = (lay.replicas, lay.expert_replicas) if is_divided_further else (1, 1)
+        largest = max(
+            others / lay.tensor / replicas + experts / lay.expert_ranks / expert_replicas
+            for others, experts in self._stage_parameters
+        )
+        return largest * parameters / self.shape.parameters(self.outputs)
+
+    @cached_property
+    def _stage_parameters(self) -> list[tuple[float, float]]:
+        """Of each pipeline stage the parameters of all but experts, and of experts.
+
+        A head that is the embedding is on the last stage once more.
+        """
+        s, lay = self.shape, self.layout
+        if lay.pipeline == 1:
+            return [(s.parameters(self.outputs) - s.expert_parameters, s.expert_parameters)]
+        count = lay.pipeline * lay.pieces
+        counts = lay.piece_layers or [
+            s.layers * (piece + 1) // count - s.layers * piece // count for piece in range(count)
+        ]
+        ends = list(accumulate(counts))
+        stages = [[0.0, 0.0] for _ in range(lay.pipeline)]
+        for piece, (number, end) in enumerate(zip(counts, ends, strict=True)):
+            for kind, size in enumerate(s.parameters_of_layers(end - number, end)):
+                stages[piece % lay.pipeline][kind] += size
+        stages[0][0] += s.embedding_parameters
+        stages[-1][0] += s.hidden + (s.head_parameters(self.outputs) or s.embedding_parameters)
+        return [(others, experts) for others, experts in stages]
 
     @property
     def weights(self) -> float:
         """Bytes of the stored weights."""
         lay = self.layout
+        if lay.is_on_host:
+            return 0.0
         adapters = self._part(self.adapters) * lay.stored_bytes if lay.is_megatron else self.adapters * 4
         return (self._part(self.shape.parameters(self.outputs)) * lay.stored_bytes + adapters) / lay.shards
 
@@ -143,6 +189,8 @@ class ModelMemory:
     def gradients(self) -> float:
         """Bytes of the gradients between backward pass and optimizer step."""
         lay = self.layout
+        if lay.is_on_host:
+            return 0.0
         size = 4 if lay.is_megatron or self.adapters else lay.stored_bytes
         return self._part(self.trained) * size / lay.shards
 
@@ -150,6 +198,8 @@ class ModelMemory:
     def optimizer(self) -> float:
         """Bytes of Adam's moments, and under Megatron of the fp32 weights."""
         lay = self.layout
+        if lay.is_on_host:
+            return 0.0
         if lay.is_megatron:
             per_parameter = 4 * _ADAM_MOMENTS + (4 if lay.stored_bytes < 4 else 0)
             return self._part(self.trained, lay.divides_optimizer) * per_parameter
@@ -178,17 +228,23 @@ class ModelMemory:
         """Bytes that one layer keeps for its backward pass, per token of this rank's part."""
         s, b = self.shape, self.layout.compute_bytes
         dense_share = s.dense_layers / s.layers
-        width = dense_share * s.feed_forward + (1 - dense_share) * s.active_experts * s.expert_width
+        of_sparse = s.active_experts * s.expert_width + s.shared_width
+        width = dense_share * s.feed_forward + (1 - dense_share) * of_sparse
         # Experts' inputs and outputs are copies, sorted by expert.
         routed = (1 - dense_share) * s.active_experts * s.hidden * b * 3
         norms = 2 * (4 + 2 * b) * s.hidden
         head_norms = (4 + b) * (s.attention_width + s.kv_width) if s.has_head_norms else 0
-        attention = b * (2 * s.attention_width + 2 * s.kv_width)
+        attention = b * (s.attention_width + s.keys_and_values + s.output_width)
+        if s.latent:
+            attention += b * s.heads * s.latent.unrotated
+            norms += (4 + 2 * b) * s.latent.ranks
         if not self.layout.is_megatron:
             return norms + head_norms + attention + 4 * b * width + routed
-        attention += b * (s.attention_width + s.kv_width)
+        if not s.latent:
+            attention += b * (s.attention_width + s.kv_width)
         divided = head_norms + attention + 5 * b * width + routed
-        return norms / self._norm_ranks + divided / self.layout.tensor + 4 * b * s.head_dim
+        rotation = 0 if s.latent else 4 * b * s.head_dim
+        return norms / self._norm_ranks + divided / self.layout.tensor + rotation
 
     @property
     def _norm_ranks(self) -> int:
@@ -198,31 +254,35 @@ class ModelMemory:
     @property
     def copied_keys(self) -> float:
         """Bytes of keys and values in one layer, per token."""
-        return self.layout.compute_bytes * 2 * self.shape.kv_width / self.layout.tensor
+        return self.layout.compute_bytes * self.shape.keys_and_values / self.layout.tensor
 
     def kept_activations(self, tokens: float, copies: float = 0.0) -> float:
         """Bytes that all layers keep of ``tokens`` tokens of this rank's part until their backward passes.
 
         ``copies`` are tokens of this part whose keys and values were copied for responses that share a prompt. In a
-        pipeline these are the bytes of the first stage, which keeps most.
+        pipeline these are the bytes of the stage that keeps most.
         """
         lay = self.layout
-        more_pieces = (lay.pipeline - 1) / (lay.pipeline * lay.pieces) if lay.pieces > 1 else 0.0
-        return self._kept(tokens, copies, 1 + more_pieces, has_head=lay.pipeline == 1)
+        stages = lay.stage_layers(self.shape.layers)
+        waiting = [(lay.pipeline - stage, layers) for stage, layers in enumerate(stages)]
+        if lay.pieces > 1:
+            waiting = [((lay.pieces + 1) * lay.pipeline - 1, stages[0] / lay.pieces)]
+        return max(self._kept(tokens, copies, *one, has_head=lay.pipeline == 1) for one in waiting)
 
     def _kept_by_last_stage(self, tokens: float, copies: float) -> float:
         lay = self.layout
-        parts = 1 / lay.pipeline if lay.pieces == 1 else 1 - 1 / lay.pieces + 1 / (lay.pipeline * lay.pieces)
-        return self._kept(tokens, copies, parts, has_head=True)
+        layers = lay.stage_layers(self.shape.layers)[-1] / lay.pieces
+        return self._kept(tokens, copies, (lay.pieces - 1) * lay.pipeline + 1, layers, has_head=True)
 
-    def _kept(self, tokens: float, copies: float, parts: float, has_head: bool) -> float:
-        """Bytes kept of ``parts`` times all layers, with a norm before the head."""
+    def _kept(self, tokens: float, copies: float, passes: int, layers: float, has_head: bool) -> float:
+        """Bytes kept of so many passes of ``layers`` layers each, with a norm before the head."""
         s, lay = self.shape, self.layout
         per_layer = lay.compute_bytes * s.hidden / self._norm_ranks if self.checkpoints else self.layer_activations
         norm = (4 + lay.compute_bytes) * s.hidden / self._norm_ranks if has_head else 0.0
-        angles = 4 * s.head_dim * parts * lay.pipeline * lay.pieces if self.checkpoints and lay.is_megatron else 0.0
-        copied = 0.0 if self.checkpoints else copies * self.copied_keys * s.layers
-        return tokens * (per_layer * s.layers * parts + norm + angles) + copied
+        of_angle = s.latent.rotated if s.latent else s.head_dim
+        angles = 4 * of_angle if self.checkpoints and lay.is_megatron else 0
+        copied = 0.0 if self.checkpoints else copies * self.copied_keys * layers
+        return tokens * (passes * (per_layer * layers + angles) + norm) + copied
 
     def logits(self, tokens: float, with_gradient: bool) -> float:
         """Bytes of the logits that are in memory at once.

@@ -17,14 +17,18 @@ from verl.config import (
     TrainedModelConfig,
 )
 from verl.config.megatron import McoreEngineConfig
+from verl.config.pipeline_layout import layers_of_chunks
 from verl.config.rollout import GRAPH_SIZES, MOST_GRAPHS, OTHER_PROGRAMS
 from verl.errors import ConfigError
+from verl.planner.engines import EngineLayout
+from verl.planner.generation import Generation, generation_seconds, scoring_seconds
 from verl.planner.hardware import Cluster
+from verl.planner.lengths import Lengths
 from verl.planner.memory import BYTES, ModelMemory, RankLayout
 from verl.planner.passes import Rows
 from verl.planner.shapes import ModelShape
 from verl.planner.teachers import PlannedTeachers, output_bytes
-from verl.planner.timing import Work, generation_seconds, moving_seconds, pass_seconds
+from verl.planner.timing import Work, moving_seconds, pass_seconds
 
 _ENGINE_RESERVE = 2e9
 """Bytes that vLLM and SGLang need for activations and graphs beside weights and keys. An assumption."""
@@ -234,7 +238,7 @@ class Plan:
             )
         actor = self.config.actor_rollout_ref.actor
         checkpoints = model.enable_gradient_checkpointing
-        layout = layout_of(placement, ranks or self.ranks, adapters > 0)
+        layout = layout_of(placement, ranks or self.ranks, adapters > 0, shape.layers)
         if (
             isinstance(placement, McoreEngineConfig)
             and "recompute_granularity" in placement.override_transformer_config
@@ -435,12 +439,12 @@ class Plan:
             engine, shape = teacher.inference, self._teacher_shape(teacher)
             ranks = engine.tensor_model_parallel_size
             work = self._scored(ranks)
-            flops = shape.flops().forward_flops([work.prompt + work.response], work.response)
             beside = self._awake_engines(f"teacher {name}") if teachers.ranks else self._idle(f"teacher {name}")
             if self._engine_leaves and not teachers.ranks:
                 beside["rollout engine"] = self._engine_leaves
             parts = beside | self._engine_parts(teacher)
-            seconds = work.rows * flops / ranks / self.cluster.flops
+            layout, length = EngineLayout(tensor=ranks, size=BYTES[engine.dtype]), work.prompt + work.response
+            seconds = scoring_seconds(shape, self.cluster, work.rows, length, work.response, layout)
             at_once = min(work.rows, engine.max_num_seqs)
             stages.append(Stage(f"teacher {name}", parts, seconds, "rows at once", at_once, at_once))
         return stages
@@ -483,7 +487,8 @@ class Plan:
     def _engine_parts(self, teacher: DistillationTeacherModelConfig) -> dict[str, float]:
         """Part → bytes of a teacher that is an engine, on one rank."""
         engine = teacher.inference
-        weights = self._teacher_shape(teacher).parameters() * BYTES[engine.dtype] / engine.tensor_model_parallel_size
+        layout = EngineLayout(tensor=engine.tensor_model_parallel_size, size=BYTES[engine.dtype])
+        weights = layout.weights(self._teacher_shape(teacher))
         room = self.cluster.memory_gb * 1e9 * engine.gpu_memory_utilization - weights - _ENGINE_RESERVE
         return {"engine weights": weights, "engine reserve": _ENGINE_RESERVE, "KV cache": max(0.0, room)}
 
@@ -498,43 +503,63 @@ class Plan:
 
     # ---- the rollout
 
+    @property
+    def engine_layout(self) -> EngineLayout:
+        """How ranks share a rollout engine."""
+        return EngineLayout.of(self.config.actor_rollout_ref.rollout)
+
     def _engine(self, resident: float) -> tuple[dict[str, float], int]:
-        """Return part → bytes of the rollout engine on one rank, and how many rows it runs at once."""
-        rollout, actor = self.config.actor_rollout_ref.rollout, self.models["actor"].memory
-        size, ranks = BYTES[rollout.dtype], rollout.tensor_model_parallel_size
-        shape = actor.shape
-        weights = shape.parameters() * size / ranks / rollout.pipeline_model_parallel_size
-        row = self.row_tokens * shape.kv_bytes(size) / min(ranks, shape.kv_heads) / rollout.pipeline_model_parallel_size
-        rows = min(self.rollout_rows(ranks * rollout.pipeline_model_parallel_size), rollout.max_num_seqs)
+        """Return part → bytes of the rollout engine on one rank, and how many rows each of its copies runs at once."""
+        rollout, actor, layout = self.config.actor_rollout_ref.rollout, self.models["actor"].memory, self.engine_layout
+        shape, weights = actor.shape, layout.weights(actor.shape)
+        row = layout.row(shape, self.row_tokens)
+        rows = min(self.rollout_rows(layout.ranks // layout.copies), rollout.max_num_seqs)
         if rollout.name in OTHER_PROGRAMS:
             memory = self.cluster.memory_gb * 1e9 * rollout.gpu_memory_utilization
             room = memory - weights - _ENGINE_RESERVE
             parts = {"engine weights": weights, "engine reserve": _ENGINE_RESERVE, "KV cache": max(0.0, room)}
             return parts, min(rows, int(max(0.0, room) // row))
-        is_shared = not actor.layout.is_gathered and not actor.adapters and actor.layout.stored_bytes == size
-        if is_shared and ranks == 1 and not self.has_rollout_pool:
+        is_shared = not actor.layout.is_gathered and not actor.adapters and actor.layout.stored_bytes == layout.size
+        if is_shared and layout.ranks == 1 and not layout.is_quantised and not self.has_rollout_pool:
             weights = 0.0  # the trainer's own
         free = self.cluster.usable_bytes - resident - weights
         allowed = max(0.0, free) * rollout.gpu_memory_utilization
         at_once = min(rows, int(allowed // row))
         parts = {"engine weights": weights, "KV cache": max(1, at_once) * row}
         sizes = GRAPH_SIZES if rollout.cudagraph_capture_sizes is None else rollout.cudagraph_capture_sizes
-        if rollout.name == "native" and sizes and ranks == 1 and not rollout.enforce_eager and not shape.experts:
+        if rollout.name == "native" and sizes and layout.ranks == 1 and not rollout.enforce_eager and not shape.experts:
             # Logits twice: in the buffer of all graphs, and where the head computes them.
-            logits = 2 * min(max(1, at_once), max(sizes)) * shape.vocabulary * size
+            logits = 2 * min(max(1, at_once), max(sizes)) * shape.vocabulary * layout.size
             parts["CUDA graphs"] = logits + MOST_GRAPHS * _GRAPH_BYTES
         return parts, at_once
 
     def _rollout(self) -> Stage:
-        rollout = self.config.actor_rollout_ref.rollout
         resident = {} if self.has_rollout_pool else self._idle("")
         parts, at_once = self._engine(sum(resident.values()))
-        tensor, pipeline = rollout.tensor_model_parallel_size, rollout.pipeline_model_parallel_size
-        ranks, size = tensor * pipeline, BYTES[rollout.dtype]
-        memory = self.models["actor"].memory
-        work = replace(self.work(ranks), rows=self.rollout_rows(ranks))
-        seconds = generation_seconds(memory, self.cluster, work, tensor, max(1, at_once), size, pipeline)
+        layout, memory = self.engine_layout, self.models["actor"].memory
+        data, rollout, expected = self.config.data, self.config.actor_rollout_ref.rollout, self.work(1)
+        work = Generation(
+            rows=self.rollout_rows(layout.ranks // layout.copies),
+            rows_at_once=max(1, at_once),
+            prompt=expected.prompt,
+            lengths=Lengths(expected.response, data.max_response_length),
+            rows_of_all=data.train_batch_size * rollout.n,
+        )
+        seconds = generation_seconds(memory.shape, self.cluster, work, layout)
+        seconds += self._transfer_seconds
         return Stage("rollout", resident | parts, seconds, "rows at once", work.rows, at_once)
+
+    @property
+    def _transfer_seconds(self) -> float:
+        """Seconds in which every rank receives all weights, of which its engine keeps its part."""
+        memory, layout = self.models["actor"].memory, self.engine_layout
+        lay = memory.layout
+        sharing = max(lay.shards, lay.tensor * lay.pipeline, lay.expert_ranks * lay.pipeline)
+        ranks = self.gpus if self.has_rollout_pool else sharing
+        if ranks == 1:
+            return 0.0
+        sent = memory.shape.parameters() * layout.size * (ranks - 1) / ranks
+        return sent / self.cluster.gather_bytes_per_s(ranks)
 
     # ---- the whole
 
@@ -582,8 +607,10 @@ def _computes_layer_by_layer(recompute: Mapping[str, Any], shape: ModelShape, la
     return layers >= shape.layers / layout.pipeline / layout.pieces
 
 
-def layout_of(placement: FSDPEngineConfig | McoreEngineConfig, ranks: int, has_adapters: bool) -> RankLayout:
-    """Return how ``ranks`` ranks share a model.
+def layout_of(
+    placement: FSDPEngineConfig | McoreEngineConfig, ranks: int, has_adapters: bool, layers: int
+) -> RankLayout:
+    """Return how ``ranks`` ranks share a model of ``layers`` layers.
 
     Raises:
         ConfigError: its sizes do not divide the ranks.
@@ -596,13 +623,15 @@ def layout_of(placement: FSDPEngineConfig | McoreEngineConfig, ranks: int, has_a
                 f"context_parallel_size={placement.context_parallel_size}: their product does not divide the {ranks} "
                 "GPUs of the plan."
             )
-        size = BYTES[placement.dtype]
+        size, virtual = BYTES[placement.dtype], placement.virtual_pipeline_model_parallel_size
+        pieces = layers_of_chunks(placement.override_transformer_config, pipeline, virtual, layers)
         return RankLayout(
             sequence=placement.context_parallel_size,
             tensor=tensor,
             divides_norms=placement.sequence_parallel,
             pipeline=pipeline,
             pieces=placement.model_chunks,
+            piece_layers=() if pieces is None or len(set(pieces)) == 1 else tuple(pieces),
             expert=placement.expert_model_parallel_size,
             expert_tensor=placement.expert_tensor_parallel_size,
             replicas=ranks // tensor // pipeline,
@@ -630,6 +659,7 @@ def layout_of(placement: FSDPEngineConfig | McoreEngineConfig, ranks: int, has_a
         compute_bytes=compute,
         is_gathered=shards > 1 or stored != compute or placement.offload_policy or has_adapters,
         reshards=placement.reshard_after_forward,
+        is_on_host=placement.offload_policy,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from verl.utils.model_facts.experts import ExpertSizes
 if TYPE_CHECKING:
     from verl.base.types import JsonMapping
 
-FAMILIES = ("gemma", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+FAMILIES = ("deepseek_v3", "gemma", "glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """``model_type`` of models whose parameters and activations are counted; each is compared with Transformers."""
 
 _TIED = ("gemma",)
@@ -25,6 +25,8 @@ _HEAD_NORMS = ("qwen3", "qwen3_moe")
 """Families that normalise queries and keys."""
 _BIASED_INPUTS = ("qwen2",)
 """Families whose projections to queries, keys and values have a bias."""
+_UNBIASED_OUTPUTS = ("glm4_moe",)
+"""Families whose `attention_bias` is of queries, keys and values alone."""
 _FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
@@ -33,6 +35,59 @@ class _Fields(SimpleNamespace):
 
     def get_text_config(self) -> _Fields:
         return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Widths of multi-head latent attention (arXiv:2405.04434)."""
+
+    query_rank: int | None
+    """Of the latent vectors of queries; None if these are projected from hidden states."""
+    kv_rank: int
+    """Of the latent vectors of keys and values."""
+    rotated: int
+    """Numbers of a query or a key that depend on the position; those of the key are one for all heads."""
+    unrotated: int
+    value: int
+    """Of a head's value."""
+
+    @classmethod
+    def of(cls, fields: JsonMapping) -> LatentAttention | None:
+        """Read the entries of a config.json; None if they are of another attention."""
+        if not fields.get("kv_lora_rank"):
+            return None
+        return cls(
+            query_rank=fields.get("q_lora_rank"),
+            kv_rank=fields["kv_lora_rank"],
+            rotated=fields["qk_rope_head_dim"],
+            unrotated=fields["qk_nope_head_dim"],
+            value=fields["v_head_dim"],
+        )
+
+    @property
+    def cached(self) -> int:
+        """Numbers of a token that engines cache: the latent vector, and the rotated part of the keys."""
+        return self.kv_rank + self.rotated
+
+    @property
+    def ranks(self) -> int:
+        """Width of all latent vectors of a token."""
+        return self.kv_rank + (self.query_rank or 0)
+
+    def linear_sizes(self, hidden: int, heads: int, layers: int) -> dict[str, tuple[int, int, int]]:
+        """As :attr:`ModelShape.linear_sizes`, of attention alone."""
+        query = heads * (self.unrotated + self.rotated)
+        queries = {"q_proj": (hidden, query, layers)}
+        if self.query_rank:
+            queries = {
+                "q_a_proj": (hidden, self.query_rank, layers),
+                "q_b_proj": (self.query_rank, query, layers),
+            }
+        return queries | {
+            "kv_a_proj_with_mqa": (hidden, self.cached, layers),
+            "kv_b_proj": (self.kv_rank, heads * (self.unrotated + self.value), layers),
+            "o_proj": (heads * self.value, hidden, layers),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +107,9 @@ class ModelShape:
     """Whether the head is the embedding."""
     has_biases: bool
     """Whether all projections of attention have a bias."""
+    has_head_norms: bool
+    """Whether queries and keys are normalised."""
+    latent: LatentAttention | None
     dense_layers: int
     """Layers without experts."""
     experts: int
@@ -59,7 +117,9 @@ class ModelShape:
     active_experts: int
     """Experts that each token takes."""
     expert_width: int
-    fields: Mapping[str, object]
+    shared_width: int
+    """Inner width of what every token passes beside its experts; 0 without."""
+    fields: Mapping[str, object] = field(hash=False)
     """Entries of config.json."""
 
     @classmethod
@@ -78,22 +138,26 @@ class ModelShape:
         if missing := [name for name in _FIELDS if not isinstance(fields.get(name), int)]:
             raise ConfigError(f"{where}: {', '.join(missing)} must be whole numbers. Take the model's own config.json.")
         heads, layers = fields["num_attention_heads"], fields["num_hidden_layers"]
-        experts = ExpertSizes.of(_Fields(**fields))
+        experts, latent = ExpertSizes.of(_Fields(**fields)), LatentAttention.of(fields)
+        of_head = latent.unrotated + latent.rotated if latent else fields["hidden_size"] // heads
         return cls(
             family=family,
             layers=layers,
             hidden=fields["hidden_size"],
             heads=heads,
             kv_heads=fields.get("num_key_value_heads") or heads,
-            head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
+            head_dim=of_head if latent else fields.get("head_dim") or of_head,
             feed_forward=fields["intermediate_size"],
             vocabulary=fields["vocab_size"],
             is_tied=bool(fields.get("tie_word_embeddings", family in _TIED)),
             has_biases=bool(fields.get("attention_bias", False)) and family not in _BIASED_INPUTS,
+            has_head_norms=family in _HEAD_NORMS or bool(fields.get("use_qk_norm", False)),
+            latent=latent,
             dense_layers=layers - sum(experts.sparse) if experts else layers,
             experts=experts.count if experts else 0,
             active_experts=experts.per_token if experts else 0,
             expert_width=experts.width if experts else 0,
+            shared_width=experts.shared_width if experts else 0,
             fields=fields,
         )
 
@@ -119,14 +183,19 @@ class ModelShape:
         return self.heads * self.head_dim
 
     @property
+    def output_width(self) -> int:
+        """Width of what attention returns for all heads."""
+        return self.heads * self.latent.value if self.latent else self.attention_width
+
+    @property
     def kv_width(self) -> int:
         """Width of all keys."""
         return self.kv_heads * self.head_dim
 
     @property
-    def has_head_norms(self) -> bool:
-        """Whether queries and keys are normalised."""
-        return self.family in _HEAD_NORMS
+    def keys_and_values(self) -> int:
+        """Width of all keys and values together, as attention reads them in training."""
+        return self.kv_width + self.kv_heads * (self.latent.value if self.latent else self.head_dim)
 
     @property
     def embedding_parameters(self) -> int:
@@ -143,18 +212,22 @@ class ModelShape:
     def linear_sizes(self) -> dict[str, tuple[int, int, int]]:
         """Linear layers of all decoder layers: name → (inputs, outputs, how many there are)."""
         h, a, kv = self.hidden, self.attention_width, self.kv_width
-        sparse = (self.layers - self.dense_layers) * self.experts
-        sizes = {
-            "q_proj": (h, a, self.layers),
-            "k_proj": (h, kv, self.layers),
-            "v_proj": (h, kv, self.layers),
-            "o_proj": (a, h, self.layers),
-        }
+        sparse = self.layers - self.dense_layers
+        if self.latent:
+            sizes = self.latent.linear_sizes(h, self.heads, self.layers)
+        else:
+            sizes = {
+                "q_proj": (h, a, self.layers),
+                "k_proj": (h, kv, self.layers),
+                "v_proj": (h, kv, self.layers),
+                "o_proj": (a, h, self.layers),
+            }
         for name, width, count in (
             ("", self.feed_forward, self.dense_layers),
-            ("experts.", self.expert_width, sparse),
+            ("experts.", self.expert_width, sparse * self.experts),
+            ("shared_experts.", self.shared_width, sparse),
         ):
-            if count:
+            if count and width:
                 sizes |= {f"{name}gate_proj": (h, width, count), f"{name}up_proj": (h, width, count)}
                 sizes[f"{name}down_proj"] = (width, h, count)
         return sizes
@@ -174,11 +247,33 @@ class ModelShape:
     @property
     def layer_parameters(self) -> float:
         """Parameters of a decoder layer, on average."""
-        h = self.hidden
-        norms = 2 * h + (2 * self.head_dim if self.has_head_norms else 0)
+        return self.matrix_parameters / self.layers + self._vector_parameters
+
+    @property
+    def _vector_parameters(self) -> int:
+        """Parameters of a layer's norms and biases."""
+        norms = 2 * self.hidden + (2 * self.head_dim if self.has_head_norms else 0)
+        if self.latent:
+            biases = (self.latent.query_rank or 0) + self.latent.cached + self.hidden if self.has_biases else 0
+            return norms + self.latent.ranks + biases
         biases = self.attention_width + 2 * self.kv_width if self.has_biases or self.family in _BIASED_INPUTS else 0
-        biases += h if self.has_biases else 0
-        return self.matrix_parameters / self.layers + norms + biases
+        biases += self.hidden if self.has_biases and self.family not in _UNBIASED_OUTPUTS else 0
+        return norms + biases
+
+    def parameters_of_layers(self, first: int, last: int) -> tuple[float, float]:
+        """Parameters of layers ``first`` to ``last`` (excluded): of all but experts, and of experts.
+
+        Layers without experts are taken as the first ones, as models have them.
+        """
+        dense = max(0, min(last, self.dense_layers) - first)
+        sparse = last - first - dense
+        experts = self.experts * 3 * self.hidden * self.expert_width
+        of_sparse = self.hidden * (3 * self.shared_width + self.experts)
+        attention = sum(
+            inputs * outputs for name, (inputs, outputs, _) in self.linear_sizes.items() if _is_of_attention(name)
+        )
+        others = (dense + sparse) * (attention + self._vector_parameters)
+        return others + dense * 3 * self.hidden * self.feed_forward + sparse * of_sparse, sparse * experts
 
     def parameters(self, outputs: int | None = None) -> int:
         """All parameters; ``outputs`` as in :meth:`head_parameters`."""
@@ -196,11 +291,10 @@ class ModelShape:
                 attention alone.
             of_experts: endings of the weights of several experts that have one for each expert.
         """
-        feed_forward = ("gate_proj", "up_proj", "down_proj")
         sizes = {
             name: size
             for name, size in self.linear_sizes.items()
-            if not (self.experts and name.rpartition(".")[2] in feed_forward)
+            if not (self.experts and not _is_of_attention(name))
             and (names is None or any(name.endswith(ending) for ending in names))
         }
         count, h, width = (self.layers - self.dense_layers) * self.experts, self.hidden, self.expert_width
@@ -208,15 +302,25 @@ class ModelShape:
         sizes |= {f"experts.{name}": size for name, size in joined.items() if any(e.endswith(name) for e in of_experts)}
         return sum(rank * (inputs + outputs) * count for inputs, outputs, count in sizes.values())
 
-    def kv_bytes(self, bytes_per_number: int) -> int:
-        """Bytes of the keys and values of one token in all layers."""
-        return 2 * self.layers * self.kv_width * bytes_per_number
+    def cached_bytes(self, bytes_per_number: int, ranks: int = 1, of_heads: bool = False) -> float:
+        """Bytes of one token's keys and values in all layers, on each of ``ranks`` ranks that share the heads.
+
+        More ranks than key heads repeat these. With latent attention engines cache the latent vector, on every rank;
+        with ``of_heads`` the keys and values of all heads that are made of it, as Transformers does.
+        """
+        if self.latent and not of_heads:
+            return float(self.layers * self.latent.cached * bytes_per_number)
+        return self.layers * self.keys_and_values * bytes_per_number / min(ranks, self.kv_heads)
 
     def flops(self, outputs: int | None = None, is_frozen: bool = False) -> FlopsCounter:
         """Return the counter of the FLOPs of this model's passes."""
         fields = {"num_key_value_heads": self.kv_heads, "head_dim": self.head_dim, **self.fields}
         config: Any = _Fields(**fields)
         return FlopsCounter(config, outputs, is_frozen)
+
+
+def _is_of_attention(name: str) -> bool:
+    return name.rpartition(".")[2] not in ("gate_proj", "up_proj", "down_proj")
 
 
 def config_file(name_or_path: str) -> Path:

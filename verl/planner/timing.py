@@ -1,14 +1,19 @@
-"""Seconds of generation and of passes, from FLOPs and bytes.
+"""Seconds of passes of the training engine, from the FLOPs and bytes of their operations.
 
-A pass takes its useful FLOPs over what the ranks reach of their peak; gradient checkpointing adds one forward pass.
-FSDP's collectives run meanwhile: a pass takes as long as the slower of both; what ranks that share sequences exchange
-is added. A rank of Megatron takes at least as long as it reads its weights, and adds to its gradients, in every
-micro-batch; the time of its collectives is added, and the stages of a pipeline wait (p - 1)/(v·m) of the computation
-for each other (arXiv:2104.04473, section 2.2), with p stages of v pieces and m micro-batches in an optimizer step. A
-decoding step reads the weights and all keys and values once,
-and takes as long as the slower of reading and computing; engines of several ranks add up twice in each layer. Weights
-and optimizer state that leave the device between passes are moved there and back. What is not counted: reward
-functions, the driver, the start of kernels, sequences that end at different times.
+A pass over a micro-batch takes, on each rank,
+
+    products     the slower of their FLOPs and of reading their weights; the rows of an expert count as whole tiles
+    attention    its FLOPs
+    others       bytes that norms, rotations, gates, sums and the sorting of tokens by expert read and write
+    the head     the same, and what log-probs and entropies read and write of the logits
+
+and at least as long as the host takes to start its operations. A backward pass takes twice as much, and gradient
+checkpointing adds a forward pass. FSDP's collectives run meanwhile: a pass takes as long as the slower of both; what
+ranks that share sequences exchange is added. Under Megatron the time of collectives is added, and the stages of a
+pipeline wait (p - 1)/(v·m) of the computation of the slowest stage for each other (arXiv:2104.04473, section 2.2), with
+p stages of v pieces and m micro-batches in an optimizer step. Weights and optimizer state that leave the device between
+passes are moved there and back. With `--mfu` products, attention and others take the FLOPs of the model over that share
+of the peak. What is not counted: reward functions, the driver, experts with more tokens than others.
 """
 
 from __future__ import annotations
@@ -18,6 +23,21 @@ from dataclasses import dataclass
 
 from verl.planner.hardware import Cluster
 from verl.planner.memory import ModelMemory
+
+_TILE = 128
+"""Rows that a matrix product of a pass takes at a time."""
+_EXPERT_COPIES = 6
+"""Times that a pass reads or writes the tokens' copies for their experts: to sort them by rank and by expert, back, and
+to add them up."""
+_LOGIT_BYTES = (69, 208)
+"""Bytes that a pass reads and writes for each logit: without and with gradients. The second is measured: 0.153 s for
+16,384 tokens of 151,936 words on an H200, less the products; the first is a third of it."""
+_LAUNCHES = 90
+"""Operations of a layer's forward pass: 7,604 were measured of forward and backward passes of 28 layers."""
+_FSDP_LAUNCH = 39 / 19
+"""Under FSDP the host takes as many times as long to start an operation: measured."""
+_OPTIMIZER_BYTES = 28
+"""Bytes that Adam reads and writes for each parameter, all in fp32: gradient, weight and two moments."""
 
 
 @dataclass(frozen=True)
@@ -46,38 +66,31 @@ def pass_seconds(
     ``updates`` is the number of optimizer steps among which the rows are divided.
     """
     lay = model.layout
-    counter = model.shape.flops(model.outputs, is_frozen=model.adapters > 0)
-    length = work.prompt + work.response
-    spared = 1 - work.prompts_per_row  # prompts of each row that another one has
-    forward = counter.forward_flops([length], work.response) - spared * counter.forward_flops([work.prompt], 0)
-    flops = forward
-    if trains:
-        flops = counter.training_flops([length], work.response) - spared * counter.training_flops([work.prompt], 0)
-    if trains and model.checkpoints:
-        flops += forward
-    computing = work.rows * flops / lay.ranks_per_model / cluster.flops
+    count = math.ceil(work.tokens / updates / micro_batch_tokens)
+    computing = updates * count * _pass(model, cluster, work, work.tokens / updates / count, trains)
+    passes = 1 + trains * (1 + model.checkpoints)
+    if trains and (cluster.mfu is None or lay.is_on_host):
+        computing += updates * _optimizer_seconds(model, cluster)
     if lay.is_megatron:
-        count = math.ceil(work.tokens / updates / micro_batch_tokens)
         waiting = (lay.pipeline - 1) / lay.pieces / count
-        passes = 1 + trains * (1 + model.checkpoints)
-        read = passes * model.weights + (2 * model.gradients if trains else 0)
-        computing = max(computing, updates * count * read / cluster.memory_bytes_per_s)
         exchanging = passes * work.tokens * _seconds_per_token(model, cluster)
         return computing * (1 + waiting) + exchanging + (updates * _sum_of_gradients(model, cluster) if trains else 0)
     if lay.sequence > 1:
-        passes = 1 + trains * (1 + model.checkpoints)
         computing += passes * work.tokens * _seconds_of_shared_sequences(model, cluster)
+    if lay.is_on_host:  # shards come from the host's memory for every gather, and gradients go there
+        stored = (1 + (trains and lay.reshards)) * lay.stored_bytes + (4 if trains and model.trained else 0)
+        moved = model.shape.parameters(model.outputs) / lay.shards * stored
+        computing += updates * count * moved / cluster.host_bytes_per_s
     if lay.shards * lay.replicas == 1:
         return computing
-    count = math.ceil(work.tokens / micro_batch_tokens)
     size = model.shape.parameters(model.outputs)
     others = (lay.shards - 1) / lay.shards
     gathers = 2 if trains and lay.reshards else 1
     per_pass = size * lay.compute_bytes * gathers + (size * 4 if trains and model.trained else 0)
-    exchanging = count * per_pass * others / cluster.exchange_bytes_per_s(lay.shards)
+    exchanging = updates * count * per_pass * others / cluster.gather_bytes_per_s(lay.shards)
     if trains and lay.replicas > 1:  # ranks with equal shards add their gradients, in fp32, after every pass
         summing = 2 * model.trained * 4 / lay.shards * (lay.replicas - 1) / lay.replicas
-        exchanging += count * summing / cluster.exchange_bytes_per_s(cluster.gpus)
+        exchanging += updates * count * summing / cluster.gather_bytes_per_s(lay.replicas, apart=lay.shards)
     return max(computing, exchanging)
 
 
@@ -86,10 +99,97 @@ def moving_seconds(moved_bytes: float, cluster: Cluster) -> float:
     return 2 * moved_bytes / cluster.host_bytes_per_s
 
 
+def _pass(model: ModelMemory, cluster: Cluster, work: Work, tokens: float, trains: bool) -> float:
+    """Seconds in which the slowest rank computes one pass over ``tokens`` tokens, of all ranks that share them."""
+    s, lay = model.shape, model.layout
+    # In units of a forward pass: products with frozen weights have no gradients of these.
+    forwards = 1 + trains * model.checkpoints
+    units = forwards + trains * (1 if model.adapters else 2)
+    share = max(lay.stage_layers(s.layers)) / s.layers * lay.pipeline  # of the stage with most layers
+    per_row = work.prompt * work.prompts_per_row + work.response
+    launching = s.layers / lay.pipeline * share * _LAUNCHES * cluster.launch_s * (forwards + 2 * trains)
+    launching *= 1 if lay.is_megatron else _FSDP_LAUNCH
+    if cluster.mfu is not None:
+        counter = s.flops(model.outputs, is_frozen=model.adapters > 0)
+        length, spared = work.prompt + work.response, 1 - work.prompts_per_row
+        flops = counter.forward_flops([length], work.response) - spared * counter.forward_flops([work.prompt], 0)
+        if trains:
+            again = flops * model.checkpoints
+            flops = counter.training_flops([length], work.response)
+            flops += again - spared * counter.training_flops([work.prompt], 0)
+        return share * tokens / per_row * flops / lay.ranks_per_model / (cluster.gpu.peak_flops * cluster.mfu)
+    layers = share * (units * _products(model, cluster, tokens) + _others(model, cluster, tokens, forwards, trains))
+    length = work.prompt + work.response
+    pairs = length * (length + 1) / 2 - (1 - work.prompts_per_row) * work.prompt * (work.prompt + 1) / 2
+    attention = tokens / per_row * pairs * s.layers * 2 * (s.attention_width + s.output_width)
+    layers += share * (forwards + 2 * trains) * attention / lay.ranks_per_model / cluster.attention_flops
+    responses = tokens / per_row * work.response
+    return max(layers + _head(model, cluster, responses, trains), launching) + _weights_of_pass(model, cluster, trains)
+
+
+def _products(model: ModelMemory, cluster: Cluster, tokens: float) -> float:
+    """Seconds of the matrix products of a rank's layers, forward."""
+    s, lay = model.shape, model.layout
+    others = (s.matrix_parameters - s.expert_parameters) / lay.tensor / lay.pipeline
+    read = lay.compute_bytes / cluster.memory_bytes_per_s
+    seconds = others * max(2 * tokens / lay.sequence / cluster.product_flops, read)
+    if s.experts:
+        held = s.expert_parameters / lay.expert_ranks / lay.pipeline if lay.is_megatron else s.expert_parameters
+        # Tokens of all ranks that hold the experts of a layer together; under FSDP a rank has them all.
+        of_group = tokens / lay.sequence * (lay.expert_ranks / lay.tensor if lay.is_megatron else 1)
+        rows = of_group * s.active_experts / s.experts
+        tiles = math.ceil(rows / _TILE) * _TILE
+        seconds += held * max(2 * tiles / cluster.product_flops, read)
+    return seconds
+
+
+def _others(model: ModelMemory, cluster: Cluster, tokens: float, forwards: float, trains: bool) -> float:
+    """Seconds of what a rank's layers read and write besides products and attention."""
+    s, lay = model.shape, model.layout
+    dense = s.dense_layers / s.layers
+    width = dense * s.feed_forward + (1 - dense) * (s.active_experts * s.expert_width + s.shared_width)
+    # Two norms and two sums of hidden states; rotation of queries and keys; the gate.
+    numbers = 10 * s.hidden + (2 + 2 * s.has_head_norms) * (s.attention_width + s.kv_width) + 3 * width
+    numbers += 2 * s.latent.ranks if s.latent else 0
+    numbers += (1 - dense) * s.active_experts * s.hidden * _EXPERT_COPIES
+    moved = tokens * s.layers * numbers * lay.compute_bytes / lay.ranks_per_model
+    return (forwards + 2 * trains) * moved / cluster.memory_bytes_per_s
+
+
+def _head(model: ModelMemory, cluster: Cluster, responses: float, trains: bool) -> float:
+    """Seconds of log-probs and entropies on a rank with the head; its logits are computed again for their gradient."""
+    s, lay = model.shape, model.layout
+    if model.outputs is not None:
+        return 0.0
+    logits = responses * s.vocabulary / lay.tensor / lay.sequence
+    products = (4 if trains else 1) * 2 * logits * s.hidden / cluster.product_flops
+    return products + logits * _LOGIT_BYTES[trains] / cluster.memory_bytes_per_s
+
+
+def _weights_of_pass(model: ModelMemory, cluster: Cluster, trains: bool) -> float:
+    """Seconds in which a rank copies gathered weights, and converts or adds gradients, once in every pass."""
+    lay, size = model.layout, model.shape.parameters(model.outputs)
+    if lay.is_megatron:  # gradients in the format of the computation, added to buffers in fp32
+        moved = model.gradients / 4 * (lay.compute_bytes + 2 * 4) if trains else 0.0
+    elif lay.is_gathered:
+        moved = size * 2 * lay.compute_bytes * (2 if trains and lay.reshards else 1)
+        moved += size * (lay.compute_bytes + 4) if trains and not model.adapters else 0.0
+    else:
+        moved = 0.0
+    return moved / cluster.memory_bytes_per_s
+
+
+def _optimizer_seconds(model: ModelMemory, cluster: Cluster) -> float:
+    """Seconds of a rank's optimizer step."""
+    lay, moved = model.layout, model.state / 12 * _OPTIMIZER_BYTES
+    return moved / (cluster.host_memory_bytes_per_s if lay.is_on_host else cluster.memory_bytes_per_s)
+
+
 def _seconds_of_shared_sequences(model: ModelMemory, cluster: Cluster) -> float:
     """Seconds in which ranks that share a sequence exchange queries, keys, values and outputs of one of its tokens."""
     s, lay = model.shape, model.layout
-    sent = (2 * s.attention_width + 2 * s.kv_width) * lay.compute_bytes * (lay.sequence - 1) / lay.sequence
+    width = s.attention_width + s.keys_and_values + s.output_width
+    sent = width * lay.compute_bytes * (lay.sequence - 1) / lay.sequence
     return sent * s.layers / lay.sequence / cluster.exchange_bytes_per_s(lay.sequence)
 
 
@@ -103,51 +203,24 @@ def _seconds_per_token(model: ModelMemory, cluster: Cluster) -> float:
     s, lay, b = model.shape, model.layout, model.layout.compute_bytes
     hidden = s.hidden * b
     sums = 2 * 2 * hidden * (lay.tensor - 1) / lay.tensor
-    heads = (2 * s.attention_width + 2 * s.kv_width) * b / lay.tensor * (lay.sequence - 1) / lay.sequence
+    width = s.attention_width + s.keys_and_values + s.output_width
+    heads = width * b / lay.tensor * (lay.sequence - 1) / lay.sequence
     sparse = 1 - s.dense_layers / s.layers
     routed = 2 * sparse * s.active_experts * hidden / lay.tensor * (lay.expert - 1) / lay.expert
     of_layer = (
-        sums / cluster.exchange_bytes_per_s(lay.tensor)
-        + heads / cluster.exchange_bytes_per_s(lay.tensor * lay.sequence)
-        + routed / cluster.exchange_bytes_per_s(lay.tensor * lay.expert)
+        sums / cluster.gather_bytes_per_s(lay.tensor)
+        + heads / cluster.exchange_bytes_per_s(lay.sequence, apart=lay.tensor)
+        + routed / cluster.exchange_bytes_per_s(lay.expert)
     )
     between = hidden / lay.tensor * lay.pieces if lay.pipeline > 1 else 0
-    per_token = of_layer * s.layers / lay.pipeline + between / cluster.exchange_bytes_per_s(lay.ranks_per_model)
-    return per_token / lay.sequence
+    is_far = lay.ranks_per_model > cluster.joined
+    bandwidth = (cluster.network_bytes_per_s if is_far else cluster.gpu.link_bytes_per_s) * cluster.link_use
+    share = max(lay.stage_layers(s.layers))
+    return (of_layer * share + between / bandwidth) / lay.sequence
 
 
 def _sum_of_gradients(model: ModelMemory, cluster: Cluster) -> float:
     """Seconds in which ranks with equal parts of the model add their gradients, in fp32, and fetch new weights."""
     lay = model.layout
     others = (lay.replicas - 1) / lay.replicas
-    return others * (model.gradients + model.weights) / cluster.exchange_bytes_per_s(cluster.gpus)
-
-
-def generation_seconds(
-    model: ModelMemory,
-    cluster: Cluster,
-    work: Work,
-    tensor: int,
-    rows_at_once: int,
-    bytes_per_number: int,
-    pipeline: int = 1,
-) -> float:
-    """Seconds in which an engine answers all rows of ``work``, ``rows_at_once`` at a time.
-
-    ``tensor`` ranks share each weight matrix, ``pipeline`` times as many the layers.
-    """
-    shape, counter, ranks = model.shape, model.shape.flops(), tensor * pipeline
-    at_once = min(work.rows, rows_at_once)
-    rounds = work.rows / at_once  # a row that ends makes room for the next one
-    prompts = work.rows * counter.forward_flops([work.prompt], 1) / ranks / cluster.flops
-    weights = shape.parameters() * bytes_per_number
-    length = work.prompt + work.response / 2
-    keys = shape.kv_bytes(bytes_per_number) / min(tensor, shape.kv_heads)  # more ranks than key heads repeat them
-    reading = (weights / tensor + at_once * length * keys) / pipeline / cluster.memory_bytes_per_s
-    added = counter.forward_flops([round(length)]) - counter.forward_flops([round(length) - 1])
-    computing = at_once * added / ranks / cluster.flops
-    sums = 2 * shape.layers if tensor > 1 else 0
-    sent = 2 * (tensor - 1) / tensor * shape.hidden * bytes_per_number / cluster.exchange_bytes_per_s(tensor)
-    prompts += sums / pipeline * work.rows * work.prompt * sent
-    exchanging = sums / pipeline * (cluster.sum_latency_s + at_once * sent)
-    return prompts + rounds * work.response * (max(reading, computing) + exchanging)
+    return others * (model.gradients + model.weights) / cluster.gather_bytes_per_s(lay.replicas, apart=lay.tensor)

@@ -76,9 +76,14 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--memory_gb", type=float, help="memory of one in 10^9 bytes, if not that of the data sheet")
     parser.add_argument("--prompt_tokens", type=int, help="expected tokens of a prompt; else the longest")
     parser.add_argument("--response_tokens", type=int, help="expected tokens of a response; else the longest")
-    parser.add_argument("--mfu", type=float, default=0.4, help="part of the peak FLOP/s that passes reach (0.4)")
     parser.add_argument(
-        "--bandwidth_use", type=float, default=0.6, help="part of the memory bandwidth that decoding reaches (0.6)"
+        "--mfu", type=float, help="part of the peak FLOP/s that passes reach, as measured; else it is derived"
+    )
+    parser.add_argument(
+        "--bandwidth_use",
+        type=float,
+        default=Cluster.bandwidth_use,
+        help=f"part of the memory bandwidth that operations reach ({Cluster.bandwidth_use})",
     )
     parser.add_argument(
         "--network_gbit_s", type=float, default=400, help="bandwidth between nodes per GPU, in Gbit/s (400)"
@@ -95,7 +100,7 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if value is not None and not 0 < value < math.inf:
             parser.error(f"--{name} {value}: must be a number above 0")
     for name in ("mfu", "bandwidth_use"):
-        if (value := getattr(options, name)) > 1:
+        if (value := getattr(options, name)) is not None and value > 1:
             parser.error(f"--{name} {value}: is a part of the peak, at most 1; for 40 % write 0.4")
     if options.memory_gb is not None and options.memory_gb <= Cluster.reserved_gb:
         parser.error(
@@ -263,11 +268,12 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
         time.add_row(stage.name, f"{stage.seconds:.1f}", now, f"{stage.largest:,}", key)
     console().print(time)
     work, speed = plan.work(1), plan.tokens_per_step / plan.seconds
+    reached = f"if passes reach {cluster.mfu:.0%} of the peak" if cluster.mfu else "by the operations of its passes"
     show(
         f"{plan.seconds:.1f} s per step of {plan.tokens_per_step:,} tokens ({work.prompt} + {work.response} per row): "
-        f"{speed:,.0f} tokens/s, {speed / plan.gpus:,.0f} per GPU, if passes reach {cluster.mfu:.0%} of the peak "
-        f"and decoding {cluster.bandwidth_use:.0%} of the bandwidth. Rewards, the driver, the transfer of weights and "
-        "teachers behind an endpoint are not counted."
+        f"{speed:,.0f} tokens/s, {speed / plan.gpus:,.0f} per GPU, {reached}, "
+        f"with {cluster.bandwidth_use:.0%} of the memory bandwidth. Rewards, the driver and teachers behind an "
+        "endpoint are not counted."
     )
     if plan.overlaps:
         show("Sampling and training overlap: the step takes as long as the longer one.")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # counting needs neither; measuring a peak imports PyTorch wh
 
 # Published peaks of dense bf16 matrix products, FLOP/s. The first key contained in the device's name counts.
 _BF16_PEAKS = {
+    "GB200": 2500e12,
     "B200": 2250e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,

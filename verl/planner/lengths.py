@@ -1,0 +1,50 @@
+"""Lengths of responses, of which only the mean and the longest are known.
+
+Of all distributions between 0 and the longest with a given mean, the one with most entropy is assumed: a density
+∝ exp(-λ x), cut off at the longest. Where the mean is above half of the longest, λ is negative, and most responses are
+long.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_STEEPEST = 700.0  # exp of more overflows
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of responses in tokens."""
+
+    mean: float
+    longest: float
+
+    @property
+    def _slope(self) -> float:
+        """λ times the longest: by bisection, because the mean falls with it."""
+        low, high = -_STEEPEST, _STEEPEST
+        for _ in range(60):
+            middle = (low + high) / 2
+            if _mean_share(middle) > self.mean / self.longest:
+                low = middle
+            else:
+                high = middle
+        return (low + high) / 2
+
+    def quantiles(self, shares: list[float]) -> list[float]:
+        """Lengths below which these shares of the responses are; at least 1 token each."""
+        if self.mean >= self.longest:
+            return [float(self.longest)] * len(shares)
+        slope = self._slope
+        if abs(slope) < 1e-6:
+            return [max(1.0, share * self.longest) for share in shares]
+        whole = -math.expm1(-slope)
+        return [max(1.0, -math.log1p(-share * whole) / slope * self.longest) for share in shares]
+
+
+def _mean_share(slope: float) -> float:
+    """Mean of the distribution between 0 and 1 with the density exp(-slope x)."""
+    if abs(slope) < 1e-6:
+        return 0.5
+    return 1 / slope - 1 / math.expm1(slope)
