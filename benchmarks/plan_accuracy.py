@@ -86,7 +86,7 @@ _MEDIUM = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8
            "num_key_value_heads": 4, "head_dim": 64, "vocab": 16384}  # fmt: skip
 _EXPERTS = {**_SMALL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
 _LATENT = {**_SMALL, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
-           "qk_nope_head_dim": 32, "v_head_dim": 32, "moe_intermediate_size": 192}  # fmt: skip
+           "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 16, "moe_intermediate_size": 192}  # fmt: skip
 TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 UNEVEN = {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 3}}
 EXPERT = {"expert_model_parallel_size": 2}
@@ -265,7 +265,8 @@ def _time(event: Mapping[str, Any]) -> float:
 
 def planned(case: Case, model: str) -> dict[str, float]:
     """What the planner says."""
-    shape, layout = ModelShape.read(model), layout_of(case.placement, case.ranks, False, case.shape["num_hidden_layers"])
+    shape = ModelShape.read(model)
+    layout = layout_of(case.placement, case.ranks, False, shape.layers)
     memory = ModelMemory(
         shape=shape, layout=layout, trained=shape.parameters(), checkpoints=case.checkpoints, with_entropy=False
     )

@@ -212,13 +212,12 @@ def _row(run: Published, folder: Path) -> list[str]:
         fits = f"{worst / _GB:.0f} GB" + ("" if plan.excess <= 0 else ", does not fit")
         row += [fits, f"{plan.seconds:.0f} s (rollout {plan.stages[0].seconds:.0f})"]
         row.append(f"{run.seconds:g} s, {plan.seconds / run.seconds:.2f}" if run.seconds else "")
-    else:
-        row += ["", "", ""]
+        return row
     found = suggestions(run, folder)
     if not found.layouts:
-        return [*row, "none fits", ""]
+        return [*row, "none fits", "", ""]
     best = found.layouts[0]
-    return [*row, str(best), f"{best.plan.seconds:.0f} s, {best.bytes / _GB:.0f} GB"]
+    return [*row, f"suggested: {best}, {best.bytes / _GB:.0f} GB", f"{best.plan.seconds:.0f} s", ""]
 
 
 def main() -> None:
@@ -226,8 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the plans of published runs with their seconds, as a table.")
     parser.add_argument("--model", choices=MODELS, help="runs of this model alone")
     model = parser.parse_args().model
-    print("| source | run | its layout | planned | published, and planned / published | suggested | planned |")
-    print("|---|---|---|---|---|---|---|")
+    print("| source | run | its layout | planned | published, and planned / published |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for run in RUNS:
             if model not in (None, run.model):

@@ -8,7 +8,7 @@ import pytest
 from tests.planner.test_shapes import LLAMA_8B
 from tests.planner.test_timing import PEAKS, gpt
 from verl.planner.engines import EngineLayout
-from verl.planner.generation import Decoding, Generation, generation_seconds, scoring_seconds
+from verl.planner.generation import Decoding, EngineWork, generation_seconds, scoring_seconds
 from verl.planner.hardware import Cluster, gpu_named
 from verl.planner.lengths import Lengths
 from verl.planner.shapes import ModelShape
@@ -35,7 +35,7 @@ def test_lengths_of_most_entropy():
 
 
 def test_rows_make_room_and_then_fewer_are_left():
-    two = Generation(rows=2, rows_at_once=2, prompt=10, lengths=Lengths(50, 100), rows_of_all=2)
+    two = EngineWork(rows=2, rows_at_once=2, prompt=10, lengths=Lengths(50, 100), rows_of_all=2)
     # Lengths at 1/4 and 3/4 of 100: 25 steps of both, 50 of one. Tokens: prompts and half of what is drawn.
     assert [*chain(*two.segments())] == pytest.approx([25, 2, 2 * (10 + 12.5), 50, 1, 10 + 50])
     # One after the other.
@@ -44,7 +44,7 @@ def test_rows_make_room_and_then_fewer_are_left():
     assert {rows for _, rows, _ in alone} == {1}
     # Of all engines' 200 rows the longest has 99.75 tokens, and this engine may have it.
     assert sum(steps for steps, _, _ in replace(two, rows_of_all=200).segments()) == pytest.approx(99.75)
-    many = Generation(rows=300, rows_at_once=40, prompt=0, lengths=Lengths(100, 1000), rows_of_all=300)
+    many = EngineWork(rows=300, rows_at_once=40, prompt=0, lengths=Lengths(100, 1000), rows_of_all=300)
     parts = list(many.segments())
     assert sum(steps * rows for steps, rows, _ in parts) == pytest.approx(30_000, rel=0.02)
     assert max(rows for _, rows, _ in parts) == 40
@@ -100,7 +100,7 @@ def test_bytes_of_an_engine_by_hand():
 
 def test_a_rollout_is_its_prompts_and_its_steps():
     shape, layout = gpt(2, 64, 4), EngineLayout()
-    work = Generation(rows=3, rows_at_once=3, prompt=4, lengths=Lengths(8, 8), rows_of_all=3)
+    work = EngineWork(rows=3, rows_at_once=3, prompt=4, lengths=Lengths(8, 8), rows_of_all=3)
     prompts = scoring_seconds(shape, EXACT, 3, 4, 1, layout)
     assert prompts == pytest.approx(3 * (2 * 4 * 98_048 + 2 * 64 * 51_200) / 312e12 + 3 * 10 * 2 * 4 * 64 / 156e12)
     assert generation_seconds(shape, EXACT, work, layout) == pytest.approx(

@@ -105,6 +105,15 @@ def test_a_training_pass_by_hand():
     assert LOGITS_AT_ONCE == GPU_CHUNK_ELEMENTS
 
 
+def test_ranks_that_share_matrices_under_fsdp():
+    # Each of 2 x 2 ranks stores a quarter; a pass divides all of the activations above but the norms' 128 by two.
+    held = model(shards=2, tensor=2, divides_norms=False)
+    assert (held.weights, held.gradients, held.optimizer, held.state) == (ALL, ALL, ALL * 2, ALL * 3)
+    assert held.layer_activations == 128 + (72 + 48 + 96) / 2
+    parts = held.training_pass(PassTokens(100, 100, 100))
+    assert parts["gathered"] == (2 * ROOT + 2 * 80 + 10 * LAYER) / 2
+
+
 def megatron(**layout):
     return model(stored_bytes=2, is_gathered=False, is_megatron=True, **layout)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -341,16 +342,18 @@ def test_results_end_with_their_session(service, monkeypatch):
 
 def test_a_damaged_folder_hides_no_other(service):
     """The client's type of a run has ``corrupted``."""
-    models = [service.model(index) for index in range(3)]
+    models = [service.model(index) for index in range(4)]
     for model in models:
         for seq, name in ((1, "a"), (2, "b")):
             service.result(service.post("save_weights", model_id=model, seq_id=seq, path=name))
     root = Path(service.config.server.state_dir)
     (root / models[0] / "weights" / "b" / "verl_adapter.json").write_text('{"spec": ')
     (root / models[1] / "run.json").write_text("{}")
+    described = json.loads((root / models[3] / "run.json").read_text())
+    (root / models[3] / "run.json").write_text(json.dumps(described | {"spec": None}))
     runs = {run["training_run_id"]: run for run in service.http.get("/api/v1/training_runs").json()["training_runs"]}
-    assert {name: run["corrupted"] for name, run in runs.items()} == dict(zip(models, (True, True, False), strict=True))
-    assert [runs[model]["last_checkpoint"]["checkpoint_id"] for model in models] == [f"weights/{n}" for n in "abb"]
+    assert [runs[model]["corrupted"] for model in models] == [True, True, False, True]
+    assert [runs[model]["last_checkpoint"]["checkpoint_id"] for model in models] == [f"weights/{n}" for n in "abbb"]
     assert service.http.get(f"/api/v1/training_runs/{models[2]}").json()["lora_rank"] == 4
     saved_of = service.http.get(f"/api/v1/training_runs/{models[0]}/checkpoints").json()["checkpoints"]
     assert [checkpoint["checkpoint_id"] for checkpoint in saved_of] == ["weights/a"]

@@ -49,8 +49,8 @@ def test_the_fastest_can_be_pasted_and_no_other_size_is_faster(folder, capsys):
     assert pasted.excess <= 0
     assert pasted.stages == best.plan.stages
     assert not [word for word in best.words if word.startswith((f"{ACTOR}.strategy", f"{ROLLOUT}.tensor"))]
-    # Ulysses 1, 2 and 4 on one node: all were tried, and no budget of tokens or offload makes one faster.
-    assert found.tried == 3
+    # Ulysses and TP of 1, 2 and 4 on one node: all were tried, and no budget of tokens or offload makes one faster.
+    assert found.tried == 5
     for offload in (False, True):
         for tokens in (4096, 8192, 16384, 32768):
             tried = {f"{ACTOR}.ppo_max_token_len_per_gpu": tokens, f"{ROLLOUT}.log_prob_max_token_len_per_gpu": tokens}
@@ -87,6 +87,7 @@ def test_where_nothing_fits_the_least_memory_is_said(folder, monkeypatch: pytest
 
 def test_layouts_are_written_as_json(folder, monkeypatch: pytest.MonkeyPatch, capsys):
     kept = [f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.ulysses_sequence_parallel_size=1"]
+    kept.append(f"{ACTOR}.fsdp_config.tensor_parallel_size=1")
     monkeypatch.setattr(sys, "argv", ["plan", *words_of(folder, 4, *kept), "--suggest", "--json"])
     with pytest.raises(SystemExit) as end:
         main()

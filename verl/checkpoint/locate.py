@@ -18,8 +18,6 @@ Backend = Literal["fsdp", "megatron"]
 
 WORLD_SIZE_FILE = "fsdp_config.json"
 """File that FSDP writes beside its shards."""
-INDEX = ".metadata"
-"""File with the index of a ``torch_dist`` checkpoint, which megatron-core writes."""
 LAYOUT_FILE = "megatron_config.json"
 """File that Megatron writes beside its shards."""
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from verl.checkpoint.boxes import overlap
 from verl.checkpoint.files import UNREADABLE
-from verl.checkpoint.locate import INDEX
+from verl.config.megatron import INDEX
 from verl.errors import CheckpointError
 
 

@@ -23,6 +23,9 @@ MIXTURES = ("mixtral", "qwen3_moe", *GROUPED)
 MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", *MIXTURES)
 """``model_type`` of the models that ``strategy=megatron`` builds."""
 
+INDEX = ".metadata"
+"""File with the index of a ``torch_dist`` checkpoint, which megatron-core writes."""
+
 SHARING = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Keys of the numbers of ranks whose product shares one copy of a model."""
 

@@ -34,7 +34,7 @@ _SEGMENTS = 128
 
 
 @dataclass(frozen=True)
-class Generation:
+class EngineWork:
     """What one copy of a model in an engine generates.
 
     Attributes:
@@ -75,7 +75,7 @@ class Generation:
 
 
 @lru_cache(maxsize=256)  # many layouts for training have the same rollout
-def generation_seconds(shape: ModelShape, cluster: Cluster, work: Generation, layout: EngineLayout) -> float:
+def generation_seconds(shape: ModelShape, cluster: Cluster, work: EngineWork, layout: EngineLayout) -> float:
     """Seconds in which an engine computes its prompts and answers them."""
     decoding = Decoding(shape, cluster, layout)
     of_steps = (steps * decoding.seconds(rows, tokens) for steps, rows, tokens in work.segments())

@@ -63,7 +63,7 @@ class RankLayout:
     shards: int = 1
     """Ranks over which stored weights, gradients and optimizer state are divided (FSDP)."""
     tensor: int = 1
-    """Ranks that share each weight matrix (Megatron)."""
+    """Ranks that share each weight matrix."""
     divides_norms: bool = True
     """Whether they divide the tokens between attention and feed-forward too (sequence parallelism)."""
     pipeline: int = 1
@@ -204,7 +204,7 @@ class ModelMemory:
             per_parameter = 4 * _ADAM_MOMENTS + (4 if lay.stored_bytes < 4 else 0)
             return self._part(self.trained, lay.divides_optimizer) * per_parameter
         size = 4 if self.adapters else lay.stored_bytes
-        return self._moments * size / lay.shards
+        return self._moments * size / lay.shards / lay.tensor
 
     @property
     def _moments(self) -> int:
@@ -219,7 +219,7 @@ class ModelMemory:
         if lay.is_megatron:
             return self._part(self.trained, lay.divides_optimizer) * 4 * (1 + _ADAM_MOMENTS)
         size = 4 if self.adapters else lay.stored_bytes
-        return (self.trained + self._moments) * size / lay.shards
+        return (self.trained + self._moments) * size / lay.shards / lay.tensor
 
     # ---- what a pass takes
 
@@ -239,7 +239,7 @@ class ModelMemory:
             attention += b * s.heads * s.latent.unrotated
             norms += (4 + 2 * b) * s.latent.ranks
         if not self.layout.is_megatron:
-            return norms + head_norms + attention + 4 * b * width + routed
+            return norms + (head_norms + attention + 4 * b * width + routed) / self.layout.tensor
         if not s.latent:
             attention += b * (s.attention_width + s.kv_width)
         divided = head_norms + attention + 5 * b * width + routed
@@ -304,7 +304,7 @@ class ModelMemory:
         lay = self.layout
         if lay.is_megatron or not lay.is_gathered:
             return 0.0
-        size = self.shape.layer_parameters
+        size = self.shape.layer_parameters / lay.tensor
         if not lay.reshards:
             return size * self.shape.layers * lay.compute_bytes + (
                 size * (lay.compute_bytes + 4) if with_gradient else 0
@@ -321,7 +321,8 @@ class ModelMemory:
         head = s.head_parameters(self.outputs) or s.embedding_parameters
         total = s.embedding_parameters + s.head_parameters(self.outputs)
         trains = self.trained > 0 and not self.adapters
-        return total * b, head * b if trains else 0.0
+        divided = b / self.layout.tensor
+        return total * divided, head * divided if trains else 0.0
 
     def training_pass(self, tokens: PassTokens) -> Mapping[str, float]:
         """Bytes at the highest point of a forward and backward pass over a micro-batch, by part.
@@ -335,7 +336,7 @@ class ModelMemory:
         head, hidden = self.logits(responses, with_gradient=True), own_tokens * b * s.hidden
         layer = own_tokens * self.layer_activations + copies * self.copied_keys if self.checkpoints else 0.0
         layer += own_tokens * 2 * b * (s.feed_forward / lay.tensor + s.hidden)  # gradients
-        everything = s.embedding_parameters + s.head_parameters(self.outputs)
+        everything = (s.embedding_parameters + s.head_parameters(self.outputs)) / lay.tensor
         of_root = {  # its gradients, once more in the format of the reduction
             "activations": 0.0,
             "gathered": root * 2 + everything * 4 if head_gradient else root,

@@ -21,7 +21,7 @@ from verl.config.pipeline_layout import layers_of_chunks
 from verl.config.rollout import GRAPH_SIZES, MOST_GRAPHS, OTHER_PROGRAMS
 from verl.errors import ConfigError
 from verl.planner.engines import EngineLayout
-from verl.planner.generation import Generation, generation_seconds, scoring_seconds
+from verl.planner.generation import EngineWork, generation_seconds, scoring_seconds
 from verl.planner.hardware import Cluster
 from verl.planner.lengths import Lengths
 from verl.planner.memory import BYTES, ModelMemory, RankLayout
@@ -538,7 +538,7 @@ class Plan:
         parts, at_once = self._engine(sum(resident.values()))
         layout, memory = self.engine_layout, self.models["actor"].memory
         data, rollout, expected = self.config.data, self.config.actor_rollout_ref.rollout, self.work(1)
-        work = Generation(
+        work = EngineWork(
             rows=self.rollout_rows(layout.ranks // layout.copies),
             rows_at_once=max(1, at_once),
             prompt=expected.prompt,
@@ -641,19 +641,22 @@ def layout_of(
             is_gathered=False,
             is_megatron=True,
         )
-    sequence = placement.ulysses_sequence_parallel_size
-    shards = ranks if not 0 < placement.fsdp_size < ranks else placement.fsdp_size
-    if ranks % sequence or ranks % shards:
+    sequence, tensor = placement.ulysses_sequence_parallel_size, placement.tensor_parallel_size
+    groups = ranks // tensor
+    shards = groups if not 0 < placement.fsdp_size < groups else placement.fsdp_size
+    if ranks % sequence or ranks % tensor or groups % shards:
         raise ConfigError(
-            f"fsdp_config.ulysses_sequence_parallel_size={sequence} and fsdp_size={placement.fsdp_size} must divide "
-            f"the {ranks} GPUs of the plan."
+            f"fsdp_config.ulysses_sequence_parallel_size={sequence}, tensor_parallel_size={tensor} and "
+            f"fsdp_size={placement.fsdp_size} must divide the {ranks} GPUs of the plan."
         )
     chosen = placement.mixed_precision
     compute = BYTES[chosen.param_dtype if chosen else placement.dtype]
     stored = BYTES[placement.model_dtype]
     return RankLayout(
         shards=shards,
-        replicas=ranks // shards,
+        tensor=tensor,
+        divides_norms=False,
+        replicas=groups // shards,
         sequence=sequence,
         stored_bytes=stored,
         compute_bytes=compute,

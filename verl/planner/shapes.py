@@ -38,7 +38,7 @@ class _Fields(SimpleNamespace):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention:
+class LatentWidths:
     """Widths of multi-head latent attention (arXiv:2405.04434)."""
 
     query_rank: int | None
@@ -52,7 +52,7 @@ class LatentAttention:
     """Of a head's value."""
 
     @classmethod
-    def of(cls, fields: JsonMapping) -> LatentAttention | None:
+    def of(cls, fields: JsonMapping) -> LatentWidths | None:
         """Read the entries of a config.json; None if they are of another attention."""
         if not fields.get("kv_lora_rank"):
             return None
@@ -109,7 +109,7 @@ class ModelShape:
     """Whether all projections of attention have a bias."""
     has_head_norms: bool
     """Whether queries and keys are normalised."""
-    latent: LatentAttention | None
+    latent: LatentWidths | None
     dense_layers: int
     """Layers without experts."""
     experts: int
@@ -138,7 +138,7 @@ class ModelShape:
         if missing := [name for name in _FIELDS if not isinstance(fields.get(name), int)]:
             raise ConfigError(f"{where}: {', '.join(missing)} must be whole numbers. Take the model's own config.json.")
         heads, layers = fields["num_attention_heads"], fields["num_hidden_layers"]
-        experts, latent = ExpertSizes.of(_Fields(**fields)), LatentAttention.of(fields)
+        experts, latent = ExpertSizes.of(_Fields(**fields)), LatentWidths.of(fields)
         of_head = latent.unrotated + latent.rotated if latent else fields["hidden_size"] // heads
         return cls(
             family=family,

@@ -81,7 +81,8 @@ class SuggestedLayout:
             sizes = {"TP": layout.tensor, "PP": layout.pipeline, "CP": layout.sequence, "EP": layout.expert}
             words = ["Megatron", *(f"{name} {size}" for name, size in sizes.items() if size > 1)]
         else:
-            words = [f"FSDP {layout.shards}", *([f"Ulysses {layout.sequence}"] if layout.sequence > 1 else [])]
+            words = [f"FSDP {layout.shards}", *([f"TP {layout.tensor}"] if layout.tensor > 1 else [])]
+            words += [f"Ulysses {layout.sequence}"] if layout.sequence > 1 else []
         held = self.plan.models["actor"]
         offloaded = [*([] if held.keeps_weights else ["weights"]), *([] if held.keeps_optimizer else ["optimizer"])]
         words += [f"rollout TP {tensor}", *([f"offload {' and '.join(offloaded)}"] if offloaded else [])]
@@ -185,13 +186,25 @@ def _fsdp_layouts(plan: Plan, keeps: Collection[str]) -> Iterator[dict[str, obje
     shards = [-1] if cluster.gpus <= cluster.gpus_per_node else [-1, cluster.gpus_per_node]
     if f"{_ACTOR}.fsdp_config.fsdp_size" in keeps:
         shards = [actor.fsdp_config.fsdp_size]
-    sequences = _powers(cluster.gpus_per_node)
+    sequences = tensors = _powers(cluster.gpus_per_node)
     if any(key.endswith(".ulysses_sequence_parallel_size") for key in keeps):
         sequences = [actor.fsdp_config.ulysses_sequence_parallel_size]
-    for size, sequence in product(shards, sequences):
-        if shape.heads % sequence == 0 and cluster.gpus % sequence == 0:
-            settings: dict[str, object] = {f"{_ACTOR}.fsdp_config.fsdp_size": size}
-            yield settings | {f"{_ACTOR}.ulysses_sequence_parallel_size": sequence}
+    if any(key.endswith(".fsdp_config.tensor_parallel_size") for key in keeps):
+        tensors = [actor.fsdp_config.tensor_parallel_size]
+    elif shape.experts or plan.config.actor_rollout_ref.model.has_adapters or actor.optim.is_muon:
+        tensors = [1]
+    followers = [f"{_ROLES}.ref.fsdp_config"] * plan.needs.reference + ["critic.model.fsdp_config"] * plan.needs.critic
+    for size, sequence, tensor in product(shards, sequences, tensors):
+        if shape.heads % sequence or cluster.gpus % sequence or cluster.gpus % tensor or min(sequence, tensor) > 1:
+            continue
+        if any(count % tensor for count in (shape.heads, shape.kv_heads, shape.feed_forward)):
+            continue
+        settings: dict[str, object] = {f"{_ACTOR}.fsdp_config.fsdp_size": size}
+        settings[f"{_ACTOR}.ulysses_sequence_parallel_size"] = sequence
+        if tensor > 1:
+            sections = [f"{_ACTOR}.fsdp_config", *followers]
+            settings |= dict.fromkeys((f"{section}.tensor_parallel_size" for section in sections), tensor)
+        yield settings
 
 
 def _megatron_layouts(plan: Plan, keeps: Collection[str]) -> Iterator[dict[str, object]]:

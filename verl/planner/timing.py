@@ -9,11 +9,12 @@ A pass over a micro-batch takes, on each rank,
 
 and at least as long as the host takes to start its operations. A backward pass takes twice as much, and gradient
 checkpointing adds a forward pass. FSDP's collectives run meanwhile: a pass takes as long as the slower of both; what
-ranks that share sequences exchange is added. Under Megatron the time of collectives is added, and the stages of a
-pipeline wait (p - 1)/(v·m) of the computation of the slowest stage for each other (arXiv:2104.04473, section 2.2), with
-p stages of v pieces and m micro-batches in an optimizer step. Weights and optimizer state that leave the device between
-passes are moved there and back. With `--mfu` products, attention and others take the FLOPs of the model over that share
-of the peak. What is not counted: reward functions, the driver, experts with more tokens than others.
+ranks that share sequences or matrices exchange is added. Under Megatron the time of collectives is added, and the
+stages of a pipeline wait (p - 1)/(v·m) of the computation of the slowest stage for each other (arXiv:2104.04473,
+section 2.2), with p stages of v pieces and m micro-batches in an optimizer step. Weights and optimizer state that leave
+the device between passes are moved there and back. With `--mfu` products, attention and others take the FLOPs of the
+model over that share of the peak. What is not counted: reward functions, the driver, experts with more tokens than
+others.
 """
 
 from __future__ import annotations
@@ -77,20 +78,23 @@ def pass_seconds(
         return computing * (1 + waiting) + exchanging + (updates * _sum_of_gradients(model, cluster) if trains else 0)
     if lay.sequence > 1:
         computing += passes * work.tokens * _seconds_of_shared_sequences(model, cluster)
+    if lay.tensor > 1:
+        computing += passes * work.tokens * _seconds_per_token(model, cluster)
     if lay.is_on_host:  # shards come from the host's memory for every gather, and gradients go there
         stored = (1 + (trains and lay.reshards)) * lay.stored_bytes + (4 if trains and model.trained else 0)
-        moved = model.shape.parameters(model.outputs) / lay.shards * stored
+        moved = model.shape.parameters(model.outputs) / lay.shards / lay.tensor * stored
         computing += updates * count * moved / cluster.host_bytes_per_s
     if lay.shards * lay.replicas == 1:
         return computing
-    size = model.shape.parameters(model.outputs)
+    size = model.shape.parameters(model.outputs) / lay.tensor
     others = (lay.shards - 1) / lay.shards
     gathers = 2 if trains and lay.reshards else 1
     per_pass = size * lay.compute_bytes * gathers + (size * 4 if trains and model.trained else 0)
-    exchanging = updates * count * per_pass * others / cluster.gather_bytes_per_s(lay.shards)
+    exchanging = updates * count * per_pass * others / cluster.gather_bytes_per_s(lay.shards, apart=lay.tensor)
     if trains and lay.replicas > 1:  # ranks with equal shards add their gradients, in fp32, after every pass
-        summing = 2 * model.trained * 4 / lay.shards * (lay.replicas - 1) / lay.replicas
-        exchanging += updates * count * summing / cluster.gather_bytes_per_s(lay.replicas, apart=lay.shards)
+        summing = 2 * model.trained * 4 / lay.shards / lay.tensor * (lay.replicas - 1) / lay.replicas
+        between = cluster.gather_bytes_per_s(lay.replicas, apart=lay.shards * lay.tensor)
+        exchanging += updates * count * summing / between
     return max(computing, exchanging)
 
 
@@ -168,7 +172,7 @@ def _head(model: ModelMemory, cluster: Cluster, responses: float, trains: bool) 
 
 def _weights_of_pass(model: ModelMemory, cluster: Cluster, trains: bool) -> float:
     """Seconds in which a rank copies gathered weights, and converts or adds gradients, once in every pass."""
-    lay, size = model.layout, model.shape.parameters(model.outputs)
+    lay, size = model.layout, model.shape.parameters(model.outputs) / model.layout.tensor
     if lay.is_megatron:  # gradients in the format of the computation, added to buffers in fp32
         moved = model.gradients / 4 * (lay.compute_bytes + 2 * 4) if trains else 0.0
     elif lay.is_gathered:
@@ -194,7 +198,7 @@ def _seconds_of_shared_sequences(model: ModelMemory, cluster: Cluster) -> float:
 
 
 def _seconds_per_token(model: ModelMemory, cluster: Cluster) -> float:
-    """Seconds in which a rank of Megatron exchanges what a forward pass over one token needs of others.
+    """Seconds in which a rank exchanges what a forward pass over one token needs of others.
 
     In each layer tensor-parallel ranks add up twice, which sends (t - 1)/t of the hidden states two times; ranks that
     share a sequence exchange queries, keys, values and outputs; those that share experts send each token to the experts

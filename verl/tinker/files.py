@@ -46,6 +46,10 @@ def _described_run(file: Path) -> JsonObject:
         described = json.loads(file.read_text())
         if absent := {"training_run_id", "base_model", "created", "spec", "user_metadata"} - {*described}:
             raise ValueError(f"it lacks {min(absent)}")
+        if not (isinstance(described["spec"], dict) and "rank" in described["spec"]):
+            raise ValueError(f"its spec is {described['spec']!r:.60}, without a rank")
+        if not all(isinstance(described[name], str) for name in ("training_run_id", "base_model", "created")):
+            raise ValueError("training_run_id, base_model and created must be text")
     except (OSError, ValueError, TypeError) as error:
         logger.warning("%s cannot be read: %s. The other files of its folder are not touched.", file, error)
         changed = datetime.fromtimestamp(file.stat().st_mtime, UTC).isoformat()

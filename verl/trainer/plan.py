@@ -32,7 +32,7 @@ from verl.planner.hardware import GPUS, Cluster, gpu_named
 from verl.planner.plan import OtherModels, Plan
 from verl.planner.shapes import config_file
 from verl.planner.suggest import Suggestions, suggest
-from verl.trainer.config import rules_engines, rules_megatron, rules_sizes
+from verl.trainer.config import rules_engines, rules_megatron, rules_sizes, rules_tensor_parallel
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.flags import read_words
 from verl.trainer.config.load import load_config
@@ -183,6 +183,7 @@ def check_layouts(plan: Plan) -> None:
         rules_engines.parallel_sizes,
         rules_megatron.layouts,
         rules_sizes.mini_batches,
+        rules_tensor_parallel.beside_divided_matrices,
     )
     if problems := [problem for rule in rules for problem in rule(config)]:
         raise ConfigError(report(problems))

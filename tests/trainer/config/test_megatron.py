@@ -510,3 +510,21 @@ def test_megatrons_names_of_layers_of_a_mixture_are_those_of_its_experts(tmp_pat
     assert settings["model.lora.target_parameters"] == ["gate_up_proj", "down_proj"]
     _, problems = settings_of("model", str(tmp_path), {"rank": 4, "target_modules": ["linear_fc1"]})
     assert "no layer of attention gets adapters" in str(problems[0])
+    # Shared experts and layers without experts have them too.
+    for more in ({"shared_expert_intermediate_size": 8}, {"mlp_only_layers": [0]}):
+        (tmp_path / "config.json").write_text(json.dumps(experts | more))
+        settings, _ = settings_of("model", str(tmp_path), {"rank": 4, "target_modules": ["linear_proj", "linear_fc1"]})
+        assert settings["model.target_modules"] == ["o_proj", "gate_proj", "up_proj"]
+        assert settings["model.lora.target_parameters"] == ["gate_up_proj"]
+
+
+def test_megatrons_names_of_latent_attention(tmp_path):
+    sizes = {"model_type": "deepseek_v3", "kv_lora_rank": 8, "q_lora_rank": 16}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    names = ["linear_q_up_proj", "linear_kv_up_proj", "linear_proj"]
+    settings, problems = settings_of("model", str(tmp_path), {"rank": 4, "target_modules": names})
+    assert not problems
+    assert settings["model.target_modules"] == ["q_b_proj", "kv_b_proj", "o_proj"]
+    _, problems = settings_of("model", str(tmp_path), {"rank": 4})  # linear_qkv by default
+    assert [problem.value for problem in problems] == ["linear_qkv"]
+    assert "deepseek_v3 has latent attention, without this layer" in str(problems[0])

@@ -1,7 +1,7 @@
 """LoRA under the names of Megatron (``model.lora.rank`` ...), as settings of ``model.lora_rank`` and its neighbours.
 
 ``linear_qkv`` of megatron-core is three layers of a Transformers model, and ``linear_fc1`` two; in a mixture of experts
-``linear_fc1`` and ``linear_fc2`` are those of the experts.
+``linear_fc1`` and ``linear_fc2`` are those of the experts, of shared experts, and of layers without experts.
 """
 
 from __future__ import annotations
@@ -37,6 +37,16 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
 }
 """Layer of megatron-core → the layers of Transformers that it computes."""
 
+LATENT_LAYERS: Mapping[str, tuple[str, ...]] = {
+    "linear_q_proj": ("q_proj",),
+    "linear_q_down_proj": ("q_a_proj",),
+    "linear_q_up_proj": ("q_b_proj",),
+    "linear_kv_down_proj": ("kv_a_proj_with_mqa",),
+    "linear_kv_up_proj": ("kv_b_proj",),
+}
+"""The same, of multi-head latent attention, which has them in place of :data:`NOT_LATENT`."""
+NOT_LATENT = ("linear_qkv", "linear_q", "linear_k", "linear_v")
+
 _OF_EXPERTS = {"linear_fc1": "gate_up_proj", "linear_fc2": "down_proj"}
 """Layer of megatron-core → the weight of all experts of a layer in Transformers."""
 
@@ -51,7 +61,9 @@ def settings_of(section: str, path: object, lora: Mapping[str, object]) -> tuple
     """
     values = {name: lora.get(name, default) for name, default in DEFAULTS.items()}
     of_model = config_entries(Path(path).expanduser()) if isinstance(path, str) and "${" not in path else {}
-    is_mixture = ExpertSizes.of(SimpleNamespace(**of_model)) is not None
+    experts = ExpertSizes.of(SimpleNamespace(**of_model))
+    has_others = experts is None or experts.shared_width > 0 or not all(experts.sparse)
+    is_latent = of_model.get("kv_lora_rank") is not None
     settings: dict[str, object] = {"lora_rank": lora["rank"], "lora_alpha": values["alpha"]}
     problems: list[Problem] = []
     weights: dict[str, None] = {}
@@ -59,14 +71,20 @@ def settings_of(section: str, path: object, lora: Mapping[str, object]) -> tuple
         names: dict[str, None] = {}
         chosen = values[key]
         for name in [chosen] if isinstance(chosen, str) else list(chosen or ()):  # type: ignore[call-overload]
-            if key == "target_modules" and is_mixture and name in _OF_EXPERTS:
+            if is_latent and name in NOT_LATENT:
+                cause = f"{of_model.get('model_type')} has latent attention, without this layer"
+                allowed = ", ".join((*LATENT_LAYERS, *(layer for layer in LAYERS if layer not in NOT_LATENT)))
+                remedy = f"set {section}.lora.{key}=[linear_q_up_proj,linear_kv_up_proj,linear_proj]"
+                problems.append(Problem(f"{section}.lora.{key}", name, cause, allowed, remedy))
+            elif key == "target_modules" and experts is not None and name in _OF_EXPERTS:
                 weights[_OF_EXPERTS[name]] = None
+                names |= dict.fromkeys(LAYERS[name] if has_others else ())
             elif "*" in str(name):
                 cause = "patterns of megatron-core's names are not translated"
                 remedy = f"choose layers by a regular expression of Transformers' names in {section}.{key}"
                 problems.append(Problem(f"{section}.lora.{key}", name, cause, ", ".join(LAYERS), remedy))
             else:
-                names |= dict.fromkeys(LAYERS.get(str(name), (str(name),)))
+                names |= dict.fromkeys({**LAYERS, **LATENT_LAYERS}.get(str(name), (str(name),)))
         settings[key] = list(names) or None
     if settings["target_modules"] is None and not problems:
         cause = "no layer of attention gets adapters, which megatron-core's names can only say of a dense model"

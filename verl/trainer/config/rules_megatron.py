@@ -10,9 +10,8 @@ from typing import Any
 
 from verl.base.remote import is_remote
 from verl.base.requirements import install_command
-from verl.checkpoint.locate import INDEX
 from verl.config import DPOConfig, FSDPOptimizerConfig, McoreEngineConfig, PPOConfig, Problem, SupervisedConfig
-from verl.config.megatron import MIXTURES, SIZES, ranks_per_copy
+from verl.config.megatron import INDEX, MIXTURES, SIZES, ranks_per_copy
 from verl.config.model import ALL_LINEAR
 from verl.config.problems import shown
 from verl.trainer.config.rules_sizes import needs_critic

@@ -185,17 +185,20 @@ def sampling_mask_metrics(batch: DataProto, top_k: int) -> Metrics:
         training/sampling_mask/full       share of drawn tokens of which at least top_k tokens were kept
         training/sampling_mask/unknown    share of drawn tokens whose kept tokens are not known
 
-    Without a token to train on all are left out, and so is the size if none is known.
+    Without a token to train on all are left out, and so is the size if none is known: then the batch may have no
+    ``kept_ids``.
 
     Args:
         batch: of the step.
         top_k: ``rollout.top_k``.
 
     Raises:
-        SchemaError: the batch has no ``kept_ids``.
+        SchemaError: the batch has no ``response_mask``.
     """
-    require(batch, ("kept_ids", "response_mask"), "rollout.keep_sampling_mask=true")
-    sizes = (batch.batch["kept_ids"] >= 0).sum(-1)[batch.batch["response_mask"].bool()]
+    require(batch, ("response_mask",), "rollout.keep_sampling_mask=true")
+    trained = batch.batch["response_mask"].bool()
+    kept = batch.batch.get("kept_ids")
+    sizes = (torch.zeros_like(trained, dtype=torch.int64) if kept is None else (kept >= 0).sum(-1))[trained]
     if not len(sizes):
         return {}
     known = sizes[sizes > 0].double()

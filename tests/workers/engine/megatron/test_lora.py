@@ -47,6 +47,7 @@ MORE = {
         "data, whole optimizer": {"use_distributed_optimizer": False},
     },
     "experts": {"tensor, whole experts": TP | EP | {"expert_tensor_parallel_size": 1}, "pipeline": PP},
+    "latent": {"tensor": TP, "experts": EP},
 }
 
 
@@ -59,7 +60,8 @@ def paths(tmp_path_factory):
     config = CONFIGS["qwen3"].__class__(**(CONFIGS["qwen3"].to_dict() | {"norm_topk_prob": True}))
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "experts")
     tiny_tokenizer().save_pretrained(folder / "experts")
-    return {"dense": dense, "some": dense, "experts": str(folder / "experts")}
+    latent = str(tiny_model_dir(folder / "latent", "deepseek_v3", vocab=105))
+    return {"dense": dense, "some": dense, "experts": str(folder / "experts"), "latent": latent}
 
 
 def three_steps(engine, batch, layout="three"):
@@ -81,7 +83,10 @@ def adapters_after(path, folder, **settings):
     return {"lora_adapter_path": str(folder / ADAPTER_FOLDER)}
 
 
+# Of a dense layer, and one with shared experts besides those that are chosen.
+LATENT = ["q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SETTINGS = {"dense": RANK, "some": SOME, "experts": RANK | OF_EXPERTS}
+SETTINGS["latent"] = RANK | OF_EXPERTS | {"target_modules": LATENT}
 
 
 def on_two_ranks(rank, world_size, folder, path, warm, cases):
