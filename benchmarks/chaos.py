@@ -35,6 +35,7 @@ import torch
 from benchmarks import chaos_agents
 from benchmarks.chaos_run import PLAN
 from examples.quickstart.settings import Settings, megatron_settings, rl_settings
+from tests.support.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
 from verl.supervision.termination import EXIT_CODE
 from verl.testing.models import tiny_model
 
@@ -78,9 +79,9 @@ ENDS_THE_DRIVER = {name for name in FAULTS if "driver" in name or "raylet" in na
 NOT_COMPARED = ("timing", "perf", "recovery")
 NOT_COMPARED_OF_AGENTS = ("training/rollout_", "rollout_corr/")
 """Rounding errors of the engine, which depend on what is computed together."""
-WORKS = ("fsdp", "megatron_adapters", "megatron_replay")
-"""What is trained: all weights under FSDP; under Megatron adapters, over tensor-parallel ranks, or the experts of a
-mixture, over expert-parallel ranks, with the rollout's choice of experts repeated (R3)."""
+WORKS = ("fsdp", "megatron_adapters", "megatron_replay", "megatron_images")
+"""What is trained: all weights under FSDP; under Megatron adapters or a Qwen2.5-VL, over tensor-parallel ranks, or the
+experts of a mixture, over expert-parallel ranks, with the rollout's choice of experts repeated (R3)."""
 END_S = 60
 """How long the processes of a run may take to end after it."""
 
@@ -134,6 +135,8 @@ def work_settings(work: str, task: Path) -> Settings:
         return {}
     if work == "megatron_adapters":
         return megatron_settings(2) | {"actor_rollout_ref.model.lora_rank": 8}
+    if work == "megatron_images":
+        return megatron_settings(2) | image_settings(task)
     sizes = {"tensor_model_parallel_size": 1, "expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
     return megatron_settings(2) | {
         **{f"actor_rollout_ref.actor.megatron.{name}": size for name, size in sizes.items()},
@@ -141,6 +144,25 @@ def work_settings(work: str, task: Path) -> Settings:
         "actor_rollout_ref.model.path": make_mixture(task),
         "actor_rollout_ref.actor.router_replay.mode": "R3",
         "actor_rollout_ref.rollout.enable_rollout_routing_replay": True,
+    }
+
+
+def image_settings(task: Path) -> Settings:
+    """Pictures whose colour is asked for, and a model that sees them."""
+    model = tiny_vision_model_dir(task / "vision")
+    reward = task / "colours.py"
+    reward.write_text("def compute_score(solution_str, ground_truth, **_):\n    return len(set(solution_str)) / 12\n")
+    return {
+        "data.train_files": write_parquet(task / "pictures.parquet", picture_rows(16 * STEPS, text_every=4)),
+        "data.val_files": write_parquet(task / "other_pictures.parquet", picture_rows(16)),
+        "data.train_batch_size": 16,
+        "data.max_prompt_length": 40,
+        "custom_reward_function.path": reward,
+        "custom_reward_function.name": "compute_score",
+        "actor_rollout_ref.model.path": model,
+        "critic.model.path": model,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+        "critic.ppo_mini_batch_size": 8,
     }
 
 
