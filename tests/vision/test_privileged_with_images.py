@@ -108,6 +108,10 @@ def test_images_are_neither_moved_nor_cut(tmp_path):
     length = int(made.batch.batch["attention_mask"][0, :P].sum())
     cut = made.of_teacher("{{ prompt }}" + HINT, teacher_prompt_length=length, teacher_prompt_truncation="right")
     assert cut.batch["prompts"].shape[1] == length
+    inputs = made.batch.non_tensor_batch["multi_modal_inputs"]  # as if the policy had drawn it in an earlier turn
+    inputs[0] = SharedTensors({**inputs[0], TEXT_PLACES: torch.tensor([length - 1])})
+    with pytest.raises(DataError, match=r"in an earlier turn, whose place .*teacher_prompt_truncation=right would"):
+        made.of_teacher("{{ prompt }}" + HINT, teacher_prompt_length=length, teacher_prompt_truncation="right")
 
 
 @pytest.mark.parametrize("family", ONE_FAMILY)

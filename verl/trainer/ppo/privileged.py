@@ -40,7 +40,7 @@ from verl.experience.sequences import IMAGES, Trajectories, trajectory_scores
 from verl.protocol import DataProto, compute_response_mask
 from verl.schema import require
 from verl.utils.metric import Metrics
-from verl.vision.families import IMAGE_INPUTS
+from verl.vision.families import IMAGE_INPUTS, TEXT_PLACES
 from verl.vision.messages import PLACEHOLDERS, has_image_parts, kind_of
 from verl.vision.prompts import ImagePrompts
 
@@ -278,6 +278,13 @@ class PrivilegedPrompts:
                 f"{where}: the teacher's prompt has {len(ids)} tokens, and {KEY}.teacher_prompt_truncation={how} to "
                 f"{KEY}.teacher_prompt_length={limit} would cut an image. Raise it, shorten what {KEY}.template shows, "
                 "or cut on another side."
+            )
+        drawn = [place for place in images.get(TEXT_PLACES, ()) if place < len(row_prompt)]
+        if drawn and how != "left" and len(cut) < len(ids):  # what is behind a cut moves by another number of tokens
+            raise DataError(
+                f"{where}: the policy drew a token of an image in an earlier turn, whose place "
+                f"{KEY}.teacher_prompt_truncation={how} would change. Set it to left, or raise "
+                f"{KEY}.teacher_prompt_length={limit}."
             )
         return cut
 
