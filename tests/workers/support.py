@@ -175,6 +175,7 @@ def make_engine(
     optimizer: dict[str, Any] | None = None,
     device_name: str = "cpu",
     frozen: tuple[str, ...] = (),
+    strategy: str = "fsdp2",
     **settings: Any,
 ) -> FSDPEngine:
     """An initialised fp32 engine; ``settings`` go to the section that has them, those of the optimizer apart."""
@@ -183,7 +184,7 @@ def make_engine(
     placement = {"dtype": "fp32"} | {key: value for key, value in settings.items() if key not in model_keys}
     engine = EngineRegistry.new(
         model_type,
-        "fsdp2",
+        strategy,
         model_config=HFModelConfig(path=path, **model),
         engine_config=FSDPEngineConfig(forward_only=not trained, **placement),
         optimizer_config=FSDPOptimizerConfig(

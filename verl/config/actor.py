@@ -98,7 +98,8 @@ class UpdateConfig(BaseConfig):
     """One update of a model: batches, passes, optimizer. Actor and critic share this section."""
 
     strategy: Strategy = setting("fsdp", refuse_values=NO_OTHER_BACK_END)
-    """Training back end; `fsdp` and `fsdp2` both use FSDP2, `megatron` uses megatron-core."""
+    """Training back end; `fsdp` and `fsdp2` both use FSDP2, `veomni` FSDP2 with VeOmni's models, `megatron` uses
+    megatron-core."""
     ppo_mini_batch_size: int = setting(256, ge=1)
     """Prompts per optimizer step over all ranks; each has `rollout.n` responses."""
     ppo_micro_batch_size_per_gpu: int | None = setting(None, ge=1)

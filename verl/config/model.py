@@ -114,12 +114,17 @@ class HFModelConfig(TrainedModelConfig):
         return cls(**{name: model[name] for name in config_fields(cls).keys() & config_fields(type(model)).keys()})
 
 
-Strategy = Literal["fsdp", "fsdp2", "megatron"]
-OTHER_ENGINES = ("veomni", "torchtitan", "automodel", "mindspeed", "mlite", "fsdp_turbo")
+Strategy = Literal["fsdp", "fsdp2", "veomni", "megatron"]
+OTHER_ENGINES = ("torchtitan", "automodel", "mindspeed", "mlite", "fsdp_turbo")
 """Training back ends of verl's releases that are not in this version."""
-NO_OTHER_BACK_END = dict.fromkeys(
-    (*OTHER_ENGINES, "mindspeed_megatron"), "this training back end is not in this version; use fsdp2 or megatron"
-)
+_ANOTHER = "this training back end is not in this version; use fsdp2 or megatron"
+_SHARDS = "it is not in this version; fsdp2 shards the same models, and tensor_parallel_size divides their matrices"
+NO_OTHER_BACK_END = dict.fromkeys((*OTHER_ENGINES, "mindspeed_megatron"), _ANOTHER) | {
+    "torchtitan": _SHARDS,
+    "automodel": _SHARDS,
+}
+VEOMNI_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Models of VeOmni that give what Transformers' own give."""
 DType = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
 FP16 = ("fp16", "float16")
 """Names of one format."""
@@ -181,10 +186,13 @@ class FSDPEngineConfig(BaseConfig):
     """Seed of this model's random numbers (dropout, new heads)."""
     full_determinism: bool = setting(False)
     """Allow only deterministic kernels: slower, bit-identical from run to run."""
+    moe_implementation: str | None = setting(None)
+    """With `strategy=veomni`: VeOmni's kernel for experts; null is `fused_triton` on GPUs and `eager` on a CPU."""
     forward_only: bool = setting(False)
     """The model is never trained: no optimizer, no gradients."""
     strategy: Strategy = setting("fsdp", refuse_values=NO_OTHER_BACK_END)
-    """Sharding back end; `fsdp` and `fsdp2` both use FSDP2; `megatron` does not read this section."""
+    """Sharding back end; `fsdp` and `fsdp2` both use FSDP2, `veomni` with VeOmni's models; `megatron` does not read
+    this section."""
     dtype: DType = setting("bfloat16", interpolation=DTYPE)
     """Precision of the computation (parameters are cast to it inside the passes); by default bfloat16 on GPUs and
     float32 on a CPU. With `float16` the loss is scaled (docs/precision.md)."""

@@ -82,8 +82,8 @@ class ActorRolloutRefConfig(BaseConfig):
 class PPOConfig(BaseConfig):
     """Reinforcement learning: data, models, algorithm, run."""
 
-    model_engine: Literal["dp", "megatron"] = setting("dp", refuse_values=NO_OTHER_BACK_END)
-    """Training back end of all models: `dp` (FSDP, or as their `strategy` says) or `megatron`."""
+    model_engine: Literal["dp", "veomni", "megatron"] = setting("dp", refuse_values=NO_OTHER_BACK_END)
+    """Training back end of all models: `dp` (FSDP, or as their `strategy` says), `veomni` or `megatron`."""
     actor_rollout_ref: ActorRolloutRefConfig = subsection(ActorRolloutRefConfig)
     """Policy, rollout engine and reference."""
     data: DataConfig = subsection(DataConfig)

@@ -87,7 +87,7 @@ class ServeConfig(BaseConfig):
         if model.lora.use_dora or model.lora.target_parameters or model.lora.use_rslora:
             cause = "the adapters of several clients in one pass are plain LoRA of linear layers"
             yield Problem("model.lora", "a variant", cause, "the defaults of model.lora", "leave it out")
-        if engine.strategy == "megatron" or ranks_per_copy(engine) > 1 or engine.fsdp_size != -1:
+        if engine.strategy in ("megatron", "veomni") or ranks_per_copy(engine) > 1 or engine.fsdp_size != -1:
             cause = "adapters of several clients are computed by FSDP2 on ranks with whole sequences"
             remedy = "leave strategy, fsdp_size and the parallel sizes of engine at their defaults"
             yield Problem("engine", "another layout", cause, remedy=remedy)

@@ -207,6 +207,11 @@ def converted(module: PreTrainedModel, in_files: Mapping[str, Any], dtype: torch
     return weights
 
 
+def from_config(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Create a model of the class ``kind``, which shares ``config`` and computes experts as its own code says."""
+    return kind._from_config(config, dtype=dtype, experts_implementation="eager")
+
+
 def write_model_code(module: PreTrainedModel, folder: Path, config: PretrainedConfig) -> None:
     """Copy the Python files of a model that came with its folder, and name them in ``config``."""
     if module.is_remote_code():

@@ -98,8 +98,8 @@ def test_defaults_are_refused_nowhere(run: Run):
 
 def test_a_refused_setting_is_told_once_where_others_follow_it(run: Run):
     # ref.strategy follows actor.strategy.
-    message = only(run.refusal({"actor_rollout_ref.actor.strategy": "veomni"}))
-    assert "actor_rollout_ref.actor.strategy=veomni: this training back end is not in this version" in message
+    message = only(run.refusal({"actor_rollout_ref.actor.strategy": "mindspeed"}))
+    assert "actor_rollout_ref.actor.strategy=mindspeed: this training back end is not in this version" in message
 
 
 def test_refused_in_generation_too(run: Run):

@@ -127,7 +127,8 @@ def test_settings_of_megatron_in_the_engine_of_a_supervised_run(changes: dict[st
 @pytest.mark.parametrize(
     "changes, said",
     [
-        ({"model_engine": "veomni"}, "model_engine=veomni: this training back end is not in this version"),
+        ({"model_engine": "torchtitan"}, "model_engine=torchtitan: it is not in this version"),
+        ({"model_engine": "veomni"}, "actor.strategy=veomni: VeOmni is not installed"),
         ({f"{ACTOR}.qat.enable": True}, "training of quantized weights is not in this version"),
         ({"trainer.device": "npu"}, "Ascend devices are not in this version"),
         ({f"{ACTOR}.optim.min_lr": "low"}, "it is no share of lr="),
@@ -162,6 +163,7 @@ def test_what_is_told(run: Run, caplog: pytest.LogCaptureFixture, key: str, valu
     [
         ("ppo_trainer", PPOConfig, ["actor@actor_rollout_ref.actor=megatron_actor"], f"{ACTOR}.strategy", "megatron"),
         ("sft_trainer_engine", SFTConfig, ["engine=megatron", "optim=megatron"], "engine.strategy", "megatron"),
+        ("sft_trainer_engine", SFTConfig, ["engine=veomni", "optim=automodel"], "engine.strategy", "veomni"),
         ("sft_trainer_engine", SFTConfig, ["engine=fsdp", "model=hf_model"], "engine.strategy", "fsdp"),
         ("generation_server", GenerationConfig, ["data.train_files=/rows.jsonl"], "data.path", "/rows.jsonl"),
         ("generation_server", GenerationConfig, [f"{ROLLOUT}.n=3"], "data.n_samples", 3),
@@ -179,3 +181,38 @@ def test_a_part_of_an_absent_feature_is_silent_in_a_whole_configuration(run: Run
     with caplog.at_level(logging.WARNING):
         run.load({f"{ACTOR}.qat.mode": "w4a16"})
     assert "qat" not in caplog.text
+
+
+def test_settings_of_veomni_are_those_of_fsdp():
+    of_actor = {
+        "param_offload": True,
+        "enable_full_shard": False,
+        "fsdp_size": 16,
+        "ulysses_parallel_size": 4,
+        "moe_implementation": "fused_triton",
+        "router_replay.mode": "R2",
+        "expert_parallel_size": 8,
+    }
+    changes = {f"{ACTOR}.veomni.{name}": value for name, value in of_actor.items()}
+    tree: dict[str, Any] = {}
+    of_ref = {"actor_rollout_ref.ref.veomni.param_offload": True}
+    for key, value in {"model_engine": "veomni", **changes, **of_ref}.items():
+        put(tree, key, value)
+    problems: list[Problem] = []
+    found, *_, told = Translator.of(PPOConfig, changes, problems).translate(tree)
+    assert problems == []
+    assert get(found, f"{ACTOR}.strategy") == get(found, "critic.strategy") == "veomni"
+    fsdp = get(found, f"{ACTOR}.fsdp_config")
+    assert isinstance(fsdp, dict)
+    expected = {"param_offload": True, "reshard_after_forward": False, "fsdp_size": 16}
+    assert expected.items() <= fsdp.items()
+    assert (fsdp["ulysses_sequence_parallel_size"], fsdp["moe_implementation"]) == (4, "fused_triton")
+    assert get(found, f"{ACTOR}.router_replay.mode") == "R2"
+    assert get(found, "actor_rollout_ref.ref.fsdp_config.param_offload") is True
+    assert "experts are sharded over all ranks" in "\n".join(told)
+
+
+def test_settings_of_an_engine_that_is_not_used_have_no_effect():
+    problems, told = translated("ppo_trainer", {f"{ACTOR}.veomni.fsdp_size": 16}, [f"{ACTOR}.veomni.fsdp_size"])
+    assert problems == []
+    assert "settings of fsdp_config are read" in told

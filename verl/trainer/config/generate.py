@@ -86,6 +86,21 @@ defaults:
 
 strategy: megatron
 """
+_OF_VEOMNI = _OF_MEGATRON.replace("by Megatron", "with VeOmni's models").replace(": megatron", ": veomni")
+_NOT_YET = """
+# The engine {name}, which is refused with what takes its place.
+defaults:
+  - fsdp
+  - _self_
+
+strategy: {name}
+"""
+_SAME_OPTIMIZER = """
+# Optimizer and schedule, which are the same with every engine.
+defaults:
+  - fsdp
+  - _self_
+"""
 _RUN_BY_MEGATRON = """
 # {what}, trained by Megatron.
 defaults:
@@ -139,12 +154,12 @@ trainer:
     "critic/megatron_critic": _OF_MEGATRON.format(what="The value model", base="dp_critic"),
     "ref/megatron_ref": _OF_MEGATRON.format(what="The frozen reference", base="dp_ref"),
     "engine/megatron": _OF_MEGATRON.format(what="The model of a supervised run", base="fsdp"),
-    "optim/megatron": """
-# Optimizer and schedule, which are the same with every engine.
-defaults:
-  - fsdp
-  - _self_
-""",
+    "actor/veomni_actor": _OF_VEOMNI.format(what="The policy", base="dp_actor"),
+    "critic/veomni_critic": _OF_VEOMNI.format(what="The value model", base="dp_critic"),
+    "ref/veomni_ref": _OF_VEOMNI.format(what="The frozen reference", base="dp_ref"),
+    "engine/veomni": _OF_VEOMNI.format(what="The model of a supervised run", base="fsdp"),
+    **{f"engine/{name}": _NOT_YET.format(name=name) for name in ("automodel", "torchtitan")},
+    **{f"optim/{name}": _SAME_OPTIMIZER for name in ("automodel", "megatron", "torchtitan", "veomni")},
     "sft_trainer_engine": """
 # Supervised fine-tuning, under its name in the releases of verl.
 defaults:

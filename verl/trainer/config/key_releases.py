@@ -29,6 +29,26 @@ MEGATRON_SIZES = (
 )
 """Keys of ``McoreEngineConfig`` that the supervised trainers of the releases have in ``engine``."""
 
+SECTIONS_OF_VEOMNI = {
+    "actor_rollout_ref.actor": "actor_rollout_ref.actor.fsdp_config",
+    "actor_rollout_ref.ref": "actor_rollout_ref.ref.fsdp_config",
+    "critic": "critic.model.fsdp_config",
+}
+"""Sections whose section ``veomni`` is read with ``strategy=veomni``, and FSDP's settings beside each."""
+SETTINGS_OF_VEOMNI: dict[str, tuple[str, object]] = {
+    "param_offload": ("param_offload", False),
+    "optimizer_offload": ("optimizer_offload", False),
+    "enable_fsdp_offload": ("offload_policy", False),
+    "enable_full_shard": ("reshard_after_forward", True),
+    "fsdp_size": ("fsdp_size", -1),
+    "ulysses_parallel_size": ("ulysses_sequence_parallel_size", 1),
+    "forward_prefetch": ("forward_prefetch", False),
+    "moe_implementation": ("moe_implementation", None),
+    "seed": ("seed", 42),
+    "full_determinism": ("full_determinism", False),
+}
+"""Settings of a section ``veomni``: FSDP's of the same meaning, and the default, which says nothing."""
+
 _SKIP = "actor_rollout_ref.rollout.skip"
 _SERVER = "data.n_samples"  # a key that only generation has
 
@@ -38,7 +58,10 @@ ALIASES: tuple[Alias, ...] = (
     Alias("sandbox_fusion", "reward_model.sandbox_fusion"),
     Alias("actor_rollout_ref.actor.policy_loss.tau_pos", "actor_rollout_ref.actor.tau_pos"),
     Alias("actor_rollout_ref.actor.policy_loss.tau_neg", "actor_rollout_ref.actor.tau_neg"),
-    Alias("actor_rollout_ref.actor.megatron.router_replay.mode", "actor_rollout_ref.actor.router_replay.mode"),
+    *(
+        Alias(f"actor_rollout_ref.actor.{engine}.router_replay.mode", "actor_rollout_ref.actor.router_replay.mode")
+        for engine in ("megatron", "veomni")
+    ),
     Alias("actor_rollout_ref.model.override_config.model_config", "actor_rollout_ref.model.override_config"),
     *(Alias(f"{fsdp}.min_num_params", f"{fsdp}.wrap_policy.min_num_params") for fsdp in _FSDP),
     *(
@@ -51,6 +74,10 @@ ALIASES: tuple[Alias, ...] = (
     # the supervised trainers
     Alias("trainer.balance_batch", "data.balance_dp_token", silent=True),
     *(Alias(f"engine.{name}", f"megatron.{name}") for name in MEGATRON_SIZES),
+    *(
+        Alias(f"engine.{name}", f"engine.{SETTINGS_OF_VEOMNI[name][0]}", silent=SETTINGS_OF_VEOMNI[name][1])
+        for name in ("enable_fsdp_offload", "enable_full_shard", "ulysses_parallel_size")
+    ),
     # the server's generation
     Alias("data.train_files", "data.path", only_with=_SERVER),
     Alias("actor_rollout_ref.rollout.n", _SERVER, only_with=_SERVER),
@@ -123,6 +150,33 @@ RETIRED: tuple[Retired, ...] = (
         for pattern in ("*.turbo_config", "actor_rollout_ref.*.engine", "engine.backend_config")
     ),
     # engines
+    *(
+        retired
+        for section in ("*.veomni", "engine")
+        for retired in (
+            *_told(
+                "experts are sharded over all ranks, as other weights are; the numbers are the same",
+                {f"{section}.expert_parallel_size": 1},
+            ),
+            *_told(_FUSED, {f"{section}.cross_entropy_loss_implementation": None}),
+            *_told(
+                "attention over packed sequences is the same with every engine; model.override_config."
+                "attn_implementation chooses that of padded ones",
+                {f"{section}.attn_implementation": None} if section != "engine" else {},
+            ),
+            *_told(
+                "model.use_liger chooses kernels of norms, gates and rotations, and PyTorch computes the rest",
+                {
+                    f"{section}.{layer}_implementation": None
+                    for layer in (
+                        *("rms_norm", "swiglu_mlp", "rotary_pos_emb", "load_balancing_loss"),
+                        *("dsa_attention", "dsa_indexer", "mhc"),
+                    )
+                },
+            ),
+        )
+    ),
+    Retired("*.veomni", "with strategy=veomni the settings of fsdp_config are read", (), refused=False, part=True),
     *_told(
         _FUSED,
         {

@@ -43,6 +43,7 @@ from verl.trainer.config import rules_megatron as megatron
 from verl.trainer.config import rules_off_policy as off_policy
 from verl.trainer.config import rules_sizes as sizes
 from verl.trainer.config import rules_tensor_parallel as tensor_parallel
+from verl.trainer.config import rules_veomni as veomni
 from verl.trainer.config import rules_vision as vision
 from verl.trainer.config.rules_asynchronous import asynchronous
 from verl.trainer.config.rules_distillation import distillation
@@ -318,6 +319,8 @@ def engines(config: PPOConfig | SupervisedConfig) -> Problems:
     for name, (engine, path, ranks) in sections.items():
         if engine.strategy == "megatron":  # see rules_megatron
             continue
+        if engine.strategy == "veomni":
+            yield from veomni.model(name, engine, path)
         yield from _groups_of_ranks(name, engine, path, ranks)
         yield from tensor_parallel.divided_matrices(name, engine, path, ranks)
         if not engine.forward_only and not name.startswith("reward_model"):

@@ -361,26 +361,43 @@ class Translator:
     # ---- settings of the releases that stand for several keys, or for another one ------------------
 
     def _apply_model_engine(self, tree: Tree) -> None:
-        """Let ``model_engine=megatron`` choose the back end of every model; report a section that chooses another.
+        """Let ``model_engine`` choose the back end of every model; report a section that chooses another.
 
         In the supervised trainers, settings of ``engine`` are Megatron's, where it has them, with
         ``engine.strategy=megatron``.
         """
-        if get(tree, "model_engine") == "megatron" and "model_engine" in self.keys:
+        engine = get(tree, "model_engine")
+        if engine in ("megatron", "veomni") and "model_engine" in self.keys:
             for path in ("actor_rollout_ref.actor.strategy", "critic.strategy", "reward_model.strategy"):
                 value = get(tree, path)
-                if value == "megatron":
+                if value == engine:
                     continue
                 if path in self.explicit or not same(value, self.keys[path].yaml_default):
-                    cause = "model_engine=megatron is the back end of all models"
-                    self.problems.append(Problem(path, value, cause, "megatron", "keep one of the two settings"))
-                put(tree, path, "megatron")
+                    cause = f"model_engine={engine} is the back end of all models"
+                    self.problems.append(Problem(path, value, cause, str(engine), "keep one of the two settings"))
+                put(tree, path, engine)
+        self._apply_sections_of_veomni(tree)
         if get(tree, "engine.strategy") == "megatron" and "megatron.strategy" in self.keys:
             for name in ("param_offload", "optimizer_offload", "dtype", "seed"):
                 value = get(tree, f"engine.{name}")
                 if not same(value, self.keys[f"engine.{name}"].yaml_default):
                     self._move(tree, f"engine.{name}", f"megatron.{name}", value)
                     put(tree, f"engine.{name}", self.keys[f"engine.{name}"].yaml_default)
+
+    def _apply_sections_of_veomni(self, tree: Tree) -> None:
+        """Move settings of a section ``veomni`` that ``strategy=veomni`` reads to FSDP's, beside which it stands."""
+        actors = get(tree, "actor_rollout_ref.actor.strategy")
+        for section, fsdp in key_releases.SECTIONS_OF_VEOMNI.items():
+            strategy = get(tree, f"{section}.strategy")
+            if strategy != "veomni" and (strategy != "${actor_rollout_ref.actor.strategy}" or actors != "veomni"):
+                continue
+            for name, (key, default) in key_releases.SETTINGS_OF_VEOMNI.items():
+                value = get(tree, f"{section}.veomni.{name}")
+                if value is None:
+                    continue
+                drop(tree, f"{section}.veomni.{name}")
+                if not same(value, default):
+                    self._move(tree, f"{section}.veomni.{name}", f"{fsdp}.{key}", value)
 
     def _apply_least_rates(self, tree: Tree) -> None:
         """Turn ``min_lr``, the rate at which a schedule ends, into ``min_lr_ratio``, its share of ``lr``."""

@@ -267,6 +267,8 @@ def _of_back_ends(config: PPOConfig) -> Iterator[Silent]:
         strategy = _at(config, section).strategy
         unread = f"{section}.{fsdp}.*" if strategy == "megatron" else f"{section}.megatron.*"
         yield (unread,), f"{section}.strategy={strategy}"
+        if strategy != "veomni":
+            yield (f"{section}.{fsdp}.moe_implementation",), f"{section}.strategy={strategy}"
         if not _at(config, section).megatron.use_dist_checkpointing:
             reads, *unread_of_it = (f"{section}.megatron.{key}" for key in CHECKPOINT)
             yield tuple(unread_of_it), f"{reads}=false"
@@ -282,6 +284,8 @@ def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:
     strategy = config.engine.strategy
     of_fsdp = tuple(f"engine.{name}*" for name in config.engine if name != "strategy")
     yield of_fsdp if strategy == "megatron" else ("megatron.*",), f"engine.strategy={strategy}"
+    if strategy != "veomni":
+        yield ("engine.moe_implementation",), f"engine.strategy={strategy}"
     if isinstance(config, SFTConfig) and config.data.prompt_key:
         yield ("data.messages_key", "data.tools_key", "data.enable_thinking_key"), "data.prompt_key takes their place"
     elif isinstance(config, SFTConfig):

@@ -324,7 +324,10 @@ class EngineRegistry:
     """Engines by kind of model and back end."""
 
     _engines: Registry[type[BaseEngine]] = Registry("training engine")
-    _on_demand: ClassVar[Mapping[str, str]] = {"megatron": "verl.workers.engine.megatron"}
+    _on_demand: ClassVar[Mapping[str, str]] = {
+        "megatron": "verl.workers.engine.megatron",
+        "veomni": "verl.workers.engine.veomni",
+    }
     """Modules that are imported when their back end is asked for, because they need packages that few have."""
 
     @classmethod

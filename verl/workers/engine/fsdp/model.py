@@ -37,6 +37,7 @@ from verl.utils.model import (
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.transformers_private import (
     forget_ties,
+    from_config,
     layer_class_names,
     no_init_weights,
     sequence_classifier_of,
@@ -204,6 +205,7 @@ def build_model(
     is_trained: bool = True,
     frozen: Sequence[str] = (),
     with_adapters: bool = False,
+    backbone_class: type[PreTrainedModel] | None = None,
 ) -> HeadedModel:
     """Build the model in the folder ``config.path`` on the CPU.
 
@@ -218,6 +220,7 @@ def build_model(
             trained head is acceptable then.
         frozen: parts of module names, such as ``visual``, whose weights are not trained.
         with_adapters: read trained adapters also without the weights.
+        backbone_class: another implementation of the backbone, with the weights of Transformers' own.
 
     Raises:
         ConfigError: the folder is missing, or holds another kind of model.
@@ -230,11 +233,25 @@ def build_model(
     else:
         hf, head_name = _scalar_model(model_type, config, hf_config, dtype, with_weights, is_trained), "score"
     _require_parts(hf, head_name, config.path)
+    if backbone_class is not None:
+        _replace_backbone(hf, backbone_class, dtype)
     hf.requires_grad_(is_trained)
     _freeze(hf, frozen)
     if is_trained and config.has_adapters:
         add_adapters(hf, head_name, config, with_weights or with_adapters)
     return HeadedModel(hf, head_name)
+
+
+def _replace_backbone(hf: PreTrainedModel, backbone_class: type[PreTrainedModel], dtype: torch.dtype) -> None:
+    """Let another class compute what the backbone of ``hf`` computes, with the same parameters."""
+    with no_init_weights():
+        backbone = from_config(backbone_class, hf.config, dtype)
+    try:
+        backbone.load_state_dict(hf.base_model.state_dict(keep_vars=True), assign=True)
+    except RuntimeError as error:
+        name = f"{backbone_class.__module__}.{backbone_class.__name__}"
+        raise ConfigError(f"{name} has other weights than {type(hf.base_model).__name__}: {error}") from error
+    setattr(hf, hf.base_model_prefix, backbone.eval())
 
 
 def _freeze(hf: PreTrainedModel, parts: Sequence[str]) -> None:

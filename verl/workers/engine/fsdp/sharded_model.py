@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
 
 from verl.backends import backend_for
 from verl.backends.base import Backend
@@ -198,7 +199,7 @@ class ShardedModel(BaseEngine):
         """Build the model, sharded over the ranks; no rank ever holds all of it. Collective."""
         config = self.engine_config
         is_trained = not config.forward_only
-        build = functools.partial(build_model, self.model_type, self.model_config)
+        build = functools.partial(build_model, self.model_type, self.model_config, backbone_class=self.backbone_class())
         is_divided, source = self.mesh.size() > 1 or self.tensor_mesh is not None, None
         is_first = dist.get_rank() == 0
         model = build(
@@ -228,6 +229,10 @@ class ShardedModel(BaseEngine):
         else:
             model.to(self.device)
         return model
+
+    def backbone_class(self) -> type[PreTrainedModel] | None:
+        """Return another implementation of the model's backbone than Transformers' own; None for that."""
+        return None
 
     # ---- modes and memory ---------------------------------------------------------------------
 
