@@ -84,6 +84,13 @@ EXPERT_LAYOUTS = {
 }
 """With --experts: a Qwen3-MoE."""
 
+DIVIDED = [
+    "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
+    "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=2",
+    "critic.model.fsdp_config.tensor_parallel_size=2",
+]
+"""Matrices divided over two ranks under FSDP."""
+
 LAYOUTS: dict[str, list[str]] = {
     "local, 1 rank, packed, micro-batch 8": ["trainer.controller=local"],
     "ray, 1 rank, packed, micro-batch 8": ["trainer.controller=ray"],
@@ -134,6 +141,13 @@ LAYOUTS: dict[str, list[str]] = {
         "critic.model.fsdp_config.fsdp_size=2",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
         "critic.ulysses_sequence_parallel_size=2",
+    ],
+    "ray, TP 2": ["trainer.controller=ray", "trainer.n_gpus_per_node=2", *DIVIDED],
+    "ray, FSDP 2 x TP 2": [
+        "trainer.controller=ray",
+        "trainer.n_gpus_per_node=4",
+        "ray_kwargs.ray_init.num_cpus=4",
+        *DIVIDED,
     ],
     "local, 1 rank, padded, micro-batch 8": [
         "trainer.controller=local",
@@ -305,6 +319,8 @@ def main() -> None:
         parser.error("--images and --lora are for the layouts of FSDP: leave out --megatron and --experts")
     first = next(iter(LAYOUTS))
     others = EXPERT_LAYOUTS if args.experts else MEGATRON_LAYOUTS if args.megatron else LAYOUTS
+    if args.images or args.lora:  # which do not go with divided matrices
+        others = {name: overrides for name, overrides in others.items() if DIVIDED[0] not in overrides}
     chosen = {name: overrides for name, overrides in others.items() if args.layouts.lower() in name.lower()}
     if not chosen.keys() - {first}:
         parser.error(

@@ -60,7 +60,7 @@ class PlannedTeachers:
         self_distillation = self.config.self_distillation
         if not self.config.is_of_itself or self_distillation.weights == "policy":
             return 0.0
-        return policy.trained * AVERAGE_BYTES / policy.layout.shards
+        return policy.trained * AVERAGE_BYTES / policy.layout.shards / policy.layout.tensor
 
 
 def output_bytes(teacher: ModelMemory) -> float:

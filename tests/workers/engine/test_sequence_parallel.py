@@ -32,7 +32,6 @@ from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
 STATE = ("model", "optimizer", "extra")
 CONFIG = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean")
 FAMILIES = {
-    "4 kv heads": ("qwen3", {"num_key_value_heads": 4}),
     "2 kv heads": ("qwen3", {}),
     "1 kv head": ("llama", {"num_key_value_heads": 1}),
     "windows": ("mistral", {"sliding_window": 4}),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,11 @@ def divide_layers(model: HeadedModel, mesh: DeviceMesh) -> None:
         chosen[model.head_name] = ColwiseParallel(output_layouts=Replicate())
     _check_whole(model, chosen)
     parallelize_module(model, mesh, chosen)
+    for parent in _parents(model, chosen):
+        shared = [name for name in chosen if name.rpartition(".")[0] == parent and chosen[name] is styles["colwise"]]
+        if len(shared) > 1:
+            # One sum of gradients over the ranks in place of one for each matrix.
+            _share_input(model.get_submodule(parent), mesh)
     for first, *others in ties:
         weight = model.get_parameter(first)
         for name in others:
@@ -174,11 +180,31 @@ def _ties(model: nn.Module) -> list[list[str]]:
     return [alike for alike in names.values() if len(alike) > 1]
 
 
+def _parents(model: HeadedModel, chosen: Mapping[str, ParallelStyle]) -> list[str]:
+    """Return the names of attentions and feed-forward layers, whose matrices are divided."""
+    names = {name.rpartition(".")[0] for name in chosen if name.startswith(f"{model.backbone_name}.")}
+    return sorted(names - {model.backbone_name})
+
+
+def _share_input(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the hidden states that a module gets one DTensor, to which all of its matrices add their gradients."""
+
+    def whole(value: object) -> object:
+        if not isinstance(value, Tensor) or isinstance(value, DTensor):
+            return value
+        return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+
+    def share(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if "hidden_states" in kwargs:
+            return args, kwargs | {"hidden_states": whole(kwargs["hidden_states"])}
+        return (*map(whole, args[:1]), *args[1:]), kwargs
+
+    module.register_forward_pre_hook(share, with_kwargs=True)
+
+
 def _check_whole(model: HeadedModel, chosen: Mapping[str, ParallelStyle]) -> None:
     """Check that the plan names every weight beside a divided one: it would be applied to a part of the activations."""
-    parents = {name.rpartition(".")[0] for name in chosen if name.startswith(f"{model.backbone_name}.")}
-    parents -= {model.backbone_name}
-    for parent in sorted(parents):
+    for parent in _parents(model, chosen):
         for name, _ in model.get_submodule(parent).named_parameters():
             module = f"{parent}.{name}".rpartition(".")[0]
             if module not in chosen:
