@@ -6,6 +6,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -28,7 +29,7 @@ from verl.protocol import DataProto
 from verl.testing.models import tiny_model_dir
 from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.engine.fsdp.divergence import FullDivergence
-from verl.workers.engine.fsdp.tensor_parallel import check_division
+from verl.workers.engine.fsdp.tensor_parallel import check_division, divide_layers
 from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
 
 CONFIG = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean")
@@ -194,6 +195,14 @@ def test_models_that_cannot_be_divided(family, changes, message):
         check_division(AutoConfig.for_model(family, **changes), 2)
 
 
+def test_a_plan_that_leaves_out_a_norm_is_refused(paths):
+    model = make_engine(paths["qwen3"]).model
+    plan = model.hf.config.base_model_tp_plan
+    model.hf.config.base_model_tp_plan = {name: style for name, style in plan.items() if "q_norm" not in name}
+    with pytest.raises(ConfigError, match=r"says nothing of model.layers.0.self_attn.q_norm.weight"):
+        divide_layers(model, init_device_mesh("cpu", (1,)))
+
+
 FOUR = {
     "FSDP 2 x TP 2": {"tensor_parallel_size": 2},
     "TP 2, two copies": {"tensor_parallel_size": 2, "fsdp_size": 1},
@@ -236,6 +245,11 @@ def test_four_ranks_in_all_layouts(batch, tmp_path):
         "gemma2": ("gemma2", {"sliding_window": 4}),
     }
     paths = {name: tiny_model_dir(tmp_path / "models" / name, family, **c) for name, (family, c) in kinds.items()}
+    for family in ("phi3", "olmo2"):  # fused or normed projections, whose outputs are gathered
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128}
+        config = AutoConfig.for_model(family, vocab_size=105, num_hidden_layers=2, pad_token_id=0, **sizes)
+        paths[family] = str(tmp_path / "models" / family)
+        AutoModelForCausalLM.from_config(config).save_pretrained(paths[family])
     torch.save(batch, tmp_path / "batch.pt")
     run_ranks(four_ranks, 4, tmp_path, paths)
     for name in [*FOUR, *paths]:

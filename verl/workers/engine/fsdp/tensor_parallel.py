@@ -9,7 +9,8 @@ divides further. Activations between layers are whole on every rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -80,11 +81,12 @@ def divide_layers(model: HeadedModel, mesh: DeviceMesh) -> None:
     if model.head.out_features > 1:
         # Passes compute the head by its weight; its own forward serves checks of the model.
         chosen[model.head_name] = ColwiseParallel(output_layouts=Replicate())
-    _check_whole(model, chosen)
+    columns = Counter(name.rpartition(".")[0] for name, style in chosen.items() if style is styles["colwise"])
+    for parent in columns:
+        _check_whole(model, parent, chosen)
     parallelize_module(model, mesh, chosen)
-    for parent in _parents(model, chosen):
-        shared = [name for name in chosen if name.rpartition(".")[0] == parent and chosen[name] is styles["colwise"]]
-        if len(shared) > 1:
+    for parent, count in columns.items():
+        if count > 1:
             # One sum of gradients over the ranks in place of one for each matrix.
             _share_input(model.get_submodule(parent), mesh)
     for first, *others in ties:
@@ -180,12 +182,6 @@ def _ties(model: nn.Module) -> list[list[str]]:
     return [alike for alike in names.values() if len(alike) > 1]
 
 
-def _parents(model: HeadedModel, chosen: Mapping[str, ParallelStyle]) -> list[str]:
-    """Return the names of attentions and feed-forward layers, whose matrices are divided."""
-    names = {name.rpartition(".")[0] for name in chosen if name.startswith(f"{model.backbone_name}.")}
-    return sorted(names - {model.backbone_name})
-
-
 def _share_input(module: nn.Module, mesh: DeviceMesh) -> None:
     """Make the hidden states that a module gets one DTensor, to which all of its matrices add their gradients."""
 
@@ -202,14 +198,19 @@ def _share_input(module: nn.Module, mesh: DeviceMesh) -> None:
     module.register_forward_pre_hook(share, with_kwargs=True)
 
 
-def _check_whole(model: HeadedModel, chosen: Mapping[str, ParallelStyle]) -> None:
-    """Check that the plan names every weight beside a divided one: it would be applied to a part of the activations."""
-    for parent in _parents(model, chosen):
-        for name, _ in model.get_submodule(parent).named_parameters():
-            module = f"{parent}.{name}".rpartition(".")[0]
-            if module not in chosen:
-                raise ConfigError(
-                    f"{_KEY}: Transformers' plan for {type(model.hf).__name__} divides matrices of {parent} and says "
-                    f"nothing of {parent}.{name}, which would get a wrong gradient. Set {_KEY}=1, or use "
-                    "strategy=megatron."
-                )
+def _check_whole(model: HeadedModel, parent: str, chosen: Collection[str]) -> None:
+    """Check that the plan names each weight beside matrices whose columns are divided: it sees a part of their output.
+
+    Args:
+        model: of which ``parent`` is a module, an attention or a feed-forward layer.
+        parent: its name.
+        chosen: names of modules in the plan.
+    """
+    for name, _ in model.get_submodule(parent).named_parameters():
+        module = f"{parent}.{name}".rpartition(".")[0]
+        if module not in chosen:
+            raise ConfigError(
+                f"{_KEY}: Transformers' plan for {type(model.hf).__name__} divides matrices of {parent} and says "
+                f"nothing of {parent}.{name}, which would get a wrong gradient. Set {_KEY}=1, or use "
+                "strategy=megatron."
+            )
