@@ -54,11 +54,10 @@ def trained(engine, batch, steps=1, loss=None):
 
 
 def of_divergence(engine, batch):
-    """Outputs and the norm of the gradients, where the loss reads the divergence from a teacher: the model itself."""
+    """Divergences from a teacher, which is the model itself with other hidden states."""
     hidden = engine.infer_batch(batch, {"hidden"}, WHOLE)["hidden"]
-    with_teacher = batch | DataProto.from_dict(
-        {"teacher_hidden": hidden.flip(0) * batch.batch["response_mask"][..., None]}
-    )
+    noise = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(5))
+    with_teacher = batch | DataProto.from_dict({"teacher_hidden": hidden + noise})
     engine.divergence = FullDivergence(kind="reverse_kl", teachers=[engine.output_matrix()])
     return engine.infer_batch(with_teacher, {"divergence", "agreement", "teacher_entropy"}, LAYOUTS["three"])
 
