@@ -157,7 +157,7 @@ def test_ranks_that_divide_matrices_die_and_leave_no_trace(run: Run) -> None:
     divided = {"actor_rollout_ref__actor__fsdp_config__tensor_parallel_size": 2}
     straight = run("divided", [], **divided)
     for name, changes in (("memory", {}), ("disk", {"trainer__recovery__snapshot_freq": 0})):
-        disturbed = run(f"divided, {name}", [(3, "update_actor", 1)], **divided, **changes)
+        disturbed = run(f"divided {name}", [(3, "update_actor", 1)], **divided, **changes)
         assert_same_run(disturbed, straight)
         assert disturbed[0][3]["recovery/restarts"] == 1
 
