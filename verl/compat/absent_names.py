@@ -122,7 +122,6 @@ _QUEUE_TRAINER = Absence(
     "The trainer on a transfer queue is missing; verl.trainer.ppo.ray_trainer.RayPPOTrainer is the one trainer, and "
     "its stages are methods that a subclass may replace (docs/recipes.md).",
 )
-_MTP = Absence("not yet", "Multi-token prediction is missing.")
 _PROFILED = Absence(
     "other design", "Steps and ranks to profile are settings: global_profiler.steps, actor_rollout_ref.actor.profiler."
 )
@@ -439,7 +438,6 @@ ABSENT: dict[str, Absence] = {
     "verl.workers.config.actor.QATConfig": Absence("not yet", "Training of quantized weights is missing."),
     "verl.workers.config.rollout.CustomAsyncServerConfig": _SERVERS_ON_RAY,
     "verl.workers.config.rollout.DisaggregationConfig": _SERVERS_ON_RAY,
-    "verl.workers.config.rollout.MtpConfig": _MTP,
     "verl.workers.config.rollout.ServerConfig": _SERVERS_ON_RAY,
     "verl.workers.config.rollout.SkipConfig": _SKIP,
     "verl.workers.engine.base.BaseEngineCtx": Absence(
@@ -448,7 +446,6 @@ ABSENT: dict[str, Absence] = {
     "verl.workers.engine.base.get_vendor": _OTHER_DEVICES,
     "verl.workers.engine.base.maybe_fix_3d_position_ids": _VISION,
     "verl.workers.engine_workers.CheckpointEngineRegistry": _ASYNCHRONOUS,
-    "verl.workers.engine_workers.MtpConfig": _MTP,
     "verl.workers.engine_workers.TrainingWorkerConfig": Absence(
         "other design",
         "TrainingWorker takes the configuration of its run: verl.config.SFTConfig, RMConfig or DPOConfig.",

@@ -75,6 +75,7 @@ from verl.config.ppo import (
     ActorRolloutRefConfig,
     PPOConfig,
 )
+from verl.config.prediction import MtpConfig
 from verl.config.preference import (
     DirectPreferenceLossConfig,
     DPOConfig,
@@ -177,6 +178,7 @@ __all__ = [
     "ModelProfilerConfig",
     "ModelToolsConfig",
     "ModuleConfig",
+    "MtpConfig",
     "MultiTurnConfig",
     "OffPolicySamplerConfig",
     "OptimizerConfig",

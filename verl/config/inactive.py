@@ -182,23 +182,6 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     TrainedModelConfig: (no_effect(_NO_TILED_MLP, {"tiled_mlp.enabled": False, "tiled_mlp.num_shards": 4}),),
     HFModelConfig: (
         no_effect(_ALWAYS_FUSED, {"use_fused_kernels": False, "fused_kernel_options.impl_backend": "torch"}),
-        not_yet("multi-token prediction is not in this version; set mtp.enable=false", {"mtp.enable": False}),
-        no_effect(
-            "part of multi-token prediction, which is not in this version",
-            {
-                "mtp._target_": "verl.workers.config.MtpConfig",
-                "mtp.enable_train": False,
-                "mtp.enable_rollout": False,
-                "mtp.detach_encoder": False,
-                "mtp.mtp_loss_scaling_factor": 0.1,
-                "mtp.speculative_algorithm": "EAGLE",
-                "mtp.speculative_num_steps": 2,
-                "mtp.speculative_eagle_topk": 2,
-                "mtp.speculative_num_draft_tokens": 4,
-                "mtp.method": "mtp",
-                "mtp.num_speculative_tokens": 1,
-            },
-        ),
     ),
     ActorConfig: (
         older_form("ppo_micro_batch_size"),
@@ -286,7 +269,7 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             {"quantization_config_file": None},
         ),
         not_yet(
-            "multi-token prediction is not in this version; leave it out",
+            "the rollout uses the heads of the model; set actor_rollout_ref.model.mtp, and leave this out",
             {"mtp": "${oc.select:actor_rollout_ref.model.mtp, null}"},
         ),
     ),

@@ -41,6 +41,28 @@ PASSED: Mapping[str, tuple[object, ...] | str] = {
 }
 """Fields of speed, memory or rounding, with their values; null leaves each alone."""
 
+ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+"""Fields that are weights of losses of the routers of a policy, computed over the whole mini-batch."""
+_BALANCING = "moe_router_load_balancing_type"
+_BIAS, _BIAS_RATE = "moe_router_enable_expert_bias", "moe_router_bias_update_rate"
+_USUAL_BIAS_RATE = 1e-3
+
+
+def bias_update_rate(override: Mapping[str, object]) -> float:
+    """Return by how much each update changes the bias of an expert; 0 leaves it as it is in the model's folder."""
+    usual = _USUAL_BIAS_RATE if override.get(_BIAS) else 0.0
+    rate = override.get(_BIAS_RATE)
+    if override.get(_BIAS) is False:
+        return 0.0
+    return float(rate) if isinstance(rate, int | float) else usual
+
+
+def router_loss_weight(override: Mapping[str, object], name: str) -> float:
+    """Return the weight of one of :data:`ROUTER_LOSSES`, 0 where it is not set."""
+    value = override.get(name)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
 _ATTENTION = "attention is PyTorch's, or flash-attn's over packed rows"
 _HEAD = "log-probs are computed from hidden states in slices"
 _SCHEDULE = "whether the pipeline is interleaved decides how stages send"
@@ -106,10 +128,9 @@ _OF_THE_MODEL = (
     *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
     *("apply_query_key_layer_scaling", "attention_softmax_in_fp32", "calculate_per_token_loss"),
     *("moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_layer_freq", "moe_ffn_hidden_size"),
-    *("moe_router_load_balancing_type", "moe_router_topk", "moe_router_topk_limited_devices"),
+    *("moe_router_topk", "moe_router_topk_limited_devices"),
     *("moe_router_num_groups", "moe_router_group_topk", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"),
-    *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_bias_update_rate"),
-    *("moe_router_force_load_balancing", "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps"),
+    *("moe_router_score_function", "moe_router_force_load_balancing", "moe_input_jitter_eps"),
     *("moe_token_dropping", "moe_expert_capacity_factor", "moe_pad_expert_input_to_capacity"),
     *("moe_token_drop_policy", "moe_apply_probs_on_input", "moe_latent_size", "mrope_section"),
     *("is_hybrid_model", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"),
@@ -148,7 +169,13 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
         _BY_TRANSFORMER_ENGINE,
         ("it needs the layers of TransformerEngine, which are not used here", "leave it out"),
     ),
-    **dict.fromkeys(_OF_MULTI_TOKEN_PREDICTION, ("multi-token prediction is not in this version", "leave it out")),
+    **dict.fromkeys(
+        _OF_MULTI_TOKEN_PREDICTION,
+        (
+            "the model's config says how many heads of multi-token prediction it has",
+            "leave it out, and set actor_rollout_ref.model.mtp (mtp_loss_scaling_factor, enable_train ...)",
+        ),
+    ),
     **dict.fromkeys(
         _OF_THE_ENGINE,
         ("verl sets this field itself, from the keys of the section `megatron`", "leave it out, and set those keys"),
@@ -164,7 +191,7 @@ def flag_problems(override: Mapping[str, object], path: str) -> Iterator[Problem
         override: the entries.
         path: key of the section that has them.
     """
-    known = [*RECOMPUTE, *PIPELINE_LAYOUT, *PASSED]
+    known = [*RECOMPUTE, *PIPELINE_LAYOUT, *PASSED, *ROUTER_LOSSES, _BALANCING, _BIAS, _BIAS_RATE]
     for name, value in override.items():
         if name in _REFUSED:
             cause, remedy = _REFUSED[name]
@@ -180,11 +207,28 @@ def flag_problems(override: Mapping[str, object], path: str) -> Iterator[Problem
             yield Problem(
                 f"{path}.{name}", value, "megatron-core's model config has no such field", ", ".join(known), remedy
             )
+    yield from _router_problems(override, path)
     if override.get("moe_enable_deepep") and override.get("moe_token_dispatcher_type") != "flex":
         cause = "DeepEP is one of the exchanges of moe_token_dispatcher_type=flex"
         yield Problem(
             f"{path}.moe_enable_deepep", True, cause, "false", f"or set {path}.moe_token_dispatcher_type=flex"
         )
+
+
+def _router_problems(override: Mapping[str, object], path: str) -> Iterator[Problem]:
+    """Yield values of losses of routers and of updates of their biases that are wrong for any model."""
+    for name in (*ROUTER_LOSSES, _BIAS_RATE):
+        value = override.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value < 0):
+            yield Problem(f"{path}.{name}", value, "this value cannot be used here", "a number from 0, null")
+    if not isinstance(value := override.get(_BIAS), bool | None):
+        yield Problem(f"{path}.{_BIAS}", value, "this value cannot be used here", "true, false, null")
+    if (kind := override.get(_BALANCING)) not in ("aux_loss", "none", None):
+        cause = "the balance loss is that of whole mini-batches"
+        yield Problem(f"{path}.{_BALANCING}", kind, cause, "aux_loss, none, null")
+    elif kind == "none" and override.get(ROUTER_LOSSES[0]):
+        cause = f"{ROUTER_LOSSES[0]}={override[ROUTER_LOSSES[0]]} asks for a balance loss"
+        yield Problem(f"{path}.{_BALANCING}", kind, cause, "aux_loss, null")
 
 
 def _is_allowed(value: object, allowed: tuple[object, ...] | str) -> bool:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from verl.config.base import BaseConfig, OneOrMany, config_fields, section, setting, subsection
 from verl.config.machine import DTYPE, STORED_DTYPE, stored_dtype
+from verl.config.prediction import MtpConfig
 from verl.config.problems import Problem
 
 ModuleNames = str | tuple[str, ...]
@@ -107,6 +108,8 @@ class HFModelConfig(TrainedModelConfig):
     custom_chat_template: str | None = setting(None)
     """Jinja chat template instead of the tokenizer's."""
     use_remove_padding: bool = setting(True)
+    mtp: MtpConfig = subsection(MtpConfig)
+    """Multi-token prediction."""
 
     @classmethod
     def like(cls, model: PretrainedModelConfig) -> HFModelConfig:

@@ -110,13 +110,17 @@ def _layout_problems(layout: object, stages: int, virtual: int | None, key: str)
     chunks = layout_of_chunks(layout)
     example = "for instance 'Ett|ttL' for two stages of two layers each"
     if chunks is None:
-        cause = "it is made of E (embedding), t (a layer) and L (loss), with | between stages"
+        cause = (
+            "it is made of E (embedding), t (a layer), m (a head of multi-token prediction) and L (loss), with | "
+            "between stages"
+        )
         yield Problem(key, layout, cause, example)
         return
     letters = "".join(chunks)
-    if "m" in letters:
-        yield Problem(key, layout, "multi-token prediction (m) is not in this version", example)
-    elif not re.fullmatch("Et*L", letters):
+    if "m" in letters and not re.fullmatch("t*m+L", chunks[-1]):
+        cause = "heads of multi-token prediction (m) are on the last stage, before its L"
+        yield Problem(key, layout, cause, "for instance 'Ett|ttmL'")
+    elif not re.fullmatch("Et*m*L", letters):
         yield Problem(key, layout, "it has one E, which is first, and one L, which is last", example)
     elif stages == 1 and len(chunks) > 1:
         cause = f"it has {len(chunks)} stages, and pipeline_model_parallel_size=1 is no pipeline"

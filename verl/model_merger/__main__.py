@@ -37,7 +37,9 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--ranks", type=int, help="ranks of that checkpoint (default: as many as wrote this one)")
     options.add_argument("--test_hf_dir", help="model folder to compare with, after the word test")
     options.add_argument("--backend", choices=["fsdp", "megatron"], help="what wrote it; found by itself")
-    options.add_argument("--base_model", help="model of LoRA adapters, if it is not where it was in training")
+    options.add_argument(
+        "--base_model", help="model of LoRA adapters, if it is not where it was in training, and of untrained heads"
+    )
     options.add_argument("--is-value-model", action="store_true", help="refuse anything but a value model")
     options.add_argument("--tie-word-embedding", action="store_true", help="write both embeddings as one weight")
     options.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")

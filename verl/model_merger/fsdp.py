@@ -7,6 +7,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from verl.model_merger.lazy_weights import LazyWeights
 from verl.model_merger.lora import PUBLIC_PREFIX, Adapted, PublicAdapted, base_named_in, has_adapters
 from verl.model_merger.probes import probes
 from verl.utils.available_memory import available_memory
-from verl.utils.folder_weights import FolderWeights
+from verl.utils.folder_weights import FolderWeights, stored_heads
 from verl.utils.image_reward_models import sequence_classifier, token_classifier
-from verl.utils.model import load_hf_config
+from verl.utils.model import load_hf_config, weights_folder
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
+from verl.utils.model_facts.prediction_heads import SHARED_WITH_HEADS, head_count, head_weights
 from verl.utils.tokenizer import hf_tokenizer
-from verl.utils.transformers_private import no_init_weights, write_model_code
+from verl.utils.transformers_private import names_on_disk, no_init_weights, write_model_code
 from verl.vision.families import FAMILIES
 from verl.vision.processor import write_processor
 from verl.workers.engine.fsdp.export import write_in_files
@@ -35,6 +37,7 @@ from verl.workers.forward_check import is_rounding, largest_difference
 
 logger = logging.getLogger(__name__)
 
+_OF_HEAD = "eh_proj.weight"
 _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")  # in names of weights that Transformers 4 kept apart for each expert
 
 # Ending of an architecture's name: the class of Transformers that loads it.
@@ -63,7 +66,8 @@ def merge(
         tie_word_embedding: write output and input embedding as one weight; they must be equal.
         trust_remote_code: run Python code that comes with the model.
         is_value_model: refuse any architecture but a value model.
-        base_model: of LoRA adapters, the model that they were trained on, if it is not where it was.
+        base_model: of LoRA adapters, the model that they were trained on, if it is not where it was. Of any
+            checkpoint, the folder from which heads of multi-token prediction are copied that were not trained.
     """
     source, target = Path(local_dir).expanduser(), Path(target_dir).expanduser()
     config = config_of(source, trust_remote_code)
@@ -75,6 +79,7 @@ def merge(
     if is_value_model and not str((config.architectures or [""])[0]).endswith("ForTokenClassification"):
         raise CheckpointError(f"{source} holds a {(config.architectures or ['?'])[0]}, not a value model.")
     weights, adapted = _weights_of(source, config, base_model, trust_remote_code)
+    weights, heads = _without_heads(weights)
     if tie_word_embedding:
         head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
         if head is not None and (embedding is None or not torch.equal(head, embedding)):
@@ -88,7 +93,8 @@ def merge(
     # An earlier merge may have split the weights into other files.
     for old in target.glob("*.safetensors*"):
         old.unlink()
-    write_in_files(weights.items(), model, target)
+    heads = heads or _heads_of(base_model, config)
+    write_in_files(chain(weights.items(), heads.items()), model, target)
     write_model_code(model, target, config)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(target)
@@ -96,6 +102,7 @@ def merge(
     _copy_tokenizer(source / "huggingface", target, trust_remote_code)
     write_processor(str(source / "huggingface"), target, trust_remote_code=trust_remote_code)
     _compare(weights, target, trust_remote_code, tolerance=0.0)
+    _compare_heads(heads, target, model, tolerance=0.0)
     _compare_logits(weights, adapted, config, target, trust_remote_code)
     logger.info("wrote %s: %d weights, read back and equal", target, len(weights))
 
@@ -126,10 +133,12 @@ def compare(
     source, target = Path(local_dir).expanduser(), Path(hf_dir).expanduser()
     config = config_of(source, trust_remote_code)
     weights, adapted = _weights_of(source, config, base_model, trust_remote_code)
+    weights, heads = _without_heads(weights)
     with torch.device("meta"):
         empty = empty_model(config, trust_remote_code)
     weights = _fit_names(weights, empty, config, source, trust_remote_code)
     _compare(weights, target, trust_remote_code, tolerance=1e-6)
+    _compare_heads(heads, target, empty, tolerance=1e-6)
     _compare_logits(weights, adapted, config, target, trust_remote_code)
     logger.info("%s and %s hold the same %d weights", local_dir, hf_dir, len(weights))
 
@@ -146,6 +155,47 @@ def _weights_of(
         return LazyWeights.of(public.merged_weights()), public
     adapted = Adapted(dict(weights), source, str((config.architectures or [""])[0]), base_model, trust_remote_code)
     return adapted.merged_weights(), adapted
+
+
+def _without_heads(weights: LazyWeights) -> tuple[LazyWeights, LazyWeights]:
+    """Return the weights of a model, and those of its heads of multi-token prediction that were trained.
+
+    With each head comes what it shares with the model, under the names that DeepSeek's files have for it.
+    """
+    names = head_weights(weights)
+    sources = {name: name for name in names}
+    for projection in [name for name in names if name.endswith(_OF_HEAD)]:
+        prefix = projection.removesuffix(_OF_HEAD)
+        sources |= {f"{prefix}{copy}": name for name, copy in SHARED_WITH_HEADS.items() if name in weights}
+    shapes = {name: weights.shapes[source] for name, source in sources.items()}
+    heads = LazyWeights(lambda name: weights[sources[name]].clone(), shapes)
+    of_model = {name: shape for name, shape in weights.shapes.items() if name not in sources}
+    return LazyWeights(weights.__getitem__, of_model), heads
+
+
+def _heads_of(base_model: str | None, config: PretrainedConfig) -> LazyWeights:
+    """Return the heads of the folder ``base_model``, which were not trained; warn if there should be some."""
+    heads = {} if base_model is None else dict(stored_heads(weights_folder(base_model)))
+    if not heads and (count := head_count(config.to_dict())):
+        logger.warning(
+            "the config says that the model has %d head(s) of multi-token prediction, and the shards have none, as "
+            "they were not trained: the merged folder lacks them. Name the original model by --base_model to copy them",
+            count,
+        )
+    return LazyWeights.of(heads)
+
+
+def _compare_heads(heads: LazyWeights, folder: Path, model: PreTrainedModel, tolerance: float) -> None:
+    """Compare heads with those in ``folder``, under the names that the files of ``model`` have."""
+    if not heads:
+        return
+    expected, stored = names_on_disk(model, dict(heads)), dict(stored_heads(folder))
+    if missing := sorted(expected.keys() - stored.keys()):
+        raise CheckpointError(f"{folder} lacks {missing[0]}, which belongs to a head of multi-token prediction.")
+    for name, weight in expected.items():
+        gap = float((weight.float() - stored[name].float()).abs().max())
+        if not gap <= tolerance:
+            raise CheckpointError(f"'{name}' differs from the one in {folder} by up to {gap:.3g}.")
 
 
 def saved_weights(folder: Path) -> LazyWeights:

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from verl.errors import ConfigError
 from verl.utils.model import check_finite, check_loaded, load_pretrained, torch_dtype, weights_folder
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
+from verl.utils.model_facts.prediction_heads import head_weights
 from verl.utils.transformers_private import (
     converted,
     joins_weights,
@@ -62,6 +63,21 @@ def opened(path: Path) -> Iterator[Any]:
             yield file
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Copy the model again.") from error
+
+
+def stored_heads(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over heads of multi-token prediction in a folder's safetensors, by name and as they are stored.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    file_of = files_of_weights(folder)
+    by_file: dict[str, list[str]] = {}
+    for name in head_weights(file_of):
+        by_file.setdefault(file_of[name], []).append(name)
+    for file_name, names in by_file.items():
+        with opened(folder / file_name) as file:
+            yield from ((name, file.get_tensor(name)) for name in names)
 
 
 class FolderWeights:

@@ -139,7 +139,7 @@ def test_cfg_job_says_what_is_refused_and_what_has_no_effect(run: Run):
         "critic": {"model": {"mtp": {"enable": True}}},
     }
     said = remarks(keys, PPOConfig)
-    assert "# refused: critic.model.mtp.enable=true: multi-token prediction is not in this version.\n" in said
+    assert "# refused: critic.model.mtp.enable=true: a value model predicts no tokens, so it has no heads.\n" in said
     assert "# no effect: actor_rollout_ref.model.use_fused_kernels (" in said
     assert remarks({"trainer": {"save_freq": 3}}, PPOConfig) == ""
 

@@ -223,7 +223,7 @@ def test_recomputation_that_megatron_lacks_is_refused(run: Run, override, messag
         ({"microbatch_group_size_per_vp_stage": 0}, "allowed: a whole number from 1, null"),
         ({"moe_enable_deepep": True}, "set a.override_transformer_config.moe_token_dispatcher_type=flex"),
         ({"fp8_param": True}, "fp8_param=true: it needs the layers of TransformerEngine"),
-        ({"mtp_num_layers": 1}, "multi-token prediction is not in this version"),
+        ({"mtp_num_layers": 1}, "the model's config says how many heads .*set actor_rollout_ref.model.mtp"),
         ({"num_layers_in_first_pipeline_stage": "3"}, "it is a number of layers"),
         ({"account_for_loss_in_pipeline_split": 1}, "allowed: true, false, null"),
         (
@@ -232,7 +232,7 @@ def test_recomputation_that_megatron_lacks_is_refused(run: Run, override, messag
         ),
         ({"pipeline_model_parallel_layout": "Etx|tL"}, "made of E .embedding., t"),
         ({"pipeline_model_parallel_layout": [["embedding"], ["layer"]]}, "made of E .embedding., t"),
-        ({"pipeline_model_parallel_layout": "Ett|mL"}, r"multi-token prediction \(m\)"),
+        ({"pipeline_model_parallel_layout": "Etm|tL"}, r"heads of multi-token prediction \(m\) are on the last stage"),
         ({"pipeline_model_parallel_layout": "tE|tL"}, "has one E, which is first"),
         ({"pipeline_model_parallel_layout": "Et|t|tL"}, "3 stages, which .*=2 does not divide"),
         (

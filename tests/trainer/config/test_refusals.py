@@ -54,7 +54,6 @@ def test_every_refused_value_says_why_and_what_to_do(run: Run, path: str, value:
 @pytest.mark.parametrize(
     "path",
     [
-        "actor_rollout_ref.model.mtp.enable",
         "actor_rollout_ref.ref.router_replay.mode",
         "trainer.esi_redundant_time",
         "trainer.v1.separate_async.hybrid_rollout.enable_switch",

@@ -490,7 +490,7 @@ def test_an_engine_runs_from_another_environment(run: Run, script: str, engine: 
 
 
 def test_everything_that_a_script_lacks_here_is_told_at_once(run: Run):
-    lacking = """ actor_rollout_ref.model.mtp.enable=True
+    lacking = """ critic.model.mtp.enable=True
         actor_rollout_ref.rollout.elastic=true actor_rollout_ref.actor.router_replay.record_file=x """
     with pytest.raises(ConfigError) as caught:
         run.script(GRPO.replace("ENGINE", "vllm") + lacking)

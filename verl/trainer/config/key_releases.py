@@ -112,7 +112,8 @@ RETIRED: tuple[Retired, ...] = (
     *_absent("training of quantized weights", "*.qat", "enable"),
     *_absent("prefill and decoding on separate machines", "*.disaggregation", "enabled"),
     *_absent("tokens that go on from turn to turn without being rendered again", "data.continuous_token", "enable"),
-    *_absent("multi-token prediction", "critic.model.mtp", "enable"),
+    *_refused("a value model predicts no tokens, so it has no heads; leave it out", {"critic.model.mtp.enable": False}),
+    Retired("critic.model.mtp", "a value model has no heads of multi-token prediction", (), refused=False, part=True),
     *_told("it divides work alike", {"*model.lora.a2a_experimental": False}),
     *_refused(
         "log-probs must not be random, so adapters have no dropout; leave it at 0",

@@ -41,6 +41,7 @@ from verl.trainer.config import rules_engines as rollouts
 from verl.trainer.config import rules_files as files
 from verl.trainer.config import rules_megatron as megatron
 from verl.trainer.config import rules_off_policy as off_policy
+from verl.trainer.config import rules_prediction as prediction
 from verl.trainer.config import rules_sizes as sizes
 from verl.trainer.config import rules_tensor_parallel as tensor_parallel
 from verl.trainer.config import rules_veomni as veomni
@@ -407,6 +408,7 @@ _SUPERVISED = (
     engines,
     tensor_parallel.beside_divided_matrices,
     megatron.models,
+    prediction.heads,
 )
 
 RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
@@ -425,6 +427,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         engines,
         tensor_parallel.beside_divided_matrices,
         megatron.models,
+        prediction.heads,
         vision.models_with_images,
         estimator,
         dynamic_sampling,
@@ -455,6 +458,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         rollouts.parallel_sizes,
         rollouts.quantization,
         rollouts.speed,
+        prediction.heads,
         one_response,
     ),
     EvalConfig: (files.evaluation_files, files.own_code),

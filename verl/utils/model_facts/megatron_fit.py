@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 
 from verl.config import McoreEngineConfig, Problem
-from verl.config.megatron import MEGATRON_FAMILIES
+from verl.config.megatron import GROUPED, MEGATRON_FAMILIES, MIXTURES
+from verl.config.megatron_flags import ROUTER_LOSSES, bias_update_rate
 from verl.config.pipeline_layout import division_problem, layers_of_chunks
 from verl.utils.model_facts.config_fields import random_fields, rope_rules, rope_type
 from verl.utils.model_facts.experts import ExpertSizes
@@ -42,8 +43,21 @@ def misfits(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: str,
         reason = f"it trains without noise, and the config has {', '.join(f'{k}={v}' for k, v in noise.items())}"
         remedy = f"or set it to 0 in override_config: {{{', '.join(f'{name}: 0' for name in noise)}}}"
         yield Problem(strategy, "megatron", reason, "fsdp2", remedy)
+    yield from _routers(str(kind), engine, sizes)
     yield from _divisions(fields, engine, sizes)
     yield from _deepstack(fields, engine, sizes)
+
+
+def _routers(kind: str, engine: McoreEngineConfig, sizes: str) -> Iterator[Problem]:
+    """Biases are those of routers that choose groups, and losses of routers need some."""
+    override = engine.override_transformer_config
+    path = f"{sizes}.override_transformer_config"
+    if (rate := bias_update_rate(override)) and kind not in GROUPED:
+        cause = f"routers of {kind} have no bias that could be updated; those of {', '.join(GROUPED)} do"
+        yield Problem(f"{path}.moe_router_bias_update_rate", rate, cause, "0, null")
+    for name in ROUTER_LOSSES:
+        if override.get(name) and kind not in MIXTURES:
+            yield Problem(f"{path}.{name}", override[name], f"{kind} has no experts", "0, null")
 
 
 def _unbuildable(fields: Mapping[str, object]) -> Iterator[str]:

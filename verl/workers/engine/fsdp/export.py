@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 from verl.checkpoint.ranks import on_all_ranks
 from verl.config import HFModelConfig
 from verl.errors import ConfigError
-from verl.utils.model import resolve_model_path
+from verl.utils.folder_weights import stored_heads
+from verl.utils.model import resolve_model_path, weights_folder
+from verl.utils.model_facts.prediction_heads import head_count
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.transformers_private import names_on_disk, token_classifier_of, write_model_code
 from verl.vision.processor import write_processor
@@ -57,7 +60,11 @@ class WeightFiles:
 
     @classmethod
     def collect(
-        cls, per_tensor: Iterator[tuple[str, Tensor]], hf: PreTrainedModel, file_bytes: int = FILE_BYTES
+        cls,
+        per_tensor: Iterator[tuple[str, Tensor]],
+        hf: PreTrainedModel,
+        file_bytes: int = FILE_BYTES,
+        stored: Iterable[tuple[str, Tensor]] = (),
     ) -> WeightFiles:
         """Divide all weights into files, and keep those of this rank's files in their training format. Collective.
 
@@ -68,19 +75,24 @@ class WeightFiles:
             per_tensor: result of an engine's ``get_per_tensor_param``.
             hf: the model, which knows the names on disk.
             file_bytes: size from which on a file is full.
+            stored: further weights under their names in files, such as those of :func:`untrained_heads`.
         """
         rank, ranks = dist.get_rank(), dist.get_world_size()
         held: dict[int, dict[str, Tensor]] = {}
+        as_stored: dict[int, dict[str, Tensor]] = {}
         file_index, size, unit = 0, 0, ""
-        for name, tensor in per_tensor:  # every rank must iterate to the end: gathering is collective
+        sources = chain(((held, part) for part in per_tensor), ((as_stored, part) for part in stored))
+        for files, (name, tensor) in sources:  # every rank must iterate to the end: gathering is collective
             next_unit = _unit_of(name)
             if next_unit != unit and size >= file_bytes:
                 file_index, size = file_index + 1, 0
             unit, size = next_unit, size + tensor.nbytes
             if file_index % ranks == rank:
-                held.setdefault(file_index, {})[name] = tensor.to("cpu", copy=True)
+                files.setdefault(file_index, {})[name] = tensor.to("cpu", copy=True)
         with on_all_ranks("export the model"):
             tensors_here = {index: names_on_disk(hf, part) for index, part in held.items()}
+        for index, part in as_stored.items():
+            tensors_here[index] = tensors_here.get(index, {}) | part
         sizes: list[dict[int, dict[str, tuple[int, int]]]] = [{} for _ in range(ranks)]
         mine = {
             i: {name: (weight.nbytes, weight.numel()) for name, weight in part.items()}
@@ -168,6 +180,19 @@ def _unfinished(index: int) -> str:
 
 def _file_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def untrained_heads(path: str, config: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the heads of multi-token prediction in the model folder ``path``, whose config is ``config``.
+
+    Transformers drops them, so that without these weights an exported model would lack what its config says.
+    """
+    folder = Path(resolve_model_path(path))
+    if not folder.is_dir():
+        if not head_count(config.to_dict()):
+            return
+        folder = weights_folder(path)
+    yield from stored_heads(folder)
 
 
 def write_model_folder(hf: PreTrainedModel, head_name: str, with_weights: bool, folder: Path) -> None:

@@ -48,7 +48,13 @@ from verl.workers.engine.fsdp.adapters import (
     write_adapters,
 )
 from verl.workers.engine.fsdp.experts import balance_coefficient
-from verl.workers.engine.fsdp.export import WeightFiles, weights_on_first_rank, write_model_folder, write_tokenizer
+from verl.workers.engine.fsdp.export import (
+    WeightFiles,
+    untrained_heads,
+    weights_on_first_rank,
+    write_model_folder,
+    write_tokenizer,
+)
 from verl.workers.engine.fsdp.host_memory import HostMemory
 from verl.workers.engine.fsdp.model import (
     HeadedModel,
@@ -408,7 +414,11 @@ class ShardedModel(BaseEngine):
         if self.loss_scale is not None:
             numbers |= self.loss_scale.numbers()
         states = self._training_state().states(contents, numbers, copied)
-        export = WeightFiles.collect(self.get_per_tensor_param(), self.model.hf) if "hf_model" in contents else None
+        export = None
+        if "hf_model" in contents:
+            is_policy = self.model.head_name == "lm_head"
+            heads = untrained_heads(self.model_config.path, self.model.hf.config) if is_policy else ()
+            export = WeightFiles.collect(self.get_per_tensor_param(), self.model.hf, stored=heads)
         adapters = None
         if self.has_adapters and "model" in contents:
             adapters = weights_on_first_rank(self._whole_adapters())

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,13 @@ from verl.workers.engine.fsdp.adapters import (
 )
 from verl.workers.engine.fsdp.divergence import OutputMatrix
 from verl.workers.engine.fsdp.experts import balance_coefficient
-from verl.workers.engine.fsdp.export import WeightFiles, weights_on_first_rank, write_model_folder, write_tokenizer
+from verl.workers.engine.fsdp.export import (
+    WeightFiles,
+    untrained_heads,
+    weights_on_first_rank,
+    write_model_folder,
+    write_tokenizer,
+)
 from verl.workers.engine.fsdp.head import NO_TOP, LogitRule, TopTokens
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_token_ids
 from verl.workers.engine.fsdp.model import ModelType
@@ -52,7 +59,7 @@ from verl.workers.engine.loss import (
     gathered,
 )
 from verl.workers.engine.megatron.adapters import as_in_peft, without_adapters
-from verl.workers.engine.megatron.balance import Mixtures
+from verl.workers.engine.megatron.balance import Mixtures, RouterTraining
 from verl.workers.engine.megatron.checkpoint import MegatronState
 from verl.workers.engine.megatron.groups import Layout, join
 from verl.workers.engine.megatron.inputs import megatron_inputs
@@ -67,6 +74,7 @@ from verl.workers.engine.megatron.model import BuiltModel, build
 from verl.workers.engine.megatron.offload import OffloadedMemory
 from verl.workers.engine.megatron.optimizer import MegatronOptimizer
 from verl.workers.engine.megatron.outputs import outputs_at
+from verl.workers.engine.megatron.prediction import PredictionLoss, TokensAhead
 from verl.workers.engine.megatron.replay import RouterReplay
 from verl.workers.engine.megatron.weights import Place, WeightGatherer
 from verl.workers.engine.non_finite import LossWatch, NonFinite, in_gradients
@@ -137,8 +145,19 @@ class MegatronEngine(BaseEngine):
         self.weights = WeightGatherer(self.model.shapes, self.model.places)
         self.checkpointed = self._checkpointed()
         weight = balance_coefficient(self.model.hf_config, self.model_config.override_config)
-        self.mixtures = Mixtures(self.model.pieces, self.layout, 0.0 if config.forward_only else weight)
+        is_policy = self.model_type == "language_model" and not config.forward_only
+        override = config.override_transformer_config if is_policy else {}
+        routers = RouterTraining.of(0.0 if config.forward_only else weight, override)
+        self.mixtures = Mixtures(self.model.pieces, self.layout, routers)
         self.replay = RouterReplay(self.model.pieces, self.layout)
+        self.prediction = PredictionLoss(
+            self.model.heads.count,
+            self.model.last,
+            self.model.head_weight,
+            self.model.text_config.vocab_size,
+            self.model_config.mtp,
+            self.device,
+        )
         self._wrapped = list(self.model.pieces)
         self.memory.add("weights", self.model.pieces.parameters)
         if config.forward_only:
@@ -173,6 +192,7 @@ class MegatronEngine(BaseEngine):
         if last.share_embeddings_and_output_weights and not last.pre_process:
             # The first pipeline stage counts the embedding.
             counted.discard(f"{self.layout.pieces - 1}.output_layer.weight")
+        counted.discard(f"{self.layout.pieces - 1}.heads.embedding.word_embeddings.weight")
         return counted
 
     # ---- modes and memory ---------------------------------------------------------------------
@@ -292,16 +312,20 @@ class MegatronEngine(BaseEngine):
             with attempt as limit:
                 metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
                 self.mixtures.reset()
+                self.prediction.begin(batch, totals.dp_size, group)
                 parts = self._parts(batch, micro, loss_fn.rows_per_unit, limit)
-                if self.mixtures.weight:  # the loss needs the load of all tokens before the first gradient
+                if self.mixtures.training.needs_load:  # the loss needs the load of all tokens before the first gradient
                     with torch.no_grad():
                         self._passes(parts, frozenset(), temperature, nothing, forward_only=True, is_counted=True)
                     self.mixtures.add_loss(group)
-                self._passes(parts, loss_fn.outputs, temperature, add, forward_only=False, is_counted=True)
+                self.mixtures.begin(batch, group)
+                self._passes(
+                    parts, loss_fn.outputs, temperature, add, False, is_counted=True, heads=self.model.heads.count
+                )
         reduced = self._on_all_stages(metrics, watch, group)
         if self.model_type != "language_model":  # a critic's metrics would have the names of the actor's
             return reduced
-        reduced |= self.mixtures.metrics(group)
+        reduced |= self.mixtures.metrics(group) | self.prediction.metrics()
         self.expert_counts = self.mixtures.counts
         return reduced
 
@@ -333,16 +357,20 @@ class MegatronEngine(BaseEngine):
         forward_only: bool,
         is_counted: bool = False,
         top: TopTokens = NO_TOP,
+        heads: int = 0,
     ) -> None:
         """Run the passes by megatron-core's schedule: one after the other, or through the pipeline. Collective."""
 
         def step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict]]]:
             part = next(data)
-            inputs = self._inputs(part.data)
+            inputs, ahead = self._inputs(part.data, heads)
             assert inputs.attention_mask is not None
             padding = torch.ones_like(inputs.attention_mask) if part.is_filler else ~inputs.attention_mask
             with self.mixtures.watched(is_counted), self.replay.of_pass(inputs, is_trained=not forward_only):
-                hidden = module(inputs.input_ids, inputs.position_ids, inputs.packing, padding, inputs.images)
+                ids_ahead = [one.ids for one in ahead]
+                hidden = module(
+                    inputs.input_ids, inputs.position_ids, inputs.packing, padding, inputs.images, ids_ahead
+                )
             self.replay.keep(part, inputs)
 
             def loss(hidden: Tensor) -> tuple[Tensor, dict]:
@@ -351,7 +379,10 @@ class MegatronEngine(BaseEngine):
                 )
                 # The schedule divides by the number of passes and multiplies by the ranks that share a sequence; our
                 # losses are terms of a sum, and gathering outputs multiplies their gradients already.
-                return function(part, inputs, columns) * (len(parts) / self.layout.context), {}
+                total = function(part, inputs, columns) * (len(parts) / self.layout.context)
+                if ahead:  # each rank that shares sequences has the term of its own tokens
+                    total = total + self.prediction.add(ahead, not part.is_filler) * len(parts)
+                return total, {}
 
             return hidden, loss
 
@@ -366,7 +397,7 @@ class MegatronEngine(BaseEngine):
             forward_only=forward_only,
         )
 
-    def _inputs(self, data: DataProto) -> ModelInputs:
+    def _inputs(self, data: DataProto, heads: int) -> tuple[ModelInputs, tuple[TokensAhead, ...]]:
         check_token_ids(data, self.model.text_config.vocab_size)
         return megatron_inputs(
             data,
@@ -377,6 +408,7 @@ class MegatronEngine(BaseEngine):
             group=parallel_state.get_context_parallel_group() if self.layout.context > 1 else None,
             vision=self.model.skeleton.vision,
             needs_pixels=self.model.first.pre_process,
+            heads=heads,
         )
 
     def _attempts(self, kind: str) -> Iterator[PassAttempt]:
@@ -399,14 +431,29 @@ class MegatronEngine(BaseEngine):
         optimizer, _, config = self._trained()
         self._has_gradients = False  # they are of no use after this
         finalize_model_grads(self._wrapped)
+        self._add_up_embedding()
         norm = optimizer.grad_norm()
         if not math.isfinite(norm):
             self.non_finite = gathered(in_gradients(optimizer.gradients(), dist.get_rank()))
             optimizer.zero_grad()
             return norm
         optimizer.step(scale=min(1.0, config.clip_grad / (norm + 1e-6)))  # as torch.nn.utils.clip_grad_norm_
+        self.mixtures.update_biases()
         self.weight_version += 1
         return norm
+
+    def _add_up_embedding(self) -> None:
+        """Add up the gradients of the embedding and of the copy that heads on another stage read. Collective."""
+        if (
+            not self.model.heads.count
+            or self.layout.pipeline == 1
+            or self.model.last.share_embeddings_and_output_weights
+        ):
+            return  # megatron-core adds up those of a tied embedding itself
+        first, last = self.model.first, self.model.last
+        if first.pre_process or last.post_process:
+            embedding = first.embedding if first.pre_process else last.heads.embedding
+            dist.all_reduce(embedding.word_embeddings.weight.main_grad, group=parallel_state.get_embedding_group())
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule; see :class:`BaseEngine`."""
@@ -418,9 +465,20 @@ class MegatronEngine(BaseEngine):
     # ---- weights and ranks --------------------------------------------------------------------
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`BaseEngine.get_per_tensor_param`."""
+        """See :meth:`BaseEngine.get_per_tensor_param`; with the heads of multi-token prediction that are trained."""
         weights = self._gathered(self.weights)
-        return merged(weights, self.model.targets) if self.has_adapters else weights
+        if self.has_adapters:
+            return merged(weights, self.model.targets)
+        copies = self.model.heads.copies
+        return ((other, tensor) for name, tensor in weights for other in (name, *copies.get(name, ())))
+
+    def weights_for_rollout(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`BaseEngine.weights_for_rollout`; with heads if the rollout engine uses them."""
+        weights = self.get_per_tensor_param()
+        if self.model_config.mtp.is_in_rollout:
+            return weights
+        of_heads = {*self.model.heads.shapes, *chain.from_iterable(self.model.heads.copies.values())}
+        return ((name, tensor) for name, tensor in weights if name not in of_heads)
 
     def _gathered(self, weights: WeightGatherer) -> Iterator[tuple[str, Tensor]]:
         """Iterate over whole weights by their name in the skeleton. Collective: every rank iterates to the end."""
@@ -517,11 +575,12 @@ class MegatronEngine(BaseEngine):
         numbers = {"weight_version": self.weight_version, "global_step": global_step}
         with self._awake(optimizer=True):
             states = self._state().states(contents, numbers, copied)
-            export = (
-                WeightFiles.collect(self.get_per_tensor_param(), self.model.skeleton.hf)
-                if "hf_model" in contents
-                else None
-            )
+            export = None
+            if "hf_model" in contents:
+                skeleton = self.model.skeleton
+                is_without = self.model_type == "language_model" and not self.model.heads.count
+                heads = untrained_heads(self.model_config.path, skeleton.hf.config) if is_without else ()
+                export = WeightFiles.collect(self.get_per_tensor_param(), skeleton.hf, stored=heads)
             adapters = None
             if self.has_adapters and "model" in contents:
                 adapters = weights_on_first_rank(self._gathered(self.checkpointed))

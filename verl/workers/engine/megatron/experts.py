@@ -178,6 +178,10 @@ class TokenRouter(TopKRouter):
             self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
         self.balance_grad: Tensor | None = None
         """(experts,): gradient of the balance loss with respect to the router probability of each real token."""
+        self.is_balanced_by_scores = False
+        """Whether these probabilities are the scores over their sum, where groups are chosen."""
+        self.z_weight = 0.0
+        """Weight of the squared logarithm of the sum of a real token's exponentials."""
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weight of each expert for each token, and whether it was chosen, both (tokens, experts).
@@ -191,9 +195,9 @@ class TokenRouter(TopKRouter):
         usual = hidden.dtype if experts.groups is None else torch.float32
         wide = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, usual)
         logits = functional.linear(hidden.flatten(0, 1).to(wide), self.weight.to(wide))
-        probabilities = scores = logits.softmax(-1, dtype=torch.promote_types(wide, torch.float32))
+        scores = logits.softmax(-1, dtype=torch.promote_types(wide, torch.float32))
         if experts.groups is None:
-            free = probabilities.topk(experts.per_token, dim=-1).indices
+            free = scores.topk(experts.per_token, dim=-1).indices
         else:
             assert self.e_score_correction_bias is not None
             scores = logits.sigmoid()
@@ -210,9 +214,33 @@ class TokenRouter(TopKRouter):
         real = slice(None) if padding_mask is None else ~padding_mask.flatten()
         if self.choices is not None:
             self.choices.add(self.index, logits.detach()[real], chosen[real])
-        if self.balance_grad is not None and torch.is_grad_enabled():
-            weights = _WithLoss.apply(weights, (probabilities[real] * self.balance_grad).sum())
+        if torch.is_grad_enabled():
+            if self.balance_grad is not None:
+                balanced = balanced_probabilities(logits[real], self.is_balanced_by_scores)
+                weights = _WithLoss.apply(weights, (balanced * self.balance_grad).sum())
+            if self.z_weight:
+                weights = _WithLoss.apply(weights, self.z_weight * squared_log_sums(logits[real]).sum())
         return weights, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+
+
+def balanced_probabilities(logits: Tensor, by_scores: bool) -> Tensor:
+    """Return the probabilities of a balance loss: a softmax, or sigmoids over their sum (arXiv:2412.19437, eq. 19)."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if not by_scores:
+        return wide.softmax(-1)
+    scores = wide.sigmoid()
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
+def squared_log_sums(logits: Tensor) -> Tensor:
+    """Return (log Σ_e exp z_e)² of each token (arXiv:2202.08906, eq. 5)."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1).square()
+
+
+def routers_of_layers(pieces: nn.ModuleList) -> list[TokenRouter]:
+    """Return the routers of the model's layers, without those of heads of multi-token prediction."""
+    routers = (module for module in pieces.modules() if isinstance(module, TokenRouter))
+    return [router for router in routers if router.layer_number <= len(router.experts.sparse)]
 
 
 class _WithLoss(torch.autograd.Function):

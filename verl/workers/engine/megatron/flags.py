@@ -41,7 +41,8 @@ def transformer_fields(
         _tell("; ".join(f"{name} ({why})" for name, why in obstacles.items()))
     passed = [*PASSED, *(PIPELINE_LAYOUT if layout.pipeline > 1 else ())]
     if (chunks := layout_of_chunks(override.get(_LAYOUT))) is not None:
-        override[_LAYOUT] = "|".join(chunks)  # megatron-core takes no spaces
+        # megatron-core takes no spaces, and the heads of multi-token prediction are built apart, on the last stage.
+        override[_LAYOUT] = "|".join(chunks).replace("m", "")
     return {name: override[name] for name in passed if name in override and name not in obstacles}
 
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 from verl.protocol import DataProto
 from verl.vision.families import VisionConfig
 from verl.workers.engine.fsdp.inputs import ModelInputs, divide, prepare_inputs
+from verl.workers.engine.megatron.prediction import TokensAhead, tokens_ahead
 from verl.workers.packed_attention import Packing
 from verl.workers.routers import unknown
 
@@ -24,12 +25,14 @@ def megatron_inputs(
     group: dist.ProcessGroup | None = None,
     vision: VisionConfig | None = None,
     needs_pixels: bool = True,
-) -> ModelInputs:
+    heads: int = 0,
+) -> tuple[ModelInputs, tuple[TokensAhead, ...]]:
     """Remove the padding before each sequence, and all padding if ``packed``.
 
     What follows a sequence in its row is never attended to; ``attention_mask`` of the result is False there. Arguments
     as for :func:`prepare_inputs`; this rank's part of a row has a multiple of ``multiple`` tokens. A rank without the
-    vision tower has no use for images (``needs_pixels``).
+    vision tower has no use for images (``needs_pixels``). Also returns what each of ``heads`` heads of multi-token
+    prediction reads and predicts.
     """
     inputs = prepare_inputs(batch, packed=True, device=torch.device("cpu"), at_token=at_token, vision=vision)
     assert inputs.packing is not None
@@ -45,10 +48,12 @@ def megatron_inputs(
         routers_choose = routed.new_full((len(at_tokens), *routed.shape[1:]), unknown(routed.dtype))
         routers_choose[at_tokens] = routed
         inputs = replace(inputs, routed_experts=routers_choose)
+    response_mask = batch.batch["response_mask"].cpu()
+    ahead = tuple(one.to(device) for one in tokens_ahead(inputs, response_mask, heads, group))
     if group is None:
-        return inputs.to(device)
+        return inputs.to(device), ahead
     divided = divide(replace(inputs, real=mask), group)
-    return replace(divided, attention_mask=divided.real).to(device)
+    return replace(divided, attention_mask=divided.real).to(device), ahead
 
 
 def _with_rest(inputs: ModelInputs, lengths: tuple[int, ...], multiple: int) -> ModelInputs:

@@ -82,6 +82,10 @@ class DecoderModel(GPTModel):
         super().__init__(**settings)
         self.visual: nn.Module | None = None
         """Transformers' vision tower, on the first piece of a model with images."""
+        self.heads: nn.Module | None = None
+        """Those of multi-token prediction, on the last piece."""
+        self.ahead: list[Tensor] = []
+        """Hidden states of each head in the last pass with ``tokens_ahead``, (bsz, length, hidden)."""
 
     def forward(
         self,
@@ -90,6 +94,7 @@ class DecoderModel(GPTModel):
         packing: Packing | None,
         padding: Tensor,
         images: ImageInputs | None = None,
+        tokens_ahead: Sequence[Tensor] = (),
     ) -> Tensor:
         """Compute hidden states of all tokens, (bsz, length, hidden); other stages return what the next one takes.
 
@@ -99,7 +104,10 @@ class DecoderModel(GPTModel):
             packing: of a packed row, None for rows that are padded at their ends.
             padding: (bsz, length), True on padding, which routers of experts do not count.
             images: of the pass; only the first piece of the model reads them.
+            tokens_ahead: what each head reads (``ids`` of :mod:`verl.workers.engine.megatron.prediction`); without it
+                they do not run.
         """
+        self._tokens_ahead = tokens_ahead
         self.rotary_pos_emb.positions = position_ids, packing is not None
         packed = None if packing is None else PackedRow.of(packing)
         embeddings, of_layers = None, {}
@@ -121,6 +129,20 @@ class DecoderModel(GPTModel):
             packed_seq_params=packed,
             padding_mask=padding,
             extra_block_kwargs=of_layers,
+        )
+
+    def _postprocess(
+        self, hidden_states: Tensor, rotary_pos_emb: Tensor, packed_seq_params: PackedRow | None, **settings: object
+    ) -> Tensor:
+        if self.heads is not None and self._tokens_ahead:
+            embed = self.embedding if self.pre_process else None
+            states = self.heads(hidden_states, embed, self._tokens_ahead, rotary_pos_emb, packed_seq_params)
+            self.ahead = [self.output_layer(state)[0].transpose(0, 1) for state in states]
+        return super()._postprocess(
+            hidden_states=hidden_states,
+            rotary_pos_emb=rotary_pos_emb,
+            packed_seq_params=packed_seq_params,
+            **settings,
         )
 
     def _is_in_embd_group(self) -> bool:

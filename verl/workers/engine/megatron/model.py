@@ -43,6 +43,7 @@ from verl.workers.engine.megatron.library import (
     parallel_state,
     tensor_parallel,
 )
+from verl.workers.engine.megatron.prediction import HeadWeights
 from verl.workers.engine.megatron.vision import DeepstackLayer, build_tower
 from verl.workers.engine.megatron.weights import Division, ExpertDivision, Place, places_of
 
@@ -64,6 +65,8 @@ class BuiltModel:
     """Names of the weights that are not trained."""
     targets: Mapping[str, AdapterTarget]
     """What each layer with an adapter adapts; see :func:`~verl.workers.engine.fsdp.adapters.targets_of`."""
+    heads: HeadWeights
+    """Of multi-token prediction, where they are trained."""
 
     @property
     def hf_config(self) -> PretrainedConfig:
@@ -117,13 +120,18 @@ def build(
     base = {own: shapes[name] for own, name in named.items()}
     experts = Experts.of(hf)
     is_tied = model_type == "language_model" and "lm_head.weight" not in base
+    heads = HeadWeights.of(hf, config, base) if is_trained and config.mtp.is_trained else HeadWeights()
+    shapes, base = shapes | heads.shapes, base | heads.shapes
     flags = transformer_fields(engine, layout, device, experts is not None)
     settings = _transformer_config(hf, config, engine, layout, dtype, experts, base, flags)
+    # Transformers computes no gradient of the padding token's embedding; megatron-core has no such index.
+    padding: Any = skeleton.hf.get_input_embeddings().padding_idx
     pieces = nn.ModuleList()
     for piece_index in range(layout.pieces):
         piece = _gpt_model(skeleton, settings, layout, is_tied, experts, piece_index)
         if piece.post_process:
             _replace_head(piece, skeleton, settings)
+            piece.heads = heads.build(piece, _layer_specs(skeleton, settings, experts)[-1], config.mtp, padding)
         if piece.pre_process and skeleton.vision is not None:
             piece.visual = build_tower(
                 skeleton.hf.base_model, dtype, is_trained and config.enable_gradient_checkpointing
@@ -136,13 +144,15 @@ def build(
             if ".experts." in name:
                 parameter.allreduce = layout.expert == 1 and layout.expert_tensor == layout.tensor
         pieces.append(piece)
-    # Transformers computes no gradient of the padding token's embedding; megatron-core has no such index.
-    padding: Any = skeleton.hf.get_input_embeddings().padding_idx
     first: Any = pieces[0]
     if first.pre_process and padding is not None:
         freeze_row(first.embedding.word_embeddings, padding)
+    if first.pre_process and not first.post_process:
+        # megatron-core keeps its gradient in a buffer of its own, where the last stage has a copy.
+        first.embedding.word_embeddings.weight.shared_embedding = is_tied or heads.count > 0
     division = Division.of(hf, parallel_state.get_tensor_model_parallel_group(), _expert_division())
-    places = [replace(place, name=named[place.name]) for place in places_of(base, pieces, division, is_tied)]
+    own_places = places_of(base, pieces, division, is_tied)
+    places = [replace(place, name=named.get(place.name, place.name)) for place in own_places]
     count = None if experts is None else experts.count
     shapes = {name: shape_by_expert(name, shape, count) for name, shape in shapes.items()}
     if engine.use_dist_checkpointing:
@@ -159,8 +169,9 @@ def build(
             need_gradients(first.embedding)
     parameters = dict(pieces.to(device).named_parameters())
     for weight in places:
-        parameters[weight.parameter].requires_grad_(weight.name in trained)
-    return BuiltModel(pieces, skeleton, places, shapes, frozenset(shapes.keys() - trained.keys()), targets)
+        parameters[weight.parameter].requires_grad_(weight.name in trained or weight.name in heads.trained)
+    frozen_weights = frozenset(shapes.keys() - trained.keys() - heads.trained)
+    return BuiltModel(pieces, skeleton, places, shapes, frozen_weights, targets, heads)
 
 
 def _expert_division() -> ExpertDivision:
@@ -233,6 +244,23 @@ def _gpt_model(
     """Build one piece of this rank's part; ``piece_index`` counts from 0."""
     hf = skeleton.hf.config.get_text_config()
     stage = piece_index if layout.pieces > 1 else None
+    first, count = get_transformer_layer_offset(settings, stage), get_num_layers_to_build(settings, stage)
+    layers = _layer_specs(skeleton, settings, experts)[first : first + count]
+    return DecoderModel(
+        config=settings,
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+        vocab_size=-(-hf.vocab_size // layout.tensor) * layout.tensor,  # padded: each rank has as many rows
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=piece_index == 0 and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+        post_process=piece_index == layout.pieces - 1 and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
+        share_embeddings_and_output_weights=is_tied,
+        position_embedding_type="rope",
+        vp_stage=stage,
+    )
+
+
+def _layer_specs(skeleton: HeadedModel, settings: Any, experts: Experts | None) -> list[Any]:
+    """Return the specifications of all layers of the model."""
     column, row = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
     norm = RMSNorm if settings.qk_layernorm else None
     attention = ModuleSpec(
@@ -243,7 +271,7 @@ def _gpt_model(
         ),
     )
     if (latent := LatentShape.of(skeleton.hf)) is not None:
-        attention = ModuleSpec(module=LatentAttention, params={"shape": latent})
+        attention = ModuleSpec(module=LatentAttention, params={"shape": latent, "attn_mask_type": AttnMaskType.causal})
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
 
     def layer(mlp: object) -> Any:
@@ -259,21 +287,8 @@ def _gpt_model(
             ),
         )
 
-    first, count = get_transformer_layer_offset(settings, stage), get_num_layers_to_build(settings, stage)
-    sparse = () if experts is None else experts.sparse[first : first + count]
-    layers = [layer(expert_layer(experts) if experts and is_sparse else dense) for is_sparse in sparse]
-    layers = layers or [layer(dense)] * count
-    return DecoderModel(
-        config=settings,
-        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
-        vocab_size=-(-hf.vocab_size // layout.tensor) * layout.tensor,  # padded: each rank has as many rows
-        max_sequence_length=hf.max_position_embeddings,
-        pre_process=piece_index == 0 and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
-        post_process=piece_index == layout.pieces - 1 and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
-        share_embeddings_and_output_weights=is_tied,
-        position_embedding_type="rope",
-        vp_stage=stage,
-    )
+    sparse = (False,) * settings.num_layers if experts is None else experts.sparse
+    return [layer(expert_layer(experts) if experts and is_sparse else dense) for is_sparse in sparse]
 
 
 def _replace_head(module: Any, skeleton: HeadedModel, settings: Any) -> None:

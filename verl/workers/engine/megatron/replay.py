@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from verl.base.device_copies import to_device
 from verl.errors import ConfigError
 from verl.workers.engine.fsdp.inputs import ModelInputs
-from verl.workers.engine.megatron.experts import TokenRouter
+from verl.workers.engine.megatron.experts import TokenRouter, routers_of_layers
 from verl.workers.engine.megatron.groups import Layout
 from verl.workers.engine.megatron.library import parallel_state
 from verl.workers.engine.passes import MicroBatch
@@ -35,7 +35,7 @@ class RouterReplay:
     """
 
     def __init__(self, pieces: nn.ModuleList, layout: Layout) -> None:
-        self._routers = [module for module in pieces.modules() if isinstance(module, TokenRouter)]
+        self._routers = routers_of_layers(pieces)
         self._stages = layout.pipeline
         self._divides_tokens = layout.tensor > 1  # without sequence_parallel there are no experts
         self._recorded: Tensor | None = None

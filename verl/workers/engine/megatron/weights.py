@@ -91,6 +91,13 @@ _LATENT = {
     )
 }
 """Modules of multi-head latent attention (:mod:`verl.workers.engine.megatron.latent`), besides ``o_proj``."""
+_IN_HEADS = {
+    "enorm": "enorm",
+    "hnorm": "hnorm",
+    "eh_proj": "eh_proj",
+    "shared_head.norm": "final_layernorm",
+}
+"""Modules of a head of multi-token prediction (:mod:`verl.workers.engine.megatron.prediction`) beside its layer."""
 FP32_WEIGHTS = ("e_score_correction_bias",)
 """Last parts of the names of weights that are fp32 in a model of every format."""
 
@@ -164,6 +171,8 @@ class Division:
             return self._qkv(name, parameter, shape, "qkv".index(stem[0]))
         if stem in ("gate_proj", "up_proj"):
             return self._rows(name, parameter, shape, _first_half if stem == "gate_proj" else _second_half)
+        if stem == "eh_proj":
+            return self._rows(name, parameter, shape, _whole)
         if stem in ("embed_tokens", "lm_head"):
             return self._vocabulary(name, parameter, shape)
         if stem in ("o_proj", "down_proj"):
@@ -216,7 +225,8 @@ def places_of(
         shapes: of all weights of the model, by their Transformers name, tied ones once.
         pieces: ``GPTModel`` of megatron-core each.
         division: of its matrices.
-        is_tied: whether the output projection is the embedding; the last pipeline stage then has a copy.
+        is_tied: whether the output projection is the embedding; the last pipeline stage then has a copy, as it has for
+            heads of multi-token prediction.
 
     Raises:
         ConfigError: a weight has no place, or a parameter of ``pieces`` is no weight of the model.
@@ -227,6 +237,12 @@ def places_of(
         for piece_index, piece in enumerate(pieces)
         for index, layer in enumerate(piece.decoder.layers)  # type: ignore[union-attr]
     }
+    last_piece, heads = pieces[-1], f"{len(pieces) - 1}.heads"
+    if last_piece.heads is not None:
+        layers |= {
+            head.transformer_layer.layer_number - 1: f"{heads}.layers.{index}.transformer_layer"
+            for index, head in enumerate(last_piece.heads.layers)  # type: ignore[union-attr]
+        }
     last = f"{len(pieces) - 1}.output_layer"
     outside = {"lm_head": last, "score": last}
     for model in ("model", "model.language_model"):
@@ -239,8 +255,8 @@ def places_of(
                 weights += division.experts.places(name, f"{layer}.mlp.experts.local_experts", shape)
             continue
         targets = [_parameter_of(name, layers, outside, _INSIDE | _LATENT if division.has_latents else _INSIDE)]
-        if is_tied and name.endswith(".embed_tokens.weight"):
-            targets.append(f"{last}.weight")
+        if name.endswith(".embed_tokens.weight"):
+            targets += [*([f"{last}.weight"] if is_tied else []), f"{heads}.embedding.word_embeddings.weight"]
         weights += [division.place(name, target, shape) for target in targets if target in local]
     if unfilled := sorted(local - {weight.parameter for weight in weights}):
         raise ConfigError(f"the model has no weight for megatron-core's {', '.join(unfilled[:3])}.")
@@ -262,6 +278,9 @@ def _parameter_of(
         if inside in in_layers:
             layer = layers.get(int(layer_index))
             return None if layer is None else f"{layer}.{in_layers[inside]}.{kind}"
+        if inside in _IN_HEADS:
+            layer = layers.get(int(layer_index))
+            return None if layer is None else f"{layer.removesuffix('.transformer_layer')}.{_IN_HEADS[inside]}.{kind}"
     stem, _, kind = name.rpartition(".")
     if stem in outside:
         return f"{outside[stem]}.{kind}"

@@ -35,6 +35,12 @@ _SPARE_POSITIONS = 8
 _CPU_CACHED_TOKENS = 65536
 # Of patches of Qwen2.5-VL; SGLang takes others for what the vision tower has made of some.
 _PATCH_VALUES = 1176
+_SPECULATIVE = (
+    "speculative_algorithm",
+    "speculative_num_steps",
+    "speculative_eagle_topk",
+    "speculative_num_draft_tokens",
+)
 # Attempts to list SGLang's arguments, because the process that lists them may be killed from outside.
 _ATTEMPTS = 3
 
@@ -90,6 +96,8 @@ def engine_arguments(
     }
     if config.cudagraph_capture_sizes is not None:
         arguments["cuda_graph_bs_decode"] = list(config.cudagraph_capture_sizes)
+    if model_config.mtp.is_in_rollout:
+        arguments |= {name: model_config.mtp[name] for name in _SPECULATIVE}
     if applies_adapters(config, model_config):
         arguments |= _adapter_arguments(model_config, has_experts(hf_config), device)
         # Adapters alone come with an update: the base must be there again after a sleep.

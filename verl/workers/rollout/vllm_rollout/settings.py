@@ -89,6 +89,7 @@ def engine_arguments(
         arguments["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
     if config.quantization is not None:
         arguments["quantization"] = config.quantization
+    arguments |= _proposals(model_config)
     if config.limit_images is not None:
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
     if has_images:
@@ -116,6 +117,14 @@ def engine_arguments(
         extra.setdefault(_KV_CACHE_BYTES, _CPU_KV_CACHE_BYTES)
     most_likely = max(config.kept_ids_width + 1, VLLM_MAX_LOGPROBS)  # a request may ask for
     return {"max_logprobs": most_likely} | arguments | extra
+
+
+def _proposals(model_config: HFModelConfig) -> dict[str, object]:
+    """Let the model's heads propose tokens; the model still draws as without them."""
+    mtp = model_config.mtp
+    if not mtp.is_in_rollout:
+        return {}
+    return {"speculative_config": {"method": mtp.method, "num_speculative_tokens": mtp.num_speculative_tokens}}
 
 
 def _max_lora_rank(model_config: HFModelConfig) -> int:

@@ -18,6 +18,7 @@ from verl.config import HFModelConfig as HFModelConfig
 from verl.config import McoreActorConfig as McoreActorConfig
 from verl.config import McoreEngineConfig as McoreEngineConfig
 from verl.config import MixedPrecisionConfig as MixedPrecisionConfig
+from verl.config import MtpConfig as MtpConfig
 from verl.config import MultiTurnConfig as MultiTurnConfig
 from verl.config import OptimizerConfig as OptimizerConfig
 from verl.config import PolicyLossConfig as PolicyLossConfig

@@ -1,0 +1,34 @@
+"""Heads of multi-token prediction in the files of a model: their names and their number.
+
+Transformers drops these weights when it reads a model. DeepSeek-V3 and GLM-4.5 store head k as one more layer,
+``model.layers.{layers + k}.``, with ``enorm``, ``hnorm``, ``eh_proj`` and ``shared_head`` beside the parts of a layer;
+MiMo as ``model.mtp_layers.{k}.``; Qwen3-Next and Qwen3.5 as ``mtp.``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+_MODULE = re.compile(r"(?:mtp|model\.mtp|model\.mtp_layers)\..+")
+SHARED_WITH_HEADS = {
+    "model.embed_tokens.weight": "embed_tokens.weight",
+    "lm_head.weight": "shared_head.head.weight",
+}
+"""Weights of a model that heads use, and under which names DeepSeek's files have them for a head again."""
+_AS_LAYER = re.compile(r"((?:.+\.)?layers\.\d+)\.eh_proj\.weight")
+
+
+def head_weights(names: Iterable[str]) -> list[str]:
+    """Return those of the ``names`` in a model's files that belong to heads."""
+    names = list(names)
+    layers = tuple(f"{match[1]}." for name in names if (match := _AS_LAYER.fullmatch(name)))
+    return [name for name in names if _MODULE.fullmatch(name) or (layers and name.startswith(layers))]
+
+
+def head_count(fields: Mapping[str, object]) -> int:
+    """Return the number of heads that a config (entries of config.json) states; 0 if none."""
+    text = fields.get("text_config")
+    entries = {**fields, **(text if isinstance(text, Mapping) else {})}
+    counts = (entries.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+    return next((count for count in counts if isinstance(count, int)), 0)
