@@ -22,6 +22,7 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.utils.model_facts.prediction_heads import SHARED_WITH_HEADS, head_count
 from verl.workers.engine.fsdp.inputs import ModelInputs
+from verl.workers.engine.fsdp.vocab_parallel import vocab_parallel_log_probs
 from verl.workers.engine.megatron.files import ModelFiles
 from verl.workers.engine.megatron.layers import PackedRow, RMSNorm, freeze_row
 from verl.workers.engine.megatron.library import (
@@ -31,7 +32,6 @@ from verl.workers.engine.megatron.library import (
     parallel_state,
     tensor_parallel,
 )
-from verl.workers.engine.megatron.vocab_parallel import vocab_parallel_log_probs
 from verl.workers.engine.megatron.weights import FP32_WEIGHTS
 
 # ---- weights --------------------------------------------------------------------------------------
