@@ -387,3 +387,13 @@ def test_adapters_are_sent_alone_where_there_are_some_and_the_engine_applies_the
     assert wrong in run.refusal(kwargs | model | {f"{ROLLOUT}.merge_adapters": False})
     allowed = kwargs | {f"{ROLLOUT}.merge_adapters": False, "actor_rollout_ref.model.lora_rank": 4}
     assert not run.load(allowed).actor_rollout_ref.rollout.merge_adapters
+
+
+def test_heads_are_trained_and_used_where_that_is_possible(run: Run):
+    heads = {f"actor_rollout_ref.model.mtp.{key}": True for key in ("enable", "enable_train", "enable_rollout")}
+    message = run.refusal(heads | {f"{ROLLOUT}.name": "native"})
+    assert "mtp.enable_train=true: actor_rollout_ref.actor.strategy=fsdp does not build heads" in message
+    assert "mtp.enable_rollout=true: actor_rollout_ref.rollout.name=native draws token by token" in message
+    assert "the config of" in message  # the model of these tests has no heads
+    heads["actor_rollout_ref.model.mtp.enable"] = False
+    assert not run.load(heads).actor_rollout_ref.model.mtp.is_trained

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,6 +62,15 @@ def test_on_a_cpu_vllm_does_not_take_half_of_the_memory(tmp_path: Path, monkeypa
     assert size("cuda") is None
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
     assert size("cpu") is None
+
+
+def test_vllm_is_told_of_heads_that_propose_tokens(tmp_path: Path) -> None:
+    path, cpu = tiny_model_dir(tmp_path / "model"), torch.device("cpu")
+    mtp: Any = {"enable": True, "enable_rollout": True, "num_speculative_tokens": 2}
+    arguments = engine_arguments(settings(), HFModelConfig(path=path, mtp=mtp), 64, cpu)
+    assert arguments["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 2}
+    mtp["enable"] = False
+    assert "speculative_config" not in engine_arguments(settings(), HFModelConfig(path=path, mtp=mtp), 64, cpu)
 
 
 def test_latent_attention_is_refused_on_a_cpu(tmp_path: Path) -> None:

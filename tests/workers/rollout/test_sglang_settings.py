@@ -77,10 +77,12 @@ def test_settings_become_arguments(folder, python):
 
 def test_settings_for_a_gpu_have_sglangs_names_and_health_checks_generate_nothing(folder, monkeypatch):
     monkeypatch.delenv("SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION", raising=False)
-    gpu, model = torch.device("cuda"), HFModelConfig(path=folder, lora_rank=4)
+    mtp: Any = {"enable": True, "enable_rollout": True, "speculative_num_steps": 3}
+    gpu, model = torch.device("cuda"), HFModelConfig(path=folder, lora_rank=4, mtp=mtp)
     config = RolloutConfig(name="sglang", cudagraph_capture_sizes=(1, 2), merge_adapters=False)
     given = engine_arguments(config, model, hf_config_of(model), 20, gpu)
     assert given["cuda_graph_bs_decode"] == [1, 2]
+    assert (given["speculative_algorithm"], given["speculative_num_steps"]) == ("EAGLE", 3)
     assert process_environment(config, gpu)["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false"
     if find_spec("sglang"):
         from sglang.srt.server_args import ServerArgs

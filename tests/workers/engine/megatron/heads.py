@@ -66,9 +66,10 @@ def plain_heads(model: Any, weights: Mapping[str, Tensor], count: int) -> nn.Mod
     return heads
 
 
-def naive_head_losses(model: Any, heads: nn.ModuleList, batch: DataProto, is_detached: bool) -> list[Tensor]:
+def naive_head_losses(model: Any, heads: Any, batch: DataProto, is_detached: bool) -> list[Tensor]:
     """Mean cross entropy of each head over the response tokens that it predicts, one sequence at a time."""
-    columns, sums, counts = batch.batch, [0.0] * len(heads), [0] * len(heads)
+    columns, counts = batch.batch, [0] * len(heads)
+    sums = [torch.zeros(()) for _ in heads]
 
     def kept(x: Tensor) -> Tensor:
         return x.detach() if is_detached else x
@@ -123,7 +124,7 @@ def naive_update_with_heads(
         (loss + factor * torch.stack(losses).mean()).backward()
         norm = float(torch.nn.utils.clip_grad_norm_(parameters, 1.0))
         if step == 0:
-            first, first_losses = norm, [float(one) for one in losses]
+            first, first_losses = norm, [one.item() for one in losses]
         optimizer.step()
     named = {name: p.detach().clone() for name, p in model.named_parameters()}
     for index, head in enumerate(heads):

@@ -97,7 +97,7 @@ def plain_updates(path: str, family: str, batch: Any) -> tuple[dict[str, torch.T
         (loss + BALANCE * balance + Z * z).backward()
         norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
         if step == 0:
-            first = norm, float(balance) / len(sparse), float(z) / len(sparse)
+            first = norm, balance.item() / len(sparse), z.item() / len(sparse)
         optimizer.step()
         for mlp, load in zip(sparse, loads, strict=True):
             if family == "deepseek_v3":

@@ -171,7 +171,7 @@ class Mixtures:
         for router in self._routers:
             row = counts[self._row_of[router.layer_number]].to(router.weight.device).float()
             assert router.e_score_correction_bias is not None, "megatron_fit refuses models without"
-            router.e_score_correction_bias += self.training.bias_rate * (row.mean() - row).sign()
+            router.e_score_correction_bias.add_(self.training.bias_rate * (row.mean() - row).sign())
 
     def metrics(self, copies: dist.ProcessGroup | None) -> dict[str, float]:
         """Compute the metrics of the mini-batch, the same on all ranks. Collective."""

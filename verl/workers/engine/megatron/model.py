@@ -120,7 +120,7 @@ def build(
     base = {own: shapes[name] for own, name in named.items()}
     experts = Experts.of(hf)
     is_tied = model_type == "language_model" and "lm_head.weight" not in base
-    heads = HeadWeights.of(hf, config, base) if is_trained and config.mtp.is_trained else HeadWeights()
+    heads = HeadWeights.of(hf, config, base, is_trained)
     shapes, base = shapes | heads.shapes, base | heads.shapes
     flags = transformer_fields(engine, layout, device, experts is not None)
     settings = _transformer_config(hf, config, engine, layout, dtype, experts, base, flags)
@@ -155,10 +155,7 @@ def build(
     places = [replace(place, name=named.get(place.name, place.name)) for place in own_places]
     count = None if experts is None else experts.count
     shapes = {name: shape_by_expert(name, shape, count) for name, shape in shapes.items()}
-    if engine.use_dist_checkpointing:
-        files = DistFiles(str(engine.dist_checkpointing_path), engine.dist_checkpointing_prefix, hf)
-    else:
-        files = ModelFiles(config.path)
+    files = _first_weights(config, engine, hf, heads)
     _load(pieces, places, shapes, files, is_new_head=model_type != "language_model")
     trained, targets = trained_parameters(skeleton), {}
     if is_trained and config.has_adapters:
@@ -172,6 +169,19 @@ def build(
         parameters[weight.parameter].requires_grad_(weight.name in trained or weight.name in heads.trained)
     frozen_weights = frozenset(shapes.keys() - trained.keys() - heads.trained)
     return BuiltModel(pieces, skeleton, places, shapes, frozen_weights, targets, heads)
+
+
+def _first_weights(
+    config: HFModelConfig, engine: McoreEngineConfig, hf: PretrainedConfig, heads: HeadWeights
+) -> ModelFiles | DistFiles:
+    if not engine.use_dist_checkpointing:
+        return ModelFiles(config.path)
+    if heads.count:
+        raise ConfigError(
+            "model.mtp.enable_train=true, and heads of multi-token prediction are not read from megatron-core's own "
+            "checkpoints. Set megatron.use_dist_checkpointing=false, or enable_train=false."
+        )
+    return DistFiles(str(engine.dist_checkpointing_path), engine.dist_checkpointing_prefix, hf)
 
 
 def _expert_division() -> ExpertDivision:

@@ -52,17 +52,22 @@ class HeadWeights:
         return {name for name in self.shapes if not name.endswith(FP32_WEIGHTS)}
 
     @classmethod
-    def of(cls, hf: PretrainedConfig, model: HFModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> HeadWeights:
-        """Find the heads of a model.
+    def of(
+        cls, hf: PretrainedConfig, model: HFModelConfig, shapes: Mapping[str, tuple[int, ...]], is_trained: bool
+    ) -> HeadWeights:
+        """Find the heads of a model; none unless they are trained.
 
         Args:
             hf: config of its decoder.
             model: its folder and settings.
             shapes: of the weights of the model without heads, by name.
+            is_trained: whether the model is.
 
         Raises:
             ConfigError: it has none, its files lack them, or adapters are trained.
         """
+        if not (is_trained and model.mtp.is_trained):
+            return cls()
         if model.has_adapters:
             raise ConfigError(
                 "model.mtp.enable_train=true, and LoRA adapters are trained in place of the model's weights: heads "
