@@ -45,6 +45,8 @@ ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 """Fields that are weights of losses of the routers of a policy, computed over the whole mini-batch."""
 _BALANCING = "moe_router_load_balancing_type"
 _BIAS, _BIAS_RATE = "moe_router_enable_expert_bias", "moe_router_bias_update_rate"
+ROUTERS = (*ROUTER_LOSSES, _BALANCING, _BIAS, _BIAS_RATE)
+"""Fields that say how routers are trained, which is computed here."""
 _USUAL_BIAS_RATE = 1e-3
 
 
@@ -191,7 +193,7 @@ def flag_problems(override: Mapping[str, object], path: str) -> Iterator[Problem
         override: the entries.
         path: key of the section that has them.
     """
-    known = [*RECOMPUTE, *PIPELINE_LAYOUT, *PASSED, *ROUTER_LOSSES, _BALANCING, _BIAS, _BIAS_RATE]
+    known = [*RECOMPUTE, *PIPELINE_LAYOUT, *PASSED, *ROUTERS]
     for name, value in override.items():
         if name in _REFUSED:
             cause, remedy = _REFUSED[name]

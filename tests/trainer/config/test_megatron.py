@@ -13,7 +13,7 @@ import torch
 from tests.trainer.config.conftest import Run
 from verl.config import DPOConfig, McoreEngineConfig, RMConfig, SFTConfig
 from verl.config.megatron import CHECKPOINT, with_own_files
-from verl.config.megatron_flags import _REFUSED, IDLE, PASSED, PIPELINE_LAYOUT, RECOMPUTE
+from verl.config.megatron_flags import _REFUSED, IDLE, PASSED, PIPELINE_LAYOUT, RECOMPUTE, ROUTERS
 from verl.config.pipeline_layout import division_problem, layers_of_chunks
 from verl.testing.models import hollow_model_dir, tiny_model_dir
 from verl.trainer.config.command_line import compose
@@ -222,6 +222,8 @@ def test_recomputation_that_megatron_lacks_is_refused(run: Run, override, messag
         ({"moe_router_dtype": True}, "moe_router_dtype=true"),
         ({"microbatch_group_size_per_vp_stage": 0}, "allowed: a whole number from 1, null"),
         ({"moe_enable_deepep": True}, "set a.override_transformer_config.moe_token_dispatcher_type=flex"),
+        ({"moe_z_loss_coeff": -1}, "moe_z_loss_coeff=-1: .*allowed: a number from 0, null"),
+        ({"moe_router_load_balancing_type": "seq_aux_loss"}, "the balance loss is that of whole mini-batches"),
         ({"fp8_param": True}, "fp8_param=true: it needs the layers of TransformerEngine"),
         ({"mtp_num_layers": 1}, "the model's config says how many heads .*set actor_rollout_ref.model.mtp"),
         ({"num_layers_in_first_pipeline_stage": "3"}, "it is a number of layers"),
@@ -294,9 +296,9 @@ def test_every_field_of_megatron_cores_config_is_known():
     from verl.workers.engine.megatron.library import TransformerConfig
 
     fields = set(TransformerConfig.__dataclass_fields__)
-    lists = [RECOMPUTE, PIPELINE_LAYOUT, PASSED, _REFUSED, IDLE]
+    lists = [RECOMPUTE, PIPELINE_LAYOUT, PASSED, ROUTERS, _REFUSED, IDLE]
     assert sum(map(len, lists)) == len({*itertools.chain(*lists)})
-    assert {*RECOMPUTE, *PIPELINE_LAYOUT, *PASSED, *_REFUSED} <= fields
+    assert {*RECOMPUTE, *PIPELINE_LAYOUT, *PASSED, *ROUTERS, *_REFUSED} <= fields
     speed = re.compile("fus|overlap|comm|offload|fp8|moe|pipeline|recompute|router|fp4|mtp|attention|num_|size")
     internal = {"hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"}
     internal |= {"_cpu_offloading_context", "inference_fuse_tp_communication"}
