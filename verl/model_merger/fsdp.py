@@ -175,6 +175,8 @@ def _without_heads(weights: LazyWeights) -> tuple[LazyWeights, LazyWeights]:
 
 def _heads_of(base_model: str | None, config: PretrainedConfig) -> LazyWeights:
     """Return the heads of the folder ``base_model``, which were not trained; warn if there should be some."""
+    if str((config.architectures or [""])[0]).endswith("Classification"):  # a value or reward model predicts no tokens
+        return LazyWeights.of({})
     heads = {} if base_model is None else dict(stored_heads(weights_folder(base_model)))
     if not heads and (count := head_count(config.to_dict())):
         logger.warning(
