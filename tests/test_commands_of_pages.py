@@ -66,6 +66,7 @@ RUN = {
     "python -m benchmarks.hostile_rewards --timeout_s 10": "--timeout_s 1",
     "python -m benchmarks.plan_accuracy": "--quick",
     "python -m benchmarks.plan_published": "--model Qwen2-7B",
+    "python -m benchmarks.rollout_gap": "--rows 2 --samples 1",
     "python -m benchmarks.simulated_ranks": "--ranks 4 --response 64",
 }
 """Commands that the slow test runs to the end, with the options that make them shorter."""

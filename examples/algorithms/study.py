@@ -11,7 +11,11 @@ compares the corrections of samples that are four updates old (``CORRECTIONS``),
 
     python examples/algorithms/study.py --algorithms grpo lag_1 colocate separate fully_async lag_4_token --steps 40
 
-the modes of asynchronous training (``MODES``) with a run that samples and trains in turns.
+the modes of asynchronous training (``MODES``) with a run that samples and trains in turns;
+
+    python examples/algorithms/study.py --algorithms grpo int8_none int8_token fp8_none fp8_token --steps 40
+
+engines with weights of 8 bits (``QUANTIZED``) with one that has the trainer's.
 """
 
 from __future__ import annotations
@@ -110,7 +114,15 @@ MODES: dict[str, Settings] = {
     | _TWO_POOLS,
 }
 """GRPO in the modes of asynchronous training (docs/asynchronous.md), with their default correction."""
-RUNS = ALGORITHMS | CORRECTIONS | MODES
+_TOKEN: Settings = {f"{_CORRECTION}.rollout_is": "token"}
+QUANTIZED: dict[str, Settings] = {
+    f"{format}{suffix}": {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.quantization": format}
+    | correction
+    for format in ("int8", "fp8")
+    for suffix, correction in {"_none": {}, "_token": _TOKEN}.items()
+}
+"""GRPO on responses of an engine whose weights have 8 bits, by their correction (docs/rollout_correction.md)."""
+RUNS = ALGORITHMS | CORRECTIONS | MODES | QUANTIZED
 
 
 def settings(algorithm: str, task: Path, model: Path, output: Path, seed: int, steps: int) -> Settings:

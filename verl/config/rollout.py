@@ -191,8 +191,9 @@ class RolloutConfig(BaseConfig):
     pipeline_model_parallel_size: int = setting(1, ge=1)
     """Pipeline stages of one copy of the model (`vllm`); other engines allow only 1."""
     quantization: WeightFormatName | None = setting(None)
-    """Round the weights of linear layers to 8 bits at each update (`native`; `vllm` with `fp8`, on a GPU); null keeps
-    `dtype`. Training computes with exact weights: set `algorithm.rollout_correction.rollout_is=token`."""
+    """Round the weights of linear layers to 8 bits at each update (`native`; `vllm`: `fp8` on a GPU, and `int8`, which
+    rounds inputs of layers, too); null keeps `dtype`. Training computes with exact weights: set
+    `algorithm.rollout_correction.rollout_is=token`."""
     engine_kwargs: dict[str, Any] = setting(factory=_per_engine)
     """Further arguments, by engine; `vllm.python` and `sglang.python` name the interpreter of another environment that
     has the engine."""

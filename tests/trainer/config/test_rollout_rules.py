@@ -128,9 +128,12 @@ def test_rounded_weights_are_corrected_for(run: Run, caplog: pytest.LogCaptureFi
     assert "rollout_is=token" not in caplog.text
     rounded = settings(quantization="fp8", dtype="bfloat16")
     assert "quantization=fp8: vllm's build for CPUs has no kernel" in only(run.refusal(rounded))
-    assert "quantization=int8: vllm rounds no weights" in only(
-        run.refusal(rounded | {f"{ROLLOUT}.quantization": "int8"})
-    )
+    lora = settings(quantization="int8") | {"actor_rollout_ref.model.lora_rank": 4}
+    caplog.clear()
+    run.load(lora)
+    assert "merge_adapters=true: adapters are rounded with the weights" in caplog.text
+    message = only(run.refusal(lora | {f"{ROLLOUT}.merge_adapters": False}))
+    assert "layers of quantization=int8 take no adapters in vllm on a CPU" in message
     generation = {"rollout.name": "vllm", "rollout.engine_kwargs": {"vllm": {"python": sys.executable}}}
     generation |= {"rollout.quantization": "fp8", "rollout.dtype": "bfloat16"}
     assert "rollout.quantization=fp8: vllm's build for CPUs" in run.refusal(generation, GenerationConfig)

@@ -5,6 +5,8 @@ Run by ``make test-vllm``, which makes an environment with vLLM; skipped where v
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import signal
 import threading
 import urllib.error
@@ -27,6 +29,7 @@ from verl.testing.rollout_conformance import (
     EngineUnderTest,
     check_ten_thousand_requests_leave_nothing_behind,
     greedy,
+    oracle,
     oracle_greedy,
     oracle_log_probs,
     weights_of,
@@ -37,6 +40,7 @@ from verl.testing.rollout_conformance.sampling import (
 )
 from verl.workers.rollout import base, remote
 from verl.workers.rollout.engine_kwargs import Launch
+from verl.workers.rollout.quantized_layers import FORMATS, rounded_weights
 from verl.workers.rollout.vllm_rollout.client import VLLMClient
 from verl.workers.rollout.vllm_rollout.settings import engine_arguments
 from verl.workers.rollout.weights import DeviceBuffer, FileBuffer, SharedBuffer
@@ -162,6 +166,44 @@ def test_weights_arrive_by_the_handle_of_a_device(folder: Path) -> None:
 def test_an_argument_that_vllm_does_not_have_is_named(folder: Path) -> None:
     with pytest.raises(ConfigError, match="this vLLM has no argument max_num_sequences"):
         under_test(folder, max_num_sequences=3).build()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
+def test_int8_is_that_of_rounded_weights_and_rounded_inputs(folder: Path, size: int) -> None:
+    """In each version: q is loaded anew, and the inputs of a layer are rounded token by token, as its weights are."""
+    rollout = under_test(folder).build()
+    config = dataclasses.replace(rollout.config, quantization="int8")
+    arguments = engine_arguments(config, rollout.model_config, 64, torch.device("cpu"))
+    engine = VLLMClient(arguments | {"tensor_parallel_size": size}, torch.device("cpu"), Launch())
+    try:
+        for seed in (0, 1):
+            model = copy.deepcopy(oracle(seed=seed)).double()
+            layers = [layer for name, layer in model.named_modules() if ".layers." in name and is_linear(layer)]
+            for layer in layers:
+                q, s = FORMATS["int8"].quantize(layer.weight.float())
+                layer.weight.data = q.double() * s
+                layer.register_forward_pre_hook(round_inputs)
+            sent = rounded_weights(weights_of(seed=seed), rollout._empty_model, FORMATS["int8"])
+            engine.load_weights(FileBuffer().parts(sent, 2**16))
+            responses = [rollout._partial(greedy(prompt)) for prompt in PROMPTS]
+            engine.generate(responses, threading.Event())
+            for prompt, response in zip(PROMPTS, responses, strict=True):
+                ids = torch.tensor([prompt + response.token_ids])
+                expected = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                expected = expected.gather(-1, ids[0, len(prompt) :, None])[:, 0]
+                torch.testing.assert_close(torch.tensor(response.log_probs).double(), expected, atol=1e-5, rtol=1e-5)
+    finally:
+        engine.close()
+
+
+def is_linear(layer: torch.nn.Module) -> bool:
+    return isinstance(layer, torch.nn.Linear)
+
+
+def round_inputs(layer: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+    s = inputs[0].abs().amax(-1, keepdim=True) / 127
+    return (inputs[0] / s.where(s > 0, 1)).round() * s  # the embedding of padding is 0
 
 
 @pytest.mark.slow

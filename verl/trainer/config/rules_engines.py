@@ -43,7 +43,10 @@ def quantization(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
             yield from _rounded(path, settings, resolve_device(config))
     if isinstance(config, GenerationConfig):
         return
-    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    roles, correction = config.actor_rollout_ref, config.algorithm.rollout_correction
+    rollout = roles.rollout
+    if rollout.quantization is not None and rollout.name == "vllm" and roles.model.has_adapters:
+        yield from _rounded_adapters(rollout, resolve_device(config))
     corrects = correction is not None and (correction.rollout_is is not None or correction.rollout_rs is not None)
     if rollout.quantization is not None and not corrects:
         key = "actor_rollout_ref.rollout.quantization"
@@ -57,15 +60,23 @@ def _rounded(path: str, settings: RolloutConfig, device: str) -> Iterator[Proble
     if settings.name not in ("native", "vllm"):
         cause = f"{path}.name={settings.name} computes with the weights as the trainer has them"
         yield Problem(key, format, cause, "null", f"{native} or vllm")
-    elif settings.name == "vllm" and format == "int8":
-        cause = "vllm rounds no weights of linear layers to int8 as it loads them"
-        yield Problem(key, format, cause, "fp8 (on a GPU), null", native)
-    elif settings.name == "vllm" and device == "cpu":
+    elif settings.name == "vllm" and format == "fp8" and device == "cpu":
         cause = "vllm's build for CPUs has no kernel that rounds weights to fp8 (static_scaled_fp8_quant)"
-        yield Problem(key, format, cause, "null", native)
-    elif settings.name == "vllm" and settings.dtype in ("float32", "fp32"):
+        yield Problem(key, format, cause, "int8, null", native)
+    elif settings.name == "vllm" and format == "fp8" and settings.dtype in ("float32", "fp32"):
         cause = f"with {key}={format} vllm computes in bfloat16 or float16 alone"
         yield Problem(f"{path}.dtype", settings.dtype, cause, "bfloat16")
+
+
+def _rounded_adapters(rollout: RolloutConfig, device: str) -> Iterator[Problem]:
+    key, native = "actor_rollout_ref.rollout.merge_adapters", "actor_rollout_ref.rollout.name=native"
+    if rollout.merge_adapters:
+        cause = "adapters are rounded with the weights they are merged into, so most of what a step changes is lost"
+        remedy = f"set {key}=false (on a GPU), or {native}, which computes them beside the weights"
+        yield Problem(key, True, cause, "false", remedy, advice=True)
+    elif device == "cpu":
+        cause = f"layers of quantization={rollout.quantization} take no adapters in vllm on a CPU"
+        yield Problem(key, False, cause, "true", f"set {native}, which computes them beside the weights")
 
 
 def most_likely_tokens(

@@ -11,7 +11,7 @@ memory is saved, but no time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,23 +94,42 @@ def quantize_layers(
         parameter of the same name and :data:`SCALE`. None are if the model has no linear layer of a kind known here.
     """
     weights: dict[nn.Parameter, QuantizedWeight] = {}
-    for layer, names, inputs in _layers(model):
+    for _, layer, names, inputs in _layers(model):
         layer._verl_quantized = names, dtype  # pyright: ignore[reportArgumentType]
         weights |= {layer.get_parameter(name): QuantizedWeight(format, inputs) for name in names}
     replace_forwards(model, lambda module: _QuantizedLayer if "_verl_quantized" in vars(module) else None)
     return weights
 
 
-def _layers(model: PreTrainedModel) -> Iterator[tuple[nn.Module, tuple[str, ...], int]]:
-    """Yield each layer with quantized weights, their names, and the dimension of their inputs."""
-    decoder: Any = model.get_decoder()
-    routers = set(routers_of(model))
-    for name, module in decoder.named_modules():
-        if module in routers or name.rpartition(".")[2] in _GATES:
+def rounded_weights(
+    weights: Iterable[tuple[str, Tensor]], model: PreTrainedModel, format: WeightFormat
+) -> Iterator[tuple[str, Tensor]]:
+    """Round weights of a dense ``model`` for an engine which takes q, and s beside it.
+
+    Yields:
+        For the weight of each layer that :func:`quantize_layers` would quantize q, and s under the same name and
+        :data:`SCALE`; other weights as they are.
+    """
+    rounded = {f"{layer}.{name}" for layer, _, names, _ in _layers(model) for name in names}
+    for name, tensor in weights:
+        if name in rounded:
+            values, scale = format.quantize(tensor)
+            yield name, values
+            yield name + SCALE, scale
+        else:
+            yield name, tensor
+
+
+def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, tuple[str, ...], int]]:
+    """Yield each layer with quantized weights: its name, itself, their names, and the dimension of their inputs."""
+    decoder = model.get_decoder()
+    of_decoder, routers = set(decoder.modules()), set(routers_of(model))
+    for name, module in model.named_modules():
+        if module not in of_decoder or module in routers or name.rpartition(".")[2] in _GATES:
             continue
         if isinstance(module, nn.Linear):
-            yield module, ("weight",), -1
+            yield name, module, ("weight",), -1
         elif type(module).__name__.endswith("Experts"):
             stacked = tuple(name for name, one in module.named_parameters(recurse=False) if one.dim() == 3)
             if stacked:
-                yield module, stacked, -2 if getattr(module, "is_transposed", False) else -1
+                yield name, module, stacked, -2 if getattr(module, "is_transposed", False) else -1

@@ -1,4 +1,4 @@
-"""What vLLM 0.32 lacks on a CPU: updates of experts, experts on several ranks, pipeline stages of eager models."""
+"""What vLLM 0.32 lacks on a CPU: updates of experts and int8, experts on several ranks, stages of eager models."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from verl_vllm import WeightLoader
+from vllm import _custom_ops
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 _compute_experts = CPUUnquantizedExperts.apply
+_make_product = _custom_ops.create_onednn_scaled_mm
 
 
 class CPUWeightLoader(WeightLoader):
@@ -89,6 +91,17 @@ def reduce_scatterv(
     return total.split(sizes)[communicator.rank_in_group].contiguous()
 
 
+def make_product(weight: Tensor, weight_scales: Tensor, *settings: Any) -> Any:
+    """Make a product of 8 bits that keeps the scales of its weights.
+
+    oneDNN has the address of the scales alone, and at an update vLLM frees the tensor that had them there.
+    """
+    product = _make_product(weight, weight_scales, *settings)
+    product.verl_scales = weight_scales
+    return product
+
+
 CPUUnquantizedExperts.apply = compute_experts
+_custom_ops.create_onednn_scaled_mm = make_product
 CpuCommunicator.all_gatherv = all_gatherv
 CpuCommunicator.reduce_scatterv = reduce_scatterv

@@ -6,7 +6,10 @@ has them, reach it as files in shared memory. See ``docs/rollout_engines.md``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+from torch import Tensor
 
 from verl.config.distillation import VLLM_MAX_LOGPROBS
 from verl.errors import ConfigError, RolloutError
@@ -14,6 +17,7 @@ from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
 from verl.workers.rollout.client import EngineClient, PartialResponse
 from verl.workers.rollout.engine_process import EngineProcess
 from verl.workers.rollout.machines import EngineMachines
+from verl.workers.rollout.quantized_layers import FORMATS, rounded_weights
 from verl.workers.rollout.remote import RemoteRollout
 from verl.workers.rollout.request import continued_seed
 from verl.workers.rollout.sampling import completes_stop_text
@@ -34,7 +38,13 @@ class VLLMRollout(RemoteRollout):
                 f"rollout.name=vllm computes wrong log-probs of {type(self.hf_config).__name__}, a model with latent "
                 "attention, on a CPU, also of weights that it has loaded itself. Set rollout.name=hf or sglang."
             )
-        has_images = self._vision is not None
+        has_images, has_mixtures = self._vision is not None, has_experts(self.hf_config)
+        if self.config.quantization == "int8" and (has_images or has_mixtures):
+            kind = "a mixture of experts" if has_mixtures else "a model with images"
+            raise ConfigError(
+                f"rollout.quantization=int8 with rollout.name=vllm is for dense models of text, and "
+                f"{type(self.hf_config).__name__} is of {kind}. Set rollout.name=native."
+            )
         return engine_arguments(self.config, self.model_config, self.max_model_len, self.device, has_images)
 
     @property
@@ -50,6 +60,10 @@ class VLLMRollout(RemoteRollout):
 
     def _start_node(self, machines: EngineMachines) -> EngineProcess:
         return start_vllm_node(self._arguments, self.device, self._launch, self._devices, machines)
+
+    def _weights_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        is_rounded = self.config.quantization == "int8"
+        return rounded_weights(weights, self._empty_model, FORMATS["int8"]) if is_rounded else weights
 
     def _partial(self, request: RolloutRequest) -> PartialResponse:
         sampling = request.sampling

@@ -35,6 +35,21 @@ _NO_NEGATIVE = ("trust_remote_code", "skip_tokenizer_init", "disable_log_stats")
 """Arguments without a ``--no-`` form, which are false by default."""
 _CPU_KV_CACHE_BYTES = 2**30
 _LOADER, _LOADER_ON_CPU = "verl_vllm.WeightLoader", "verl_vllm_cpu.CPUWeightLoader"
+_EIGHT_BITS = {"num_bits": 8, "type": "int", "symmetric": True}
+_INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "linear": {
+            "targets": ["Linear"],
+            "weights": _EIGHT_BITS | {"strategy": "channel", "dynamic": False},
+            "input_activations": _EIGHT_BITS | {"strategy": "token", "dynamic": True},
+        }
+    },
+}
+"""As in a model folder of compressed-tensors: q and s of linear layers, whose inputs are rounded token by token."""
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM 0.32 takes as max_lora_rank
 _KV_CACHE_BYTES, _KV_CACHE_VARIABLE = "kv_cache_memory_bytes", "VLLM_CPU_KVCACHE_SPACE"
 
@@ -53,7 +68,6 @@ def engine_arguments(
             adapters of that rank.
     """
     path = resolve_model_path(model_config.path)
-    overrides = {k: v for k, v in model_config.override_config.items() if k != ATTN_IMPLEMENTATION}
     arguments: dict[str, Any] = {
         "model": path,
         "trust_remote_code": model_config.trust_remote_code,
@@ -83,12 +97,12 @@ def engine_arguments(
     }
     if model_config.hf_config_path:
         arguments["hf_config_path"] = resolve_model_path(model_config.hf_config_path)
-    if overrides:
+    if overrides := _overrides(config, model_config):
         arguments["hf_overrides"] = overrides
     if config.cudagraph_capture_sizes is not None:
         arguments["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
-    if config.quantization is not None:
-        arguments["quantization"] = config.quantization
+    if config.quantization == "fp8":
+        arguments["quantization"] = "fp8"
     arguments |= _proposals(model_config)
     if config.limit_images is not None:
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
@@ -125,6 +139,12 @@ def _proposals(model_config: HFModelConfig) -> dict[str, object]:
     if not mtp.is_in_rollout:
         return {}
     return {"speculative_config": {"method": mtp.method, "num_speculative_tokens": mtp.num_speculative_tokens}}
+
+
+def _overrides(config: RolloutConfig, model_config: HFModelConfig) -> dict[str, Any]:
+    """Return what of the model's config.json vLLM is told otherwise."""
+    overrides = {k: v for k, v in model_config.override_config.items() if k != ATTN_IMPLEMENTATION}
+    return overrides | ({"quantization_config": _INT8} if config.quantization == "int8" else {})
 
 
 def _max_lora_rank(model_config: HFModelConfig) -> int:
