@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verl.config.distillation import VLLM_MAX_LOGPROBS
 from verl.errors import ConfigError, RolloutError
+from verl.utils.model import has_experts
 from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
 from verl.workers.rollout.client import EngineClient, PartialResponse
 from verl.workers.rollout.engine_process import EngineProcess
