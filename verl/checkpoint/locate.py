@@ -22,9 +22,17 @@ LAYOUT_FILE = "megatron_config.json"
 """File that Megatron writes beside its shards."""
 
 
+def dist_checkpoint(folder: Path) -> Path | None:
+    """Return the folder with the index of a checkpoint of megatron-core: ``folder``, or ``dist_ckpt`` as verl 0.8 has.
+
+    None if there is no index.
+    """
+    return next((below for below in (folder, folder / "dist_ckpt") if (below / INDEX).is_file()), None)
+
+
 def backend_of(folder: Path) -> Backend | None:
     """Return what wrote the shards that lie directly in ``folder``; None if there are none."""
-    if (folder / LAYOUT_FILE).is_file():
+    if (folder / LAYOUT_FILE).is_file() or dist_checkpoint(folder) is not None:
         return "megatron"
     is_fsdp = (folder / WORLD_SIZE_FILE).is_file() or any(folder.glob("model_world_size_*_rank_*.pt"))
     return "fsdp" if is_fsdp else None

@@ -21,6 +21,7 @@ def parser() -> argparse.ArgumentParser:
         prog="verl merge",
         usage="verl merge FOLDER --target_dir MODEL [options]\n"
         "       verl merge FOLDER --to verl-fsdp --target_dir CHECKPOINT [--ranks N]\n"
+        "       verl merge MODEL --to torch-dist --target_dir CHECKPOINT\n"
         "       verl merge test FOLDER --test_hf_dir MODEL [options]",
         description="Make a Hugging Face model folder of a sharded checkpoint, read it back and compare. With the word "
         "test in front, compare a checkpoint with a model folder.",
@@ -30,15 +31,18 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--target_dir", default="tmp", help="model folder to make (default: tmp)")
     options.add_argument(
         "--to",
-        choices=["hf", "verl-fsdp"],
+        choices=["hf", "verl-fsdp", "torch-dist"],
         default="hf",
-        help="what to make: a model folder (default), or a checkpoint as verl itself saves it under FSDP2",
+        help="what to make: a model folder (default), a checkpoint as verl itself saves it under FSDP2, or, of a model "
+        "folder, one of megatron-core",
     )
     options.add_argument("--ranks", type=int, help="ranks of that checkpoint (default: as many as wrote this one)")
     options.add_argument("--test_hf_dir", help="model folder to compare with, after the word test")
     options.add_argument("--backend", choices=["fsdp", "megatron"], help="what wrote it; found by itself")
     options.add_argument(
-        "--base_model", help="model of LoRA adapters, if it is not where it was in training, and of untrained heads"
+        "--base_model",
+        help="model of LoRA adapters, if it is not where it was in training, and of untrained heads; of a checkpoint "
+        "of megatron-core, the folder with its config and tokenizer",
     )
     options.add_argument("--is-value-model", action="store_true", help="refuse anything but a value model")
     options.add_argument("--tie-word-embedding", action="store_true", help="write both embeddings as one weight")
@@ -63,11 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.error("name the model folder to compare with: --test_hf_dir MODEL")
     if args.ranks is not None and (args.ranks < 1 or args.to != "verl-fsdp"):
         options.error("--ranks is a number from 1, of a checkpoint that --to verl-fsdp makes")
-    if args.to == "verl-fsdp" and (command == "test" or args.hf_upload_path):
-        options.error("a checkpoint that --to verl-fsdp makes is neither compared nor uploaded")
+    if args.to != "hf" and (command == "test" or args.hf_upload_path):
+        options.error(f"a checkpoint that --to {args.to} makes is neither compared nor uploaded")
     if args.use_cpu_initialization:
         logger.warning("no effect: --use_cpu_initialization (weights are always read into memory of the CPU)")
     try:
+        if args.to == "torch-dist":
+            from verl.model_merger import torch_dist
+
+            torch_dist.export(Path(named).expanduser(), Path(args.target_dir).expanduser(), args.trust_remote_code)
+            return 0
         folder = shards_of(Path(named).expanduser(), args.backend)
         if args.to == "verl-fsdp":
             from verl.model_merger.verl_fsdp import export

@@ -16,6 +16,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.checkpoint.boxes import LAYOUT_FILE, Boxes
+from verl.checkpoint.locate import dist_checkpoint
 from verl.checkpoint.shards import assemble, read_shards, saved_world_size
 from verl.errors import CheckpointError, ConfigError
 from verl.model_merger.lazy_weights import LazyWeights
@@ -33,6 +34,7 @@ from verl.vision.families import FAMILIES
 from verl.vision.processor import write_processor
 from verl.workers.engine.fsdp.export import write_in_files
 from verl.workers.engine.fsdp.model import own_state
+from verl.workers.engine.megatron.dist_files import DistFiles
 from verl.workers.forward_check import is_rounding, largest_difference
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,8 @@ def merge(
             checkpoint, the folder from which heads of multi-token prediction are copied that were not trained.
     """
     source, target = Path(local_dir).expanduser(), Path(target_dir).expanduser()
-    config = config_of(source, trust_remote_code)
+    about = _described_in(source, base_model)
+    config = config_of(about, trust_remote_code)
     base = base_model
     if base is None:
         with contextlib.suppress(CheckpointError):  # raised again below, if there are adapters that need it
@@ -99,8 +102,8 @@ def merge(
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(target)
     config.save_pretrained(target)
-    _copy_tokenizer(source / "huggingface", target, trust_remote_code)
-    write_processor(str(source / "huggingface"), target, trust_remote_code=trust_remote_code)
+    _copy_tokenizer(about, target, trust_remote_code)
+    write_processor(str(about), target, trust_remote_code=trust_remote_code)
     _compare(weights, target, trust_remote_code, tolerance=0.0)
     _compare_heads(heads, target, model, tolerance=0.0)
     _compare_logits(weights, adapted, config, target, trust_remote_code)
@@ -131,7 +134,7 @@ def compare(
         CheckpointError: the models differ, or one cannot be read.
     """
     source, target = Path(local_dir).expanduser(), Path(hf_dir).expanduser()
-    config = config_of(source, trust_remote_code)
+    config = config_of(_described_in(source, base_model), trust_remote_code)
     weights, adapted = _weights_of(source, config, base_model, trust_remote_code)
     weights, heads = _without_heads(weights)
     with torch.device("meta"):
@@ -147,6 +150,8 @@ def _weights_of(
     source: Path, config: PretrainedConfig, base_model: str | None, trust_remote_code: bool
 ) -> tuple[LazyWeights, Adapted | PublicAdapted | None]:
     """Return the weights of the model in a checkpoint, with its adapters merged, and the adapters if there are any."""
+    if (dist := dist_checkpoint(source)) is not None:
+        return _weights_of_megatron_core(dist, config, trust_remote_code), None
     weights = saved_weights(source)
     if not has_adapters(weights):
         return weights, None
@@ -200,6 +205,14 @@ def _compare_heads(heads: LazyWeights, folder: Path, model: PreTrainedModel, tol
             raise CheckpointError(f"'{name}' differs from the one in {folder} by up to {gap:.3g}.")
 
 
+def _weights_of_megatron_core(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> LazyWeights:
+    """Return the weights of a checkpoint of megatron-core, each read when it is looked up."""
+    with torch.device("meta"):
+        shapes = {n: tuple(t.shape) for n, t in own_state(empty_model(config, trust_remote_code)).items()}
+    files = DistFiles(str(folder), None, config.get_text_config())
+    return LazyWeights(lambda name: files.read(name, shapes[name], ((0,) * len(shapes[name]), shapes[name])), shapes)
+
+
 def saved_weights(folder: Path) -> LazyWeights:
     """Return all weights of a checkpoint by their Transformers names, each assembled when it is read; tied ones once.
 
@@ -225,9 +238,21 @@ def _auto_class(config: PretrainedConfig) -> type:
     raise CheckpointError(f"architecture '{architecture}' is not supported; supported are ...{', ...'.join(_AUTO)}.")
 
 
-def config_of(source: Path, trust_remote_code: bool) -> PretrainedConfig:
-    """Read the config of the model of a checkpoint's ``actor`` or ``critic`` folder."""
+def _described_in(source: Path, base_model: str | None) -> Path:
+    """Return the folder with config and tokenizer of a checkpoint; those of megatron-core alone have none."""
     folder = source / "huggingface"
+    if dist_checkpoint(source) is None or (base_model is None and folder.is_dir()):
+        return folder
+    if base_model is None:
+        raise CheckpointError(
+            f"{source} is a checkpoint of megatron-core, without config.json. Name a folder that has config.json and "
+            "tokenizer of its model: --base_model MODEL."
+        )
+    return Path(base_model).expanduser()
+
+
+def config_of(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
+    """Read the config in ``folder``, such as ``actor/huggingface`` of a checkpoint."""
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder / 'config.json'} is missing; give a checkpoint's actor folder.")
     return load_hf_config(str(folder), trust_remote_code=trust_remote_code)

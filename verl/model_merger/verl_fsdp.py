@@ -27,8 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from verl.checkpoint.boxes import LAYOUT_FILE
-from verl.checkpoint.locate import WORLD_SIZE_FILE
+from verl.checkpoint.locate import WORLD_SIZE_FILE, backend_of
 from verl.checkpoint.shards import assemble, read_shards, read_state, saved_world_size, shard_file
 from verl.errors import CheckpointError
 from verl.model_merger.fsdp import config_of, empty_model
@@ -50,7 +49,7 @@ def export(source: Path, target: Path, ranks: int | None = None, trust_remote_co
     Raises:
         CheckpointError: a file is missing or damaged, Megatron wrote it, or ``target`` has files already.
     """
-    if (source / LAYOUT_FILE).is_file():
+    if backend_of(source) == "megatron":
         raise CheckpointError(f"{source} was written by Megatron; only checkpoints of FSDP are written as verl's.")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} is there already. Name a folder that does not exist, or is empty.")
@@ -89,7 +88,7 @@ def export(source: Path, target: Path, ranks: int | None = None, trust_remote_co
 def _names_of(source: Path, trust_remote_code: bool) -> tuple[list[str], dict[str, str]]:
     """Return the names in the model's ``state_dict()``, and for a tied weight's further names the first one."""
     with torch.device("meta"):
-        model = empty_model(config_of(source, trust_remote_code), trust_remote_code)
+        model = empty_model(config_of(source / "huggingface", trust_remote_code), trust_remote_code)
     first: dict[int, str] = {}
     tied: dict[str, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -22,15 +22,15 @@ from verl.checkpoint.torch_dist import TorchDistFiles
 from verl.errors import CheckpointError
 from verl.workers.engine.megatron.weights import Box
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_OUTSIDE = {
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+OUTSIDE = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
     "model.norm.weight": "decoder.final_layernorm.weight",
     "lm_head.weight": "output_layer.weight",
     "score.weight": "output_layer.weight",
     "score.bias": "output_layer.bias",
 }
-_IN_LAYER = {
+IN_LAYER = {
     "input_layernorm.weight": ("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
     "post_attention_layernorm.weight": ("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"),
     "self_attn.q_norm.weight": ("self_attention.q_layernorm.weight",),
@@ -55,10 +55,10 @@ _IN_LAYER = {
     ),
 }
 """Names in megatron-core of weights that are whole tensors there."""
-_HALVES = re.compile(r"mlp\.(shared_experts\.|)(gate|up)_proj\.weight")
-_QUERIES_KEYS_VALUES = re.compile(r"self_attn\.([qkv])_proj\.(weight|bias)")
-_LATENT_QUERIES = "self_attention.linear_q_proj.weight"
-_EXPERTS = re.compile(r"mlp\.experts\.(gate_up_proj|down_proj)")
+HALVES = re.compile(r"mlp\.(shared_experts\.|)(gate|up)_proj\.weight")
+QUERIES_KEYS_VALUES = re.compile(r"self_attn\.([qkv])_proj\.(weight|bias)")
+LATENT_QUERIES = "self_attention.linear_q_proj.weight"
+EXPERTS = re.compile(r"mlp\.experts\.(gate_up_proj|down_proj)")
 
 
 class DistFiles:
@@ -66,22 +66,25 @@ class DistFiles:
 
     Args:
         path: folder of the checkpoint.
-        prefix: of all of its names.
+        prefix: of all of its names; None for the only one that there is.
         config: of the text model.
 
     Raises:
         CheckpointError: the folder is no such checkpoint, or no name in it has the prefix.
     """
 
-    def __init__(self, path: str, prefix: str, config: PretrainedConfig) -> None:
-        self.folder, self.prefix, self.config = Path(path), prefix, config
+    def __init__(self, path: str, prefix: str | None, config: PretrainedConfig) -> None:
+        self.folder, self.config = Path(path), config
         self._files = TorchDistFiles(self.folder)
         self._shapes = self._files.shapes
         # Queries, keys and values of a layer lie in the same rows, and are read one after the other.
         self._read = lru_cache(maxsize=2)(self._files.read)
-        embedding = _OUTSIDE["model.embed_tokens.weight"]
+        embedding = OUTSIDE["model.embed_tokens.weight"]
+        others = sorted((n.removesuffix(embedding) for n in self._shapes if n.endswith(embedding)), key=len)
+        if prefix is None:  # the optimizer's states have longer ones
+            prefix = others[0] if others else ""
+        self.prefix = prefix
         if prefix + embedding not in self._shapes:
-            others = sorted({name.removesuffix(embedding) for name in self._shapes if name.endswith(embedding)})
             remedy = f"set dist_checkpointing_prefix to {' or '.join(map(repr, others))}"
             if not others:
                 first = ", ".join(sorted(self._shapes)[:3]) or "no tensors"
@@ -94,7 +97,7 @@ class DistFiles:
                 f"'{path}' has {count} layers, and config.json of model.path has {config.num_hidden_layers}. Take a "
                 "checkpoint of that model."
             )
-        head = prefix + _OUTSIDE["lm_head.weight"]
+        head = prefix + OUTSIDE["lm_head.weight"]
         if config.tie_word_embeddings and head in self._shapes and self._shapes[head][0] > 1:
             raise CheckpointError(
                 f"'{path}' has an output projection apart from the embedding, and config.json of model.path says that "
@@ -103,7 +106,7 @@ class DistFiles:
 
     def __contains__(self, name: str) -> bool:
         """Whether there is a head of scalars; a policy's checkpoint has its output projection under the same name."""
-        stored = self.prefix + _OUTSIDE[name]
+        stored = self.prefix + OUTSIDE[name]
         return stored in self._shapes and self._shapes[stored][0] == 1
 
     def read(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
@@ -121,23 +124,23 @@ class DistFiles:
         return values
 
     def _weight(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
-        match = _LAYER.fullmatch(name)
-        if match is None and name in _OUTSIDE:
+        match = LAYER.fullmatch(name)
+        if match is None and name in OUTSIDE:
             is_vocabulary = name in ("model.embed_tokens.weight", "lm_head.weight")
-            return self._cut(name, self.prefix + _OUTSIDE[name], (), shape, box, is_padded=is_vocabulary)
+            return self._cut(name, self.prefix + OUTSIDE[name], (), shape, box, is_padded=is_vocabulary)
         if match is not None:
             layer, inside = int(match[1]), match[2]
-            if experts := _EXPERTS.fullmatch(inside):
+            if experts := EXPERTS.fullmatch(inside):
                 return self._experts(name, layer, experts[1] == "gate_up_proj", shape, box)
-            if halves := _HALVES.fullmatch(inside):
+            if halves := HALVES.fullmatch(inside):
                 stem = f"mlp.{halves[1]}linear_fc1.weight"
                 return self._half(name, self._stored(name, layer, (stem, f"{stem}_w")), halves[2] == "up", shape, box)
             if inside == "self_attn.q_proj.weight" and getattr(self.config, "kv_lora_rank", None) is not None:
-                return self._cut(name, *self._stored(name, layer, (_LATENT_QUERIES,)), shape, box)
-            if part := _QUERIES_KEYS_VALUES.fullmatch(inside):
+                return self._cut(name, *self._stored(name, layer, (LATENT_QUERIES,)), shape, box)
+            if part := QUERIES_KEYS_VALUES.fullmatch(inside):
                 return self._qkv(name, layer, part[1], f"self_attention.linear_qkv.{part[2]}", shape, box)
-            if inside in _IN_LAYER:
-                return self._cut(name, *self._stored(name, layer, _IN_LAYER[inside]), shape, box)
+            if inside in IN_LAYER:
+                return self._cut(name, *self._stored(name, layer, IN_LAYER[inside]), shape, box)
         raise CheckpointError(
             f"the weight {name} is not read from checkpoints of megatron-core: their layers are those of Qwen2, Qwen3, "
             "Llama, Mistral, Qwen3-MoE, Mixtral, DeepSeek-V3 and GLM-4.5 without images. Set "
