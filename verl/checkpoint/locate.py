@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from verl.checkpoint.steps import read_latest, saved_steps
+from verl.config.megatron import INDEX
 from verl.errors import CheckpointError
 
 Backend = Literal["fsdp", "megatron"]

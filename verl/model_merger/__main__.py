@@ -6,9 +6,11 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
+from verl.base.requirements import install_command
 from verl.errors import CheckpointError, VerlError
 from verl.supervision.interruption import interruptible
 
@@ -73,9 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.warning("no effect: --use_cpu_initialization (weights are always read into memory of the CPU)")
     try:
         if args.to == "torch-dist":
-            from verl.model_merger import torch_dist
-
-            torch_dist.export(Path(named).expanduser(), Path(args.target_dir).expanduser(), args.trust_remote_code)
+            _write_torch_dist(Path(named).expanduser(), Path(args.target_dir).expanduser(), args.trust_remote_code)
             return 0
         folder = shards_of(Path(named).expanduser(), args.backend)
         if args.to == "verl-fsdp":
@@ -106,6 +106,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return 1
     return 0
+
+
+def _write_torch_dist(model: Path, target: Path, trust_remote_code: bool) -> None:
+    if find_spec("megatron") is None:
+        raise CheckpointError(f"--to torch-dist: megatron-core is not installed; {install_command('megatron')}")
+    from verl.model_merger.torch_dist import export
+
+    export(model, target, trust_remote_code)
 
 
 def shards_of(named: Path, backend: str | None) -> Path:

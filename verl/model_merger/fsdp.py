@@ -16,6 +16,7 @@ import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.checkpoint.boxes import LAYOUT_FILE, Boxes
+from verl.checkpoint.core_weights import DistFiles
 from verl.checkpoint.locate import dist_checkpoint
 from verl.checkpoint.shards import assemble, read_shards, saved_world_size
 from verl.errors import CheckpointError, ConfigError
@@ -34,7 +35,6 @@ from verl.vision.families import FAMILIES
 from verl.vision.processor import write_processor
 from verl.workers.engine.fsdp.export import write_in_files
 from verl.workers.engine.fsdp.model import own_state
-from verl.workers.engine.megatron.dist_files import DistFiles
 from verl.workers.forward_check import is_rounding, largest_difference
 
 logger = logging.getLogger(__name__)

@@ -31,12 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from transformers import PretrainedConfig
 
-from verl.checkpoint.torch_dist import TorchDistFiles
-from verl.errors import CheckpointError
-from verl.model_merger.fsdp import empty_model
-from verl.utils.model import load_hf_config
-from verl.workers.engine.fsdp.model import own_state
-from verl.workers.engine.megatron.dist_files import (
+from verl.checkpoint.core_weights import (
     EXPERTS,
     HALVES,
     IN_LAYER,
@@ -45,6 +40,11 @@ from verl.workers.engine.megatron.dist_files import (
     OUTSIDE,
     QUERIES_KEYS_VALUES,
 )
+from verl.checkpoint.torch_dist import TorchDistFiles
+from verl.errors import CheckpointError
+from verl.model_merger.fsdp import empty_model
+from verl.utils.model import load_hf_config
+from verl.workers.engine.fsdp.model import own_state
 from verl.workers.engine.megatron.files import ModelFiles
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def export(source: Path, target: Path, trust_remote_code: bool = False) -> None:
     with torch.device("meta"):
         shapes = {name: tuple(t.shape) for name, t in own_state(empty_model(config, trust_remote_code)).items()}
     files, text = ModelFiles(str(source)), config.get_text_config()
-    planner = _Planner(_Parts(shapes, files, text))
+    planner = _Planner(_CoreBoxes(shapes, files, text))
     target.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
@@ -96,7 +96,7 @@ def export(source: Path, target: Path, trust_remote_code: bool = False) -> None:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _CoreBox:
     """A box of a tensor, or an empty state in place of one."""
 
     name: str
@@ -118,7 +118,7 @@ class _Part:
         return None if self.values is None else self.values().reshape(self.size)
 
 
-class _Parts:
+class _CoreBoxes:
     """What megatron-core stores of a model.
 
     Args:
@@ -136,13 +136,13 @@ class _Parts:
         self._is_stacked = all(layer == layers[0] for layer in layers)
         self._is_latent = getattr(config, "kv_lora_rank", None) is not None
 
-    def __iter__(self) -> Iterator[_Part]:
+    def __iter__(self) -> Iterator[_CoreBox]:
         for name, shape in self.shapes.items():
             if match := LAYER.fullmatch(name):
                 yield from self._of_layer(name, int(match[1]), match[2])
             elif name in OUTSIDE:
                 read = partial(self.files.read, name, shape, _whole(shape))
-                yield _Part(OUTSIDE[name], shape, *_whole(shape), self._dtype(name), read)
+                yield _CoreBox(OUTSIDE[name], shape, *_whole(shape), self._dtype(name), read)
             else:
                 raise self._unknown(name)
         for layer in range(self.config.num_hidden_layers):
@@ -155,7 +155,7 @@ class _Parts:
             "Mistral, Qwen3-MoE, Mixtral, DeepSeek-V3 and GLM-4.5 without images."
         )
 
-    def _of_layer(self, name: str, layer: int, inside: str) -> Iterator[_Part]:
+    def _of_layer(self, name: str, layer: int, inside: str) -> Iterator[_CoreBox]:
         shape = self.shapes[name]
         if experts := EXPERTS.fullmatch(inside):
             yield from self._experts(name, layer, is_gated=experts[1] == "gate_up_proj")
@@ -174,7 +174,7 @@ class _Parts:
         else:
             raise self._unknown(name)
 
-    def _one(self, name: str, layer: int, endings: tuple[str, ...]) -> Iterator[_Part]:
+    def _one(self, name: str, layer: int, endings: tuple[str, ...]) -> Iterator[_CoreBox]:
         """A weight that is a tensor in megatron-core too, under each of ``endings``."""
         for ending in endings:
             if self._is_latent and ending.startswith("self_attention.linear_qkv."):
@@ -184,7 +184,7 @@ class _Parts:
             if kind == "weight" and not module.endswith("router"):
                 yield self._empty_state(module, layer)
 
-    def _qkv(self, name: str, layer: int, kind: str) -> Iterator[_Part]:
+    def _qkv(self, name: str, layer: int, kind: str) -> Iterator[_CoreBox]:
         """For each key head its queries, itself, and its value."""
         names = [name.replace("q_proj", f"{which}_proj") for which in "qkv"]
         groups = self.config.num_key_value_heads
@@ -198,7 +198,7 @@ class _Parts:
         if kind == "weight":
             yield self._empty_state("self_attention.linear_qkv", layer)
 
-    def _experts(self, name: str, layer: int, is_gated: bool) -> Iterator[_Part]:
+    def _experts(self, name: str, layer: int, is_gated: bool) -> Iterator[_CoreBox]:
         count, rows, columns = shape = self.shapes[name]
         module = f"mlp.experts.experts.linear_{'fc1' if is_gated else 'fc2'}"
         height = rows // 2 if is_gated else rows
@@ -218,20 +218,22 @@ class _Parts:
         start: tuple[int, ...] | None = None,
         size: tuple[int, ...] | None = None,
         values: Callable[[], Tensor] | None = None,
-    ) -> _Part:
+    ) -> _CoreBox:
         """A box of a tensor of ``shape``, by default the whole weight ``name``, at ``start``."""
         read = values or partial(self.files.read, name, self.shapes[name], _whole(self.shapes[name]))
         size = size or (shape if values else self.shapes[name])
         stem, first, count = self._layer(layer)
         ones = (1,) * len(first)
         start = start or (0,) * len(shape)
-        return _Part(f"{stem}{ending}", (*count, *shape), (*first, *start), (*ones, *size), self._dtype(name), read)
+        return _CoreBox(f"{stem}{ending}", (*count, *shape), (*first, *start), (*ones, *size), self._dtype(name), read)
 
-    def _empty_state(self, module: str, layer: int, index: tuple[int, ...] = (), count: tuple[int, ...] = ()) -> _Part:
+    def _empty_state(
+        self, module: str, layer: int, index: tuple[int, ...] = (), count: tuple[int, ...] = ()
+    ) -> _CoreBox:
         """The state of a module besides its weights; one name for each layer and expert."""
         stem, first, layers = self._layer(layer)
         at, of = (*first, *index) or (0,), (*layers, *count) or (1,)
-        return _Part(f"{stem}{module}._extra_state/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, of))}")
+        return _CoreBox(f"{stem}{module}._extra_state/shard_{'.'.join(map(str, at))}_{'.'.join(map(str, of))}")
 
     def _layer(self, layer: int) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
         """Beginning of its names, its index in the first dimension and the size of that, or none."""
@@ -251,7 +253,7 @@ def _whole(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
 class _Planner(dcp.SavePlanner):
     """Lets PyTorch write the parts, one at a time."""
 
-    def __init__(self, parts: Iterable[_Part]) -> None:
+    def __init__(self, parts: Iterable[_CoreBox]) -> None:
         self.parts = {part.index: part for part in parts}
 
     def set_up_planner(self, *_: object, **__: object) -> None:

@@ -8,9 +8,9 @@ from tests.support.tiny_run import same
 from tests.workers.engine.megatron.dist_checkpoints import save_as_core
 from tests.workers.engine.megatron.support import TP, megatron_engine
 from tests.workers.support import run_ranks, weights_of
+from verl.checkpoint.core_weights import DistFiles
 from verl.errors import CheckpointError
 from verl.testing.models import tiny_model_dir
-from verl.workers.engine.megatron.dist_files import DistFiles
 
 pytest.importorskip("verl.workers.engine.megatron.library")
 

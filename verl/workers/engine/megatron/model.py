@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
+from verl.checkpoint.core_weights import DistFiles
 from verl.config import HFModelConfig, McoreEngineConfig
 from verl.config.megatron_flags import RECOMPUTE
 from verl.errors import ConfigError
@@ -19,7 +20,6 @@ from verl.utils.model_facts.megatron_fit import misfits
 from verl.workers.engine.fsdp.adapters import AdapterTarget, adapter_layers, is_adapter, own_name, targets_of
 from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state, trained_parameters
 from verl.workers.engine.megatron.adapters import add_adapters, first_values, need_gradients, shape_by_expert
-from verl.workers.engine.megatron.dist_files import DistFiles
 from verl.workers.engine.megatron.experts import Experts, expert_layer
 from verl.workers.engine.megatron.files import ModelFiles
 from verl.workers.engine.megatron.flags import transformer_fields

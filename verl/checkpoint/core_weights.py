@@ -13,14 +13,17 @@ import itertools
 import re
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig
 
+from verl.checkpoint.boxes import Box
 from verl.checkpoint.torch_dist import TorchDistFiles
 from verl.errors import CheckpointError
-from verl.workers.engine.megatron.weights import Box
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 OUTSIDE = {
@@ -62,7 +65,7 @@ EXPERTS = re.compile(r"mlp\.experts\.(gate_up_proj|down_proj)")
 
 
 class DistFiles:
-    """The weights of a checkpoint under their Transformers names, with the interface of :class:`ModelFiles`.
+    """The weights of a checkpoint under their Transformers names, read as those of a model folder.
 
     Args:
         path: folder of the checkpoint.
@@ -110,7 +113,7 @@ class DistFiles:
         return stored in self._shapes and self._shapes[stored][0] == 1
 
     def read(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
-        """Read one box of the weight ``name``, which must have ``shape``; see :meth:`ModelFiles.read`.
+        """Read one box of the weight ``name``, which must have ``shape``.
 
         Raises:
             CheckpointError: the weight is missing, has another shape, or is not finite.
