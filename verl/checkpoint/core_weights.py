@@ -97,13 +97,13 @@ class DistFiles:
         numbers = {int(match[1]) for name in self._shapes if (match := layers.match(name))}
         if numbers and (count := max(numbers) + 1) != config.num_hidden_layers:
             raise CheckpointError(
-                f"'{path}' has {count} layers, and config.json of model.path has {config.num_hidden_layers}. Take a "
+                f"'{path}' has {count} layers, and config.json has {config.num_hidden_layers}. Take a "
                 "checkpoint of that model."
             )
         head = prefix + OUTSIDE["lm_head.weight"]
         if config.tie_word_embeddings and head in self._shapes and self._shapes[head][0] > 1:
             raise CheckpointError(
-                f"'{path}' has an output projection apart from the embedding, and config.json of model.path says that "
+                f"'{path}' has an output projection apart from the embedding, and config.json says that "
                 "they are one (tie_word_embeddings). Take a checkpoint of that model."
             )
 
@@ -147,7 +147,7 @@ class DistFiles:
         raise CheckpointError(
             f"the weight {name} is not read from checkpoints of megatron-core: their layers are those of Qwen2, Qwen3, "
             "Llama, Mistral, Qwen3-MoE, Mixtral, DeepSeek-V3 and GLM-4.5 without images. Set "
-            "use_dist_checkpointing=false: the weights are then read from model.path."
+            "use_dist_checkpointing=false: the weights are then read from the model folder."
         )
 
     def _stored(
@@ -172,14 +172,14 @@ class DistFiles:
                     return name, (*first, *second)
         raise CheckpointError(
             f"'{self.folder}' has no tensor for the weight {weight}: neither '{stem}{layer}.{of_expert[0][0]}"
-            f"{endings[0]}' nor '{stem}{of_expert[-1][0]}{endings[0]}'. Take a checkpoint of the model in model.path."
+            f"{endings[0]}' nor '{stem}{of_expert[-1][0]}{endings[0]}'. Take a checkpoint of the model in config.json."
         )
 
     def _check_counts(self, name: str, counts: tuple[int, ...]) -> None:
         if (has := self._shapes[name])[: len(counts)] != counts:
             raise CheckpointError(
                 f"'{name}' in '{self.folder}' has the shape {list(has)}, which should begin with {list(counts)}, the "
-                "numbers of layers or experts in config.json. Take a checkpoint of the model in model.path."
+                "numbers of layers or experts in config.json. Take a checkpoint of the model in config.json."
             )
 
     def _cut(
@@ -200,7 +200,7 @@ class DistFiles:
         if not fits:
             raise CheckpointError(
                 f"'{stored}' in '{self.folder}' has the shape {list(has)}, and {weight} needs {list(shape)}"
-                f"{f' at {list(first)}' if first else ''}. Take a checkpoint of the model in model.path."
+                f"{f' at {list(first)}' if first else ''}. Take a checkpoint of the model in config.json."
             )
         start, size = box
         return self._read(stored, (*first, *start), (*(1 for _ in first), *size)).reshape(size)
