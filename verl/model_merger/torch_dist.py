@@ -256,7 +256,9 @@ class _Planner(dcp.SavePlanner):
     def __init__(self, parts: Iterable[_CoreBox]) -> None:
         self.parts = {part.index: part for part in parts}
 
-    def set_up_planner(self, *_: object, **__: object) -> None:
+    def set_up_planner(
+        self, state_dict: dict[str, object], storage_meta: object = None, is_coordinator: bool = False
+    ) -> None:
         """Do nothing: the parts are known."""
 
     def create_local_plan(self) -> SavePlan:
