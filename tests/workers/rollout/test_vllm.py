@@ -89,11 +89,14 @@ def test_contract(check: Callable[[EngineUnderTest], None], folder: Path, monkey
 
 
 @pytest.mark.slow
-def test_other_families(folder: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3_moe", "mixtral"])
+def test_other_families(family: str, folder: Path) -> None:
     """Their weights have other names than Qwen3's, those of experts are joined, and are put in the right places."""
-    engine = under_test(folder, families=("qwen2", "llama", "qwen3_moe", "mixtral"))
+    end_servers()
+    engine = under_test(folder, families=(family,))
     check_greedy_takes_the_most_likely_token(engine)
     check_log_probs_are_of_the_distribution_that_is_drawn_from(engine)
+    end_servers()
 
 
 def test_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
