@@ -32,7 +32,7 @@ from verl.utils import hf_tokenizer
 from verl.workers.engine import EngineRegistry, MicroBatchConfig
 from verl.workers.rollout.base import get_rollout_class
 
-FORMATS = {
+FORMATS: dict[str, list[tuple[Any, Any]]] = {
     "native": [(dtype, rounded) for rounded in (None, "int8", "fp8") for dtype in ("float32", "bfloat16")],
     "vllm": [(dtype, rounded) for rounded in (None, "int8") for dtype in ("float32", "bfloat16")],  # no fp8 on a CPU
 }
@@ -41,7 +41,9 @@ PROMPT_LENGTH = 40
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout_gap", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.rollout_gap", description="Print the gap of log-probs by number format."
+    )
     parser.add_argument("--engine", choices=FORMATS, default="native", help="rollout engine (%(default)s)")
     parser.add_argument("--model", help="folder of a model (a tiny random one)")
     parser.add_argument("--prompts", help="Parquet file of prompts (made up)")
