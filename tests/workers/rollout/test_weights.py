@@ -273,7 +273,7 @@ def fill_together(rank: int, world_size: int, folder: Path) -> None:
 
 
 def fill_in_step(rank: int, folder: Path) -> None:
-    """Each rank is a machine, and the memory of the second has more room: the same parts, in a file on each."""
+    """Each rank is a machine, and the second has one folder only, with more room: the same parts, in a file on each."""
     memory, disk = folder / "memory", folder / "disk"
     weights = numbered(16, 16, 16, 40, 16)  # bytes 64 64 | 64 | 160 64
     with pytest.MonkeyPatch.context() as patch:
@@ -282,7 +282,8 @@ def fill_in_step(rank: int, folder: Path) -> None:
         assert (ranks.rank, ranks.size) == (0, 1)
         small_disk(patch, {memory: (130, 1000)[rank], disk: 1000})
         read, paths = [], []
-        for part in FileBuffer([memory, disk], ranks).parts(iter(weights), part_bytes=1000):
+        folders = [[memory, disk], [memory]][rank]
+        for part in FileBuffer([*folders], ranks).parts(iter(weights), part_bytes=1000):
             description = part.description()
             of_machines = cast("dict[str, str]", description["paths"])
             assert [machine.split()[-1] for machine in of_machines] == ["node-0", "node-1"]
@@ -291,8 +292,12 @@ def fill_in_step(rank: int, folder: Path) -> None:
             paths.append([folder_of(of_machines[machine_identity()]).name, *of_machines.values()])
         assert [[name for name, _ in part] for part in read] == [["w0", "w1"], ["w2"], ["w3", "w4"]]
         assert all(torch.equal(tensor, dict(weights)[name]) for part in read for name, tensor in part)
-        assert [path[0] for path in paths] == ["memory", "memory", "disk"]
+        assert [path[0] for path in paths] == ["memory", "memory", ("disk", "memory")[rank]]
         assert all(len({*path[1:]}) == 2 for path in paths)
+        # The first could go on in its other folder, but the second cannot: both are told.
+        small_disk(patch, {memory: 0, disk: 1000})
+        with pytest.raises(RolloutError, match=r"cannot be written to .*memory: No space left"):
+            list(FileBuffer(folders, ranks).parts(iter(weights), part_bytes=1000))
 
 
 def fill_as_one_and_as_two_machines(rank: int, world_size: int, folder: Path) -> None:

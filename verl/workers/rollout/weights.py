@@ -243,6 +243,20 @@ class SharedBuffer(ABC):
         """Provide at least ``size`` bytes for a new part; nothing of the memory is in use."""
 
 
+@dataclass(frozen=True)
+class _Reserved:
+    """The file of a machine, or why its folder has no room for it."""
+
+    path: str = ""
+    size: int = 0
+    """Bytes."""
+    problem: str | None = None
+    folder: str = ""
+    """The one that is full."""
+    has_other_folder: bool = False
+    """Whether the machine can go on in another."""
+
+
 class FileBuffer(SharedBuffer):
     """A file that the ranks and the engines of a machine map.
 
@@ -298,48 +312,53 @@ class FileBuffer(SharedBuffer):
             pin(self._memory, self.path)
 
     def _has_room(self, size: int) -> bool:
-        return self._grow(size) is None
+        return not self._grow(size)
 
     def _make_room(self, size: int, part_bytes: int) -> None:
-        while problem := self._grow(size):
-            unpin(self._memory)
-            self._memory, self._file, self._room = torch.empty(0, dtype=torch.uint8), None, 0
-            folder = self._folders[0]
-            if len(self._folders) == 1:
-                raise RolloutError(
-                    f"{size / 2**20:.0f} MiB of new weights cannot be written to {folder}: {problem}. Make room there, "
-                    "or point TMPDIR at a folder that has it."
-                )
-            self._folders.pop(0)
+        while full := self._grow(size):
+            # All machines know of all that are full, so that none waits for one that gave up.
+            for machine, reserved in full.items():
+                if not reserved.has_other_folder:
+                    raise RolloutError(
+                        f"{size / 2**20:.0f} MiB of new weights cannot be written to {reserved.folder}: "
+                        f"{reserved.problem}. Make room there, on {machine.split()[0]}, or point TMPDIR at a folder "
+                        "that has it."
+                    )
+            if self._ranks.machine in full:
+                unpin(self._memory)
+                self._memory, self._file, self._room = torch.empty(0, dtype=torch.uint8), None, 0
+                if self._ranks.rank == 0:
+                    self._folders.pop(0)
 
-    def _grow(self, size: int) -> str | None:
-        """Provide ``size`` bytes, or return why not."""
+    def _grow(self, size: int) -> dict[str, _Reserved]:
+        """Provide ``size`` bytes, or return the machines whose folder has no room for them."""
         if size <= self._room:
-            return None
-        mine = self._allocate(size) if self._ranks.rank == 0 else ("", 0, None)
-        of_machines = self._ranks.by_machine(mine)
-        if problems := [problem for _, _, problem in of_machines.values() if problem]:
-            return problems[0]
-        path, allocated, _ = of_machines[self._ranks.machine]
+            return {}
+        of_machines = self._ranks.by_machine(self._reserve(size) if self._ranks.rank == 0 else _Reserved())
+        if full := {machine: one for machine, one in of_machines.items() if one.problem is not None}:
+            return full
+        here = of_machines[self._ranks.machine]
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()  # copies into the mapping that ends here
         unpin(self._memory)
-        self.path = path
-        self._memory = torch.from_file(path, shared=True, size=allocated, dtype=torch.uint8)
-        self._room = min(size for _, size, _ in of_machines.values())
-        self._paths = {machine: path for machine, (path, _, _) in of_machines.items()}
-        return None
+        self.path = here.path
+        self._memory = torch.from_file(here.path, shared=True, size=here.size, dtype=torch.uint8)
+        self._room = min(one.size for one in of_machines.values())
+        self._paths = {machine: one.path for machine, one in of_machines.items()}
+        return {}
 
-    def _allocate(self, size: int) -> tuple[str, int, str | None]:
-        """Reserve at least ``size`` bytes of the file; return its path, its size, and why it could not be reserved."""
+    def _reserve(self, size: int) -> _Reserved:
+        """Reserve at least ``size`` bytes of the file."""
         held = len(self._memory)
         try:
             self._file = self._file or tempfile.TemporaryFile(dir=self._folders[0])  # noqa: SIM115 - it stays open
             # Reserved, because to write to mapped memory that the file system lacks would end this process.
             allocated = _allocate(self._file.fileno(), max(size, min(2 * held, held + _LARGEST_GROWTH)), size)
         except OSError as error:
-            return "", 0, str(error.strerror)
-        return f"/proc/{os.getpid()}/fd/{self._file.fileno()}", allocated, None
+            return _Reserved(
+                problem=str(error.strerror), folder=str(self._folders[0]), has_other_folder=len(self._folders) > 1
+            )
+        return _Reserved(f"/proc/{os.getpid()}/fd/{self._file.fileno()}", allocated)
 
 
 class DeviceBuffer(SharedBuffer):
