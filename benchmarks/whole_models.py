@@ -4,10 +4,15 @@
 
 A dense Qwen3 shape and a mixture of experts, whose files have the experts one by one, both in bf16 with a file for each
 layer, are taken through each path in new processes that form a gloo group. ``peak`` is the largest increase of memory
-that no file backs (RssAnon and RssShmem in /proc/self/status), as a share of the model in the format that the path
-holds; mapped files are not in it, because the kernel takes their pages when memory is short. ``read`` are the bytes
+that no file backs (Pss_Anon and Pss_Shmem in /proc/self/smaps_rollup: what processes share is divided by their number),
+as a share of the model in the format that the path holds; mapped files are not in it, because the kernel takes their
+pages when memory is short. ``read`` are the bytes
 that the process fetched from the disk (read_bytes in /proc/self/io), as a share of the files; the page cache is emptied
-of them before, and ranks share it, as those of one machine do. Freed blocks above 1 MiB go back to the kernel at once.
+of them before, and ranks share it, as those of one machine do. ``time`` is the seconds divided by those of reading the
+files from the disk once, right before. Freed blocks above 1 MiB go back to the kernel at once.
+
+As with a model that is much larger than a file of 2 GiB, files that are written end at a sixteenth of the model, and
+merges compare every weight, but no logits.
 """
 
 from __future__ import annotations
@@ -22,8 +27,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "OMP_NUM_THREADS": "1"}
 import torch
@@ -33,11 +40,13 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from verl.config import FSDPEngineConfig, HFModelConfig, McoreEngineConfig
+from verl.model_merger import fsdp as merging
 from verl.model_merger.__main__ import main as merger
 from verl.testing.models import tiny_tokenizer
 from verl.utils.model import empty_causal_lm
 from verl.utils.transformers_private import names_on_disk
 from verl.workers.engine import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.export import WeightFiles
 from verl.workers.engine.fsdp.model import own_state, pretrained_weights
 from verl.workers.rollout.weights import FileBuffer
 from verl.workers.teacher.average import AveragedWeights
@@ -113,23 +122,23 @@ class Measured:
 def fields(name: str) -> dict[str, str]:
     """One of the files of this process in /proc."""
     lines = Path(f"/proc/self/{name}").read_text().splitlines()
-    return dict(line.split(":", 1) for line in lines)
+    return dict(line.split(":", 1) for line in lines if ":" in line)
 
 
 def memory() -> int:
     """Bytes of this process that no file backs."""
-    status = fields("status")
-    return sum(int(status[key].split()[0]) for key in ("RssAnon", "RssShmem")) * 1024
+    sizes = fields("smaps_rollup")
+    return sum(int(sizes[key].split()[0]) for key in ("Pss_Anon", "Pss_Shmem")) * 1024
 
 
 @contextmanager
 def measured(result: Measured) -> Iterator[None]:
-    """Measure the block; memory is looked at every 5 ms."""
+    """Measure the block; memory is looked at every 20 ms."""
     done, first, read = threading.Event(), memory(), int(fields("io")["read_bytes"])
     began = time.monotonic()
 
     def watch() -> None:
-        while not done.wait(0.005):
+        while not done.wait(0.02):
             result.peak = max(result.peak, memory() - first)
 
     thread = threading.Thread(target=watch)
@@ -146,14 +155,14 @@ def measured(result: Measured) -> Iterator[None]:
 # ---- the paths
 
 
-def engine_of(model: Path, strategy: str = "fsdp2", ranks: int = 1) -> BaseEngine:
+def engine_of(model: Path, strategy: str = "fsdp2", ranks: int = 1, lora_rank: int = 0) -> BaseEngine:
     """A frozen engine in fp32 that is not initialized."""
     settings = (
         McoreEngineConfig(forward_only=True, dtype="fp32", tensor_model_parallel_size=ranks)
         if strategy == "megatron"
         else FSDPEngineConfig(forward_only=True, dtype="fp32")
     )
-    config = HFModelConfig(path=str(model))
+    config = HFModelConfig(path=str(model), lora_rank=lora_rank)
     return EngineRegistry.new(
         "language_model", strategy, model_config=config, engine_config=settings, device_name="cpu"
     )
@@ -171,29 +180,44 @@ def load(kind: str, strategy: str = "fsdp2") -> Callable[[Path, int, Measured], 
     return run
 
 
-def started(folder: Path, ranks: int, strategy: str = "fsdp2") -> BaseEngine:
+def started(folder: Path, ranks: int, strategy: str = "fsdp2", lora_rank: int = 0) -> BaseEngine:
     """An engine of the dense model."""
-    engine = engine_of(folder / "dense", strategy, ranks)
+    engine = engine_of(folder / "dense", strategy, ranks, lora_rank)
     engine.initialize()
     return engine
 
 
-def save(strategy: str) -> Callable[[Path, int, Measured], None]:
+def save(strategy: str, target: str, lora_rank: int = 0) -> Callable[[Path, int, Measured], None]:
     """Write the shards of a checkpoint."""
 
     def run(folder: Path, ranks: int, result: Measured) -> None:
-        engine = started(folder, ranks, strategy)
+        engine = started(folder, ranks, strategy, lora_rank)
         with measured(result):
-            engine.save_checkpoint(str(folder / f"saved_{strategy}"), contents=["model"])
+            engine.save_checkpoint(str(folder / target), contents=["model"])
 
     return run
+
+
+@contextmanager
+def in_small_files(folder: Path, width: int) -> Iterator[None]:
+    """End files at a sixteenth of the dense model, whose numbers have ``width`` bytes, and compare no logits."""
+    file_bytes = size_of(folder / "dense", ".safetensors") // 2 * width // 16
+    with (
+        patch.object(WeightFiles, "collect", partial(WeightFiles.collect, file_bytes=file_bytes)),
+        patch.object(merging, "write_in_files", partial(merging.write_in_files, file_bytes=file_bytes)),
+        patch.object(merging, "available_memory", lambda: 0),
+    ):
+        yield
 
 
 def export(folder: Path, ranks: int, result: Measured) -> None:
     """Write a model folder."""
     engine = started(folder, ranks)
-    with measured(result):
+    with in_small_files(folder, 4), measured(result):
         engine.save_checkpoint(str(folder / "exported"), contents=["hf_model"])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "exported")
 
 
 def resume(folder: Path, ranks: int, result: Measured) -> None:
@@ -201,17 +225,19 @@ def resume(folder: Path, ranks: int, result: Measured) -> None:
     engine = started(folder, ranks)
     dist.barrier()
     if dist.get_rank() == 0:
-        forget(folder / "saved_fsdp2")
+        forget(folder / "saved")
     dist.barrier()
     with measured(result):
-        engine.load_checkpoint(str(folder / "saved_fsdp2"), contents=["model"])
+        engine.load_checkpoint(str(folder / "saved"), contents=["model"])
 
 
-def merge(source: str) -> Callable[[Path, int, Measured], None]:
+def merge(source: str, width: int) -> Callable[[Path, int, Measured], None]:
     """Merge shards into a model folder, in one process."""
 
     def run(folder: Path, ranks: int, result: Measured) -> None:
-        with measured(result):
+        for _ in pretrained_weights(HFModelConfig(path=str(folder / "tiny" / "dense")), torch.float32):
+            pass
+        with in_small_files(folder, width), measured(result):
             if merger([str(folder / source), "--target_dir", str(folder / "merged")]):
                 raise SystemExit("the merger failed")
         shutil.rmtree(folder / "merged")
@@ -260,6 +286,8 @@ class Route:
     run: Callable[[Path, int, Measured], None]
     reads: str = "dense"
     """Folder."""
+    after: str = ""
+    """The path that writes that folder."""
     is_alone: bool = False
     """Whether one process does it."""
     width: int = 4
@@ -275,11 +303,13 @@ ROUTES = {
     "to engine": Route(to_engine, width=2),
     "average": Route(average),
     "export": Route(export),
-    "save": Route(save("fsdp2")),
-    "save, Megatron TP": Route(save("megatron")),
-    "resume": Route(resume, "saved_fsdp2"),
-    "merge": Route(merge("saved_fsdp2"), "saved_fsdp2", is_alone=True),
-    "merge, Megatron TP": Route(merge("saved_megatron"), "saved_megatron", is_alone=True),
+    "save": Route(save("fsdp2", "saved")),
+    "save, Megatron TP": Route(save("megatron", "saved_megatron")),
+    "save, LoRA": Route(save("fsdp2", "saved_lora", lora_rank=8)),
+    "resume": Route(resume, "saved", "save"),
+    "merge": Route(merge("saved", 4), "saved", "save", is_alone=True),
+    "merge, Megatron TP": Route(merge("saved_megatron", 4), "saved_megatron", "save, Megatron TP", is_alone=True),
+    "merge, LoRA": Route(merge("saved_lora", 2), after="save, LoRA", is_alone=True, width=2),
 }
 
 
@@ -300,30 +330,49 @@ def measure(name: str, folder: Path, ranks: int) -> list[Measured]:
     (folder / "store").unlink(missing_ok=True)
     forget(folder)
     mp.start_processes(in_process, (name, folder, ranks), ranks, start_method="spawn")
+    (folder / f"{name}.done").touch()
     return [Measured(**json.loads((folder / f"rank_{rank}.json").read_text())) for rank in range(ranks)]
+
+
+def seconds_to_read(files: list[Path]) -> float:
+    """Read files from the disk, and forget them again."""
+    began, block = time.monotonic(), bytearray(1 << 22)
+    for path in files:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(block):
+                pass
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return time.monotonic() - began
 
 
 @dataclass
 class Shares:
-    """What a path takes, of the model."""
+    """What a path takes."""
 
     peak: list[float]
-    """Of each process."""
+    """Of each process, as a share of the model."""
     read: list[float]
-    seconds_per_gb: float
-    """Of the model in bf16."""
+    """Of each process, as a share of the files."""
+    time: float
+    """Seconds, as a multiple of those of reading the files."""
 
 
 def shares(name: str, folder: Path, ranks: int) -> Shares:
-    """Measure a path."""
-    found = measure(name, folder, ranks)
-    kind = "experts" if ROUTES[name].reads == "experts" else "dense"
-    in_files = size_of(folder / kind, ".safetensors")
-    reads = size_of(folder / ROUTES[name].reads, ".pt" if ROUTES[name].reads.startswith("saved") else ".safetensors")
+    """Measure a path, after the one that writes what it reads."""
+    route = ROUTES[name]
+    if route.after and not (folder / f"{route.after}.done").exists():
+        measure(route.after, folder, ranks)
+    numbers = size_of(folder / ("experts" if route.reads == "experts" else "dense"), ".safetensors") / 2
+    ending = ".pt" if route.reads.startswith("saved") else ".safetensors"
+    files = sorted((folder / route.reads).rglob(f"*{ending}"))
+    forget(folder)
+    reading = seconds_to_read(files)
+    processes = measure(name, folder, ranks)
+    size = sum(path.stat().st_size for path in files)
     return Shares(
-        [one.peak / (in_files / 2 * ROUTES[name].width) for one in found],
-        [one.read / reads for one in found],
-        max(one.seconds for one in found) / (in_files / 1e9),
+        [one.peak / (numbers * route.width) for one in processes],
+        [one.read / size for one in processes],
+        max(one.seconds for one in processes) / reading,
     )
 
 
@@ -339,12 +388,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_models(folder, args.gib)
-        print("| path | ranks | peak of a process | read by each process | s per GB |\n|---|---|---|---|---|")
+        print("| path | ranks | peak of a process | read by a process | time |\n|---|---|---|---|---|")
         for path in args.paths:
             found[path] = one = shares(path, folder, args.ranks)
             peaks, reads = (", ".join(f"{share:.2f}" for share in part) for part in (one.peak, one.read))
             print(
-                f"| {path} | {len(one.peak)} | {peaks} | {reads} | {one.seconds_per_gb:.1f} |",
+                f"| {path} | {len(one.peak)} | {peaks} | {reads} | {one.time:.1f} |",
                 flush=True,
             )
     if args.json:
