@@ -5,7 +5,8 @@ python -m benchmarks.public_keys --only main_ppo --refused
 
 Each line of the list is one key, in how many scripts of three versions it stands, and its commonest values. Every
 value is put behind a small command of its kind (``BASES``) and goes through the command's own composition and checks.
-What belongs to the script's machine is replaced: files, trackers, and the interpreter of a rollout engine.
+What belongs to the script's machine is replaced: files, trackers, the interpreter of a rollout engine, and the package
+VeOmni, of which an empty one takes the place.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import fnmatch
 import functools
 import json
 import logging
+import math
 import re
 import sys
 import tempfile
@@ -112,14 +114,15 @@ def _recomputation(section: str) -> list[str]:
 
 TOGETHER: Mapping[str, list[str]] = {
     "actor_rollout_ref.*megatron.*": _MEGATRON,
-    "*override_optimizer_config.*": _MEGATRON,
+    "actor_rollout_ref.*override_optimizer_config.*": _MEGATRON,
+    "optim.override_optimizer_config.*": ["engine.strategy=megatron"],
     "actor_rollout_ref.model.lora.*": [*_MEGATRON, "actor_rollout_ref.model.lora.rank=32"],
     "critic.megatron.*": _MEGATRON + _CRITIC,
     "critic.*": [setting for setting in _CRITIC if not setting.startswith("critic.ppo_micro")]
     + ["critic.use_dynamic_bsz=True"],
     "critic.enable": [],
     "algorithm.adv_estimator": ["critic.ppo_micro_batch_size_per_gpu=1", "critic.model.path=FOLDER/model"],
-    "data.train_batch_size": ["actor_rollout_ref.actor.ppo_mini_batch_size=128", "trainer.nnodes=1"],
+    "main_ppo* data.train_batch_size": ["actor_rollout_ref.actor.ppo_mini_batch_size=128", "trainer.nnodes=1"],
     "*.megatron.override_transformer_config.recompute_*": _recomputation("actor_rollout_ref.actor.megatron"),
     "engine.override_transformer_config.recompute_*": _recomputation("engine"),
     "*.num_layers_in_*_pipeline_stage": _STAGES,
@@ -128,8 +131,20 @@ TOGETHER: Mapping[str, list[str]] = {
     "*.moe_enable_deepep": [
         "actor_rollout_ref.actor.megatron.override_transformer_config.moe_token_dispatcher_type=flex"
     ],
-    "*virtual_pipeline_model_parallel_size": ["actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"],
-    "*.expert_parallel_size": ["actor_rollout_ref.rollout.tensor_model_parallel_size=8"],
+    "actor_rollout_ref.*virtual_pipeline_model_parallel_size": [
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2"
+    ],
+    "engine.virtual_pipeline_model_parallel_size": ["engine.pipeline_model_parallel_size=2"],
+    "critic.megatron.*_size": ["actor_rollout_ref.actor.megatron.{name}={value}"],
+    "actor_rollout_ref.rollout.expert_parallel_size": [_DEEP],
+    "main_ppo* actor_rollout_ref.rollout.prompt_length": ["data.max_prompt_length={value}"],
+    "main_ppo* actor_rollout_ref.rollout.response_length": ["data.max_response_length={value}"],
+    "distillation.enabled": ["distillation.teacher_models.teacher_model.model_path=FOLDER/model"],
+    "data.custom_cls.path": ["data.custom_cls.name=CustomRLHFDataset"],
+    "fsdp_sft_trainer data.prompt_key": ["data.response_key=extra_info"],
+    "fsdp_sft_trainer data.response_key": ["data.prompt_key=extra_info"],
+    "*.megatron.use_dist_checkpointing": ["{section}.dist_checkpointing_path=FOLDER/dist_checkpoint"],
+    "*.megatron.dist_checkpointing_path": ["{section}.use_dist_checkpointing=True"],
     "*val_kwargs.do_sample": ["actor_rollout_ref.rollout.val_kwargs.temperature=1.0"],
     "reward_model.enable": _REWARD_MODEL,
     "reward.reward_model.enable": _REWARD_MODEL,
@@ -159,14 +174,39 @@ TOGETHER: Mapping[str, list[str]] = {
     ],
     "actor_rollout_ref.ref.profiler.*": ["actor_rollout_ref.actor.use_kl_loss=True"],
     "algorithm.gdpo_reward_keys": ["algorithm.adv_estimator=gdpo"],
-    "algorithm.rollout_correction.rollout_rs_threshold": ["algorithm.rollout_correction.rollout_rs=token_k1"],
     "trainer.resume_from_path": ["trainer.resume_mode=resume_path"],
     "*overlong_buffer_cfg.enable": ["reward_model.reward_kwargs.overlong_buffer_cfg.len=8"],
     "*.multi_turn.*": ["actor_rollout_ref.rollout.multi_turn.enable=True"],
 }
 """Pattern of keys to the settings that scripts with such a key have too."""
 
+_CORRECTION = "algorithm.rollout_correction"
+WITH_VALUE: Mapping[tuple[str, str], list[str]] = {
+    ("actor_rollout_ref.actor.router_replay.mode", "R3"): [
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+    ],
+    ("actor_rollout_ref.rollout.enable_rollout_routing_replay", "False"): [
+        "actor_rollout_ref.actor.router_replay.mode=disabled"
+    ],
+    ("actor_rollout_ref.rollout.expert_parallel_size", "4"): ["actor_rollout_ref.rollout.tensor_model_parallel_size=4"],
+    ("actor_rollout_ref.rollout.expert_parallel_size", "8"): ["actor_rollout_ref.rollout.tensor_model_parallel_size=8"],
+    ("actor_rollout_ref.rollout.expert_parallel_size", "128"): [
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=8",
+        "actor_rollout_ref.rollout.data_parallel_size=16",
+    ],
+    ("critic.enable", "False"): ["algorithm.adv_estimator=grpo"],
+    ("engine.expert_model_parallel_size", "32"): ["trainer.nnodes=4"],
+    (f"{_CORRECTION}.loss_type", "reinforce"): [f"{_CORRECTION}.bypass_mode=True"],
+    (f"{_CORRECTION}.rollout_rs", "'token_k1,seq_max_k2'"): [f"{_CORRECTION}.rollout_rs_threshold='0.6_1.6,2.5'"],
+    (f"{_CORRECTION}.rollout_rs_threshold", "'0.6_1.6,2.5'"): [f"{_CORRECTION}.rollout_rs='token_k1,seq_max_k2'"],
+}
+"""Key and value to the settings that scripts with this value have too."""
+_OVER_ALL_RANKS = ("log_prob_micro_batch_size", "ppo_micro_batch_size", "data.micro_batch_size")
+
 STAND_INS: Mapping[str, str] = {
+    "hydra.searchpath": "[file://FOLDER]",
+    "*lora_adapter_path": "FOLDER/adapter",
+    "*dist_checkpointing_path": "FOLDER/dist_checkpoint",
     "*_files": "FOLDER/rows.jsonl",
     "data.path": "FOLDER/rows.jsonl",
     "data.output_path": "FOLDER/out.parquet",
@@ -246,6 +286,12 @@ def make_files(folder: Path) -> None:
     (folder / "tools.yaml").write_text(json.dumps({"tools": [tool]}))
     (folder / "interactions.yaml").write_text(json.dumps({"interaction": [INTERACTION]}))
     (folder / "global_step_5").mkdir()
+    (folder / "adapter").mkdir()
+    adapter = {"peft_type": "LORA", "r": 32, "lora_alpha": 32, "target_modules": ["q_proj"]}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
+    (folder / "dist_checkpoint").mkdir()
+    (folder / "packages" / "veomni").mkdir(parents=True)
+    (folder / "packages" / "veomni" / "__init__.py").touch()
 
 
 def outcomes(line: Line, folder: Path) -> Iterator[Outcome]:
@@ -253,12 +299,18 @@ def outcomes(line: Line, folder: Path) -> Iterator[Outcome]:
     base = BASES[line.command]
     settings = list(base.settings)
     for pattern, more in TOGETHER.items():
-        if fnmatch.fnmatchcase(line.key, pattern):
+        if fnmatch.fnmatchcase(f"{line.command} {line.key}" if " " in pattern else line.key, pattern):
             settings += more
-    if line.key.endswith(".log_prob_micro_batch_size") or line.key.endswith("ppo_micro_batch_size"):
+    over_all_ranks = line.key.endswith(_OVER_ALL_RANKS)
+    if over_all_ranks:
         settings = [setting for setting in settings if not setting.startswith(f"{line.key}_per_gpu=")]
         settings.append("trainer.nnodes=1")
+    section, _, name = line.key.rpartition(".")
     for value in line.values:
+        beside = [text.format(section=section, name=name, value=value) for text in settings]
+        beside += WITH_VALUE.get((line.key, value), [])
+        if over_all_ranks:  # such a script has a number of ranks that divides it
+            beside.append(f"trainer.n_gpus_per_node={math.gcd(int(value), 16)}")
         written = value
         if value == ELSEWHERE:
             written = next(text for pattern, text in STAND_INS.items() if fnmatch.fnmatchcase(line.key, pattern))
@@ -272,12 +324,14 @@ def outcomes(line: Line, folder: Path) -> Iterator[Outcome]:
             more = []
         else:
             more = [f"{line.key}={quoted(written)}"]
-        overrides = [text.replace("FOLDER", str(folder)) for text in settings + more]
+        overrides = [text.replace("FOLDER", str(folder)) for text in beside + more]
         yield Outcome(line, value, refusal(overrides, config_name, base.root))
 
 
 def quoted(value: str) -> str:
-    """Write a value as scripts do, where the list has lost its quotes."""
+    """Write a value as scripts do, where the list has lost its quotes; those around a list are the shell's."""
+    if value.startswith("'["):
+        return value.strip("'")
     needs = re.search(r"[\s{}*|'\"]", value) and not value.startswith(("[", "'", '"', "{"))
     return f"'{value}'" if needs else value
 
@@ -319,6 +373,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_files(folder)
+        sys.path.append(str(folder / "packages"))
         lines = [line for line in read(LIST) if chosen.only in (None, line.command)]
         lines = [line for line in lines if fnmatch.fnmatchcase(line.key, chosen.key)]
         found = [outcome for line in lines for outcome in outcomes(line, folder)]
