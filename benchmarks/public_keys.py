@@ -139,7 +139,14 @@ TOGETHER: Mapping[str, list[str]] = {
     "actor_rollout_ref.rollout.expert_parallel_size": [_DEEP],
     "main_ppo* actor_rollout_ref.rollout.prompt_length": ["data.max_prompt_length={value}"],
     "main_ppo* actor_rollout_ref.rollout.response_length": ["data.max_response_length={value}"],
-    "distillation.enabled": ["distillation.teacher_models.teacher_model.model_path=FOLDER/model"],
+    "distillation.enabled": [
+        "distillation.teacher_models.teacher_model.model_path=FOLDER/model",
+        f"distillation.teacher_models.teacher_model.inference.engine_kwargs.vllm.python={sys.executable}",
+    ],
+    "actor_rollout_ref.actor.ppo_micro_batch_size": [
+        "actor_rollout_ref.actor.ppo_mini_batch_size={value}",
+        "data.train_batch_size={value}",
+    ],
     "data.custom_cls.path": ["data.custom_cls.name=CustomRLHFDataset"],
     "fsdp_sft_trainer data.prompt_key": ["data.response_key=extra_info"],
     "fsdp_sft_trainer data.response_key": ["data.prompt_key=extra_info"],
@@ -183,6 +190,9 @@ TOGETHER: Mapping[str, list[str]] = {
 _CORRECTION = "algorithm.rollout_correction"
 WITH_VALUE: Mapping[tuple[str, str], list[str]] = {
     ("actor_rollout_ref.actor.router_replay.mode", "R3"): [
+        "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+    ],
+    ("actor_rollout_ref.actor.veomni.router_replay.mode", "R3"): [
         "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
     ],
     ("actor_rollout_ref.rollout.enable_rollout_routing_replay", "False"): [
@@ -289,7 +299,9 @@ def make_files(folder: Path) -> None:
     (folder / "adapter").mkdir()
     adapter = {"peft_type": "LORA", "r": 32, "lora_alpha": 32, "target_modules": ["q_proj"]}
     (folder / "adapter" / "adapter_config.json").write_text(json.dumps(adapter))
+    (folder / "adapter" / "adapter_model.safetensors").touch()
     (folder / "dist_checkpoint").mkdir()
+    (folder / "dist_checkpoint" / ".metadata").touch()
     (folder / "packages" / "veomni").mkdir(parents=True)
     (folder / "packages" / "veomni" / "__init__.py").touch()
 
