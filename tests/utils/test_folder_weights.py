@@ -43,6 +43,12 @@ def test_every_weight_is_that_of_transformers(family, tmp_path):
     assert sum(map(len, parts)) == len(found)
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
     assert all(parameter.is_meta for parameter in folder.model.parameters())
+    reads, read = [], folder.read
+    folder.read = lambda unit: reads.append(unit) or read(unit)
+    assert all(torch.equal(folder.weight(name), weight) for name, weight in expected.items())
+    if not is_vision:  # where files have another name for a layer, it shows in reading
+        layers = [unit for unit in reads if ".layers." in unit]
+        assert layers == [unit for unit in folder.units if ".layers." in unit]
 
 
 def test_what_the_files_lack_or_hold_wrongly_is_named(tmp_path):

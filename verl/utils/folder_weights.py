@@ -109,12 +109,13 @@ class FolderWeights:
         self.folder = weights_folder(name_or_path)
         self._file_of = files_of_weights(self.folder)
         self._unit_of: dict[str, str] = {}
+        self._listed: set[str] = set()
+        """Units of which all names are in it."""
         self._last: tuple[str, Mapping[str, Tensor]] = ("", {})
         self.model: PreTrainedModel
         """The model, without its weights."""
         self.units: dict[str, list[str]] = {}
         """Names in the files by the layer that they belong to; what is outside of layers is a unit of its own."""
-        self._not_listed = self._read_in_turn()
         if not self._file_of:  # a pickle, which PyTorch maps into memory
             stored = torch_dtype(hf_config.dtype or torch.float32)
             self.model = load_pretrained(auto, name_or_path, hf_config, stored, trust_remote_code, new)
@@ -141,10 +142,10 @@ class FolderWeights:
             raise ConfigError(f"model weights of '{path}' cannot be read: {why_unreadable(error, path)}") from error
         warn_if_code_runs(self.model, str(self.folder))
         check_loaded(self.model, info, str(self.folder), new)
-        outside = "" if joins_weights(self.model) else None  # the unit of weights outside of layers, if it is one
+        joins_outside = joins_weights(self.model)  # then weights outside of layers are one unit
         for name in self._file_of:
-            layer = re.match(r"(.*?\.\d+)\.", name)
-            self.units.setdefault(layer[1] if layer else name if outside is None else outside, []).append(name)
+            layer = _layer_of(name)
+            self.units.setdefault("" if joins_outside and layer == name else layer, []).append(name)
 
     def _without_data(self) -> dict[str, Tensor]:
         """Shapes and formats of all weights in the files, on the meta device."""
@@ -172,16 +173,16 @@ class FolderWeights:
             yield self.model.state_dict()
         yield from map(self.read, self.units)
 
-    def _read_in_turn(self) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
-        for unit in self.units:
-            yield unit, self.read(unit)
-
     def weight(self, name: str) -> Tensor:
         """Return one weight by its name in the model; those of a layer that are asked for in turn are read once."""
-        while name not in self._unit_of:  # which names a unit has shows when it is read
-            unit, part = next(self._not_listed)
-            self._last = unit, part
-            self._unit_of |= dict.fromkeys(part, unit)
+        if name not in self._unit_of:  # which names a unit has shows when it is read; mostly the layer's are its own
+            layer = _layer_of(name)
+            for unit in sorted(self.units.keys() - self._listed, key=lambda unit: (unit != layer, unit)):
+                self._last = unit, self.read(unit)
+                self._listed.add(unit)
+                self._unit_of |= dict.fromkeys(self._last[1], unit)
+                if name in self._unit_of:
+                    break
         if self._last[0] != self._unit_of[name]:
             self._last = self._unit_of[name], self.read(self._unit_of[name])
         return self._last[1][name]
@@ -201,3 +202,9 @@ class FolderWeights:
 
     def _files_of(self, unit: str) -> list[str]:
         return sorted({self._file_of[key] for key in self.units[unit]})
+
+
+def _layer_of(name: str) -> str:
+    """The layer of a weight, such as model.layers.3; outside of layers the weight itself."""
+    layer = re.match(r"(.*?\.\d+)\.", name)
+    return layer[1] if layer else name
