@@ -174,7 +174,10 @@ def test_an_argument_that_vllm_does_not_have_is_named(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_int8_is_that_of_rounded_weights_and_rounded_inputs(folder: Path, size: int) -> None:
-    """In each version: q is loaded anew, and the inputs of a layer are rounded token by token, as its weights are."""
+    """In each version: q is loaded anew, and the inputs of a layer are rounded token by token, as its weights are.
+
+    A worker rounds its part of the inputs of layers that are divided by columns.
+    """
     rollout = under_test(folder).build()
     config = dataclasses.replace(rollout.config, quantization="int8")
     arguments = engine_arguments(config, rollout.model_config, 64, torch.device("cpu"))
@@ -182,11 +185,12 @@ def test_int8_is_that_of_rounded_weights_and_rounded_inputs(folder: Path, size: 
     try:
         for seed in (0, 1):
             model = copy.deepcopy(oracle(seed=seed)).double()
-            layers = [layer for name, layer in model.named_modules() if ".layers." in name and is_linear(layer)]
-            for layer in layers:
-                q, s = FORMATS["int8"].quantize(layer.weight.float())
-                layer.weight.data = q.double() * s
-                layer.register_forward_pre_hook(round_inputs)
+            for name, layer in model.named_modules():
+                if ".layers." in name and isinstance(layer, torch.nn.Linear):
+                    q, s = FORMATS["int8"].quantize(layer.weight.float())
+                    layer.weight.data = q.double() * s
+                    parts = size if name.endswith(("o_proj", "down_proj")) else 1
+                    layer.register_forward_pre_hook(lambda _, inputs, parts=parts: rounded_inputs(inputs[0], parts))
             sent = rounded_weights(weights_of(seed=seed), rollout._empty_model, FORMATS["int8"])
             engine.load_weights(FileBuffer().parts(sent, 2**16))
             responses = [rollout._partial(greedy(prompt)) for prompt in PROMPTS]
@@ -200,13 +204,10 @@ def test_int8_is_that_of_rounded_weights_and_rounded_inputs(folder: Path, size: 
         engine.close()
 
 
-def is_linear(layer: torch.nn.Module) -> bool:
-    return isinstance(layer, torch.nn.Linear)
-
-
-def round_inputs(layer: torch.nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
-    s = inputs[0].abs().amax(-1, keepdim=True) / 127
-    return (inputs[0] / s.where(s > 0, 1)).round() * s  # the embedding of padding is 0
+def rounded_inputs(inputs: torch.Tensor, parts: int) -> torch.Tensor:
+    divided = inputs.unflatten(-1, (parts, -1))
+    s = divided.abs().amax(-1, keepdim=True) / 127
+    return ((divided / s.where(s > 0, 1)).round() * s).flatten(-2)  # the embedding of padding is 0
 
 
 @pytest.mark.slow
