@@ -22,7 +22,7 @@ from transformers import Qwen3ForCausalLM, StaticCache
 
 from benchmarks.training_step import VOCABULARY, model_config
 from verl.backends.cpu.layers import use_fast_layers
-from verl.workers.engine.fsdp.head import token_log_probs
+from verl.workers.engine.model.head import token_log_probs
 from verl.workers.packed_attention import PACKED_ATTENTION, Packing, packed_attention_forward
 from verl.workers.rollout.native.model import NativeModel
 

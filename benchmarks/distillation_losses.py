@@ -17,8 +17,8 @@ from torch import Tensor
 from verl.algorithms.distillation import DISTILLATION_LOSSES, distillation_loss_info
 from verl.algorithms.kl import KL_KINDS
 from verl.config import DistillationLossConfig
-from verl.workers.engine.fsdp.divergence import FullDivergence, OutputMatrix, vocabulary_divergence
-from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
+from verl.workers.engine.model.divergence import FullDivergence, OutputMatrix, vocabulary_divergence
+from verl.workers.engine.model.head import LogitRule, token_log_probs
 
 CONFIG = DistillationLossConfig(beta=0.3)
 

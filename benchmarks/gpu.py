@@ -603,7 +603,7 @@ def head(setting: Setting) -> dict[str, Any]:
     """Seconds of the log-probs of the output head, forward and backward."""
     import torch
 
-    from verl.workers.engine.fsdp.head import token_log_probs
+    from verl.workers.engine.model.head import token_log_probs
 
     work, draw = setting.work, torch.Generator(setting.device).manual_seed(0)
     placed = {"device": setting.device, "dtype": torch.bfloat16, "generator": draw}
@@ -632,8 +632,8 @@ def divergence(setting: Setting) -> dict[str, Any]:
     import torch
 
     from verl.algorithms.distillation import DivergenceKind
-    from verl.workers.engine.fsdp.divergence import FullDivergence, OutputMatrix, vocabulary_divergence
-    from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
+    from verl.workers.engine.model.divergence import FullDivergence, OutputMatrix, vocabulary_divergence
+    from verl.workers.engine.model.head import LogitRule, token_log_probs
 
     work, draw = setting.work, torch.Generator(setting.device).manual_seed(0)
     placed = {"device": setting.device, "dtype": torch.bfloat16, "generator": draw}

@@ -24,8 +24,8 @@ from typing import Any, get_args
 import torch
 
 from verl.algorithms.distillation import DivergenceKind
-from verl.workers.engine.fsdp.divergence import FullDivergence, OutputMatrix, vocabulary_divergence
-from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
+from verl.workers.engine.model.divergence import FullDivergence, OutputMatrix, vocabulary_divergence
+from verl.workers.engine.model.head import LogitRule, token_log_probs
 
 Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(hidden, weight, targets) → a value of each token, and another."""

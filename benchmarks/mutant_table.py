@@ -167,14 +167,14 @@ ENGINE = (
     ),
     Mutant(
         "engine",
-        "workers/engine/fsdp/inputs.py",
+        "workers/engine/model/inputs.py",
         "where = places + prompt_length - (0 if at_token else 1)",
         "where = places + prompt_length",
         "workers/engine/model_inputs workers/engine/engine",
     ),
     Mutant(
         "engine",
-        "workers/engine/fsdp/inputs.py",
+        "workers/engine/model/inputs.py",
         "            before.append(parent)",
         "            before.append(None)",
         "workers/engine/shared_prompts",

@@ -24,8 +24,8 @@ from transformers import LlamaConfig
 from verl.config import FSDPEngineConfig
 from verl.utils.model import empty_causal_lm
 from verl.utils.sharded_tensor import local_part
-from verl.workers.engine.fsdp.model import HeadedModel, own_state
 from verl.workers.engine.fsdp.sharding import shard_model
+from verl.workers.engine.model.headed import HeadedModel, own_state
 from verl.workers.rollout.weights import ExpectedWeights
 
 

@@ -46,8 +46,8 @@ from verl.testing.models import tiny_tokenizer
 from verl.utils.model import empty_causal_lm
 from verl.utils.transformers_private import names_on_disk
 from verl.workers.engine import BaseEngine, EngineRegistry
-from verl.workers.engine.fsdp.export import WeightFiles
-from verl.workers.engine.fsdp.model import own_state, pretrained_weights
+from verl.workers.engine.model.export import WeightFiles
+from verl.workers.engine.model.headed import own_state, pretrained_weights
 from verl.workers.rollout.weights import FileBuffer
 from verl.workers.teacher.average import AveragedWeights
 

@@ -23,7 +23,7 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.workers.config import ActorConfig
 from verl.workers.engine import BatchTotals
-from verl.workers.engine.fsdp.inputs import prepare_inputs
+from verl.workers.engine.model.inputs import prepare_inputs
 from verl.workers.losses import PolicyLoss
 
 LN2 = math.log(2)

@@ -7,7 +7,7 @@ import pytest
 from verl.planner.memory import LOGITS_AT_ONCE, ModelMemory, RankLayout
 from verl.planner.passes import PassTokens
 from verl.planner.shapes import ModelShape
-from verl.workers.engine.fsdp.head import GPU_CHUNK_ELEMENTS
+from verl.workers.engine.model.head import GPU_CHUNK_ELEMENTS
 
 SHAPE = ModelShape.of(
     {

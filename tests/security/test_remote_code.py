@@ -24,7 +24,7 @@ from verl.trainer.config import GenerationConfig, PPOConfig, SFTConfig
 from verl.utils import hf_processor, hf_tokenizer, model_code
 from verl.utils.model import load_causal_lm, load_hf_config
 from verl.workers.config import HFModelConfig, RolloutConfig
-from verl.workers.engine.fsdp.model import _classifier
+from verl.workers.engine.model.headed import _classifier
 from verl.workers.rollout.sglang_rollout.settings import engine_arguments as sglang_arguments
 from verl.workers.rollout.vllm_rollout.settings import command_line
 from verl.workers.rollout.vllm_rollout.settings import engine_arguments as vllm_arguments

@@ -12,7 +12,7 @@ from verl.errors import ConfigError
 from verl.testing.models import MIXTURES, tiny_model_dir
 from verl.utils.folder_weights import FolderWeights
 from verl.vision.families import FAMILIES
-from verl.workers.engine.fsdp.model import own_state
+from verl.workers.engine.model.headed import own_state
 
 
 def in_layers(folder):

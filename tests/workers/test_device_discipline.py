@@ -23,8 +23,8 @@ from verl.algorithms.value_loss import compute_value_loss
 from verl.protocol import DataProto
 from verl.testing.models import tiny_model
 from verl.utils.transformers_private import use_attention
-from verl.workers.engine.fsdp.inputs import prepare_inputs
-from verl.workers.engine.fsdp.model import HeadedModel, enable_gradient_checkpointing
+from verl.workers.engine.model.headed import HeadedModel, enable_gradient_checkpointing
+from verl.workers.engine.model.inputs import prepare_inputs
 from verl.workers.packed_attention import PACKED_ATTENTION, Packing
 from verl.workers.rollout.native.memory import CopiedPromptMemory
 from verl.workers.rollout.native.model import NativeModel

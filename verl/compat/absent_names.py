@@ -53,7 +53,7 @@ _VISION = Absence(
 )
 _LORA = Absence(
     "other design",
-    "Adapters are those of peft: verl.workers.engine.fsdp.adapters adds, merges and writes them, and an engine's "
+    "Adapters are those of peft: verl.workers.engine.model.adapters adds, merges and writes them, and an engine's "
     "get_per_tensor_param gives merged weights, its adapted_weights base and adapters apart. Each checkpoint has "
     "them in lora_adapter, for peft.",
 )
@@ -67,7 +67,7 @@ _TEACHERS = Absence(
 _DIVERGENCES = Absence(
     "other design",
     "The loss of an update is verl.workers.losses.DistillationLoss, of divergences that verl.algorithms.distillation "
-    "computes (evaluate_distillation_loss) or that engines do (verl.workers.engine.fsdp.divergence). Add your own by "
+    "computes (evaluate_distillation_loss) or that engines do (verl.workers.engine.model.divergence). Add your own by "
     "register_distillation_loss.",
 )
 _ACTOR = Absence(
@@ -142,7 +142,7 @@ _TRACKERS = Absence(
     "A tracker is chosen by name: verl.utils.tracking.Tracking(project_name, experiment_name, ['file', 'clearml']).",
 )
 _VALUE_HEAD = Absence(
-    "other design", "verl.workers.engine.fsdp.model.build_model('value_model', ...) puts the head on a model."
+    "other design", "verl.workers.engine.model.headed.build_model('value_model', ...) puts the head on a model."
 )
 _COMPILED = Absence("no use", "Functions of this version run uncompiled, and without GPU kernels of other libraries.")
 
@@ -176,7 +176,7 @@ ABSENT: dict[str, Absence] = {
     "verl.model_merger.lora_adapter": _LORA,
     "verl.models": Absence(
         "other design",
-        "Models are those of Transformers, loaded by verl.utils.model and wrapped by verl.workers.engine.fsdp.model; "
+        "Models are those of Transformers, loaded by verl.utils.model and wrapped by verl.workers.engine.model.headed; "
         "this package has no code for single architectures.",
     ),
     "verl.models.mcore": _MEGATRON,
@@ -234,7 +234,7 @@ ABSENT: dict[str, Absence] = {
     "verl.utils.kernel": Absence(
         "other design",
         "Kernels for CPUs are verl.backends.cpu; on GPUs PyTorch's are used, and log-probs come in slices without all "
-        "logits at once (verl.workers.engine.fsdp.head).",
+        "logits at once (verl.workers.engine.model.head).",
     ),
     "verl.utils.logger.aggregate_logger.AggregateLogger": Absence(
         "other design", "verl.utils.tracking.Tracking sends metrics to several trackers at once."

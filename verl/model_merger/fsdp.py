@@ -33,8 +33,8 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.transformers_private import names_on_disk, no_init_weights, write_model_code
 from verl.vision.families import FAMILIES
 from verl.vision.processor import write_processor
-from verl.workers.engine.fsdp.export import write_in_files
-from verl.workers.engine.fsdp.model import own_state
+from verl.workers.engine.model.export import write_in_files
+from verl.workers.engine.model.headed import own_state
 from verl.workers.forward_check import is_rounding, largest_difference
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from verl.errors import CheckpointError, ConfigError, DataError
 from verl.model_merger.lazy_weights import LazyWeights
 from verl.model_merger.probes import probes
 from verl.utils.model import load_hf_config, torch_dtype
-from verl.workers.engine.fsdp.adapters import (
+from verl.workers.engine.model.adapters import (
     ADAPTER_FOLDER,
     BASE,
     CONFIG_FILE,
@@ -36,7 +36,7 @@ from verl.workers.engine.fsdp.adapters import (
     targets_of,
     with_adapters,
 )
-from verl.workers.engine.fsdp.model import (
+from verl.workers.engine.model.headed import (
     HeadedModel,
     ModelType,
     build_model,

@@ -44,8 +44,8 @@ from verl.checkpoint.torch_dist import TorchDistFiles
 from verl.errors import CheckpointError
 from verl.model_merger.fsdp import empty_model
 from verl.utils.model import load_hf_config
-from verl.workers.engine.fsdp.model import own_state
 from verl.workers.engine.megatron.files import ModelFiles
+from verl.workers.engine.model.headed import own_state
 
 logger = logging.getLogger(__name__)
 

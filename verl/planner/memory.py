@@ -50,7 +50,7 @@ from verl.planner.passes import PassTokens
 from verl.planner.shapes import ModelShape
 
 LOGITS_AT_ONCE = 2**27
-"""Logits in memory at once: as :data:`verl.workers.engine.fsdp.head.GPU_CHUNK_ELEMENTS`."""
+"""Logits in memory at once: as :data:`verl.workers.engine.model.head.GPU_CHUNK_ELEMENTS`."""
 _ADAM_MOMENTS = 2  # the running means of the gradient and of its square
 BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
 """Bytes of one number by the name of its format."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from verl.base.types import JsonMapping, JsonObject
 from verl.checkpoint.files import NewFolder, sync_tree
 from verl.errors import CheckpointError
-from verl.workers.engine.fsdp.adapters import WEIGHTS_FILE, peft
+from verl.workers.engine.model.adapters import WEIGHTS_FILE, peft
 
 ALPHA = 32
 """Adapters are scaled by this over their rank."""

@@ -19,7 +19,7 @@ from verl.protocol import DataProto
 from verl.trainer.supervised import SupervisedRunner, SupervisedTrainer, processor_of
 from verl.utils.metric import Metrics
 from verl.workers.engine import BatchTotals, LossFunction, PartialSum
-from verl.workers.engine.images import COLUMN as IMAGES
+from verl.workers.engine.model.images import COLUMN as IMAGES
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset

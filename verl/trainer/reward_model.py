@@ -15,7 +15,7 @@ from typing import Any
 from verl.config import RMConfig
 from verl.protocol import DataProto
 from verl.trainer.preference import PreferenceRunner, PreferenceTrainer, as_rows, last_response_token
-from verl.workers.engine.images import COLUMN as IMAGES
+from verl.workers.engine.model.images import COLUMN as IMAGES
 from verl.workers.losses import RewardModelLoss
 
 

@@ -38,7 +38,7 @@ from verl.utils.model_facts.time_limits import time_limits
 from verl.utils.tokenizer import hf_tokenizer
 from verl.vision.families import TOWER, VisionConfig
 from verl.workers.engine import BaseEngine, MicroBatchConfig
-from verl.workers.engine.fsdp.model import pretrained_weights
+from verl.workers.engine.model.headed import pretrained_weights
 from verl.workers.losses import (
     DistillationLoss,
     InterpolatedLoss,

@@ -22,7 +22,7 @@ from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.utils.torch_functional import pad_2d_list_to_length
 from verl.vision.families import FAMILIES, IMAGE_INPUTS, TEXT_PLACES, VisionConfig
 from verl.vision.positions import AXES, image_tokens
-from verl.workers.engine.images import COLUMN, has_images
+from verl.workers.engine.model.images import COLUMN, has_images
 from verl.workers.policy_turns import policy_turns
 
 if TYPE_CHECKING:

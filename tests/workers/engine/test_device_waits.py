@@ -23,7 +23,7 @@ from verl.utils.transformers_private import use_attention
 from verl.workers.config import ActorConfig
 from verl.workers.engine import LossFunction, MicroBatchConfig
 from verl.workers.engine.fsdp.engine import FSDPEngine
-from verl.workers.engine.fsdp.model import HeadedModel
+from verl.workers.engine.model.headed import HeadedModel
 from verl.workers.engine.optimizer import build_optimizer, build_scheduler
 from verl.workers.losses import OwnForwardLoss, PolicyLoss, TokenRecord
 from verl.workers.packed_attention import PACKED_ATTENTION

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from verl.errors import SchemaError
-from verl.workers.engine.fsdp.divergence import FullDivergence, OutputMatrix, vocabulary_divergence
-from verl.workers.engine.fsdp.head import LogitRule, TopTokens, token_log_probs
+from verl.workers.engine.model.divergence import FullDivergence, OutputMatrix, vocabulary_divergence
+from verl.workers.engine.model.head import LogitRule, TopTokens, token_log_probs
 
 KINDS = ("forward_kl", "reverse_kl", "jsd")
 N, H, V = 9, 5, 11

@@ -17,7 +17,7 @@ from tests.workers.support import (
 from verl.errors import ConfigError
 from verl.testing.models import tiny_model_dir, tiny_tokenizer
 from verl.workers.config import HFModelConfig
-from verl.workers.engine.fsdp.model import pretrained_weights
+from verl.workers.engine.model.headed import pretrained_weights
 from verl.workers.losses import sft_loss
 
 COMMON = {"vocab_size": 104, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from verl.workers.engine.fsdp.head import LogitRule, chunk_rows, token_log_probs
+from verl.workers.engine.model.head import LogitRule, chunk_rows, token_log_probs
 
 RULES = {"plain": LogitRule(), "scaled": LogitRule(0.5), "capped": LogitRule(2.0, softcap=3.0)}
 

@@ -18,8 +18,8 @@ from verl.testing.models import tiny_model
 from verl.utils.sharded_tensor import full_tensor
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import sharded_model
-from verl.workers.engine.fsdp.export import WeightFiles
-from verl.workers.engine.fsdp.model import own_state
+from verl.workers.engine.model.export import WeightFiles
+from verl.workers.engine.model.headed import own_state
 
 MIB = 1 << 20
 M_MMAP_THRESHOLD = -3  # of mallopt(3)

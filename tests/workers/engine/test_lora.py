@@ -32,8 +32,8 @@ from verl.testing.models import MIXTURES, tiny_model_dir, tiny_tokenizer
 from verl.utils.sharded_tensor import full_tensor
 from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.config import CriticConfig
-from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER, AdapterTarget, linear_adapters, merged
-from verl.workers.engine.fsdp.model import trained_parameters
+from verl.workers.engine.model.adapters import ADAPTER_FOLDER, AdapterTarget, linear_adapters, merged
+from verl.workers.engine.model.headed import trained_parameters
 from verl.workers.losses import ValueLoss, sft_loss
 from verl.workers.rollout.weights import write_adapters
 

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from verl.errors import SchemaError
 from verl.protocol import DataProto
-from verl.workers.engine.fsdp.inputs import check_token_ids, prepare_inputs
+from verl.workers.engine.model.inputs import check_token_ids, prepare_inputs
 
 CPU = torch.device("cpu")
 

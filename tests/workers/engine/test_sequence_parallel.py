@@ -24,9 +24,9 @@ from verl.testing.models import tiny_model_dir
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, get_ulysses_sequence_parallel_world_size
 from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.engine import MicroBatchConfig
-from verl.workers.engine.fsdp.divergence import DivergenceStatistics
-from verl.workers.engine.fsdp.head import NO_TOP, TokenStatistics
-from verl.workers.engine.fsdp.outputs import language_outputs
+from verl.workers.engine.model.divergence import DivergenceStatistics
+from verl.workers.engine.model.head import NO_TOP, TokenStatistics
+from verl.workers.engine.model.outputs import language_outputs
 from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
 
 STATE = ("model", "optimizer", "extra")

@@ -12,7 +12,7 @@ from verl.protocol import DataProto
 from verl.testing.models import tiny_model_dir
 from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.engine import MicroBatchConfig
-from verl.workers.engine.fsdp.inputs import prepare_inputs
+from verl.workers.engine.model.inputs import prepare_inputs
 from verl.workers.engine.passes import split_micro_batches
 from verl.workers.losses import PolicyLoss, ValueLoss
 from verl.workers.shared_prompts import Siblings, same_prompts

@@ -25,7 +25,7 @@ from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
 from verl.testing.models import tiny_model_dir
 from verl.workers.engine import BaseEngine, FunctionLoss, MicroBatchConfig
-from verl.workers.engine.fsdp.divergence import FullDivergence
+from verl.workers.engine.model.divergence import FullDivergence
 
 P, K, TEMPERATURE, BETA = 6, 5, 0.7, 0.3
 CONFIG = DistillationLossConfig(beta=BETA)

@@ -28,8 +28,8 @@ from verl.model_merger.fsdp import merge
 from verl.protocol import DataProto
 from verl.testing.models import tiny_model_dir
 from verl.workers.config import ActorConfig, CriticConfig
-from verl.workers.engine.fsdp.divergence import FullDivergence
 from verl.workers.engine.fsdp.tensor_parallel import check_division, divide_layers
+from verl.workers.engine.model.divergence import FullDivergence
 from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
 
 CONFIG = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean")

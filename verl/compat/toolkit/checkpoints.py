@@ -20,7 +20,7 @@ from verl.checkpoint.states import rng_state, set_rng_state
 from verl.checkpoint.steps import LATEST, read_latest
 from verl.compat.toolkit.fsdp import fsdp_version, get_fsdp_full_state_dict
 from verl.errors import ConfigError
-from verl.workers.engine.fsdp.model import own_state
+from verl.workers.engine.model.headed import own_state
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin

@@ -40,7 +40,7 @@ from verl.workers.engine.passes import MicroBatchConfig, PassSizes
 
 if TYPE_CHECKING:
     from verl.checkpoint.states import State
-    from verl.workers.engine.fsdp.divergence import FullDivergence, OutputMatrix
+    from verl.workers.engine.model.divergence import FullDivergence, OutputMatrix
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class BaseEngine(ABC):
         Args:
             batch: this rank's rows.
             outputs: of ``log_probs``, ``entropy``, ``sum_pi_squared``, ``top_ids``, ``top_log_probs``, ``hidden``
-                (language models, see :func:`~verl.workers.engine.fsdp.outputs.language_outputs`); ``values`` (value
+                (language models, see :func:`~verl.workers.engine.model.outputs.language_outputs`); ``values`` (value
                 models); ``scores`` (reward models).
             micro: size of the passes.
             temperature: of the policy; logits are divided by it.

@@ -29,7 +29,7 @@ from verl.utils.model import hf_config_of, torch_dtype
 from verl.utils.model_facts.time_limits import time_limits
 from verl.utils.tokenizer import hf_tokenizer
 from verl.vision.families import VisionConfig
-from verl.workers.engine.fsdp.model import pretrained_weights
+from verl.workers.engine.model.headed import pretrained_weights
 from verl.workers.rollout.base import BaseRollout, get_rollout_class
 from verl.workers.rollout.scoring import ScoreRequest, TokenScores
 from verl.workers.teacher.alignment import TextAlignment, spans_of_tokens

@@ -11,7 +11,7 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.vision.families import VisionConfig
 from verl.workers.engine import BaseEngine, MicroBatchConfig
-from verl.workers.engine.fsdp.divergence import FullDivergence
+from verl.workers.engine.model.divergence import FullDivergence
 from verl.workers.teacher.prompts import rows_for_teacher
 
 COLUMNS: Mapping[Reads, Mapping[str, str]] = {

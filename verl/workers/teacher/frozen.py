@@ -25,7 +25,7 @@ from verl.utils.metric import Metrics
 from verl.utils.model import hf_config_of
 from verl.vision.families import VisionConfig
 from verl.workers.engine import BaseEngine, MicroBatchConfig
-from verl.workers.engine.fsdp.divergence import FullDivergence
+from verl.workers.engine.model.divergence import FullDivergence
 from verl.workers.teacher.alignment import TextAlignment, spans_of_tokens
 from verl.workers.teacher.forward import teacher_columns
 from verl.workers.teacher.prompts import rows_for_teacher

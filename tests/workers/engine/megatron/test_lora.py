@@ -25,7 +25,7 @@ from verl.errors import CheckpointError, ConfigError
 from verl.model_merger.fsdp import merge
 from verl.testing.models import tiny_model_dir, tiny_tokenizer
 from verl.workers.config import CriticConfig
-from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER
+from verl.workers.engine.model.adapters import ADAPTER_FOLDER
 from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
 
 pytest.importorskip("verl.workers.engine.megatron.library")

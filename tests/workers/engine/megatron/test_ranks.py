@@ -110,7 +110,7 @@ def reshard(folder, path, batch):
 
 def vocabulary(rank):
     """9 tokens over 2 ranks, and 1 token: the second rank then has padding alone."""
-    from verl.workers.engine.fsdp.vocab_parallel import vocab_parallel_log_probs
+    from verl.workers.engine.model.vocab_parallel import vocab_parallel_log_probs
 
     for vocab in (9, 1):
         g = torch.Generator().manual_seed(3)
@@ -142,9 +142,9 @@ def vocabulary(rank):
 
 def with_teacher(rank, hidden, whole, mine, vocab):
     """Candidates, most likely tokens and divergences are those of a rank that has all rows, gradients too."""
-    from verl.workers.engine.fsdp.divergence import FullDivergence, OutputMatrix, vocabulary_divergence
-    from verl.workers.engine.fsdp.head import LogitRule, TopTokens, token_log_probs
-    from verl.workers.engine.fsdp.vocab_parallel import vocab_parallel_log_probs
+    from verl.workers.engine.model.divergence import FullDivergence, OutputMatrix, vocabulary_divergence
+    from verl.workers.engine.model.head import LogitRule, TopTokens, token_log_probs
+    from verl.workers.engine.model.vocab_parallel import vocab_parallel_log_probs
 
     g = torch.Generator().manual_seed(4)
     of_teacher, teacher = torch.randn(7, 3, generator=g).double(), torch.randn(vocab + 2, 3, generator=g).double()

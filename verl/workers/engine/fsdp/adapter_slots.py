@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from verl.errors import ConfigError
 from verl.utils.sharded_tensor import local_rows
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.fsdp.adapters import LORA_A, LORA_B, require_linear
 from verl.workers.engine.fsdp.engine import FSDPLanguageModelEngine
-from verl.workers.engine.fsdp.inputs import ModelInputs
-from verl.workers.engine.fsdp.model import trained_parameters
 from verl.workers.engine.loss import gathered
+from verl.workers.engine.model.adapters import LORA_A, LORA_B, require_linear
+from verl.workers.engine.model.headed import trained_parameters
+from verl.workers.engine.model.inputs import ModelInputs
 from verl.workers.engine.passes import MicroBatch
 
 SLOT = "adapter_slot"

@@ -22,14 +22,9 @@ from verl.utils.model import longrope_threshold
 from verl.utils.sharded_tensor import full_tensor, local_rows
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.activations import activations_on_cpu
-from verl.workers.engine.fsdp.divergence import OutputMatrix
 from verl.workers.engine.fsdp.experts import ExpertLoad, balance_loss, load_metrics
-from verl.workers.engine.fsdp.head import NO_TOP, TopTokens
-from verl.workers.engine.fsdp.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
-from verl.workers.engine.fsdp.outputs import LANGUAGE_OUTPUTS, empty_columns, without_hidden
 from verl.workers.engine.fsdp.packing_check import shared_prompt_difference
 from verl.workers.engine.fsdp.sharded_model import ShardedModel
-from verl.workers.engine.images import has_images
 from verl.workers.engine.loss import (
     BatchTotals,
     LossCallable,
@@ -40,6 +35,11 @@ from verl.workers.engine.loss import (
     as_loss_function,
     gathered,
 )
+from verl.workers.engine.model.divergence import OutputMatrix
+from verl.workers.engine.model.head import NO_TOP, TopTokens
+from verl.workers.engine.model.images import has_images
+from verl.workers.engine.model.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
+from verl.workers.engine.model.outputs import LANGUAGE_OUTPUTS, empty_columns, without_hidden
 from verl.workers.engine.non_finite import LossWatch, in_gradients
 from verl.workers.engine.optimizer import clip_gradients
 from verl.workers.engine.passes import (
@@ -316,7 +316,7 @@ class FSDPEngine(ShardedModel):
 
 @EngineRegistry.register("language_model", ("fsdp", "fsdp2"))
 class FSDPLanguageModelEngine(FSDPEngine):
-    """Engine of a causal language model; see :func:`~verl.workers.engine.fsdp.outputs.language_outputs`."""
+    """Engine of a causal language model; see :func:`~verl.workers.engine.model.outputs.language_outputs`."""
 
     @torch.no_grad()
     def output_matrix(self) -> OutputMatrix:

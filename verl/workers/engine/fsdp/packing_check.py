@@ -15,8 +15,8 @@ from torch import Tensor
 
 from verl.errors import ConfigError
 from verl.utils.transformers_private import attention_of, takes_any_attention, use_attention
-from verl.workers.engine.fsdp.inputs import ModelInputs, divide
-from verl.workers.engine.fsdp.model import HeadedModel
+from verl.workers.engine.model.headed import HeadedModel
+from verl.workers.engine.model.inputs import ModelInputs, divide
 from verl.workers.forward_check import is_rounding, largest_difference, probe_sequences, short_windows
 from verl.workers.packed_attention import PACKED_ATTENTION, Packing
 from verl.workers.padded_attention import PADDED_ATTENTION

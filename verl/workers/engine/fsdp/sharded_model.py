@@ -34,38 +34,8 @@ from verl.utils.transformers_private import experts_of
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.engine.base import BaseEngine
-from verl.workers.engine.fsdp.adapters import (
-    ADAPTER_FOLDER,
-    adapter_layers,
-    base_of,
-    check_same_scale,
-    linear_adapters,
-    magnitudes_of,
-    merged,
-    require_linear,
-    targets_of,
-    without_adapters,
-    write_adapters,
-)
 from verl.workers.engine.fsdp.experts import balance_coefficient
-from verl.workers.engine.fsdp.export import (
-    WeightFiles,
-    untrained_heads,
-    weights_on_first_rank,
-    write_model_folder,
-    write_tokenizer,
-)
 from verl.workers.engine.fsdp.host_memory import HostMemory
-from verl.workers.engine.fsdp.model import (
-    HeadedModel,
-    ModelType,
-    build_model,
-    check_sequence_sharing,
-    enable_gradient_checkpointing,
-    folder_weights,
-    own_state,
-    trained_parameters,
-)
 from verl.workers.engine.fsdp.packing_check import PackingCheck
 from verl.workers.engine.fsdp.sharding import (
     InitialWeights,
@@ -82,6 +52,36 @@ from verl.workers.engine.fsdp.sharding import (
 )
 from verl.workers.engine.fsdp.tensor_parallel import check_division, divide_layers
 from verl.workers.engine.loss_scale import LossScale
+from verl.workers.engine.model.adapters import (
+    ADAPTER_FOLDER,
+    adapter_layers,
+    base_of,
+    check_same_scale,
+    linear_adapters,
+    magnitudes_of,
+    merged,
+    require_linear,
+    targets_of,
+    without_adapters,
+    write_adapters,
+)
+from verl.workers.engine.model.export import (
+    WeightFiles,
+    untrained_heads,
+    weights_on_first_rank,
+    write_model_folder,
+    write_tokenizer,
+)
+from verl.workers.engine.model.headed import (
+    HeadedModel,
+    ModelType,
+    build_model,
+    check_sequence_sharing,
+    enable_gradient_checkpointing,
+    folder_weights,
+    own_state,
+    trained_parameters,
+)
 from verl.workers.engine.muon import hidden_matrices
 from verl.workers.engine.optimizer import build_optimizer, build_scheduler, state_bytes
 from verl.workers.routers import Routers

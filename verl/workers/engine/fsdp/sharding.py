@@ -29,8 +29,8 @@ from verl.utils.folder_weights import FolderWeights
 from verl.utils.model import torch_dtype
 from verl.utils.sharded_tensor import local_part, parts_of_ranks
 from verl.utils.transformers_private import conversions_of, set_conversions
-from verl.workers.engine.fsdp.adapters import is_adapter, own_name
-from verl.workers.engine.fsdp.model import HeadedModel, layer_classes, own_state
+from verl.workers.engine.model.adapters import is_adapter, own_name
+from verl.workers.engine.model.headed import HeadedModel, layer_classes, own_state
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from transformers import PretrainedConfig
 
 from verl.errors import ConfigError
 from verl.vision.families import FAMILIES
-from verl.workers.engine.fsdp.model import HeadedModel
+from verl.workers.engine.model.headed import HeadedModel
 
 _KEY = "fsdp_config.tensor_parallel_size"
 

@@ -1,6 +1,6 @@
 """LoRA adapters beside the parallel layers of megatron-core, divided as these layers are.
 
-They are the adapters of Transformers' layers (:mod:`verl.workers.engine.fsdp.adapters`): queries, keys and values have
+They are the adapters of Transformers' layers (:mod:`verl.workers.engine.model.adapters`): queries, keys and values have
 one each, though megatron-core computes them by one matrix, ``linear_qkv``, and so have the gate and the up projection
 in ``linear_fc1``. Of a column-parallel layer each rank has the whole of A and its rows of B, of a row-parallel layer
 its columns of A and the whole of B. What the ranks exchange has the width r.
@@ -23,9 +23,9 @@ from torch.nn.functional import linear as product
 
 from verl.config import HFModelConfig
 from verl.errors import ConfigError
-from verl.workers.engine.fsdp.adapters import LORA_A, LORA_B, AdapterTarget, is_adapter, own_name, saved_adapters
 from verl.workers.engine.megatron.library import tensor_parallel
 from verl.workers.engine.megatron.weights import Place
+from verl.workers.engine.model.adapters import LORA_A, LORA_B, AdapterTarget, is_adapter, own_name, saved_adapters
 
 
 class LayerAdapter(nn.Module):

@@ -27,29 +27,7 @@ from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import torch_dtype
 from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.engine.base import BaseEngine, EngineRegistry
-from verl.workers.engine.fsdp.adapters import (
-    ADAPTER_FOLDER,
-    adapter_layers,
-    base_of,
-    check_same_scale,
-    linear_adapters,
-    merged,
-    require_linear,
-    write_adapters,
-)
-from verl.workers.engine.fsdp.divergence import OutputMatrix
 from verl.workers.engine.fsdp.experts import balance_coefficient
-from verl.workers.engine.fsdp.export import (
-    WeightFiles,
-    untrained_heads,
-    weights_on_first_rank,
-    write_model_folder,
-    write_tokenizer,
-)
-from verl.workers.engine.fsdp.head import NO_TOP, LogitRule, TopTokens
-from verl.workers.engine.fsdp.inputs import ModelInputs, check_token_ids
-from verl.workers.engine.fsdp.model import ModelType
-from verl.workers.engine.fsdp.outputs import LANGUAGE_OUTPUTS, empty_columns, without_hidden
 from verl.workers.engine.loss import (
     BatchTotals,
     LossCallable,
@@ -77,6 +55,28 @@ from verl.workers.engine.megatron.outputs import outputs_at
 from verl.workers.engine.megatron.prediction import PredictionLoss, TokensAhead
 from verl.workers.engine.megatron.replay import RouterReplay
 from verl.workers.engine.megatron.weights import Place, WeightGatherer
+from verl.workers.engine.model.adapters import (
+    ADAPTER_FOLDER,
+    adapter_layers,
+    base_of,
+    check_same_scale,
+    linear_adapters,
+    merged,
+    require_linear,
+    write_adapters,
+)
+from verl.workers.engine.model.divergence import OutputMatrix
+from verl.workers.engine.model.export import (
+    WeightFiles,
+    untrained_heads,
+    weights_on_first_rank,
+    write_model_folder,
+    write_tokenizer,
+)
+from verl.workers.engine.model.head import NO_TOP, LogitRule, TopTokens
+from verl.workers.engine.model.headed import ModelType
+from verl.workers.engine.model.inputs import ModelInputs, check_token_ids
+from verl.workers.engine.model.outputs import LANGUAGE_OUTPUTS, empty_columns, without_hidden
 from verl.workers.engine.non_finite import LossWatch, NonFinite, in_gradients
 from verl.workers.engine.optimizer import build_scheduler
 from verl.workers.engine.passes import MicroBatch, MicroBatchConfig, PassAttempt, PassSizes, split_micro_batches
@@ -618,7 +618,7 @@ class MegatronEngine(BaseEngine):
 
 @EngineRegistry.register("language_model", "megatron")
 class MegatronLanguageModelEngine(MegatronEngine):
-    """Engine of a causal language model; see :func:`~verl.workers.engine.fsdp.outputs.language_outputs`."""
+    """Engine of a causal language model; see :func:`~verl.workers.engine.model.outputs.language_outputs`."""
 
     @torch.no_grad()
     def output_matrix(self) -> OutputMatrix:

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from verl.protocol import DataProto
 from verl.vision.families import VisionConfig
-from verl.workers.engine.fsdp.inputs import ModelInputs, divide, prepare_inputs
 from verl.workers.engine.megatron.prediction import TokensAhead, tokens_ahead
+from verl.workers.engine.model.inputs import ModelInputs, divide, prepare_inputs
 from verl.workers.packed_attention import Packing
 from verl.workers.routers import unknown
 

@@ -17,8 +17,6 @@ from verl.config.megatron_flags import RECOMPUTE
 from verl.errors import ConfigError
 from verl.utils.model import torch_dtype
 from verl.utils.model_facts.megatron_fit import misfits
-from verl.workers.engine.fsdp.adapters import AdapterTarget, adapter_layers, is_adapter, own_name, targets_of
-from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state, trained_parameters
 from verl.workers.engine.megatron.adapters import add_adapters, first_values, need_gradients, shape_by_expert
 from verl.workers.engine.megatron.experts import Experts, expert_layer
 from verl.workers.engine.megatron.files import ModelFiles
@@ -46,6 +44,8 @@ from verl.workers.engine.megatron.library import (
 from verl.workers.engine.megatron.prediction import HeadWeights
 from verl.workers.engine.megatron.vision import DeepstackLayer, build_tower
 from verl.workers.engine.megatron.weights import Division, ExpertDivision, Place, places_of
+from verl.workers.engine.model.adapters import AdapterTarget, adapter_layers, is_adapter, own_name, targets_of
+from verl.workers.engine.model.headed import HeadedModel, ModelType, build_model, own_state, trained_parameters
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class BuiltModel:
     frozen: frozenset[str]
     """Names of the weights that are not trained."""
     targets: Mapping[str, AdapterTarget]
-    """What each layer with an adapter adapts; see :func:`~verl.workers.engine.fsdp.adapters.targets_of`."""
+    """What each layer with an adapter adapts; see :func:`~verl.workers.engine.model.adapters.targets_of`."""
     heads: HeadWeights
     """Of multi-token prediction, where they are trained."""
 

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.workers.engine.fsdp.divergence import (
+from verl.workers.engine.megatron.library import parallel_state, tensor_parallel
+from verl.workers.engine.megatron.model import BuiltModel
+from verl.workers.engine.model.divergence import (
     DivergenceStatistics,
     FullDivergence,
     OutputMatrix,
     vocabulary_divergence,
 )
-from verl.workers.engine.fsdp.head import NO_TOP, LogitRule, TokenStatistics, TopTokens, over_kept
-from verl.workers.engine.fsdp.inputs import ModelInputs
-from verl.workers.engine.fsdp.outputs import language_outputs
-from verl.workers.engine.fsdp.vocab_parallel import vocab_parallel_log_probs
-from verl.workers.engine.megatron.library import parallel_state, tensor_parallel
-from verl.workers.engine.megatron.model import BuiltModel
+from verl.workers.engine.model.head import NO_TOP, LogitRule, TokenStatistics, TopTokens, over_kept
+from verl.workers.engine.model.inputs import ModelInputs
+from verl.workers.engine.model.outputs import language_outputs
+from verl.workers.engine.model.vocab_parallel import vocab_parallel_log_probs
 
 
 def outputs_at(

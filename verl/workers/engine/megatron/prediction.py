@@ -21,8 +21,6 @@ from verl.config import HFModelConfig, MtpConfig
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.utils.model_facts.prediction_heads import SHARED_WITH_HEADS, head_count
-from verl.workers.engine.fsdp.inputs import ModelInputs
-from verl.workers.engine.fsdp.vocab_parallel import vocab_parallel_log_probs
 from verl.workers.engine.megatron.files import ModelFiles
 from verl.workers.engine.megatron.layers import PackedRow, RMSNorm, freeze_row
 from verl.workers.engine.megatron.library import (
@@ -33,6 +31,8 @@ from verl.workers.engine.megatron.library import (
     tensor_parallel,
 )
 from verl.workers.engine.megatron.weights import FP32_WEIGHTS
+from verl.workers.engine.model.inputs import ModelInputs
+from verl.workers.engine.model.vocab_parallel import vocab_parallel_log_probs
 
 # ---- weights --------------------------------------------------------------------------------------
 

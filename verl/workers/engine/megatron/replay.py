@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from verl.base.device_copies import to_device
 from verl.errors import ConfigError
-from verl.workers.engine.fsdp.inputs import ModelInputs
 from verl.workers.engine.megatron.experts import TokenRouter, routers_of_layers
 from verl.workers.engine.megatron.groups import Layout
 from verl.workers.engine.megatron.library import parallel_state
+from verl.workers.engine.model.inputs import ModelInputs
 from verl.workers.engine.passes import MicroBatch
 from verl.workers.routers import choice_dtype, unknown
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl.algorithms.distillation import DivergenceKind, divergence_gradient, divergence_terms
 from verl.errors import SchemaError
-from verl.workers.engine.fsdp.head import LogitRule, add_product_, chunk_rows, logits_of
+from verl.workers.engine.model.head import LogitRule, add_product_, chunk_rows, logits_of
 
 if TYPE_CHECKING:
     from verl.base.types import AutogradContext
@@ -94,7 +94,7 @@ def vocabulary_divergence(
 ) -> DivergenceStatistics:
     """Compute D(p, q) of policy and teacher at N tokens, in fp32.
 
-    At most ``chunk_elements`` logits of each model (see :func:`~verl.workers.engine.fsdp.head.chunk_rows`; by default
+    At most ``chunk_elements`` logits of each model (see :func:`~verl.workers.engine.model.head.chunk_rows`; by default
     half as many as for log-probs) are in memory at once, and they are computed again in the backward pass. With z the
     policy's logits over temperature, its gradient is ∂D/∂z = h - p Σ h, h = p ∂D/∂p
     (:func:`~verl.algorithms.distillation.divergence_gradient`).

@@ -45,14 +45,14 @@ from verl.utils.transformers_private import (
 from verl.utils.ulysses import validate_ulysses_config
 from verl.vision.families import FAMILIES, VisionConfig
 from verl.vision.model import hidden_states
-from verl.workers.engine.fsdp.adapters import adapter_layers, add_adapters, merged, targets_of, with_adapters
-from verl.workers.engine.fsdp.divergence import (
+from verl.workers.engine.model.adapters import adapter_layers, add_adapters, merged, targets_of, with_adapters
+from verl.workers.engine.model.divergence import (
     DivergenceStatistics,
     FullDivergence,
     OutputMatrix,
     vocabulary_divergence,
 )
-from verl.workers.engine.fsdp.head import (
+from verl.workers.engine.model.head import (
     NO_TOP,
     LogitRule,
     TokenStatistics,
@@ -60,9 +60,9 @@ from verl.workers.engine.fsdp.head import (
     over_kept,
     token_log_probs,
 )
-from verl.workers.engine.fsdp.inputs import ModelInputs
-from verl.workers.engine.fsdp.outputs import language_outputs
-from verl.workers.engine.fsdp.vocab_parallel import vocab_parallel_log_probs, vocabulary_rows, with_summed_gradient
+from verl.workers.engine.model.inputs import ModelInputs
+from verl.workers.engine.model.outputs import language_outputs
+from verl.workers.engine.model.vocab_parallel import vocab_parallel_log_probs, vocabulary_rows, with_summed_gradient
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class HeadedModel(nn.Module):
     ) -> dict[str, Tensor]:
         """Compute ``outputs`` at the N chosen tokens, each (N,) fp32 if nothing else is said.
 
-        Language models have those of :func:`~verl.workers.engine.fsdp.outputs.language_outputs`, and scalar heads
+        Language models have those of :func:`~verl.workers.engine.model.outputs.language_outputs`, and scalar heads
         ``values`` or ``scores``. Checks of a model use ``reference``, the log-probs by the Transformers model's own
         forward, alone.
         """

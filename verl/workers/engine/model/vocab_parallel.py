@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from verl.workers.engine.fsdp.head import (
+from verl.workers.engine.model.head import (
     NO_TOP,
     PLAIN_LOGITS,
     LogitRule,

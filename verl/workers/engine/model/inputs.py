@@ -16,7 +16,7 @@ from verl.protocol import DataProto
 from verl.utils.ulysses import place_outputs
 from verl.vision.families import VisionConfig
 from verl.vision.model import ImageInputs
-from verl.workers.engine.images import image_places, images_of
+from verl.workers.engine.model.images import image_places, images_of
 from verl.workers.packed_attention import Packing
 from verl.workers.padded_attention import Padding
 from verl.workers.routers import unknown

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from verl.errors import SchemaError
 from verl.protocol import DataProto
-from verl.workers.engine.fsdp.divergence import DivergenceStatistics
-from verl.workers.engine.fsdp.head import NO_TOP, TokenStatistics, TopTokens
+from verl.workers.engine.model.divergence import DivergenceStatistics
+from verl.workers.engine.model.head import NO_TOP, TokenStatistics, TopTokens
 
 LANGUAGE_OUTPUTS = frozenset({
     "log_probs", "entropy", "sum_pi_squared", "topk_log_probs", "agreement", "top_ids", "top_log_probs", "hidden",
