@@ -83,6 +83,8 @@ def test_a_tensor_that_calls_anything_is_refused_and_runs_nothing(copied):
         (lambda index: setattr(info_of(index), "relative_path", "../secret"), "which is no file of the folder"),
         (lambda index: setattr(info_of(index), "transform_descriptors", ["zstd"]), "is compressed"),
         (lambda index: setattr(info_of(index), "offset", -1), "does not lie in it"),
+        (lambda index: setattr(info_of(index), "length", 2**70), "it would end at byte"),
+        (lambda index: set_dtype(index, torch.int32), "it is torch.float32, and torch.int32 in the index"),
         (lambda index: index.storage_data.clear(), "KeyError"),
         (lambda index: setattr(index, "state_dict_metadata", 3), "AttributeError"),
         (lambda index: index.state_dict_metadata["a"].chunks.clear(), "do not contain all parts of 'a'"),
@@ -96,6 +98,21 @@ def test_a_damaged_index_is_an_error(copied, change, message):
         assert TorchDistFiles(copied).shapes == {}
         return
     with pytest.raises(CheckpointError, match=message):
+        TorchDistFiles(copied).read("a", (0, 0), (4, 3))
+
+
+def set_dtype(index, dtype):
+    index.state_dict_metadata["a"].properties.dtype = dtype
+
+
+def test_a_view_that_claims_more_numbers_than_the_file_has_is_refused(copied):
+    index = pickle.loads((copied / ".metadata").read_bytes())
+    (file,) = copied.glob("*.distcp")
+    torch.save(torch.zeros(4, 1).expand(4, 3), file)
+    for info in index.storage_data.values():
+        info.offset, info.length = 0, file.stat().st_size
+    (copied / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match="it has fewer numbers than its shape"):
         TorchDistFiles(copied).read("a", (0, 0), (4, 3))
 
 

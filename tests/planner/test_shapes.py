@@ -109,6 +109,11 @@ def test_refused_are_other_models_and_missing_files(tmp_path):
         ModelShape.of({"model_type": "mamba"}, "config.json")
     with pytest.raises(ConfigError, match="vocab_size must be"):
         ModelShape.of({key: value for key, value in QWEN_7B.items() if key != "vocab_size"}, "config.json")
+    latent = QWEN_7B | {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": "8"}
+    with pytest.raises(ConfigError, match="qk_rope_head_dim, qk_nope_head_dim, v_head_dim, n_routed_experts must be"):
+        ModelShape.of(latent, "config.json")
+    with pytest.raises(ConfigError, match="num_hidden_layers must be"):
+        ModelShape.of(QWEN_7B | {"num_hidden_layers": 0}, "config.json")
     with pytest.raises(ConfigError, match=r"holds no config\.json"):
         ModelShape.read(str(tmp_path))
     with pytest.raises(ConfigError, match="there is no folder"):

@@ -77,6 +77,16 @@ def test_stages_wait_for_each_other(pieces, updates, waits):
     assert found == pytest.approx(pass_seconds(alone, there, work, 16, trains=True) / 4 * (1 + waits))
 
 
+def test_no_stage_waits_for_an_optimizer():
+    # 2 layers in 2 stages, one pass: each stage waits as long as it computes, and then updates its weights.
+    held = megatron(gpt(2, 64, 4), pipeline=2)
+    there, work = without_network(replace(PEAKS, gpus=2)), Work(1, 0, 1024)
+    fast = replace(there, host_memory_bytes_per_s=math.inf)
+    on_host = replace(held, layout=replace(held.layout, is_on_host=True))
+    seconds = [pass_seconds(on_host, one, work, 1024, trains=True) for one in (there, fast)]
+    assert seconds[0] - seconds[1] == pytest.approx(28 * held.state / 12 / 40e9)
+
+
 def test_exchanges_of_megatron_by_hand():
     # 32 tokens, hidden 64 in bf16, 2 layers, 300 GB/s; queries, keys, values and outputs are 64 wide each.
     shape, work, there = gpt(2, 64, 4), Work(2, 8, 8), cluster(8, 0.5)
@@ -149,6 +159,9 @@ def test_ranks_with_equal_shards_add_their_gradients_between_nodes():
     assert seconds(shards=8) == pytest.approx(inside)
     assert seconds(shards=8, replicas=2) == pytest.approx(inside + 2 * 4 * size / 8 / 2 / 50e9)
     assert seconds(shards=16) == pytest.approx(8 * size * 15 / 16 / 300e9)
+    # Of adapters, gradients of these alone.
+    held = ModelMemory(shape=shape, layout=RankLayout(shards=8), trained=100, adapters=100, checkpoints=False)
+    assert pass_seconds(held, there, work, 4, trains=True) == pytest.approx((4 * size + 4 * 100) * 7 / 8 / 300e9)
 
 
 def test_ranks_that_share_sequences_exchange_heads():

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from tests.support.vision_models import tiny_vision_model_dir
 from verl.errors import ConfigError
 from verl.testing.models import MIXTURES, tiny_model_dir
-from verl.utils.folder_weights import FolderWeights
+from verl.utils.folder_weights import FolderWeights, files_of_weights
 from verl.vision.families import FAMILIES
 from verl.workers.engine.model.headed import own_state
 
@@ -66,3 +66,30 @@ def test_what_the_files_lack_or_hold_wrongly_is_named(tmp_path):
         opened(weights | {norm: torch.ones(3)})
     with pytest.raises(ConfigError, match=rf"not finite .*{norm} \(64 of 64 values\)"):
         list(opened(weights | {norm: torch.full((64,), torch.nan)}))
+
+
+def test_buffers_of_whole_numbers_are_read_and_formats_of_8_bits_are_refused(tmp_path):
+    tiny_model_dir(tmp_path, "qwen3")
+    weights, config = load_file(tmp_path / "model.safetensors"), AutoConfig.from_pretrained(tmp_path)
+    norm = "model.layers.1.input_layernorm.weight"
+
+    def opened(changed):
+        save_file(weights | changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        return FolderWeights(AutoModelForCausalLM, str(tmp_path), config)
+
+    # As old files of GPT-2 and CLIP have them; Transformers leaves them out.
+    more = {"model.layers.0.mask": torch.ones(2, dtype=torch.bool), "model.layers.0.position_ids": torch.arange(3)}
+    folder = opened(more)
+    assert folder.dtype is weights[norm].dtype
+    assert torch.equal(folder.weight(norm), weights[norm])
+    with pytest.raises(ConfigError, match=rf"{norm} in .* is stored as F8_E4M3"):
+        opened({norm: weights[norm].to(torch.float8_e4m3fn)})
+
+
+@pytest.mark.parametrize("index", ['{"weight_map": {"a', "{}", "[]", '{"weight_map": {"a": 3}}'])
+def test_a_damaged_index_is_named_and_not_read_beside_the_single_file(index, tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ConfigError, match=r"index\.json does not say which file has which weight"):
+        files_of_weights(tmp_path)
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert files_of_weights(tmp_path) == {"a": "model.safetensors"}

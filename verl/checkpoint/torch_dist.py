@@ -180,12 +180,18 @@ class TorchDistFiles:
     def _read_box(self, name: str, box: _StoredBox) -> Tensor:
         path = self.folder / box.file
         try:
+            if box.offset + box.length > (available := path.stat().st_size):
+                raise ValueError(f"it would end at byte {box.offset + box.length} of {available}")
             with path.open("rb") as file:
                 file.seek(box.offset)
                 packed = io.BytesIO(file.read(box.length))
             values = torch.load(packed, map_location="cpu", weights_only=True)
             if not isinstance(values, Tensor):
                 raise TypeError(f"a {type(values).__name__} is in place of a tensor")
+            if values.untyped_storage().nbytes() < values.numel() * values.element_size():
+                raise ValueError("it has fewer numbers than its shape")  # an expanded view: a copy could be huge
+            if values.is_floating_point() != self.dtypes[name].is_floating_point:
+                raise TypeError(f"it is {values.dtype}, and {self.dtypes[name]} in the index")
             return values.detach().reshape(box.size)
         except UNREADABLE as error:
             first = (str(error).strip().splitlines() or ["damaged"])[0]

@@ -554,7 +554,7 @@ class Plan:
         """Seconds in which every rank receives all weights, of which its engine keeps its part."""
         memory, layout = self.models["actor"].memory, self.engine_layout
         lay = memory.layout
-        sharing = max(lay.shards, lay.tensor * lay.pipeline, lay.expert_ranks * lay.pipeline)
+        sharing = max(lay.shards * lay.tensor, lay.tensor * lay.pipeline, lay.expert_ranks * lay.pipeline)
         ranks = self.gpus if self.has_rollout_pool else sharing
         if ranks == 1:
             return 0.0

@@ -28,6 +28,13 @@ _BIASED_INPUTS = ("qwen2",)
 _UNBIASED_OUTPUTS = ("glm4_moe",)
 """Families whose `attention_bias` is of queries, keys and values alone."""
 _FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_LATENT_FIELDS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+_OPTIONAL = (
+    "num_key_value_heads", "head_dim", "q_lora_rank", "num_experts", "num_local_experts", "n_routed_experts",
+    "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts",
+    "first_k_dense_replace", "decoder_sparse_step",
+)  # fmt: skip
+"""Entries that may be missing, null or 0."""
 
 
 class _Fields(SimpleNamespace):
@@ -135,8 +142,11 @@ class ModelShape:
                 f"{where}: model_type={family} is not planned for; its parts are of other sizes. Planned for are "
                 f"{', '.join(FAMILIES)}."
             )
-        if missing := [name for name in _FIELDS if not isinstance(fields.get(name), int)]:
-            raise ConfigError(f"{where}: {', '.join(missing)} must be whole numbers. Take the model's own config.json.")
+        needed = (*_FIELDS, *(_LATENT_FIELDS if family == "deepseek_v3" or fields.get("kv_lora_rank") else ()))
+        invalid = [name for name in needed if not isinstance(value := fields.get(name), int) or value < 1]
+        invalid += [name for name in _OPTIONAL if not isinstance(value := fields.get(name) or 0, int) or value < 0]
+        if invalid:
+            raise ConfigError(f"{where}: {', '.join(invalid)} must be whole numbers. Take the model's own config.json.")
         heads, layers = fields["num_attention_heads"], fields["num_hidden_layers"]
         experts, latent = ExpertSizes.of(_Fields(**fields)), LatentWidths.of(fields)
         of_head = latent.unrotated + latent.rotated if latent else fields["hidden_size"] // heads

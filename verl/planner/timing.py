@@ -69,27 +69,28 @@ def pass_seconds(
     lay = model.layout
     count = math.ceil(work.tokens / updates / micro_batch_tokens)
     computing = updates * count * _pass(model, cluster, work, work.tokens / updates / count, trains)
+    if lay.is_megatron:
+        computing *= 1 + (lay.pipeline - 1) / lay.pieces / count  # stages wait for each other
     passes = 1 + trains * (1 + model.checkpoints)
     if trains and (cluster.mfu is None or lay.is_on_host):
         computing += updates * _optimizer_seconds(model, cluster)
     if lay.is_megatron:
-        waiting = (lay.pipeline - 1) / lay.pieces / count
         exchanging = passes * work.tokens * _seconds_per_token(model, cluster)
-        return computing * (1 + waiting) + exchanging + (updates * _sum_of_gradients(model, cluster) if trains else 0)
+        return computing + exchanging + (updates * _sum_of_gradients(model, cluster) if trains else 0)
     if lay.sequence > 1:
         computing += passes * work.tokens * _seconds_of_shared_sequences(model, cluster)
     if lay.tensor > 1:
         computing += passes * work.tokens * _seconds_per_token(model, cluster)
     if lay.is_on_host:  # shards come from the host's memory for every gather, and gradients go there
-        stored = (1 + (trains and lay.reshards)) * lay.stored_bytes + (4 if trains and model.trained else 0)
-        moved = model.shape.parameters(model.outputs) / lay.shards / lay.tensor * stored
+        moved = (1 + (trains and lay.reshards)) * lay.stored_bytes * model.shape.parameters(model.outputs)
+        moved = (moved + trains * model.trained * 4) / lay.shards / lay.tensor
         computing += updates * count * moved / cluster.host_bytes_per_s
     if lay.shards * lay.replicas == 1:
         return computing
     size = model.shape.parameters(model.outputs) / lay.tensor
     others = (lay.shards - 1) / lay.shards
     gathers = 2 if trains and lay.reshards else 1
-    per_pass = size * lay.compute_bytes * gathers + (size * 4 if trains and model.trained else 0)
+    per_pass = size * lay.compute_bytes * gathers + trains * model.trained / lay.tensor * 4
     exchanging = updates * count * per_pass * others / cluster.gather_bytes_per_s(lay.shards, apart=lay.tensor)
     if trains and lay.replicas > 1:  # ranks with equal shards add their gradients, in fp32, after every pass
         summing = 2 * model.trained * 4 / lay.shards / lay.tensor * (lay.replicas - 1) / lay.replicas

@@ -32,23 +32,37 @@ from verl.utils.transformers_private import (
     without_progress_bars,
 )
 
-STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Number formats of weights by their name in safetensors."""
+_STORED = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+"""Number formats by their name in safetensors; whole numbers are of buffers, such as masks."""
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def files_of_weights(folder: Path) -> dict[str, str]:
     """Return the safetensors file of each weight in a model folder, empty without such files.
 
+    As in Transformers, an index beside ``model.safetensors`` is not read.
+
     Raises:
         ConfigError: a file cannot be read.
     """
-    if (folder / INDEX).is_file():
-        return json.loads((folder / INDEX).read_text())["weight_map"]
-    if not (folder / SINGLE).is_file():
+    if (folder / SINGLE).is_file():
+        with opened(folder / SINGLE) as file:
+            return dict.fromkeys(file.keys(), SINGLE)
+    path = folder / INDEX
+    if not path.is_file():
         return {}
-    with opened(folder / SINGLE) as file:
-        return dict.fromkeys(file.keys(), SINGLE)
+    try:
+        file_of = json.loads(path.read_text())["weight_map"]
+        if not all(isinstance(name, str) for name in file_of.values()):
+            raise TypeError("not every weight has the name of a file")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} does not say which file has which weight ({error}). Copy the model again."
+        ) from error
+    return file_of
 
 
 @contextlib.contextmanager
@@ -154,7 +168,12 @@ class FolderWeights:
             with opened(self.folder / name) as file:
                 for key in file.keys():
                     part = file.get_slice(key)
-                    tensors[key] = torch.empty(part.get_shape(), dtype=STORED[part.get_dtype()], device="meta")
+                    if (dtype := _STORED.get(part.get_dtype())) is None:
+                        raise ConfigError(
+                            f"the weight {key} in '{self.folder}' is stored as {part.get_dtype()}, which is no format "
+                            "to train or compute log-probs in. Convert the model to BF16, F16 or F32."
+                        )
+                    tensors[key] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
         self._file_of = {key: self._file_of[key] for key in tensors if key in self._file_of}
         return tensors
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from verl.errors import ConfigError
+from verl.utils.folder_weights import SINGLE, files_of_weights
 from verl.utils.model import weights_folder
 from verl.workers.engine.megatron.weights import Box
 
@@ -31,17 +31,13 @@ class ModelFiles:
 
     def __init__(self, path: str) -> None:
         self.folder = weights_folder(path)
-        index = self.folder / "model.safetensors.index.json"
-        self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+        self._file_of = files_of_weights(self.folder)
         self._open: dict[str, object] = {}
         if not self._file_of:
-            single = "model.safetensors"
-            if not (self.folder / single).is_file():
-                raise ConfigError(
-                    f"'{path}' has no {single}, which strategy=megatron reads. Save the model with safetensors "
-                    "(save_pretrained of Transformers does so)."
-                )
-            self._file_of = dict.fromkeys(self._file(single).keys(), single)
+            raise ConfigError(
+                f"'{path}' has no {SINGLE}, which strategy=megatron reads. Save the model with safetensors "
+                "(save_pretrained of Transformers does so)."
+            )
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -62,7 +58,10 @@ class ModelFiles:
         """
         if name not in self._file_of:
             return self._read_under_other_name(name, shape, box)
-        weight = self._file(self._file_of[name]).get_slice(name)
+        try:
+            weight = self._file(self._file_of[name]).get_slice(name)
+        except SafetensorError as error:
+            raise ConfigError(f"{self.folder / self._file_of[name]} lacks the weight {name}: {error}.") from error
         if tuple(weight.get_shape()) != shape:
             raise ConfigError(
                 f"the weight {name} in '{self.folder}' has the shape {weight.get_shape()}, and {list(shape)} is "
