@@ -77,13 +77,16 @@ def test_a_missing_shard_is_named_and_nothing_is_written(checkpoint, tmp_path, c
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_that_no_file_holds_are_an_error(checkpoint, tmp_path, caplog):
+def test_rows_that_no_file_holds_are_an_error_and_an_older_model_stays(checkpoint, tmp_path, caplog):
     folder, _ = checkpoint
-    copy = tmp_path / "copy"
+    copy, older = tmp_path / "copy", tmp_path / "out" / "model.safetensors"
     shutil.copytree(folder / "actor", copy)
     shutil.copy(copy / "model_world_size_3_rank_2.pt", copy / "model_world_size_3_rank_1.pt")
-    assert run("merge", copy, "--target_dir", str(tmp_path / "out")) == 1
+    older.parent.mkdir()
+    older.write_text("older")
+    assert run("merge", copy, "--target_dir", str(older.parent)) == 1
     assert "hold rows up to" in caplog.text
+    assert older.read_text() == "older"
 
 
 def test_a_config_that_does_not_belong_to_the_weights_is_told(checkpoint, tmp_path, caplog):

@@ -64,7 +64,7 @@ def merge(
 
     Args:
         local_dir: a checkpoint's ``actor`` or ``critic`` folder.
-        target_dir: the model folder; created if needed, its old safetensors files are removed.
+        target_dir: the model folder; created if needed, its old safetensors files are replaced.
         tie_word_embedding: write output and input embedding as one weight; they must be equal.
         trust_remote_code: run Python code that comes with the model.
         is_value_model: refuse any architecture but a value model.
@@ -93,9 +93,6 @@ def merge(
         model = empty_model(config, trust_remote_code)
     weights = _fit_names(weights, model, config, source, trust_remote_code)
     target.mkdir(parents=True, exist_ok=True)
-    # An earlier merge may have split the weights into other files.
-    for old in target.glob("*.safetensors*"):
-        old.unlink()
     heads = heads or _heads_of(base_model, config)
     write_in_files(chain(weights.items(), heads.items()), model, target)
     write_model_code(model, target, config)

@@ -119,6 +119,8 @@ def write_in_files(
 ) -> None:
     """Write weights as the model's files, in this process alone, which holds those of one file at a time.
 
+    Safetensors that ``folder`` has are replaced once all weights are written, so that an error keeps them.
+
     Args:
         weights: by the names of ``hf``; all of a layer come one after the other.
         hf: the model, which knows the names on disk.
@@ -128,6 +130,9 @@ def write_in_files(
     sizes: dict[int, dict[str, tuple[int, int]]] = {}
     held: dict[str, Tensor] = {}
     size, unit = 0, ""
+
+    for unfinished in folder.glob("*.safetensors.partial"):
+        unfinished.unlink()
 
     def write() -> None:
         parts = {name: weight.contiguous() for name, weight in names_on_disk(hf, held).items()}
@@ -143,6 +148,8 @@ def write_in_files(
         held[name] = tensor
         unit, size = next_unit, size + tensor.nbytes
     write()
+    for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):  # maybe divided otherwise
+        old.unlink()
     for index in sizes:  # how many there are is in each name
         (folder / _unfinished(index)).rename(folder / _file_name(index, len(sizes)))
     if len(sizes) > 1:
