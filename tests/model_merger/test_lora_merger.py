@@ -80,6 +80,18 @@ def test_adapters_are_merged_in_fp32_and_the_sum_is_rounded_once(actor, path, tm
         assert (error <= exact.abs() * 2**-8 + 1e-6).all(), name
 
 
+def test_biases_of_routers_are_not_rounded(tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir(tmp_path / "model", "deepseek_v3")).bfloat16()
+    name, bias = "model.layers.1.mlp.gate.e_score_correction_bias", torch.arange(8) / 10
+    base.get_buffer(name).data = bias
+    base.save_pretrained(tmp_path / "model")
+    make_engine(str(tmp_path / "model"), lora_rank=4).save_checkpoint(str(tmp_path / "actor"))
+    assert run("merge", tmp_path / "actor", "--target_dir", tmp_path / "out") == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found[name], bias)
+    assert found["model.norm.weight"].dtype is torch.bfloat16
+
+
 def test_a_critic_is_merged_with_its_head(path, tmp_path):
     engine = trained(path, "value_model")
     engine.save_checkpoint(str(tmp_path / "critic"))

@@ -115,14 +115,20 @@ class Adapted:
         self._model = model
 
     def merged_weights(self) -> LazyWeights:
-        """Merge in fp32 and round to the model's own format, one layer at a time; tied weights come once."""
+        """Merge in fp32 and round to the model's own format, one layer at a time; tied weights come once.
+
+        Buffers, such as biases of routers, stay in the format of the files.
+        """
         state, targets = own_state(self._model), targets_of(adapter_layers(self._model))
+        buffers = {own_name(name) for name, _ in self._model.named_buffers()}
         names = {own_name(name): tuple(tensor.shape) for name, tensor in state.items() if not is_adapter(name)}
         adapters = {name: tensor.detach() for name, tensor in state.items() if is_adapter(name)}
 
         def read(name: str) -> Tensor:
             if name.startswith("score."):  # it was saved with the adapters
                 return state[name].detach().to(self.dtype)
+            if name in buffers:
+                return self._base.weight(name)
             weight = self._base.weight(name).to(self.dtype)
             (tensor,) = (one for _, one in merged(with_adapters([(name, weight)], adapters, targets), targets))
             return tensor.to(self.dtype)
