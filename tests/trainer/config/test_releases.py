@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.trainer.config.support import Run, only
 from verl.config import GenerationConfig, PPOConfig, Problem, SFTConfig
@@ -15,6 +16,7 @@ from verl.trainer.config.command_line import compose
 from verl.trainer.config.keys import get, put
 from verl.trainer.config.load import load_config
 from verl.trainer.config.overrides import keys_set
+from verl.trainer.config.rules_veomni import _why_not_importable
 from verl.trainer.config.translate import Translator
 
 ROOTS = {
@@ -216,3 +218,21 @@ def test_settings_of_an_engine_that_is_not_used_have_no_effect():
     problems, told = translated("ppo_trainer", {f"{ACTOR}.veomni.fsdp_size": 16}, [f"{ACTOR}.veomni.fsdp_size"])
     assert problems == []
     assert "settings of fsdp_config are read" in told
+
+
+def test_what_veomni_does_not_do(run: Run):
+    veomni = {f"{ACTOR}.strategy": "veomni"}
+    message = run.refusal(veomni | {f"{ACTOR}.fsdp_config.tensor_parallel_size": 2})
+    assert "tensor_parallel_size=2: VeOmni's matrices are not divided" in message
+    (run.folder / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    kernels = {f"{ACTOR}.fsdp_config.moe_implementation": "fused_quack", f"{ACTOR}.use_kl_loss": True}
+    assert "ref.fsdp_config.moe_implementation=null: all models of a process" in run.refusal(veomni | kernels)
+    same = {"actor_rollout_ref.ref.fsdp_config.moe_implementation": "fused_quack"}
+    assert "all models of a process" not in run.refusal(veomni | kernels | same)
+
+
+def test_versions_with_which_veomni_is_not_imported():
+    cause = _why_not_importable([Requirement("pytest"), Requirement("torch<1")])
+    assert cause is not None
+    assert cause.endswith("is installed, and VeOmni's models here need torch<1")
+    assert _why_not_importable([Requirement("pytest")]) is None

@@ -8,6 +8,7 @@ import pytest
 
 from tests.trainer.config.support import Run, only
 from verl.config import RMConfig, SFTConfig
+from verl.testing.models import hollow_model_dir
 from verl.trainer.config.sizes import derived_sizes
 
 ACTOR = "actor_rollout_ref.actor"
@@ -117,3 +118,21 @@ def test_what_does_not_go_with_divided_matrices(run: Run, settings, message):
     (run.folder / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 4} | of_model))
     settings = {key: value for key, value in settings.items() if key not in of_model}
     assert message in run.refusal({f"{ACTOR}.fsdp_config.tensor_parallel_size": 2} | settings)
+
+
+def test_frozen_models_with_divided_matrices(run: Run):
+    (run.folder / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 4}))
+    of_ref = {f"{ACTOR}.use_kl_loss": True, "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size": 2}
+    run.load(of_ref | {"actor_rollout_ref.model.enable_activation_offload": True})  # it has no backward pass
+    message = only(run.refusal(of_ref | {"actor_rollout_ref.model.use_liger": True}))
+    assert "model.use_liger=true: matrices are divided over ranks" in message
+
+
+def test_teachers_have_matrices_that_ranks_can_divide(run: Run):
+    (run.folder / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 4}))
+    teacher = run.folder / "teacher"
+    hollow_model_dir(teacher)
+    (teacher / "config.json").write_text(json.dumps({"num_attention_heads": 4, "num_key_value_heads": 1}))
+    divided = {"engine.tensor_parallel_size": 2, "trainer.n_gpus_per_node": 2, "distillation.model_path": str(teacher)}
+    message = only(run.refusal(divided, SFTConfig))
+    assert f"each rank has equally many of the model's num_key_value_heads=1, in {teacher}" in message

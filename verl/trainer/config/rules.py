@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -317,21 +318,53 @@ def engines(config: PPOConfig | SupervisedConfig) -> Problems:
             sections["reward_model.model.fsdp_config"] = (model.model.fsdp_config, model.model.path, ranks)
     else:
         sections["engine"] = (config.engine, *of_policy)
+    problems: list[Problem] = []
     for name, (engine, path, ranks) in sections.items():
         if engine.strategy == "megatron":  # see rules_megatron
             continue
-        if engine.strategy == "veomni":
-            yield from veomni.model(name, engine, path)
-        yield from _groups_of_ranks(name, engine, path, ranks)
-        yield from tensor_parallel.divided_matrices(name, engine, path, ranks)
+        problems += _held_by_fsdp(name, engine, path, ranks)
         if not engine.forward_only and not name.startswith("reward_model"):
-            if engine.model_dtype in FP16:
-                cause = "small updates of weights that are stored in fp16 are lost; dtype=fp16 only computes in it"
-                yield Problem(f"{name}.model_dtype", engine.model_dtype, cause, "fp32")
-            precision = engine.mixed_precision
-            if precision is not None and precision.reduce_dtype in FP16:
-                cause = "sums of scaled gradients overflow in fp16"
-                yield Problem(f"{name}.mixed_precision.reduce_dtype", precision.reduce_dtype, cause, "fp32")
+            problems += _trained_formats(name, engine)
+    yield from problems
+    causes = {problem.cause for problem in problems}
+    for name, engine, path, ranks in _further_models(config):
+        for problem in _held_by_fsdp(name, engine, path, ranks) if engine.strategy != "megatron" else ():
+            if problem.cause not in causes:
+                yield replace(problem, cause=f"{problem.cause}, in {path}")
+
+
+def _trained_formats(name: str, engine: FSDPEngineConfig) -> Problems:
+    """Check the formats of weights that are trained, and of their gradients."""
+    if engine.model_dtype in FP16:
+        cause = "small updates of weights that are stored in fp16 are lost; dtype=fp16 only computes in it"
+        yield Problem(f"{name}.model_dtype", engine.model_dtype, cause, "fp32")
+    precision = engine.mixed_precision
+    if precision is not None and precision.reduce_dtype in FP16:
+        cause = "sums of scaled gradients overflow in fp16"
+        yield Problem(f"{name}.mixed_precision.reduce_dtype", precision.reduce_dtype, cause, "fp32")
+
+
+def _further_models(config: PPOConfig | SupervisedConfig) -> Iterator[tuple[str, FSDPEngineConfig, str, int]]:
+    """Yield teachers and references with the section that places another model too: its key, it, folder and ranks."""
+    if isinstance(config, SupervisedConfig):
+        paths = [
+            config.distillation.model_path if isinstance(config, SFTConfig) else None,
+            config.ref.path if isinstance(config, DPOConfig) else None,
+        ]
+        yield from (("engine", config.engine, path, config.trainer.ranks) for path in paths if path is not None)
+        return
+    section, engine = "actor_rollout_ref.ref.fsdp_config", config.actor_rollout_ref.ref.fsdp_config
+    for teacher in config.distillation.teachers.values() if config.distillation.enabled else ():
+        if teacher.model_path is not None and teacher.inference.is_forward_pass:
+            yield section, engine, teacher.model_path, config.distillation.ranks or config.trainer.ranks
+
+
+def _held_by_fsdp(name: str, engine: FSDPEngineConfig, path: str, ranks: int) -> Problems:
+    """Check that ``ranks`` ranks can hold the model in ``path`` as the section ``name`` says."""
+    if engine.strategy == "veomni":
+        yield from veomni.model(name, engine, path)
+    yield from _groups_of_ranks(name, engine, path, ranks)
+    yield from tensor_parallel.divided_matrices(name, engine, path, ranks)
 
 
 def _groups_of_ranks(name: str, engine: FSDPEngineConfig, path: str, ranks: int) -> Problems:
@@ -426,6 +459,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         order_of_rows,
         engines,
         tensor_parallel.beside_divided_matrices,
+        veomni.one_kernel,
         megatron.models,
         prediction.heads,
         vision.models_with_images,

@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.config import FSDPEngineConfig, PPOConfig, Problem, SupervisedConfig
 from verl.trainer.config.rules_sizes import needs_critic
+from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.model_facts import model_files
 from verl.vision.families import FAMILIES
 
@@ -42,14 +43,19 @@ def divided_matrices(key: str, engine: FSDPEngineConfig, path: str, ranks: int) 
 
 
 def beside_divided_matrices(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
-    """Adapters, Muon and offloaded activations belong to models whose matrices are whole."""
+    """Adapters, Muon, Liger's layers and offloaded activations belong to models whose matrices are whole."""
     sections: list[tuple[str, FSDPEngineConfig, Any, str, Any]] = []
     if isinstance(config, PPOConfig):
-        roles, critic = config.actor_rollout_ref, config.critic
+        roles, critic, scorer = config.actor_rollout_ref, config.critic, config.reward_model
         model = "actor_rollout_ref.model"
         sections.append(("actor_rollout_ref.actor", roles.actor.fsdp_config, roles.model, model, roles.actor.optim))
         if needs_critic(config):
             sections.append(("critic", critic.model.fsdp_config, critic.model, "critic.model", critic.optim))
+        # Frozen models have no optimizer.
+        if need_reference_policy(config) and roles.actor.fsdp_config.tensor_parallel_size == 1:
+            sections.append(("", roles.ref.fsdp_config, roles.model, model, None))
+        if scorer.enable and config.judge is None:
+            sections.append(("", scorer.model.fsdp_config, scorer.model, "reward_model.model", None))
     else:
         sections.append(("", config.engine, config.model, "model", config.optim))
     for section, engine, model, model_key, optim in sections:
@@ -58,15 +64,17 @@ def beside_divided_matrices(config: PPOConfig | SupervisedConfig) -> Iterator[Pr
             continue
         cause = f"matrices are divided over ranks ({_NAME}={size})"
         remedy = f"or set {_NAME}=1"
+        if model.use_liger:
+            yield Problem(
+                f"{model_key}.use_liger", True, f"{cause}, and Liger's layers have whole ones", "false", remedy
+            )
+        if optim is None:
+            continue
         if model.has_adapters:
             yield Problem(f"{model_key}.lora_rank", model.lora_rank, f"{cause}, and adapters are not", "0", remedy)
         if model.enable_activation_offload:
             yield Problem(
                 f"{model_key}.enable_activation_offload", True, f"{cause}, as activations are", "false", remedy
-            )
-        if model.use_liger:
-            yield Problem(
-                f"{model_key}.use_liger", True, f"{cause}, and Liger's layers have whole ones", "false", remedy
             )
         if optim.is_muon:
             key = f"{section}.optim.optimizer".removeprefix(".")

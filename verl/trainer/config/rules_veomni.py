@@ -1,23 +1,30 @@
-"""Rules about VeOmni: it is installed, and its model of the folder gives what Transformers' own gives."""
+"""Rules about VeOmni: it can be imported, and its model of the folder gives what Transformers' own gives."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
+import importlib.metadata
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from verl.base.requirements import install_command
-from verl.config import FSDPEngineConfig, Problem
+from verl.base.requirements import install_command, requirements
+from verl.config import FSDPEngineConfig, PPOConfig, Problem
 from verl.config.model import VEOMNI_FAMILIES
+from verl.trainer.config.rules_sizes import needs_critic
+from verl.trainer.config.sizes import resolve_device
+from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.model_facts import model_files
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 
 def model(section: str, engine: FSDPEngineConfig, path: str) -> Iterator[Problem]:
     """Check that VeOmni can hold the model in the folder ``path`` as ``section`` says."""
     key = f"{section.removesuffix('.fsdp_config').removesuffix('.model')}.strategy"
-    if importlib.util.find_spec("veomni") is None:
+    if cause := _why_not_importable(requirements("veomni")):
         remedy = f"{install_command('veomni')} on every node, or use strategy=fsdp2"
-        yield Problem(key, "veomni", "VeOmni is not installed", "fsdp2", remedy)
+        yield Problem(key, "veomni", cause, "fsdp2", remedy)
     kind = model_files.config_entries(Path(path).expanduser()).get("model_type")
     if kind is not None and kind not in VEOMNI_FAMILIES:
         cause = f"VeOmni's {kind} has not been compared with that of Transformers"
@@ -25,3 +32,38 @@ def model(section: str, engine: FSDPEngineConfig, path: str) -> Iterator[Problem
     if engine.tensor_parallel_size > 1:
         size, remedy = engine.tensor_parallel_size, "or use strategy=fsdp2"
         yield Problem(f"{section}.tensor_parallel_size", size, "VeOmni's matrices are not divided", "1", remedy)
+
+
+def one_kernel(config: PPOConfig) -> Iterator[Problem]:
+    """Models of one process have one kernel for experts: VeOmni keeps the last choice, for all of them."""
+    roles, critic = config.actor_rollout_ref, config.critic.model
+    held = [("actor_rollout_ref.actor.fsdp_config", roles.actor.fsdp_config, roles.model.path)]
+    if need_reference_policy(config):
+        held.append(("actor_rollout_ref.ref.fsdp_config", roles.ref.fsdp_config, roles.model.path))
+    if needs_critic(config):
+        held.append(("critic.model.fsdp_config", critic.fsdp_config, critic.path))
+    asked = {
+        f"{name}.moe_implementation": engine.moe_implementation
+        for name, engine, path in held
+        if engine.strategy == "veomni" and model_files.model_type(Path(path).expanduser()) == "qwen3_moe"
+    }
+    if len(set(asked.values())) < 2:
+        return
+    usual = "fused_triton" if resolve_device(config) == "cuda" else "eager"
+    (key, kernel), *others = ((key, kernel or usual) for key, kernel in asked.items())
+    for name, other in others:
+        if other != kernel:
+            cause = f"all models of a process have one kernel for experts, and {key}={kernel}"
+            yield Problem(name, asked[name], cause, kernel, "give both the same value")
+
+
+def _why_not_importable(required: Iterable[Requirement]) -> str | None:
+    """Return which of the packages is missing, or has a version with which VeOmni is not imported; None if all do."""
+    for one in required:
+        try:
+            version = importlib.metadata.version(one.name)
+        except importlib.metadata.PackageNotFoundError:
+            return f"{'VeOmni' if one.name == 'veomni' else one.name} is not installed"
+        if not one.specifier.contains(version, prereleases=True):
+            return f"{one.name} {version} is installed, and VeOmni's models here need {one.name}{one.specifier}"
+    return None

@@ -192,7 +192,7 @@ class ShardedModel(BaseEngine):
             "ulysses_sequence_parallel_size": config.ulysses_sequence_parallel_size > 1,
             "model.lora_rank": self.has_adapters,
             "model.use_liger": bool(model.use_liger),
-            "model.enable_activation_offload": model.enable_activation_offload,
+            "model.enable_activation_offload": model.enable_activation_offload and not config.forward_only,
             "optim.optimizer=Muon": self.optimizer_config is not None and self.optimizer_config.is_muon,
         }
         if together := [key for key, is_set in refused.items() if is_set]:
