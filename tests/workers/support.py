@@ -17,7 +17,7 @@ from tests.forks import FORKS
 from verl.algorithms import prepare_aggregation
 from verl.protocol import DataProto
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine import EngineRegistry, FSDPEngine, MicroBatchConfig
+from verl.workers.engine import BaseEngine, EngineRegistry, FSDPEngine, MicroBatchConfig
 
 P, R = 6, 8
 """Prompt and response length of the batches here."""
@@ -208,7 +208,7 @@ def has_fast_layers(engine: FSDPEngine) -> bool:
     return bool(fast) and fast == known
 
 
-def weights_of(engine: FSDPEngine) -> dict[str, Tensor]:
+def weights_of(engine: BaseEngine) -> dict[str, Tensor]:
     """All weights, whole; every rank must ask."""
     return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
 

@@ -90,6 +90,10 @@ def test_models_of_one_path_have_problems_of_their_own(run: Run, tmp_path):
     message = run.refusal(TWO | both | {"critic.megatron.sequence_parallel": False})
     assert "critic.megatron.sequence_parallel=false: every one of the ranks" in message
     assert f"{ACTOR}.megatron.sequence_parallel" not in message
+    flags = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0, "moe_z_loss_coeff": 0.1}
+    message = run.refusal(TWO | both | {"critic.megatron.override_transformer_config": flags})
+    assert "transformer_config.moe_z_loss_coeff=0.1: routers of a model with values or scores have no such" in message
+    assert "moe_aux_loss_coeff" not in message
     # The frozen reference comes first, and may have dropout.
     noisy = {
         f"{part}.override_config": {"attention_dropout": 0.1} for part in ("actor_rollout_ref.model", "critic.model")

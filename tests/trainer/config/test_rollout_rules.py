@@ -12,10 +12,11 @@ import pytest
 
 from tests.trainer.config.support import Run, only
 from verl.base.engine_python import engine_python
-from verl.config import RolloutConfig
+from verl.config import HFModelConfig, MtpConfig, RolloutConfig
 from verl.trainer.config import GenerationConfig, rules_engines
 from verl.trainer.config.derive import engine_for_gpu
 from verl.trainer.config.rules_engines import not_for_serving
+from verl.trainer.config.rules_prediction import heads as prediction_heads
 from verl.workers.rollout.engine_kwargs import launch_settings
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -399,3 +400,7 @@ def test_heads_are_trained_and_used_where_that_is_possible(run: Run):
     assert "mtp.enable_rollout=true: actor_rollout_ref.rollout.name=native draws token by token" in message
     heads["actor_rollout_ref.model.mtp.enable"] = False
     assert not run.load(heads).actor_rollout_ref.model.mtp.is_trained
+    model = HFModelConfig(path="org/name", mtp=MtpConfig(enable=True, enable_train=True, enable_rollout=True))
+    (advice,) = prediction_heads(GenerationConfig(model=model, rollout=RolloutConfig(name="vllm")))
+    assert advice.advice
+    assert "updates, and so trained heads, do not reach them" in str(advice)

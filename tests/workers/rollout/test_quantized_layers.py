@@ -20,8 +20,10 @@ from verl.testing.rollout_conformance import greedy
 from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.adapted_layers import computes_adapters
+from verl.workers.rollout.file_names import FileNames
 from verl.workers.rollout.native.model import NativeModel
 from verl.workers.rollout.quantized_layers import FORMATS
+from verl.workers.rollout.vllm_rollout import VLLMRollout
 
 PROMPTS = ([10, 20, 30, 40], [7, 8])
 # The numbers of e4m3: 3 bits of mantissa, exponents -6 to 8 and subnormals below, without infinity.
@@ -40,6 +42,9 @@ def test_weights_are_rounded_by_output() -> None:
     assert s.tolist() == [[1.0], [0.5]]
     # Steps of 2 from 16 to 32, of 1/8 from 1 to 2, of 1/512 near 0; 17 and 19 to even.
     assert q.float().tolist() == [[-448, 16, 1.125, 0], [448, 20, 22, 0]]
+    for quantization in FORMATS.values():  # the least number of fp32, whose scale would be 0
+        q, s = quantization.quantize(torch.tensor([[2.0**-149, 0.0]]))
+        assert (q.float().tolist(), s.item()) == ([[0, 0]], 1)
     columns, of_columns = FORMATS["int8"].quantize(weight.T[None], inputs=-2)
     rows, of_rows = FORMATS["int8"].quantize(weight)
     assert torch.equal(columns[0].T, rows)
@@ -128,6 +133,17 @@ def test_adapters_stay_exact_beside_rounded_weights(tmp_path: Path) -> None:
     adapted, settings = HFModelConfig(path="m", lora_rank=4), {"dtype": "float32", "tensor_model_parallel_size": 1}
     assert computes_adapters(RolloutConfig(name="native", quantization="int8", **settings), adapted)
     assert not computes_adapters(RolloutConfig(name="native", **settings), adapted)
+
+
+def test_vllm_gets_rounded_weights_and_their_scales() -> None:
+    model = tiny_model("qwen3").requires_grad_(False)
+    rollout = object.__new__(VLLMRollout)  # made as usual it starts a server
+    rollout.config = RolloutConfig(name="vllm", quantization="int8")
+    rollout._empty_model, rollout._file_names = model, FileNames(model)
+    sent = dict(rollout._in_files(model.named_parameters()))
+    layers = {name for name, weight in model.named_parameters() if is_quantized(name, weight)}
+    assert sent.keys() == {name for name, _ in model.named_parameters()} | {f"{name}_scale" for name in layers}
+    assert {name for name, tensor in sent.items() if tensor.dtype == torch.int8} == layers
 
 
 def test_only_linear_layers_of_the_decoder_are_rounded() -> None:

@@ -83,6 +83,9 @@ def test_settings_for_a_gpu_have_sglangs_names_and_health_checks_generate_nothin
     given = engine_arguments(config, model, hf_config_of(model), 20, gpu)
     assert given["cuda_graph_bs_decode"] == [1, 2]
     assert (given["speculative_algorithm"], given["speculative_num_steps"]) == ("EAGLE", 3)
+    # No update brings the heads' weights: they are read while the model's are not, and kept while SGLang sleeps.
+    assert (given["load_format"], given["speculative_draft_load_format"]) == ("dummy", "auto")
+    assert given["enable_draft_weights_cpu_backup"]
     assert process_environment(config, gpu)["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false"
     if find_spec("sglang"):
         from sglang.srt.server_args import ServerArgs

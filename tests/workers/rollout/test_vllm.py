@@ -40,7 +40,7 @@ from verl.testing.rollout_conformance.sampling import (
 )
 from verl.workers.rollout import base, remote
 from verl.workers.rollout.engine_kwargs import Launch
-from verl.workers.rollout.quantized_layers import FORMATS, rounded_weights
+from verl.workers.rollout.quantized_layers import FORMATS
 from verl.workers.rollout.vllm_rollout.client import VLLMClient
 from verl.workers.rollout.vllm_rollout.settings import engine_arguments
 from verl.workers.rollout.weights import DeviceBuffer, FileBuffer, SharedBuffer
@@ -179,8 +179,8 @@ def test_int8_is_that_of_rounded_weights_and_rounded_inputs(folder: Path, size: 
     A worker rounds its part of the inputs of layers that are divided by columns.
     """
     rollout = under_test(folder).build()
-    config = dataclasses.replace(rollout.config, quantization="int8")
-    arguments = engine_arguments(config, rollout.model_config, 64, torch.device("cpu"))
+    rollout.config = dataclasses.replace(rollout.config, quantization="int8")
+    arguments = engine_arguments(rollout.config, rollout.model_config, 64, torch.device("cpu"))
     engine = VLLMClient(arguments | {"tensor_parallel_size": size}, torch.device("cpu"), Launch())
     try:
         for seed in (0, 1):
@@ -191,8 +191,7 @@ def test_int8_is_that_of_rounded_weights_and_rounded_inputs(folder: Path, size: 
                     layer.weight.data = q.double() * s
                     parts = size if name.endswith(("o_proj", "down_proj")) else 1
                     layer.register_forward_pre_hook(lambda _, inputs, parts=parts: rounded_inputs(inputs[0], parts))
-            sent = rounded_weights(weights_of(seed=seed), rollout._empty_model, FORMATS["int8"])
-            engine.load_weights(FileBuffer().parts(sent, 2**16))
+            engine.load_weights(FileBuffer().parts(rollout._in_files(weights_of(seed=seed)), 2**16))
             responses = [rollout._partial(greedy(prompt)) for prompt in PROMPTS]
             engine.generate(responses, threading.Event())
             for prompt, response in zip(PROMPTS, responses, strict=True):

@@ -10,8 +10,17 @@ from typing import Any
 
 from verl.base.remote import is_remote
 from verl.base.requirements import install_command
-from verl.config import DPOConfig, FSDPOptimizerConfig, McoreEngineConfig, PPOConfig, Problem, SupervisedConfig
+from verl.config import (
+    DPOConfig,
+    FSDPOptimizerConfig,
+    McoreEngineConfig,
+    PPOConfig,
+    Problem,
+    RMConfig,
+    SupervisedConfig,
+)
 from verl.config.megatron import INDEX, MIXTURES, SIZES, ranks_per_copy
+from verl.config.megatron_flags import ROUTERS
 from verl.config.model import ALL_LINEAR
 from verl.config.problems import shown
 from verl.trainer.config.rules_sizes import needs_critic
@@ -107,6 +116,8 @@ def layouts(config: PPOConfig | SupervisedConfig) -> Problems:
     for held in models_held:
         if held.trained is not None:
             yield from _training(held)
+            if held.section == "critic" or isinstance(config, RMConfig):
+                yield from _policys_routers(held)
 
 
 def _sizes(engine: McoreEngineConfig) -> dict[str, int] | str:
@@ -131,6 +142,17 @@ def _training(held: _Held) -> Problems:
     if (size := held.trained.ulysses_sequence_parallel_size) > 1:
         key = f"{held.section}.ulysses_sequence_parallel_size"
         yield Problem(key, size, "this is a setting of FSDP", f"1, and {held.sizes}.context_parallel_size")
+
+
+def _policys_routers(held: _Held) -> Problems:
+    """What trains routers beside the loss is a policy's."""
+    override = held.placement.override_transformer_config
+    for name in ROUTERS:
+        if (value := override.get(name)) not in (None, False, 0, "none"):
+            cause = "routers of a model with values or scores have no such training"
+            remedy = f"{held.model_key}.override_config.router_aux_loss_coef sets a balance loss over all layers"
+            key = f"{held.sizes}.override_transformer_config.{name}"
+            yield Problem(key, value, cause, "null", remedy)
 
 
 def _latent_adapters(held: _Held) -> Problems:

@@ -51,6 +51,9 @@ def _in_rollout(model: HFModelConfig, rollout: RolloutConfig, path: str, section
     if rollout.name in OWN_ENGINES:
         cause = f"{section}.name={rollout.name} draws token by token, without proposals of heads"
         yield Problem(key, True, cause, "false", f"or set {section}.name to vllm or sglang")
+    elif model.mtp.is_trained:
+        cause = f"{rollout.name} proposes by the heads in model.path; updates, and so trained heads, do not reach them"
+        yield Problem(key, True, cause, remedy="expect fewer proposals to be accepted with time", advice=True)
     yield from _has_heads(model, key)
 
 

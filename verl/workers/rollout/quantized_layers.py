@@ -2,7 +2,7 @@
 
 Of a weight W, (outputs, inputs), or (experts, outputs, inputs) for experts that are stacked, s = max |W| / L over the
 inputs of each output, and the engine has q = W / s rounded to the nearest number of the format (ties to even). L is the
-format's largest number: 127 of ``int8``, 448 of ``fp8`` (e4m3). A weight that is 0 for all inputs has s = 1.
+format's largest number: 127 of ``int8``, 448 of ``fp8`` (e4m3). Where that s is 0, it is 1.
 
 Embeddings, norms, biases, the output head, routers and other gates, and the vision tower keep their format. Each pass
 of a layer makes s q in the engine's format, computes as ever, and frees it: numbers are those of quantized weights, and
@@ -38,8 +38,8 @@ class WeightFormat:
 
     def quantize(self, weight: Tensor, inputs: int = -1) -> tuple[Tensor, Tensor]:
         """Return q, and s in fp32, whose dimension ``inputs`` has size 1."""
-        largest = torch.linalg.vector_norm(weight, torch.inf, inputs, keepdim=True).float()
-        scale = torch.where(largest == 0, 1.0, largest / self.largest)
+        scale = torch.linalg.vector_norm(weight, torch.inf, inputs, keepdim=True).float() / self.largest
+        scale = torch.where(scale == 0, 1.0, scale)
         ratio = weight / scale
         return (ratio if self.dtype.is_floating_point else ratio.round_()).to(self.dtype), scale
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +32,9 @@ pytest.importorskip("verl.workers.engine.megatron.library")
 
 HEADS, FACTOR = 2, 0.3
 EXPERTS = TP | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-PP = {"pipeline_model_parallel_size": 2}
+PP: dict[str, Any] = {"pipeline_model_parallel_size": 2}
 # Settings, micro-batches, and whether the model gets no gradient of the heads.
-CASES = {
+CASES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "experts": (EXPERTS, "three", False),
     "pipeline": (PP | {"override_transformer_config": {"pipeline_model_parallel_layout": "Et|tmmL"}}, "whole", False),
     "detached, padded": (PP | {"use_remove_padding": False}, "by tokens", True),
@@ -42,9 +43,9 @@ CASES = {
 }
 
 
-def mtp(is_detached: bool = False, **settings: object) -> dict[str, object]:
+def mtp(is_detached: bool = False) -> dict[str, Any]:
     keys = {"enable": True, "enable_train": True, "detach_encoder": is_detached, "mtp_loss_scaling_factor": FACTOR}
-    return {"mtp": keys | settings}
+    return {"mtp": keys | {"enable_rollout": True}}
 
 
 def folder_with_heads(path: Path, count: int = HEADS) -> str:

@@ -49,6 +49,8 @@ _PASS_PARAMS = json.dumps({"callable": b"cverl_sglang\nPassParams\n.".hex()})
 _ABORT_ALL = ("/abort_request", {"abort_all": True})
 _SCORES_PER_CALL = 2**20
 """Most log-probs that one HTTP request asks for: its answer is JSON."""
+_MODEL_ALONE = "target"
+"""Updates are not for the heads that propose tokens, whose report would take the place of the model's."""
 _MEMORY_TAGS = {"kv_cache": ("kv_cache",), "weights": ("weights", "cuda_graph")}
 
 
@@ -162,7 +164,7 @@ class SGLangClient(EngineClient):
         if rule == self._rule:
             return
         report = str(self.server.folder / "rule")
-        self._call("begin_weight_update")
+        self._call("begin_weight_update", selector=_MODEL_ALONE)
         try:
             self._load(report, rule=rule)
         finally:
@@ -173,7 +175,7 @@ class SGLangClient(EngineClient):
     def weights_devices(self) -> Sequence[str | None]:
         """See :meth:`EngineClient.weights_devices`."""
         report = str(self.server.folder / "devices")
-        self._call("begin_weight_update")
+        self._call("begin_weight_update", selector=_MODEL_ALONE)
         try:
             self._load(report)
         finally:
@@ -183,7 +185,7 @@ class SGLangClient(EngineClient):
     def load_weights(self, parts: Iterable[SharedPart]) -> int:
         """See :meth:`EngineClient.load_weights`."""
         size = 0
-        self._call("begin_weight_update")
+        self._call("begin_weight_update", selector=_MODEL_ALONE)
         try:
             for index, part in enumerate(parts):
                 report = str(self.server.folder / f"part-{index}")
@@ -205,6 +207,7 @@ class SGLangClient(EngineClient):
             "update_weights_from_tensor",
             serialized_named_tensors=[payload] * self.ranks,
             load_format=LOADER,
+            selector=_MODEL_ALONE,
             flush_cache=True,
         )
 

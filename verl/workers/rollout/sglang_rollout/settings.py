@@ -98,6 +98,9 @@ def engine_arguments(
         arguments["cuda_graph_bs_decode"] = list(config.cudagraph_capture_sizes)
     if model_config.mtp.is_in_rollout:
         arguments |= {name: model_config.mtp[name] for name in _SPECULATIVE}
+        # Updates go to the model alone: random heads would stay random, and lost ones lost.
+        arguments["speculative_draft_load_format"] = "auto" if config.load_format == "dummy" else config.load_format
+        arguments["enable_draft_weights_cpu_backup"] = arguments["enable_memory_saver"]
     if applies_adapters(config, model_config):
         arguments |= _adapter_arguments(model_config, has_experts(hf_config), device)
         # Adapters alone come with an update: the base must be there again after a sleep.

@@ -6,7 +6,7 @@ has them, reach it as files in shared memory. See ``docs/rollout_engines.md``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -62,9 +62,10 @@ class VLLMRollout(RemoteRollout):
     def _start_node(self, machines: EngineMachines) -> EngineProcess:
         return start_vllm_node(self._arguments, self.device, self._launch, self._devices, machines)
 
-    def _weights_of(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        is_rounded = self.config.quantization == "int8"
-        return rounded_weights(weights, self._empty_model, FORMATS["int8"]) if is_rounded else weights
+    def _in_files(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        if self.config.quantization == "int8":
+            weights = rounded_weights(weights, self._empty_model, FORMATS["int8"])
+        return super()._in_files(weights)
 
     def _partial(self, request: RolloutRequest) -> PartialResponse:
         sampling = request.sampling

@@ -103,7 +103,7 @@ def engine_arguments(
         arguments["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
     if config.quantization == "fp8":
         arguments["quantization"] = "fp8"
-    arguments |= _proposals(model_config)
+    arguments |= _proposals(config, model_config)
     if config.limit_images is not None:
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
     if has_images:
@@ -133,12 +133,16 @@ def engine_arguments(
     return {"max_logprobs": most_likely} | arguments | extra
 
 
-def _proposals(model_config: HFModelConfig) -> dict[str, object]:
+def _proposals(config: RolloutConfig, model_config: HFModelConfig) -> dict[str, object]:
     """Let the model's heads propose tokens; the model still draws as without them."""
     mtp = model_config.mtp
     if not mtp.is_in_rollout:
         return {}
-    return {"speculative_config": {"method": mtp.method, "num_speculative_tokens": mtp.num_speculative_tokens}}
+    proposals: dict[str, object] = {"method": mtp.method, "num_speculative_tokens": mtp.num_speculative_tokens}
+    # Updates go to the model alone: random heads would stay random, and lost ones lost.
+    if config.load_format == "dummy":
+        proposals["draft_load_config"] = {"load_format": "auto"}
+    return {"speculative_config": proposals, "sleep_preserve_parameter_names": ["draft.*"]}
 
 
 def _overrides(config: RolloutConfig, model_config: HFModelConfig) -> dict[str, Any]:
