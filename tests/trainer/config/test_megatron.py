@@ -94,6 +94,9 @@ def test_models_of_one_path_have_problems_of_their_own(run: Run, tmp_path):
     message = run.refusal(TWO | both | {"critic.megatron.override_transformer_config": flags})
     assert "transformer_config.moe_z_loss_coeff=0.1: routers of a model with values or scores have no such" in message
     assert "moe_aux_loss_coeff" not in message
+    of_actor = {f"{ACTOR}.megatron.override_transformer_config": flags, "algorithm.adv_estimator": "grpo"}
+    config = run.load(TWO | both | of_actor)
+    assert config.actor_rollout_ref.actor.megatron.override_transformer_config == flags
     # The frozen reference comes first, and may have dropout.
     noisy = {
         f"{part}.override_config": {"attention_dropout": 0.1} for part in ("actor_rollout_ref.model", "critic.model")

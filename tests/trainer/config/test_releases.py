@@ -135,7 +135,6 @@ def test_settings_of_megatron_in_the_engine_of_a_supervised_run(changes: dict[st
         ({"trainer.device": "npu"}, "Ascend devices are not in this version"),
         ({f"{ACTOR}.optim.min_lr": "low"}, "it is no share of lr="),
         ({f"{ACTOR}.strategy": "fsdp2", "model_engine": "megatron"}, "is the back end of all models"),
-        ({f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff": 0.01}, "router_aux_loss_coef"),
     ],
 )
 def test_refusals(run: Run, changes: dict[str, Any], said: str):

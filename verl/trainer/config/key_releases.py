@@ -410,16 +410,6 @@ FREE_ENTRIES: tuple[Retired, ...] = (
         "the model is built as its Hugging Face config says; leave it out",
         {"*override_transformer_config.normalization": "RMSNorm", "*override_transformer_config.swiglu": True},
     ),
-    *_refused(
-        "the model is built as its Hugging Face config says; set model.override_config.router_aux_loss_coef to balance "
-        "the load of experts, and leave it out",
-        {
-            "*override_transformer_config.moe_aux_loss_coeff": 0,
-            "*override_transformer_config.moe_z_loss_coeff": 0,
-            "*override_transformer_config.moe_router_load_balancing_type": "none",
-            "*override_transformer_config.moe_router_bias_update_rate": 0,
-        },
-    ),
     *_told(
         "set param_offload and optimizer_offload of the engine",
         _entries("override_optimizer_config", _OPTIMIZER_MEMORY),
