@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,7 +86,7 @@ def oracle_of(model: transformers.PreTrainedModel, quantization: str) -> transfo
 def test_log_probs_are_those_of_rounded_weights(tmp_path: Path, family: str, quantization: str) -> None:
     """In two versions of the weights; memory is a byte for each rounded weight, and four for each scale."""
     model = tiny_model(family).requires_grad_(False)
-    engine = engine_for(saved(model, tmp_path), quantization=quantization, free_cache_engine=True)
+    engine: Any = engine_for(saved(model, tmp_path), quantization=quantization, free_cache_engine=True)
     for version in (0, 1):
         expected = oracle_of(model, quantization)
         engine.wake()
@@ -137,7 +138,7 @@ def test_adapters_stay_exact_beside_rounded_weights(tmp_path: Path) -> None:
 
 def test_vllm_gets_rounded_weights_and_their_scales() -> None:
     model = tiny_model("qwen3").requires_grad_(False)
-    rollout = object.__new__(VLLMRollout)  # made as usual it starts a server
+    rollout: Any = object.__new__(VLLMRollout)  # made as usual it starts a server
     rollout.config = RolloutConfig(name="vllm", quantization="int8")
     rollout._empty_model, rollout._file_names = model, FileNames(model)
     sent = dict(rollout._in_files(model.named_parameters()))
