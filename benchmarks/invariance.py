@@ -4,7 +4,9 @@ Trains the same three steps in every layout, each through ``python -m verl.train
 compares every logged metric with that of the first layout. ::
 
     python -m benchmarks.invariance [--output_dir outputs/invariance] [--estimator grpo|gae] [--megatron | --experts]
-    python -m benchmarks.invariance --images --lora
+    python -m benchmarks.invariance --images --lora    # each also with --megatron
+    python -m benchmarks.invariance --latent    # or --heads: a DeepSeek-V3 under strategy=megatron
+    python -m benchmarks.invariance --veomni    # strategy=veomni, which needs an environment of its own
     python -m benchmarks.invariance --teacher reverse_kl    # or another loss of distillation
     python -m benchmarks.invariance --steps 1 --layouts local    # the layouts of one process, in about a minute
 """
@@ -46,16 +48,31 @@ MEGATRON = [
 
 
 def megatron(
-    ranks: int, tensor: int = 1, pipeline: int = 1, expert: int = 1, context: int = 1, pieces: int | None = None
+    ranks: int,
+    tensor: int = 1,
+    pipeline: int = 1,
+    expert: int = 1,
+    context: int = 1,
+    pieces: int | None = None,
+    expert_tensor: int = 1,
+    stages: str | None = None,
 ) -> list[str]:
-    """The settings of a layout of ranks; reference and critic follow the actor. Experts are whole on one rank."""
+    """The settings of a layout of ranks; reference and critic follow the actor.
+
+    Experts are whole on one rank unless `expert_tensor` ranks divide them. `stages` is a
+    `pipeline_model_parallel_layout`.
+    """
     sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
     sizes["context_parallel_size"] = context
-    if expert > 1:
-        sizes |= {"expert_model_parallel_size": expert, "expert_tensor_parallel_size": 1}
+    if expert > 1 or expert_tensor > 1:
+        sizes |= {"expert_model_parallel_size": expert, "expert_tensor_parallel_size": expert_tensor}
     if pieces is not None:
         sizes["virtual_pipeline_model_parallel_size"] = pieces
     keys = [f"actor_rollout_ref.actor.megatron.{name}={size}" for name, size in sizes.items()]
+    if stages is not None:
+        key = "megatron.override_transformer_config.pipeline_model_parallel_layout"
+        keys += [f"+{section}.{key}='{stages}'" for section in ("actor_rollout_ref.actor", "actor_rollout_ref.ref")]
+        keys.append(f"+critic.{key}='{stages}'")
     return [*MEGATRON, f"trainer.n_gpus_per_node={ranks}", f"ray_kwargs.ray_init.num_cpus={max(2, ranks)}", *keys]
 
 
@@ -65,6 +82,7 @@ MEGATRON_LAYOUTS = {
     "Megatron, TP 2": megatron(2, tensor=2),
     "Megatron, PP 2": megatron(2, pipeline=2),
     "Megatron, PP 2, two pieces each": megatron(2, pipeline=2, pieces=2),
+    "Megatron, PP 2, three layers and one": megatron(2, pipeline=2, stages="Ettt|tL"),
     "Megatron, CP 2": megatron(2, context=2),
     "Megatron, TP 2 x PP 2": megatron(4, tensor=2, pipeline=2),
     "Megatron, TP 2 x CP 2": megatron(4, tensor=2, context=2),
@@ -81,8 +99,28 @@ EXPERT_LAYOUTS = {
     "Megatron, TP 2, EP 2": megatron(2, tensor=2, expert=2),
     "Megatron, PP 2": megatron(2, pipeline=2),
     "Megatron, EP 2 x PP 2": megatron(4, pipeline=2, expert=2),
+    "Megatron, 2 copies, expert TP 2": megatron(2, expert_tensor=2),
+    "Megatron, TP 2, EP 2 x expert TP 2": megatron(4, tensor=2, expert=2, expert_tensor=2),
 }
 """With --experts: a Qwen3-MoE."""
+
+LATENT_LAYOUTS = {
+    "Megatron, 1 rank": megatron(1),
+    "Megatron, TP 2, EP 2": megatron(2, tensor=2, expert=2),
+    "Megatron, PP 2": megatron(2, pipeline=2),
+    "Megatron, CP 2": megatron(2, context=2),
+}
+"""With --latent and --heads: a DeepSeek-V3."""
+
+VEOMNI = ["actor_rollout_ref.actor.strategy=veomni", "critic.strategy=veomni"]
+VEOMNI_LAYOUTS = {
+    "VeOmni, 1 rank": ["trainer.controller=ray", *VEOMNI],
+    "VeOmni, 2 ranks": ["trainer.controller=ray", "trainer.n_gpus_per_node=2", *VEOMNI],
+}
+"""With --veomni, which needs the extra `veomni` and a Transformers that VeOmni takes."""
+
+HEADS = [f"actor_rollout_ref.model.mtp.{key}=true" for key in ("enable", "enable_train")]
+"""With --heads: one head of multi-token prediction is trained. FSDP trains none, so the first layout is Megatron's."""
 
 DIVIDED = [
     "actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2",
@@ -242,6 +280,37 @@ def make_mixture(task: Path) -> Path:
     return task / "mixture"
 
 
+def make_latent(task: Path, heads: int) -> Path:
+    """A DeepSeek-V3 with random weights: latent attention, groups of experts, heads of multi-token prediction."""
+    from transformers import AutoConfig, AutoTokenizer
+
+    from tests.workers.engine.megatron.heads import add_heads
+    from verl.testing.models import tiny_model_dir
+
+    config = AutoConfig.from_pretrained(task / "model")
+    ids = {key: getattr(config, key) for key in ("pad_token_id", "eos_token_id", "bos_token_id")}
+    sizes: dict[str, object] = {"vocab": config.vocab_size, "num_hidden_layers": 4, "num_nextn_predict_layers": heads}
+    folder = Path(tiny_model_dir(task / "latent", "deepseek_v3", **sizes, **ids))  # type: ignore[arg-type]
+    if heads:
+        add_heads(str(folder), heads)
+    AutoTokenizer.from_pretrained(task / "model").save_pretrained(folder)
+    return folder
+
+
+def make_adapters(model: Path, folder: Path) -> Path:
+    """Adapters of a policy that both back ends begin with, which draw different ones from a seed."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    is_seeing = hasattr(AutoConfig.from_pretrained(model), "vision_config")
+    policy = (AutoModelForImageTextToText if is_seeing else AutoModelForCausalLM).from_pretrained(model)
+    layers = r".*layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"  # of the language model
+    torch.manual_seed(3)
+    get_peft_model(policy, LoraConfig(r=4, lora_alpha=8, target_modules=layers)).save_pretrained(str(folder))
+    return folder
+
+
 def make_teacher(task: Path) -> Path:
     """A model like the tiny one, with other and larger random weights: it prefers some tokens."""
     import torch
@@ -254,14 +323,14 @@ def make_teacher(task: Path) -> Path:
     return task / "teacher"
 
 
-def make_pictures(task: Path) -> tuple[Path, list[Path]]:
+def make_pictures(task: Path, layers: int) -> tuple[Path, list[Path]]:
     """A tiny Qwen2.5-VL with random weights, and files of rows with a picture and, every third, without one."""
     from tests.support.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
 
     files = [task / "pictures_train.parquet", task / "pictures_test.parquet"]
     for file, count in zip(files, (64, 16), strict=True):
         write_parquet(file, picture_rows(count, text_every=3))
-    return Path(tiny_vision_model_dir(task / "seeing", "qwen2_5_vl")), files
+    return Path(tiny_vision_model_dir(task / "seeing", "qwen2_5_vl", num_hidden_layers=layers)), files
 
 
 def run(name: str, overrides: list[str], out: Path, estimator: str) -> list[dict[str, float]]:
@@ -274,7 +343,8 @@ def run(name: str, overrides: list[str], out: Path, estimator: str) -> list[dict
         f"custom_reward_function.path={task}/reward.py", f"trainer.default_local_dir={out}/checkpoints",
         *COMMON, *overrides,
     ]  # fmt: skip
-    environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(log), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(log), "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
     for _ in range(5):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if NOT_STARTED not in done.stderr:
@@ -294,6 +364,23 @@ def compared(metrics: dict[str, float]) -> dict[str, float]:
     return {k: v for k, v in metrics.items() if not k.startswith(skip) and isinstance(v, int | float)}
 
 
+def largest_difference(
+    name: str, reference: list[dict[str, float]], steps: list[dict[str, float]]
+) -> tuple[float, str]:
+    """The largest relative difference of a layout from the first one, and its metric and step."""
+    worst, where = 0.0, "-"
+    for step, (a, b) in enumerate(zip(reference, steps, strict=True), start=1):
+        assert a.keys() == b.keys(), f"{name}: {a.keys() ^ b.keys()}"
+        for key in a:
+            same = a[key] == b[key] or (math.isnan(a[key]) and math.isnan(b[key]))
+            floor = 1.0 if key.startswith(ROUNDING) else FLOOR
+            scale = max(abs(a[key]), abs(b[key]), floor)
+            gap = 0.0 if same else abs(a[key] - b[key]) / scale
+            if not gap <= worst:
+                worst, where = gap, f"`{key}`, step {step}"
+    return worst, where
+
+
 def _count(text: str) -> int:
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text}: must be a whole number above 0")
@@ -307,6 +394,9 @@ def main() -> None:
     parser.add_argument("--estimator", default="grpo", help="algorithm.adv_estimator of the runs")
     parser.add_argument("--megatron", action="store_true", help="layouts of strategy=megatron in place of FSDP's")
     parser.add_argument("--experts", action="store_true", help="a mixture of experts, under strategy=megatron")
+    parser.add_argument("--latent", action="store_true", help="a DeepSeek-V3, under strategy=megatron")
+    parser.add_argument("--heads", action="store_true", help="that, and multi-token prediction is trained")
+    parser.add_argument("--veomni", action="store_true", help="strategy=veomni, in an environment that has it")
     parser.add_argument("--images", action="store_true", help="a model with images, on rows with and without them")
     parser.add_argument("--lora", action="store_true", help="only adapters are trained")
     parser.add_argument("--teacher", metavar="LOSS", help="distillation by this loss_mode, beside the rewards")
@@ -315,10 +405,21 @@ def main() -> None:
         "--layouts", default="", metavar="WORD", help="only layouts with this in their name: local, FSDP"
     )
     args = parser.parse_args()
-    if (args.images or args.lora) and (args.megatron or args.experts):
-        parser.error("--images and --lora are for the layouts of FSDP: leave out --megatron and --experts")
-    first = next(iter(LAYOUTS))
-    others = EXPERT_LAYOUTS if args.experts else MEGATRON_LAYOUTS if args.megatron else LAYOUTS
+    tables = {
+        "megatron": MEGATRON_LAYOUTS,
+        "experts": EXPERT_LAYOUTS,
+        "latent": LATENT_LAYOUTS,
+        "heads": LATENT_LAYOUTS,
+        "veomni": VEOMNI_LAYOUTS,
+    }
+    picked = [name for name in tables if getattr(args, name)]
+    if len(picked) > 1:
+        parser.error(f"--{' and --'.join(picked)} are layouts of different models: name one of them")
+    if (args.images or args.lora) and picked not in ([], ["megatron"]):
+        parser.error(f"--images and --lora are for the layouts of FSDP and of --megatron: leave out --{picked[0]}")
+    others = tables[picked[0]] if picked else LAYOUTS
+    reference_layouts = others if args.heads else LAYOUTS
+    first = next(iter(reference_layouts))
     if args.images or args.lora:  # which do not go with divided matrices
         others = {name: overrides for name, overrides in others.items() if DIVIDED[0] not in overrides}
     chosen = {name: overrides for name, overrides in others.items() if args.layouts.lower() in name.lower()}
@@ -332,37 +433,34 @@ def main() -> None:
     model, files = task / "model", [task / "rl_train.parquet", task / "rl_test.parquet"]
     if args.experts:
         model = make_mixture(task)
+    if args.latent or args.heads:
+        model = make_latent(task, heads=int(args.heads))
     if args.images:
-        model, files = make_pictures(task)
+        model, files = make_pictures(task, layers=4 if args.megatron else 2)
     common = [f"data.train_files={files[0]}", f"data.val_files={files[1]}", *(LORA if args.lora else [])]
     common += [f"{role}.model.path={model}" for role in ("actor_rollout_ref", "critic")]
     if args.teacher:
         common += ["distillation.enabled=true", f"distillation.distillation_loss.loss_mode={args.teacher}"]
         common.append(f"distillation.teacher_models.teacher_model.model_path={make_teacher(task)}")
+    common += HEADS if args.heads else []
+    if args.lora and args.megatron:
+        folder = make_adapters(model, out / "task" / "adapters")
+        common.append(f"actor_rollout_ref.model.lora_adapter_path={folder}")
     common.append(f"trainer.total_training_steps={args.steps}")
     reference: list[dict[str, float]] = []
     worst_of_all = 0.0
-    option = "".join(f" --{name}" for name in ("megatron", "experts", "images", "lora") if getattr(args, name))
+    option = "".join(f" --{name}" for name in (*picked, *(key for key in ("images", "lora") if getattr(args, key))))
     option += f" --teacher {args.teacher}" if args.teacher else ""
     option += f" --steps {args.steps}" if args.steps != STEPS else ""
     option += f" --layouts {shlex.quote(args.layouts)}" if args.layouts else ""
     command = f"python -m benchmarks.invariance{option} --estimator {args.estimator}"
     print(f"\n`{command}`: {args.steps} step{'s' if args.steps > 1 else ''}, two mini-batches each\n")
     print("| layout | metrics compared | largest relative difference | in |\n|---|---|---|---|")
-    for name, overrides in {first: LAYOUTS[first], **chosen}.items():
+    for name, overrides in {first: reference_layouts[first], **chosen}.items():
         steps = [compared(step) for step in run(name, [*common, *overrides], out, args.estimator)]
         assert len(steps) == args.steps, f"{name}: {len(steps)} steps logged"
         reference = reference or steps
-        worst, where = 0.0, "-"
-        for step, (a, b) in enumerate(zip(reference, steps, strict=True), start=1):
-            assert a.keys() == b.keys(), f"{name}: {a.keys() ^ b.keys()}"
-            for key in a:
-                same = a[key] == b[key] or (math.isnan(a[key]) and math.isnan(b[key]))
-                floor = 1.0 if key.startswith(ROUNDING) else FLOOR
-                scale = max(abs(a[key]), abs(b[key]), floor)
-                gap = 0.0 if same else abs(a[key] - b[key]) / scale
-                if not gap <= worst:
-                    worst, where = gap, f"`{key}`, step {step}"
+        worst, where = largest_difference(name, reference, steps)
         worst_of_all = max(worst, worst_of_all)
         print(f"| {name} | {args.steps} x {len(reference[0])} | {worst:.1e} | {where} |", flush=True)
     if not worst_of_all <= 1e-5:
