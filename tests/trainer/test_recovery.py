@@ -152,6 +152,17 @@ def test_what_was_sampled_ahead_survives_ranks_that_die(run: Run) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_that_divide_matrices_die_and_leave_no_trace(run: Run) -> None:
+    """Once restored from memory, once from the checkpoint of step 2."""
+    divided = {"actor_rollout_ref__actor__fsdp_config__tensor_parallel_size": 2}
+    straight = run("divided", [], **divided)
+    for name, changes in (("memory", {}), ("disk", {"trainer__recovery__snapshot_freq": 0})):
+        disturbed = run(f"divided {name}", [(3, "update_actor", 1)], **divided, **changes)
+        assert_same_run(disturbed, straight)
+        assert disturbed[0][3]["recovery/restarts"] == 1
+
+
+@pytest.mark.slow
 def test_without_states_in_memory_the_run_goes_back_to_its_newest_checkpoint_or_the_beginning(
     run: Run, undisturbed: Outcome
 ) -> None:

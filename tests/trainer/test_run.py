@@ -327,6 +327,16 @@ def test_four_ranks_in_two_groups_give_the_numbers_of_one(train, ray_cluster, se
     assert_same_steps(local, ray, rel=1e-5)
 
 
+@pytest.mark.slow
+def test_ranks_that_divide_matrices_give_the_numbers_of_one(train, ray_cluster):
+    sections = ("actor_rollout_ref__actor", "actor_rollout_ref__ref", "critic__model", "reward_model__model")
+    divided = {f"{section}__fsdp_config__tensor_parallel_size": 2 for section in sections}
+    local = train(**ALL_MODELS)
+    shared = train(trainer__controller="ray", trainer__n_gpus_per_node=2, **ALL_MODELS, **divided)
+    assert_same_steps(local, shared, rel=1e-5)
+    assert local[2]["critic/vf_loss"] > 0
+
+
 HYBRID = {
     f"{section}__fsdp_config__fsdp_size": 2
     for section in ("actor_rollout_ref__actor", "actor_rollout_ref__ref", "critic__model")
