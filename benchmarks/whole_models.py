@@ -11,8 +11,8 @@ that the process fetched from the disk (read_bytes in /proc/self/io), as a share
 of them before, and ranks share it, as those of one machine do. ``time`` is the seconds divided by those of reading the
 files from the disk once, right before. Freed blocks above 1 MiB go back to the kernel at once.
 
-As with a model that is much larger than a file of 2 GiB, files that are written end at a sixteenth of the model, and
-merges compare every weight, but no logits.
+As with a model that is much larger than a file of 2 GiB, files that are written end at a sixteenth of the model, merges
+compare every weight, but no logits, and ranks on CPUs keep no whole weights between updates.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ import torch.multiprocessing as mp
 from safetensors.torch import save_file
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from verl.backends.cpu import backend as cpu_backend
 from verl.config import FSDPEngineConfig, HFModelConfig, McoreEngineConfig
 from verl.model_merger import fsdp as merging
 from verl.model_merger.__main__ import main as merger
@@ -183,7 +184,11 @@ def load(kind: str, strategy: str = "fsdp2") -> Callable[[Path, int, Measured], 
 def started(folder: Path, ranks: int, strategy: str = "fsdp2", lora_rank: int = 0) -> BaseEngine:
     """An engine of the dense model."""
     engine = engine_of(folder / "dense", strategy, ranks, lora_rank)
-    engine.initialize()
+    with (  # models up to 1 GiB are kept whole between updates
+        patch.object(cpu_backend, "KEEP_BYTES", 0),
+        patch.object(cpu_backend, "WholeWeights", partial(cpu_backend.WholeWeights, keep_bytes=0)),
+    ):
+        engine.initialize()
     return engine
 
 
