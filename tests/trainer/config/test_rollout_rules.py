@@ -401,6 +401,8 @@ def test_heads_are_trained_and_used_where_that_is_possible(run: Run):
     heads["actor_rollout_ref.model.mtp.enable"] = False
     assert not run.load(heads).actor_rollout_ref.model.mtp.is_trained
     model = HFModelConfig(path="org/name", mtp=MtpConfig(enable=True, enable_train=True, enable_rollout=True))
-    (advice,) = prediction_heads(GenerationConfig(model=model, rollout=RolloutConfig(name="vllm")))
-    assert advice.advice
-    assert "updates, and so trained heads, do not reach them" in str(advice)
+    untried, old = prediction_heads(GenerationConfig(model=model, rollout=RolloutConfig(name="vllm")))
+    assert untried.advice
+    assert old.advice
+    assert "no test has run proposals of heads with vllm" in str(untried)
+    assert "updates, so trained heads too, pass it by" in str(old)

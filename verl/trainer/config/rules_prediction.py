@@ -51,9 +51,14 @@ def _in_rollout(model: HFModelConfig, rollout: RolloutConfig, path: str, section
     if rollout.name in OWN_ENGINES:
         cause = f"{section}.name={rollout.name} draws token by token, without proposals of heads"
         yield Problem(key, True, cause, "false", f"or set {section}.name to vllm or sglang")
-    elif model.mtp.is_trained:
-        cause = f"{rollout.name} proposes by the heads in model.path; updates, and so trained heads, do not reach them"
-        yield Problem(key, True, cause, remedy="expect fewer proposals to be accepted with time", advice=True)
+    else:
+        # Its draws while it verifies proposals were compared with no oracle: SGLang's do not use our sampler.
+        cause = f"no test has run proposals of heads with {rollout.name}"
+        remedy = "compare training/rollout_probs_diff_mean of the first steps with a run without them"
+        yield Problem(key, True, cause, remedy=remedy, advice=True)
+        if model.mtp.is_trained:
+            cause = f"{rollout.name} proposes by the heads in model.path; updates, so trained heads too, pass it by"
+            yield Problem(key, True, cause, remedy="expect fewer proposals to be accepted with time", advice=True)
     yield from _has_heads(model, key)
 
 
