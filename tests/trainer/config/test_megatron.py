@@ -184,6 +184,9 @@ def test_checkpoints_of_megatron_core_are_there_and_the_reference_has_the_actors
     (tmp_path / "images" / "config.json").write_text('{"model_type": "qwen3_vl"}')
     message = run.refusal(there | {"actor_rollout_ref.model.path": model})
     assert "use_dist_checkpointing=true: weights of models with images are read from model.path" in message
+    heads = {f"actor_rollout_ref.model.mtp.{key}": True for key in ("enable", "enable_train")}
+    message = run.refusal(there | heads)
+    assert "use_dist_checkpointing=true: actor_rollout_ref.model.mtp trains heads" in message
 
 
 def test_without_megatron_core_a_run_says_how_to_install_it(run: Run, monkeypatch):

@@ -86,6 +86,9 @@ def _checkpoint(held: _Held) -> Problems:
     if model_files.model_type(Path(held.model.path).expanduser()) in FAMILIES:
         cause = "weights of models with images are read from model.path"
         yield Problem(f"{held.sizes}.use_dist_checkpointing", True, cause, "false")
+    if held.model_key in {"actor_rollout_ref.model", "model"} and held.model.mtp.is_trained:
+        cause = f"{held.model_key}.mtp trains heads, which are read from model.path"
+        yield Problem(f"{held.sizes}.use_dist_checkpointing", True, cause, "false", "or set mtp.enable_train=false")
 
 
 def layouts(config: PPOConfig | SupervisedConfig) -> Problems:

@@ -237,9 +237,11 @@ class VLLMClient(EngineClient):
             raise
         finally:
             if not is_lost:  # vLLM must finish a begun update, or it cannot begin another
-                self._call_workers("end_weights")
-                if pauses:
-                    self.server.post("/resume")
+                try:
+                    self._call_workers("end_weights")
+                finally:
+                    if pauses:
+                        self.server.post("/resume")
         self._reset_cache()
         return size
 
