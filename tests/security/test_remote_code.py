@@ -19,6 +19,7 @@ from verl.config.base import BaseConfig, config_fields, meta_of
 from verl.errors import CheckpointError, ConfigError
 from verl.model_merger import compare, merge
 from verl.model_merger.__main__ import parser
+from verl.model_merger.lazy_weights import LazyWeights
 from verl.testing.models import tiny_model_dir
 from verl.trainer.config import GenerationConfig, PPOConfig, SFTConfig
 from verl.utils import hf_processor, hf_tokenizer, model_code
@@ -211,7 +212,7 @@ def test_the_merger_reads_no_code_from_the_folder_it_compares_with(
     (tmp_path / "actor" / "huggingface").mkdir(parents=True)
     shutil.copy(model / "config.json", tmp_path / "actor" / "huggingface")
     torch_bomb(model / "pytorch_model.bin", mark, **weights)
-    monkeypatch.setattr("verl.model_merger.fsdp.whole_weights", lambda folder: weights)
+    monkeypatch.setattr("verl.model_merger.fsdp.saved_weights", lambda folder: LazyWeights.of(weights))
     with pytest.raises(CheckpointError, match="pickle with more in it than weights"):
         compare(tmp_path / "actor", str(model))
 

@@ -67,7 +67,7 @@ MISTAKES: list[tuple[str, str, str]] = [
     (f"{ROLLOUT}.top_p=95", f"{ROLLOUT}.top_p=95: this value cannot", "a number > 0 and <= 1"),
     ("trainer.device=gpu", "trainer.device=gpu: this value cannot", "cuda, cpu"),
     (f"{ACTOR}.use_kl_loss=yess", f"{ACTOR}.use_kl_loss=yess: this value cannot", "true or false"),
-    (f"{ACTOR}.strategy=deepspeed", f"{ACTOR}.strategy=deepspeed: this value cannot", "fsdp, fsdp2, megatron"),
+    (f"{ACTOR}.strategy=deepspeed", f"{ACTOR}.strategy=deepspeed: this value cannot", "fsdp, fsdp2, veomni, megatron"),
     (f"{ROLLOUT}.name=vlm", f"{ROLLOUT}.name=vlm: this value cannot", "native, hf, vllm, sglang"),
     (f"{ACTOR}.fsdp_config.dtype=bf32", f"{ACTOR}.fsdp_config.dtype=bf32: this value cannot", "bfloat16"),
     ("data=x.jsonl", "data=x.jsonl: this is a section", "set the keys below it"),

@@ -21,7 +21,7 @@ from tests.workers.support import (
     with_log_probs,
 )
 from verl.errors import ConfigError
-from verl.model_merger.fsdp import whole_weights
+from verl.model_merger.fsdp import saved_weights
 from verl.testing.models import tiny_model_dir
 from verl.workers.losses import PolicyLoss, sft_loss
 
@@ -212,7 +212,7 @@ def updated(path, batch):
 
 
 def test_layouts_save_the_same_model(folder):
-    saved = [whole_weights(folder / layout) for layout in ("tensor", "pipeline", "data")]
+    saved = [saved_weights(folder / layout) for layout in ("tensor", "pipeline", "data")]
     for one in saved[1:]:
         assert one.keys() == saved[0].keys()
         for name, weight in one.items():
