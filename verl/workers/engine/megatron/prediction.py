@@ -250,16 +250,16 @@ def tokens_ahead(
     """
     length = inputs.input_ids.shape[1]
     is_counted = response_mask.bool()[inputs.rows, inputs.columns]
-    place = inputs.take % length  # in the sequence, from 0
+    position = inputs.take % length  # in the sequence, from 0
     if inputs.packing is not None:
         lengths = torch.tensor(inputs.packing.lengths)
         starts = lengths.cumsum(0) - lengths
-        place = inputs.take - starts[torch.searchsorted(starts, inputs.take, right=True) - 1]
+        position = inputs.take - starts[torch.searchsorted(starts, inputs.take, right=True) - 1]
     ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
     part = length // ranks
     ahead: list[TokensAhead] = []
     for k in range(1, heads + 1):
-        exists = is_counted & (place >= k)
+        exists = is_counted & (position >= k)
         row, column = (inputs.take[exists] - k) // length, (inputs.take[exists] - k) % length
         mine = column // part == rank
         ids = inputs.input_ids.roll(-k, dims=1)[:, rank * part : (rank + 1) * part]
