@@ -10,7 +10,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.trainer.main_ppo import TaskRunner
-from verl.trainer.ppo.utils import Role
+from verl.trainer.roles import Role
 from verl.utils.flops_counter import Arithmetic
 from verl.workers.rollout.columns import columns_from_outputs
 from verl.workers.rollout.request import RolloutOutput

@@ -18,8 +18,8 @@ from verl.config.profiler import GlobalProfilerConfig, ModelProfilerConfig
 from verl.errors import ConfigError, VerlError
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.ppo.profiling import StepProfiles
+from verl.workers.engine_worker import EngineWorker
 from verl.workers.profiling import ProcessRecording, RecordingPlan
-from verl.workers.training_workers import EngineWorker
 
 ACTOR = "actor_rollout_ref.actor.profiler"
 

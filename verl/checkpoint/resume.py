@@ -25,7 +25,7 @@ FETCHED = "fetched"
 
 
 class TrainedGroup(Protocol):
-    """A worker group of :class:`verl.workers.training_workers.EngineWorker`."""
+    """A worker group of :class:`verl.workers.engine_worker.EngineWorker`."""
 
     @property
     def world_size(self) -> int:

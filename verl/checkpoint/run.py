@@ -68,7 +68,7 @@ class TrainerCheckpoint:
 
     Args:
         plan: folder, retention and resume settings.
-        groups: worker groups of an :class:`verl.workers.training_workers.EngineWorker`, by the sub-folder that each
+        groups: worker groups of an :class:`verl.workers.engine_worker.EngineWorker`, by the sub-folder that each
             writes; ``"."`` is the step's folder itself.
     """
 

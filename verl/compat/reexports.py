@@ -55,13 +55,13 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
     "verl.experimental.fully_async_policy.fully_async_main": {
         "verl.base.fs": "copy_to_local",
         "verl.trainer.config.reward_section": "migrate_legacy_reward_impl",
-        "verl.trainer.ppo.utils": "Role",
+        "verl.trainer.roles": "Role",
         "verl.utils.device": "auto_set_device",
     },
     "verl.experimental.one_step_off_policy.main_ppo": {
         "verl.compat.toolkit.config": "validate_config",
         "verl.datasets": "create_rl_dataset create_rl_sampler",
-        "verl.trainer.ppo.utils": "need_critic need_reference_policy",
+        "verl.trainer.roles": "need_critic need_reference_policy",
         "verl.utils.device": "auto_set_device",
     },
     "verl.experimental.reward_loop.reward_loop": {
@@ -141,7 +141,7 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.utils": "tu=tensordict_utils",
         "verl.compat.toolkit.checkpoints": "find_latest_ckpt_path should_save_ckpt_esi",
         "verl.compat.toolkit.config": "is_distillation_enabled omega_conf_to_dataclass",
-        "verl.trainer.ppo.utils": "need_teacher_policy",
+        "verl.trainer.roles": "need_teacher_policy",
         "verl.compat.toolkit.dicts": "rename_dict",
         "verl.compat.toolkit.rollouts": "RolloutSkip",
         "verl.compat.toolkit.imports": "load_class_from_fqn",
@@ -153,7 +153,8 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
     "verl.trainer.ppo.rollout_corr_helper": {_SECTIONS: "PolicyLossConfig RolloutCorrectionConfig"},
     "verl.trainer.ppo.utils": {
         "verl.algorithms": "AdvantageEstimator",
-        "verl.single_controller.base.worker": "Worker",
+        "verl.single_controller.base.worker": "Worker WorkerType",
+        "verl.datasets": "create_rl_dataset create_rl_sampler",
         "verl.compat.toolkit.config": "is_distillation_enabled",
     },
     "verl.utils": {"verl.compat.toolkit.config": "omega_conf_to_dataclass validate_config"},

@@ -36,9 +36,9 @@ from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.engine.fsdp.adapter_slots import NO_SLOT, SLOT, AdapterSlotsEngine
 from verl.workers.engine.loss import gathered
+from verl.workers.engine_worker import EngineWorker
 from verl.workers.rollout.base import BaseRollout, get_rollout_class
 from verl.workers.rollout.request import RolloutOutput, RolloutRequest
-from verl.workers.training_workers import EngineWorker
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from verl.config import PPOConfig, local_copies
 from verl.trainer.config.command_line import command
 from verl.trainer.config.sizes import derived_sizes, resolve_device, sizes_table
 from verl.trainer.driver import driving, load_controller
-from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy, need_teacher_policy, teaches_in_actor
+from verl.trainer.roles import Role, need_critic, need_reference_policy, need_teacher_policy, teaches_in_actor
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -38,7 +38,7 @@ from verl.trainer.config.flags import read_words
 from verl.trainer.config.load import load_config
 from verl.trainer.config.overrides import CONFIG_DIR, keys_set
 from verl.trainer.config.rules_shared_prompts import without_sharing
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.trainer.roles import need_critic, need_reference_policy
 from verl.utils.console import console, parameters_in_words, show
 from verl.utils.model_facts.time_limits import CALL_S, COLLECTIVE_S, DISK_BYTES_PER_S, START_S, TimeLimits
 

@@ -39,6 +39,7 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.vision.families import TOWER, VisionConfig
 from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.model.headed import pretrained_weights
+from verl.workers.engine_worker import EngineWorker
 from verl.workers.losses import (
     DistillationLoss,
     InterpolatedLoss,
@@ -56,7 +57,6 @@ from verl.workers.rollout.request_queue import EngineRequests, RequestQueue
 from verl.workers.teacher.average import AveragedWeights, without_average
 from verl.workers.teacher.forward import teacher_columns
 from verl.workers.teacher.frozen import FrozenTeachers
-from verl.workers.training_workers import EngineWorker
 from verl.workers.transfer.plan import RankFacts, TransferPlan, TransferReport
 from verl.workers.transfer.receiver import ReceivedWeights
 from verl.workers.transfer.sender import Sections, WeightSender

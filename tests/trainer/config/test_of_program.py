@@ -15,7 +15,7 @@ from verl.errors import ConfigError
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import as_composed, load_config
 from verl.trainer.ppo.reward import get_custom_reward_fn
-from verl.trainer.ppo.utils import Needs
+from verl.trainer.roles import Needs
 
 
 @section

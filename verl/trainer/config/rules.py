@@ -51,7 +51,7 @@ from verl.trainer.config.rules_asynchronous import asynchronous
 from verl.trainer.config.rules_distillation import distillation
 from verl.trainer.config.rules_resume import own_checkpoints
 from verl.trainer.config.rules_sizes import needs_critic, profilers
-from verl.trainer.ppo.utils import need_reference_policy
+from verl.trainer.roles import need_reference_policy
 from verl.utils.model_facts import model_files
 from verl.workers.reward_manager import get_reward_manager_cls
 

@@ -24,7 +24,7 @@ from verl.config.megatron_flags import ROUTERS
 from verl.config.model import ALL_LINEAR
 from verl.config.problems import shown
 from verl.trainer.config.rules_sizes import needs_critic
-from verl.trainer.ppo.utils import need_reference_policy
+from verl.trainer.roles import need_reference_policy
 from verl.utils.model_facts import model_files
 from verl.utils.model_facts.megatron_fit import misfits
 from verl.vision.families import FAMILIES

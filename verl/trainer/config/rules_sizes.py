@@ -18,7 +18,7 @@ from verl.config import (
 from verl.config.base import defaults_of
 from verl.errors import ConfigError
 from verl.trainer.config.sizes import resolve_device
-from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.trainer.roles import need_critic, need_reference_policy
 
 Problems = Iterator[Problem]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.config import FSDPEngineConfig, PPOConfig, Problem, SupervisedConfig
 from verl.trainer.config.rules_sizes import needs_critic
-from verl.trainer.ppo.utils import need_reference_policy
+from verl.trainer.roles import need_reference_policy
 from verl.utils.model_facts import model_files
 from verl.vision.families import FAMILIES
 

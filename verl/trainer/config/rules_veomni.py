@@ -12,7 +12,7 @@ from verl.config import FSDPEngineConfig, PPOConfig, Problem
 from verl.config.model import VEOMNI_FAMILIES
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.config.sizes import resolve_device
-from verl.trainer.ppo.utils import need_reference_policy
+from verl.trainer.roles import need_reference_policy
 from verl.utils.model_facts import model_files
 
 if TYPE_CHECKING:

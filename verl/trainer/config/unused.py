@@ -27,7 +27,7 @@ from verl.trainer.config.derive import expanded
 from verl.trainer.config.interpolations import Interpolations
 from verl.trainer.config.keys import FORWARD_PASSES, Key, Tree, get, same
 from verl.trainer.config.rules_sizes import needs_critic
-from verl.trainer.ppo.utils import need_reference_policy
+from verl.trainer.roles import need_reference_policy
 
 if TYPE_CHECKING:
     from verl.config import BaseConfig

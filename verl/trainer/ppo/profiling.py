@@ -69,7 +69,7 @@ class StepProfiles:
             if not hasattr(group, "start_recording"):
                 raise ConfigError(
                     f"the workers of '{role}' cannot be profiled. Derive their class from "
-                    "verl.workers.training_workers.EngineWorker, or leave profiler.enable of this role out."
+                    "verl.workers.engine_worker.EngineWorker, or leave profiler.enable of this role out."
                 )
             ranks = None if profiler.all_ranks else profiler.ranks
             plan = RecordingPlan(self._config.tool or "", self._settings, self._config.save_path, step, role, ranks)

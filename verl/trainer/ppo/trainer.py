@@ -97,13 +97,13 @@ from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
 from verl.trainer.ppo.rows import prompt_settings, rl_datasets
 from verl.trainer.ppo.stages import ACTOR_COLUMNS, apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.token_dump import TokenDump
-from verl.trainer.ppo.utils import (
+from verl.trainer.ppo.validation import Validator
+from verl.trainer.roles import (
     Needs,
     Role,
     teaches_in_actor,
     worker_arguments,
 )
-from verl.trainer.ppo.validation import Validator
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import status
 from verl.utils.deferred import Deferred

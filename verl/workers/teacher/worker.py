@@ -7,8 +7,8 @@ from omegaconf import DictConfig
 from verl.config import ActorRolloutRefConfig, CheckpointConfig, DistillationConfig, local_copies
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.workers.engine_worker import EngineWorker
 from verl.workers.teacher.frozen import FrozenTeachers
-from verl.workers.training_workers import EngineWorker
 
 
 class ForwardTeacherWorker(EngineWorker):

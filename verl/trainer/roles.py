@@ -8,24 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from verl.base.import_utils import prepare_process
-from verl.base.lazy import on_first_use
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
     from verl.config import PPOConfig
-    from verl.datasets import create_rl_dataset as create_rl_dataset
-    from verl.datasets import create_rl_sampler as create_rl_sampler
-    from verl.single_controller.base.worker import WorkerType as WorkerType
-
-# The roles need neither torch nor transformers, these public names do.
-__getattr__ = on_first_use(
-    __name__,
-    {
-        "WorkerType": "verl.single_controller.base.worker",
-        "create_rl_dataset": "verl.datasets",
-        "create_rl_sampler": "verl.datasets",
-    },
-)
 
 
 class Role(enum.Enum):

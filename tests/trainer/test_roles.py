@@ -6,9 +6,10 @@ import dataclasses
 
 from omegaconf import OmegaConf
 
+from verl.single_controller.base.worker import WorkerType
 from verl.trainer.config import PPOConfig, load_config
 from verl.trainer.config.command_line import compose
-from verl.trainer.ppo.utils import Needs, Role, WorkerType, need_reward_model, worker_arguments
+from verl.trainer.roles import Needs, Role, need_reward_model, worker_arguments
 from verl.workers.roles import ActorRolloutRefWorker, RewardModelWorker
 
 
