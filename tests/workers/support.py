@@ -75,6 +75,14 @@ def with_log_probs(batch: DataProto, log_probs: Tensor) -> DataProto:
     return batch | DataProto.from_dict(tensors=columns)
 
 
+def ppo_batch(path: str, batch: DataProto | None = None) -> DataProto:
+    """``batch``, or :func:`ragged_batch`, with old and reference log-probs around those of a model."""
+    plain = ragged_batch() if batch is None else batch
+    with torch.no_grad():
+        log_probs, _ = naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain)
+    return with_log_probs(plain, log_probs)
+
+
 def with_kept_ids(batch: DataProto, count: int = 5) -> DataProto:
     """One to ``count`` kept ids per token, that of the response among them; of every third token they are unknown."""
     g = torch.Generator().manual_seed(1)

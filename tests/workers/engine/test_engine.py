@@ -21,9 +21,9 @@ from tests.workers.support import (
     make_engine,
     naive_outputs,
     naive_update,
+    ppo_batch,
     ragged_batch,
     weights_of,
-    with_log_probs,
 )
 from verl.algorithms import LOSS_AGG_MODES
 from verl.errors import ConfigError, SchemaError
@@ -55,10 +55,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def batch(path):
-    plain = ragged_batch()
-    with torch.no_grad():
-        log_probs, _ = naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain)
-    return with_log_probs(plain, log_probs)
+    return ppo_batch(path)
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])

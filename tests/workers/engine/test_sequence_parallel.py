@@ -4,20 +4,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM
 
 from tests.workers.support import (
     LAYOUTS,
     WHOLE,
     has_fast_layers,
     make_engine,
-    naive_outputs,
     naive_update,
-    ragged_batch,
+    ppo_batch,
     run_ranks,
     share,
     weights_of,
-    with_log_probs,
 )
 from verl.errors import ConfigError
 from verl.testing.models import tiny_model_dir
@@ -146,10 +143,7 @@ def paths(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def batch(paths):
-    plain = ragged_batch()
-    with torch.no_grad():
-        log_probs, _ = naive_outputs(AutoModelForCausalLM.from_pretrained(paths["2 kv heads"]), plain)
-    return with_log_probs(plain, log_probs)
+    return ppo_batch(paths["2 kv heads"])
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,12 @@ from tests.workers.support import (
     LAYOUTS,
     WHOLE,
     make_engine,
-    naive_outputs,
     naive_update,
-    ragged_batch,
+    ppo_batch,
     run_ranks,
     share,
     weights_of,
     with_kept_ids,
-    with_log_probs,
 )
 from verl.errors import ConfigError
 from verl.model_merger.fsdp import merge
@@ -106,10 +104,7 @@ def paths(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def batch(paths):
-    plain = ragged_batch()
-    with torch.no_grad():
-        log_probs, _ = naive_outputs(AutoModelForCausalLM.from_pretrained(paths["qwen3"]), plain)
-    return with_log_probs(plain, log_probs)
+    return ppo_batch(paths["qwen3"])
 
 
 @pytest.fixture(scope="module")

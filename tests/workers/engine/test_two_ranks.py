@@ -19,11 +19,10 @@ from tests.workers.support import (
     make_engine,
     naive_outputs,
     naive_update,
-    ragged_batch,
+    ppo_batch,
     run_ranks,
     share,
     weights_of,
-    with_log_probs,
 )
 from verl.algorithms import LOSS_AGG_MODES
 from verl.errors import CheckpointError, ConfigError
@@ -42,13 +41,6 @@ STATE = ("model", "optimizer", "extra")
 
 def config_for(mode):
     return ActorConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
-
-
-def ppo_batch(path):
-    plain = ragged_batch()
-    with torch.no_grad():
-        log_probs, _ = naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain)
-    return with_log_probs(plain, log_probs)
 
 
 def two_steps(engine, mine, mode, micro):

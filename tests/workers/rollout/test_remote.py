@@ -471,22 +471,28 @@ def test_a_request_that_ends_every_engine_ends_the_serving(
     assert set(serving.answers) == {0, 2, 3, 4, 5}
 
 
-def serve_on_each_rank(rank: int, world_size: int, folder: Path, model: str) -> None:
-    """The engine of the second rank is killed while it serves; the first one takes its requests."""
+def prepare_rank(rank: int, folder: Path) -> tuple[Path, list[int], Callable[[], Iterator[tuple[str, torch.Tensor]]]]:
+    """The folder of a rank of two; weights that both gather together, and the list of the calls of that function."""
     own = folder / str(rank)
     own.mkdir()
     os.environ["SMALL_ENGINE_FOLDER"] = str(own)
     tempfile.tempdir = str(own)
     VLLMClient.take = says_what_is_taken(own)
-    calls = []
+    calls: list[int] = []
 
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
         calls.append(rank)
         for name, tensor in weights_of("qwen3"):
-            total = tensor / 2
+            total = tensor / 2  # exact in binary
             dist.all_reduce(total)
             yield name, total
 
+    return own, calls, gathered
+
+
+def serve_on_each_rank(rank: int, world_size: int, folder: Path, model: str) -> None:
+    """The engine of the second rank is killed while it serves; the first one takes its requests."""
+    own, calls, gathered = prepare_rank(rank, folder)
     with killer(own, "generate", most=rank):
         engine = rollout(model, own, {"generate": rank})
         with engine.awake(gathered, 0):
@@ -520,20 +526,7 @@ def test_a_lost_engine_of_several_hands_its_requests_back(model: str, tmp_path: 
 
 def on_each_rank(rank: int, world_size: int, folder: Path, model: str, moment: str) -> None:
     """Weights are gathered and written by all ranks together; the engine of the second is killed at some moment."""
-    own = folder / str(rank)
-    own.mkdir()
-    os.environ["SMALL_ENGINE_FOLDER"] = str(own)
-    tempfile.tempdir = str(own)
-    VLLMClient.take = says_what_is_taken(own)
-    calls = []
-
-    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
-        calls.append(rank)
-        for name, tensor in weights_of("qwen3"):
-            total = tensor / 2  # exact in binary
-            dist.all_reduce(total)
-            yield name, total
-
+    own, calls, gathered = prepare_rank(rank, folder)
     with killer(own, moment, most=rank):
         engine = rollout(model, own, {moment: rank})
         with engine.awake(gathered, 0):

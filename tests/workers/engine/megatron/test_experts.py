@@ -22,11 +22,11 @@ from tests.workers.support import (
     make_engine,
     naive_outputs,
     naive_update,
+    ppo_batch,
     ragged_batch,
     run_ranks,
     share,
     weights_of,
-    with_log_probs,
 )
 from verl.errors import ConfigError
 from verl.testing.models import tiny_tokenizer
@@ -73,12 +73,6 @@ def paths(tmp_path_factory):
     }
 
 
-def batch_of(path):
-    plain = ragged_batch()
-    with torch.no_grad():
-        return with_log_probs(plain, naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain)[0])
-
-
 def loads(metrics):
     return {name.removeprefix("moe/"): value for name, value in metrics.items() if name.startswith("moe/")}
 
@@ -86,7 +80,7 @@ def loads(metrics):
 @pytest.mark.parametrize("name", ["mixtral", "qwen3", "qwen3, dense layer"])
 def test_outputs_and_updates_are_those_of_plain_pytorch(paths, name, tmp_path):
     path = paths[name]
-    batch = batch_of(path)
+    batch = ppo_batch(path)
     with torch.no_grad():
         log_probs, entropy = naive_outputs(AutoModelForCausalLM.from_pretrained(path), batch, temperature=0.7)
     engine = megatron_engine(path)
@@ -187,7 +181,7 @@ def reshard(rank, world_size, folder, path, writer):
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", ALL)
 def test_every_layout_goes_on_from_every_other(paths, tmp_path, writer):
-    torch.save(batch_of(paths["qwen3"]), tmp_path / "batch.pt")
+    torch.save(ppo_batch(paths["qwen3"]), tmp_path / "batch.pt")
     run_ranks(reshard, 2, tmp_path, paths["qwen3"], writer)
 
 
@@ -195,7 +189,7 @@ def test_every_layout_goes_on_from_every_other(paths, tmp_path, writer):
 def folder(paths, tmp_path_factory):
     """What two ranks left behind."""
     folder = tmp_path_factory.mktemp("ranks")
-    torch.save(batch_of(paths["qwen3"]), folder / "batch.pt")
+    torch.save(ppo_batch(paths["qwen3"]), folder / "batch.pt")
     run_ranks(on_two_ranks, 2, folder, paths["qwen3"])
     return folder
 
@@ -217,7 +211,7 @@ def test_two_ranks_are_plain_pytorch(paths, folder, case):
 @pytest.mark.slow
 def test_actor_and_critic_share_their_experts_over_two_ranks(paths, tmp_path):
     path = paths["qwen3"]
-    batch = batch_of(path)
+    batch = ppo_batch(path)
     torch.save(batch, tmp_path / "batch.pt")
     run_ranks(with_a_critic, 2, tmp_path, path)
     norms, values, *weights = two_updates(make_engine(path), make_engine(path, "value_model"), batch)

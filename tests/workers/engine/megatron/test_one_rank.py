@@ -17,9 +17,9 @@ from tests.workers.support import (
     make_engine,
     naive_outputs,
     naive_update,
+    ppo_batch,
     ragged_batch,
     weights_of,
-    with_log_probs,
 )
 from verl.checkpoint.states import from_arrays, to_arrays
 from verl.config import McoreEngineConfig
@@ -74,7 +74,7 @@ def test_outputs_and_updates_are_those_of_plain_pytorch(paths, family):
     plain = batch_that_drew_padding()
     with torch.no_grad():
         log_probs, entropy = naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain, temperature=0.7)
-        batch = with_log_probs(plain, naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain)[0])
+    batch = ppo_batch(path, plain)
     engine = megatron_engine(path, use_remove_padding=packed)
     with engine.eval_mode():
         found = engine.infer_batch(batch, {"log_probs", "entropy"}, LAYOUTS["three"], temperature=0.7)

@@ -14,11 +14,11 @@ from tests.workers.support import (
     WHOLE,
     naive_outputs,
     naive_update,
+    ppo_batch,
     run_ranks,
     share,
     weights_of,
     with_kept_ids,
-    with_log_probs,
 )
 from verl.errors import ConfigError
 from verl.model_merger.fsdp import saved_weights
@@ -191,10 +191,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def batch(path):
-    plain = with_kept_ids(batch_that_drew_padding())  # of a third of the tokens, the whole vocabulary
-    with torch.no_grad():
-        log_probs, _ = naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain)
-    return with_log_probs(plain, log_probs)
+    return ppo_batch(path, with_kept_ids(batch_that_drew_padding()))  # of a third of the tokens, the whole vocabulary
 
 
 @pytest.fixture(scope="module")
