@@ -114,6 +114,12 @@ def experts_of(config: PretrainedConfig) -> str | None:
     return config.get_text_config()._experts_implementation
 
 
+def use_some_experts(module: nn.Module, count: int) -> None:
+    """Let a module of experts compute with ``count`` of them; chosen experts from that index on are none."""
+    module.num_experts = count  # pyright: ignore[reportArgumentType]
+    module._is_expert_parallel = True  # pyright: ignore[reportArgumentType]
+
+
 def set_attention(config: PretrainedConfig, name: str) -> None:
     """Set the attention implementation, overriding the one in ``config.json``."""
     config._attn_implementation = name

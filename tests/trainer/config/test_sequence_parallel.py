@@ -104,12 +104,22 @@ def test_ranks_that_divide_matrices_share_rows(run: Run):
     [
         ({"trainer.n_gpus_per_node": 3}, "tensor_parallel_size=2: it does not divide 3 ranks"),
         ({f"{ACTOR}.{SIZE}": 2, "trainer.n_gpus_per_node": 4}, f"{SIZE}=2: ranks that divide matrices"),
-        ({"actor_rollout_ref.model.lora_rank": 4}, "model.lora_rank=4: matrices are divided over ranks"),
+        (
+            {"actor_rollout_ref.model.lora_rank": 4, "actor_rollout_ref.model.lora.use_dora": True},
+            "model.lora.use_dora=true: matrices are divided over ranks",
+        ),
+        (
+            {
+                "actor_rollout_ref.model.lora_rank": 4,
+                "actor_rollout_ref.model.lora.target_parameters": ["experts.down_proj"],
+            },
+            "adapters of experts are not",
+        ),
         ({"actor_rollout_ref.model.use_liger": True}, "model.use_liger=true: matrices are divided over ranks"),
         ({"actor_rollout_ref.model.enable_activation_offload": True}, "enable_activation_offload=true: matrices"),
         ({f"{ACTOR}.optim.optimizer": "Muon"}, f"{ACTOR}.optim.optimizer=Muon: matrices are divided over ranks"),
         ({"model_type": "qwen2_5_vl"}, "the vision tower of the model is not divided"),
-        ({"num_local_experts": 8}, "experts are not divided under FSDP"),
+        ({"num_local_experts": 9}, "each rank has equally many of the model's num_local_experts=9"),
         ({"num_key_value_heads": 1}, "each rank has equally many of the model's num_key_value_heads=1"),
     ],
 )

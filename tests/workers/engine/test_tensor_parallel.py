@@ -36,6 +36,11 @@ ODD = {"vocab_size": 105, "tie_word_embeddings": True}
 TOP = {"log_probs", "entropy", "sum_pi_squared", "top_ids", "top_log_probs", "hidden"}
 
 
+LORA = {"lora_rank": 4, "lora_alpha": 8}
+BALANCED = {"override_config": {"router_aux_loss_coef": 0.01}}
+SETTINGS = {"qwen3": {}, "qwen3_moe": BALANCED | {"use_remove_padding": False}, "values": LORA}
+
+
 def tensor_parallel(path, **settings):
     return make_engine(path, tensor_parallel_size=2, **settings)
 
@@ -64,7 +69,7 @@ def two_ranks(rank, world_size, folder, paths):
     batch = torch.load(folder / "batch.pt", weights_only=False)
     found = {}
     for name, path in paths.items():
-        engine = tensor_parallel(path, use_remove_padding=name != "qwen2")
+        engine = tensor_parallel(path, **SETTINGS[name])
         assert (engine.get_data_parallel_size(), engine.get_data_parallel_rank()) == (1, 0)
         assert engine.is_mp_src_rank_with_outputs() == (rank == 0)
         with engine.eval_mode():
@@ -72,7 +77,9 @@ def two_ranks(rank, world_size, folder, paths):
             outputs["kept"] = engine.infer_batch(with_kept_ids(batch), {"log_probs"}, WHOLE)["log_probs"]
             outputs |= of_divergence(engine, batch)
         found[name] = outputs, trained(engine, batch, 3, PolicyLoss(CONFIG)), weights_of(engine)
-    critic = tensor_parallel(str(folder / "values"), model_type="value_model", enable_gradient_checkpointing=False)
+    critic = tensor_parallel(
+        str(folder / "values"), model_type="value_model", enable_gradient_checkpointing=False, **LORA
+    )
     found["values"] = (
         critic.infer_batch(batch, {"values"}, WHOLE),
         trained(critic, batch, 3, ValueLoss(CriticConfig())),
@@ -88,8 +95,8 @@ def two_ranks(rank, world_size, folder, paths):
     trained(engine, batch)
     engine.load_state(snapshot)
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
-    with pytest.raises(ConfigError, match=r"does not go with model.lora_rank"):
-        tensor_parallel(paths["qwen3"], lora_rank=2)
+    with pytest.raises(ConfigError, match=r"the adapters are of DoRA"):
+        tensor_parallel(paths["qwen3"], lora_rank=2, lora={"use_dora": True})
     with pytest.raises(ConfigError, match="does not divide the 2 ranks"):
         make_engine(paths["qwen3"], tensor_parallel_size=3)
     dist.barrier()
@@ -98,7 +105,7 @@ def two_ranks(rank, world_size, folder, paths):
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    changes = {"qwen3": ODD, "qwen2": {"num_hidden_layers": 1}}
+    changes = {"qwen3": ODD, "qwen3_moe": {"num_hidden_layers": 1}}
     return {name: tiny_model_dir(folder / name, name, **changed) for name, changed in changes.items()}
 
 
@@ -120,8 +127,8 @@ def folder(paths, batch, tmp_path_factory):
     return folder
 
 
-def expected_of(path, batch, model_type="language_model"):
-    one = make_engine(path, model_type=model_type)
+def expected_of(path, batch, settings, model_type="language_model"):
+    one = make_engine(path, model_type=model_type, **settings)
     if model_type == "value_model":
         outputs = one.infer_batch(batch, {"values"}, WHOLE)
         return outputs, trained(one, batch, 3, ValueLoss(CriticConfig())), weights_of(one)
@@ -131,10 +138,10 @@ def expected_of(path, batch, model_type="language_model"):
     return outputs, trained(one, batch, 3, PolicyLoss(CONFIG)), weights_of(one)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "values"])
+@pytest.mark.parametrize("name", SETTINGS)
 def test_two_ranks_equal_one(folder, paths, batch, name):
     path, model_type = (str(folder / name), "value_model") if name == "values" else (paths[name], "language_model")
-    outputs, metrics, weights = expected_of(path, batch, model_type)
+    outputs, metrics, weights = expected_of(path, batch, SETTINGS[name], model_type)
     ranks = [torch.load(folder / f"rank_{rank}.pt", weights_only=True)[name] for rank in range(2)]
     for found, measured, moved in ranks:
         assert found.keys() == outputs.keys()
@@ -178,8 +185,8 @@ def test_checkpoints_go_on_with_whole_matrices(folder, paths, batch, tmp_path):
     [
         ("qwen3", {"num_key_value_heads": 1}, "num_key_value_heads=1 cannot be divided over 2 ranks.*Use one of 1"),
         ("qwen3", {"intermediate_size": 129}, "intermediate_size=129 cannot be divided"),
-        ("qwen3_moe", {}, "has experts"),
-        ("deepseek_v3", {}, "has experts"),
+        ("qwen3_moe", {"num_experts": 9}, "num_experts=9 cannot be divided over 2 ranks"),
+        ("longcat_flash", {"num_key_value_heads": 64}, "moe_identity_expert, which this engine does not know"),
         ("mamba", {}, "has no plan in Transformers"),
         ("qwen2_5_vl", {}, "a model with images"),
     ],
@@ -194,7 +201,7 @@ def test_a_plan_that_leaves_out_a_norm_is_refused(paths):
     plan = model.hf.config.base_model_tp_plan
     model.hf.config.base_model_tp_plan = {name: style for name, style in plan.items() if "q_norm" not in name}
     with pytest.raises(ConfigError, match=r"says nothing of model.layers.0.self_attn.q_norm.weight"):
-        divide_layers(model, init_device_mesh("cpu", (1,)))
+        divide_layers(model, init_device_mesh("cpu", (1,)), {})
 
 
 FOUR = {
@@ -205,6 +212,11 @@ FOUR = {
     "FSDP 2, two copies": {"fsdp_size": 2},
     "FSDP 4": {},
 }
+
+
+# Settings of models that are saved in one layout and go on in another.
+OTHERS = {"mixtral": BALANCED, "deepseek_v3": LORA, "llama": LORA, "phi3": LORA}
+RESUMES = [("FSDP 2 x TP 2", "TP 4"), ("TP 4", "FSDP 4"), ("FSDP 4", "FSDP 2 x TP 2")]
 
 
 def four_ranks(rank, world_size, folder, paths):
@@ -225,29 +237,43 @@ def four_ranks(rank, world_size, folder, paths):
             if rank == 0:
                 torch.save(weights, folder / f"{saved} to {name}.pt")
     for name, path in paths.items():
-        engine = make_engine(path, **FOUR["FSDP 2 x TP 2"])
+        settings = OTHERS.get(name, {})
+        engine = make_engine(path, **FOUR["FSDP 2 x TP 2"], **settings)
         metrics = trained(engine, batch, 3, PolicyLoss(CONFIG))
         torch.save((metrics, weights_of(engine)), folder / f"{name}_{rank}.pt")
+        for saved, layout in RESUMES if settings else ():
+            engine = make_engine(path, **FOUR[saved], **settings)
+            trained(engine, batch)
+            engine.save_checkpoint(str(folder / f"{name} from {saved}"), 1, STATE)
+            engine = make_engine(path, **FOUR[layout], **settings)
+            engine.load_checkpoint(str(folder / f"{name} from {saved}"))
+            trained(engine, batch)
+            weights = weights_of(engine)
+            if rank == 0:
+                torch.save(weights, folder / f"{name}, {saved} to {layout}.pt")
 
 
 @pytest.mark.slow
 def test_four_ranks_in_all_layouts(batch, tmp_path):
     kinds = {
         "4 kv heads": ("qwen3", ODD | {"num_key_value_heads": 4, "intermediate_size": 132}),
-        "llama": ("llama", {"vocab_size": 105, "attention_bias": True, "mlp_bias": True}),
+        "llama": ("llama", {"num_key_value_heads": 4, "vocab_size": 105, "attention_bias": True, "mlp_bias": True}),
+        "qwen2": ("qwen2", {}),
         "mistral": ("mistral", {"sliding_window": 4}),
+        "mixtral": ("mixtral", {"num_key_value_heads": 4}),
+        "deepseek_v3": ("deepseek_v3", {}),
         "gemma2": ("gemma2", {"sliding_window": 4}),
     }
     paths = {name: tiny_model_dir(tmp_path / "models" / name, family, **c) for name, (family, c) in kinds.items()}
     for family in ("phi3", "olmo2"):  # fused or normed projections, whose outputs are gathered
-        sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64, "intermediate_size": 128}
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 4, "hidden_size": 64, "intermediate_size": 128}
         config = AutoConfig.for_model(family, vocab_size=105, num_hidden_layers=2, pad_token_id=0, **sizes)
         paths[family] = str(tmp_path / "models" / family)
         AutoModelForCausalLM.from_config(config).save_pretrained(paths[family])
     torch.save(batch, tmp_path / "batch.pt")
     run_ranks(four_ranks, 4, tmp_path, paths)
     for name in [*FOUR, *paths]:
-        one = make_engine(paths.get(name, paths["4 kv heads"]))
+        one = make_engine(paths.get(name, paths["4 kv heads"]), **OTHERS.get(name, {}))
         metrics = trained(one, batch, 3, PolicyLoss(CONFIG))
         expected = weights_of(one)
         for rank in range(4):
@@ -256,6 +282,22 @@ def test_four_ranks_in_all_layouts(batch, tmp_path):
             gap = max(float((weights[key] - weight).abs().max()) for key, weight in expected.items())
             assert gap < 1e-5
         print(f"{name}: {gap:.1e}")
+    for name, settings in OTHERS.items():
+        one = make_engine(paths[name], **settings)
+        trained(one, batch, 2)
+        expected = weights_of(one)
+        for saved, layout in RESUMES:
+            weights = torch.load(tmp_path / f"{name}, {saved} to {layout}.pt", weights_only=True)
+            assert max(float((weights[key] - weight).abs().max()) for key, weight in expected.items()) < 1e-5
+            exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"{name} from {saved}" / "huggingface")
+            resumed = make_engine(paths[name], **settings)
+            resumed.load_checkpoint(str(tmp_path / f"{name} from {saved}"))
+            found = exported.state_dict()
+            assert all(torch.equal(found[key], weight) for key, weight in weights_of(resumed).items())
+            if settings is LORA:
+                adapters = str(tmp_path / f"{name} from {saved}" / "lora_adapter")
+                loaded = weights_of(make_engine(paths[name], lora_adapter_path=adapters))
+                assert all(torch.equal(found[key], weight) for key, weight in loaded.items())
     one = make_engine(paths["4 kv heads"])
     trained(one, batch, 2)
     expected = weights_of(one)

@@ -33,9 +33,7 @@ def divided_matrices(key: str, engine: FSDPEngineConfig, path: str, ranks: int) 
     remedy = f"set {_NAME}=1, or use strategy=megatron"
     if fields.get("model_type") in FAMILIES:
         yield Problem(f"{key}.{_NAME}", size, "the vision tower of the model is not divided", "1", remedy)
-    if any(isinstance(count := text.get(name), int) and count > 1 for name in _EXPERTS):
-        yield Problem(f"{key}.{_NAME}", size, "experts are not divided under FSDP", "1", remedy)
-    for entry in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    for entry in ("num_attention_heads", "num_key_value_heads", "intermediate_size", *_EXPERTS):
         count = text.get(entry)
         if isinstance(count, int) and count % size:
             cause = f"each rank has equally many of the model's {entry}={count}"
@@ -43,7 +41,7 @@ def divided_matrices(key: str, engine: FSDPEngineConfig, path: str, ranks: int) 
 
 
 def beside_divided_matrices(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
-    """Adapters, Muon, Liger's layers and offloaded activations belong to models whose matrices are whole."""
+    """Some adapters, Muon, Liger's layers and offloaded activations belong to models whose matrices are whole."""
     sections: list[tuple[str, FSDPEngineConfig, Any, str, Any]] = []
     if isinstance(config, PPOConfig):
         roles, critic, scorer = config.actor_rollout_ref, config.critic, config.reward_model
@@ -64,18 +62,31 @@ def beside_divided_matrices(config: PPOConfig | SupervisedConfig) -> Iterator[Pr
             continue
         cause = f"matrices are divided over ranks ({_NAME}={size})"
         remedy = f"or set {_NAME}=1"
-        if model.use_liger:
-            yield Problem(
-                f"{model_key}.use_liger", True, f"{cause}, and Liger's layers have whole ones", "false", remedy
-            )
-        if optim is None:
-            continue
-        if model.has_adapters:
-            yield Problem(f"{model_key}.lora_rank", model.lora_rank, f"{cause}, and adapters are not", "0", remedy)
-        if model.enable_activation_offload:
-            yield Problem(
-                f"{model_key}.enable_activation_offload", True, f"{cause}, as activations are", "false", remedy
-            )
-        if optim.is_muon:
-            key = f"{section}.optim.optimizer".removeprefix(".")
-            yield Problem(key, "Muon", f"{cause}, and Muon needs whole ones", "AdamW", remedy)
+        refused: list[tuple[str, object, str, str]] = [
+            (f"{model_key}.use_liger", model.use_liger, "Liger's layers have whole ones", "false")
+        ]
+        if optim is not None:
+            refused += [
+                (f"{model_key}.lora.use_dora", model.lora.use_dora, "DoRA needs whole rows", "false"),
+                (
+                    f"{model_key}.lora.target_parameters",
+                    model.lora.target_parameters,
+                    "adapters of experts are not",
+                    "null",
+                ),
+                (
+                    f"{model_key}.enable_activation_offload",
+                    model.enable_activation_offload,
+                    "activations are too",
+                    "false",
+                ),
+                (
+                    f"{section}.optim.optimizer".removeprefix("."),
+                    "Muon" if optim.is_muon else "",
+                    "Muon needs whole ones",
+                    "AdamW",
+                ),
+            ]
+        for key, value, why, allowed in refused:
+            if value:
+                yield Problem(key, value, f"{cause}, and {why}", allowed, remedy)

@@ -60,8 +60,13 @@ class AdapterSlotsEngine(FSDPLanguageModelEngine):
         """Divide the adapter among ``slots`` slots, whose scales are 0 until :meth:`set_scale`; called once.
 
         Raises:
-            ConfigError: adapters are on experts, or the rank does not divide.
+            ConfigError: adapters are on experts or divided by columns, or the rank does not divide.
         """
+        if self.tensor_mesh is not None:
+            raise ConfigError(
+                f"engine.tensor_parallel_size={self.tensor_mesh.size()} does not go with adapters of several owners, "
+                "of which ranks hold whole rows. Set it to 1."
+            )
         require_linear(self.adapters)
         total = self.model_config.lora_rank
         if total % slots:

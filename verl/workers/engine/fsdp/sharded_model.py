@@ -190,7 +190,6 @@ class ShardedModel(BaseEngine):
         config, model = self.engine_config, self.model_config
         refused = {
             "ulysses_sequence_parallel_size": config.ulysses_sequence_parallel_size > 1,
-            "model.lora_rank": self.has_adapters,
             "model.use_liger": bool(model.use_liger),
             "model.enable_activation_offload": model.enable_activation_offload and not config.forward_only,
             "optim.optimizer=Muon": self.optimizer_config is not None and self.optimizer_config.is_muon,
@@ -222,7 +221,7 @@ class ShardedModel(BaseEngine):
             enable_gradient_checkpointing(model)
         self.adapters = adapter_layers(model) if self.has_adapters else {}
         if self.tensor_mesh is not None:
-            divide_layers(model, self.tensor_mesh)
+            divide_layers(model, self.tensor_mesh, self.adapters)
         # Adapters are stored in fp32 whatever the model is stored in, and FSDP casts both for the passes.
         if is_divided or needs_sharding(config, self.mesh) or (self.adapters and dtype is not torch.float32):
             shard_model(model, config, self.mesh)

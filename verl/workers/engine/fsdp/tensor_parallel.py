@@ -2,15 +2,19 @@
 
 Which matrices, and how, is the plan of the Transformers model (``base_model_tp_plan`` of its config); the layers are
 divided by ``torch.distributed.tensor.parallel``. The embedding and the output projection of a language model are
-divided over the vocabulary. Weights are DTensors on the mesh of the tensor-parallel ranks, which :func:`fully_shard`
-divides further. Activations between layers are whole on every rank.
+divided over the vocabulary, and of the experts of a mixture each rank has some, whole. Weights are DTensors on the mesh
+of the tensor-parallel ranks, which :func:`fully_shard` divides further. Activations between layers are whole on every
+rank.
+
+LoRA adds ``(x Aᵀ) Bᵀ`` to ``x Wᵀ`` with A (r, in) and B (out, r). Where the rows of W are divided, so are those of B,
+and A is whole on every rank; where the columns of W are divided, so are those of A, and B is whole.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,18 +26,23 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from transformers import PretrainedConfig
 
 from verl.errors import ConfigError
+from verl.utils.transformers_private import use_some_experts
 from verl.vision.families import FAMILIES
+from verl.workers.engine.model.adapters import LORA_A, LORA_B, is_adapter, is_of_experts, magnitudes_of, own_name
 from verl.workers.engine.model.headed import HeadedModel
+from verl.workers.engine.model.vocab_parallel import with_summed_gradient
 
 _KEY = "fsdp_config.tensor_parallel_size"
+_EXPERTS = "moe_tp_experts"  # how a plan names a module of experts
+_EXPERT_WORDS = {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"}  # its matrices; here experts stay whole
 
 
 def check_division(config: PretrainedConfig, ranks: int) -> None:
     """Check, from its config alone, that the matrices of a model can be divided over ``ranks`` ranks.
 
     Raises:
-        ConfigError: Transformers has no plan for it or one with styles unknown here, it has experts or images, or
-            ``ranks`` does not divide its heads or the size of its feed-forward layers.
+        ConfigError: Transformers has no plan for it or one with styles unknown here, it has images, or ``ranks`` does
+            not divide its heads, its experts or the size of its feed-forward layers.
     """
     text = config.get_text_config()
     name = f"{_KEY}={ranks}: a {config.model_type}"
@@ -43,15 +52,10 @@ def check_division(config: PretrainedConfig, ranks: int) -> None:
     plan = _plan(text)
     if not plan:
         raise ConfigError(f"{name} has no plan in Transformers (base_model_tp_plan). {remedy}")
-    if experts := sorted(path for path in plan if ".experts" in path):
-        raise ConfigError(f"{name} has experts ({experts[0]}), which are not divided. {remedy}")
-    if unknown := sorted(set(plan.values()) - _styles().keys()):
+    words = {path: word for path, word in plan.items() if _EXPERT_WORDS.get(path.rpartition(".experts.")[2]) != word}
+    if unknown := sorted(set(words.values()) - _styles().keys()):
         raise ConfigError(f"{name} has a plan with {', '.join(unknown)}, which this engine does not know. {remedy}")
-    sizes = {
-        entry: size
-        for entry in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-        if isinstance(size := getattr(text, entry, None), int)
-    }
+    sizes = divided_sizes(plan, lambda entry: getattr(text, entry, None))
     for entry, size in sizes.items():
         if size % ranks:
             allowed = ", ".join(str(n) for n in range(1, ranks + 1) if all(s % n == 0 for s in sizes.values()))
@@ -61,27 +65,36 @@ def check_division(config: PretrainedConfig, ranks: int) -> None:
             )
 
 
-def divide_layers(model: HeadedModel, mesh: DeviceMesh) -> None:
+def divide_layers(model: HeadedModel, mesh: DeviceMesh, adapters: Mapping[str, Any]) -> None:
     """Divide the weights of ``model`` over ``mesh``, in place; weights may be on the meta device.
 
+    Args:
+        model: to be divided.
+        mesh: of the tensor-parallel ranks.
+        adapters: the layers with adapters by name; see :func:`~verl.workers.engine.model.adapters.adapter_layers`.
+
     Raises:
-        ConfigError: the plan leaves out a weight between two that it divides.
+        ConfigError: the plan leaves out a weight between two that it divides, or adapters are of a kind that is not
+            divided.
     """
+    _check_adapters(adapters)
     ties = _ties(model)
     prefix = f"{model.backbone_name}."
-    plan = {prefix + path: style for path, style in _plan(model.hf.config.get_text_config()).items()}
+    plan = {prefix + path: word for path, word in _of_modules(_plan(model.hf.config.get_text_config())).items()}
     styles, vocab_size = _styles(), model.hf.config.get_text_config().vocab_size
     chosen: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style is not None:
-            chosen[name] = styles[style]
+        word = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", own_name(name)))
+        if word is not None and name in adapters:
+            chosen |= _of_adapter(name, word)
+        elif word is not None:
+            chosen[name] = styles[word]
         elif isinstance(module, nn.Embedding) and module.num_embeddings == vocab_size:
             chosen[name] = _OverVocabulary()
     if model.head.out_features > 1:
         # Passes compute the head by its weight; its own forward serves checks of the model.
         chosen[model.head_name] = ColwiseParallel(output_layouts=Replicate())
-    columns = Counter(name.rpartition(".")[0] for name, style in chosen.items() if style is styles["colwise"])
+    columns = Counter(own_name(name).rpartition(".")[0] for name, s in chosen.items() if s is styles["colwise"])
     for parent in columns:
         _check_whole(model, parent, chosen)
     parallelize_module(model, mesh, chosen)
@@ -96,8 +109,54 @@ def divide_layers(model: HeadedModel, mesh: DeviceMesh) -> None:
             model.get_submodule(module).register_parameter(entry, weight)  # type: ignore[arg-type]
 
 
+def divided_sizes(plan: Mapping[str, str], entry: Callable[[str], object]) -> dict[str, int]:
+    """Return what each rank has equally many of, by its name in a model's config.
+
+    Args:
+        plan: of Transformers.
+        entry: the value of an entry of the config; None if it has none.
+    """
+    names: list[str] = []
+    if any("self_attn" in path for path in plan):
+        names += ["num_attention_heads", "num_key_value_heads"]
+    if any("self_attn" not in path and "expert" not in path for path in plan):
+        names.append("intermediate_size")
+    if any("shared_expert" in path for path in plan):  # theirs is this or a multiple
+        names += ["moe_intermediate_size", "shared_expert_intermediate_size"]
+    if _EXPERTS in plan.values():
+        names += ["num_experts", "num_local_experts", "n_routed_experts"]
+    return {name: size for name in names if isinstance(size := entry(name), int)}
+
+
 def _plan(config: PretrainedConfig) -> Mapping[str, str]:
     return getattr(config, "base_model_tp_plan", None) or {}
+
+
+def _of_modules(plan: Mapping[str, str]) -> dict[str, str]:
+    """Return the entries of a plan without those of single matrices of experts."""
+    return {path: word for path, word in plan.items() if ".experts." not in path}
+
+
+def _check_adapters(adapters: Mapping[str, object]) -> None:
+    remedy = f"Set {_KEY}=1, or use plain LoRA of linear layers."
+    if magnitudes_of(adapters):
+        raise ConfigError(
+            f"{_KEY}: the adapters are of DoRA (model.lora.use_dora), which needs the norms of rows of whole matrices. "
+            f"{remedy}"
+        )
+    if of_experts := [name for name, layer in adapters.items() if is_of_experts(layer)]:
+        raise ConfigError(
+            f"{_KEY}: {own_name(of_experts[0])} has adapters of experts (model.lora.target_parameters), which are not "
+            f"divided. {remedy}"
+        )
+
+
+def _of_adapter(layer: str, word: str) -> dict[str, ParallelStyle]:
+    """Return the styles of A and B beside a matrix with the style ``word``; a B that stays whole has none."""
+    down, up = (f"{layer}{ending}".removesuffix(".weight") for ending in (LORA_A, LORA_B))
+    if word.startswith("colwise"):
+        return {down: _Whole(sums_input=True), up: _AdapterRows(gathers=word != "colwise")}
+    return {down: _styles()[word]}
 
 
 def _styles() -> dict[str, ParallelStyle]:
@@ -109,22 +168,87 @@ def _styles() -> dict[str, ParallelStyle]:
         "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
         "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
         "rowwise_rep": RowwiseParallel(input_layouts=Replicate()),
-        "replicated_with_grad_allreduce": _OfHeads(),
+        "replicated_with_grad_allreduce": _Whole(),
+        _EXPERTS: _Experts(),
     }
 
 
-class _OfHeads(ParallelStyle):
-    """A module whose whole weights each rank applies to its own heads: their gradients are sums over the ranks."""
+class _Whole(ParallelStyle):
+    """A module whose whole weights each rank applies for its own heads: their gradients are sums over the ranks.
+
+    Args:
+        sums_input: whether the input is the same on all ranks, so that its gradient is a sum as well.
+    """
+
+    def __init__(self, sums_input: bool = False) -> None:
+        super().__init__()
+        self._sums_input = sums_input
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _distribute(module, device_mesh, Replicate())
         forward = module.forward
 
-        def with_local_weights(*args: object, **kwargs: object) -> object:
+        def with_local_weights(input: Tensor) -> object:
+            if self._sums_input:
+                input = with_summed_gradient(input, device_mesh)
             with _local_weights(module, Partial()):
-                return forward(*args, **kwargs)
+                return forward(input)
 
         module.forward = with_local_weights
+        return module
+
+
+class _AdapterRows(ParallelStyle):
+    """B of an adapter of which each rank has the rows of its part of W.
+
+    Its input is that of :class:`_Whole`, which adds up the gradients.
+
+    Args:
+        gathers: whether the output is whole on each rank.
+    """
+
+    def __init__(self, gathers: bool) -> None:
+        super().__init__()
+        self._gathers = gathers
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, Shard(0))
+        forward = module.forward
+
+        def of_rows(input: Tensor) -> Tensor:
+            with _local_weights(module, Shard(0)):
+                output = forward(input)
+            if not self._gathers:
+                return output
+            part = DTensor.from_local(output, device_mesh, [Shard(output.dim() - 1)], run_check=False)
+            return part.redistribute(placements=[Replicate()]).to_local()
+
+        module.forward = of_rows
+        return module
+
+
+class _Experts(ParallelStyle):
+    """The experts of a layer, of which each rank has equally many, whole: it computes the tokens that go to them."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _distribute(module, device_mesh, Shard(0))
+        count = int(module.num_experts) // device_mesh.size()  # type: ignore[arg-type]
+        first = device_mesh.get_local_rank() * count
+        use_some_experts(module, count)
+        forward = module.forward
+
+        def of_tokens(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+            is_here = (top_k_index >= first) & (top_k_index < first + count)
+            chosen = torch.where(is_here, top_k_index - first, count)
+            hidden, weights = (with_summed_gradient(x, device_mesh) for x in (hidden_states, top_k_weights))
+            with _local_weights(module, Shard(0)):
+                term = forward(hidden, chosen, torch.where(is_here, weights, 0.0))
+                # All ranks have a gradient of their experts, also where no token goes to them.
+                term = term + sum(weight.flatten()[:0].sum() for weight in module._parameters.values())
+            total = DTensor.from_local(term, device_mesh, [Partial()], run_check=False)
+            return total.redistribute(placements=[Replicate()]).to_local()
+
+        module.forward = of_tokens
         return module
 
 
@@ -208,7 +332,7 @@ def _check_whole(model: HeadedModel, parent: str, chosen: Collection[str]) -> No
     """
     for name, _ in model.get_submodule(parent).named_parameters():
         module = f"{parent}.{name}".rpartition(".")[0]
-        if module not in chosen:
+        if module not in chosen and not is_adapter(name):
             raise ConfigError(
                 f"{_KEY}: Transformers' plan for {type(model.hf).__name__} divides matrices of {parent} and says "
                 f"nothing of {parent}.{name}, which would get a wrong gradient. Set {_KEY}=1, or use "

@@ -184,7 +184,7 @@ def _joined_experts(hf: nn.Module) -> list[str]:
     return [own_name(name) for name, weight in hf.named_parameters() if ".experts." in name and weight.dim() == 3]
 
 
-def _is_of_experts(layer: object) -> bool:
+def is_of_experts(layer: object) -> bool:
     """Whether one of the :func:`adapter_layers` adapts a parameter of a module in place of a linear layer."""
     return isinstance(layer, peft().tuners.lora.ParamWrapper)
 
@@ -240,7 +240,7 @@ def _check_bound(
             f"language model alone. {_known_layers(linear)}"
         )
     _check_experts(hf, chosen, bound, config)
-    others = {name: layer for name, layer in bound.items() if not _is_of_experts(layer)}
+    others = {name: layer for name, layer in bound.items() if not is_of_experts(layer)}
     other = [name for name, layer in others.items() if name == head_name or not isinstance(layer.base_layer, nn.Linear)]
     if other:
         raise ConfigError(
@@ -260,7 +260,7 @@ def _check_experts(hf: PreTrainedModel, chosen: LoraConfig, bound: Mapping[str, 
     joined = _joined_experts(hf)
     endings_of_joined = sorted({name.rsplit(".", 1)[-1] for name in joined})
     known = f"Its weights of several experts are {', '.join(endings_of_joined) or 'none'}."
-    expert_weights = [(_target(name, layer).weight, layer) for name, layer in bound.items() if _is_of_experts(layer)]
+    expert_weights = [(_target(name, layer).weight, layer) for name, layer in bound.items() if is_of_experts(layer)]
     for weight, layer in expert_weights:
         if weight not in joined or getattr(layer.get_base_layer(), "is_transposed", False):
             raise ConfigError(
@@ -346,7 +346,7 @@ def is_adapter(name: str) -> bool:
 
 def require_linear(layers: Mapping[str, object]) -> None:
     """Raise ConfigError if adapters are on experts, which engines that apply adapters by themselves do not know."""
-    if of_experts := [name for name, layer in layers.items() if _is_of_experts(layer)]:
+    if of_experts := [name for name, layer in layers.items() if is_of_experts(layer)]:
         raise ConfigError(
             f"rollout.merge_adapters=false: {of_experts[0]} has adapters of experts, and the rollout engine applies "
             "those of linear layers alone. Set merge_adapters=true."
@@ -379,7 +379,7 @@ class AdapterTarget:
 
 def _target(name: str, layer: Any) -> AdapterTarget:
     """Return the weight and the scale of one of the :func:`adapter_layers`."""
-    parameter = layer.parameter_name if _is_of_experts(layer) else "weight"
+    parameter = layer.parameter_name if is_of_experts(layer) else "weight"
     return AdapterTarget(own_name(f"{name}.{parameter}"), float(layer.scaling[_ADAPTER]))
 
 

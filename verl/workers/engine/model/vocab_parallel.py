@@ -44,8 +44,10 @@ def vocabulary_rows(parameter: DTensor) -> Tensor:
 
 
 def with_summed_gradient(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return ``hidden``, whose gradient is the sum of the gradients on all ranks of ``mesh``."""
-    return DTensor.from_local(hidden, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
+    """Return ``hidden``, of which each rank of ``mesh`` has a copy; its gradient is the sum of those on all ranks."""
+    if not isinstance(hidden, DTensor):
+        hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+    return hidden.to_local(grad_placements=[Partial()])
 
 
 def vocab_parallel_log_probs(
