@@ -72,7 +72,7 @@ def beside_divided_matrices(config: PPOConfig | SupervisedConfig) -> Iterator[Pr
                     f"{model_key}.lora.target_parameters",
                     model.lora.target_parameters,
                     "adapters of experts are not",
-                    "null",
+                    "[]",
                 ),
                 (
                     f"{model_key}.enable_activation_offload",

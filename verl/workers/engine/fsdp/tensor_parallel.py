@@ -244,7 +244,7 @@ class _Experts(ParallelStyle):
             with _local_weights(module, Shard(0)):
                 term = forward(hidden, chosen, torch.where(is_here, weights, 0.0))
                 # All ranks have a gradient of their experts, also where no token goes to them.
-                term = term + sum(weight.flatten()[:0].sum() for weight in module._parameters.values())
+                term = term + sum(weight.flatten()[:0].sum() for weight in module.parameters(recurse=False))
             total = DTensor.from_local(term, device_mesh, [Partial()], run_check=False)
             return total.redistribute(placements=[Replicate()]).to_local()
 
