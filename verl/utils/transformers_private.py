@@ -130,6 +130,30 @@ def takes_any_attention(module: PreTrainedModel) -> bool:
     return bool(getattr(module, "_supports_attention_backend", False))
 
 
+def gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, strength: Tensor) -> Tensor:
+    """Compute the gated delta rule (arXiv:2412.06464) in chunks, by the kernel that Transformers takes on this device.
+
+    Args:
+        query: (rows, length, heads, key numbers); queries and keys are normalised here.
+        key: same shape.
+        value: (rows, length, heads, value numbers).
+        decay: (rows, length, heads) logarithm of what is left of the state, at most 0.
+        strength: (rows, length, heads) from 0 to 1, how much of the value for a key is replaced.
+
+    Returns:
+        (rows, length, heads, value numbers)
+    """
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    output, _ = torch_chunk_gated_delta_rule(query, key, value, g=decay, beta=strength, use_qk_l2norm_in_kernel=True)
+    return output
+
+
+def keeps_state(module: PreTrainedModel) -> bool:
+    """Whether Transformers marks the model as one whose layers carry a state from token to token."""
+    return bool(getattr(module, "_is_stateful", False))
+
+
 def layer_class_names(module: PreTrainedModel) -> set[str]:
     """Return the class names of the repeated layers."""
     return set(getattr(module, "_no_split_modules", None) or ())

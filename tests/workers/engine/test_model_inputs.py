@@ -48,12 +48,16 @@ def test_packed_by_hand():
 
 def test_padded_by_hand():
     inputs = prepare_inputs(batch(TWO_ROWS), packed=False, device=CPU)
-    # the first column is padding in both rows and goes
-    assert inputs.input_ids.tolist() == [[2, 3, 4, 0], [0, 8, 9, 10]]
-    assert inputs.attention_mask.tolist() == [[True, True, True, False], [False, True, True, True]]
+    # each sequence begins its row
+    assert inputs.input_ids.tolist() == [[2, 3, 4], [8, 9, 10]]
+    assert inputs.position_ids.tolist() == [[0, 1, 2], [0, 1, 2]]
     assert inputs.packing is None
     assert inputs.input_ids.flatten()[inputs.take].tolist() == [3, 8, 9]
     assert inputs.targets.tolist() == [4, 9, 10]
+    inputs = prepare_inputs(batch([[0, 1, 1, 1, 0], [0, 0, 1, 1, 0]]), packed=False, device=CPU)
+    assert inputs.input_ids.tolist() == [[2, 3, 4], [8, 9, 0]]
+    assert inputs.attention_mask.tolist() == [[True, True, True], [True, True, False]]
+    assert inputs.input_ids.flatten()[inputs.take].tolist() == [3, 8]
 
 
 @pytest.mark.parametrize("packed", [True, False])

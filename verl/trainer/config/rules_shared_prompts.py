@@ -10,6 +10,7 @@ from typing import Any
 from verl.config import PPOConfig
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.utils.model_facts import model_files
+from verl.utils.model_facts.config_fields import layers_beyond_attention
 from verl.vision.families import FAMILIES
 
 ACTOR = "actor_rollout_ref.actor"
@@ -61,12 +62,12 @@ def _of_critic(config: PPOConfig) -> Iterator[str]:
 def _of_model(path: str, overrides: Mapping[str, Any]) -> Iterator[str]:
     """Yield why a model may not share prompts."""
     folder = Path(path).expanduser()
-    other = set(model_files.layer_types(folder)) - {"full_attention", "sliding_attention"}
+    other = layers_beyond_attention(model_files.layer_types(folder))
     overrides = {**overrides, **(overrides.get("text_config") or {})}
     if model_files.model_type(folder) in FAMILIES:
         yield "prompts with images are not shared"
     if other:
-        yield f"the model has layers ({', '.join(sorted(other))}) other than full or sliding attention"
+        yield f"the model has layers ({', '.join(other)}) other than full or sliding attention"
     if overrides.get("output_router_logits") or "router_aux_loss_coef" in overrides:
         yield (
             "the load of experts (router_aux_loss_coef, output_router_logits) is balanced over the tokens of every row"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,3 +29,15 @@ def rope_rules(fields: JsonMapping) -> list[JsonMapping]:
 def rope_type(rule: JsonMapping) -> str | None:
     """Return the type of a rotary embedding, such as ``default`` or ``yarn``."""
     return rule.get("rope_type", rule.get("type"))
+
+
+def layers_beyond_attention(layer_types: Iterable[str] | None) -> list[str]:
+    """Return the kinds of layers, sorted, other than full attention and attention in a sliding window.
+
+    Recurrent layers and convolutions carry a state from token to token, and sparse attention chooses among the blocks
+    of a row: for them a row is one sequence, whatever a mask or positions say.
+
+    Args:
+        layer_types: the entry of a config, one kind for each layer; None: all layers are full attention.
+    """
+    return sorted(set(layer_types or ()) - {"full_attention", "sliding_attention"})

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import ConfigError
-from verl.utils.transformers_private import attention_of, takes_any_attention, use_attention
+from verl.utils.model_facts.config_fields import layers_beyond_attention
+from verl.utils.transformers_private import attention_of, keeps_state, takes_any_attention, use_attention
 from verl.workers.engine.model.headed import HeadedModel
 from verl.workers.engine.model.inputs import ModelInputs, divide
 from verl.workers.forward_check import is_rounding, largest_difference, probe_sequences, short_windows
@@ -42,7 +43,8 @@ class PackingCheck:
     ) -> None:
         self._model, self._dtype, self._group = model, dtype, group
         self._sequences = probe_sequences(model.hf.config, _LENGTHS, device)
-        self._expected = self._run(packed=False, reference=True)
+        alone = [self._row([ids], packed=False) for ids in self._sequences]
+        self._expected = self._run(alone, "reference")
         if not bool(self._expected.isfinite().all()):
             raise ConfigError(
                 f"{type(model.hf).__name__} gives results that are not finite for a few tokens, though its weights "
@@ -86,6 +88,12 @@ class PackingCheck:
 
     def _why_not(self, attention: str, packed: bool) -> str | None:
         """Switch to ``attention``; return why the model cannot run with it, or None."""
+        text = self._model.hf.config.get_text_config()
+        # Their results may differ by less than rounding on a few tokens, and by more on the next ones.
+        if other := layers_beyond_attention(getattr(text, "layer_types", None)):
+            return f"it has layers ({', '.join(other)}) for which a row is one sequence"
+        if keeps_state(self._model.hf):
+            return "its layers carry a state from token to token"
         if not takes_any_attention(self._model.hf):
             return "its code has no exchangeable attention"
         use_attention(self._model.hf, attention)
@@ -101,40 +109,45 @@ class PackingCheck:
         )
 
     def difference(self, packed: bool) -> float | None:
-        """Return the largest difference from the model's own results; None if it is rounding on every rank."""
-        actual = self._run(packed)
+        """Return the largest difference from the model's own results; None if it is rounding on every rank.
+
+        The sequences are packed in one row, or padded after the shorter one.
+        """
+        actual = self._run([self._row(self._sequences, packed)], "log_probs")
         verdict = torch.tensor(float(is_rounding(actual, self._expected, self._dtype)), device=actual.device)
         dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
         return None if verdict else largest_difference(actual, self._expected)
 
     @torch.no_grad()
-    def _run(self, packed: bool, reference: bool = False) -> Tensor:
-        batches = [self._sequences] if packed else [[ids] for ids in self._sequences]
-        with short_windows(self._model.hf, _WINDOW):
-            return torch.cat([self._outputs(batch, packed, reference) for batch in batches])
-
-    def _outputs(self, sequences: list[Tensor], packed: bool, reference: bool) -> Tensor:
-        """Return at each token its log-prob, or its hidden state if the head is scalar."""
-        # The log-prob is that of the same token, not of the next one: it serves a comparison as well.
-        ids = torch.cat(sequences)
-        positions = torch.cat([torch.arange(len(part), device=ids.device) for part in sequences])
-        everything = torch.arange(len(ids), device=ids.device)
-        whole = ModelInputs(
-            input_ids=ids.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            attention_mask=None if packed else torch.ones_like(ids, dtype=torch.bool).unsqueeze(0),
-            packing=Packing.of([len(part) for part in sequences], ids.device) if packed else None,
-            take=everything,
-            targets=ids,
-            rows=torch.zeros_like(ids),
-            columns=everything,
-            shape=(1, len(ids)),
-        )
+    def _run(self, passes: list[ModelInputs], output: str) -> Tensor:
+        """Return ``output`` at each token, or its hidden state if the head is scalar."""
         is_shared = attention_of(self._model.hf.config.get_text_config()) in (PACKED_ATTENTION, PADDED_ATTENTION)
-        inputs = whole if self._group is None or not is_shared else divide(whole, self._group)
-        language = "reference" if reference else "log_probs"
-        name = "hidden" if self._model.head.out_features == 1 else language
-        return self._model(inputs, frozenset({name}), 1.0)[name].float()
+        name = "hidden" if self._model.head.out_features == 1 else output
+        if self._group is not None and is_shared:
+            passes = [divide(inputs, self._group) for inputs in passes]
+        with short_windows(self._model.hf, _WINDOW):
+            return torch.cat([self._model(inputs, frozenset({name}), 1.0)[name].float() for inputs in passes])
+
+    def _row(self, sequences: list[Tensor], packed: bool) -> ModelInputs:
+        """Return the inputs of sequences in one packed row, or in rows that are padded at their ends."""
+        # The log-prob is that of the same token, not of the next one: it serves a comparison as well.
+        tokens, device = torch.cat(sequences), sequences[0].device
+        lengths = torch.tensor([len(ids) for ids in sequences], device=device)
+        mask = torch.arange(int(lengths.max()), device=device) < lengths.unsqueeze(1)
+        positions = torch.arange(mask.shape[1], device=device).expand_as(mask)
+        if packed:
+            positions, mask = positions[mask].unsqueeze(0), torch.ones_like(tokens, dtype=torch.bool).unsqueeze(0)
+        return ModelInputs(
+            input_ids=torch.zeros_like(positions).masked_scatter(mask, tokens),
+            position_ids=positions,
+            attention_mask=None if packed else mask,
+            packing=Packing.of(lengths.tolist(), device) if packed else None,
+            take=mask.flatten().nonzero().flatten(),
+            targets=tokens,
+            rows=torch.zeros_like(tokens),
+            columns=torch.arange(len(tokens), device=device),
+            shape=(1, len(tokens)),
+        )
 
 
 @torch.no_grad()

@@ -34,6 +34,7 @@ from verl.utils.model import (
     load_pretrained,
     rope_types,
 )
+from verl.utils.model_facts.config_fields import layers_beyond_attention
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.transformers_private import (
     forget_ties,
@@ -183,10 +184,15 @@ def check_sequence_sharing(config: PretrainedConfig, ranks: int) -> None:
     """Check, from its config alone, that ``ranks`` ranks can share the sequences of a model.
 
     Raises:
-        ConfigError: ``ranks`` does not divide its query heads, or its rotary embedding depends on the longest sequence
-            of a pass, of which each rank sees only a part.
+        ConfigError: ``ranks`` does not divide its query heads; or its layers carry a state from token to token, or its
+            rotary embedding depends on the longest sequence of a pass, of which each rank sees only a part.
     """
     text = config.get_text_config()
+    if other := layers_beyond_attention(getattr(text, "layer_types", None)):
+        raise ConfigError(
+            f"ulysses_sequence_parallel_size={ranks}: the model has layers ({', '.join(other)}) that read a sequence "
+            "from its first token on, and each rank would see only a part of it. Use 1 for this model."
+        )
     validate_ulysses_config(text.num_attention_heads, ranks)
     kinds = rope_types(config) & {"dynamic", "longrope"}
     if kinds:

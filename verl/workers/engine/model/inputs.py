@@ -130,7 +130,10 @@ def prepare_inputs(
     runs_tower: bool = False,
     shares_prompts: bool = False,
 ) -> ModelInputs:
-    """Remove the padding of a micro-batch: all of it if ``packed``, else the columns that are padding in every row.
+    """Remove the padding of a micro-batch: all of it if ``packed``, else all but that after the shorter sequences.
+
+    Padding before a sequence would move it in its row, and layers that carry a state from token to token, or choose
+    among blocks of a row, would compute something else. Padding after a sequence is seen by none of its tokens.
 
     The batch needs input_ids, attention_mask and position_ids, (bsz, prompt_length + response_length), and responses
     and response_mask, (bsz, response_length). If it has ``routed_experts``, they are replayed; ``teacher_topk_ids``,
@@ -175,19 +178,25 @@ def prepare_inputs(
         attention_mask = None
         routed = None if routed is None else routed[kept]
     else:
-        used = mask.any(0).nonzero().flatten()
-        first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
-        input_ids = columns["input_ids"][:, first:last]
-        position_ids = columns["position_ids"][..., first:last]
-        position_ids = position_ids.transpose(0, 1) if position_ids.dim() == 3 else position_ids
-        attention_mask = mask[:, first:last]
-        take = rows * (last - first) + where - first
+        lengths, starts = mask.sum(-1), mask.int().argmax(-1)
+        width = max(int(lengths.max()), 1) if len(mask) else 1
+        attention_mask = torch.arange(width, device=mask.device) < lengths.unsqueeze(1)
+
+        def moved(column: Tensor, padding: int = 0) -> Tensor:
+            """Move each sequence of a column, (bsz, length, ...), to the beginning of its row."""
+            rows_of_padding = column.new_full((*attention_mask.shape, *column.shape[2:]), padding)
+            rows_of_padding[attention_mask] = column[mask]
+            return rows_of_padding
+
+        input_ids, positions = moved(columns["input_ids"]), columns["position_ids"]
+        position_ids = moved(positions.movedim(-1, 1)).movedim(-1, 0) if positions.dim() == 3 else moved(positions)
+        take = rows * width + where - starts[rows]
         packing = None
-        routed = None if routed is None else routed[:, first:last].flatten(0, 1)
+        routed = None if routed is None else moved(routed, unknown(routed.dtype)).flatten(0, 1)
     images = None
     if vision is not None:
         of_images = image_places(batch, vision)
-        of_images = of_images[mask].unsqueeze(0) if packed else of_images[:, first:last]
+        of_images = of_images[mask].unsqueeze(0) if packed else moved(of_images)
         images = images_of(batch, of_images)
         if images is None and runs_tower:
             images = ImageInputs.filler(vision, input_ids)

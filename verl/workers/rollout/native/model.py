@@ -18,8 +18,15 @@ from verl.backends.cuda.layers import use_fused_layers
 from verl.config.rollout import GRAPH_SIZES
 from verl.errors import RolloutError
 from verl.utils.model import causal_lm_without_weights, rope_types
+from verl.utils.model_facts.config_fields import layers_beyond_attention
 from verl.utils.model_facts.experts import ExpertSizes
-from verl.utils.transformers_private import ALL_ATTENTION_FUNCTIONS, attention_of, takes_any_attention, use_attention
+from verl.utils.transformers_private import (
+    ALL_ATTENTION_FUNCTIONS,
+    attention_of,
+    keeps_state,
+    takes_any_attention,
+    use_attention,
+)
 from verl.vision.families import VisionConfig
 from verl.vision.model import ImageInputs, hidden_states
 from verl.vision.positions import AXES
@@ -386,9 +393,10 @@ def _weights_by_name(
 
 def _check_architecture(module: PreTrainedModel, ranks: int) -> None:
     text = module.config.get_text_config()
-    other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    other = layers_beyond_attention(getattr(text, "layer_types", None))
     reasons = {
-        f"has layers of type {', '.join(sorted(other))}": bool(other),
+        f"has layers of type {', '.join(other)}": bool(other),
+        "has layers that carry a state from token to token": keeps_state(module),
         "has no exchangeable attention": not takes_any_attention(module),
         "reads the prompt with an encoder": bool(getattr(module.config, "is_encoder_decoder", False)),
         "has keys and values of other widths (latent attention)": bool(getattr(text, "kv_lora_rank", None)),
