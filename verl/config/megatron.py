@@ -17,10 +17,15 @@ from verl.config.problems import Problem
 GROUPED = ("deepseek_v3", "glm4_moe")
 """``model_type`` of the models that choose groups of experts first."""
 
-MIXTURES = ("mixtral", "qwen3_moe", *GROUPED)
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""``model_type`` of the models with gated delta nets among their layers."""
+
+MIXTURES = ("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", *GROUPED)
 """``model_type`` of the models with experts among them."""
 
-MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", *MIXTURES)
+MEGATRON_FAMILIES = tuple(
+    dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", *MIXTURES, *HYBRIDS))
+)
 """``model_type`` of the models that ``strategy=megatron`` builds."""
 
 INDEX = ".metadata"

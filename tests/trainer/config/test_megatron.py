@@ -400,6 +400,21 @@ def test_the_decoder_of_a_model_with_images_is_what_is_divided():
     assert len(list(misfits(older, layout, "sizes", "strategy"))) == 1
 
 
+def test_recurrent_layers_read_whole_sequences():
+    fields = {"model_type": "qwen3_next", "linear_num_key_heads": 2, "num_attention_heads": 8}
+    layout = McoreEngineConfig(
+        tensor_model_parallel_size=4,
+        context_parallel_size=2,
+        use_dist_checkpointing=True,
+        dist_checkpointing_path="folder",
+    )
+    assert [str(problem).split(":")[0] for problem in misfits(fields, layout, "sizes", "strategy")] == [
+        "sizes.context_parallel_size=2",
+        "sizes.use_dist_checkpointing=true",
+        "sizes.tensor_model_parallel_size=4",
+    ]
+
+
 def test_features_of_images_reach_layers_of_the_first_stage_alone():
     text = {"num_attention_heads": 8, "num_hidden_layers": 4}
     fields = {"model_type": "qwen3_vl", "vision_config": {"deepstack_visual_indexes": [0, 1]}, "text_config": text}

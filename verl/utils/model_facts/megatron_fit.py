@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
 
 from verl.config import McoreEngineConfig, Problem
-from verl.config.megatron import GROUPED, MEGATRON_FAMILIES, MIXTURES
+from verl.config.megatron import GROUPED, HYBRIDS, MEGATRON_FAMILIES, MIXTURES
 from verl.config.megatron_flags import ROUTER_LOSSES, bias_update_rate
 from verl.config.pipeline_layout import division_problem, layers_of_chunks
 from verl.utils.model_facts.config_fields import random_fields, rope_rules, rope_type
@@ -44,6 +44,8 @@ def misfits(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: str,
         remedy = f"or set it to 0 in override_config: {{{', '.join(f'{name}: 0' for name in noise)}}}"
         yield Problem(strategy, "megatron", reason, "fsdp2", remedy)
     yield from _routers(str(kind), engine, sizes)
+    if kind in HYBRIDS:
+        yield from _recurrent(str(kind), engine, sizes)
     yield from _divisions(fields, engine, sizes)
     yield from _deepstack(fields, engine, sizes)
 
@@ -58,6 +60,17 @@ def _routers(kind: str, engine: McoreEngineConfig, sizes: str) -> Iterator[Probl
     for name in ROUTER_LOSSES:
         if override.get(name) and kind not in MIXTURES:
             yield Problem(f"{path}.{name}", override[name], f"{kind} has no experts", "0, null")
+
+
+def _recurrent(kind: str, engine: McoreEngineConfig, sizes: str) -> Iterator[Problem]:
+    """Gated delta nets read a sequence from its first token on."""
+    if engine.context_parallel_size > 1:
+        reason = f"the recurrent layers of {kind} need all of a sequence, and each rank would see a part"
+        key = "context_parallel_size"
+        yield Problem(f"{sizes}.{key}", engine[key], reason, "1 for this model", "or tensor_model_parallel_size")
+    if engine.use_dist_checkpointing:
+        reason = f"the names that megatron-core gives the weights of {kind} are not known here"
+        yield Problem(f"{sizes}.use_dist_checkpointing", True, reason, "false, which reads model.path")
 
 
 def _unbuildable(fields: Mapping[str, object]) -> Iterator[str]:
@@ -90,6 +103,7 @@ def _divisions(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: s
     parts = [
         (of_heads, by_context, tensor * context, heads, "heads"),
         (of_heads, "", tensor, fields.get("num_key_value_heads") or heads, "key/value heads"),
+        (of_heads, "", tensor, fields.get("linear_num_key_heads"), "key heads of recurrent layers"),
     ]
     if experts is None or not all(experts.sparse):
         parts.append((of_heads, "", tensor, fields.get("intermediate_size"), "feed-forward columns"))

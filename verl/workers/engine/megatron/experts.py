@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PretrainedConfig
 
-from verl.config.megatron import GROUPED, MIXTURES
+from verl.config.megatron import GROUPED, HYBRIDS, MIXTURES
 from verl.utils.model_facts.experts import ExpertSizes
 from verl.workers.engine.megatron.groups import Layout
 from verl.workers.engine.megatron.library import (
@@ -74,6 +74,8 @@ class Experts:
     """Of each layer, whether it has experts."""
     shared_width: int = 0
     """Feed-forward width of what all tokens pass beside the experts."""
+    is_shared_gated: bool = False
+    """Whether each token multiplies the output of that by a gate, the sigmoid of a number."""
     groups: ExpertGroups | None = None
     """How groups of experts are chosen first; None for a choice by softmax among all."""
 
@@ -90,10 +92,12 @@ class Experts:
             count=sizes.count,
             per_token=sizes.per_token,
             width=sizes.width,
-            is_renormalised=is_mixtral or bool(hf.norm_topk_prob),
+            # The routers of Mixtral and Qwen3.5 have no other way.
+            is_renormalised=bool(getattr(hf, "norm_topk_prob", True)),
             has_fp32_weights=is_mixtral or groups is not None,
             sparse=sizes.sparse,
             shared_width=sizes.shared_width,
+            is_shared_gated=hf.model_type in HYBRIDS,
             groups=groups,
         )
 
@@ -104,6 +108,7 @@ class Experts:
             "moe_router_topk": self.per_token,
             "moe_ffn_hidden_size": self.width,
             "moe_shared_expert_intermediate_size": self.shared_width or None,
+            "moe_shared_expert_gate": self.is_shared_gated,
             "moe_router_pre_softmax": True,  # the other order is refused for one expert per token
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,

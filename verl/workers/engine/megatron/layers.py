@@ -169,11 +169,15 @@ def freeze_row(embedding: Any, token: int) -> None:
 
 
 class RMSNorm(nn.Module):
-    """x / √(mean x² + ε) · w, computed in fp32 as Transformers does (arXiv:1910.07467)."""
+    """x / √(mean x² + ε) · w, computed in fp32 as Transformers does (arXiv:1910.07467).
+
+    With ``layernorm_zero_centered_gamma`` the factor is 1 + w, and is multiplied in fp32.
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float, **settings: object) -> None:
         super().__init__()
         self.eps = eps
+        self.is_zero_centred: bool = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype))
         # megatron-core then adds up the gradients of ranks that each saw a part of the sequence.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -181,7 +185,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
         wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.is_zero_centred:
+            return (normed * (1.0 + self.weight.float())).to(x.dtype)
+        return self.weight * normed.to(x.dtype)
 
 
 class CausalAttention(nn.Module):

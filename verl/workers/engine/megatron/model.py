@@ -13,11 +13,13 @@ from transformers import PretrainedConfig
 
 from verl.checkpoint.core_weights import DistFiles
 from verl.config import HFModelConfig, McoreEngineConfig
+from verl.config.megatron import HYBRIDS
 from verl.config.megatron_flags import RECOMPUTE
 from verl.errors import ConfigError
 from verl.utils.model import torch_dtype
 from verl.utils.model_facts.megatron_fit import misfits
 from verl.workers.engine.megatron.adapters import add_adapters, first_values, need_gradients, shape_by_expert
+from verl.workers.engine.megatron.delta_net import DeltaShape, GatedDeltaNet
 from verl.workers.engine.megatron.experts import Experts, expert_layer
 from verl.workers.engine.megatron.files import ModelFiles
 from verl.workers.engine.megatron.flags import transformer_fields
@@ -112,9 +114,8 @@ def build(
     dtype, is_trained = torch_dtype(engine.dtype), not engine.forward_only
     with torch.device("meta"):
         skeleton = build_model(model_type, config, dtype, with_weights=False, is_trained=is_trained, frozen=frozen)
-    for problem in misfits(skeleton.hf.config.to_dict(), engine, "megatron", "strategy"):
-        raise ConfigError(str(problem))
     hf = skeleton.hf.config.get_text_config()
+    _check_fit(skeleton.hf.config, config, engine)
     shapes = {name: tuple(tensor.shape) for name, tensor in own_state(skeleton).items()}
     named = {own_name(name): name for name in shapes if not is_adapter(name)}
     base = {own: shapes[name] for own, name in named.items()}
@@ -171,6 +172,16 @@ def build(
     return BuiltModel(pieces, skeleton, places, shapes, frozen_weights, targets, heads)
 
 
+def _check_fit(hf: PretrainedConfig, config: HFModelConfig, engine: McoreEngineConfig) -> None:
+    for problem in misfits(hf.to_dict(), engine, "megatron", "strategy"):
+        raise ConfigError(str(problem))
+    if not engine.forward_only and config.has_adapters and hf.model_type in HYBRIDS:
+        raise ConfigError(
+            f"model.lora_rank={config.lora_rank}: strategy=megatron has no adapters of gated attention and gated delta "
+            f"nets, the layers of {hf.model_type}. Set lora_rank=0, or use strategy=fsdp2."
+        )
+
+
 def _first_weights(
     config: HFModelConfig, engine: McoreEngineConfig, hf: PretrainedConfig, heads: HeadWeights
 ) -> ModelFiles | DistFiles:
@@ -211,14 +222,17 @@ def _transformer_config(
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
-        ffn_hidden_size=hf.intermediate_size,
+        # Without dense layers some configs lack it.
+        ffn_hidden_size=getattr(hf, "intermediate_size", None) or hf.moe_intermediate_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
         kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
-        qk_layernorm=any(name.endswith("layers.0.self_attn.q_norm.weight") for name in shapes),
-        add_qkv_bias=any(name.endswith("layers.0.self_attn.q_proj.bias") for name in shapes),
+        qk_layernorm=any(name.endswith(".self_attn.q_norm.weight") for name in shapes),
+        add_qkv_bias=any(name.endswith(".self_attn.q_proj.bias") for name in shapes),
+        attention_output_gate=hf.model_type in HYBRIDS,
+        layernorm_zero_centered_gamma=hf.model_type in HYBRIDS,
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=functional.silu,
@@ -283,8 +297,13 @@ def _layer_specs(skeleton: HeadedModel, settings: Any, experts: Experts | None) 
     if (latent := LatentShape.of(skeleton.hf)) is not None:
         attention = ModuleSpec(module=LatentAttention, params={"shape": latent, "attn_mask_type": AttnMaskType.causal})
     dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
+    hf = skeleton.hf.config.get_text_config()
+    attentions = [attention] * settings.num_layers
+    if hf.model_type in HYBRIDS:
+        delta_net = ModuleSpec(module=GatedDeltaNet, params={"shape": DeltaShape.of(hf)})
+        attentions = [delta_net if kind == "linear_attention" else attention for kind in hf.layer_types]
 
-    def layer(mlp: object) -> Any:
+    def layer(attention: object, mlp: object) -> Any:
         return ModuleSpec(
             module=TransformerLayer if skeleton.vision is None else DeepstackLayer,
             submodules=TransformerLayerSubmodules(
@@ -298,7 +317,10 @@ def _layer_specs(skeleton: HeadedModel, settings: Any, experts: Experts | None) 
         )
 
     sparse = (False,) * settings.num_layers if experts is None else experts.sparse
-    return [layer(expert_layer(experts) if experts and is_sparse else dense) for is_sparse in sparse]
+    return [
+        layer(attention, expert_layer(experts) if experts and is_sparse else dense)
+        for attention, is_sparse in zip(attentions, sparse, strict=True)
+    ]
 
 
 def _replace_head(module: Any, skeleton: HeadedModel, settings: Any) -> None:
@@ -329,8 +351,8 @@ def _set_windows(module: Any, hf: PretrainedConfig) -> None:
     window = getattr(hf, "sliding_window", None)
     kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
     for layer in module.decoder.layers:
-        has_window = kinds[layer.layer_number - 1] == "sliding_attention"
-        layer.self_attention.core_attention.set_window(window if has_window else None)
+        if (kind := kinds[layer.layer_number - 1]) != "linear_attention":
+            layer.self_attention.core_attention.set_window(window if kind == "sliding_attention" else None)
 
 
 def _load(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
+from verl.config.megatron import HYBRIDS
 from verl.errors import ConfigError
 from verl.vision.families import TOWER
 
@@ -58,7 +59,7 @@ class Place:
 # Names of weights in Transformers: of the experts of a layer, and of a module in a layer.
 _LAYERS = r"model\.(?:language_model\.)?layers\.(\d+)"
 _EXPERTS = re.compile(rf"{_LAYERS}\.mlp\.experts\.(gate_up_proj|down_proj)")
-_LAYER = re.compile(rf"{_LAYERS}\.(.+)\.(weight|bias|e_score_correction_bias)")
+_LAYER = re.compile(rf"{_LAYERS}\.(.+)\.(weight|bias|e_score_correction_bias|A_log|dt_bias)")
 _TOWER = f"model.{TOWER}."
 # Module of a layer in Transformers: the one in megatron-core that has its weight, or a part of whose weight it is.
 _INSIDE = {
@@ -78,6 +79,14 @@ _INSIDE = {
     "mlp.shared_experts.up_proj": "mlp.shared_experts.linear_fc1",
     "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
 }
+_INSIDE |= {
+    f"mlp.shared_expert.{name}": _INSIDE[f"mlp.shared_experts.{name}"] for name in ("gate_proj", "up_proj", "down_proj")
+}
+_OF_DELTA_NETS = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+_INSIDE |= {"linear_attn": "self_attention"} | {
+    f"linear_attn.{name}": f"self_attention.{name}" for name in (*_OF_DELTA_NETS, "conv1d", "norm", "out_proj")
+}
+_SHARED_GATE = "mlp.shared_expert_gate"
 _LATENT = {
     f"self_attn.{name}": f"self_attention.{name}"
     for name in (
@@ -150,6 +159,10 @@ class Division:
     experts: ExpertDivision
     has_latents: bool
     """Whether attention is multi-head latent attention."""
+    has_gates: bool
+    """Whether each query head has a gate for its output, whose rows of the projection follow those of the query."""
+    mixed: tuple[int, int, int]
+    """Rows of all heads' queries, keys and values in the convolutions of gated delta nets."""
 
     @classmethod
     def of(cls, config: PretrainedConfig, group: dist.ProcessGroup, experts: ExpertDivision) -> Division:
@@ -158,14 +171,33 @@ class Division:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         has_latents = getattr(config, "kv_lora_rank", None) is not None
-        return cls(ranks, rank, heads, config.num_key_value_heads, head_dim, experts, has_latents)
+        is_hybrid, mixed = config.model_type in HYBRIDS, (0, 0, 0)
+        if is_hybrid:
+            keys = config.linear_num_key_heads * config.linear_key_head_dim
+            mixed = keys, keys, config.linear_num_value_heads * config.linear_value_head_dim
+        return cls(ranks, rank, heads, config.num_key_value_heads, head_dim, experts, has_latents, is_hybrid, mixed)
 
-    def place(self, name: str, parameter: str, shape: tuple[int, ...]) -> Place:
-        """Return this rank's box of the weight ``name``."""
+    def places(self, name: str, parameter: str, shape: tuple[int, ...]) -> Iterator[Place]:
+        """Iterate over this rank's boxes of the weight ``name``."""
+        if name.rsplit(".", 2)[-2] in ("conv1d", "in_proj_qkv"):
+            # The rank's queries, keys and values follow each other in the parameter too.
+            first = end = 0
+            for whole in self.mixed:
+                rows = whole // self.ranks
+                start, end = end, end + rows
+                box = (first + self.rank * rows, *(0 for _ in shape[1:])), (rows, *shape[1:])
+                yield Place(name, parameter, *box, lambda tensor, a=start, b=end: tensor[a:b], is_divided=True)
+                first += whole
+        else:
+            yield self._place(name, parameter, shape)
+
+    def _place(self, name: str, parameter: str, shape: tuple[int, ...]) -> Place:
         if name.startswith(_TOWER):
             return Place(name, parameter, (0,) * len(shape), shape, _whole, is_divided=False)
         stem = name.rsplit(".", 2)[-2]
         if stem in ("q_b_proj", "kv_b_proj") or (self.has_latents and stem == "q_proj"):
+            return self._rows(name, parameter, shape, _whole)
+        if stem in _OF_DELTA_NETS or name.endswith((".A_log", ".dt_bias")):
             return self._rows(name, parameter, shape, _whole)
         if stem in ("q_proj", "k_proj", "v_proj"):
             return self._qkv(name, parameter, shape, "qkv".index(stem[0]))
@@ -175,7 +207,7 @@ class Division:
             return self._rows(name, parameter, shape, _whole)
         if stem in ("embed_tokens", "lm_head"):
             return self._vocabulary(name, parameter, shape)
-        if stem in ("o_proj", "down_proj"):
+        if stem in ("o_proj", "out_proj", "down_proj"):
             width = shape[1] // self.ranks
             start, size = (0, self.rank * width), (shape[0], width)
             return Place(name, parameter, start, size, _whole, is_divided=True)
@@ -196,10 +228,13 @@ class Division:
     def _qkv(self, name: str, parameter: str, shape: tuple[int, ...], which: int) -> Place:
         """Rows of queries, keys or values: for each key head its queries, itself, and its value lie together."""
         groups, per_group = self.kv_heads // self.ranks, self.query_heads // self.kv_heads
-        first, last = ((0, per_group), (per_group, per_group + 1), (per_group + 1, per_group + 2))[which]
+        queries = per_group * (2 if self.has_gates else 1)
+        first, last = ((0, queries), (queries, queries + 1), (queries + 1, queries + 2))[which]
 
         def view(tensor: Tensor) -> Tensor:
-            return tensor.view(groups, per_group + 2, self.head_dim, *tensor.shape[1:])[:, first:last]
+            heads = tensor.view(groups, queries + 2, self.head_dim, *tensor.shape[1:])[:, first:last]
+            # Here all queries of a group come before their gates.
+            return heads.unflatten(1, (2, per_group)).transpose(1, 2) if self.has_gates and which == 0 else heads
 
         return self._rows(name, parameter, shape, view)
 
@@ -257,7 +292,7 @@ def places_of(
         targets = [_parameter_of(name, layers, outside, _INSIDE | _LATENT if division.has_latents else _INSIDE)]
         if name.endswith(".embed_tokens.weight"):
             targets += [*([f"{last}.weight"] if is_tied else []), f"{heads}.embedding.word_embeddings.weight"]
-        weights += [division.place(name, target, shape) for target in targets if target in local]
+        weights += [place for target in targets if target in local for place in division.places(name, target, shape)]
     if unfilled := sorted(local - {weight.parameter for weight in weights}):
         raise ConfigError(f"the model has no weight for megatron-core's {', '.join(unfilled[:3])}.")
     return weights
@@ -275,6 +310,9 @@ def _parameter_of(
         return f"0.{name.removeprefix('model.')}"
     if match := _LAYER.fullmatch(name):
         layer_index, inside, kind = match.groups()
+        if inside == _SHARED_GATE:
+            layer = layers.get(int(layer_index))
+            return None if layer is None else f"{layer}.mlp.shared_experts.gate_weight"
         if inside in in_layers:
             layer = layers.get(int(layer_index))
             return None if layer is None else f"{layer}.{in_layers[inside]}.{kind}"
@@ -286,8 +324,8 @@ def _parameter_of(
         return f"{outside[stem]}.{kind}"
     raise ConfigError(
         f"the weight '{name}' is not supported by strategy=megatron, which has the layers of Qwen2, Qwen3, Llama, "
-        "Mistral, Qwen3-MoE, Mixtral, DeepSeek-V3, GLM-4.5 and Qwen's models with images. Use strategy=fsdp2 for this "
-        "model."
+        "Mistral, Qwen3-MoE, Mixtral, DeepSeek-V3, GLM-4.5, Qwen3-Next and Qwen's models with images. Use "
+        "strategy=fsdp2 for this model."
     )
 
 
