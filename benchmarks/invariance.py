@@ -297,20 +297,6 @@ def make_latent(task: Path, heads: int) -> Path:
     return folder
 
 
-def make_adapters(model: Path, folder: Path) -> Path:
-    """Adapters of a policy that both back ends begin with, which draw different ones from a seed."""
-    import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    is_seeing = hasattr(AutoConfig.from_pretrained(model), "vision_config")
-    policy = (AutoModelForImageTextToText if is_seeing else AutoModelForCausalLM).from_pretrained(model)
-    layers = r".*layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"  # of the language model
-    torch.manual_seed(3)
-    get_peft_model(policy, LoraConfig(r=4, lora_alpha=8, target_modules=layers)).save_pretrained(str(folder))
-    return folder
-
-
 def make_teacher(task: Path) -> Path:
     """A model like the tiny one, with other and larger random weights: it prefers some tokens."""
     import torch
@@ -443,9 +429,6 @@ def main() -> None:
         common += ["distillation.enabled=true", f"distillation.distillation_loss.loss_mode={args.teacher}"]
         common.append(f"distillation.teacher_models.teacher_model.model_path={make_teacher(task)}")
     common += HEADS if args.heads else []
-    if args.lora and args.megatron:
-        folder = make_adapters(model, out / "task" / "adapters")
-        common.append(f"actor_rollout_ref.model.lora_adapter_path={folder}")
     common.append(f"trainer.total_training_steps={args.steps}")
     reference: list[dict[str, float]] = []
     worst_of_all = 0.0

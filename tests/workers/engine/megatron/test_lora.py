@@ -108,6 +108,8 @@ def on_two_ranks(rank, world_size, folder, path, warm, cases):
         merged = weights_of(again)
         assert same((three_steps(again, batch), weights_of(again)), (after, weights))
         has_outputs = engine.is_mp_src_rank_with_outputs() and engine.get_data_parallel_size() == 1
+        if cases == CASES["dense"]:
+            torch.save(drawn_by(another_engine(path, **RANK, **layout)), folder / f"drawn {case} {rank}.pt")
         found[case] = metrics, start, merged, outputs if has_outputs else None
     torch.save(found, folder / f"rank_{rank}.pt")
     if cases == CASES["dense"]:
@@ -115,11 +117,24 @@ def on_two_ranks(rank, world_size, folder, path, warm, cases):
             another_engine(path, **RANK, target_modules=r".*layers\.0\..*q_proj", **PP)
 
 
+def drawn_by(engine):
+    """New adapters."""
+    return {name: tensor.clone() for name, tensor in engine.adapted_weights().adapters()}
+
+
 def check(name, paths, folder, cases):
     """Compare layouts with one rank under FSDP, and what they saved with peft and the merger."""
     path, batch = paths[name], ragged_batch()
     warm = adapters_after(path, folder / "warm", **SETTINGS[name])
     run_ranks(on_two_ranks, 2, folder, path, warm, cases)
+    if (
+        cases == CASES["dense"]
+    ):  # seed and name decide about new adapters, not back end, layout or what was drawn before
+        known = drawn_by(make_engine(path, **RANK | {"target_modules": ["q_proj", "o_proj", "down_proj"]}))
+        for case in cases:
+            drawn = torch.load(folder / f"drawn {case} 1.pt", weights_only=True)
+            assert {*known} < {*drawn}
+            assert same({name: drawn[name] for name in known}, known)
     one = make_engine(path, **warm)
     start, metrics, weights = weights_of(one), three_steps(one, batch), weights_of(one)
     with torch.no_grad():
@@ -186,6 +201,7 @@ def test_one_rank_trains_a_critic_and_sends_its_adapters_apart(paths, tmp_path):
     assert same(weights_of(new), weights_of(another_engine(path)))  # B is 0
     drawn = {name: tensor for name, tensor in new.adapted_weights().adapters() if ".lora_A." in name}
     assert all(0.9 < float(a.abs().max()) * a.shape[1] ** 0.5 < 1 for a in drawn.values())  # uniform within 1 / √in
+    assert same({name: tensor for name, tensor in drawn_by(make_engine(path, **RANK)).items() if name in drawn}, drawn)
 
 
 @pytest.mark.slow

@@ -178,7 +178,13 @@ class ShardedModel(BaseEngine):
         if not config.forward_only:
             if self.optimizer_config is None:
                 raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
-            matrices = hidden_matrices(model, model.head)
+            for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+                if self.optimizer_config[name] != "fp32":
+                    raise ConfigError(
+                        f"optim.{name}={self.optimizer_config[name]}: moments have the precision of the stored weights "
+                        "under FSDP. Leave it at fp32, or use strategy=megatron."
+                    )
+            matrices = hidden_matrices(model, model.head).values()
             self.optimizer = build_optimizer(trained_parameters(model).values(), self.optimizer_config, matrices)
             self.scheduler = build_scheduler(self.optimizer, self.optimizer_config)
             if self.compute_dtype == torch.float16:
@@ -204,7 +210,9 @@ class ShardedModel(BaseEngine):
         """Build the model, sharded over the ranks; no rank ever holds all of it. Collective."""
         config = self.engine_config
         is_trained = not config.forward_only
-        build = functools.partial(build_model, self.model_type, self.model_config, backbone_class=self.backbone_class())
+        build = functools.partial(
+            build_model, self.model_type, self.model_config, seed=config.seed, backbone_class=self.backbone_class()
+        )
         is_divided, source = self.mesh.size() > 1 or self.tensor_mesh is not None, None
         is_first = dist.get_rank() == 0
         model = build(

@@ -11,7 +11,6 @@ All experts of a layer have their adapters in two matrices of peft, which are ke
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,15 @@ from verl.config import HFModelConfig
 from verl.errors import ConfigError
 from verl.workers.engine.megatron.library import tensor_parallel
 from verl.workers.engine.megatron.weights import Place
-from verl.workers.engine.model.adapters import LORA_A, LORA_B, AdapterTarget, is_adapter, own_name, saved_adapters
+from verl.workers.engine.model.adapters import (
+    LORA_A,
+    LORA_B,
+    AdapterTarget,
+    first_factor,
+    is_adapter,
+    own_name,
+    saved_adapters,
+)
 
 
 class LayerAdapter(nn.Module):
@@ -238,7 +245,7 @@ def _rows_of(boxes: list[Place]) -> Iterator[Callable[[Tensor], Tensor]]:
 def first_values(config: HFModelConfig, seed: int, trained: Mapping[str, Tensor]) -> Callable[[str], Tensor | None]:
     """Return a function that gives each trained parameter its first values by its name in peft, None for 0.
 
-    Without trained adapters A is drawn as peft does it, the same on all ranks and in all layouts, and B is 0.
+    Without trained adapters A is drawn (:func:`~verl.workers.engine.model.adapters.first_factor`), and B is 0.
 
     Args:
         config: rank and variant, or the folder of trained adapters.
@@ -248,15 +255,9 @@ def first_values(config: HFModelConfig, seed: int, trained: Mapping[str, Tensor]
     if config.lora_adapter_path:
         saved = saved_adapters(Path(config.lora_adapter_path), trained)
         return saved.get
-    index = {name: position for position, name in enumerate(trained)}
 
     def draw(name: str) -> Tensor | None:
-        if not name.endswith(LORA_A):
-            return None
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + index[name])
-        down = torch.empty(trained[name].shape)
-        bound = 1 / math.sqrt(down.shape[1])  # Kaiming's, as nn.Linear
-        return down.uniform_(-bound, bound, generator=generator)
+        return first_factor(name, tuple(trained[name].shape), seed) if name.endswith(LORA_A) else None
 
     return draw
 

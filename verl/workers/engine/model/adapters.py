@@ -13,8 +13,10 @@ then the second ones, and so on. ``peft`` wraps the module of the experts once f
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,7 +84,7 @@ def peft() -> Any:
 # ---- add ------------------------------------------------------------------------------------------
 
 
-def add_adapters(hf: PreTrainedModel, head_name: str, config: HFModelConfig, with_weights: bool) -> None:
+def add_adapters(hf: PreTrainedModel, head_name: str, config: HFModelConfig, with_weights: bool, seed: int = 0) -> None:
     """Add adapters to layers of ``hf`` in place; they and a head for scalars are what remains trainable.
 
     New adapters change nothing until their first update, as B is 0. They are stored in fp32 if the model has less.
@@ -91,7 +93,9 @@ def add_adapters(hf: PreTrainedModel, head_name: str, config: HFModelConfig, wit
         hf: the model, on the CPU.
         head_name: its output layer, which gets no adapter.
         config: rank, layers and variant, or the folder of trained adapters.
-        with_weights: read the weights of trained adapters; otherwise they are filled from another rank.
+        with_weights: read the weights of trained adapters, or draw those of new ones; otherwise they are filled from
+            another rank.
+        seed: of the random numbers.
 
     Raises:
         ConfigError: an adapter would be bound to no layer, or to one that is not linear; the message lists the layers.
@@ -112,8 +116,26 @@ def add_adapters(hf: PreTrainedModel, head_name: str, config: HFModelConfig, wit
         if parameter.requires_grad and parameter.dtype.itemsize < 4:
             parameter.data = parameter.data.float()  # it stays the parameter that peft's layer has
     _log_trained(hf)
-    if config.lora_adapter_path and with_weights:
+    if not with_weights:
+        return
+    if config.lora_adapter_path:
         _load(hf, Path(config.lora_adapter_path))
+        return
+    for name, parameter in hf.named_parameters():
+        if name.endswith(LORA_A):
+            parameter.data.copy_(first_factor(name, tuple(parameter.shape), seed))
+
+
+def first_factor(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Draw A (r, in) of a new adapter as peft does, uniformly between ±1 / √in (Kaiming's for ``nn.Linear``).
+
+    It depends on its name in a model of peft, its shape and the seed alone, so it is the same under every back end, in
+    every layout and beside any other adapters.
+    """
+    digest = hashlib.sha256(f"{seed} {name} {'x'.join(map(str, shape))}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape, device="cpu").uniform_(-bound, bound, generator=generator)
 
 
 def _new_config(config: HFModelConfig) -> LoraConfig:

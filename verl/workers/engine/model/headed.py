@@ -211,6 +211,7 @@ def build_model(
     is_trained: bool = True,
     frozen: Sequence[str] = (),
     with_adapters: bool = False,
+    seed: int = 0,
     backbone_class: type[PreTrainedModel] | None = None,
 ) -> HeadedModel:
     """Build the model in the folder ``config.path`` on the CPU.
@@ -225,7 +226,8 @@ def build_model(
         is_trained: whether weights get gradients, or adapters where ``config`` has them; a reward model without a
             trained head is acceptable then.
         frozen: parts of module names, such as ``visual``, whose weights are not trained.
-        with_adapters: read trained adapters also without the weights.
+        with_adapters: read trained adapters, or draw new ones, also without the weights.
+        seed: of new adapters.
         backbone_class: another implementation of the backbone, with the weights of Transformers' own.
 
     Raises:
@@ -244,7 +246,7 @@ def build_model(
     hf.requires_grad_(is_trained)
     _freeze(hf, frozen)
     if is_trained and config.has_adapters:
-        add_adapters(hf, head_name, config, with_weights or with_adapters)
+        add_adapters(hf, head_name, config, with_weights or with_adapters, seed)
     return HeadedModel(hf, head_name)
 
 
