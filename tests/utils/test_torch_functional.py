@@ -134,6 +134,9 @@ def test_constant_schedule_by_hand():
     assert rates(get_constant_schedule_with_warmup(opt, 3), opt, 5) == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
     opt = optimizer()
     assert rates(get_constant_schedule_with_warmup(opt, 0), opt, 2) == [2.0, 2.0]
+    # From 0.4 of the peak: 0.4 + 0.6 · ¼, then ½, ¾ and 1 of the way.
+    schedule = get_constant_schedule_with_warmup(opt := optimizer(), 3, init_lr_ratio=0.4)
+    assert rates(schedule, opt, 4) == pytest.approx([1.1, 1.4, 1.7, 2.0])
 
 
 def test_cosine_schedule_by_hand():

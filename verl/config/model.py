@@ -226,6 +226,8 @@ class OptimizerConfig(BaseConfig):
     """Decay rates of the running mean and of the running square of the gradient."""
     clip_grad: float = setting(1.0, gt=0)
     """Maximum gradient norm of one step; the same setting as `grad_clip` of the actor and the critic."""
+    init_lr_ratio: float = setting(0.0, ge=0, le=1)
+    """Learning rate at which the warm-up begins, as a fraction of `lr`."""
 
     def with_length(self, steps: int) -> Self:
         """Return the section with the length of its schedule, which is that of the run unless the section has one."""
@@ -242,6 +244,8 @@ class OptimizerConfig(BaseConfig):
             yield Problem(f"{path}.lr", self.lr, cause, remedy=remedy, advice=True)
 
 
+MomentDType = Literal["fp32", "bf16"]
+_WITH_ADAMS_MOMENTS = ("AdamW", "Adam", "Muon")
 _OF_MUON = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn", "adamw")
 _OF_ITS_ADAMW = ("lr", "weight_decay", "eps")
 _RATES_OF_MUON = ("match_rms_adamw", "original")
@@ -264,6 +268,14 @@ class FSDPOptimizerConfig(OptimizerConfig):
     """Cosine periods over the run; 0.5 decreases once from the peak to the end."""
     lr_scheduler_type: Literal["constant", "cosine"] = setting("constant")
     """Shape of the schedule after the warm-up."""
+    offload_fraction: float = setting(0.0, ge=0, le=1)
+    """Part of the optimizer's state, with its fp32 weights, that stays in host memory during training too, under
+    Megatron. It is copied to the device for its step, a part at a time; the numbers are the same."""
+    exp_avg_dtype: MomentDType = setting("fp32")
+    """Precision in which Adam's running mean of gradients is stored, under Megatron: `bf16` halves its memory. Steps
+    are computed in fp32."""
+    exp_avg_sq_dtype: MomentDType = setting("fp32")
+    """The same of the running mean of their squares."""
     override_optimizer_config: dict[str, object] | None = setting(None)
     """Further keyword arguments of the optimizer class. With Muon, `adamw` may hold `lr`, `weight_decay` and `eps` of
     AdamW."""
@@ -276,6 +288,7 @@ class FSDPOptimizerConfig(OptimizerConfig):
     def problems(self, path: str) -> Iterator[Problem]:
         """As of every optimizer, and Muon has its settings alone."""
         yield from super().problems(path)
+        yield from self._moment_problems(path)
         if not self.is_muon:
             return
         settings = self.override_optimizer_config or {}
@@ -293,6 +306,16 @@ class FSDPOptimizerConfig(OptimizerConfig):
         if (rate := settings.get("adjust_lr_fn", "original")) not in _RATES_OF_MUON:
             key = f"{path}.override_optimizer_config.adjust_lr_fn"
             yield Problem(key, rate, "Muon has no such rule for its rate", ", ".join(_RATES_OF_MUON))
+
+    def _moment_problems(self, path: str) -> Iterator[Problem]:
+        """Formats of moments are those of Adam's."""
+        if (self.optimizer_impl, self.optimizer) in [("torch.optim", name) for name in _WITH_ADAMS_MOMENTS]:
+            return
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            if (value := self[name]) != "fp32":
+                cause = f"{self.optimizer_impl}.{self.optimizer} has no moments of Adam"
+                remedy = f"or set {path}.optimizer to {', '.join(_WITH_ADAMS_MOMENTS)} of torch.optim"
+                yield Problem(f"{path}.{name}", value, cause, "fp32", remedy)
 
 
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]

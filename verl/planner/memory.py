@@ -138,6 +138,10 @@ class ModelMemory:
     """Parameters of adapters, stored beside the model's, under FSDP in fp32."""
     is_muon: bool = False
     """Whether matrices of layers, and adapters, are trained by Muon."""
+    adam_bytes: int = 4 * _ADAM_MOMENTS
+    """Of the moments of one parameter that Adam trains, under Megatron."""
+    offload_fraction: float = 0.0
+    """Part of the optimizer's state that stays in host memory, under Megatron."""
 
     # ---- what lies in memory between passes
 
@@ -201,23 +205,31 @@ class ModelMemory:
         if lay.is_on_host:
             return 0.0
         if lay.is_megatron:
-            per_parameter = 4 * _ADAM_MOMENTS + (4 if lay.stored_bytes < 4 else 0)
-            return self._part(self.trained, lay.divides_optimizer) * per_parameter
+            on_device = (self._moment_bytes + (4 if lay.stored_bytes < 4 else 0)) * (1 - self.offload_fraction)
+            return self._part(self.trained, lay.divides_optimizer) * on_device
         size = 4 if self.adapters else lay.stored_bytes
         return self._moments * size / lay.shards / lay.tensor
 
     @property
     def _moments(self) -> int:
         """Numbers that the optimizer keeps of all parameters under FSDP."""
-        by_muon = min(self.trained, self.adapters or self.shape.matrix_parameters) if self.is_muon else 0
-        return self.trained * _ADAM_MOMENTS - by_muon
+        return self.trained * _ADAM_MOMENTS - self._by_muon
+
+    @property
+    def _by_muon(self) -> int:
+        return min(self.trained, self.adapters or self.shape.matrix_parameters) if self.is_muon else 0
+
+    @property
+    def _moment_bytes(self) -> float:
+        """Bytes that the optimizer keeps of a parameter under Megatron, the mean over all: 4 of those of Muon."""
+        return self.adam_bytes - (self.adam_bytes - 4) * self._by_muon / max(self.trained, 1)
 
     @property
     def state(self) -> float:
         """Bytes that a checkpoint, or a copy in memory, has of this rank: trained weights and their moments."""
         lay = self.layout
         if lay.is_megatron:
-            return self._part(self.trained, lay.divides_optimizer) * 4 * (1 + _ADAM_MOMENTS)
+            return self._part(self.trained, lay.divides_optimizer) * (4 + self._moment_bytes)
         size = 4 if self.adapters else lay.stored_bytes
         return (self.trained + self._moments) * size / lay.shards / lay.tensor
 

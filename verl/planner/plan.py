@@ -253,6 +253,10 @@ class Plan:
             with_entropy=actor.entropy_coeff != 0 or actor.calculate_entropy or actor.entropy_target is not None,
             adapters=adapters,
             is_muon=optim is not None and optim.is_muon,
+            adam_bytes=sum(
+                2 if optim and optim[name] == "bf16" else 4 for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
+            ),
+            offload_fraction=optim.offload_fraction if optim else 0.0,
         )
         return Held(name, memory, not placement.param_offload, not placement.optimizer_offload)
 

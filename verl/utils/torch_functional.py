@@ -170,9 +170,12 @@ def cosine_factor(
     return min_lr_ratio + (1.0 - min_lr_ratio) * fall
 
 
-def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
-    """Learning rate with linear warm-up, then constant."""
-    return LambdaLR(optimizer, lambda step: warmup_factor(step, num_warmup_steps), last_epoch)
+def get_constant_schedule_with_warmup(
+    optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1, init_lr_ratio: float = 0.0
+) -> LambdaLR:
+    """Learning rate with linear warm-up from ``init_lr_ratio``, a fraction of the peak, then constant."""
+    rise = 1.0 - init_lr_ratio
+    return LambdaLR(optimizer, lambda step: init_lr_ratio + rise * warmup_factor(step, num_warmup_steps), last_epoch)
 
 
 def get_cosine_schedule_with_warmup(

@@ -485,7 +485,6 @@ def test_supervised_runs_have_the_same_rules(run: Run, caplog, root):
             {"model.lora_rank": 4, "model.lora.use_dora": True},
             "model.lora.use_dora=true: strategy=megatron has no DoRA",
         ),
-        ({"optim.optimizer": "Muon"}, "optim.optimizer=Muon: ranks hold parts of matrices under megatron"),
     ):
         assert re.search(expected, run.refusal(megatron | change, root), re.DOTALL)
 
@@ -509,7 +508,6 @@ def test_lora_has_megatrons_names_too(run: Run):
         ({f"{lora}.lora_B_init_method": "xavier"}, "B begins at 0"),
         ({f"{lora}.target_modules": ["*.layers.0.*.linear_qkv"]}, "by a regular expression of Transformers' names"),
         ({f"{lora}.use_dora": True}, "strategy=megatron has no DoRA"),
-        ({"actor_rollout_ref.actor.optim.optimizer": "Muon"}, "actor.optim.optimizer=Muon: ranks hold parts"),
     ):
         assert expected in run.refusal(TWO | {f"{lora}.rank": 4} | change)
 

@@ -68,6 +68,8 @@ def test_every_key_has_an_outcome(name: str):
     assert "no effect: " in told
 
 
+APPROX = pytest.approx(0.1)
+OPTIMIZER = f"{ACTOR}.optim.override_optimizer_config"
 CASES: list[tuple[dict[str, Any], str, Any]] = [
     ({"model_engine": "megatron"}, f"{ACTOR}.strategy", "megatron"),
     ({"model_engine": "megatron"}, "critic.strategy", "megatron"),
@@ -90,8 +92,15 @@ CASES: list[tuple[dict[str, Any], str, Any]] = [
     ({f"{ROLLOUT}.skip.enable": True}, f"{ROLLOUT}.skip_rollout", True),
     ({"skip.rollout.dump_dir": "/d"}, f"{ROLLOUT}.skip_dump_dir", "/d"),
     ({f"{ACTOR}.optim.min_lr_ratio": None}, f"{ACTOR}.optim.min_lr_ratio", 0.0),
-    ({f"{ACTOR}.optim.lr": 1e-5, f"{ACTOR}.optim.min_lr": 1e-6}, f"{ACTOR}.optim.min_lr_ratio", pytest.approx(0.1)),
+    ({f"{ACTOR}.optim.lr": 1e-5, f"{ACTOR}.optim.min_lr": 1e-6}, f"{ACTOR}.optim.min_lr_ratio", APPROX),
     ({f"{ACTOR}.optim.min_lr": 0.0}, f"{ACTOR}.optim.min_lr_ratio", 0.0),
+    ({f"{ACTOR}.optim.lr": 1e-5, f"{ACTOR}.optim.lr_warmup_init": 1e-6}, f"{ACTOR}.optim.init_lr_ratio", APPROX),
+    ({f"{OPTIMIZER}.optimizer_cpu_offload": True}, f"{ACTOR}.optim.offload_fraction", 1.0),
+    (
+        {f"{OPTIMIZER}.optimizer_cpu_offload": True, f"{OPTIMIZER}.optimizer_offload_fraction": 0.5},
+        f"{ACTOR}.optim.offload_fraction",
+        0.5,
+    ),
     ({"data.function_tool_path": "/t.py"}, f"{ROLLOUT}.multi_turn.function_tool_path", "/t.py"),
 ]
 
@@ -134,6 +143,7 @@ def test_settings_of_megatron_in_the_engine_of_a_supervised_run(changes: dict[st
         ({f"{ACTOR}.qat.enable": True}, "training of quantized weights is not in this version"),
         ({"trainer.device": "npu"}, "Ascend devices are not in this version"),
         ({f"{ACTOR}.optim.min_lr": "low"}, "it is no share of lr="),
+        ({f"{ACTOR}.optim.exp_avg_dtype": "bf16"}, "strategy=fsdp moments have the precision of the stored weights"),
         ({f"{ACTOR}.strategy": "fsdp2", "model_engine": "megatron"}, "is the back end of all models"),
     ],
 )
@@ -145,7 +155,6 @@ def test_refusals(run: Run, changes: dict[str, Any], said: str):
     "key, value",
     [
         (f"{ACTOR}.megatron.override_transformer_config.apply_rope_fusion", True),
-        (f"{ACTOR}.optim.override_optimizer_config.optimizer_cpu_offload", True),
         (f"{ACTOR}.checkpoint.strict", False),
         (f"{ACTOR}.megatron.use_remove_padding", False),
         (f"{ACTOR}.pad_to_length", True),

@@ -106,7 +106,6 @@ _FUSED = "log-probs and entropy always come from hidden states in slices, never 
 _UNPADDED = "no graph of fixed sizes is compiled, so nothing is padded"
 _OTHER_TOOLS = "part of profilers that are not in this version"
 _REQUESTS = "the reward function says it in its request"
-_MEGATRON_STATE = "the optimizer keeps its state in fp32; leave it out"
 
 RETIRED: tuple[Retired, ...] = (
     *_absent("training of quantized weights", "*.qat", "enable"),
@@ -249,28 +248,25 @@ RETIRED: tuple[Retired, ...] = (
                 {f"{optim}.lr_decay_steps": None, f"{optim}.lr_wsd_decay_steps": None},
             ),
             *_told("part of a schedule that is not in this version", {f"{optim}.lr_wsd_decay_style": "exponential"}),
-            *_refused("the warm-up begins at 0; leave it out", {f"{optim}.lr_warmup_init": 0.0}),
             *_refused("weight decay is constant; leave it out", {f"{optim}.weight_decay_incr_style": "constant"}),
-            *_refused(
-                _MEGATRON_STATE,
-                {f"{optim}.{name}": "fp32" for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_grads_dtype")},
+            *_refused("gradients are summed in fp32; leave it out", {f"{optim}.main_grads_dtype": "fp32"}),
+            *_refused("the optimizer's own weights are fp32; leave it out", {f"{optim}.main_params_dtype": "fp32"}),
+            *_told(
+                "exp_avg_dtype and exp_avg_sq_dtype say how moments are stored",
+                {f"{optim}.use_precision_aware_optimizer": False},
             ),
             *_told(
                 "it saves memory, and the numbers are the same",
-                {
-                    f"{optim}.use_precision_aware_optimizer": False,
-                    f"{optim}.use_layer_wise_distributed_optimizer": False,
-                },
+                {f"{optim}.use_layer_wise_distributed_optimizer": False, f"{optim}.store_param_remainders": False},
             ),
             *_told("a resumed run continues its schedule", {f"{optim}.use_checkpoint_opt_param_scheduler": False}),
-            *_refused("the warm-up begins at 0; leave it out", {f"{optim}.init_lr_ratio": 0}),
             *_refused(
                 "the optimizer keeps fp32 weights in addition to those of another precision; leave it out",
-                {f"{optim}.master_weights": True, f"{optim}.store_param_remainders": False},
+                {f"{optim}.master_weights": True},
             ),
             Retired(
                 f"{optim}.muon_*",
-                "part of Muon under megatron, which is not in this version; under fsdp2 set optim.optimizer=Muon",
+                "settings of Muon are in optim.override_optimizer_config; optim.optimizer=Muon chooses it",
                 (),
                 refused=False,
                 part=True,
@@ -390,8 +386,7 @@ FREE_SECTIONS = ("override_transformer_config", "override_optimizer_config")
 
 _OF_SIZES = ("sequence_parallel", "context_parallel_size", "use_distributed_optimizer")
 _OPTIMIZER_MEMORY = (
-    *("optimizer_cpu_offload", "optimizer_offload_fraction", "offload_fraction", "overlap_cpu_optimizer_d2h_h2d"),
-    *("use_precision_aware_optimizer", "use_torch_optimizer_for_cpu_offload", "pin_cpu_grads", "pin_cpu_params"),
+    *("overlap_cpu_optimizer_d2h_h2d", "use_torch_optimizer_for_cpu_offload", "pin_cpu_grads", "pin_cpu_params"),
 )
 
 
@@ -411,7 +406,11 @@ FREE_ENTRIES: tuple[Retired, ...] = (
         {"*override_transformer_config.normalization": "RMSNorm", "*override_transformer_config.swiglu": True},
     ),
     *_told(
-        "set param_offload and optimizer_offload of the engine",
+        "state in host memory is copied to the device for its step, a part at a time, and the numbers are the same",
         _entries("override_optimizer_config", _OPTIMIZER_MEMORY),
+    ),
+    *_told(
+        "exp_avg_dtype and exp_avg_sq_dtype of optim say how moments are stored",
+        _entries("override_optimizer_config", ("use_precision_aware_optimizer",)),
     ),
 )

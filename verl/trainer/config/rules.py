@@ -333,6 +333,23 @@ def engines(config: PPOConfig | SupervisedConfig) -> Problems:
                 yield replace(problem, cause=f"{problem.cause}, in {path}")
 
 
+def moments(config: PPOConfig | SupervisedConfig) -> Problems:
+    """Moments in bfloat16 are those of Megatron's optimizer."""
+    trained = (
+        [("", "engine.strategy", config.engine.strategy, config.optim)] if isinstance(config, SupervisedConfig) else []
+    )
+    if isinstance(config, PPOConfig):
+        actor, critic = config.actor_rollout_ref.actor, config.critic
+        trained.append((f"{ACTOR}.", f"{ACTOR}.strategy", actor.strategy, actor.optim))
+        if needs_critic(config):
+            trained.append(("critic.", "critic.strategy", critic.strategy, critic.optim))
+    for section, key, strategy, optim in trained:
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if strategy != "megatron" else ():
+            if (value := optim[name]) != "fp32":
+                cause = f"with {key}={strategy} moments have the precision of the stored weights"
+                yield Problem(f"{section}optim.{name}", value, cause, "fp32", "or use strategy=megatron")
+
+
 def _trained_formats(name: str, engine: FSDPEngineConfig) -> Problems:
     """Check the formats of weights that are trained, and of their gradients."""
     if engine.model_dtype in FP16:
@@ -439,6 +456,7 @@ _SUPERVISED = (
     files.own_code,
     files.output_folders,
     engines,
+    moments,
     tensor_parallel.beside_divided_matrices,
     megatron.models,
     prediction.heads,
@@ -458,6 +476,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         sizes.lengths,
         order_of_rows,
         engines,
+        moments,
         tensor_parallel.beside_divided_matrices,
         veomni.one_kernel,
         megatron.models,

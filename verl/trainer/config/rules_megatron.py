@@ -138,9 +138,6 @@ def _training(held: _Held) -> Problems:
         yield Problem(key, True, "activations stay on the device under megatron", "false", remedy)
     if held.model.has_adapters and held.model.lora.use_dora:
         yield Problem(f"{held.model_key}.lora.use_dora", True, "strategy=megatron has no DoRA", "false", "or use fsdp2")
-    if held.optim is not None and held.optim.is_muon:
-        cause = "ranks hold parts of matrices under megatron, and Muon needs whole ones"
-        yield Problem(f"{held.optim_key}.optimizer", "Muon", cause, "AdamW", "or use strategy=fsdp2")
     yield from _latent_adapters(held)
     if (size := held.trained.ulysses_sequence_parallel_size) > 1:
         key = f"{held.section}.ulysses_sequence_parallel_size"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from verl.base.requirements import install_command, requirements
 from verl.config import FSDPEngineConfig, PPOConfig, Problem
 from verl.config.model import VEOMNI_FAMILIES
+from verl.config.problems import shown
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.config.sizes import resolve_device
 from verl.trainer.roles import need_reference_policy
@@ -35,8 +36,14 @@ def model(section: str, engine: FSDPEngineConfig, path: str) -> Iterator[Problem
 
 
 def one_kernel(config: PPOConfig) -> Iterator[Problem]:
-    """Models of one process have one kernel for experts: VeOmni keeps the last choice, for all of them."""
+    """Models of one process have the same kernels: VeOmni keeps the last choice, for all of them."""
     roles, critic = config.actor_rollout_ref, config.critic.model
+    are_both = roles.actor.strategy == config.critic.strategy == "veomni" and needs_critic(config)
+    layers = [model.use_liger is not False for model in (roles.model, critic)]
+    if are_both and layers[0] != layers[1] and resolve_device(config) == "cuda":
+        of_policy = shown(roles.model.use_liger)
+        cause = f"VeOmni's models of a process have the same kernels, and actor_rollout_ref.model has {of_policy}"
+        yield Problem("critic.model.use_liger", critic.use_liger, cause, of_policy)
     held = [("actor_rollout_ref.actor.fsdp_config", roles.actor.fsdp_config, roles.model.path)]
     if need_reference_policy(config):
         held.append(("actor_rollout_ref.ref.fsdp_config", roles.ref.fsdp_config, roles.model.path))

@@ -117,7 +117,8 @@ class Translator:
         self._restore_sections(tree)
         if "trainer.v1.trainer_mode" in self.keys:
             fully_async.move_settings(tree, self.explicit, self.problems, self._defaults, self.of_program)
-        self._apply_least_rates(tree)
+        self._apply_rates(tree)
+        self._apply_offloaded_states(tree)
         self._apply_lora_of_megatron(tree)
         for alias in ALIASES:
             if get(tree, alias.old, _MISSING) is not _MISSING and self._leads_somewhere(alias):
@@ -399,24 +400,41 @@ class Translator:
                 if not same(value, default):
                     self._move(tree, f"{section}.veomni.{name}", f"{fsdp}.{key}", value)
 
-    def _apply_least_rates(self, tree: Tree) -> None:
-        """Turn ``min_lr``, the rate at which a schedule ends, into ``min_lr_ratio``, its share of ``lr``."""
-        for optim in key_releases.OPTIMIZERS:
-            if f"{optim}.min_lr_ratio" not in self.keys or (least := get(tree, f"{optim}.min_lr")) is None:
+    def _apply_rates(self, tree: Tree) -> None:
+        """Turn the rates at which a schedule begins and ends into their shares of ``lr``."""
+        names = {"min_lr": "min_lr_ratio", "lr_warmup_init": "init_lr_ratio"}
+        for key, ratio_key in (
+            (f"{optim}.{a}", f"{optim}.{b}") for optim in key_releases.OPTIMIZERS for a, b in names.items()
+        ):
+            if ratio_key not in self.keys or (value := get(tree, key)) is None:
                 continue
-            drop(tree, f"{optim}.min_lr")
-            rate = get(tree, f"{optim}.lr")
-            if not least:
+            drop(tree, key)
+            rate = get(tree, f"{key.rpartition('.')[0]}.lr")
+            if not value:
                 continue
             try:
-                ratio = float(least) / float(rate)
+                ratio = float(value) / float(rate)
             except (TypeError, ValueError, ZeroDivisionError):
-                remedy = f"set {optim}.min_lr_ratio, its share of lr"
-                self.problems.append(
-                    Problem(f"{optim}.min_lr", least, f"it is no share of lr={shown(rate)}", "", remedy)
-                )
+                remedy = f"set {ratio_key}, its share of lr"
+                self.problems.append(Problem(key, value, f"it is no share of lr={shown(rate)}", "", remedy))
                 continue
-            self._move(tree, f"{optim}.min_lr", f"{optim}.min_lr_ratio", ratio)
+            self._move(tree, key, ratio_key, ratio)
+
+    def _apply_offloaded_states(self, tree: Tree) -> None:
+        """Turn ``optimizer_cpu_offload`` and the fraction beside it into ``offload_fraction``."""
+        switch, *fractions = "optimizer_cpu_offload", "optimizer_offload_fraction", "offload_fraction"
+        for optim in key_releases.OPTIMIZERS:
+            section = f"{optim}.override_optimizer_config"
+            entries = get(tree, section)
+            if f"{optim}.offload_fraction" not in self.keys or not isinstance(entries, Mapping):
+                continue
+            of_state = {name: entries[name] for name in (switch, *fractions) if name in entries}
+            for name in of_state:
+                drop(tree, f"{section}.{name}")
+            if not of_state.get(switch):
+                continue
+            fraction = next((of_state[name] for name in fractions if of_state.get(name) is not None), 1.0)
+            self._move(tree, f"{section}.{switch}", f"{optim}.offload_fraction", fraction)
 
     def _apply_lora_of_megatron(self, tree: Tree) -> None:
         """Move ``model.lora.rank`` and what stands beside it to ``model.lora_rank`` and its neighbours."""

@@ -254,6 +254,7 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
     yield from _of_back_ends(config)
     for section in (_ACTOR, "critic"):
         yield from _of_schedule(config, f"{section}.optim")
+        yield from _of_state(f"{section}.optim", f"{section}.strategy", _at(config, section).strategy)
         if not _at(config, section).shuffle:
             yield (f"{section}.data_loader_seed",), f"{section}.shuffle=false"
     for section in (_ACTOR, _REF, _ROLLOUT, "critic", "reward_model"):
@@ -282,6 +283,7 @@ def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:
     if not config.data.val_files:
         yield ("data.val_max_samples",), "data.val_files=null"
     strategy = config.engine.strategy
+    yield from _of_state("optim", "engine.strategy", strategy)
     of_fsdp = tuple(f"engine.{name}*" for name in config.engine if name != "strategy")
     yield of_fsdp if strategy == "megatron" else ("megatron.*",), f"engine.strategy={strategy}"
     if strategy != "veomni":
@@ -310,6 +312,12 @@ def _of_other_divergences(config: DivergenceConfig) -> Silent:
     if info.function.__module__ != distillation.__name__:  # one of the user's own is given the whole section
         unread = {}
     return tuple(f"{section}.{name}" for name, is_unread in unread.items() if is_unread), f"{section}.loss_mode={mode}"
+
+
+def _of_state(optim: str, key: str, strategy: str) -> Iterator[Silent]:
+    if strategy != "megatron":
+        remedy = "FSDP has offload_policy, and optimizer_offload between updates"
+        yield (f"{optim}.offload_fraction",), f"{key}={strategy}; {remedy}"
 
 
 def _of_adapters(config: BaseConfig, section: str) -> Iterator[Silent]:
@@ -357,6 +365,8 @@ def _of_schedule(config: BaseConfig, section: str) -> Iterator[Silent]:
     if optim.lr_scheduler_type != "cosine":
         reason = f"{section}.lr_scheduler_type={optim.lr_scheduler_type}"
         yield (f"{section}.min_lr_ratio", f"{section}.num_cycles"), reason
+    if optim.lr_warmup_steps <= 0 and optim.lr_warmup_steps_ratio == 0:
+        yield (f"{section}.init_lr_ratio",), "there is no warm-up"
     if optim.lr_warmup_steps > 0:
         yield (f"{section}.lr_warmup_steps_ratio",), f"{section}.lr_warmup_steps={optim.lr_warmup_steps}"
 

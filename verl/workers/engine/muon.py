@@ -1,4 +1,4 @@
-"""Muon for the matrices of hidden layers, with AdamW for all other weights, under FSDP2 or on one rank.
+"""Muon for the matrices of hidden layers, with AdamW for all other weights.
 
 For a matrix W (A, B) with gradient G, momentum μ, learning rate η and weight decay λ
 (https://kellerjordan.github.io/posts/muon; arXiv:2502.16982)::
@@ -10,17 +10,21 @@ For a matrix W (A, B) with gradient G, momentum μ, learning rate η and weight 
 O(U) is U with its singular values brought close to 1 by five Newton-Schulz iterations, and s is 0.2 √max(A, B)
 (``match_rms_adamw``) or √max(1, A / B) (``original``). ``torch.optim.Muon`` computes s O(U).
 
-O needs the whole matrix, and FSDP2 gives each of N ranks some rows of it. So N matrices at a time are exchanged: rank r
-receives all rows of the r-th, computes its update and returns their rows to all ranks. A rank computes one N-th of the
-updates and holds one whole matrix at a time. Of experts that are stacked in one weight (E, A, B) each is a matrix;
-FSDP2 divides the first dimension, so each rank has whole experts and exchanges nothing.
+O needs the whole matrix, of which N ranks hold a part each (:class:`MatrixExchange`). So N matrices at a time are
+exchanged: rank r receives all of the r-th, computes its update and returns their parts to all ranks. A rank computes
+one N-th of the updates and holds one whole matrix at a time.
+
+FSDP2 gives each rank some rows (:class:`RowExchange`). Of experts that are stacked in one weight (E, A, B) each is a
+matrix; FSDP2 divides the first dimension, so each rank has whole experts and exchanges nothing. Megatron's parts are
+those of :mod:`verl.workers.engine.megatron.matrices`.
 """
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,31 +39,55 @@ MOMENTUM = "momentum_buffer"
 """Name of the only moment of a matrix, as in ``torch.optim.Muon``."""
 
 
-def hidden_matrices(model: nn.Module, head: nn.Module) -> list[nn.Parameter]:
+def hidden_matrices(model: nn.Module, head: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trained weights that Muon is for: matrices that are neither in an embedding nor in ``head``.
 
-    Factors of adapters are such matrices. A weight of stacked experts (experts, A, B) is in the list; their stacked
+    Factors of adapters are such matrices. A weight of stacked experts (experts, A, B) is among them; their stacked
     biases and their stacked adapters, which are (a, b) but no matrices, are not.
     """
     modules = [head, *(module for module in model.modules() if isinstance(module, nn.Embedding))]
     left_out = {id(parameter) for module in modules for parameter in module.parameters()}
-    matrices: list[nn.Parameter] = []
-    for name, parameter in model.named_parameters():
-        are_stacked = ".experts." in name and not re.search(r"\.experts\.\d+\.", name)
-        is_matrix = parameter.dim() == (3 if are_stacked else 2) and min(parameter.shape[-2:]) > 1
-        if parameter.requires_grad and is_matrix and id(parameter) not in left_out and "embed" not in name:
-            matrices.append(parameter)
-    return matrices
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in left_out and is_hidden_matrix(name, parameter.shape)
+    }
+
+
+def is_hidden_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Whether a weight outside of embeddings and heads is a matrix, or several experts' (experts, A, B)."""
+    are_stacked = ".experts." in name and not re.search(r"\.experts\.\d+\.", name)
+    return len(shape) == (3 if are_stacked else 2) and min(shape[-2:]) > 1 and "embed" not in name
+
+
+class MatrixExchange(ABC):
+    """How ranks that hold parts of matrices compute updates of whole ones."""
+
+    @abstractmethod
+    def changes(
+        self,
+        parameters: Sequence[nn.Parameter],
+        direction: Callable[[nn.Parameter], Tensor],
+        change: Callable[[Tensor], Tensor],
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Iterate over ``parameters``, in any order, each with the change of this rank's part. Collective.
+
+        Args:
+            parameters: this rank's parts of matrices; the same matrices on all ranks that share them.
+            direction: updates the momentum of a parameter and returns this rank's part of U in fp32.
+            change: returns -η s O(U) of a whole U (A, B), or of each of several (n, A, B).
+        """
 
 
 class MuonWithAdamW(Optimizer):
-    """Muon for ``matrices``, AdamW for all other ``parameters``; every rank has the state of its rows.
+    """Muon for ``matrices``, AdamW for all other ``parameters``; every rank has the state of its parts.
 
     Args:
         parameters: all weights that are trained.
-        matrices: those among them that Muon moves, (A, B), or (experts, A, B).
+        matrices: those among them that Muon moves: (A, B), (experts, A, B), or parts of them that ``exchange`` knows.
         muon: keyword arguments of ``torch.optim.Muon``.
         adamw: keyword arguments of ``torch.optim.AdamW``.
+        exchange: how whole matrices are computed.
 
     Raises:
         TypeError: an argument is unknown.
@@ -72,11 +100,13 @@ class MuonWithAdamW(Optimizer):
         matrices: Collection[nn.Parameter],
         muon: Mapping[str, Any],
         adamw: Mapping[str, Any],
+        exchange: MatrixExchange,
     ) -> None:
         by_muon = {id(matrix) for matrix in matrices}
         others = [parameter for parameter in parameters if id(parameter) not in by_muon]
         checked = Muon([nn.Parameter(torch.zeros(1, 1))], **muon).defaults
         self._adamw = AdamW([{"params": others}], **adamw)
+        self._exchange = exchange
         super().__init__([{"params": list(matrices), **checked}, *self._adamw.param_groups], {})
 
     @torch.no_grad()
@@ -94,40 +124,53 @@ class MuonWithAdamW(Optimizer):
         return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        of_ranks: dict[dist.ProcessGroup | None, list[nn.Parameter]] = defaultdict(list)
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                if MOMENTUM not in self.state[parameter]:
-                    self.state[parameter][MOMENTUM] = torch.zeros_like(parameter)
-                of_ranks[_ranks_with_rows(parameter) if parameter.dim() == 2 else None].append(parameter)
-        for ranks, parameters in of_ranks.items():
-            at_once = 1 if ranks is None else dist.get_world_size(ranks)
-            # Matrices of about one size together: the ranks compute one each, and wait for the largest.
-            parameters.sort(key=lambda parameter: parameter.numel())
-            for start in range(0, len(parameters), at_once):
-                self._step_together(parameters[start : start + at_once], group, ranks)
-
-    def _step_together(
-        self, parameters: Sequence[nn.Parameter], group: dict[str, Any], ranks: dist.ProcessGroup | None
-    ) -> None:
-        directions = [self._direction(parameter, group) for parameter in parameters]
-        if ranks is None:
-            changes = [_change(direction, group) for direction in directions]
-        else:
-            shapes = [(parameter.shape[0], parameter.shape[1]) for parameter in parameters]
-            changes = _exchanged_changes(directions, shapes, group, ranks)
-        for parameter, change in zip(parameters, changes, strict=True):
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in parameters:
+            if MOMENTUM not in self.state[parameter]:
+                self.state[parameter][MOMENTUM] = torch.zeros_like(parameter)
+        changes = self._exchange.changes(
+            parameters, lambda parameter: self._direction(parameter, group), lambda whole: _change(whole, group)
+        )
+        for parameter, change in changes:
             weight, _ = local_rows(parameter)
             weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(change.to(weight.device))
 
     def _direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
-        """Update the momentum; return this rank's rows of U in fp32, where collectives and products are computed."""
+        """Update the momentum; return this rank's part of U in fp32, where collectives and products are computed."""
         assert parameter.grad is not None
         (gradient, _), (moment, _) = local_rows(parameter.grad), local_rows(self.state[parameter][MOMENTUM])
         moment.lerp_(gradient.to(moment.dtype), 1 - group["momentum"])
         direction = gradient.lerp(moment, group["momentum"]) if group["nesterov"] else moment
         # With offload_policy the parameters are in host memory.
         return direction.to(parameter.device_mesh.device_type if isinstance(parameter, DTensor) else None, torch.float)
+
+
+class RowExchange(MatrixExchange):
+    """The exchange of FSDP2's ranks, which hold rows of a matrix, and of one rank, which has whole ones."""
+
+    def changes(
+        self,
+        parameters: Sequence[nn.Parameter],
+        direction: Callable[[nn.Parameter], Tensor],
+        change: Callable[[Tensor], Tensor],
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """See :meth:`MatrixExchange.changes`."""
+        of_ranks: dict[dist.ProcessGroup | None, list[nn.Parameter]] = defaultdict(list)
+        for parameter in parameters:
+            of_ranks[_ranks_with_rows(parameter) if parameter.dim() == 2 else None].append(parameter)
+        for ranks, held in of_ranks.items():
+            at_once = 1 if ranks is None else dist.get_world_size(ranks)
+            # Matrices of about one size together: the ranks compute one each, and wait for the largest.
+            held.sort(key=lambda parameter: parameter.numel())
+            for start in range(0, len(held), at_once):
+                together = held[start : start + at_once]
+                directions = [direction(parameter) for parameter in together]
+                if ranks is None:
+                    parts = [change(whole) for whole in directions]
+                else:
+                    shapes = [(parameter.shape[0], parameter.shape[1]) for parameter in together]
+                    parts = _exchanged_changes(directions, shapes, change, ranks)
+                yield from zip(together, parts, strict=True)
 
 
 def _ranks_with_rows(parameter: nn.Parameter) -> dist.ProcessGroup | None:
@@ -154,14 +197,17 @@ def _change(direction: Tensor, group: dict[str, Any]) -> Tensor:
 
 
 def _exchanged_changes(
-    directions: Sequence[Tensor], shapes: Sequence[tuple[int, int]], group: dict[str, Any], ranks: dist.ProcessGroup
+    directions: Sequence[Tensor],
+    shapes: Sequence[tuple[int, int]],
+    change: Callable[[Tensor], Tensor],
+    ranks: dist.ProcessGroup,
 ) -> list[Tensor]:
     """Return this rank's rows of -η s O(U) of at most as many matrices as there are ranks. Collective.
 
     Args:
         directions: this rank's rows of each U.
         shapes: (A, B) of each.
-        group: settings.
+        change: computes it of a whole U.
         ranks: FSDP2 gave each of them ceil(A / ranks) rows, and fewer or none to the last.
     """
     count, rank = dist.get_world_size(ranks), dist.get_rank(ranks)
@@ -173,7 +219,7 @@ def _exchanged_changes(
     whole = sent.new_empty(rows * columns)
     dist.all_to_all_single(whole, sent, taken, sizes, group=ranks)
     if rows:
-        whole = _change(whole.view(rows, columns), group).flatten()
+        whole = change(whole.view(rows, columns)).flatten()
     dist.all_to_all_single(sent, whole, sizes, taken, group=ranks)
     parts = sent.split(sizes[: len(directions)])
     return [part.view_as(direction) for part, direction in zip(parts, directions, strict=True)]

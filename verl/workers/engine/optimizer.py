@@ -21,16 +21,20 @@ from verl.config import FSDPOptimizerConfig
 from verl.errors import ConfigError
 from verl.utils.sharded_tensor import divided_dim, local_rows
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
-from verl.workers.engine.muon import MuonWithAdamW
+from verl.workers.engine.muon import MatrixExchange, MuonWithAdamW, RowExchange
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter], config: FSDPOptimizerConfig, matrices: Collection[nn.Parameter] | None = None
+    parameters: Iterable[nn.Parameter],
+    config: FSDPOptimizerConfig,
+    matrices: Collection[nn.Parameter] | None = None,
+    exchange: MatrixExchange | None = None,
 ) -> Optimizer:
     """Make an optimizer of the class ``config.optimizer`` in the module ``config.optimizer_impl``.
 
     AdamW is fused unless ``override_optimizer_config`` sets ``fused`` or ``foreach``. PyTorch's Muon moves ``matrices``
-    (:func:`~verl.workers.engine.muon.hidden_matrices`), and AdamW all other parameters.
+    (:func:`~verl.workers.engine.muon.hidden_matrices`), and AdamW all other parameters; ``exchange`` says how ranks
+    compute whole matrices, by default :class:`~verl.workers.engine.muon.RowExchange`.
 
     Raises:
         ConfigError: there is no such class, it does not accept a setting, or Muon is to be used without ``matrices``.
@@ -50,13 +54,14 @@ def build_optimizer(
     settings |= config.override_optimizer_config or {}
     if cls is Muon and matrices is None:
         raise ConfigError(
-            "optim.optimizer=Muon needs whole matrices of hidden layers, which strategy=fsdp2 has. Use it, or AdamW."
+            "optim.optimizer=Muon needs to know which weights are matrices of hidden layers: give build_optimizer "
+            "`matrices`, or use AdamW."
         )
     if cls is AdamW and not settings.keys() & {"fused", "foreach"}:
         settings["fused"] = True
     try:
         if cls is Muon:
-            return _muon(parameters, matrices or (), config, settings)
+            return _muon(parameters, matrices or (), config, settings, exchange or RowExchange())
         return cls(parameters, **settings)
     except (TypeError, ValueError) as error:
         raise ConfigError(
@@ -69,11 +74,13 @@ def _muon(
     matrices: Collection[nn.Parameter],
     config: FSDPOptimizerConfig,
     settings: dict[str, Any],
+    exchange: MatrixExchange,
 ) -> MuonWithAdamW:
     adamw = {"lr": config.lr, "weight_decay": config.weight_decay, "betas": tuple(config.betas), "fused": True}
     adamw |= settings.pop("adamw", {})
     # One learning rate for both: their updates then have about the same size (arXiv:2502.16982, section 2.2).
-    return MuonWithAdamW(parameters, matrices, {"adjust_lr_fn": "match_rms_adamw"} | settings, adamw)
+    muon = {"adjust_lr_fn": "match_rms_adamw"} | settings
+    return MuonWithAdamW(parameters, matrices, muon, adamw, exchange)
 
 
 def state_bytes(optimizer: Optimizer) -> int:
@@ -126,7 +133,8 @@ def _sum_over_shards(total: Tensor, mesh: DeviceMesh | None, placements: Sequenc
 
 
 def build_scheduler(optimizer: Optimizer, config: FSDPOptimizerConfig) -> LambdaLR:
-    """Make the learning-rate schedule: linear warm-up, then constant or a cosine down to ``min_lr_ratio``.
+    """Make the learning-rate schedule: linear warm-up from ``init_lr_ratio``, then constant or a
+    cosine down to ``min_lr_ratio``.
 
     Its length is ``config.total_training_steps``; the trainer has set -1 to the length of the run.
 
@@ -143,5 +151,7 @@ def build_scheduler(optimizer: Optimizer, config: FSDPOptimizerConfig) -> Lambda
         )
     warmup = int(config.lr_warmup_steps_ratio * total) if by_ratio else max(config.lr_warmup_steps, 0)
     if shape == "constant":
-        return get_constant_schedule_with_warmup(optimizer, warmup)
-    return get_cosine_schedule_with_warmup(optimizer, warmup, total, config.min_lr_ratio, config.num_cycles)
+        return get_constant_schedule_with_warmup(optimizer, warmup, init_lr_ratio=config.init_lr_ratio)
+    return get_cosine_schedule_with_warmup(
+        optimizer, warmup, total, config.min_lr_ratio, config.num_cycles, init_lr_ratio=config.init_lr_ratio
+    )

@@ -44,11 +44,12 @@ def another_engine(
     dtype: str = "fp32",
     device_name: str = "cpu",
     frozen: tuple[str, ...] = (),
+    optimizer: dict[str, Any] | None = None,
     **settings: Any,
 ) -> BaseEngine:
     """An initialised engine beside others of the same layout."""
     model = {key: settings.pop(key) for key in list(settings) if key in HFModelConfig.__pydantic_fields__}
-    optimizer = {"lr": LR, "weight_decay": 0.1, "override_optimizer_config": {"eps": EPS}}
+    optimizer = optimizer or {"lr": LR, "weight_decay": 0.1, "override_optimizer_config": {"eps": EPS}}
     engine = EngineRegistry.new(
         model_type,
         "megatron",

@@ -98,7 +98,8 @@ class MegatronState:
                 other = self._check_moments(moments, self.optimizer)
                 for kind in _moments_of(moments):
                     kinds[kind] = self._fill_places(
-                        lambda weight, kind=kind: moments.cut(f"{weight.name}/{kind}", *weight.box), self.frozen
+                        lambda weight, kind=kind: moments.cut(f"{weight.name}/{kind}", *weight.box),
+                        self._without(kind, self.optimizer),
                     )
             if "extra" in contents:
                 ranks, rank = saved_ranks(folder), dist.get_rank()
@@ -129,12 +130,16 @@ class MegatronState:
             names: list[set[str]] = [set()] * ranks
             dist.all_gather_object(names, _moments_of(moments))  # a rank may own no box, and so know no kind
             for kind in sorted(set().union(*names)):
-                kinds[kind] = self._gather(moments, f"/{kind}", self.frozen)
+                kinds[kind] = self._gather(moments, f"/{kind}", self._without(kind, self.optimizer))
         self._put(kinds, other)
         extra = tensors.get("extra_state", {})
         if extra:
             load_extra(self.scheduler, extra, has_own_rng=True)
         return extra
+
+    def _without(self, kind: str, optimizer: MegatronOptimizer) -> Set[str]:
+        """Names of the weights that have no moment of a kind."""
+        return self.frozen | {name for name in self.weights.shapes if optimizer.lacks(kind, name)}
 
     def _gather(self, boxes: Boxes, ending: str, without: Set[str]) -> dict[str, Tensor]:
         """Fill the parameters, but for weights ``without``, from the boxes that all ranks stored. Collective."""

@@ -50,7 +50,7 @@ from verl.workers.engine.megatron.library import (
 )
 from verl.workers.engine.megatron.model import BuiltModel, build
 from verl.workers.engine.megatron.offload import OffloadedMemory
-from verl.workers.engine.megatron.optimizer import MegatronOptimizer
+from verl.workers.engine.megatron.optimizer import Matrices, MegatronOptimizer
 from verl.workers.engine.megatron.outputs import outputs_at
 from verl.workers.engine.megatron.prediction import PredictionLoss, TokensAhead
 from verl.workers.engine.megatron.replay import RouterReplay
@@ -77,6 +77,7 @@ from verl.workers.engine.model.head import NO_TOP, LogitRule, TopTokens
 from verl.workers.engine.model.headed import ModelType
 from verl.workers.engine.model.inputs import ModelInputs, check_token_ids
 from verl.workers.engine.model.outputs import LANGUAGE_OUTPUTS, empty_columns, without_hidden
+from verl.workers.engine.muon import hidden_matrices, is_hidden_matrix
 from verl.workers.engine.non_finite import LossWatch, NonFinite, in_gradients
 from verl.workers.engine.optimizer import build_scheduler
 from verl.workers.engine.passes import MicroBatch, MicroBatchConfig, PassAttempt, PassSizes, split_micro_batches
@@ -172,7 +173,7 @@ class MegatronEngine(BaseEngine):
             for piece in self.model.pieces
         ]
         self.optimizer = MegatronOptimizer(
-            self._wrapped, self.optimizer_config, config.use_distributed_optimizer, self._counted()
+            self._wrapped, self.optimizer_config, config.use_distributed_optimizer, self._counted(), self._matrices()
         )
         self.memory.add("optimizer", self.optimizer.tensors)
         self.memory.add("gradients", self.optimizer.buffers)
@@ -194,6 +195,13 @@ class MegatronEngine(BaseEngine):
             counted.discard(f"{self.layout.pieces - 1}.output_layer.weight")
         counted.discard(f"{self.layout.pieces - 1}.heads.embedding.word_embeddings.weight")
         return counted
+
+    def _matrices(self) -> Matrices:
+        """Weights for Muon: matrices of the model's hidden layers, and of its heads of multi-token prediction."""
+        model = self.model
+        of_heads = {name for name in model.heads.trained if is_hidden_matrix(name, model.shapes[name])}
+        names = frozenset(hidden_matrices(model.skeleton, model.skeleton.head).keys() | of_heads)
+        return Matrices(names, model.shapes, model.places)
 
     # ---- modes and memory ---------------------------------------------------------------------
 
@@ -560,10 +568,10 @@ class MegatronEngine(BaseEngine):
         return MegatronState(self.checkpointed, places, parameters, self.optimizer, self.scheduler, frozen)
 
     def state_bytes(self) -> int:
-        """See :meth:`BaseEngine.state_bytes`: fp32 weights, and Adam's two moments of each."""
+        """See :meth:`BaseEngine.state_bytes`: fp32 weights and moments."""
         if self.optimizer is None:
             return sum(parameter.nbytes for parameter in self._parameters().values())
-        return 3 * sum(weight.nbytes for group in self.optimizer.torch.param_groups for weight in group["params"])
+        return self.optimizer.state_bytes()
 
     def state(
         self, global_step: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra"), copied: bool = True

@@ -1,12 +1,17 @@
 """The optimizer over megatron-core's gradient buffers: fp32 weights, their state divided over data-parallel ranks.
 
 Any optimizer of ``optim.optimizer_impl`` whose steps treat elements one by one (Adam, SGD ...) may be used, because a
-rank's share is a flat part of a buffer, not a matrix.
+rank's share is a flat part of a buffer, not a matrix; and Muon, for which ranks exchange matrices
+(:mod:`verl.workers.engine.megatron.matrices`).
+
+With moments in bfloat16 or in host memory weights are updated a chunk at a time: its moments, and its fp32 weights if
+the model has another format, are on the device in fp32 for its step alone. The step is that of the optimizer as it is.
+So host memory changes no bit, and moments in bfloat16 are rounded once in a step, after the weights have moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,32 +19,55 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl.checkpoint.shards import for_optimizer
+from verl.checkpoint.shards import copied_to_cpu, for_optimizer
 from verl.config import FSDPOptimizerConfig
 from verl.workers.engine.megatron.library import parallel_state
+from verl.workers.engine.megatron.matrices import BoxExchange, MatrixParameter
+from verl.workers.engine.megatron.weights import Place
+from verl.workers.engine.muon import MOMENTUM
 from verl.workers.engine.optimizer import build_optimizer
+
+CHUNK = 1 << 26
+"""Elements that are updated together where state is stored in another way than it is computed with."""
 
 
 @dataclass(frozen=True)
 class _Range:
-    """A parameter, or the part of it, inside a share."""
+    """A parameter, or the stretch of it, inside a part."""
 
     first: int
-    """Its first element in the share."""
+    """Its first element in the part."""
     end: int
     offset: int
     """The place of that element in the parameter."""
 
 
 @dataclass(frozen=True)
-class _Share:
-    """A stretch of weights whose state this rank has: one parameter, or its part of a bucket of several."""
+class _Part:
+    """A stretch of a share, which is one tensor for the optimizer."""
 
     main: nn.Parameter
     """fp32; the weights themselves if these are fp32."""
     weights: Tensor
     gradient: Tensor
-    """Of the stretch, in megatron-core's buffer."""
+    ranges: Mapping[str, _Range]
+    """By the name of the parameter."""
+    matrix: str | None
+    """The parameter, where Muon moves it; the stretch of it may be empty."""
+
+    @property
+    def has_copy(self) -> bool:
+        """Whether the fp32 weights are others than the model's."""
+        return self.weights.dtype != torch.float32
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A stretch of weights whose state this rank has: one parameter, or its part of a bucket of several."""
+
+    weights: Tensor
+    """Flat, in megatron-core's buffer."""
+    gradient: Tensor
     bounds: Mapping[str, tuple[int, int]]
     """First element and end of each parameter in the bucket that all data-parallel ranks share."""
     first: int
@@ -48,31 +76,56 @@ class _Share:
     group: dist.ProcessGroup
     """The ranks that have the other shares of the bucket."""
 
-    @classmethod
-    def of(
-        cls,
-        weights: Tensor,
-        gradient: Tensor,
-        bounds: Mapping[str, tuple[int, int]],
-        first: int,
-        bucket_size: int,
-        group: dist.ProcessGroup,
-    ) -> _Share:
-        """Make the share with an fp32 copy of its weights if they have another format."""
-        weights = weights.detach()
-        return cls(nn.Parameter(weights.float()), weights, gradient, bounds, first, bucket_size, group)
-
-    def ranges(self) -> Iterator[tuple[str, _Range]]:
-        """Iterate over the parameters that have elements in the share."""
+    def stretches(self, matrices: set[str], at_once: int | None) -> Iterator[tuple[int, int, str | None]]:
+        """Cut the share: a stretch, possibly empty, for each matrix, others of at most ``at_once`` elements between."""
         end = self.first + self.weights.numel()
-        for name, (start, stop) in self.bounds.items():
-            begin, finish = max(start, self.first), min(stop, end)
-            if begin < finish:
-                yield name, _Range(begin - self.first, finish - self.first, begin - start)
+        of_matrices = sorted((*bounds, name) for name, bounds in self.bounds.items() if name in matrices)
+        cursor = self.first
+        for start, stop, name in (*of_matrices, (end, end, None)):
+            start, stop = (min(max(place, self.first), end) for place in (start, stop))
+            while cursor < start:
+                cut = start if at_once is None else min(start, cursor + at_once)
+                yield cursor, cut, None
+                cursor = cut
+            if name is not None:
+                yield start, stop, name
+                cursor = stop
+
+    def part(self, begin: int, end: int, matrix: str | None) -> _Part:
+        """Make the part between two places of the bucket, with fp32 weights."""
+        here = slice(begin - self.first, end - self.first)
+        ranges = {
+            name: _Range(max(start, begin) - begin, min(stop, end) - begin, max(start, begin) - start)
+            for name, (start, stop) in self.bounds.items()
+            if max(start, begin) < min(stop, end)
+        }
+        weights = self.weights[here]
+        return _Part(nn.Parameter(weights.float()), weights, self.gradient[here], ranges, matrix)
+
+    def of_ranks(self, name: str) -> list[int]:
+        """Elements of a parameter that each rank of the group has."""
+        start, stop = self.bounds[name]
+        size = self.weights.numel()
+        return [
+            max(0, min(stop, first + size) - max(start, first))
+            for first in range(0, size * dist.get_world_size(self.group), size)
+        ]
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """What Muon has to know about the model."""
+
+    names: frozenset[str]
+    """Transformers names of the weights that it moves (:func:`~verl.workers.engine.muon.hidden_matrices`)."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of all weights, by that name."""
+    places: Sequence[Place]
+    """Of this rank's boxes."""
 
 
 class MegatronOptimizer:
-    """Optimizer of the pieces of a model of megatron-core.
+    """Optimizer of the pieces of a model of megatron-core. Collective to create.
 
     Args:
         pieces: ``DistributedDataParallel`` each, with its gradient buffers.
@@ -80,10 +133,16 @@ class MegatronOptimizer:
         is_distributed: whether each data-parallel rank has the state of its part only.
         counted: parameters whose gradients this rank counts in the norm: one copy of each weight over all ranks that
             share a model.
+        matrices: weights for Muon; ignored by others.
     """
 
     def __init__(
-        self, pieces: Sequence[Any], config: FSDPOptimizerConfig, is_distributed: bool, counted: set[str]
+        self,
+        pieces: Sequence[Any],
+        config: FSDPOptimizerConfig,
+        is_distributed: bool,
+        counted: set[str],
+        matrices: Matrices,
     ) -> None:
         self.pieces = pieces
         self.is_distributed = is_distributed
@@ -96,15 +155,34 @@ class MegatronOptimizer:
             for name, p in piece.module.named_parameters()
             if p.requires_grad
         }
-        self._shares = list(self._divided() if is_distributed else self._single())
-        self.torch = build_optimizer([share.main for share in self._shares], config)
-        """The optimizer of ``config``, over this rank's shares."""
+        self.muon = matrices.names if config.is_muon else frozenset()
+        """Transformers names of the weights that Muon moves."""
+        self._moments = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
+        self._on_host: set[nn.Parameter] = set()
+        self._host: dict[tuple[nn.Parameter, str], Tensor] = {}
+        shares = list(self._divided() if is_distributed else self._single())
+        by_muon = {place.parameter for place in matrices.places if place.name in self.muon} & self.parameters.keys()
+        self._is_stored_apart = config.offload_fraction > 0 or any(kept != "fp32" for kept in self._moments.values())
+        at_once = CHUNK if self._is_stored_apart else None
+        self._shares = [
+            (share, [share.part(*stretch) for stretch in share.stretches(by_muon, at_once)]) for share in shares
+        ]
+        self._parts = [part for _, parts in self._shares for part in parts]
+        self._chunks = [self._parts] if at_once is None else list(self._in_chunks(at_once))
+        self._move_to_host(config.offload_fraction)
+        exchange = BoxExchange(self._matrix_parameters(matrices.places), matrices.shapes) if self.muon else None
+        matrix_parts = [part.main for part in self._parts if part.matrix is not None]
+        self.torch = build_optimizer([part.main for part in self._parts], config, matrix_parts, exchange)
+        """The optimizer of ``config``, over this rank's parts."""
+
+    # ---- parts ------------------------------------------------------------------------------------
 
     def _single(self) -> Iterator[_Share]:
         for name, parameter in self.parameters.items():
             size = parameter.numel()
             gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-            yield _Share.of(parameter, gradient, {name: (0, size)}, 0, size, self.group)
+            group = self.group if getattr(parameter, "allreduce", True) else self.expert_group
+            yield _Share(parameter.detach().view(-1), gradient.view(-1), {name: (0, size)}, 0, size, group)
 
     def _divided(self) -> Iterator[_Share]:
         names = {parameter: name for name, parameter in self.parameters.items()}
@@ -116,8 +194,57 @@ class MegatronOptimizer:
                 size = bucket.param_data.numel()
                 ranges = {names[p]: buffer.param_index_map[p][:2] for p in bucket.params_list}
                 bounds = {name: (a - bucket.offset, b - bucket.offset) for name, (a, b) in ranges.items()}
-                weights, gradient = (data.chunk(ranks)[rank] for data in (bucket.param_data, bucket.grad_data))
-                yield _Share.of(weights, gradient, bounds, rank * (size // ranks), size, group)
+                weights, gradient = (data.view(-1).chunk(ranks)[rank] for data in (bucket.param_data, bucket.grad_data))
+                yield _Share(weights, gradient, bounds, rank * (size // ranks), size, group)
+
+    def _in_chunks(self, at_once: int) -> Iterator[list[_Part]]:
+        """Put parts together; matrices in chunks that are the same on all ranks that share them."""
+        order = {name: index for index, name in enumerate(self.parameters)}
+        matrices = sorted((part for part in self._parts if part.matrix), key=lambda part: order[part.matrix or ""])
+        others = [part for part in self._parts if not part.matrix]
+        for parts in (matrices, others):
+            chunk: list[_Part] = []
+            size = 0
+            for part in parts:
+                numel = self.parameters[part.matrix].numel() if part.matrix else part.weights.numel()
+                if chunk and size + numel > at_once:
+                    yield chunk
+                    chunk, size = [], 0
+                chunk.append(part)
+                size += numel
+            if chunk:
+                yield chunk
+
+    def _move_to_host(self, fraction: float) -> None:
+        """Choose chunks with about ``fraction`` of this rank's elements, whose state is then in host memory."""
+        total = sum(part.weights.numel() for part in self._parts)
+        count = 0
+        for chunk in self._chunks:
+            count += sum(part.weights.numel() for part in chunk)
+            if count <= fraction * total:
+                self._on_host |= {part.main for part in chunk}
+                self._rest(chunk, {})
+
+    def _matrix_parameters(self, places: Sequence[Place]) -> dict[nn.Parameter, MatrixParameter]:
+        parameters: dict[nn.Parameter, MatrixParameter] = {}
+        for share, parts in self._shares:
+            for part in parts:
+                if (name := part.matrix) is None:
+                    continue
+                is_cut = self.is_distributed and dist.get_world_size(share.group) > 1
+                parameters[part.main] = MatrixParameter(
+                    name,
+                    tuple(self.parameters[name].shape),
+                    [place for place in places if place.parameter == name],
+                    share.of_ranks(name) if is_cut else [part.weights.numel()],
+                    share.group if is_cut else None,
+                    parallel_state.get_expert_tensor_parallel_group()
+                    if ".experts." in name
+                    else parallel_state.get_tensor_model_parallel_group(),
+                )
+        return parameters
+
+    # ---- update -----------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
@@ -127,9 +254,8 @@ class MegatronOptimizer:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Gradients of this rank by parameter, cut to its share."""
-        for share in self._shares:
-            flat = share.gradient.view(-1)
-            yield from ((name, flat[part.first : part.end]) for name, part in share.ranges())
+        for part in self._parts:
+            yield from ((name, part.gradient[here.first : here.end]) for name, here in part.ranges.items())
 
     def grad_norm(self) -> float:
         """Norm of all gradients, in fp32, the same on every rank. Collective."""
@@ -158,34 +284,77 @@ class MegatronOptimizer:
     @torch.no_grad()
     def step(self, scale: float) -> None:
         """Update the weights with the gradients times ``scale``. Collective."""
-        for share in self._shares:
-            gradient = share.gradient.float().reshape(share.main.shape)
-            share.main.grad = gradient if scale == 1.0 else gradient * scale
-        self.torch.step()
-        self.torch.zero_grad(set_to_none=True)
-        self.publish()
+        for chunk in self._chunks:
+            self._wake(chunk)
+            for part in chunk:
+                gradient = part.gradient.float()
+                part.main.grad = gradient if scale == 1.0 else gradient * scale
+            self.torch.step()
+            self.torch.zero_grad(set_to_none=True)
+            self._publish(chunk)
+            self._rest(chunk, self.torch.state)
+        self._send()
 
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Copy the fp32 weights into the model's, on all data-parallel ranks. Collective."""
-        for share in self._shares:
-            if share.main.data_ptr() != share.weights.data_ptr():
-                share.weights.copy_(share.main.view_as(share.weights))
+    def _wake(self, chunk: Iterable[_Part]) -> None:
+        """Bring the state of a chunk to the device in fp32."""
+        for part in chunk if self._is_stored_apart else ():
+            part.main.data = part.main.data.to(part.weights.device)
+            state = self.torch.state.get(part.main, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    state[key] = value.to(part.weights.device, torch.float32)
+
+    def _rest(self, chunk: Iterable[_Part], states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Store the state of a chunk in the format and the memory that it has between steps."""
+        for part in chunk if self._is_stored_apart else ():
+            is_on_host = part.main in self._on_host
+            if is_on_host and part.has_copy:
+                part.main.data = self._in_host_memory(part.main, "main", part.main.data)
+            state = states.get(part.main, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    stored = value.to(self._dtype(key))
+                    state[key] = self._in_host_memory(part.main, key, stored) if is_on_host else stored
+
+    def _dtype(self, kind: str) -> torch.dtype:
+        """Return the format in which a moment is stored."""
+        return torch.bfloat16 if self._moments.get(kind) == "bf16" else torch.float32
+
+    def _in_host_memory(self, main: nn.Parameter, key: str, value: Tensor) -> Tensor:
+        """Copy a tensor to the memory that is kept for it."""
+        if (main, key) not in self._host:
+            self._host[main, key] = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
+        return self._host[main, key].copy_(value)
+
+    def _publish(self, chunk: Iterable[_Part]) -> None:
+        for part in chunk:
+            if part.has_copy:
+                part.weights.copy_(part.main)
+
+    def _send(self) -> None:
+        """Send this rank's weights to the other data-parallel ranks. Collective."""
         if self.is_distributed:
             for piece in self.pieces:
                 piece.start_param_sync(force_sync=True)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Tensors that an update alone needs: fp32 weights where the model has another format, and the state."""
-        for share in self._shares:
-            if share.main.data_ptr() != share.weights.data_ptr():
-                yield share.main.detach()
-            yield from (v for v in self.torch.state.get(share.main, {}).values() if isinstance(v, Tensor) and v.dim())
+        """Tensors on the device that an update alone needs: fp32 weights where the model has others, and the state."""
+        for part in self._parts:
+            if part.main in self._on_host:
+                continue
+            if part.has_copy:
+                yield part.main.detach()
+            yield from (v for v in self.torch.state.get(part.main, {}).values() if isinstance(v, Tensor) and v.dim())
 
     def buffers(self) -> Iterator[Tensor]:
         """Gradients of this rank's part of the model, several parameters in each tensor."""
         for piece in self.pieces:
             yield from (buffer.grad_data for buffer in piece.buffers + piece.expert_parallel_buffers)
+
+    def state_bytes(self) -> int:
+        """Bytes of fp32 weights and moments of this rank: one moment of what Muon moves, two of others as in Adam."""
+        of_adam = sum(2 if stored == "bf16" else 4 for stored in self._moments.values())
+        return sum(part.weights.numel() * (4 + (4 if part.matrix else of_adam)) for part in self._parts)
 
     # ---- state by parameter -----------------------------------------------------------------------
 
@@ -195,47 +364,69 @@ class MegatronOptimizer:
         The tensors are by kind, then by parameter: ``main``, and the optimizer's moments under their names. The other
         entries are those that all parameters have alike, such as the number of steps.
         """
-        kinds: dict[str, list[Tensor]] = {"main": [share.main for share in self._shares]}
+        kinds: set[str] = set()
         other: dict[str, object] = {}
-        for key in sorted({key for share in self._shares for key in self.torch.state.get(share.main, {})}):
-            values = [self.torch.state[share.main][key] for share in self._shares]
-            if all(
-                isinstance(v, Tensor) and v.shape == s.main.shape for v, s in zip(values, self._shares, strict=True)
-            ):
-                kinds[key] = values
-            else:
-                other[key] = values[0]
-        return {kind: self._by_parameter(values) for kind, values in kinds.items()}, other
+        for part in self._parts:
+            for key, value in self.torch.state.get(part.main, {}).items():
+                if isinstance(value, Tensor) and value.shape == part.main.shape:
+                    kinds.add(key)
+                else:
+                    other.setdefault(key, value)
+        # A rank may have nothing but matrices, or none of them.
+        of_ranks: list[tuple[set[str], dict[str, object]]] = [(kinds, other)] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, (kinds, copied_to_cpu(other)))
+        merged = {key: value for _, entries in reversed(of_ranks) for key, value in entries.items()} | other
+        states = {kind: self._by_parameter(kind) for kind in ("main", *sorted(set().union(*(k for k, _ in of_ranks))))}
+        return states, merged
 
-    def _by_parameter(self, values: list[Tensor]) -> dict[str, Tensor]:
+    def lacks(self, kind: str, name: str) -> bool:
+        """Whether the weight of a Transformers name has no tensor of a kind: Muon's momentum, or AdamW's moments."""
+        return bool(self.muon) and kind != "main" and (name in self.muon) != (kind == MOMENTUM)
+
+    def _by_parameter(self, kind: str) -> dict[str, Tensor]:
         states: dict[str, Tensor] = {}
-        for share, value in zip(self._shares, values, strict=True):
-            flat = value.detach().reshape(-1)
+        for share, parts in self._shares:
+            device = share.weights.device
+            values = [part.main if kind == "main" else self.torch.state[part.main].get(kind) for part in parts]
+            flats = [
+                part.weights.new_zeros(part.weights.shape, dtype=self._dtype(kind))
+                if value is None
+                else value.detach().to(device)
+                for part, value in zip(parts, values, strict=True)
+            ]
+            flat = flats[0] if len(flats) == 1 else torch.cat(flats)
             if self.is_distributed:
                 bucket = flat.new_empty(share.bucket_size)
                 dist.all_gather_into_tensor(bucket, flat.contiguous(), group=share.group)
                 flat = bucket
+            by_muon = {part.matrix for part in parts}
             for name, (first, end) in share.bounds.items():
-                states[name] = flat[first:end].view(self.parameters[name].shape)
+                if not self.muon or kind == "main" or (name in by_muon) == (kind == MOMENTUM):
+                    states[name] = flat[first:end].view(self.parameters[name].shape)
         return states
 
     @torch.no_grad()
     def load(self, kinds: Mapping[str, Mapping[str, Tensor]], other: Mapping[str, object]) -> None:
         """Restore what :meth:`state` returned; of kinds that are absent nothing changes. Collective."""
-        for share in self._shares:
-            if "main" in kinds:
-                self._fill(share, share.main, kinds["main"])
-            moments = {kind: torch.zeros_like(share.main) for kind in kinds if kind != "main"}
-            for kind, value in moments.items():
-                self._fill(share, value, kinds[kind])
-            if moments or other:
-                self.torch.state[share.main] = {**for_optimizer(self.torch, share.main, other), **moments}
+        for chunk in self._chunks:
+            self._wake(chunk)
+            for part in chunk:
+                if "main" in kinds:
+                    self._fill(part, part.main.data, kinds["main"])
+                of_part = [k for k in kinds if k != "main" and (not self.muon or bool(part.matrix) == (k == MOMENTUM))]
+                moments = {kind: torch.zeros_like(part.main.data) for kind in of_part}
+                for kind, value in moments.items():
+                    self._fill(part, value, kinds[kind])
+                if moments or other:
+                    entries = {} if part.matrix else for_optimizer(self.torch, part.main, other)
+                    self.torch.state[part.main] = {**entries, **moments}
+            self._publish(chunk)
+            self._rest(chunk, self.torch.state)
         if "main" in kinds:
-            self.publish()
+            self._send()
 
     @staticmethod
-    def _fill(share: _Share, value: Tensor, by_parameter: Mapping[str, Tensor]) -> None:
-        flat = value.detach().view(-1)
-        for name, part in share.ranges():
-            count = part.end - part.first
-            flat[part.first : part.end] = by_parameter[name].reshape(-1)[part.offset : part.offset + count]
+    def _fill(part: _Part, value: Tensor, by_parameter: Mapping[str, Tensor]) -> None:
+        for name, here in part.ranges.items():
+            count = here.end - here.first
+            value[here.first : here.end] = by_parameter[name].reshape(-1)[here.offset : here.offset + count]
