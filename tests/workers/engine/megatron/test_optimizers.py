@@ -1,6 +1,7 @@
 """Optimizers under strategy=megatron: Muon in any layout, moments in bfloat16, state in host memory."""
 
 import zlib
+from typing import Any
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ def test_state_in_host_memory_changes_no_bit(paths, monkeypatch, tmp_path, dtype
 
 def test_moments_in_bfloat16_are_rounded_after_each_step(paths, tmp_path):
     stored = {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-    engine = megatron_engine(paths["dense"], optimizer=ADAMW | stored)
+    engine: Any = megatron_engine(paths["dense"], optimizer=ADAMW | stored)
     name, (beta, beta_sq) = "model.layers.0.self_attn.q_proj.weight", (0.9, 0.999)
     weight = weights_of(engine)[name]
     exact, mean, square = weight.clone(), torch.zeros_like(weight), torch.zeros_like(weight)
