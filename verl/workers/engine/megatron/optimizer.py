@@ -43,7 +43,7 @@ class _Range:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Stretch:
     """A stretch of a share, which is one tensor for the optimizer."""
 
     main: nn.Parameter
@@ -91,7 +91,7 @@ class _Share:
                 yield start, stop, name
                 cursor = stop
 
-    def part(self, begin: int, end: int, matrix: str | None) -> _Part:
+    def part(self, begin: int, end: int, matrix: str | None) -> _Stretch:
         """Make the part between two places of the bucket, with fp32 weights."""
         here = slice(begin - self.first, end - self.first)
         ranges = {
@@ -100,7 +100,7 @@ class _Share:
             if max(start, begin) < min(stop, end)
         }
         weights = self.weights[here]
-        return _Part(nn.Parameter(weights.float()), weights, self.gradient[here], ranges, matrix)
+        return _Stretch(nn.Parameter(weights.float()), weights, self.gradient[here], ranges, matrix)
 
     def of_ranks(self, name: str) -> list[int]:
         """Elements of a parameter that each rank of the group has."""
@@ -197,13 +197,13 @@ class MegatronOptimizer:
                 weights, gradient = (data.view(-1).chunk(ranks)[rank] for data in (bucket.param_data, bucket.grad_data))
                 yield _Share(weights, gradient, bounds, rank * (size // ranks), size, group)
 
-    def _in_chunks(self, at_once: int) -> Iterator[list[_Part]]:
+    def _in_chunks(self, at_once: int) -> Iterator[list[_Stretch]]:
         """Put parts together; matrices in chunks that are the same on all ranks that share them."""
         order = {name: index for index, name in enumerate(self.parameters)}
         matrices = sorted((part for part in self._parts if part.matrix), key=lambda part: order[part.matrix or ""])
         others = [part for part in self._parts if not part.matrix]
         for parts in (matrices, others):
-            chunk: list[_Part] = []
+            chunk: list[_Stretch] = []
             size = 0
             for part in parts:
                 numel = self.parameters[part.matrix].numel() if part.matrix else part.weights.numel()
@@ -295,7 +295,7 @@ class MegatronOptimizer:
             self._rest(chunk, self.torch.state)
         self._send()
 
-    def _wake(self, chunk: Iterable[_Part]) -> None:
+    def _wake(self, chunk: Iterable[_Stretch]) -> None:
         """Bring the state of a chunk to the device in fp32."""
         for part in chunk if self._is_stored_apart else ():
             part.main.data = part.main.data.to(part.weights.device)
@@ -304,7 +304,7 @@ class MegatronOptimizer:
                 if isinstance(value, Tensor) and value.dim():
                     state[key] = value.to(part.weights.device, torch.float32)
 
-    def _rest(self, chunk: Iterable[_Part], states: Mapping[Tensor, dict[str, Any]]) -> None:
+    def _rest(self, chunk: Iterable[_Stretch], states: Mapping[Tensor, dict[str, Any]]) -> None:
         """Store the state of a chunk in the format and the memory that it has between steps."""
         for part in chunk if self._is_stored_apart else ():
             is_on_host = part.main in self._on_host
@@ -326,7 +326,7 @@ class MegatronOptimizer:
             self._host[main, key] = torch.empty_like(value, device="cpu", pin_memory=value.device.type == "cuda")
         return self._host[main, key].copy_(value)
 
-    def _publish(self, chunk: Iterable[_Part]) -> None:
+    def _publish(self, chunk: Iterable[_Stretch]) -> None:
         for part in chunk:
             if part.has_copy:
                 part.weights.copy_(part.main)
@@ -426,7 +426,7 @@ class MegatronOptimizer:
             self._send()
 
     @staticmethod
-    def _fill(part: _Part, value: Tensor, by_parameter: Mapping[str, Tensor]) -> None:
+    def _fill(part: _Stretch, value: Tensor, by_parameter: Mapping[str, Tensor]) -> None:
         for name, here in part.ranges.items():
             count = here.end - here.first
             value[here.first : here.end] = by_parameter[name].reshape(-1)[here.offset : here.offset + count]
