@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import transformers
 from PIL import Image, ImageDraw
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -45,7 +46,9 @@ COLORS = {
     "white": (245, 245, 245),
 }
 SHAPES = ("circle", "square")
-_CLASSES = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+_CLASSES = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
+DENSE_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Those of ``verl.vision.families.FAMILIES`` without experts; ``qwen3_vl_moe`` treats images as ``qwen3_vl`` does."""
 
 
 def tiny_vision_tokenizer() -> PreTrainedTokenizerFast:
@@ -95,7 +98,10 @@ def tiny_vision_model(
         "eos_token_id": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
     }
-    if family == "qwen3_vl":
+    if family == "qwen3_vl_moe":
+        # Of other sizes than transposed ones.
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    if family.startswith("qwen3"):
         text |= {"head_dim": 16}
         text["rope_parameters"]["mrope_interleaved"] = True
     config = getattr(transformers, f"{_CLASSES[family]}Config")(
@@ -136,6 +142,10 @@ def _saved(model: PreTrainedModel, folder: Path, family: str, side: int = 2) -> 
     """Save a model with its tokenizer and image processor."""
     patch = model.config.vision_config.patch_size
     model.save_pretrained(folder)
+    if family == "qwen3_vl_moe":  # the published folders have the matrices of experts transposed
+        weights = load_file(file := folder / "model.safetensors")
+        turned = {name: w.transpose(1, 2).contiguous() if ".experts." in name else w for name, w in weights.items()}
+        save_file(turned, file, metadata={"format": "pt"})
     tiny_vision_tokenizer().save_pretrained(folder)
     settings: dict[str, Any] = {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -150,11 +160,11 @@ def _saved(model: PreTrainedModel, folder: Path, family: str, side: int = 2) -> 
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     # Pixels of a frame; for Qwen3-VL of all frames together.
-    longest = (4 if family == "qwen3_vl" else 1) * settings["max_pixels"]
+    longest = (4 if family.startswith("qwen3") else 1) * settings["max_pixels"]
     size = {"shortest_edge": settings["min_pixels"], "longest_edge": longest}
     of_videos = {key: value for key, value in settings.items() if not key.startswith(("image_processor", "m"))}
     of_videos |= {
-        "video_processor_type": f"{'Qwen3VL' if family == 'qwen3_vl' else 'Qwen2VL'}VideoProcessor",
+        "video_processor_type": f"{'Qwen3VL' if family.startswith('qwen3') else 'Qwen2VL'}VideoProcessor",
         "size": size,
     }
     (folder / "video_preprocessor_config.json").write_text(json.dumps(of_videos))
@@ -235,6 +245,8 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
 def heads_of_32(family: str) -> dict[str, Any]:
     """Arguments of :func:`tiny_vision_model` for heads of 32 numbers, the fewest that vLLM computes on a CPU."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-    if family == "qwen3_vl":
-        return {"hidden": 128, "head_dim": 32, "rope_parameters": rope | {"mrope_interleaved": True}}
+    if family.startswith("qwen3"):
+        rope["mrope_interleaved"] = True
+        experts = {"moe_intermediate_size": 32} if family == "qwen3_vl_moe" else {}
+        return experts | {"hidden": 128, "head_dim": 32, "rope_parameters": rope}
     return {"hidden": 128, "rope_parameters": rope}

@@ -1,9 +1,11 @@
 """Counts of arithmetic, worked by hand, and against PyTorch's own counter."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, MambaConfig, MixtralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig, MixtralConfig, Qwen3_5TextConfig, Qwen3Config
 
 from verl.testing.models import tiny_model
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
@@ -92,6 +94,22 @@ def test_products_are_those_that_pytorch_counts(family):
     square = own.pair_flops * own.layers * (49 - 28)
     rotary = 2 * 7 * (model.config.head_dim if family != "qwen2" else 16) // 2
     assert own.forward_flops([7]) + square == pytest.approx(counted.get_total_flops(), abs=rotary)
+
+
+def test_gated_delta_nets_by_hand():
+    linear = {"num_key_heads": 1, "key_head_dim": 2, "num_value_heads": 2, "value_head_dim": 3, "conv_kernel_dim": 4}
+    fields: dict[str, Any] = {f"linear_{name}": size for name, size in linear.items()}
+    fields |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_hidden_layers": 2}
+    fields |= {"hidden_size": 8, "intermediate_size": 16, "vocab_size": 10}
+    text = Qwen3_5TextConfig(**fields, layer_types=["linear_attention", "full_attention"])
+    counter = FlopsCounter.of(text)
+    assert counter is not None
+    # Attention 8 · (8 + 8 gates + 4 + 4 + 8); delta net 8 · (2 + 2 + 6 + 6 + 2 + 2) + 4 · 10 + 6 · 8 and per head three
+    # times 2 · 3; feed-forward 2 · 3 · 8 · 16.
+    assert counter.weights == 256 + (160 + 40 + 48 + 36) + 768
+    # Of 9 pairs, in one layer.
+    assert counter.forward_flops([2, 3], head_tokens=0) == 2 * 5 * 1308 + 2 * (8 + 8) * 9
+    assert FlopsCounter.of(Lfm2Config(layer_types=["conv", "full_attention"], num_hidden_layers=2)) is None
 
 
 def test_latent_attention_by_hand():

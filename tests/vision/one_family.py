@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl.vision.families import FAMILIES
+from tests.support.vision_models import DENSE_FAMILIES
 
-ONE_FAMILY = [pytest.param(family, marks=[] if family == "qwen3_vl" else pytest.mark.slow) for family in FAMILIES]
+ONE_FAMILY = [pytest.param(family, marks=[] if family == "qwen3_vl" else pytest.mark.slow) for family in DENSE_FAMILIES]
 """Qwen3-VL, and the others in the slow suite."""

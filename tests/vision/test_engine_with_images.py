@@ -8,14 +8,14 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.support.vision_models import tiny_vision_model_dir
+from tests.support.vision_models import DENSE_FAMILIES, tiny_vision_model_dir
 from tests.vision.batches import P, arguments_of, naive_log_probs, naive_steps, picture_batch
 from tests.workers.support import make_engine, run_ranks, share, weights_of, with_log_probs
 from verl.errors import ConfigError, SchemaError
 from verl.model_merger import merge
 from verl.protocol.shared import SharedTensors
 from verl.utils.image_reward_models import token_classifier
-from verl.vision.families import FAMILIES, TEXT_PLACES
+from verl.vision.families import TEXT_PLACES
 from verl.workers.config import ActorConfig
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.losses import PolicyLoss
@@ -28,7 +28,7 @@ LAYOUTS = {
 CONFIG = ActorConfig(loss_agg_mode="token-mean", entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=DENSE_FAMILIES)
 def family_path(request, tmp_path_factory):
     return tiny_vision_model_dir(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -187,7 +187,7 @@ def test_two_ranks_make_the_steps_of_one_also_if_one_has_only_texts(path, tmp_pa
 
 
 def on_ranks_that_share_sequences(rank, world_size, folder):
-    for family in FAMILIES:
+    for family in DENSE_FAMILIES:
         path, batch = str(folder / family / "model"), torch.load(folder / family / "batch.pt", weights_only=False)
         result = {}
         # Alone in a pass, a row of text has no image, and one of both ranks has no token of one.
@@ -205,7 +205,7 @@ def on_ranks_that_share_sequences(rank, world_size, folder):
 @pytest.mark.slow
 def test_ranks_that_share_sequences_make_the_steps_of_plain_pytorch(tmp_path):
     expected = {}
-    for family in FAMILIES:
+    for family in DENSE_FAMILIES:
         path = tiny_vision_model_dir(tmp_path / family / "model", family)
         batch = ppo_batch(path, tmp_path / family)
         torch.save(batch, tmp_path / family / "batch.pt")

@@ -31,7 +31,7 @@ CASES = {
     "data": ({}, "one by one"),
 }
 FEW = ("tensor", "tensor, padded, whole sequences", "pipeline")
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 def on_two_ranks(rank, world_size, folder, cases):
@@ -40,6 +40,8 @@ def on_two_ranks(rank, world_size, folder, cases):
         result = {}
         for case in cases:
             settings, layout = CASES[case]
+            if family == "qwen3_vl_moe" and "sequence_parallel" in settings:  # experts need it
+                settings = TP | PADDED | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
             engine = megatron_engine(path, **settings)
             mine = share(batch, engine.get_data_parallel_rank(), engine.get_data_parallel_size())
             with engine.eval_mode():

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
 from tests.support.preferences import numbers_of
-from tests.support.vision_models import film, picture, png, tiny_vision_model_dir, write_parquet
+from tests.support.vision_models import DENSE_FAMILIES, film, picture, png, tiny_vision_model_dir, write_parquet
 from tests.vision.test_videos import IMAGE, VIDEO, arguments_of
 from verl.datasets import RMDataset
 from verl.datasets.rm_dataset import pair_collate_fn
@@ -25,7 +25,6 @@ from verl.trainer.dpo_trainer import run_dpo
 from verl.trainer.rm_trainer import run_rm
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.image_reward_models import sequence_classifier
-from verl.vision.families import FAMILIES
 
 STEPS, LR, EPS, BETA = 2, 1e-2, 1e-2, 0.5
 
@@ -280,7 +279,7 @@ def test_steps_are_those_of_plain_pytorch(name, family, layout, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
 def test_steps_on_two_ranks(name, family, tmp_path, ray_cluster):
     agree(name, family, tmp_path, **LAYOUTS["packed, by tokens"], **TWO_RANKS)
 

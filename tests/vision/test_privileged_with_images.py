@@ -8,7 +8,14 @@ import json
 import pytest
 import torch
 
-from tests.support.vision_models import film_rows, picture_rows, tiny_vision_model, tiny_vision_model_dir, write_parquet
+from tests.support.vision_models import (
+    DENSE_FAMILIES,
+    film_rows,
+    picture_rows,
+    tiny_vision_model,
+    tiny_vision_model_dir,
+    write_parquet,
+)
 from tests.vision.one_family import ONE_FAMILY
 from tests.vision.test_run_with_images import paths, settings  # noqa: F401  (a fixture)
 from verl.config import DataConfig, SelfDistillationConfig
@@ -19,7 +26,7 @@ from verl.protocol.shared import SharedTensors
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.privileged import PrivilegedPrompts
 from verl.utils import hf_processor, hf_tokenizer
-from verl.vision.families import FAMILIES, TEXT_PLACES, VisionConfig
+from verl.vision.families import TEXT_PLACES, VisionConfig
 from verl.vision.positions import sequence_positions
 from verl.workers.teacher.prompts import rows_for_teacher
 
@@ -71,7 +78,7 @@ def with_hint(rows: list[dict]) -> list[dict]:
     return changed
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
 def test_the_teacher_sees_the_same_images_between_other_words(family, tmp_path):
     made = Rows(tmp_path, family, film_rows(4))  # a film, text, a picture, a picture and a film
     rows, expected = made.of_teacher("First: {{ prompt }}" + HINT), made.of(with_hint(made.rows))

@@ -12,7 +12,7 @@ import torch
 from PIL import ExifTags, Image
 from transformers import AutoModelForImageTextToText
 
-from tests.support.vision_models import picture, picture_rows, png, tiny_vision_model_dir, write_parquet
+from tests.support.vision_models import DENSE_FAMILIES, picture, picture_rows, png, tiny_vision_model_dir, write_parquet
 from verl.agents.endpoint.calls import CallRefusedError
 from verl.agents.endpoint.requests import checked_messages
 from verl.datasets.rl_dataset import RLHFDataset, collate_fn
@@ -22,7 +22,7 @@ from verl.protocol.shared import SharedTensors, bytes_held
 from verl.testing.models import tiny_model_dir
 from verl.utils import hf_processor, hf_tokenizer
 from verl.vision.data_urls import url_of
-from verl.vision.families import FAMILIES, VisionConfig
+from verl.vision.families import VisionConfig
 from verl.vision.images import process_image, read_image, smart_resize
 from verl.vision.messages import with_image_parts, with_placeholders
 from verl.vision.positions import mrope_positions, sequence_positions
@@ -69,7 +69,7 @@ def test_responses_go_on_from_the_largest_position():
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
 def test_positions_and_pixels_are_those_of_transformers(family, tmp_path):
     path = tiny_vision_model_dir(tmp_path / family, family)
     processor, model = hf_processor(path), AutoModelForImageTextToText.from_pretrained(path)

@@ -8,13 +8,12 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
-from tests.support.vision_models import tiny_vision_model_dir
+from tests.support.vision_models import DENSE_FAMILIES, tiny_vision_model_dir
 from tests.vision.batches import P, prompts
 from tests.workers.support import make_engine
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.utils import hf_tokenizer
-from verl.vision.families import FAMILIES
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.rollout.base import get_rollout_class
@@ -36,8 +35,11 @@ def drawn(path, folder, name="hf", do_sample=True, **settings):
         return batch, rollout.generate_sequences(batch), model
 
 
+EACH = [*DENSE_FAMILIES, pytest.param("qwen3_vl_moe", marks=pytest.mark.slow)]
+
+
 @pytest.mark.parametrize("name", ["hf", "native"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 def test_greedy_tokens_are_those_of_generate(family, name, tmp_path):
     path = tiny_vision_model_dir(tmp_path / "model", family)
     batch, found, model = drawn(path, tmp_path, name, do_sample=False)
@@ -59,7 +61,7 @@ def test_greedy_tokens_are_those_of_generate(family, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["hf", "native"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 @pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 5}, {"max_num_batched_tokens": P}], ids=["all", "5", "1"])
 def test_log_probs_of_the_rollout_are_the_trainers(family, name, settings, tmp_path):
     path = tiny_vision_model_dir(tmp_path / "model", family)

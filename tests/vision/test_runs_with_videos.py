@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
 from tests.support.tiny_run import make_tiny_run, overrides
-from tests.support.vision_models import film_rows, tiny_vision_model_dir, write_parquet
+from tests.support.vision_models import DENSE_FAMILIES, film_rows, tiny_vision_model_dir, write_parquet
 from tests.vision.agent_batches import VisionAgents
 from tests.vision.batches import film_prompts
 from tests.vision.one_family import ONE_FAMILY
@@ -24,7 +24,6 @@ from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.sft_trainer import run_sft
 from verl.utils import hf_processor, hf_tokenizer
-from verl.vision.families import FAMILIES
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.rollout.base import get_rollout_class
@@ -34,7 +33,7 @@ R = 6
 
 
 @pytest.mark.parametrize("name", ["hf", "native"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
 def test_engines_draw_what_transformers_draws_and_tell_its_log_probs(family, name, tmp_path):
     path = tiny_vision_model_dir(tmp_path / "model", family)
     batch = film_prompts(path, tmp_path, count=4).repeat(2, interleave=True)

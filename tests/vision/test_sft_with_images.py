@@ -11,14 +11,13 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
-from tests.support.vision_models import picture, png, tiny_vision_model_dir, write_parquet
+from tests.support.vision_models import DENSE_FAMILIES, picture, png, tiny_vision_model_dir, write_parquet
 from verl.datasets import MultiTurnSFTDataset, SFTDataset
 from verl.errors import DataError
 from verl.trainer.config import SFTDataConfig
 from verl.trainer.config.command_line import compose
 from verl.trainer.sft_trainer import run_sft
 from verl.utils import hf_processor, hf_tokenizer
-from verl.vision.families import FAMILIES
 
 IMAGE = 106
 STEPS, LR, EPS = 2, 1e-2, 1e-2
@@ -53,7 +52,7 @@ def talks() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=DENSE_FAMILIES)
 def path(request, tmp_path_factory):
     return tiny_vision_model_dir(tmp_path_factory.mktemp(request.param) / "model", request.param)
 
@@ -116,7 +115,7 @@ LAYOUTS = {
 
 
 CASES = [
-    *((family, "packed, by tokens") for family in FAMILIES),
+    *((family, "packed, by tokens") for family in DENSE_FAMILIES),
     *(("qwen3_vl", layout) for layout in ("packed, one by one", "padded")),
 ]
 

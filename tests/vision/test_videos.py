@@ -15,14 +15,14 @@ from PIL import Image
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
-from tests.support.vision_models import film, film_rows, picture, tiny_vision_model_dir, write_parquet
+from tests.support.vision_models import DENSE_FAMILIES, film, film_rows, picture, tiny_vision_model_dir, write_parquet
 from tests.vision.batches import continued, film_prompts
 from tests.workers.support import EPS, LR, make_engine, naive_policy_loss, run_ranks, share, weights_of, with_log_probs
 from verl.datasets.rl_dataset import RLHFDataset
 from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
 from verl.utils import hf_processor, hf_tokenizer
-from verl.vision.families import FAMILIES, VisionConfig
+from verl.vision.families import VisionConfig
 from verl.vision.positions import mrope_positions
 from verl.vision.prompts import ImagePrompts
 from verl.vision.videos import Clip, Video, VideoLimits, open_video
@@ -212,7 +212,7 @@ def test_a_file_that_ends_early_is_a_named_row():
 # ---- rows
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=DENSE_FAMILIES)
 def family_path(request, tmp_path_factory):
     return tiny_vision_model_dir(tmp_path_factory.mktemp(request.param), request.param)
 

@@ -20,7 +20,7 @@ GROUPED = ("deepseek_v3", "glm4_moe")
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """``model_type`` of the models with gated delta nets among their layers."""
 
-MIXTURES = ("mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", *GROUPED)
+MIXTURES = ("mixtral", "qwen3_moe", "qwen3_vl_moe", "qwen3_next", "qwen3_5_moe_text", *GROUPED)
 """``model_type`` of the models with experts among them."""
 
 MEGATRON_FAMILIES = tuple(

@@ -34,6 +34,11 @@ _BF16_PEAKS = {
     "3090": 71e12,
 }
 
+_RECURRENT = {"conv", "hybrid", "hybrid_sliding", "linear_attention"}
+"""Kinds of layers with a convolution or a recurrence in place of attention, or beside it."""
+_WITH_GATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""``model_type`` of the models whose queries have a gate each, as wide as they are."""
+
 
 def published_peak(name: str) -> float | None:
     """Return the published peak FLOP/s of dense bf16 products of a GPU by its name; None for an unknown one."""
@@ -127,13 +132,21 @@ class FlopsCounter:
             attention = self.hidden_size * 2 * (score_width + kv_width)
         self.pair_flops = 2 * (score_width + value_width)
         """Of a pair of a token and one that it attends to, in one layer."""
-        self.weights = self.layers * attention + _feed_forward_weights(text)
+        recurrent = sum(kind == "linear_attention" for kind in getattr(text, "layer_types", None) or ())
+        if getattr(text, "model_type", None) in _WITH_GATES:
+            attention += self.hidden_size * score_width
+        self.weights = (self.layers - recurrent) * attention + _feed_forward_weights(text)
+        if recurrent:
+            self.weights += recurrent * _delta_net_products(text)
         self.windows = _windows(text)
 
     @classmethod
     def of(cls, config: PretrainedConfig, outputs: int | None = None, is_frozen: bool = False) -> FlopsCounter | None:
-        """Create a counter; None if the config is not one of a decoder with attention layers."""
+        """Create a counter; None if the config is not one of a decoder with attention layers and gated delta nets."""
         text = _text_config(config)
+        recurrent = _RECURRENT & set(getattr(text, "layer_types", None) or ())
+        if recurrent and not (recurrent == {"linear_attention"} and getattr(text, "linear_num_value_heads", None)):
+            return None
         needed = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         return cls(config, outputs, is_frozen) if all(getattr(text, name, None) for name in needed) else None
 
@@ -232,13 +245,24 @@ def _latent_attention(text: Any) -> tuple[int, int, int]:
     return queries + keys_and_values + value_width * hidden, score_width, value_width
 
 
+def _delta_net_products(text: Any) -> int:
+    """Products of numbers per token in a gated delta net: projections, convolution, and the recurrence.
+
+    For each head the state, (key numbers x value numbers), is read by a key and by a query, and a product is added.
+    """
+    keys = text.linear_num_key_heads * text.linear_key_head_dim
+    values = text.linear_num_value_heads * text.linear_value_head_dim
+    projections = text.hidden_size * (2 * keys + 3 * values + 2 * text.linear_num_value_heads)
+    return projections + text.linear_conv_kernel_dim * (2 * keys + values) + 3 * text.linear_key_head_dim * values
+
+
 def _windows(text: Any) -> list[int | None]:
-    """Attention window of each layer in tokens; None for full causal attention."""
+    """Attention window of each layer with attention, in tokens; None for full causal attention."""
     window = getattr(text, "sliding_window", None)
     types = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * (
         text.num_hidden_layers
     )
-    return [window if kind == "sliding_attention" else None for kind in types]
+    return [window if kind == "sliding_attention" else None for kind in types if kind != "linear_attention"]
 
 
 def _visible_pairs(length: int, window: int | None) -> int:

@@ -15,7 +15,6 @@ import transformers
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
 
 from verl.utils.transformers_private import GenericForSequenceClassification, GenericForTokenClassification
-from verl.vision.families import FAMILIES
 
 
 @cache
@@ -42,7 +41,7 @@ def token_classifier(model_type: str) -> type[PreTrainedModel]:
 
 
 def _made(model_type: str, generic: type, auto: Any) -> type[PreTrainedModel]:
-    family = FAMILIES[model_type].removesuffix("Processor")
+    family = transformers.CONFIG_MAPPING[model_type].__name__.removesuffix("Config")
     base = getattr(transformers, f"{family}PreTrainedModel")
     name = f"{family}{generic.__name__.removeprefix('Generic')}"
     made = type(name, (generic, base), {"__module__": __name__})

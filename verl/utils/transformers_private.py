@@ -190,7 +190,17 @@ def checkpoint_layers(module: PreTrainedModel) -> None:
 
 def names_on_disk(module: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return whole weights under the names (and in the shapes) that the model's files have."""
-    return revert_weight_conversion(module, weights)
+    in_files = revert_weight_conversion(module, weights)
+    if module.config.model_type != "qwen3_vl_moe":
+        return in_files
+    # Its files have the matrices of experts transposed, as engines expect them; Transformers reads both, and writes
+    # them as they are in memory.
+    return {
+        name: tensor.transpose(1, 2).contiguous()
+        if ".mlp.experts." in name and name in weights and tensor.shape == weights[name].shape
+        else tensor
+        for name, tensor in in_files.items()
+    }
 
 
 def conversions_of(module: PreTrainedModel) -> list[Any] | None:

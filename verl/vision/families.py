@@ -13,6 +13,7 @@ FAMILIES: Mapping[str, str] = {
     "qwen2_vl": "Qwen2VLProcessor",
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
+    "qwen3_vl_moe": "Qwen3VLProcessor",
 }
 """``model_type`` of a Transformers config, and the class of the model's processor."""
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.vision_models import DENSE_FAMILIES
 from tests.workers.rollout.images_of_engines import check_a_run, check_adapters, check_log_probs
 from tests.workers.rollout.test_vllm_lora import RANK, change, compared, rollout_of, trainer_of
 from verl.testing.models import tiny_model_dir
-from verl.vision.families import FAMILIES
 from verl.workers.rollout.sglang_rollout import SGLangRollout
 
 pytestmark = pytest.mark.skipif(
@@ -50,7 +50,7 @@ PATCHES = {"patch": 14, "side": 4}
     ("family", "rows"),
     [
         ("qwen2_5_vl", "pictures"),
-        *(pytest.param(family, "films", marks=pytest.mark.slow) for family in FAMILIES),
+        *(pytest.param(family, "films", marks=pytest.mark.slow) for family in DENSE_FAMILIES),
     ],
 )
 def test_log_probs_of_images_are_the_trainers(family: str, rows: str, tmp_path: Path) -> None:

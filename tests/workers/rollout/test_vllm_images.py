@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from torch.testing import assert_close
 
-from tests.support.vision_models import heads_of_32
+from tests.support.vision_models import DENSE_FAMILIES, heads_of_32
 from tests.vision.agent_batches import VisionAgents
 from tests.vision.test_agents_with_images import LOOPS
 from tests.workers.rollout.images_of_engines import check_a_run, check_adapters, check_log_probs
 from tests.workers.rollout.vllm_engines import KWARGS, needs_vllm
-from verl.vision.families import FAMILIES
 
 pytestmark = [
     needs_vllm,
@@ -27,6 +26,7 @@ pytestmark = [
         ("qwen2_5_vl", "films"),
         ("qwen3_vl", "films"),
         pytest.param("qwen2_vl", "films", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl_moe", "films", marks=pytest.mark.slow),
         pytest.param("qwen2_5_vl", "pictures", marks=pytest.mark.slow),
     ],
 )
@@ -35,7 +35,7 @@ def test_log_probs_are_the_trainers_and_greedy_tokens_those_of_native(family: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DENSE_FAMILIES)
 def test_adapters_of_the_language_model_are_applied_by_vllm(family: str, tmp_path: Path) -> None:
     check_adapters("vllm", family, tmp_path)
 

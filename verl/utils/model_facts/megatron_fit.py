@@ -18,6 +18,14 @@ from verl.utils.model_facts.experts import ExpertSizes
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """Entries that megatron-core's layers, as we build them, cannot follow; a config without one means the same."""
 
+_REMEDIES = {
+    "mimo": (
+        "or, as MiMo is Qwen2 with heads of multi-token prediction: in a copy of its folder, set model_type to qwen2 "
+        "and architectures to [Qwen2ForCausalLM] in config.json, and take auto_map out; the heads are not trained then"
+    ),
+}
+"""What to do for families whose layers are those of another one."""
+
 _OF_QUERIES = ("glm4_moe", "attention_bias")
 
 
@@ -34,7 +42,7 @@ def misfits(fields: Mapping[str, object], engine: McoreEngineConfig, sizes: str,
     if isinstance(text, Mapping):  # a model with images; its own entries count over the decoder's
         fields = {**text, **fields}
     if (kind := fields.get("model_type")) not in MEGATRON_FAMILIES:
-        remedy = f"or a model of {', '.join(MEGATRON_FAMILIES)}"
+        remedy = _REMEDIES.get(str(kind), f"or a model of {', '.join(MEGATRON_FAMILIES)}")
         yield Problem(strategy, "megatron", f"it has no {kind} models", "fsdp2", remedy)
         return
     for reason in _unbuildable(fields):

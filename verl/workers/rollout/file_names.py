@@ -32,12 +32,17 @@ class FileNames:
         unchanged = {id(tensor): name for name, tensor in in_files.items()}
         self._renamed = {name: unchanged[id(tensor)] for name, tensor in live.items() if id(tensor) in unchanged}
         joined = live.keys() - self._renamed.keys()
-        apart: dict[str, Tensor] = {}
-        for name in joined if all(live[name].dim() for name in joined) else ():
-            apart |= dict(self._apart(name, live[name], len(live[name]) // 2 + 1))
-        made = in_files.keys() - self._renamed.values()
-        is_exact = _shapes(apart) == _shapes({name: in_files[name] for name in made})
-        self._joined = frozenset(joined if is_exact else ())
+        made = {name: in_files[name] for name in in_files.keys() - self._renamed.values()}
+        can_part = all(live[name].dim() for name in joined)
+        self._joined: frozenset[str] = frozenset()
+        # Files have experts apart, or (Qwen3-VL) joined in another way.
+        for self._takes_pieces in (True, False) if can_part else ():
+            apart: dict[str, Tensor] = {}
+            for name in joined:
+                apart |= dict(self._apart(name, live[name], len(live[name]) // 2 + 1))
+            if _shapes(apart) == _shapes(made):
+                self._joined = frozenset(joined)
+                break
 
     def of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a weight of the model as its files have it: one tensor, or several."""
@@ -47,7 +52,8 @@ class FileNames:
             yield self._renamed.get(name, name), tensor
 
     def _apart(self, name: str, tensor: Tensor, experts: int) -> Iterator[tuple[str, Tensor]]:
-        """Take a joined weight apart, so many experts at a time."""
+        """Take a joined weight apart, so many experts at a time if there are some apart."""
+        experts = experts if self._takes_pieces else len(tensor)
         for first in range(0, len(tensor), experts):
             piece = convert_weight_keys({name: tensor[first : first + experts]}, self._model)
             for of_piece, part in piece.items():

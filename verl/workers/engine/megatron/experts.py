@@ -83,7 +83,8 @@ class Experts:
     def of(cls, hf: PretrainedConfig) -> Experts | None:
         """Read them from a Transformers config; None if all layers are dense."""
         sizes = ExpertSizes.of(hf)
-        if sizes is None or hf.model_type not in MIXTURES:
+        # The decoder of a model with images has a type of its own.
+        if sizes is None or not {hf.model_type, hf.model_type.removesuffix("_text")} & set(MIXTURES):
             return None
         is_mixtral, groups = hf.model_type == "mixtral", None
         if hf.model_type in GROUPED:
@@ -92,7 +93,7 @@ class Experts:
             count=sizes.count,
             per_token=sizes.per_token,
             width=sizes.width,
-            # The routers of Mixtral and Qwen3.5 have no other way.
+            # The routers of Mixtral, Qwen3.5 and Qwen3-VL have no other way.
             is_renormalised=bool(getattr(hf, "norm_topk_prob", True)),
             has_fp32_weights=is_mixtral or groups is not None,
             sparse=sizes.sparse,

@@ -62,7 +62,13 @@ class ModelFiles:
             weight = self._file(self._file_of[name]).get_slice(name)
         except SafetensorError as error:
             raise ConfigError(f"{self.folder / self._file_of[name]} lacks the weight {name}: {error}.") from error
-        if tuple(weight.get_shape()) != shape:
+        stored = tuple(weight.get_shape())
+        if stored != shape and _EXPERTS.fullmatch(name) and stored == (shape[0], *shape[:0:-1]):
+            # Qwen3-VL's files have the matrices of all experts transposed.
+            (expert, *start), (count, *size) = box
+            transposed = (expert, *start[::-1]), (count, *size[::-1])
+            return self.read(name, stored, transposed).transpose(1, 2)
+        if stored != shape:
             raise ConfigError(
                 f"the weight {name} in '{self.folder}' has the shape {weight.get_shape()}, and {list(shape)} is "
                 "needed. Take config.json and weights of the same model."
