@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -13,8 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from verl.utils.sharded_tensor import full_tensor
 
-logger = logging.getLogger(__name__)
-
 
 class Backend:
     """The backend of one engine on one rank. This default relies on PyTorch alone."""
@@ -22,39 +19,25 @@ class Backend:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def install(
-        self,
-        model: nn.Module,
-        units: Sequence[FSDPModule],
-        group: dist.ProcessGroup,
-        dtype: torch.dtype,
-        name: str,
-        difference: Callable[[], float | None],
-    ) -> None:
-        """Replace layers and collectives of ``model`` by faster ones for this device, in place. Collective.
+    def install(self, model: nn.Module, units: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
+        """Replace the collectives of ``model`` by faster ones for this device, in place. Collective.
 
         Args:
             model: already placed on its ranks, with no weight gathered.
             units: the model's FSDP units; empty if it is not sharded.
             group: ranks among which each weight is sharded.
-            dtype: number format in which the model computes.
-            name: name of the model in log messages.
-            difference: collective function that returns the largest difference between the model's present log-probs
-                and those of its own forward pass, or None if it is within rounding error.
         """
         self._model = model
-        undo = self._use_fast_layers(model, dtype)
-        if undo is not None and (gap := difference()) is not None:
-            undo()
-            logger.warning(
-                "%s uses the layers of Transformers, which are slower: with the fast layers its log-probs differ by "
-                "%.2g from its own.",
-                name,
-                gap,
-            )
 
-    def _use_fast_layers(self, model: nn.Module, dtype: torch.dtype) -> Callable[[], None] | None:
-        """Replace layers of ``model`` by faster ones; return a function that undoes it, or None if none are."""
+    def use_fast_layers(self, dtype: torch.dtype) -> Callable[[], None] | None:
+        """Replace layers of the model by faster ones for this device, in place.
+
+        Args:
+            dtype: number format in which the model computes.
+
+        Returns:
+            a function that undoes it; None if no layer is replaced.
+        """
         return None
 
     def frozen_weights(self) -> AbstractContextManager[None]:

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 import transformers
+from torch.nn.modules.module import register_module_forward_hook
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -12,7 +13,7 @@ from tests.workers.support import LAYOUTS, WHOLE, make_engine, naive_outputs, ra
 from verl.errors import ConfigError
 from verl.model_merger import merge
 from verl.testing.models import tiny_model_dir, tiny_tokenizer
-from verl.workers.engine.model.headed import check_sequence_sharing
+from verl.workers.engine.model.headed import HeadedModel, check_sequence_sharing
 from verl.workers.losses import sft_loss
 
 SMALL = {
@@ -138,9 +139,16 @@ def test_an_unknown_treatment_of_logits_is_refused(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp32"])
 def test_rounding_is_no_reason_against_packing(tmp_path, dtype):
-    path = tiny_model_dir(tmp_path, "qwen3")
-    assert make_engine(path, dtype=dtype, model_dtype=dtype).is_packed
-    assert make_engine(path, "value_model", dtype=dtype).is_packed
+    """Two passes show it, the model's own and one in which all is as in training: under FSDP each gathers the model."""
+    path, passes = tiny_model_dir(tmp_path, "qwen3"), []
+
+    def count(module, *_):
+        passes.extend([module] * isinstance(module, HeadedModel))
+
+    with register_module_forward_hook(count):
+        assert make_engine(path, dtype=dtype, model_dtype=dtype).is_packed
+        assert make_engine(path, "value_model", dtype=dtype).is_packed
+    assert len(passes) == 4
 
 
 def test_sequences_of_recurrent_layers_are_not_shared_by_ranks():

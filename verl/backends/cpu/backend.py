@@ -26,26 +26,19 @@ class CPUBackend(Backend):
         self._frozen: FrozenWeights | None = None
         keep_freed_memory()
 
-    def install(
-        self,
-        model: nn.Module,
-        units: Sequence[FSDPModule],
-        group: dist.ProcessGroup,
-        dtype: torch.dtype,
-        name: str,
-        difference: Callable[[], float | None],
-    ) -> None:
+    def install(self, model: nn.Module, units: Sequence[FSDPModule], group: dist.ProcessGroup) -> None:
         """See :meth:`Backend.install`."""
+        super().install(model, units, group)
         if dist.get_world_size(group) > 1:
             nbytes = sum(weight.numel() * weight.dtype.itemsize for weight in model.parameters())
             self._frozen = use_shared_memory(units, group, keeps_copy=nbytes <= KEEP_BYTES)
         self._weights = WholeWeights(model, None if self._frozen is None else group)
-        super().install(model, units, group, dtype, name, difference)
 
-    def _use_fast_layers(self, model: nn.Module, dtype: torch.dtype) -> Callable[[], None] | None:
+    def use_fast_layers(self, dtype: torch.dtype) -> Callable[[], None] | None:
+        """See :meth:`Backend.use_fast_layers`."""
         if dtype is not torch.float32 or cpu_kernels() is None:
             return None  # in other formats Transformers' own layers are as fast
-        return use_fast_layers(model, for_training=True)
+        return use_fast_layers(self._model, for_training=True)
 
     def frozen_weights(self) -> AbstractContextManager[None]:
         """See :meth:`Backend.frozen_weights`."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from verl.backends.base import Backend
 from verl.backends.cuda.layers import use_fused_layers
@@ -14,5 +13,6 @@ from verl.backends.cuda.layers import use_fused_layers
 class CUDABackend(Backend):
     """Backend for GPUs: norms, gates and rotations by Liger's kernels, all else by PyTorch."""
 
-    def _use_fast_layers(self, model: nn.Module, dtype: torch.dtype) -> Callable[[], None] | None:
-        return use_fused_layers(model)
+    def use_fast_layers(self, dtype: torch.dtype) -> Callable[[], None] | None:
+        """See :meth:`Backend.use_fast_layers`."""
+        return use_fused_layers(self._model)

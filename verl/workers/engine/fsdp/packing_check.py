@@ -8,6 +8,7 @@ forward pass.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -35,70 +36,111 @@ class PackingCheck:
     from ``dtype``, the format in which it computes. With ``group`` its ranks will share sequences.
 
     Raises:
-        ConfigError: log-probs differ even with padded inputs, so this engine cannot run the model.
+        ConfigError: the model's own results are not finite.
     """
 
     def __init__(
         self, model: HeadedModel, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
     ) -> None:
         self._model, self._dtype, self._group = model, dtype, group
-        self._sequences = probe_sequences(model.hf.config, _LENGTHS, device)
-        alone = [self._row([ids], packed=False) for ids in self._sequences]
-        self._expected = self._run(alone, "reference")
+        rows = probe_sequences(model.hf.config, [max(_LENGTHS)] * len(_LENGTHS), device)
+        self._sequences = [row[:length] for row, length in zip(rows, _LENGTHS, strict=True)]
+        # Tokens after the end of a sequence change nothing before it, so that one pass needs no padding.
+        results = self._run(self._row(rows, packed=False), "reference").split(max(_LENGTHS))
+        self._expected = torch.cat([part[:length] for part, length in zip(results, _LENGTHS, strict=True)])
         if not bool(self._expected.isfinite().all()):
             raise ConfigError(
                 f"{type(model.hf).__name__} gives results that are not finite for a few tokens, though its weights "
                 f"are finite: it overflows in {str(dtype).removeprefix('torch.')}. Set fsdp_config.dtype=bfloat16 or "
                 "float32, or take the weights of a model that works."
             )
-        if (difference := self.difference(packed=False)) is not None:
+
+    def settle(self, may_pack: bool, use_fast_layers: Callable[[], Callable[[], None] | None]) -> bool:
+        """Run the model packed and on faster layers, as far as its results stay the same, else warn and undo it.
+
+        A pass gathers all weights, so one compares everything; only if results differ do more passes show the cause.
+
+        Args:
+            may_pack: whether to run it packed.
+            use_fast_layers: replaces layers and returns what undoes it, or returns None.
+
+        Returns:
+            whether it runs packed.
+
+        Raises:
+            ConfigError: its results differ even padded and with its own layers, or, padded, once ranks share sequences.
+        """
+        hf = self._model.hf
+        is_shared = self._group is not None
+        if (may_pack or is_shared) and (reason := self._why_never()) is not None:
+            if is_shared:
+                raise self._unshared(reason)
+            self._warn_of_padding(reason)
+            may_pack = False
+        before = attention_of(hf.config.get_text_config())
+        if may_pack or is_shared:
+            use_attention(hf, PACKED_ATTENTION if may_pack else PADDED_ATTENTION)
+        undo = use_fast_layers()
+        if self._why_not(may_pack) is None:
+            return may_pack
+        if undo is not None:
+            undo()
+        if may_pack or is_shared:
+            use_attention(hf, before)
+        if (difference := self._difference(packed=False)) is not None:
             raise ConfigError(
-                f"{type(model.hf).__name__} changes its logits in a way that this engine does not know (log-probs "
+                f"{type(hf).__name__} changes its logits in a way that this engine does not know (log-probs "
                 f"differ by {difference:.2g} from the model's own), so it cannot be trained here."
             )
+        if may_pack:
+            use_attention(hf, PACKED_ATTENTION)
+            if (reason := self._why_not(packed=True)) is not None:
+                use_attention(hf, before)
+                self._warn_of_padding(reason)
+                may_pack = False
+        if is_shared and not may_pack:
+            use_attention(hf, PADDED_ATTENTION)
+            if (reason := self._why_not(packed=False)) is not None:
+                raise self._unshared(reason)
+        undo = use_fast_layers()
+        if undo is not None and (difference := self._difference(may_pack)) is not None:
+            undo()
+            logger.warning(
+                "%s uses the layers of Transformers, which are slower: with the fast layers its log-probs differ by "
+                "%.2g from its own.",
+                type(hf).__name__,
+                difference,
+            )
+        return may_pack
 
-    def use_packed(self) -> bool:
-        """Switch the model to packed attention; if its results would differ, undo it, warn and return False."""
-        hf = self._model.hf
-        before = attention_of(hf.config.get_text_config())
-        reason = self._why_not(PACKED_ATTENTION, packed=True)
-        if reason is None:
-            return True
-        use_attention(hf, before)
+    def _warn_of_padding(self, reason: str) -> None:
         logger.warning(
             "%s runs padded: %s. Results are the same, at the cost of the padding; set use_remove_padding=false to "
             "silence this.",
-            type(hf).__name__,
+            type(self._model.hf).__name__,
             reason,
         )
-        return False
 
-    def use_shared_padding(self) -> None:
-        """Switch the model to attention over padded rows that the ranks of ``group`` share.
+    def _unshared(self, reason: str) -> ConfigError:
+        return ConfigError(
+            f"the ranks cannot share the sequences of {type(self._model.hf).__name__}: {reason}. Set "
+            "ulysses_sequence_parallel_size=1."
+        )
 
-        Raises:
-            ConfigError: its results would differ.
-        """
-        reason = self._why_not(PADDED_ATTENTION, packed=False)
-        if reason is not None:
-            raise ConfigError(
-                f"the ranks cannot share the sequences of {type(self._model.hf).__name__}: {reason}. Set "
-                "ulysses_sequence_parallel_size=1."
-            )
-
-    def _why_not(self, attention: str, packed: bool) -> str | None:
-        """Switch to ``attention``; return why the model cannot run with it, or None."""
+    def _why_never(self) -> str | None:
+        """Return why the model can neither run packed nor share sequences, whatever it computes; None if it may."""
         text = self._model.hf.config.get_text_config()
         # Their results may differ by less than rounding on a few tokens, and by more on the next ones.
         if other := layers_beyond_attention(getattr(text, "layer_types", None)):
             return f"it has layers ({', '.join(other)}) for which a row is one sequence"
         if keeps_state(self._model.hf):
             return "its layers carry a state from token to token"
-        if not takes_any_attention(self._model.hf):
-            return "its code has no exchangeable attention"
-        use_attention(self._model.hf, attention)
+        return None if takes_any_attention(self._model.hf) else "its code has no exchangeable attention"
+
+    def _why_not(self, packed: bool) -> str | None:
+        """Return why the model cannot run as it is set, or None."""
         try:
-            difference = self.difference(packed)
+            difference = self._difference(packed)
         except (ConfigError, TypeError) as error:
             return str(error).rstrip(".")
         if difference is None:
@@ -108,25 +150,25 @@ class PackingCheck:
             f"attention (log-probs differ by {difference:.2g})"
         )
 
-    def difference(self, packed: bool) -> float | None:
+    def _difference(self, packed: bool) -> float | None:
         """Return the largest difference from the model's own results; None if it is rounding on every rank.
 
         The sequences are packed in one row, or padded after the shorter one.
         """
-        actual = self._run([self._row(self._sequences, packed)], "log_probs")
+        actual = self._run(self._row(self._sequences, packed), "log_probs")
         verdict = torch.tensor(float(is_rounding(actual, self._expected, self._dtype)), device=actual.device)
         dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
         return None if verdict else largest_difference(actual, self._expected)
 
     @torch.no_grad()
-    def _run(self, passes: list[ModelInputs], output: str) -> Tensor:
+    def _run(self, inputs: ModelInputs, output: str) -> Tensor:
         """Return ``output`` at each token, or its hidden state if the head is scalar."""
         is_shared = attention_of(self._model.hf.config.get_text_config()) in (PACKED_ATTENTION, PADDED_ATTENTION)
         name = "hidden" if self._model.head.out_features == 1 else output
         if self._group is not None and is_shared:
-            passes = [divide(inputs, self._group) for inputs in passes]
+            inputs = divide(inputs, self._group)
         with short_windows(self._model.hf, _WINDOW):
-            return torch.cat([self._model(inputs, frozenset({name}), 1.0)[name].float() for inputs in passes])
+            return self._model(inputs, frozenset({name}), 1.0)[name].float()
 
     def _row(self, sequences: list[Tensor], packed: bool) -> ModelInputs:
         """Return the inputs of sequences in one packed row, or in rows that are padded at their ends."""

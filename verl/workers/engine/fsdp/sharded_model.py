@@ -160,19 +160,10 @@ class ShardedModel(BaseEngine):
             logger.info("the experts of %s are computed by %s", type(model.hf).__name__, experts_of(model.hf.config))
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.compute_dtype = mixed_precision(config).param_dtype or dtype
+        self.backend.install(model, self._units, self.mesh.get_group("shard"))
         check = PackingCheck(model, self.device, self.compute_dtype, self.sequence_group)
-        self.is_packed = self.model_config.use_remove_padding and check.use_packed()
-        if self.sequence_group is not None and not self.is_packed:
-            check.use_shared_padding()
-        self._reshard()
-        self.backend.install(
-            model,
-            units=self._units,
-            group=self.mesh.get_group("shard"),
-            dtype=self.compute_dtype,
-            name=type(model.hf).__name__,
-            difference=lambda: check.difference(self.is_packed),
-        )
+        fast_layers = functools.partial(self.backend.use_fast_layers, self.compute_dtype)
+        self.is_packed = check.settle(self.model_config.use_remove_padding, fast_layers)
         self._modules = list(model.modules())
         self._reshard()  # otherwise the optimizer would receive the gathered copies
         if not config.forward_only:

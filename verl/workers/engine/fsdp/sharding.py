@@ -191,8 +191,8 @@ class InitialWeights:
         self._parts = folder.parts()
         return conversions_of(folder.model)
 
-    def advance(self, state: Mapping[str, Tensor]) -> list[str]:
-        """Read the next layer, and at last return the new weights; return the names, none at the end."""
+    def advance(self, state: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
+        """Read the next layer, and at last return the new weights; return names and formats, none at the end."""
         names = {own_name(name): name for name in state if not is_adapter(name)}
         self.part = {}
         for unit in self._parts:
@@ -202,9 +202,12 @@ class InitialWeights:
             self.part = {names[name]: tensor for name, tensor in unit.items() if name in names}
             self._new = {name: tensor for name, tensor in self._new.items() if name not in self.part}
             if self.part:
-                return list(self.part)
+                return self._formats()
         self.part, self._new = self._new, {}
-        return list(self.part)
+        return self._formats()
+
+    def _formats(self) -> dict[str, torch.dtype]:
+        return {name: tensor.dtype for name, tensor in self.part.items()}
 
 
 def fill(model: HeadedModel, source: InitialWeights | None, device: torch.device) -> None:
@@ -221,16 +224,16 @@ def fill(model: HeadedModel, source: InitialWeights | None, device: torch.device
     state = own_state(model)
     set_conversions(model.hf, _on_first_rank(None if source is None else source.open, device))
     unfilled = set(state)
-    while names := _on_first_rank(None if source is None else partial(source.advance, state), device):
-        for name in names:
+    while formats := _on_first_rank(None if source is None else partial(source.advance, state), device):
+        for name, dtype in formats.items():
             tensor, whole = state[name], None if source is None else source.part.pop(name)
             if isinstance(tensor, DTensor):
-                copy_into(tensor, whole)
+                copy_into(tensor, whole, dtype)
             else:  # a persistent buffer, which every rank has whole
                 if whole is not None:
                     tensor.copy_(whole)
                 dist.broadcast(tensor, src=0)
-        unfilled -= set(names)
+        unfilled -= formats.keys()
     if unfilled:
         raise ConfigError(f"the model folder does not contain {sorted(unfilled)[0]} of {type(model.hf).__name__}.")
 
@@ -280,13 +283,15 @@ def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
     return units
 
 
-def copy_into(parameter: DTensor, full: Tensor | None) -> None:
-    """Distribute ``full``, which rank 0 holds and others pass as None, into ``parameter``. Collective."""
+def copy_into(parameter: DTensor, full: Tensor | None, dtype: torch.dtype) -> None:
+    """Distribute ``full``, of format ``dtype``, which rank 0 holds and others pass as None. Collective."""
     mesh = parameter.device_mesh
+    # Sent in the narrower format; the ranks convert their parts.
+    sent = min(dtype, parameter.dtype, key=lambda each: each.itemsize)
     if full is None:
-        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device_type)
+        whole = torch.empty(parameter.shape, dtype=sent, device=mesh.device_type)
     else:
-        whole = full.detach().to(device=mesh.device_type, dtype=parameter.dtype)
+        whole = full.detach().to(device=mesh.device_type, dtype=sent)
     if mesh.size() == dist.get_world_size() and len(parts_of_ranks(parameter)) < 2:
         part = distribute_tensor(whole, mesh, parameter.placements).to_local()
     else:  # rank 0 is in no group that could scatter, or rows and columns are divided
