@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.checkpoint.boxes import LAYOUT_FILE, Boxes
@@ -87,21 +91,22 @@ def merge(
         head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
         if head is not None and (embedding is None or not torch.equal(head, embedding)):
             raise CheckpointError("--tie-word-embedding: lm_head.weight and model.embed_tokens.weight differ.")
-        weights.pop("lm_head.weight", None)
+        weights = weights.without({"lm_head.weight"})
         config.tie_word_embeddings = True
     with torch.device("meta"):
         model = empty_model(config, trust_remote_code)
     weights = _fit_names(weights, model, config, source, trust_remote_code)
     target.mkdir(parents=True, exist_ok=True)
     heads = heads or _heads_of(base_model, config)
-    write_in_files(chain(weights.items(), heads.items()), model, target)
+    written: dict[str, _Digest] = {}
+    write_in_files(chain(_digested(weights, written), heads.items()), model, target)
     write_model_code(model, target, config)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(target)
     config.save_pretrained(target)
     _copy_tokenizer(about, target, trust_remote_code)
     write_processor(str(about), target, trust_remote_code=trust_remote_code)
-    _compare(weights, target, trust_remote_code, tolerance=0.0)
+    _compare(weights, target, trust_remote_code, tolerance=0.0, written=written)
     _compare_heads(heads, target, model, tolerance=0.0)
     _compare_logits(weights, adapted, config, target, trust_remote_code)
     logger.info("wrote %s: %d weights, read back and equal", target, len(weights))
@@ -171,8 +176,7 @@ def _without_heads(weights: LazyWeights) -> tuple[LazyWeights, LazyWeights]:
         sources |= {f"{prefix}{copy}": name for name, copy in SHARED_WITH_HEADS.items() if name in weights}
     shapes = {name: weights.shapes[source] for name, source in sources.items()}
     heads = LazyWeights(lambda name: weights[sources[name]].clone(), shapes)
-    of_model = {name: shape for name, shape in weights.shapes.items() if name not in sources}
-    return LazyWeights(weights.__getitem__, of_model), heads
+    return weights.without(sources), heads
 
 
 def _heads_of(base_model: str | None, config: PretrainedConfig) -> LazyWeights:
@@ -282,7 +286,7 @@ def _fit_names(
     for name in sorted(weights.keys() - expected.keys()):
         alike = [other for other in expected.keys() & weights.keys() if weights.shapes[other] == weights.shapes[name]]
         if any(torch.equal(weights[name], weights[other]) for other in alike):
-            del weights[name]
+            weights = weights.without({name})
     _check_names(weights, set(expected), source)
     for name, shape in weights.shapes.items():
         if shape != tuple(expected[name].shape):
@@ -329,8 +333,43 @@ def _check_names(weights: Mapping[str, object], expected: set[str], source: Path
         )
 
 
-def _compare(weights: LazyWeights, folder: Path, trust_remote_code: bool, tolerance: float) -> None:
-    """Compare weights with those of the model in ``folder``, one after the other."""
+@dataclass(frozen=True)
+class _Digest:
+    """What identifies a weight that was written, so that it need not be read again to be compared."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    sha256: bytes
+
+    @classmethod
+    def of(cls, weight: Tensor) -> _Digest:
+        values = weight.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data
+        return cls(weight.dtype, weight.shape, hashlib.sha256(values).digest())
+
+    def fits(self, weight: Tensor) -> bool:
+        """Whether a weight has the same values, maybe in a wider format."""
+        narrow = weight.to(self.dtype)
+        return torch.equal(narrow.to(weight.dtype), weight) and _Digest.of(narrow) == self
+
+
+def _digested(weights: LazyWeights, digests: dict[str, _Digest]) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over weights, and add the digest of each to ``digests``."""
+    for name, weight in weights.items():
+        digests[name] = _Digest.of(weight)
+        yield name, weight
+
+
+def _compare(
+    weights: LazyWeights,
+    folder: Path,
+    trust_remote_code: bool,
+    tolerance: float,
+    written: Mapping[str, _Digest] = MappingProxyType({}),
+) -> None:
+    """Compare weights with those of the model in ``folder``, one after the other.
+
+    Those that have the digest with which they were ``written`` are equal, and not read again from the checkpoint.
+    """
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is no model folder: it has no config.json.")
     config = load_hf_config(str(folder), trust_remote_code=trust_remote_code)
@@ -341,6 +380,8 @@ def _compare(weights: LazyWeights, folder: Path, trust_remote_code: bool, tolera
     _check_names(weights, set(own_state(loaded.model)), folder)
     for name, other in loaded:
         if name not in weights:  # another name of a tied weight
+            continue
+        if name in written and written[name].fits(other):
             continue
         weight = weights[name]
         if weight.shape != other.shape:

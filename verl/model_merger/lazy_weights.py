@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from torch import Tensor
 
 
-class LazyWeights(MutableMapping[str, Tensor]):
+class LazyWeights(Mapping[str, Tensor]):
     """Tensors by name, each read again whenever it is looked up.
 
     Args:
@@ -23,16 +23,14 @@ class LazyWeights(MutableMapping[str, Tensor]):
         """Make it of tensors that are in memory."""
         return cls(weights.__getitem__, {name: tuple(tensor.shape) for name, tensor in weights.items()})
 
+    def without(self, names: Collection[str]) -> LazyWeights:
+        """Return the other weights."""
+        return LazyWeights(self._read, {name: shape for name, shape in self.shapes.items() if name not in names})
+
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.shapes:
             raise KeyError(name)
         return self._read(name)
-
-    def __setitem__(self, name: str, tensor: Tensor) -> None:
-        raise TypeError("weights of a checkpoint are only read")
-
-    def __delitem__(self, name: str) -> None:
-        del self.shapes[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.shapes
