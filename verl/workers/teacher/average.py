@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,27 +41,38 @@ class AveragedWeights:
     @torch.no_grad()
     def update(self) -> None:
         """Add the engine's weights to the average."""
-        for name, weight in self._engine.trained_weights().items():
-            average = local_rows(self._average[name])[0]
-            average.lerp_(local_rows(weight)[0].to(average), 1 - self._decay)
+        for _, weight, average in self._pairs():
+            average.lerp_(weight.to(average), 1 - self._decay)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Let the engine compute with the average inside the context; its weights are back afterwards, bit for bit."""
-        weights = {name: local_rows(weight)[0] for name, weight in self._engine.trained_weights().items()}
-        trained = {name: weight.clone() for name, weight in weights.items()}
+        """Let the engine compute with the average inside the context; its weights are back afterwards, bit for bit.
+
+        Weights in fp32 change places with the average, so that nothing is copied but one weight at a time; of weights
+        in another format a copy is kept. Inside the context the average must neither be updated nor saved.
+        """
+        kept: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for name, weight, average in self._pairs():
+                if weight.dtype == average.dtype:
+                    _exchange(weight, average)
+                else:
+                    kept[name] = weight.clone()
+                    weight.copy_(average)
         try:
-            self._set(weights, {name: local_rows(average)[0] for name, average in self._average.items()})
             yield
         finally:
-            self._engine.trained_weights()  # gathered copies of the average are freed
-            self._set(weights, trained)
+            with torch.no_grad():
+                for name, weight, average in self._pairs():  # which frees gathered copies of the average
+                    if name in kept:
+                        weight.copy_(kept.pop(name))
+                    else:
+                        _exchange(weight, average)
 
-    @staticmethod
-    @torch.no_grad()
-    def _set(weights: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> None:
-        for name, weight in weights.items():
-            weight.copy_(values[name])
+    def _pairs(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Iterate over names, this rank's part of the engine's weights, and that of the average."""
+        for name, weight in self._engine.trained_weights().items():
+            yield name, local_rows(weight)[0], local_rows(self._average[name])[0]
 
     # ---- checkpoints --------------------------------------------------------------------------
 
@@ -75,7 +87,8 @@ class AveragedWeights:
                 (folder / FOLDER).mkdir()
                 write_world_size(folder / FOLDER)
 
-        return RankState(state.states | {f"{FOLDER}/{name}": values for name, values in files.items()}, describe)
+        states = state.states | {f"{FOLDER}/{name}": values for name, values in files.items()}
+        return replace(state, states=states, describe=describe)
 
     def load(self, folder: Path) -> None:
         """Restore the average of a checkpoint, whatever number of ranks wrote it. Collective.
@@ -101,6 +114,12 @@ class AveragedWeights:
 
     def _as_state(self) -> TrainingState:
         return TrainingState(self._average, {}, None, None)
+
+
+def _exchange(first: torch.Tensor, second: torch.Tensor) -> None:
+    held = first.clone()
+    first.copy_(second)
+    second.copy_(held)
 
 
 def without_average(states: Mapping[str, State]) -> dict[str, State]:
