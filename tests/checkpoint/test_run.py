@@ -48,6 +48,7 @@ class OneWeight(Worker):
         def write(place: Path) -> dict[str, FileEntry]:
             if self.fails:
                 raise OSError(28, "No space left on device")
+            place.mkdir(parents=True, exist_ok=True)
             return write_states(place, states)
 
         self.writing = Writing(write, Path(folder), self.background)

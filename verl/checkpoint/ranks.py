@@ -28,16 +28,25 @@ class RankState:
     """CPU tensors, numbers and strings, by the file name on disk."""
     describe: Callable[[Path], None] | None = None
     """Writes further files into a folder: of an exported model, and on rank 0 config and tokenizer."""
+    together: Callable[[Path], None] | None = None
+    """Writes files of an exported model into a folder that it creates. Collective: raises on all ranks or on none."""
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
-        """Write and sync this rank's files into an existing folder; return them by relative path. Not collective."""
-        files = write_states(folder, self.states)
-        if self.describe is None:
-            return files
+        """Write and sync this rank's files into a folder; return them by relative path.
+
+        The folder is created if needed. Collective if there is :attr:`together`.
+        """
         # In a folder of its own, so that sync_tree sees no files of other ranks.
-        rank_folder = folder / f".rank_{dist.get_rank()}"
-        rank_folder.mkdir()
-        self.describe(rank_folder)
+        rank_folder = None if self.describe is self.together is None else folder / f".rank_{dist.get_rank()}"
+        if rank_folder is not None and self.together is not None:
+            self.together(rank_folder)  # before anything that could fail on this rank alone
+        folder.mkdir(parents=True, exist_ok=True)
+        files = write_states(folder, self.states)
+        if rank_folder is None:
+            return files
+        rank_folder.mkdir(exist_ok=True)
+        if self.describe is not None:
+            self.describe(rank_folder)
         described = sync_tree(rank_folder)
         for name in described:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)  # another rank may have made it
@@ -79,7 +88,7 @@ def save_together(folder: Path, write: Callable[[Path], object]) -> None:
 def on_all_ranks(task: str) -> Iterator[None]:
     """Run the block on every rank; if it fails on one, raise ``CheckpointError`` on all, so that none waits forever.
 
-    The block must not contain collective operations.
+    The block must not contain collective operations, unless they raise on all ranks or on none.
     """
     try:
         yield
@@ -109,7 +118,7 @@ class SaveReport:
 class Writing:
     """One rank's part of a save in progress, written in a thread if ``background``.
 
-    ``write`` writes into ``folder``, which is created if needed, and returns the files' entries.
+    ``write`` writes into ``folder``, which it creates if needed, and returns the files' entries.
     """
 
     def __init__(self, write: Callable[[Path], dict[str, FileEntry]], folder: Path, background: bool) -> None:
@@ -123,7 +132,6 @@ class Writing:
 
     def _run(self, write: Callable[[Path], dict[str, FileEntry]], folder: Path) -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
             self._report = SaveReport(write(folder))
         except Exception as error:  # in a thread; whatever it is, all ranks must learn of it, which report() tells
             logger.warning("could not write to %s", folder, exc_info=error)

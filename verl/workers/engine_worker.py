@@ -227,7 +227,7 @@ class EngineWorker(Worker):
         background = self.checkpoint.async_save
         with self.trained.eval_mode():
             state = self.training_state(global_step, self.checkpoint.save_contents, copied=background)
-        self._writing = Writing(state.write, Path(folder), background)
+            self._writing = Writing(state.write, Path(folder), background)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_report(self, wait: bool = False) -> SaveReport | None:

@@ -69,6 +69,7 @@ from verl.workers.engine.model.export import (
     WeightFiles,
     untrained_heads,
     weights_on_first_rank,
+    write_in_turn,
     write_model_folder,
     write_tokenizer,
 )
@@ -412,10 +413,11 @@ class ShardedModel(BaseEngine):
         if self.loss_scale is not None:
             numbers |= self.loss_scale.numbers()
         states = self._training_state().states(contents, numbers, copied)
+        has_weights = "hf_model" in contents
+        is_policy = self.model.head_name == "lm_head"
+        heads = untrained_heads(self.model_config.path, self.model.hf.config) if has_weights and is_policy else ()
         export = None
-        if "hf_model" in contents:
-            is_policy = self.model.head_name == "lm_head"
-            heads = untrained_heads(self.model_config.path, self.model.hf.config) if is_policy else ()
+        if has_weights and copied:
             export = WeightFiles.collect(self.get_per_tensor_param(), self.model.hf, stored=heads)
         adapters = None
         if self.has_adapters and "model" in contents:
@@ -427,12 +429,16 @@ class ShardedModel(BaseEngine):
             if dist.get_rank():
                 return
             write_world_size(folder)
-            write_model_folder(self.model.hf, self.model.head_name, export is not None, folder / "huggingface")
+            write_model_folder(self.model.hf, self.model.head_name, has_weights, folder / "huggingface")
             write_tokenizer(self.model_config, folder / "huggingface")
             if adapters is not None:
                 write_adapters(self.model.hf, self.model.head_name, adapters, folder / ADAPTER_FOLDER)
 
-        return RankState(states, describe)
+        def write_weights(folder: Path) -> None:
+            with self._awake(optimizer=False):
+                write_in_turn(self.get_per_tensor_param(), self.model.hf, folder / "huggingface", stored=heads)
+
+        return RankState(states, describe, write_weights if has_weights and not copied else None)
 
     def state_bytes(self) -> int:
         """See :meth:`BaseEngine.state_bytes`."""

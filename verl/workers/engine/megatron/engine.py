@@ -70,6 +70,7 @@ from verl.workers.engine.model.export import (
     WeightFiles,
     untrained_heads,
     weights_on_first_rank,
+    write_in_turn,
     write_model_folder,
     write_tokenizer,
 )
@@ -580,11 +581,11 @@ class MegatronEngine(BaseEngine):
         numbers = {"weight_version": self.weight_version, "global_step": global_step}
         with self._awake(optimizer=True):
             states = self._state().states(contents, numbers, copied)
+            has_weights, skeleton = "hf_model" in contents, self.model.skeleton
+            is_without = self.model_type == "language_model" and not self.model.heads.count
+            heads = untrained_heads(self.model_config.path, skeleton.hf.config) if has_weights and is_without else ()
             export = None
-            if "hf_model" in contents:
-                skeleton = self.model.skeleton
-                is_without = self.model_type == "language_model" and not self.model.heads.count
-                heads = untrained_heads(self.model_config.path, skeleton.hf.config) if is_without else ()
+            if has_weights and copied:
                 export = WeightFiles.collect(self.get_per_tensor_param(), skeleton.hf, stored=heads)
             adapters = None
             if self.has_adapters and "model" in contents:
@@ -596,13 +597,16 @@ class MegatronEngine(BaseEngine):
             if dist.get_rank():
                 return
             write_layout(folder, dist.get_world_size(), vars(self.layout))
-            skeleton = self.model.skeleton
-            write_model_folder(skeleton.hf, skeleton.head_name, export is not None, folder / "huggingface")
+            write_model_folder(skeleton.hf, skeleton.head_name, has_weights, folder / "huggingface")
             write_tokenizer(self.model_config, folder / "huggingface")
             if adapters is not None:
                 write_adapters(skeleton.hf, skeleton.head_name, adapters, folder / ADAPTER_FOLDER)
 
-        return RankState(states, describe)
+        def write_weights(folder: Path) -> None:
+            with self._awake(optimizer=False):
+                write_in_turn(self.get_per_tensor_param(), skeleton.hf, folder / "huggingface", stored=heads)
+
+        return RankState(states, describe, write_weights if has_weights and not copied else None)
 
     def load_state(self, states: Mapping[str, State]) -> None:
         """Restore what :meth:`state` returned; see :class:`BaseEngine`."""

@@ -7,9 +7,12 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
+from typing import TypeAlias
 
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -30,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 FILE_BYTES = 2 << 30
 """Size from which on a file of an exported model is full."""
+
+Sizes: TypeAlias = Mapping[str, tuple[int, int]]
+"""Bytes and elements of the weights in a file, by their names there."""
 
 
 def weights_on_first_rank(per_tensor: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -80,26 +86,17 @@ class WeightFiles:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         held: dict[int, dict[str, Tensor]] = {}
         as_stored: dict[int, dict[str, Tensor]] = {}
-        file_index, size, unit = 0, 0, ""
-        sources = chain(((held, part) for part in per_tensor), ((as_stored, part) for part in stored))
-        for files, (name, tensor) in sources:  # every rank must iterate to the end: gathering is collective
-            next_unit = _unit_of(name)
-            if next_unit != unit and size >= file_bytes:
-                file_index, size = file_index + 1, 0
-            unit, size = next_unit, size + tensor.nbytes
+        file_index = 0
+        # Every rank must iterate to the end: gathering is collective.
+        for file_index, is_stored, name, tensor in _in_files(per_tensor, stored, file_bytes):
             if file_index % ranks == rank:
+                files = as_stored if is_stored else held
                 files.setdefault(file_index, {})[name] = tensor.to("cpu", copy=True)
         with on_all_ranks("export the model"):
             tensors_here = {index: names_on_disk(hf, part) for index, part in held.items()}
         for index, part in as_stored.items():
             tensors_here[index] = tensors_here.get(index, {}) | part
-        sizes: list[dict[int, dict[str, tuple[int, int]]]] = [{} for _ in range(ranks)]
-        mine = {
-            i: {name: (weight.nbytes, weight.numel()) for name, weight in part.items()}
-            for i, part in tensors_here.items()
-        }
-        dist.all_gather_object(sizes, mine)
-        index = _index_of(dict(sorted(p for s in sizes for p in s.items())), file_index + 1)
+        index = _index_of(_gathered({i: _sizes_of(part) for i, part in tensors_here.items()}), file_index + 1)
         return cls(
             {_file_name(i, file_index + 1): part for i, part in tensors_here.items()}, index if file_index else None
         )
@@ -108,10 +105,56 @@ class WeightFiles:
         """Write this rank's files and, on rank 0, the index."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, weights in self.tensors.items():
-            parts = {key: weight.contiguous() for key, weight in weights.items()}
-            save_file(parts, folder / name, metadata={"format": "pt"})
+            _save(weights, folder / name)
         if self.index is not None and dist.get_rank() == 0:
             _write_index(self.index, folder)
+
+
+def write_in_turn(
+    per_tensor: Iterator[tuple[str, Tensor]],
+    hf: PreTrainedModel,
+    folder: Path,
+    file_bytes: int = FILE_BYTES,
+    stored: Iterable[tuple[str, Tensor]] = (),
+) -> None:
+    """Write weights as the model's files, dealt to the ranks in turn, of which each holds one at a time. Collective.
+
+    A rank writes its file while the others gather theirs; rank 0 adds the index. Arguments are as of
+    :meth:`WeightFiles.collect`; ``folder`` is created.
+
+    Raises:
+        CheckpointError: on every rank, if a file could not be written.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sizes: dict[int, Sizes] = {}
+    held, as_stored = dict[str, Tensor](), dict[str, Tensor]()
+    held_index = file_index = 0
+
+    def write(index: int, weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+        sizes[index] = _save(names_on_disk(hf, weights) | others, folder / _unfinished(index))
+
+    with ThreadPoolExecutor(1, "export") as writer:
+        writes: list[Future[None]] = [writer.submit(folder.mkdir, parents=True, exist_ok=True)]
+        # Every rank must iterate to the end, also after an error of its own: gathering is collective.
+        for file_index, is_stored, name, tensor in _in_files(per_tensor, stored, file_bytes):
+            if (held or as_stored) and file_index != held_index:
+                writes.append(writer.submit(write, held_index, held, as_stored))
+                held, as_stored = {}, {}
+            # Waits until the file before is written, and freed.
+            if file_index % ranks == rank and writes[-1].exception() is None:
+                held_index = file_index
+                (as_stored if is_stored else held)[name] = tensor.to("cpu", copy=True)
+        if held or as_stored:
+            writes.append(writer.submit(write, held_index, held, as_stored))
+    with on_all_ranks("export the model"):
+        for one in writes:
+            one.result()
+    of_all = _gathered(sizes)
+    with on_all_ranks("export the model"):
+        for index in sizes:  # how many there are is in each name
+            (folder / _unfinished(index)).rename(folder / _file_name(index, file_index + 1))
+        if file_index and rank == 0:
+            _write_index(_index_of(of_all, file_index + 1), folder)
 
 
 def write_in_files(
@@ -127,33 +170,51 @@ def write_in_files(
         folder: the model folder.
         file_bytes: size from which on a file is full; it ends with the layer that fills it.
     """
-    sizes: dict[int, dict[str, tuple[int, int]]] = {}
-    held: dict[str, Tensor] = {}
-    size, unit = 0, ""
-
     for unfinished in folder.glob("*.safetensors.partial"):
         unfinished.unlink()
-
-    def write() -> None:
-        parts = {name: weight.contiguous() for name, weight in names_on_disk(hf, held).items()}
-        save_file(parts, folder / _unfinished(len(sizes)), metadata={"format": "pt"})
-        sizes[len(sizes)] = {name: (weight.nbytes, weight.numel()) for name, weight in parts.items()}
-        held.clear()
-
-    for name, tensor in weights:
-        next_unit = _unit_of(name)
-        if next_unit != unit and size >= file_bytes:
-            write()
-            size = 0
-        held[name] = tensor
-        unit, size = next_unit, size + tensor.nbytes
-    write()
+    sizes: dict[int, Sizes] = {}
+    for index, part in groupby(_in_files(weights, (), file_bytes), key=itemgetter(0)):
+        # Without a name, so that it is freed before the next file is read.
+        sizes[index] = _save(
+            names_on_disk(hf, {name: tensor for _, _, name, tensor in part}), folder / _unfinished(index)
+        )
     for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):  # maybe divided otherwise
         old.unlink()
     for index in sizes:  # how many there are is in each name
         (folder / _unfinished(index)).rename(folder / _file_name(index, len(sizes)))
     if len(sizes) > 1:
         _write_index(_index_of(sizes, len(sizes)), folder)
+
+
+def _in_files(
+    weights: Iterable[tuple[str, Tensor]], stored: Iterable[tuple[str, Tensor]], file_bytes: int
+) -> Iterator[tuple[int, bool, str, Tensor]]:
+    """Yield the index of the file of each weight, whether it is one of ``stored``, its name and itself."""
+    index, size, unit = 0, 0, ""
+    for is_stored, part in ((False, weights), (True, stored)):
+        for name, tensor in part:
+            next_unit = _unit_of(name)
+            if next_unit != unit and size >= file_bytes:
+                index, size = index + 1, 0
+            unit, size = next_unit, size + tensor.nbytes
+            yield index, is_stored, name, tensor
+
+
+def _save(weights: Mapping[str, Tensor], path: Path) -> Sizes:
+    parts = {name: weight.contiguous() for name, weight in weights.items()}
+    save_file(parts, path, metadata={"format": "pt"})
+    return _sizes_of(parts)
+
+
+def _sizes_of(weights: Mapping[str, Tensor]) -> Sizes:
+    return {name: (weight.nbytes, weight.numel()) for name, weight in weights.items()}
+
+
+def _gathered(sizes: dict[int, Sizes]) -> dict[int, Sizes]:
+    """Return the sizes in the files of all ranks, in the order of the files. Collective."""
+    of_ranks: list[dict[int, Sizes]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, sizes)
+    return dict(sorted(pair for part in of_ranks for pair in part.items()))
 
 
 def _unit_of(name: str) -> str:
@@ -164,7 +225,7 @@ def _unit_of(name: str) -> str:
     return re.sub(r"(\.\d+)\..*", r"\1", name)
 
 
-def _index_of(sizes: Mapping[int, Mapping[str, tuple[int, int]]], count: int) -> dict[str, object]:
+def _index_of(sizes: Mapping[int, Sizes], count: int) -> dict[str, object]:
     """Return the index of ``count`` files: bytes and elements of each weight, by the number of its file."""
     all_sizes = [size for part in sizes.values() for size in part.values()]
     return {
