@@ -8,8 +8,9 @@ that no file backs (Pss_Anon and Pss_Shmem in /proc/self/smaps_rollup: what proc
 as a share of the model in the format that the path holds; mapped files are not in it, because the kernel takes their
 pages when memory is short. ``read`` are the bytes
 that the process fetched from the disk (read_bytes in /proc/self/io), as a share of the files; the page cache is emptied
-of them before, and ranks share it, as those of one machine do. ``time`` is the seconds divided by those of reading the
-files from the disk once, right before. Freed blocks above 1 MiB go back to the kernel at once.
+of them before, and ranks share it, as those of one machine do. Meanwhile freed blocks above 1 MiB go back to the kernel
+at once. ``time`` is the seconds of further processes, which do neither, divided by those of reading the files from the
+disk once, right before; ``processor`` is the processor time of these processes together, divided likewise.
 
 As with a model that is much larger than a file of 2 GiB, files that are written end at a sixteenth of the model, merges
 compare every weight, but no logits, and ranks on CPUs keep no whole weights between updates.
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "OMP_NUM_THREADS": "1"}
+os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -47,7 +48,8 @@ from verl.testing.models import tiny_tokenizer
 from verl.utils.model import empty_causal_lm
 from verl.utils.transformers_private import names_on_disk
 from verl.workers.engine import BaseEngine, EngineRegistry
-from verl.workers.engine.model.export import WeightFiles
+from verl.workers.engine.fsdp import sharded_model
+from verl.workers.engine.model.export import write_in_turn
 from verl.workers.engine.model.headed import own_state, pretrained_weights
 from verl.workers.rollout.weights import FileBuffer
 from verl.workers.teacher.average import AveragedWeights
@@ -113,11 +115,14 @@ def forget(folder: Path) -> None:
 class Measured:
     """What one process did on a path."""
 
+    is_watched: bool = False
+    """Whether its memory is looked at."""
     peak: int = 0
     """Bytes."""
     read: int = 0
     """Bytes."""
     seconds: float = 0.0
+    processor_seconds: float = 0.0
 
 
 def fields(name: str) -> dict[str, str]:
@@ -134,23 +139,26 @@ def memory() -> int:
 
 @contextmanager
 def measured(result: Measured) -> Iterator[None]:
-    """Measure the block; memory is looked at every 20 ms."""
+    """Measure the block; memory, if it is watched, every 20 ms."""
     done, first, read = threading.Event(), memory(), int(fields("io")["read_bytes"])
-    began = time.monotonic()
+    began, used = time.monotonic(), time.process_time()
 
     def watch() -> None:
         while not done.wait(0.02):
             result.peak = max(result.peak, memory() - first)
 
     thread = threading.Thread(target=watch)
-    thread.start()
+    if result.is_watched:
+        thread.start()
     try:
         yield
     finally:
-        done.set()
-        thread.join()
-        result.peak = max(result.peak, memory() - first)
-        result.read, result.seconds = int(fields("io")["read_bytes"]) - read, time.monotonic() - began
+        result.seconds, result.processor_seconds = time.monotonic() - began, time.process_time() - used
+        if result.is_watched:
+            done.set()
+            thread.join()
+            result.peak = max(result.peak, memory() - first)
+        result.read = int(fields("io")["read_bytes"]) - read
 
 
 # ---- the paths
@@ -208,7 +216,7 @@ def in_small_files(folder: Path, width: int) -> Iterator[None]:
     """End files at a sixteenth of the dense model, whose numbers have ``width`` bytes, and compare no logits."""
     file_bytes = size_of(folder / "dense", ".safetensors") // 2 * width // 16
     with (
-        patch.object(WeightFiles, "collect", partial(WeightFiles.collect, file_bytes=file_bytes)),
+        patch.object(sharded_model, "write_in_turn", partial(write_in_turn, file_bytes=file_bytes)),
         patch.object(merging, "write_in_files", partial(merging.write_in_files, file_bytes=file_bytes)),
         patch.object(merging, "available_memory", lambda: 0),
     ):
@@ -318,23 +326,25 @@ ROUTES = {
 }
 
 
-def in_process(rank: int, name: str, folder: Path, ranks: int) -> None:
+def in_process(rank: int, name: str, folder: Path, ranks: int, is_watched: bool) -> None:
     """Run one path as one rank, and write what was measured."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    result = Measured()
+    result = Measured(is_watched)
     ROUTES[name].run(folder, ranks, result)
     (folder / f"rank_{rank}.json").write_text(json.dumps(asdict(result)))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(name: str, folder: Path, ranks: int) -> list[Measured]:
+def measure(name: str, folder: Path, ranks: int, is_watched: bool) -> list[Measured]:
     """Run one path in new processes; return what each measured."""
     route = ROUTES[name]
     ranks = 1 if route.is_alone else ranks
     (folder / "store").unlink(missing_ok=True)
     forget(folder)
-    mp.start_processes(in_process, (name, folder, ranks), ranks, start_method="spawn")
+    allocator = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)} if is_watched else {}
+    with patch.dict(os.environ, allocator):
+        mp.start_processes(in_process, (name, folder, ranks, is_watched), ranks, start_method="spawn")
     (folder / f"{name}.done").touch()
     return [Measured(**json.loads((folder / f"rank_{rank}.json").read_text())) for rank in range(ranks)]
 
@@ -358,27 +368,30 @@ class Shares:
     """Of each process, as a share of the model."""
     read: list[float]
     """Of each process, as a share of the files."""
-    time: float
+    time: float | None = None
     """Seconds, as a multiple of those of reading the files."""
+    processor_time: float | None = None
+    """Processor time of all processes, likewise."""
 
 
-def shares(name: str, folder: Path, ranks: int) -> Shares:
+def shares(name: str, folder: Path, ranks: int, is_timed: bool) -> Shares:
     """Measure a path, after the one that writes what it reads."""
     route = ROUTES[name]
     if route.after and not (folder / f"{route.after}.done").exists():
-        measure(route.after, folder, ranks)
+        measure(route.after, folder, ranks, is_watched=False)
     numbers = size_of(folder / ("experts" if route.reads == "experts" else "dense"), ".safetensors") / 2
     ending = ".pt" if route.reads.startswith("saved") else ".safetensors"
     files = sorted((folder / route.reads).rglob(f"*{ending}"))
-    forget(folder)
-    reading = seconds_to_read(files)
-    processes = measure(name, folder, ranks)
+    processes = measure(name, folder, ranks, is_watched=True)
     size = sum(path.stat().st_size for path in files)
-    return Shares(
-        [one.peak / (numbers * route.width) for one in processes],
-        [one.read / size for one in processes],
-        max(one.seconds for one in processes) / reading,
-    )
+    found = Shares([one.peak / (numbers * route.width) for one in processes], [one.read / size for one in processes])
+    if is_timed:
+        forget(folder)
+        reading = seconds_to_read(files)
+        processes = measure(name, folder, ranks, is_watched=False)
+        found.time = max(one.seconds for one in processes) / reading
+        found.processor_time = sum(one.processor_seconds for one in processes) / reading
+    return found
 
 
 def main() -> None:
@@ -393,12 +406,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_models(folder, args.gib)
-        print("| path | ranks | peak of a process | read by a process | time |\n|---|---|---|---|---|")
+        print("| path | ranks | peak of a process | read by a process | time | processor |\n|---|---|---|---|---|---|")
         for path in args.paths:
-            found[path] = one = shares(path, folder, args.ranks)
+            found[path] = one = shares(path, folder, args.ranks, is_timed=True)
             peaks, reads = (", ".join(f"{share:.2f}" for share in part) for part in (one.peak, one.read))
             print(
-                f"| {path} | {len(one.peak)} | {peaks} | {reads} | {one.time:.1f} |",
+                f"| {path} | {len(one.peak)} | {peaks} | {reads} | {one.time:.1f} | {one.processor_time:.1f} |",
                 flush=True,
             )
     if args.json:

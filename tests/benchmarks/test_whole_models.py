@@ -12,6 +12,8 @@ PEAKS = {
     "resume": LAYER,  # the weights have their memory before
     "merge": LAYER,
     "merge, LoRA": LAYER,
+    "average": 0.6,  # its half of the average
+    "export": LAYER,
 }
 
 
@@ -25,5 +27,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PEAKS)
 def test_no_process_holds_more_than_its_part(name: str, folder: Path) -> None:
-    found = shares(name, folder, ranks=2)
+    found = shares(name, folder, ranks=2, is_timed=False)
     assert max(found.peak) < PEAKS[name]
+    assert sum(found.read) < 1.1
