@@ -21,6 +21,7 @@ from torch import Tensor
 from verl.checkpoint.boxes import Box
 from verl.checkpoint.torch_dist import TorchDistFiles
 from verl.errors import CheckpointError
+from verl.utils.torch_functional import all_finite
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -119,7 +120,7 @@ class DistFiles:
             CheckpointError: the weight is missing, has another shape, or is not finite.
         """
         values = self._weight(name, shape, box)
-        if not bool(values.sum(dtype=torch.float32).isfinite()) and not bool(values.isfinite().all()):
+        if not all_finite(values):
             raise CheckpointError(
                 f"the weight {name} in '{self.folder}' is not finite (nan or infinite): the training that wrote it "
                 "diverged, or a conversion overflowed. Take an earlier checkpoint."

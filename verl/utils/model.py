@@ -35,6 +35,7 @@ from verl.utils.model_code import LOADING_ERRORS, refuse_foreign_kernels, warn_i
 from verl.utils.model_facts.config_fields import random_fields, rope_rules, rope_type
 from verl.utils.model_facts.experts import ExpertSizes
 from verl.utils.model_facts.model_files import DEQUANTIZE, quantized_by
+from verl.utils.torch_functional import all_finite
 from verl.utils.transformers_private import names_on_disk, no_init_weights, set_attention, without_load_report
 from verl.vision.families import FAMILIES
 
@@ -259,12 +260,10 @@ def check_finite(weights: Iterable[tuple[str, Tensor]], path: str) -> None:
     Raises:
         ConfigError: the message names them.
     """
-    # A sum is NaN or infinite if a term is; finite terms may overflow, so these are looked at. In the format of the
-    # weight, or PyTorch would copy it on a CPU, which takes 16 times as long.
-    suspects = {name: w for name, w in weights if not bool(w.detach().sum().isfinite())}
-    bad = {name: int((~weight.isfinite()).sum()) for name, weight in suspects.items()}
-    examples = [f"{name} ({count} of {suspects[name].numel()} values)" for name, count in bad.items() if count]
-    if examples:
+    bad = {name: weight for name, weight in weights if not all_finite(weight.detach())}
+    if bad:
+        counts = {name: int((~weight.isfinite()).sum()) for name, weight in bad.items()}
+        examples = [f"{name} ({count} of {bad[name].numel()} values)" for name, count in counts.items()]
         raise ConfigError(
             f"the weights in '{path}' are not finite (nan or infinite): {_some(examples)}. The training that "
             "wrote them diverged, or a conversion overflowed: take an earlier checkpoint, or download or convert the "

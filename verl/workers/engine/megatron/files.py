@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from verl.errors import ConfigError
 from verl.utils.folder_weights import SINGLE, files_of_weights
 from verl.utils.model import weights_folder
+from verl.utils.torch_functional import all_finite
 from verl.workers.engine.megatron.weights import Box
 
 # Transformers' names of the weights of all experts of a layer, each of which the files may have apart.
@@ -75,7 +75,7 @@ class ModelFiles:
             )
         start, size = box
         tensors: Tensor = weight[tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))]
-        if not bool(tensors.sum(dtype=torch.float32).isfinite()) and not bool(tensors.isfinite().all()):
+        if not all_finite(tensors):
             raise ConfigError(
                 f"the weight {name} in '{self.folder}' is not finite (nan or infinite): the training that wrote it "
                 "diverged, or a conversion overflowed. Take an earlier checkpoint, or copy the model again."
