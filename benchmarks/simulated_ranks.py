@@ -33,11 +33,11 @@ import torch
 
 from benchmarks.standin import StandInRunner
 from tests.support.tiny_run import make_tiny_run, overrides
-from verl.backends.cpu.allocator import keep_freed_memory
 from verl.protocol import DataProto, stored
 from verl.single_controller.base.dispatch import PendingOutputs
 from verl.single_controller.base.resource_pool import PoolManager, ResourcePool
 from verl.single_controller.base.worker_group import Call, WorkerGroup
+from verl.single_controller.ray.session import prepare_for_batches
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.trainer.ppo.trainer import PPOTrainer
@@ -219,7 +219,7 @@ def one_size(ranks: int, response: int, lag: int) -> dict[str, float]:
     """
     ray.get = Store.values_of  # of a stored column that is read (verl/protocol/stored.py)
     Store.lag = lag
-    keep_freed_memory(of_any_size=True)  # as a Ray session does
+    prepare_for_batches()  # as a Ray session does
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "reward.py").write_text(REWARD)

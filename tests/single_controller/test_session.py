@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -98,6 +99,23 @@ def test_a_size_starts_a_ray_of_its_own(tmp_path, somebody):
     (tmp_path / "ray_current_cluster").write_text(somebody)
     given = {"_temp_dir": str(tmp_path), "num_cpus": 2}
     assert init_arguments(given) == {**given, "address": "local"}
+
+
+def test_rows_that_are_alive_are_not_looked_through_again_and_again():
+    full, before = [], gc.get_threshold()
+
+    def count(phase, info):
+        full.extend([phase] * (phase == "start" and info["generation"] == 2))
+
+    gc.callbacks.append(count)
+    try:
+        session.prepare_for_batches()
+        rows = [[row] for row in range(400_000)]
+    finally:
+        gc.callbacks.remove(count)
+        gc.set_threshold(*before)
+    assert len(rows) == 400_000
+    assert len(full) < 2  # with Python's thresholds 4
 
 
 def test_a_reward_manager_scores_in_a_process_of_ray(ray_cluster):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import secrets
@@ -32,8 +33,21 @@ CONNECT_TIMEOUT_S = 10.0  # for a cluster to accept a connection, and to answer
 LONGEST_FOLDER = 40  # of 107 characters of a socket's path; Ray appends "/ray/session_.../sockets/plasma_store"
 MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 
+FULL_COLLECTIONS = 1000
+"""Collections of younger objects before one of all objects; Python's default is 10."""
 _started: list[dict[str, object]] = []  # arguments of ray.init, if this process started Ray
 _watches: list[NodeWatch] = []  # at most one
+
+
+def prepare_for_batches() -> None:
+    """Let this process keep freed memory of any size, and rarely look through all objects for cycles, until it ends.
+
+    A full garbage collection looks at every row and every result of a call that is alive. By default their number in a
+    step grows with the ranks, and so does the time of each.
+    """
+    keep_freed_memory(of_any_size=True)
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, max(old, FULL_COLLECTIONS))
 
 
 @contextmanager
@@ -51,7 +65,7 @@ def ray_session(ray_kwargs: Any, nodes: int = 1) -> Iterator[None]:
     Raises:
         ResourceError: the requested cluster does not answer or has fewer machines, or Ray cannot start.
     """
-    keep_freed_memory(of_any_size=True)
+    prepare_for_batches()
     ours = not ray.is_initialized()
     if ours:
         for name, value in SETTINGS.items():
