@@ -13,7 +13,7 @@ PEAKS = {
     "merge": LAYER,
     "merge, LoRA": LAYER,
     "average": 0.6,  # its half of the average
-    "export": LAYER,
+    "export": 0.2,  # a file, and the weights that are gathered at a time, which the ranks share
 }
 
 
