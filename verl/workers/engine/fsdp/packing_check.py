@@ -87,6 +87,12 @@ class PackingCheck:
             undo()
         if may_pack or is_shared:
             use_attention(hf, before)
+        return self._settle_in_turn(may_pack, use_fast_layers)
+
+    def _settle_in_turn(self, may_pack: bool, use_fast_layers: Callable[[], Callable[[], None] | None]) -> bool:
+        """Do what :meth:`settle` does, with a pass for each change of the model."""
+        hf = self._model.hf
+        before = attention_of(hf.config.get_text_config())
         if (difference := self._difference(packed=False)) is not None:
             raise ConfigError(
                 f"{type(hf).__name__} changes its logits in a way that this engine does not know (log-probs "
@@ -98,7 +104,7 @@ class PackingCheck:
                 use_attention(hf, before)
                 self._warn_of_padding(reason)
                 may_pack = False
-        if is_shared and not may_pack:
+        if self._group is not None and not may_pack:
             use_attention(hf, PADDED_ATTENTION)
             if (reason := self._why_not(packed=False)) is not None:
                 raise self._unshared(reason)
