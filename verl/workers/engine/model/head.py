@@ -221,34 +221,70 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(
         ctx: AutogradContext[tuple[float, LogitRule, int, torch.dtype]], *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
         temperature, rule, rows, wide = ctx.settings
-        grad_log_probs, grad_entropy, *_ = grads
-        grad_hidden = torch.zeros_like(hidden)
-        # Sums over chunks are in fp32: in bf16 the gradient over 75 chunks has an error of 1 %.
-        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None else None
-        for start in range(0, len(hidden), rows):
-            part = slice(start, start + rows)
-            plain = logits_of(hidden[part], weight, bias, rule, wide)
-            log_p = (plain / temperature).sub_(log_z[part].unsqueeze(-1))
-            grad = torch.zeros_like(log_p)
-            p = log_p.exp()
-            if grad_entropy is not None:
-                torch.mul(p, log_p + entropy[part].unsqueeze(-1), out=grad)
-                grad.mul_(-grad_entropy[part].unsqueeze(-1))
-            if grad_log_probs is not None:
-                grad.addcmul_(p, grad_log_probs[part].sum(-1, keepdim=True), value=-1)
-                grad.scatter_add_(-1, targets[part], grad_log_probs[part])
-            grad = rule.backward_(grad.div_(temperature), plain).to(hidden.dtype)
-            grad_hidden[part] = grad @ weight
-            if grad_weight is not None:
-                add_product_(grad_weight, grad.t(), hidden[part])
-            if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=wide)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None
+        return logit_gradients(ctx.saved_tensors, 0, temperature, rule, rows, wide, ctx.needs_input_grad[1], grads)
+
+
+def logit_gradients(
+    saved: Sequence[Tensor],
+    first: int,
+    temperature: float,
+    rule: LogitRule,
+    rows: int,
+    wide: torch.dtype,
+    needs_weight: bool,
+    grads: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of hidden states, weight and bias, then None for ids and settings.
+
+    Args:
+        saved: hidden (N, H), weight (V, H), bias (V,) or None, ids (N, C) whose log-probs were returned, and (N,) each
+            log Σ exp z and entropies. Of a vocabulary that ranks divide weight and bias are this rank's part.
+        first: the id of the first row of the weight.
+        temperature: divisor of the logits.
+        rule: what the model does to its logits.
+        rows: tokens whose logits are computed at once.
+        wide: format of the logits.
+        needs_weight: whether the weight has a gradient.
+        grads: of the log-probs (N, C), and of the entropies (N,); others are not read.
+    """
+    hidden, weight, bias, targets, log_z, entropy = saved
+    grad_log_probs, grad_entropy, *_ = grads
+    grad_hidden = torch.zeros_like(hidden)
+    # Sums over chunks are in fp32: in bf16 the gradient over 75 chunks has an error of 1 %.
+    grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
+    grad_bias = torch.zeros_like(bias, dtype=wide) if bias is not None else None
+    for start in range(0, len(hidden), rows):
+        part = slice(start, start + rows)
+        log_p = logits_of(hidden[part], weight, bias, rule, wide)
+        logits = log_p.clone() if rule.softcap is not None else log_p  # read by the rule if it has a soft cap
+        log_p.div_(temperature).sub_(log_z[part].unsqueeze(-1))
+        grad, p = torch.zeros_like(log_p), log_p.exp()
+        # ∂ log p(y) / ∂z = 1_y - p          ∂H / ∂z = -p (log p + H)
+        if grad_entropy is not None:
+            torch.mul(p, log_p + entropy[part].unsqueeze(-1), out=grad)
+            grad.mul_(-grad_entropy[part].unsqueeze(-1))
+        if grad_log_probs is not None:
+            grad.addcmul_(p, grad_log_probs[part].sum(-1, keepdim=True), value=-1)
+            column, is_here = columns_of(targets[part], first, len(weight))
+            if len(weight):
+                grad.scatter_add_(-1, column, torch.where(is_here, grad_log_probs[part], 0))
+        grad = rule.backward_(grad.div_(temperature), logits).to(hidden.dtype)
+        grad_hidden[part] = grad @ weight
+        if grad_weight is not None:
+            add_product_(grad_weight, grad.t(), hidden[part])
+        if grad_bias is not None:
+            grad_bias += grad.sum(0, dtype=wide)
+    grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+    grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
+    return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def columns_of(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Column of each target among ``count`` tokens from ``first`` on, and whether it is there; (N, C) both."""
+    columns = targets - first
+    is_here = (columns >= 0) & (columns < count)
+    return torch.where(is_here, columns, 0), is_here
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:

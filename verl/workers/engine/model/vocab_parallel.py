@@ -23,8 +23,9 @@ from verl.workers.engine.model.head import (
     TokenStatistics,
     TopTokens,
     Wanted,
-    add_product_,
     chunk_rows,
+    columns_of,
+    logit_gradients,
     logits_of,
     stacked,
 )
@@ -146,48 +147,13 @@ class _VocabParallel(torch.autograd.Function):
     def backward(
         ctx: AutogradContext[tuple[int, float, LogitRule, int, torch.dtype]], *grads: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
         first, temperature, rule, rows, wide = ctx.settings
-        grad_log_probs, grad_entropy, *_ = grads
-        grad_hidden = torch.zeros_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
-        grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
-        for start in range(0, len(hidden), rows):
-            part = slice(start, start + rows)
-            log_p = logits_of(hidden[part], weight, bias, rule, wide)
-            logits = log_p.clone() if rule.softcap is not None else log_p  # read by the rule if it has a soft cap
-            log_p.div_(temperature).sub_(log_z[part].unsqueeze(-1))
-            grad, p = torch.zeros_like(log_p), log_p.exp()
-            # ∂ log p(y) / ∂z = 1_y - p          ∂H / ∂z = -p (log p + H)
-            if grad_entropy is not None:
-                torch.mul(p, log_p + entropy[part].unsqueeze(-1), out=grad)
-                grad.mul_(-grad_entropy[part].unsqueeze(-1))
-            if grad_log_probs is not None:
-                grad.addcmul_(p, grad_log_probs[part].sum(-1, keepdim=True), value=-1)
-                column, is_here = _columns(targets[part], first, len(weight))
-                if len(weight):
-                    grad.scatter_add_(-1, column, torch.where(is_here, grad_log_probs[part], 0))
-            grad = rule.backward_(grad.div_(temperature), logits).to(hidden.dtype)
-            grad_hidden[part] = grad @ weight
-            if grad_weight is not None:
-                add_product_(grad_weight, grad.t(), hidden[part])
-            if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=wide)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None
-
-
-def _columns(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Column of each target among this rank's ``count`` tokens from ``first`` on, and whether it is there; (N, C)."""
-    columns = targets - first
-    is_here = (columns >= 0) & (columns < count)
-    return torch.where(is_here, columns, 0), is_here
+        return logit_gradients(ctx.saved_tensors, first, temperature, rule, rows, wide, ctx.needs_input_grad[1], grads)
 
 
 def _values_at_targets(values: Tensor, targets: Tensor, first: int) -> Tensor:
     """Pick the columns ``targets`` (N, C) of ``values`` (N, count), 0 where another rank has them; without waiting."""
-    column, is_here = _columns(targets, first, values.shape[-1])
+    column, is_here = columns_of(targets, first, values.shape[-1])
     if not values.shape[-1]:
         return values.new_zeros(targets.shape)
     return torch.where(is_here, values.gather(-1, column), 0)
