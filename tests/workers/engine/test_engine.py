@@ -30,6 +30,7 @@ from verl.errors import ConfigError, SchemaError
 from verl.testing.models import tiny_model_dir
 from verl.workers.config import ActorConfig, CriticConfig, FSDPEngineConfig, FSDPOptimizerConfig
 from verl.workers.engine import EngineRegistry, FunctionLoss, MicroBatchConfig, PartialSum
+from verl.workers.engine.base import _load_backend
 from verl.workers.engine.loss import as_loss_function
 from verl.workers.engine.optimizer import build_optimizer, build_scheduler
 from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
@@ -409,3 +410,18 @@ def test_a_frozen_model_stored_as_it_is_computed_gives_the_same_log_probs(path):
     assert FSDPEngineConfig(dtype="bf16").model_dtype == "fp32"  # to be trained
     mixed = {"param_dtype": "fp16"}
     assert FSDPEngineConfig(forward_only=True, dtype="bf16", mixed_precision=mixed).model_dtype == "fp16"
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import no_such_package", "needs the package no_such_package, which is not installed"),
+        ("from torch import no_such_name", "cannot be imported: cannot import name 'no_such_name'"),
+        ("raise OSError('libcudart.so: cannot open')", "cannot be imported: libcudart.so"),
+    ],
+)
+def test_a_back_end_whose_packages_do_not_load_says_so(tmp_path, monkeypatch, code, said):
+    (tmp_path / "broken_back_end.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=said):
+        _load_backend("veomni", "broken_back_end")

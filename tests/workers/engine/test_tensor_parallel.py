@@ -26,7 +26,8 @@ from verl.model_merger.fsdp import merge
 from verl.protocol import DataProto
 from verl.testing.models import tiny_model_dir
 from verl.workers.config import ActorConfig, CriticConfig
-from verl.workers.engine.fsdp.tensor_parallel import check_division, divide_layers
+from verl.workers.engine.fsdp.sharding import _on_first_rank
+from verl.workers.engine.fsdp.tensor_parallel import _OverVocabulary, check_division, divide_layers
 from verl.workers.engine.model.divergence import FullDivergence
 from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
 
@@ -65,6 +66,29 @@ def of_divergence(engine, batch):
     return engine.infer_batch(with_teacher, {"divergence", "agreement", "teacher_entropy"}, LAYOUTS["three"])
 
 
+def few_tokens(rank):
+    """A vocabulary of one token: the second rank has no row of it."""
+    plain, mesh = torch.nn.Embedding(1, 4), init_device_mesh("cpu", (2,))
+    dist.broadcast(plain.weight.data, src=0)
+    embedding = torch.nn.Embedding(1, 4)
+    embedding.weight.data.copy_(plain.weight.data)
+    _OverVocabulary()._apply(embedding, mesh)
+    found = embedding(torch.zeros(2, 3, dtype=torch.int64))
+    assert torch.equal(found, plain.weight.expand(2, 3, 4))
+    found.sum().backward()
+    assert torch.equal(embedding.weight.grad.to_local(), torch.full((1 - rank, 4), 6.0))
+
+
+def errors_of_the_first_rank(rank):
+    """All ranks hear of an error of any kind; otherwise the second would wait in a collective."""
+
+    def broken():
+        raise KeyError("lm_head.weight")
+
+    with pytest.raises(KeyError if rank == 0 else ConfigError, match=r"lm_head\.weight"):
+        _on_first_rank(broken if rank == 0 else None, torch.device("cpu"))
+
+
 def two_ranks(rank, world_size, folder, paths):
     batch = torch.load(folder / "batch.pt", weights_only=False)
     found = {}
@@ -95,6 +119,8 @@ def two_ranks(rank, world_size, folder, paths):
     trained(engine, batch)
     engine.load_state(snapshot)
     assert all(torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
+    few_tokens(rank)
+    errors_of_the_first_rank(rank)
     with pytest.raises(ConfigError, match=r"the adapters are of DoRA"):
         tensor_parallel(paths["qwen3"], lora_rank=2, lora={"use_dora": True})
     with pytest.raises(ConfigError, match="does not divide the 2 ranks"):

@@ -375,3 +375,8 @@ def _load_backend(backend: str, module: str) -> None:
             f"strategy={backend} needs the package {error.name}, which is not installed. Install what it needs by "
             f"{install_command(backend)}, or use strategy=fsdp2."
         ) from error
+    except (ImportError, OSError) as error:
+        raise ConfigError(
+            f"strategy={backend}: a package that it needs cannot be imported: {error}. Install the versions that it "
+            f"needs by {install_command(backend)}, or use strategy=fsdp2."
+        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -239,14 +240,21 @@ def fill(model: HeadedModel, source: InitialWeights | None, device: torch.device
 
 
 def _on_first_rank(compute: Callable[[], T] | None, device: torch.device) -> T:
-    """Return on every rank what ``compute`` returns on the first, which alone has it, or raise its ConfigError."""
+    """Return on every rank what ``compute`` returns on the first, which alone has it, or raise its error on all.
+
+    Other ranks raise a ConfigError with the text of another error.
+    """
     message: list[Any] = [None]
-    if compute is not None:
-        try:
+    try:
+        if compute is not None:
             message = [compute()]
-        except ConfigError as error:
-            message = [error]  # the others would wait for a rank that raises it alone
-    dist.broadcast_object_list(message, src=0, device=device)
+    finally:
+        problem = sys.exc_info()[1]
+        if isinstance(problem, Exception):  # the others would wait for a rank that raises it alone
+            text = str(problem) if isinstance(problem, ConfigError) else f"{type(problem).__name__}: {problem}"
+            message = [ConfigError(text)]
+        if problem is None or isinstance(problem, Exception):  # no collective after an interrupt
+            dist.broadcast_object_list(message, src=0, device=device)
     if isinstance(message[0], ConfigError):
         raise message[0]
     return message[0]

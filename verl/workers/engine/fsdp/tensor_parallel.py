@@ -260,7 +260,7 @@ class _OverVocabulary(ParallelStyle):
         _distribute(module, device_mesh, Shard(0))
         each = -(-module.num_embeddings // device_mesh.size())
         first = device_mesh.get_local_rank() * each
-        count = min(each, module.num_embeddings - first)
+        count = max(min(each, module.num_embeddings - first), 0)
         # The row without gradients, among those of this rank.
         padding = module.padding_idx
         is_here = padding is not None and first <= padding < first + count
@@ -270,8 +270,10 @@ class _OverVocabulary(ParallelStyle):
         def looked_up(input: Tensor) -> Tensor:
             is_here = (input >= first) & (input < first + count)
             with _local_weights(module, Shard(0)):
-                rows = forward(torch.where(is_here, input - first, 0))
-            term = rows * is_here.unsqueeze(-1)
+                if count:
+                    term = forward(torch.where(is_here, input - first, 0)) * is_here.unsqueeze(-1)
+                else:  # this rank has no row, and a gradient of none
+                    term = module.weight.new_zeros(*input.shape, module.embedding_dim) + module.weight.sum()
             total = DTensor.from_local(term, device_mesh, [Partial()], run_check=False)
             return total.redistribute(placements=[Replicate()]).to_local()
 
