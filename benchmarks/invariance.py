@@ -87,6 +87,14 @@ MEGATRON_LAYOUTS = {
     "Megatron, TP 2 x PP 2": megatron(4, tensor=2, pipeline=2),
     "Megatron, TP 2 x CP 2": megatron(4, tensor=2, context=2),
     "Megatron, TP 2, 2 copies": megatron(4, tensor=2),
+    "Megatron, actor TP 2, reference CP 2, critic PP 2": [
+        *megatron(2, tensor=2),
+        *(
+            "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=1",
+            "critic.megatron.tensor_model_parallel_size=1",
+        ),
+        *("actor_rollout_ref.ref.megatron.context_parallel_size=2", "critic.megatron.pipeline_model_parallel_size=2"),
+    ],
 }
 """With --megatron, which needs megatron-core (the extra `megatron`)."""
 

@@ -95,6 +95,11 @@ CASES: list[tuple[dict[str, Any], str, Any]] = [
     ({f"{ACTOR}.optim.lr": 1e-5, f"{ACTOR}.optim.min_lr": 1e-6}, f"{ACTOR}.optim.min_lr_ratio", APPROX),
     ({f"{ACTOR}.optim.min_lr": 0.0}, f"{ACTOR}.optim.min_lr_ratio", 0.0),
     ({f"{ACTOR}.optim.lr": 1e-5, f"{ACTOR}.optim.lr_warmup_init": 1e-6}, f"{ACTOR}.optim.init_lr_ratio", APPROX),
+    (
+        {f"{ACTOR}.optim.optimizer": "dist_muon", f"{ACTOR}.optim.muon_momentum": 0.9},
+        f"{OPTIMIZER}.momentum",
+        0.9,
+    ),
     ({f"{OPTIMIZER}.optimizer_cpu_offload": True}, f"{ACTOR}.optim.offload_fraction", 1.0),
     (
         {f"{OPTIMIZER}.optimizer_cpu_offload": True, f"{OPTIMIZER}.optimizer_offload_fraction": 0.5},
@@ -143,6 +148,8 @@ def test_settings_of_megatron_in_the_engine_of_a_supervised_run(changes: dict[st
         ({f"{ACTOR}.qat.enable": True}, "training of quantized weights is not in this version"),
         ({"trainer.device": "npu"}, "Ascend devices are not in this version"),
         ({f"{ACTOR}.optim.min_lr": "low"}, "it is no share of lr="),
+        ({f"{ACTOR}.optim.muon_extra_scale_factor": 0.2}, "adjust_lr_fn says how updates of Muon are scaled"),
+        ({f"{ACTOR}.optim.optimizer": "Adamw"}, "torch.optim has no such class. Did you mean AdamW?"),
         ({f"{ACTOR}.optim.exp_avg_dtype": "bf16"}, "strategy=fsdp moments have the precision of the stored weights"),
         ({f"{ACTOR}.strategy": "fsdp2", "model_engine": "megatron"}, "is the back end of all models"),
     ],
@@ -155,6 +162,7 @@ def test_refusals(run: Run, changes: dict[str, Any], said: str):
     "key, value",
     [
         (f"{ACTOR}.megatron.override_transformer_config.apply_rope_fusion", True),
+        (f"{ACTOR}.optim.override_optimizer_config.optimizer_offload_fraction", 0.5),
         (f"{ACTOR}.checkpoint.strict", False),
         (f"{ACTOR}.megatron.use_remove_padding", False),
         (f"{ACTOR}.pad_to_length", True),
@@ -244,3 +252,10 @@ def test_versions_with_which_veomni_is_not_imported():
     assert cause is not None
     assert cause.endswith("is installed, and VeOmni's models here need torch<1")
     assert _why_not_importable([Requirement("pytest")]) is None
+
+
+def test_veomnis_models_of_one_process_have_the_same_kernels(run: Run):
+    changes = {"model_engine": "veomni", "algorithm.adv_estimator": "gae", "critic.model.use_liger": False}
+    said = "use_liger=false: VeOmni's models of a process have the same kernels, and actor_rollout_ref.model has null"
+    assert said in run.refusal(changes | {"trainer.device": "cuda"})
+    assert "the same kernels" not in run.refusal(changes | {"trainer.device": "cpu"})

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from tests.workers.engine.megatron.support import TP, another_engine, megatron_engine
+from tests.workers.engine.megatron.support import TP, megatron_engine
 from tests.workers.engine.test_shared_prompts import groups_of_rows
 from tests.workers.support import make_engine, run_ranks
 from verl.algorithms import agg_loss
@@ -196,7 +196,7 @@ def on_two_ranks(rank: int, world_size: int, folder: Path, paths: dict[str, str]
         return
     for settings in (TP, {"pipeline_model_parallel_size": 2}, {"context_parallel_size": 2}):
         engine = megatron_engine(paths["policy"], **settings)
-        teacher = another_engine(paths["megatron"], trained=False, **settings)
+        teacher = megatron_engine(paths["megatron"], trained=False, **settings)
         with_teacher, spec = rows_for(batch, [teacher], WHOLE)
         if teacher.is_mp_src_rank_with_outputs():
             references["megatron"].check_columns(with_teacher)

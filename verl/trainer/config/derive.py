@@ -170,7 +170,7 @@ def _shared_by(tree: Tree, size: str) -> int:
 def _layouts(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> None:
     """Give models under Megatron the actor's sizes and layers of stages where theirs are not set.
 
-    A process has one layout. The reference, which is the actor's model, also gets its other flags and its checkpoint.
+    The reference, which is the actor's model, also gets its other flags and its checkpoint.
     """
     for section in ("actor_rollout_ref.ref", "critic", "reward_model"):
         if get(tree, f"{section}.strategy") != "megatron" or get(tree, f"{_ACTOR}.strategy") != "megatron":
@@ -191,7 +191,9 @@ def _layouts(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> 
         entries, actors = get(tree, key, {}), get(tree, actors_key, {})
         if key not in keys or key in explicit or not isinstance(entries, dict) or not isinstance(actors, dict):
             continue
-        if not entries.keys() & set(PIPELINE_LAYOUT):
+        stages = [f"megatron.{name}" for name in MEGATRON_SIZES if "pipeline" in name]
+        has_stages = all(same(get(tree, f"{section}.{name}"), get(tree, f"{_ACTOR}.{name}")) for name in stages)
+        if not entries.keys() & set(PIPELINE_LAYOUT) and has_stages:
             is_same_model = section == "actor_rollout_ref.ref" and not entries
             followed = {k: v for k, v in actors.items() if is_same_model or k in PIPELINE_LAYOUT}
             if followed:

@@ -16,6 +16,10 @@ from verl.trainer.config import megatron_lora
 from verl.trainer.config.key_table import Alias, Retired
 
 OPTIMIZERS = ("actor_rollout_ref.actor.optim", "critic.optim", "optim")
+NAMES_OF_OPTIMIZERS = {"adam": "AdamW", "sgd": "SGD", "muon": "Muon", "dist_muon": "Muon"}
+"""megatron-core's names, whose `adam` has decoupled weight decay, and the classes of ``torch.optim``."""
+SETTINGS_OF_MUON = {"muon_momentum": "momentum", "muon_nesterov": "nesterov", "muon_num_ns_steps": "ns_steps"}
+"""Keys of the releases, and the keyword arguments of ``torch.optim.Muon``."""
 _FSDP = (
     *("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config"),
     *("critic.model.fsdp_config", "reward_model.model.fsdp_config", "engine"),
@@ -264,13 +268,20 @@ RETIRED: tuple[Retired, ...] = (
                 "the optimizer keeps fp32 weights in addition to those of another precision; leave it out",
                 {f"{optim}.master_weights": True},
             ),
-            Retired(
-                f"{optim}.muon_*",
-                "settings of Muon are in optim.override_optimizer_config; optim.optimizer=Muon chooses it",
-                (),
-                refused=False,
-                part=True,
+            *_refused(
+                "override_optimizer_config.adjust_lr_fn says how updates of Muon are scaled; leave it out",
+                {f"{optim}.muon_scale_mode": "spectral", f"{optim}.muon_extra_scale_factor": 1.0},
             ),
+            *_refused(
+                "queries, keys and values are matrices of their own; leave it true", {f"{optim}.muon_split_qkv": True}
+            ),
+            *_refused("AdamW moves all other weights; leave it out", {f"{optim}.muon_scalar_optimizer": "adam"}),
+            *_refused("set override_optimizer_config.ns_coefficients", {f"{optim}.muon_coefficient_type": "quintic"}),
+            *_told(
+                "updates are those of whole matrices, which PyTorch computes in bf16",
+                {f"{optim}.muon_tp_mode": "blockwise", f"{optim}.muon_fp32_matmul_prec": "medium"},
+            ),
+            Retired(f"{optim}.muon_*", "optim.optimizer is not Muon", (), refused=False, part=True),
         )
     ),
     # rollout
@@ -408,6 +419,10 @@ FREE_ENTRIES: tuple[Retired, ...] = (
     *_told(
         "state in host memory is copied to the device for its step, a part at a time, and the numbers are the same",
         _entries("override_optimizer_config", _OPTIMIZER_MEMORY),
+    ),
+    *_told(
+        "it is read beside optimizer_cpu_offload",
+        _entries("override_optimizer_config", ("optimizer_offload_fraction", "offload_fraction")),
     ),
     *_told(
         "exp_avg_dtype and exp_avg_sq_dtype of optim say how moments are stored",

@@ -13,6 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import verl.algorithms as algorithms
 from verl.algorithms.distillation import check_distillation_loss
 from verl.base.registry import suggest
@@ -333,8 +335,8 @@ def engines(config: PPOConfig | SupervisedConfig) -> Problems:
                 yield replace(problem, cause=f"{problem.cause}, in {path}")
 
 
-def moments(config: PPOConfig | SupervisedConfig) -> Problems:
-    """Moments in bfloat16 are those of Megatron's optimizer."""
+def optimizers(config: PPOConfig | SupervisedConfig) -> Problems:
+    """PyTorch has the optimizer, and moments in bfloat16 are those of Megatron's."""
     trained = (
         [("", "engine.strategy", config.engine.strategy, config.optim)] if isinstance(config, SupervisedConfig) else []
     )
@@ -344,6 +346,10 @@ def moments(config: PPOConfig | SupervisedConfig) -> Problems:
         if needs_critic(config):
             trained.append(("critic.", "critic.strategy", critic.strategy, critic.optim))
     for section, key, strategy, optim in trained:
+        known = {name: value for name, value in vars(torch.optim).items() if isinstance(value, type)}
+        if optim.optimizer_impl == "torch.optim" and optim.optimizer not in known:
+            cause = f"torch.optim has no such class.{suggest(optim.optimizer, [*known])}"
+            yield Problem(f"{section}optim.optimizer", optim.optimizer, cause, "AdamW, Muon, SGD ...")
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if strategy != "megatron" else ():
             if (value := optim[name]) != "fp32":
                 cause = f"with {key}={strategy} moments have the precision of the stored weights"
@@ -456,7 +462,7 @@ _SUPERVISED = (
     files.own_code,
     files.output_folders,
     engines,
-    moments,
+    optimizers,
     tensor_parallel.beside_divided_matrices,
     megatron.models,
     prediction.heads,
@@ -476,7 +482,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         sizes.lengths,
         order_of_rows,
         engines,
-        moments,
+        optimizers,
         tensor_parallel.beside_divided_matrices,
         veomni.one_kernel,
         megatron.models,

@@ -22,7 +22,6 @@ from verl.config import (
 from verl.config.megatron import INDEX, MIXTURES, SIZES, ranks_per_copy
 from verl.config.megatron_flags import ROUTERS
 from verl.config.model import ALL_LINEAR
-from verl.config.problems import shown
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.roles import need_reference_policy
 from verl.utils.model_facts import model_files
@@ -59,7 +58,7 @@ class _Held:
 
 
 def models(config: PPOConfig | SupervisedConfig) -> Problems:
-    """megatron-core is installed and has the models; layouts divide ranks, and are one where models share processes."""
+    """megatron-core is installed and has the models; layouts divide ranks."""
     models_held = _held(config)
     if models_held and importlib.util.find_spec("megatron") is None:
         cause = "megatron-core is not installed"
@@ -92,7 +91,7 @@ def _checkpoint(held: _Held) -> Problems:
 
 
 def layouts(config: PPOConfig | SupervisedConfig) -> Problems:
-    """What holds on every machine: layouts divide ranks and models, and are one where models share processes."""
+    """What holds on every machine: layouts divide ranks and models."""
     models_held = _held(config)
     if not models_held:
         return
@@ -104,13 +103,6 @@ def layouts(config: PPOConfig | SupervisedConfig) -> Problems:
             if same not in reported:
                 yield problem
                 reported.append(same)
-    pool = isinstance(config, PPOConfig) and config.reward_model.enable_resource_pool
-    together = [held for held in models_held if not (pool and held.section == "reward_model")]
-    for held in together:
-        sizes, first = _sizes(held.placement), _sizes(together[0].placement)
-        if sizes != first:
-            cause = f"megatron-core has one layout in a process, and {together[0].sizes} has {shown(first)}"
-            yield Problem(held.sizes, sizes, cause, "the same sizes")
     if (size := models_held[0].placement.expert_model_parallel_size) > 1:
         kinds = [model_files.model_type(Path(held.model.path).expanduser()) for held in models_held]
         if not any(kind is None or kind in MIXTURES for kind in kinds):

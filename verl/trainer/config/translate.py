@@ -119,6 +119,8 @@ class Translator:
             fully_async.move_settings(tree, self.explicit, self.problems, self._defaults, self.of_program)
         self._apply_rates(tree)
         self._apply_offloaded_states(tree)
+        self._apply_names_of_optimizers(tree)
+        self._apply_settings_of_muon(tree)
         self._apply_lora_of_megatron(tree)
         for alias in ALIASES:
             if get(tree, alias.old, _MISSING) is not _MISSING and self._leads_somewhere(alias):
@@ -420,6 +422,28 @@ class Translator:
                 continue
             self._move(tree, key, ratio_key, ratio)
 
+    def _apply_names_of_optimizers(self, tree: Tree) -> None:
+        """Turn megatron-core's names of optimizers into those of ``torch.optim``."""
+        for key in (f"{optim}.optimizer" for optim in key_releases.OPTIMIZERS):
+            name = get(tree, key)
+            if key in self.keys and isinstance(name, str) and name in key_releases.NAMES_OF_OPTIMIZERS:
+                put(tree, key, key_releases.NAMES_OF_OPTIMIZERS[name])
+
+    def _apply_settings_of_muon(self, tree: Tree) -> None:
+        """Move settings of Muon to the arguments of PyTorch's class."""
+        for optim in (optim for optim in key_releases.OPTIMIZERS if get(tree, f"{optim}.optimizer") == "Muon"):
+            section = f"{optim}.override_optimizer_config"
+            arguments = dict(get(tree, section) or {})
+            for name, argument in key_releases.SETTINGS_OF_MUON.items():
+                if (value := get(tree, f"{optim}.{name}")) is not None:
+                    drop(tree, f"{optim}.{name}")
+                    arguments.setdefault(argument, value)
+            if get(tree, f"{optim}.muon_match_adamw_update_rms"):
+                drop(tree, f"{optim}.muon_match_adamw_update_rms")
+                arguments.setdefault("adjust_lr_fn", "match_rms_adamw")
+            if arguments:
+                put(tree, section, arguments)
+
     def _apply_offloaded_states(self, tree: Tree) -> None:
         """Turn ``optimizer_cpu_offload`` and the fraction beside it into ``offload_fraction``."""
         switch, *fractions = "optimizer_cpu_offload", "optimizer_offload_fraction", "offload_fraction"
@@ -429,9 +453,11 @@ class Translator:
             if f"{optim}.offload_fraction" not in self.keys or not isinstance(entries, Mapping):
                 continue
             of_state = {name: entries[name] for name in (switch, *fractions) if name in entries}
+            if switch not in of_state:
+                continue
             for name in of_state:
                 drop(tree, f"{section}.{name}")
-            if not of_state.get(switch):
+            if not of_state[switch]:
                 continue
             fraction = next((of_state[name] for name in fractions if of_state.get(name) is not None), 1.0)
             self._move(tree, f"{section}.{switch}", f"{optim}.offload_fraction", fraction)

@@ -1,4 +1,4 @@
-"""Engines of strategy=megatron, on CPUs one layout after the other in one process."""
+"""Engines of strategy=megatron, on CPUs."""
 
 from __future__ import annotations
 
@@ -23,21 +23,6 @@ def batch_that_drew_padding() -> DataProto:
 
 
 def megatron_engine(
-    path: str, model_type: str = "language_model", trained: bool = True, dtype: str = "fp32", **settings: Any
-) -> BaseEngine:
-    """An initialised engine; the groups of another layout are dropped, so its engines must not be used again."""
-    from megatron.core import parallel_state
-
-    from verl.workers.engine.megatron.groups import Layout, joined
-
-    sizes = {key: value for key, value in settings.items() if key in McoreEngineConfig.__pydantic_fields__}
-    # Groups that are dropped keep their threads, which take a hundredth of a core each: so only where need be.
-    if joined() not in (None, Layout.of(McoreEngineConfig(**sizes))):
-        parallel_state.destroy_model_parallel()
-    return another_engine(path, model_type, trained, dtype, **settings)
-
-
-def another_engine(
     path: str,
     model_type: str = "language_model",
     trained: bool = True,
@@ -47,7 +32,7 @@ def another_engine(
     optimizer: dict[str, Any] | None = None,
     **settings: Any,
 ) -> BaseEngine:
-    """An initialised engine beside others of the same layout."""
+    """An initialised engine, beside others of any layout."""
     model = {key: settings.pop(key) for key in list(settings) if key in HFModelConfig.__pydantic_fields__}
     optimizer = optimizer or {"lr": LR, "weight_decay": 0.1, "override_optimizer_config": {"eps": EPS}}
     engine = EngineRegistry.new(

@@ -11,7 +11,7 @@ import transformers
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from tests.workers.engine.megatron.support import CONFIG, TP, another_engine, megatron_engine
+from tests.workers.engine.megatron.support import CONFIG, TP, megatron_engine
 from tests.workers.support import (
     LAYOUTS,
     naive_outputs,
@@ -138,4 +138,4 @@ def test_adapters_are_refused_before_weights_are_read(tmp_path):
     path = model_dir(tmp_path, "next")
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="no adapters of gated attention and gated delta nets"):
-        another_engine(path, lora_rank=4)
+        megatron_engine(path, lora_rank=4)

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.support.tiny_run import same
-from tests.workers.engine.megatron.support import CONFIG, TP, another_engine, megatron_engine
+from tests.workers.engine.megatron.support import CONFIG, TP, megatron_engine
 from tests.workers.engine.test_experts import (
     BALANCED,
     CONFIGS,
@@ -103,7 +103,7 @@ def test_outputs_and_updates_are_those_of_plain_pytorch(paths, name, tmp_path):
     engine.save_checkpoint(str(tmp_path / "saved"), 1, ("model", "optimizer", "extra", "hf_model"))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "huggingface")
     assert same(dict(exported.named_parameters()), weights_of(engine))
-    again = another_engine(str(tmp_path / "saved" / "huggingface"))
+    again = megatron_engine(str(tmp_path / "saved" / "huggingface"))
     assert same(weights_of(again), weights_of(engine))
 
 
@@ -151,7 +151,7 @@ def two_updates(actor, critic, batch):
 
 def with_a_critic(rank, world_size, folder, path):
     batch = torch.load(folder / "batch.pt", weights_only=False)
-    found = two_updates(megatron_engine(path, **EP), another_engine(path, "value_model", **EP), batch)
+    found = two_updates(megatron_engine(path, **EP), megatron_engine(path, "value_model", **EP), batch)
     torch.save(found, folder / f"rank_{rank}.pt")
 
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.tiny_run import same
 from tests.support.vision_models import tiny_vision_model_dir
 from tests.vision.test_engine_with_images import ppo_batch
-from tests.workers.engine.megatron.support import CONFIG, TP, another_engine, megatron_engine
+from tests.workers.engine.megatron.support import CONFIG, TP, megatron_engine
 from tests.workers.engine.test_experts import CONFIGS
 from tests.workers.support import (
     LAYOUTS,
@@ -103,18 +103,18 @@ def on_two_ranks(rank, world_size, folder, path, warm, cases):
         after, weights = three_steps(engine, batch), weights_of(engine)
         engine.load_state(held)
         assert same((three_steps(engine, batch), weights_of(engine)), (after, weights))
-        again = another_engine(path, **warm, **layout)
+        again = megatron_engine(path, **warm, **layout)
         again.load_checkpoint(str(folder / case))
         merged = weights_of(again)
         assert same((three_steps(again, batch), weights_of(again)), (after, weights))
         has_outputs = engine.is_mp_src_rank_with_outputs() and engine.get_data_parallel_size() == 1
         if cases == CASES["dense"]:
-            torch.save(drawn_by(another_engine(path, **RANK, **layout)), folder / f"drawn {case} {rank}.pt")
+            torch.save(drawn_by(megatron_engine(path, **RANK, **layout)), folder / f"drawn {case} {rank}.pt")
         found[case] = metrics, start, merged, outputs if has_outputs else None
     torch.save(found, folder / f"rank_{rank}.pt")
     if cases == CASES["dense"]:
         with pytest.raises(ConfigError, match="rank 1 has no layer with an adapter"):
-            another_engine(path, **RANK, target_modules=r".*layers\.0\..*q_proj", **PP)
+            megatron_engine(path, **RANK, target_modules=r".*layers\.0\..*q_proj", **PP)
 
 
 def drawn_by(engine):
@@ -192,13 +192,13 @@ def test_one_rank_trains_a_critic_and_sends_its_adapters_apart(paths, tmp_path):
     assert_close(found[1], weights, atol=1e-5, rtol=0)
 
     warm = adapters_after(path, tmp_path / "actor", **RANK)
-    engines = [another_engine(path, **warm), make_engine(path, **warm)]
+    engines = [megatron_engine(path, **warm), make_engine(path, **warm)]
     ours, theirs = (engine.adapted_weights() for engine in engines)
     assert ours.scales == theirs.scales
     assert same(dict(ours.base()), dict(theirs.base()))
     assert same([(n, t.clone()) for n, t in ours.adapters()], [(n, t.clone()) for n, t in theirs.adapters()])
-    new = another_engine(path, **RANK)
-    assert same(weights_of(new), weights_of(another_engine(path)))  # B is 0
+    new = megatron_engine(path, **RANK)
+    assert same(weights_of(new), weights_of(megatron_engine(path)))  # B is 0
     drawn = {name: tensor for name, tensor in new.adapted_weights().adapters() if ".lora_A." in name}
     assert all(0.9 < float(a.abs().max()) * a.shape[1] ** 0.5 < 1 for a in drawn.values())  # uniform within 1 / √in
     assert same({name: tensor for name, tensor in drawn_by(make_engine(path, **RANK)).items() if name in drawn}, drawn)

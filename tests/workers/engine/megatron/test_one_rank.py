@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from tests import forks
 from tests.support.tiny_run import same
-from tests.workers.engine.megatron.support import another_engine, batch_that_drew_padding, megatron_engine
+from tests.workers.engine.megatron.support import batch_that_drew_padding, megatron_engine
 from tests.workers.support import (
     LAYOUTS,
     WHOLE,
@@ -108,7 +108,7 @@ def test_recomputation_gives_the_same_bits(paths, model, how, takes_less):
     found, kept = [], []
     for override in ({}, how):
         settings = {"enable_gradient_checkpointing": False, "override_transformer_config": override}
-        engine = another_engine(paths[model], **settings)
+        engine = megatron_engine(paths[model], **settings)
         weights = {parameter.untyped_storage().data_ptr() for parameter in engine.model.pieces.parameters()}
         tensors: dict[int, int] = {}
         hooks = ExitStack()
@@ -137,7 +137,7 @@ def test_flags_of_speed_are_passed_on_or_named_in_the_log(paths, caplog):
     flags = dict.fromkeys((*on, "apply_rope_fusion", "overlap_p2p_comm_warmup_flush"), True)
     flags |= {"moe_token_dispatcher_type": "flex", "moe_router_dtype": "fp32", "bias_dropout_fusion": False}
     engine = megatron_engine(paths["experts"], dtype="bfloat16", override_transformer_config=flags)
-    another_engine(paths["experts"], dtype="bfloat16", override_transformer_config=flags)
+    megatron_engine(paths["experts"], dtype="bfloat16", override_transformer_config=flags)
     assert [record.message for record in caplog.records] == [
         "no effect: flags of megatron.override_transformer_config: gradient_accumulation_fusion (it takes a GPU); "
         "moe_enable_deepep (it belongs to moe_token_dispatcher_type=flex); moe_permute_fusion (it takes a GPU); "
@@ -175,10 +175,13 @@ def test_value_and_reward_models_are_those_of_fsdp(paths, tmp_path):
     values = [engine.infer_batch(batch, {"values"}, WHOLE)["values"] for engine in (ours, theirs)]
     assert_close(*values, atol=1e-5, rtol=0)
     rewards = tiny_model_dir(tmp_path / "rewards", "qwen3", task="sequence_classification")
-    models = another_engine(rewards, "reward_model", trained=False), make_engine(rewards, "reward_model", trained=False)
+    models = (
+        megatron_engine(rewards, "reward_model", trained=False),
+        make_engine(rewards, "reward_model", trained=False),
+    )
     scores = [engine.infer_batch(batch, {"scores"}, WHOLE)["scores"] for engine in models]
     assert_close(*scores, atol=1e-5, rtol=0)
-    fresh = another_engine(paths["qwen3"], "value_model").infer_batch(batch, {"values"}, WHOLE)["values"]
+    fresh = megatron_engine(paths["qwen3"], "value_model").infer_batch(batch, {"values"}, WHOLE)["values"]
     assert not fresh.any()  # a new head is zero
 
 
@@ -202,7 +205,7 @@ def test_a_run_goes_on_bit_by_bit_from_disk_and_from_memory(paths, tmp_path):
     with engine.train_mode():
         after = engine.train_batch(batch, sft_loss, WHOLE)
     weights = weights_of(engine)
-    resumed = another_engine(paths["qwen2"], use_distributed_optimizer=False)
+    resumed = megatron_engine(paths["qwen2"], use_distributed_optimizer=False)
     resumed.load_checkpoint(str(tmp_path / "saved"))
     assert resumed.weight_version == 1
     for again, restore in ((engine, lambda: engine.load_state(held)), (resumed, lambda: None)):
@@ -226,7 +229,7 @@ def test_a_damaged_checkpoint_is_refused(paths, tmp_path):
     engine = megatron_engine(paths["qwen3"])
     engine.save_checkpoint(str(tmp_path / "saved"))
     with pytest.raises(CheckpointError, match="of another model: missing weights"):
-        another_engine(paths["qwen2"]).load_checkpoint(str(tmp_path / "saved"))
+        megatron_engine(paths["qwen2"]).load_checkpoint(str(tmp_path / "saved"))
     file = tmp_path / "saved" / "model_world_size_1_rank_0.pt"
     state = torch.load(file, weights_only=True)
     state["boxes"][3]["values"] = state["boxes"][3]["values"][:1].clone()

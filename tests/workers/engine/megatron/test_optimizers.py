@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.support.tiny_run import same
-from tests.workers.engine.megatron.support import TP, another_engine, megatron_engine
+from tests.workers.engine.megatron.support import TP, megatron_engine
 from tests.workers.engine.test_experts import CONFIGS
 from tests.workers.support import EPS, LR, run_ranks, weights_of
 from verl.config import FSDPOptimizerConfig
@@ -137,7 +137,7 @@ def test_state_in_host_memory_changes_no_bit(paths, monkeypatch, tmp_path, dtype
         engine = megatron_engine(paths["dense"], dtype=dtype, optimizer=settings, use_distributed_optimizer=distributed)
         update(engine, 1)
         engine.save_checkpoint(str(tmp_path / str(fraction)), 1)
-        resumed = another_engine(paths["dense"], dtype=dtype, optimizer=settings)
+        resumed = megatron_engine(paths["dense"], dtype=dtype, optimizer=settings)
         resumed.load_checkpoint(str(tmp_path / str(fraction)), STATE)
         found.append(update(engine, 2))
         assert same(update(resumed, 2), found[-1])
@@ -161,7 +161,7 @@ def test_moments_in_bfloat16_are_rounded_after_each_step(paths, tmp_path):
         gradient = gradient_of(name, weight.shape, step)
         if step == 3:
             engine.save_checkpoint(str(tmp_path), 2)
-            resumed = another_engine(paths["dense"], optimizer=ADAMW | stored)
+            resumed = megatron_engine(paths["dense"], optimizer=ADAMW | stored)
             resumed.load_checkpoint(str(tmp_path), STATE)
         mean, square = beta * mean + (1 - beta) * gradient, beta_sq * square + (1 - beta_sq) * gradient**2
         moments = [beta * moments[0] + (1 - beta) * gradient, beta_sq * moments[1] + (1 - beta_sq) * gradient**2]

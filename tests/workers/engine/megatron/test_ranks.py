@@ -1,5 +1,7 @@
 """strategy=megatron on two ranks over gloo: tensor, pipeline and data parallel have the numbers of plain PyTorch."""
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.plan_accuracy import allocated_rise
 from tests.support.tiny_run import same
-from tests.workers.engine.megatron.support import CONFIG, TP, another_engine, batch_that_drew_padding, megatron_engine
+from tests.workers.engine.megatron.support import CONFIG, TP, batch_that_drew_padding, megatron_engine
 from tests.workers.support import (
     LAYOUTS,
     WHOLE,
@@ -20,7 +22,6 @@ from tests.workers.support import (
     weights_of,
     with_kept_ids,
 )
-from verl.errors import ConfigError
 from verl.model_merger.fsdp import saved_weights
 from verl.testing.models import tiny_model_dir
 from verl.workers.losses import PolicyLoss, sft_loss
@@ -65,9 +66,22 @@ def on_two_ranks(rank, world_size, folder, path):
         found[case] = metrics, weights_of(engine), outputs if engine.is_mp_src_rank_with_outputs() else None, place
     torch.save(found, folder / f"rank_{rank}.pt")
     reshard(folder, path, batch)
-    with pytest.raises(ConfigError, match="another model of this process has tensor_model_parallel_size=1"):
-        another_engine(path, **TP)
+    in_turn(path, batch, found)
     vocabulary(rank)
+
+
+def in_turn(path, batch, alone):
+    """Models of several layouts in one process: each has the bits that it has alone."""
+    engines = {case: megatron_engine(path, **CASES[case][0]) for case in ("tensor", "interleaved", "data")}
+    for _ in range(2):
+        with ExitStack() as modes:
+            for engine in engines.values():
+                modes.enter_context(engine.train_mode())
+            for case, engine in engines.items():
+                mine = share(batch, engine.get_data_parallel_rank(), engine.get_data_parallel_size())
+                engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[CASES[case][1]])
+    for case, engine in engines.items():
+        assert same(weights_of(engine), alone[case][1])
 
 
 def gathering(engine, trace):

@@ -39,7 +39,7 @@ from verl.workers.engine.loss import (
 from verl.workers.engine.megatron.adapters import as_in_peft, without_adapters
 from verl.workers.engine.megatron.balance import Mixtures, RouterTraining
 from verl.workers.engine.megatron.checkpoint import MegatronState
-from verl.workers.engine.megatron.groups import Layout, join
+from verl.workers.engine.megatron.groups import Layout, join, use
 from verl.workers.engine.megatron.inputs import megatron_inputs
 from verl.workers.engine.megatron.library import (
     DistributedDataParallel,
@@ -127,6 +127,9 @@ class MegatronEngine(BaseEngine):
         ensure_process_group(self.device, timeout_s)
         self.layout = Layout.of(engine_config)
         join(self.layout, self.device, engine_config.seed)
+        self._copies = parallel_state.get_data_parallel_group()
+        is_first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+        self._is_source = is_first and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: LambdaLR | None = None
         self.pass_sizes = PassSizes()
@@ -140,6 +143,7 @@ class MegatronEngine(BaseEngine):
 
     def initialize(self) -> None:
         """Build this rank's part of the model, and make the optimizer; see :class:`BaseEngine`."""
+        use(self.layout)
         config = self.engine_config
         seed_everything(config.seed + dist.get_rank())
         self.model = build(self.model_type, self.model_config, config, self.layout, self.device, self.frozen)
@@ -224,6 +228,7 @@ class MegatronEngine(BaseEngine):
 
     @contextmanager
     def _awake(self, optimizer: bool) -> Iterator[None]:
+        use(self.layout)
         self.to(self.device.type, optimizer=optimizer)
         self._contexts += 1
         try:
@@ -262,6 +267,7 @@ class MegatronEngine(BaseEngine):
 
         Only ranks of the last pipeline stage have them; on others they are 0.
         """
+        use(self.layout)
         self._check_request(outputs, temperature, topk, self.model.text_config.vocab_size)
         records, outputs = ROUTING in outputs, outputs - {ROUTING}
         columns: dict[str, Tensor] = {}
@@ -295,6 +301,7 @@ class MegatronEngine(BaseEngine):
         temperature: float = 1.0,
     ) -> dict[str, float]:
         """Accumulate the gradients of one mini-batch; see :class:`BaseEngine`."""
+        use(self.layout)
         loss_fn = as_loss_function(loss_fn)
         self._check_request(loss_fn.outputs, temperature)
         self._trained()
@@ -437,6 +444,7 @@ class MegatronEngine(BaseEngine):
 
     def optimizer_step(self) -> float:
         """Sum the gradients over ranks, clip them, and update the weights; see :class:`BaseEngine`."""
+        use(self.layout)
         optimizer, _, config = self._trained()
         self._has_gradients = False  # they are of no use after this
         finalize_model_grads(self._wrapped)
@@ -521,20 +529,19 @@ class MegatronEngine(BaseEngine):
 
     def get_data_parallel_size(self) -> int:
         """Return the number of copies of the model."""
-        return parallel_state.get_data_parallel_world_size()
+        return dist.get_world_size(self._copies)
 
     def get_data_parallel_rank(self) -> int:
         """Return the index of this rank's copy of the model."""
-        return parallel_state.get_data_parallel_rank()
+        return dist.get_rank(self._copies)
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """Return the ranks with the same part of each copy, which together have all rows once."""
-        return parallel_state.get_data_parallel_group()
+        return self._copies
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Return whether this rank is the first of its copy's last pipeline stage."""
-        is_first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
-        return is_first and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        return self._is_source
 
     def arithmetic(self) -> Arithmetic:
         """See :meth:`BaseEngine.arithmetic`. A CPU's peak is measured at the first call, which takes about 0.1 s."""
@@ -632,6 +639,7 @@ class MegatronLanguageModelEngine(MegatronEngine):
     @torch.no_grad()
     def output_matrix(self) -> OutputMatrix:
         """See :meth:`BaseEngine.output_matrix`. It has rows on the last pipeline stage only, where it is used."""
+        use(self.layout)
         config, dtype = self.model.text_config, torch_dtype(self.engine_config.dtype)
         whole = torch.empty(0, config.hidden_size, dtype=dtype, device=self.device)
         if self.model.last.post_process:

@@ -1,7 +1,9 @@
-"""Which ranks share what: the process groups of megatron-core, joined once per process."""
+"""Which ranks share what: the process groups of megatron-core; models of one process may have several layouts."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,25 +56,61 @@ class Layout:
         return f"{said}, expert_model_parallel_size={self.expert}, expert_tensor_parallel_size={self.expert_tensor}"
 
 
-def joined() -> Layout | None:
-    """Return the layout of this process, if its groups were made."""
-    if not parallel_state.is_initialized():
-        return None
-    return Layout(
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_context_parallel_world_size(),
-        parallel_state.get_expert_model_parallel_world_size(),
-        parallel_state.get_expert_tensor_parallel_world_size(),
-        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-    )
+class _Groups:
+    """The process groups of each layout of this process, of which megatron-core uses those of one at a time.
+
+    megatron-core keeps them in variables of its module ``parallel_state``, which are exchanged.
+    """
+
+    def __init__(self) -> None:
+        self._active: Layout | None = None
+        self._empty: dict[str, object] = {}
+        self._of_layouts: dict[Layout, dict[str, object]] = {}
+
+    def is_joined(self, layout: Layout) -> bool:
+        return layout in self._of_layouts
+
+    def begin(self) -> None:
+        """Set the groups aside, so that those of another layout can be made."""
+        if self._active is None:
+            self._empty = self._variables()
+        else:
+            self._of_layouts[self._active] = self._variables()
+            vars(parallel_state).update(_copied(self._empty))
+        self._active = None
+
+    def end(self, layout: Layout) -> None:
+        """Keep the groups that were made since :meth:`begin` as those of a layout."""
+        self._active = layout
+        self._of_layouts[layout] = self._variables()
+
+    def use(self, layout: Layout) -> None:
+        if layout == self._active:
+            return
+        if self._active is not None:
+            self._of_layouts[self._active] = self._variables()
+        vars(parallel_state).update(self._of_layouts[layout])
+        self._active = layout
+
+    @staticmethod
+    def _variables() -> dict[str, object]:
+        """megatron-core's variables."""
+        return _copied({n: value for n, value in vars(parallel_state).items() if re.fullmatch("_[A-Z_]+", n)})
+
+
+def _copied(variables: Mapping[str, object]) -> dict[str, object]:
+    """Copy the dictionaries among variables, which megatron-core fills."""
+    return {name: dict(value) if isinstance(value, dict) else value for name, value in variables.items()}
+
+
+_groups = _Groups()
 
 
 def join(layout: Layout, device: torch.device, seed: int) -> None:
-    """Make the process groups of ``layout``; all engines of a process have the same. Collective.
+    """Make the process groups of ``layout``, or use them if this process has them. Collective.
 
     Raises:
-        ConfigError: the layout does not divide the ranks, or another engine of this process has another layout.
+        ConfigError: the layout does not divide the ranks.
     """
     if device.type == "cpu":
         cpu.install()
@@ -87,14 +125,10 @@ def join(layout: Layout, device: torch.device, seed: int) -> None:
             f"megatron.{layout}: {experts_by} ranks share the experts, which does not divide the {ranks} ranks. Use "
             "sizes whose product divides them."
         )
-    known = joined()
-    if known is not None:
-        if known != layout:
-            raise ConfigError(
-                f"megatron.{layout}, and another model of this process has {known}. megatron-core has one layout in a "
-                "process: give actor, ref and critic the same sizes."
-            )
+    if _groups.is_joined(layout):
+        use(layout)
         return
+    _groups.begin()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -104,4 +138,10 @@ def join(layout: Layout, device: torch.device, seed: int) -> None:
         expert_tensor_parallel_size=layout.expert_tensor,
         create_gloo_process_groups=False,  # for megatron-core's own optimizer, which is not used
     )
+    _groups.end(layout)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def use(layout: Layout) -> None:
+    """Let megatron-core use the groups of ``layout``, which this process has joined."""
+    _groups.use(layout)

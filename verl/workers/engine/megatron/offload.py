@@ -1,4 +1,4 @@
-"""Tensors of an idle model in host memory.
+"""Tensors of an idle model in host memory, which on a machine with GPUs is pinned and kept for the next time.
 
 megatron-core's weights and gradients are views of large buffers, which the optimizer and the buckets of the reduction
 view too. So the memory below them is freed and filled again, and every view stays valid.
@@ -18,6 +18,8 @@ class OffloadedMemory:
     def __init__(self) -> None:
         self._parts: dict[str, Callable[[], Iterable[Tensor]]] = {}
         self._offloaded: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
+        self._kept: dict[tuple[str, int, int], Tensor] = {}
+        """Host memory by part, place in it and number of bytes: pinned memory takes longer to get than to fill."""
 
     def add(self, part: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
         """Name a part; ``tensors`` returns views of its memory, where several may view the same."""
@@ -30,11 +32,19 @@ class OffloadedMemory:
         storages = {s.data_ptr(): s for s in (tensor.untyped_storage() for tensor in self._parts[part]()) if s.nbytes()}
         # All bytes of each storage once, however many of the tensors view it.
         memories = [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in storages.values()]
-        self._offloaded[part] = [(memory, memory.to("cpu", copy=True) if keep else None) for memory in memories]
+        self._offloaded[part] = [
+            (memory, self._on_host(part, index, memory) if keep else None) for index, memory in enumerate(memories)
+        ]
         for memory in memories:
             memory.untyped_storage().resize_(0)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _on_host(self, part: str, index: int, memory: Tensor) -> Tensor:
+        key = part, index, memory.numel()
+        if key not in self._kept:
+            self._kept[key] = torch.empty_like(memory, device="cpu", pin_memory=memory.device.type == "cuda")
+        return self._kept[key].copy_(memory)
 
     def restore(self, part: str) -> None:
         """Move a part back to the device. No-op if it was not offloaded."""
