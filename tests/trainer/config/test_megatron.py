@@ -70,7 +70,7 @@ def test_sizes_must_divide_the_ranks_and_may_differ(run: Run):
     )
     sizes = "{tensor_model_parallel_size: 2}"
     assert f"{ACTOR}.megatron={sizes}: 2 ranks share the model, which does not divide 3 ranks" in message
-    config = run.load(TWO | {"critic.megatron.pipeline_model_parallel_size": 2, "algorithm.adv_estimator": "gae"})
+    config = run.load(TWO | {"critic.megatron.pipeline_model_parallel_size": 2})
     roles = config.actor_rollout_ref
     assert [one.shared_by for one in (roles.actor, roles.ref, config.critic)] == [2, 2, 4]
 
