@@ -40,7 +40,7 @@ def one_kernel(config: PPOConfig) -> Iterator[Problem]:
     roles, critic = config.actor_rollout_ref, config.critic.model
     are_both = roles.actor.strategy == config.critic.strategy == "veomni" and needs_critic(config)
     layers = [model.use_liger is not False for model in (roles.model, critic)]
-    if are_both and layers[0] != layers[1] and resolve_device(config) == "cuda":
+    if are_both and layers[0] != layers[1] and config.trainer.device != "cpu":
         of_policy = shown(roles.model.use_liger)
         cause = f"VeOmni's models of a process have the same kernels, and actor_rollout_ref.model has {of_policy}"
         yield Problem("critic.model.use_liger", critic.use_liger, cause, of_policy)

@@ -105,8 +105,8 @@ def check_muon(paths, folder, cases, ranks, saved):
     for case, weights in found[0].items():
         wanted = expected[cases[case.rsplit(" as ")[-1]][0]]
         assert all(same(weights, other[case]) for other in found[1:])
-        assert weights.keys() == wanted.keys()
-        for name, weight in weights.items():
+        assert weights.keys() >= wanted.keys()  # biases of routers are no parameters
+        for name, weight in ((name, weights[name]) for name in wanted):
             tolerance = 0 if weight.dim() > 1 and "embed" not in name else 1e-7  # AdamW's kernel takes other stretches
             message = lambda text, at=f"{case}, {name}": f"{at}: {text}"  # noqa: E731
             assert_close(weight, wanted[name], atol=tolerance, rtol=tolerance, msg=message)
