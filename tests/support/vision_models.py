@@ -100,7 +100,7 @@ def tiny_vision_model(
     }
     if family == "qwen3_vl_moe":
         # Of other sizes than transposed ones.
-        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
     if family.startswith("qwen3"):
         text |= {"head_dim": 16}
         text["rope_parameters"]["mrope_interleaved"] = True
