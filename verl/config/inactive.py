@@ -372,7 +372,7 @@ _KEYWORDS: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     TraceConfig: (no_effect("traces have the names of the run", {"project_name": None, "experiment_name": None}),),
     OptimizerConfig: (no_effect("grad_clip of the actor or critic counts", {"grad_clip": None}),),
     WrapPolicyConfig: (older_name("layer_class", "transformer_layer_cls_to_wrap"),),
-    FSDPOptimizerConfig: (no_effect("null is its default, 0", {"min_lr_ratio": None}),),
+    FSDPOptimizerConfig: (no_effect("null is its default, 0", {"min_lr_ratio": None, "init_lr_ratio": None}),),
     HFModelConfig: (
         no_effect(
             "files are copied, and tokenizer and model made, by what needs them (verl.utils.model)",

@@ -308,14 +308,22 @@ class FSDPOptimizerConfig(OptimizerConfig):
             yield Problem(key, rate, "Muon has no such rule for its rate", ", ".join(_RATES_OF_MUON))
 
     def _moment_problems(self, path: str) -> Iterator[Problem]:
-        """Formats of moments are those of Adam's."""
-        if (self.optimizer_impl, self.optimizer) in [("torch.optim", name) for name in _WITH_ADAMS_MOMENTS]:
-            return
-        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
-            if (value := self[name]) != "fp32":
+        """Formats of moments are those of Adam's, and a step changes a moment by more than its format's rounding."""
+        has_moments = (self.optimizer_impl, self.optimizer) in [("torch.optim", name) for name in _WITH_ADAMS_MOMENTS]
+        for name, beta in zip(("exp_avg_dtype", "exp_avg_sq_dtype"), self.betas, strict=True):
+            if (value := self[name]) == "fp32":
+                continue
+            if not has_moments:
                 cause = f"{self.optimizer_impl}.{self.optimizer} has no moments of Adam"
                 remedy = f"or set {path}.optimizer to {', '.join(_WITH_ADAMS_MOMENTS)} of torch.optim"
                 yield Problem(f"{path}.{name}", value, cause, "fp32", remedy)
+            elif 1 - beta < 2**-8:  # numbers of 8 bits are rounded to the nearest
+                cause = (
+                    f"with {path}.betas={list(self.betas)} this mean falls by at most {1 - beta:.2g} of itself in a "
+                    "step, which bf16 rounds to nothing: it stays near its largest value, and steps have the wrong size"
+                )
+                remedy = f"set {path}.{name}=fp32, or its number in betas to 0.99 or less"
+                yield Problem(f"{path}.{name}", value, cause, remedy=remedy, advice=True)
 
 
 CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]

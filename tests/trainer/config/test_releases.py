@@ -94,6 +94,8 @@ CASES: list[tuple[dict[str, Any], str, Any]] = [
     ({f"{ACTOR}.optim.min_lr_ratio": None}, f"{ACTOR}.optim.min_lr_ratio", 0.0),
     ({f"{ACTOR}.optim.lr": 1e-5, f"{ACTOR}.optim.min_lr": 1e-6}, f"{ACTOR}.optim.min_lr_ratio", APPROX),
     ({f"{ACTOR}.optim.min_lr": 0.0}, f"{ACTOR}.optim.min_lr_ratio", 0.0),
+    ({f"{ACTOR}.optim.lr_warmup_init": None}, f"{ACTOR}.optim.init_lr_ratio", 0.0),
+    ({f"{ACTOR}.optim.init_lr_ratio": None}, f"{ACTOR}.optim.init_lr_ratio", 0.0),
     ({f"{ACTOR}.optim.lr": 1e-5, f"{ACTOR}.optim.lr_warmup_init": 1e-6}, f"{ACTOR}.optim.init_lr_ratio", APPROX),
     (
         {f"{ACTOR}.optim.optimizer": "dist_muon", f"{ACTOR}.optim.muon_momentum": 0.9},

@@ -113,6 +113,19 @@ def test_settings_that_it_does_not_have_are_problems(settings, problem):
     assert re.search(problem, "\n".join(str(found) for found in config.problems("optim")))
 
 
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16", "betas": (0.9, 0.99)}, []),
+        ({"exp_avg_sq_dtype": "bf16"}, [("o.exp_avg_sq_dtype=bf16: with o.betas=[0.9, 0.999]", True)]),
+    ],
+)
+def test_moments_that_bfloat16_cannot_lower_are_advised_against(settings, said):
+    problems = [(str(found).split(" this")[0], found.advice) for found in FSDPOptimizerConfig(**settings).problems("o")]
+    assert problems == said
+    assert (torch.tensor(0.3).bfloat16() * 0.999).bfloat16() == torch.tensor(0.3).bfloat16()
+
+
 def test_muon_without_whole_matrices_is_refused():
     with pytest.raises(ConfigError, match="which weights are matrices"):
         build_optimizer(nn.Linear(2, 2).parameters(), FSDPOptimizerConfig(optimizer="Muon"))

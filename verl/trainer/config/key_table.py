@@ -120,9 +120,11 @@ ALIASES: tuple[Alias, ...] = (
 
 OLD_DEFAULTS: Mapping[str, tuple[object, object]] = {
     "trainer.resume_from_path": (False, None),
-    "actor_rollout_ref.actor.optim.min_lr_ratio": (None, 0.0),
-    "critic.optim.min_lr_ratio": (None, 0.0),
-    "optim.min_lr_ratio": (None, 0.0),
+    **{
+        f"{optim}.{name}": (None, 0.0)
+        for optim in ("actor_rollout_ref.actor.optim", "critic.optim", "optim")
+        for name in ("min_lr_ratio", "init_lr_ratio")
+    },
 }
 """Key → default of earlier versions, which public scripts still set, and the value that means the same now."""
 

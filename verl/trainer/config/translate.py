@@ -408,7 +408,7 @@ class Translator:
         for key, ratio_key in (
             (f"{optim}.{a}", f"{optim}.{b}") for optim in key_releases.OPTIMIZERS for a, b in names.items()
         ):
-            if ratio_key not in self.keys or (value := get(tree, key)) is None:
+            if ratio_key not in self.keys or (value := get(tree, key, _MISSING)) is _MISSING:
                 continue
             drop(tree, key)
             rate = get(tree, f"{key.rpartition('.')[0]}.lr")

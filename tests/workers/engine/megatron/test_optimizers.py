@@ -131,11 +131,12 @@ def test_muon_on_four_ranks_is_muon_on_one(paths, tmp_path):
 @pytest.mark.parametrize(("dtype", "of", "distributed"), [("bfloat16", ADAMW, True), ("fp32", MUON, False)])
 def test_state_in_host_memory_changes_no_bit(paths, monkeypatch, tmp_path, dtype, of, distributed):
     monkeypatch.setattr(optimizer, "CHUNK", 5000)
-    found = []
+    found, norms = [], []
     for fraction in (0.0, 0.5, 1.0):
         settings = of | {"offload_fraction": fraction}
         engine = megatron_engine(paths["dense"], dtype=dtype, optimizer=settings, use_distributed_optimizer=distributed)
         update(engine, 1)
+        norms.append(engine.optimizer.grad_norm())
         engine.save_checkpoint(str(tmp_path / str(fraction)), 1)
         resumed = megatron_engine(paths["dense"], dtype=dtype, optimizer=settings)
         resumed.load_checkpoint(str(tmp_path / str(fraction)), STATE)
@@ -148,6 +149,30 @@ def test_state_in_host_memory_changes_no_bit(paths, monkeypatch, tmp_path, dtype
         assert (fraction == 1) == (not list(engine.optimizer.tensors()))
     assert same(found[0], found[1])
     assert same(found[0], found[2])
+    assert norms[0] == norms[1] == norms[2]  # it decides about clipping
+
+
+class Counter(torch.optim.Optimizer):
+    """It counts the steps of each element in whole numbers, as optimizers with quantized moments keep bytes."""
+
+    def __init__(self, params, lr, weight_decay):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["steps"] = state.get("steps", torch.zeros_like(parameter, dtype=torch.int16)) + 1
+
+
+def test_states_keep_their_format_in_host_memory(paths):
+    of_this_file = {"optimizer_impl": __name__, "optimizer": "Counter", "offload_fraction": 1.0}
+    engine: Any = megatron_engine(paths["dense"], optimizer=of_this_file)
+    update(engine, 1)
+    update(engine, 2)
+    counts = [state["steps"] for state in engine.optimizer.torch.state.values()]
+    assert counts[0].dtype == torch.int16
+    assert all((count == 2).all() for count in counts)
 
 
 def test_moments_in_bfloat16_are_rounded_after_each_step(paths, tmp_path):

@@ -92,7 +92,7 @@ class _Share:
                 cursor = stop
 
     def part(self, begin: int, end: int, matrix: str | None) -> _Stretch:
-        """Make the part between two places of the bucket, with fp32 weights."""
+        """Make the part between two places of the bucket; its fp32 weights are the model's own until it has others."""
         here = slice(begin - self.first, end - self.first)
         ranges = {
             name: _Range(max(start, begin) - begin, min(stop, end) - begin, max(start, begin) - start)
@@ -100,7 +100,7 @@ class _Share:
             if max(start, begin) < min(stop, end)
         }
         weights = self.weights[here]
-        return _Stretch(nn.Parameter(weights.float()), weights, self.gradient[here], ranges, matrix)
+        return _Stretch(nn.Parameter(weights), weights, self.gradient[here], ranges, matrix)
 
     def of_ranks(self, name: str) -> list[int]:
         """Elements of a parameter that each rank of the group has."""
@@ -169,7 +169,7 @@ class MegatronOptimizer:
         ]
         self._parts = [part for _, parts in self._shares for part in parts]
         self._chunks = [self._parts] if at_once is None else list(self._in_chunks(at_once))
-        self._move_to_host(config.offload_fraction)
+        self._make_main(config.offload_fraction)
         exchange = BoxExchange(self._matrix_parameters(matrices.places), matrices.shapes) if self.muon else None
         matrix_parts = [part.main for part in self._parts if part.matrix is not None]
         self.torch = build_optimizer([part.main for part in self._parts], config, matrix_parts, exchange)
@@ -215,15 +215,17 @@ class MegatronOptimizer:
             if chunk:
                 yield chunk
 
-    def _move_to_host(self, fraction: float) -> None:
-        """Choose chunks with about ``fraction`` of this rank's elements, whose state is then in host memory."""
+    def _make_main(self, fraction: float) -> None:
+        """Make fp32 weights; chunks with about ``fraction`` of this rank's elements have their state in host memory."""
         total = sum(part.weights.numel() for part in self._parts)
         count = 0
         for chunk in self._chunks:
+            for part in chunk:
+                part.main.data = part.weights.float()
             count += sum(part.weights.numel() for part in chunk)
             if count <= fraction * total:
                 self._on_host |= {part.main for part in chunk}
-                self._rest(chunk, {})
+                self._rest(chunk, {})  # at once, because the device may not have memory for all of them
 
     def _matrix_parameters(self, places: Sequence[Place]) -> dict[nn.Parameter, MatrixParameter]:
         parameters: dict[nn.Parameter, MatrixParameter] = {}
@@ -254,8 +256,10 @@ class MegatronOptimizer:
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Gradients of this rank by parameter, cut to its share."""
-        for part in self._parts:
-            yield from ((name, part.gradient[here.first : here.end]) for name, here in part.ranges.items())
+        # Of whole shares, because the norm's last bits would depend on where these are cut.
+        for share, _ in self._shares:
+            whole = share.part(share.first, share.first + share.weights.numel(), None)
+            yield from ((name, whole.gradient[here.first : here.end]) for name, here in whole.ranges.items())
 
     def grad_norm(self) -> float:
         """Norm of all gradients, in fp32, the same on every rank. Collective."""
@@ -302,7 +306,7 @@ class MegatronOptimizer:
             state = self.torch.state.get(part.main, {})
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
-                    state[key] = value.to(part.weights.device, torch.float32)
+                    state[key] = value.to(part.weights.device, torch.float32 if self._is_rounded(key) else None)
 
     def _rest(self, chunk: Iterable[_Stretch], states: Mapping[Tensor, dict[str, Any]]) -> None:
         """Store the state of a chunk in the format and the memory that it has between steps."""
@@ -313,12 +317,12 @@ class MegatronOptimizer:
             state = states.get(part.main, {})
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.dim():
-                    stored = value.to(self._dtype(key))
+                    stored = value.bfloat16() if self._is_rounded(key) else value
                     state[key] = self._in_host_memory(part.main, key, stored) if is_on_host else stored
 
-    def _dtype(self, kind: str) -> torch.dtype:
-        """Return the format in which a moment is stored."""
-        return torch.bfloat16 if self._moments.get(kind) == "bf16" else torch.float32
+    def _is_rounded(self, kind: str) -> bool:
+        """Whether a moment is stored in bfloat16."""
+        return self._moments.get(kind) == "bf16"
 
     def _in_host_memory(self, main: nn.Parameter, key: str, value: Tensor) -> Tensor:
         """Copy a tensor to the memory that is kept for it."""
@@ -385,13 +389,12 @@ class MegatronOptimizer:
 
     def _by_parameter(self, kind: str) -> dict[str, Tensor]:
         states: dict[str, Tensor] = {}
+        dtype = torch.bfloat16 if self._is_rounded(kind) else torch.float32
         for share, parts in self._shares:
             device = share.weights.device
             values = [part.main if kind == "main" else self.torch.state[part.main].get(kind) for part in parts]
             flats = [
-                part.weights.new_zeros(part.weights.shape, dtype=self._dtype(kind))
-                if value is None
-                else value.detach().to(device)
+                torch.zeros_like(part.weights, dtype=dtype) if value is None else value.detach().to(device)
                 for part, value in zip(parts, values, strict=True)
             ]
             flat = flats[0] if len(flats) == 1 else torch.cat(flats)
