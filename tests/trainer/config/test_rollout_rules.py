@@ -319,9 +319,12 @@ def test_shared_prompts_that_cannot_be(run: Run, caplog: pytest.LogCaptureFixtur
     [
         ({"model_type": "qwen2_5_vl"}, "prompts with images are not shared"),
         (
-            {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
+            {"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"]},
             "the model has layers (linear_attention) other than full or sliding attention",
         ),
+        # As their files were published.
+        ({"model_type": "qwen3_next", "full_attention_interval": 4}, "the model has layers (linear_attention)"),
+        ({"model_type": "deepseek_v32", "index_topk": 2048}, "the model has layers (indexed_attention)"),
     ],
 )
 def test_shared_prompts_of_models_that_cannot(run: Run, caplog: pytest.LogCaptureFixture, content, said):

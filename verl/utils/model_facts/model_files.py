@@ -77,11 +77,19 @@ def model_type(folder: Path) -> str | None:
 
 
 def layer_types(folder: Path) -> list[str]:
-    """The ``layer_types`` of the text model in ``config.json`` of a model folder; empty if there are none."""
+    """The ``layer_types`` of the text model in ``config.json`` of a model folder; empty if all are full attention.
+
+    Published files of Qwen3-Next, DeepSeek-V3.2 and GLM-5 have another entry in its place, which then says which kinds
+    of layers there are, each of them once.
+    """
     content = config_entries(folder)
-    text = content.get("text_config")
-    kinds = (text if isinstance(text, dict) else content).get("layer_types")
-    return [str(kind) for kind in kinds] if isinstance(kinds, list) else []
+    text = content["text_config"] if isinstance(content.get("text_config"), dict) else content
+    assert isinstance(text, dict)
+    if isinstance(kinds := text.get("layer_types"), list):
+        return [str(kind) for kind in kinds]
+    if text.get("full_attention_interval"):
+        return ["linear_attention", "full_attention"]
+    return ["indexed_attention"] if text.get("index_topk") else []
 
 
 def quantization_problem(folder: Path) -> str | None:
