@@ -54,6 +54,10 @@ def test_megatron_divides_weights_by_layout_and_state_by_copies():
     assert held.weights == largest * 2 / 2
     assert held.gradients == largest * 4 / 2
     assert held.optimizer == held.state == largest * 12 / 2 / 4
+    # Both moments in bf16, and a quarter of the state in host memory.
+    small = replace(held, adam_bytes=4, offload_fraction=0.25)
+    assert (small.optimizer, small.state_on_host) == (largest * 8 / 2 / 4 * 3 / 4, largest * 8 / 2 / 4 / 4)
+    assert small.state == largest * 8 / 2 / 4
 
 
 def test_the_largest_stage_counts():

@@ -87,6 +87,14 @@ def test_no_stage_waits_for_an_optimizer():
     assert seconds[0] - seconds[1] == pytest.approx(28 * held.state / 12 / 40e9)
 
 
+def test_state_in_host_memory_moves_twice_in_each_update():
+    # fp32 weights and two moments, 12 bytes of each parameter; half of them, there and back, in each of two updates.
+    held, there, work = megatron(gpt(2, 64, 4)), cluster(1, 0.5), Work(2, 0, 16)
+    halved = replace(held, offload_fraction=0.5)
+    seconds = [pass_seconds(one, there, work, 16, trains=True, updates=2) for one in (held, halved)]
+    assert seconds[1] - seconds[0] == pytest.approx(2 * 2 * held.trained * 6 / there.host_bytes_per_s)
+
+
 def test_exchanges_of_megatron_by_hand():
     # 32 tokens, hidden 64 in bf16, 2 layers, 300 GB/s; queries, keys, values and outputs are 64 wide each.
     shape, work, there = gpt(2, 64, 4), Work(2, 8, 8), cluster(8, 0.5)

@@ -205,10 +205,19 @@ class ModelMemory:
         if lay.is_on_host:
             return 0.0
         if lay.is_megatron:
-            on_device = (self._moment_bytes + (4 if lay.stored_bytes < 4 else 0)) * (1 - self.offload_fraction)
-            return self._part(self.trained, lay.divides_optimizer) * on_device
+            return self._optimizer_of_megatron - self.state_on_host
         size = 4 if self.adapters else lay.stored_bytes
         return self._moments * size / lay.shards / lay.tensor
+
+    @property
+    def state_on_host(self) -> float:
+        """Bytes of optimizer state and fp32 weights that stay in host memory between steps, under Megatron."""
+        return self.offload_fraction * self._optimizer_of_megatron if self.layout.is_megatron else 0.0
+
+    @property
+    def _optimizer_of_megatron(self) -> float:
+        per_parameter = self._moment_bytes + (4 if self.layout.stored_bytes < 4 else 0)
+        return self._part(self.trained, self.layout.divides_optimizer) * per_parameter
 
     @property
     def _moments(self) -> int:
