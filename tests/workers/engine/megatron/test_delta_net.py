@@ -62,7 +62,10 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "one stage, experts": ("next", OVER_EXPERTS, "three"),
     "tensor, padded": ("dense", TP | {"use_remove_padding": False, "sequence_parallel": False}, "whole"),
     "pipeline": ("next", {"pipeline_model_parallel_size": 2, "enable_gradient_checkpointing": True}, "by tokens"),
+}
+MORE: dict[str, tuple[str, dict[str, Any], str]] = {
     "copies": ("mixed", {}, "whole"),
+    "experts by columns, padded": ("mixed", TP | {"use_remove_padding": False}, "three"),
 }
 
 
@@ -79,9 +82,9 @@ def model_dir(path, name: str) -> str:
     return str(path)
 
 
-def on_two_ranks(rank, world_size, folder):
+def on_two_ranks(rank, world_size, folder, cases):
     result = {}
-    for case, (name, settings, layout) in CASES.items():
+    for case, (name, settings, layout) in cases.items():
         batch = torch.load(folder / f"{name}.pt", weights_only=False)
         engine = megatron_engine(str(folder / name), **settings)
         mine = share(batch, engine.get_data_parallel_rank(), engine.get_data_parallel_size())
@@ -94,44 +97,50 @@ def on_two_ranks(rank, world_size, folder):
             engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[layout])
         is_whole = engine.get_data_parallel_size() == 1 and engine.is_mp_src_rank_with_outputs()
         result[case] = outputs if is_whole else None, norm, weights_of(engine)
-    # Another layout goes on from a checkpoint.
-    engine = megatron_engine(str(folder / "next"), **OVER_EXPERTS)
-    engine.load_checkpoint(str(folder / "saved"))
-    with engine.train_mode():
-        engine.train_batch(torch.load(folder / "next.pt", weights_only=False), PolicyLoss(CONFIG), LAYOUTS["whole"])
-    result["resumed"] = weights_of(engine)
+    if "pipeline" in cases:  # another layout goes on from its checkpoint
+        engine = megatron_engine(str(folder / "next"), **OVER_EXPERTS)
+        engine.load_checkpoint(str(folder / "saved"))
+        with engine.train_mode():
+            engine.train_batch(torch.load(folder / "next.pt", weights_only=False), PolicyLoss(CONFIG), LAYOUTS["whole"])
+        result["pipeline, resumed"] = *result["pipeline"][:2], weights_of(engine)
     torch.save(result, folder / f"rank_{rank}.pt")
 
 
-def test_two_ranks_make_the_steps_of_plain_pytorch(tmp_path):
+def compare(tmp_path, cases):
     expected = {}
-    for name in MODELS:
+    for name in {name for name, *_ in cases.values()}:
         path = model_dir(tmp_path / name, name)
         with torch.no_grad():
             outputs = naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain := ragged_batch())
         batch = with_log_probs(plain, outputs[0])
         torch.save(batch, tmp_path / f"{name}.pt")
         expected[name] = outputs, *naive_update(path, batch, CONFIG)
-    run_ranks(on_two_ranks, 2, tmp_path)
+    run_ranks(on_two_ranks, 2, tmp_path, cases)
     for rank in range(2):
-        result = torch.load(tmp_path / f"rank_{rank}.pt")
-        resumed = result.pop("resumed")
-        for case, (computed, own_norm, own) in result.items():
-            outputs, weights, norm = expected[CASES[case][0]]
+        for case, (computed, own_norm, own) in torch.load(tmp_path / f"rank_{rank}.pt").items():
+            outputs, weights, norm = expected[cases[case.removesuffix(", resumed")][0]]
             if computed is not None:
                 for column, values in zip(("log_probs", "entropy"), outputs, strict=True):
                     assert_close(computed[column], values, atol=1e-5, rtol=0, msg=lambda t, c=case: f"{c}: {t}")
             assert own_norm == pytest.approx(norm, rel=1e-5), case
-            for other in (own, resumed) if case == "pipeline" else (own,):
-                assert other.keys() == weights.keys()
-                for key, weight in weights.items():
-                    assert_close(other[key], weight, atol=1e-5, rtol=0, msg=lambda t, k=key, c=case: f"{c} {k}: {t}")
+            assert own.keys() == weights.keys()
+            for key, weight in weights.items():
+                assert_close(own[key], weight, atol=1e-5, rtol=0, msg=lambda t, k=key, c=case: f"{c} {k}: {t}")
+
+
+def test_two_ranks_make_the_steps_of_plain_pytorch(tmp_path):
+    compare(tmp_path, CASES)
     merge(tmp_path / "saved", tmp_path / "merged")
     merged, exported = (
         AutoModelForCausalLM.from_pretrained(folder).state_dict()
         for folder in (tmp_path / "merged", tmp_path / "saved" / "huggingface")
     )
     assert all(torch.equal(merged[key], weight) for key, weight in exported.items())
+
+
+@pytest.mark.slow
+def test_two_ranks_make_the_steps_of_a_mixture(tmp_path):
+    compare(tmp_path, MORE)
 
 
 def test_adapters_are_refused_before_weights_are_read(tmp_path):
