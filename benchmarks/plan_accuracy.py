@@ -80,21 +80,21 @@ class Case:
         return Rows(prompt, length - prompt, 4 if self.is_shared else 1)
 
 
-_SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+SMALL_SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
           "num_key_value_heads": 2, "head_dim": 32, "vocab": 1024}  # fmt: skip
 _MEDIUM = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
            "num_key_value_heads": 4, "head_dim": 64, "vocab": 16384}  # fmt: skip
-_EXPERTS = {**_SMALL, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
-_LATENT = {**_SMALL, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
-           "qk_nope_head_dim": 32, "v_head_dim": 32, "head_dim": 16, "moe_intermediate_size": 192}  # fmt: skip
+EXPERT_SHAPE = {**SMALL_SHAPE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192}
+_LATENT = {**SMALL_SHAPE, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_rope_head_dim": 16,
+           "qk_nope_head_dim": 32, "v_head_dim": 48, "head_dim": 16, "moe_intermediate_size": 192}  # fmt: skip
 TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 UNEVEN = {"override_transformer_config": {"num_layers_in_first_pipeline_stage": 3}}
 EXPERT = {"expert_model_parallel_size": 2}
 CASES = [
-    Case("small qwen3", "qwen3", 1, False, 1024, _SMALL),
-    Case("small llama", "llama", 1, True, 1024, _SMALL),
-    Case("small llama", "llama", 2, False, 1024, _SMALL),
-    Case("small qwen3", "qwen3", 2, True, 1024, _SMALL),
+    Case("small qwen3", "qwen3", 1, False, 1024, SMALL_SHAPE),
+    Case("small llama", "llama", 1, True, 1024, SMALL_SHAPE),
+    Case("small llama", "llama", 2, False, 1024, SMALL_SHAPE),
+    Case("small qwen3", "qwen3", 2, True, 1024, SMALL_SHAPE),
     Case("medium qwen3", "qwen3", 1, True, 2048, _MEDIUM),
     Case("medium qwen3", "qwen3", 2, True, 2048, _MEDIUM),
     Case("medium qwen3", "qwen3", 2, False, 2048, _MEDIUM),
@@ -102,16 +102,20 @@ CASES = [
     Case("medium qwen3, shared prompt", "qwen3", 1, True, 2048, _MEDIUM, is_shared=True),
     Case("medium qwen3, shared prompt", "qwen3", 1, False, 2048, _MEDIUM, is_shared=True),
     *(
-        Case(f"small qwen3, Megatron {name}", "qwen3", ranks, checkpoints, 1024, _SMALL, sizes=sizes)
+        Case(f"small qwen3, Megatron {name}", "qwen3", ranks, checkpoints, 1024, SMALL_SHAPE, sizes=sizes)
         for name, ranks, sizes in (("1 rank", 1, {}), ("TP 2", 2, TENSOR), ("PP 2", 2, PIPELINE))
         for checkpoints in (False, True)
     ),
-    Case("small qwen3, Megatron PP 2, layers 3 and 1", "qwen3", 2, True, 1024, _SMALL, sizes=PIPELINE | UNEVEN),
+    Case("small qwen3, Megatron PP 2, layers 3 and 1", "qwen3", 2, True, 1024, SMALL_SHAPE, sizes=PIPELINE | UNEVEN),
+    *(Case("small qwen3_moe", "qwen3_moe", 1, on, 1024, EXPERT_SHAPE) for on in (True, False)),
     Case("small deepseek_v3", "deepseek_v3", 1, True, 1024, _LATENT),
     Case("small deepseek_v3", "deepseek_v3", 1, False, 1024, _LATENT),
     Case("small deepseek_v3, Megatron 1 rank", "deepseek_v3", 1, True, 1024, _LATENT, sizes={}),
     Case("small deepseek_v3, Megatron EP 2", "deepseek_v3", 2, False, 1024, _LATENT, sizes=EXPERT),
-    *(Case("small qwen3_moe, Megatron EP 2", "qwen3_moe", 2, on, 1024, _EXPERTS, sizes=EXPERT) for on in (False, True)),
+    *(
+        Case("small qwen3_moe, Megatron EP 2", "qwen3_moe", 2, on, 1024, EXPERT_SHAPE, sizes=EXPERT)
+        for on in (False, True)
+    ),
 ]
 
 

@@ -3,23 +3,35 @@
 ::
 
     python -m benchmarks.plan_published [--model Qwen2-7B]
+    python -m benchmarks.plan_published --factors
 
 The first group are runs of NeMo RL 0.4, 0.5 and 0.6 on H100 and GB200 in bf16, on policy, whose layouts, batches,
 lengths and seconds per step are in its performance summaries; prompts and responses are together as long as its
-average. Assumed are prompts of 256 tokens in the mean, passes that are packed up to the longest row, recomputed layers,
-a reference model, and that weights and optimizer leave the device while others work. The second are the smallest
-clusters that verl's page on resources names for GRPO, without lengths and layouts: 512 + 1,024 tokens and 128 prompts
-of 5 responses are assumed, with a KL loss. The third are layouts of DeepSeek-V3 that verl's page on it recommends.
+average. Assumed are prompts of 256 tokens in the mean and 512 at most, passes that are packed up to the longest row,
+recomputed layers, log-probs by policy and reference, and that optimizer and reference leave the device while others
+work. The second are the smallest clusters that verl's page on resources names for GRPO, without lengths and layouts:
+512 + 1,024 tokens and 128 prompts of 5 responses are assumed, with a KL loss. The third are layouts of DeepSeek-V3 that
+verl's page on it recommends.
+
+``--factors`` estimates :data:`~verl.planner.constants.ROLLOUT_FACTOR` and ``PASS_FACTOR`` from four runs of NeMo RL 0.3
+whose seconds are published stage by stage, in place of the table: the geometric means of published over computed
+seconds of rollouts, and of log-probs and updates. It applies them to the first group, each time without the run of the
+same model, and prints how many steps are within 30 % of the published ones, and the 10 and 90 % quantiles of published
+over planned seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from verl.planner import constants
+from verl.planner.plan import Plan
 from verl.planner.suggest import Suggestions, suggest
 from verl.trainer.plan import check_layouts, make_plan
 
@@ -35,9 +47,13 @@ def _fields(family: str, layers: int, hidden: int, inner: int, heads: int, kv_he
     }  # fmt: skip
 
 
+_PROMPT, _LONGEST_PROMPT = 256, 512
+"""Tokens of a prompt of NeMo RL's runs, assumed: one with 795 tokens in a response has 1,060 in all."""
+
 _EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8}
 MODELS: dict[str, dict[str, object]] = {
     "Llama-3.1-8B": _fields("llama", 32, 4096, 14336, 32, 8, 128256),
+    "Llama-3.1-70B": _fields("llama", 80, 8192, 28672, 64, 8, 128256),
     "Qwen3-32B": _fields("qwen3", 64, 5120, 25600, 64, 8, 151936),
     "Qwen3-30B-A3B": _fields("qwen3_moe", 48, 2048, 6144, 32, 4, 151936, moe_intermediate_size=768, **_EXPERTS),
     "Qwen3-235B-A22B": _fields("qwen3_moe", 94, 4096, 12288, 64, 4, 151936, moe_intermediate_size=1536, **_EXPERTS),
@@ -82,6 +98,7 @@ class Published:
         layout: its settings; empty if only back end and cluster were published.
         seconds: per step; 0 if they were not.
         source: who published it.
+        stages: seconds of its rollout, of log-probs by policy and reference together, and of the update.
     """
 
     model: str
@@ -91,6 +108,7 @@ class Published:
     layout: tuple[str, ...] = ()
     seconds: float = 0.0
     source: str = "verl"
+    stages: Mapping[str, float] = field(default_factory=dict)
 
     def words(self, folder: Path) -> list[str]:
         """The command line of its plan, without its layout; writes the model's config.json under ``folder``."""
@@ -106,12 +124,13 @@ class Published:
         ]
 
 
-def _work(prompts: int, responses: int, mini_batch: int, longest: int, mean: int) -> tuple[str, ...]:
-    prompt, most = min(256, mean // 2), min(1024, longest // 2)  # of the mean length, and of the longest
+def _work(prompts: int, responses: int, mini_batch: int, longest: int, response: int) -> tuple[str, ...]:
+    """``longest`` are tokens of a prompt and its response, ``response`` those of the mean response."""
     return (
         f"data.train_batch_size={prompts}", f"{_ROLLOUT}.n={responses}", f"{_ACTOR}.ppo_mini_batch_size={mini_batch}",
-        f"data.max_prompt_length={most}", f"data.max_response_length={longest - most}", f"{_ACTOR}.use_kl_loss=true",
-        *("--prompt_tokens", str(prompt), "--response_tokens", str(mean - prompt)),
+        f"data.max_prompt_length={_LONGEST_PROMPT}", f"data.max_response_length={longest - _LONGEST_PROMPT}",
+        f"{_ACTOR}.use_kl_loss=true", f"{_ACTOR}.recompute_old_log_probs=always",
+        *("--prompt_tokens", str(_PROMPT), "--response_tokens", str(response)),
     )  # fmt: skip
 
 
@@ -132,7 +151,7 @@ def _megatron(
     if last:
         words.append(f"++{section}.override_transformer_config.num_layers_in_last_pipeline_stage={last}")
     return (
-        "model_engine=megatron", *words, f"{section}.optimizer_offload=true", f"{section}.param_offload=true",
+        "model_engine=megatron", *words, f"{section}.optimizer_offload=true",
         f"{_REF}.megatron.param_offload=true", f"{_ROLLOUT}.tensor_model_parallel_size={rollout}",
         f"{_ROLLOUT}.gpu_memory_utilization=0.6", f"{_ACTOR}.use_dynamic_bsz=true",
         f"{_ACTOR}.ppo_max_token_len_per_gpu={longest // context}",
@@ -160,8 +179,28 @@ def _nemo(
     words = _megatron(longest, rollout, tensor, context, expert, pipeline, last)
     if gpu == "gb200":
         words = (*words, "trainer.n_gpus_per_node=4")
-    work = _work(64 if longest == 4096 else 16, 32, 16, longest, mean)
+    work = _work(64 if longest == 4096 else 16, 32, 16, longest, mean - _PROMPT)
     return Published(model, gpu, gpus, work, words, seconds, f"NeMo RL {version}")
+
+
+def _staged(
+    model: str, gpus: int, response: int, layout: tuple[int, ...], stages: tuple[float, ...], seconds: float
+) -> Published:
+    """A row of NeMo RL 0.3, without recomputed layers; ``layout`` has rollout TP, then TP, EP and PP."""
+    rollout, tensor, expert, pipeline = layout
+    words = _megatron(4096, rollout, tensor, 1, expert, pipeline)
+    words = (*words, "actor_rollout_ref.model.enable_gradient_checkpointing=false")
+    of_stages = dict(zip(("rollout", "log-probs", "update"), stages, strict=True))
+    return Published(model, "h100", gpus, _work(64, 32, 16, 4096, response), words, seconds, "NeMo RL 0.3", of_stages)
+
+
+STAGED: tuple[Published, ...] = (
+    _staged(_LLAMA, 8, 795, (1, 1, 1, 1), (58, 18, 28), 112),
+    _staged("Llama-3.1-70B", 64, 398, (4, 4, 1, 4), (84, 18, 28), 147),
+    _staged(_DENSE, 64, 3283, (4, 4, 1, 2), (96, 40, 68), 213),
+    _staged(_MIXTURE, 64, 3251, (4, 2, 8, 1), (78, 23, 50), 167),
+)
+"""Runs whose stages were published; sizes of the last two rollouts were not, and are those of the first group."""
 
 
 RUNS: tuple[Published, ...] = (
@@ -220,15 +259,79 @@ def _row(run: Published, folder: Path) -> list[str]:
     return [*row, f"suggested: {best}, {best.bytes / _GB:.0f} GB", f"{best.plan.seconds:.0f} s", ""]
 
 
+def _plan(run: Published, folder: Path) -> Plan:
+    return make_plan([*run.words(folder), *run.layout])[0]
+
+
+def _operations(plan: Plan) -> tuple[float, dict[str, float]]:
+    """Seconds of a step besides operations, and those of the operations of each stage that is published."""
+    rollout, *passes = plan.stages
+    of_passes = [stage.operation_seconds for stage in passes]
+    operations = {"rollout": rollout.operation_seconds, "log-probs": sum(of_passes[:-1]), "update": of_passes[-1]}
+    planned = Factors(constants.ROLLOUT_FACTOR, constants.PASS_FACTOR).seconds(0.0, operations)
+    return plan.seconds - planned, operations
+
+
+@dataclass(frozen=True)
+class Factors:
+    """By how much rollouts and passes take longer than their operations."""
+
+    rollout: float
+    passes: float
+
+    @classmethod
+    def of(cls, runs: Sequence[tuple[Published, Mapping[str, float]]]) -> Factors:
+        """Estimate them from runs with published stages, and the seconds of their operations."""
+        ratios = {
+            name: [run.stages[name] / operations[name] for run, operations in runs]
+            for name in ("rollout", "log-probs", "update")
+        }
+        passes = ratios["log-probs"] + ratios["update"]
+        return cls(statistics.geometric_mean(ratios["rollout"]), statistics.geometric_mean(passes))
+
+    def seconds(self, beside: float, operations: Mapping[str, float]) -> float:
+        """Seconds of a step."""
+        passes = operations["log-probs"] + operations["update"]
+        return beside + self.rollout * operations["rollout"] + self.passes * passes
+
+
+def show_factors(folder: Path) -> None:
+    """Print the factors, and how well they describe runs of other models."""
+    staged = [(run, _operations(_plan(run, folder))[1]) for run in STAGED]
+    for run, operations in staged:
+        stages = (f"{name} {seconds / operations[name]:.2f}" for name, seconds in run.stages.items())
+        print(f"{run.model}, {run.gpus} {run.gpu}: published / operations: {', '.join(stages)}")
+    everything = Factors.of(staged)
+    print(f"all four: rollout {everything.rollout:.2f}, passes {everything.passes:.2f}")
+    ratios: list[float] = []
+    without: list[float] = []
+    for run in RUNS:
+        if not run.seconds:
+            continue
+        beside, operations = _operations(_plan(run, folder))
+        factors = Factors.of([one for one in staged if one[0].model != run.model])
+        ratios.append(factors.seconds(beside, operations) / run.seconds)
+        without.append(Factors(1.0, 1.0).seconds(beside, operations) / run.seconds)
+        print(f"{run.source} {run.model}, {run.gpus} {run.gpu}: planned / published {ratios[-1]:.2f}")
+    for name, all_ratios in (("without the run of the same model", ratios), ("without factors", without)):
+        within = sum(abs(ratio - 1) <= 0.3 for ratio in all_ratios)
+        lowest, *_, highest = statistics.quantiles((1 / ratio for ratio in all_ratios), n=10)
+        print(f"{name}: {within} of {len(all_ratios)} within 30 %; published / planned {lowest:.2f} to {highest:.2f}")
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the table, or the factors."""
     parser = argparse.ArgumentParser(description="Compare the plans of published runs with their seconds, as a table.")
     parser.add_argument("--model", choices=MODELS, help="runs of this model alone")
-    model = parser.parse_args().model
-    print("| source | run | its layout | planned | published, and planned / published |\n|---|---|---|---|---|")
+    parser.add_argument("--factors", action="store_true", help="estimate the factors of rollouts and passes")
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for run in RUNS:
-            if model not in (None, run.model):
+        if arguments.factors:
+            show_factors(Path(folder))
+            return
+        print("| source | run | its layout | planned | published, and planned / published |\n|---|---|---|---|---|")
+        for run in (*STAGED, *RUNS):
+            if arguments.model not in (None, run.model):
                 continue
             print("| " + " | ".join(_row(run, Path(folder))) + " |", flush=True)
 

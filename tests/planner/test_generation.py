@@ -5,15 +5,16 @@ from itertools import chain
 
 import pytest
 
-from tests.planner.test_shapes import LLAMA_8B
+from tests.planner.test_shapes import LLAMA_8B, QWEN_600M
 from tests.planner.test_timing import PEAKS, gpt
+from verl.planner.constants import ROLLOUT_FACTOR
 from verl.planner.engines import EngineLayout
 from verl.planner.generation import Decoding, EngineWork, generation_seconds, scoring_seconds
 from verl.planner.hardware import Cluster, gpu_named
-from verl.planner.lengths import Lengths
+from verl.planner.lengths import Lengths, filled_share
 from verl.planner.shapes import ModelShape
 
-EXACT = replace(PEAKS, kernel_s=0.0, product_s=0.0, row_s=0.0, link_use=1.0)
+EXACT = replace(PEAKS, kernel_s=0.0, product_s=0.0, step_s=0.0, row_s=0.0, link_use=1.0)
 SHARES = [(row + 0.5) / 1000 for row in range(1000)]
 
 
@@ -32,6 +33,16 @@ def test_lengths_of_most_entropy():
     # A short mean is that of an exponential: half are below ln 2 times it.
     assert Lengths(100, 10_000).quantiles([0.5])[0] == pytest.approx(69.31, rel=1e-3)
     assert Lengths(1, 10_000).quantiles([0.99])[0] < 100  # as steep as can be computed
+
+
+def test_passes_that_rows_of_unequal_lengths_fill():
+    # Rows of 10 to 30 tokens in passes of 40: the longest with the shortest, which have 40 together.
+    assert filled_share(Lengths(10, 20), 10, 40) == pytest.approx(1, abs=0.05)
+    # Rows of 15 and more of a budget of 20 do not share passes: the mean of 15 to 20 is 17.5.
+    assert filled_share(Lengths(2.5, 5), 15, 20) == pytest.approx(17.5 / 20, abs=0.01)
+    assert filled_share(Lengths(5, 5), 5, 35) == pytest.approx(128 / 43 / 3.5)  # three in each
+    # Of lengths up to 20, all as often, a row at work has drawn 20² / 3 / 2 / 10 tokens in the mean.
+    assert Lengths(10, 20).mean_at_work == pytest.approx(20 / 3, rel=5e-3)
 
 
 def test_rows_make_room_and_then_fewer_are_left():
@@ -71,9 +82,9 @@ def test_decoding_reads_weights_and_keys_by_hand():
     two = Decoding(shape, EXACT, EngineLayout(tensor=2))
     added = 2 * 2 * (8e-6 + 2 / 2 * 64 * 2 / 300e9)
     assert two.seconds(1, 100) == pytest.approx((weights + head + 100 * 256) / read + logits + added)
-    # 4 products and 6 others in each layer, and the head; the host prepares a row.
-    slow = replace(EXACT, product_s=7e-6, kernel_s=2e-6, row_s=1e-5)
-    assert Decoding(shape, slow, layout).seconds(1, 100) - step.seconds(1, 100) == pytest.approx(9 * 7e-6 + 34e-6)
+    # 4 products and 6 others in each layer, and the head; the host prepares a step and its row.
+    slow = replace(EXACT, product_s=7e-6, kernel_s=2e-6, step_s=1e-3, row_s=1e-5)
+    assert Decoding(shape, slow, layout).seconds(1, 100) - step.seconds(1, 100) == pytest.approx(9 * 7e-6 + 1.034e-3)
 
 
 def test_bytes_of_an_engine_by_hand():
@@ -126,6 +137,15 @@ def test_few_rows_read_few_experts():
     assert of_experts(2) == pytest.approx(experts * 3 / 4 * 2 / read)
     # Two copies share the experts: each rank reads half of those that rows of both take.
     assert of_experts(1, copies=2, expert=2) == pytest.approx(experts * 3 / 4 / 2 * 2 / read)
+
+
+def test_a_rollout_takes_as_long_as_was_measured_on_a_gpu():
+    # docs/internals/gpu.md: 256 responses of 512 tokens by 0.6 billion parameters on one H200 took 6.7 s.
+    shape = ModelShape.of(QWEN_600M, "config.json")
+    there = Cluster(gpu=gpu_named("h200"), gpus=1, gpus_per_node=1, memory_gb=141)
+    work = EngineWork(rows=256, rows_at_once=256, prompt=16, lengths=Lengths(512, 512), rows_of_all=256)
+    seconds = generation_seconds(shape, there, work, EngineLayout(is_program=False))
+    assert seconds * ROLLOUT_FACTOR == pytest.approx(6.7, rel=0.15)
 
 
 def test_one_request_is_as_fast_as_published():

@@ -62,7 +62,7 @@ def test_megatron_divides_weights_by_layout_and_state_by_copies():
 
 def test_the_largest_stage_counts():
     # Six layers, one stage of one and one of five; a head that is the embedding is on the last stage too.
-    six = replace(SHAPE, layers=6, dense_layers=6)
+    six = replace(SHAPE, layers=6)
     uneven = replace(megatron(pipeline=2, piece_layers=(1, 5)), shape=six, trained=six.parameters())
     assert uneven.weights == (5 * 504 + 80 + 8) * 2
     tied = replace(uneven, shape=replace(six, is_tied=True), trained=six.parameters() - 80)
@@ -85,11 +85,24 @@ def test_states_of_mixed_precision_training_are_those_of_zero(gpus, gigabytes):
     assert per_parameter * 7.5e9 / 1e9 == pytest.approx(gigabytes, rel=0.02)
 
 
+def test_heads_of_multi_token_prediction_are_on_the_last_stage():
+    # A head is a layer of 504, a product of 2·8·8 and three norms of 8; in a pipeline it has a copy of the embedding.
+    alone, with_head = megatron(), replace(megatron(), heads=1)
+    assert with_head.parameters - alone.parameters == 504 + 128 + 24
+    assert with_head.weights - alone.weights == (504 + 128 + 24) * 2
+    stages = [replace(megatron(pipeline=2), heads=heads) for heads in (0, 1)]
+    assert stages[1].weights - stages[0].weights == (504 + 128 + 24 + 80) * 2
+    # It keeps its input, or what a layer keeps.
+    assert with_head.kept_activations(5) - alone.kept_activations(5) == 5 * 16
+    kept = [replace(held, checkpoints=False).kept_activations(5) for held in (alone, with_head)]
+    assert kept[1] - kept[0] == 5 * 424
+
+
 def test_activations_by_hand():
     # Of one token in bf16: norms 2·(4 + 4)·8 = 128, head norms (4 + 2)·(8 + 4) = 72,
     # attention 2·(2·8 + 2·4) = 48, feed-forward 4·2·12 = 96.
     held = model(shards=2)
-    assert held.layer_activations == 128 + 72 + 48 + 96
+    assert held.layer_activations(False) == 128 + 72 + 48 + 96
     # Kept with checkpointing: the input of each layer, 2·8, and the last norm's input and value, 6·8.
     assert held.kept_activations(5) == 5 * (2 * 16 + 48)
     assert replace(held, checkpoints=False).kept_activations(5) == 5 * (2 * 344 + 48)
@@ -113,7 +126,7 @@ def test_ranks_that_share_matrices_under_fsdp():
     # Each of 2 x 2 ranks stores a quarter; a pass divides all of the activations above but the norms' 128 by two.
     held = model(shards=2, tensor=2, divides_norms=False)
     assert (held.weights, held.gradients, held.optimizer, held.state) == (ALL, ALL, ALL * 2, ALL * 3)
-    assert held.layer_activations == 128 + (72 + 48 + 96) / 2
+    assert held.layer_activations(False) == 128 + (72 + 48 + 96) / 2
     parts = held.training_pass(PassTokens(100, 100, 100))
     assert parts["gathered"] == (2 * ROOT + 2 * 80 + 10 * LAYER) / 2
 
@@ -125,9 +138,9 @@ def megatron(**layout):
 def test_activations_under_megatron_by_hand():
     # Norms 128 and head norms 72 as above, attention 2·(3·8 + 3·4) = 72, feed-forward 5·2·12 = 120, rotation
     # 4·2·4 = 32.
-    assert megatron().layer_activations == 128 + 72 + 72 + 120 + 32
-    assert megatron(tensor=2).layer_activations == (128 + 72 + 72 + 120) / 2 + 32
-    assert megatron(tensor=2, divides_norms=False).layer_activations == 128 + (72 + 72 + 120) / 2 + 32
+    assert megatron().layer_activations(False) == 128 + 72 + 72 + 120 + 32
+    assert megatron(tensor=2).layer_activations(False) == (128 + 72 + 72 + 120) / 2 + 32
+    assert megatron(tensor=2, divides_norms=False).layer_activations(False) == 128 + (72 + 72 + 120) / 2 + 32
     # With checkpointing: the input of each layer, 2·8, the last norm's 48, and angles, 4·4.
     assert megatron().kept_activations(5) == 5 * (2 * 16 + 48 + 16)
     assert megatron(tensor=2).kept_activations(5) == 5 * ((2 * 16 + 48) / 2 + 16)
@@ -143,6 +156,10 @@ def test_stages_of_a_pipeline_keep_what_waits_for_its_backward_pass():
     # Stages of two pieces of a layer: 2 stages · 2 pieces and 1 more wait in the first, 3 in the last.
     pieces = replace(megatron(pipeline=2, pieces=2), shape=four)
     assert pieces.kept_activations(5) == 5 * 5 * (16 + 16)
+    # Of pieces of 1, 1, 2 and 0 layers the first stage keeps five passes: two through each of its pieces, of
+    # 1 and 2 layers, and one more through the first.
+    uneven = replace(pieces, layout=replace(pieces.layout, piece_layers=(1, 1, 2, 0)))
+    assert uneven.kept_activations(5) == 5 * ((1 + 1 + 2 + 2 + 1) * 16 + 5 * 16)
     # At the head, with a large vocabulary: 1 micro-batch of 2 layers, or 3 of a layer; the norm's 48, its output, 16,
     # and as much for the responses and for their gradients.
     tokens = PassTokens(5, 5, 5)

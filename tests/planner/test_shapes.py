@@ -17,6 +17,11 @@ LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
 }  # fmt: skip
+QWEN_600M = {
+    "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("fields", "count"), [(QWEN_7B, 7_615_616_512), (LLAMA_8B, 8_030_261_248)])
@@ -36,7 +41,12 @@ def test_counts_of_experts_in_some_layers_are_those_of_transformers():
     model = tiny_model("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
     fields = json.loads(model.config.to_json_string(use_diff=False))
     shape = ModelShape.of(fields, "config.json")
-    assert shape.dense_layers == 3
+    # Of the checkpoint's tensors those of the experts, which Transformers joins in two, are three for each expert.
+    assert shape.sparse_layers == (1,)
+    assert shape.tensors == sum(1 for _ in model.state_dict()) - 2 + 3 * fields["num_local_experts"]
+    of_layers = [sum(p.numel() for p in layer.parameters()) for layer in model.model.layers]
+    assert [sum(shape.parameters_of_layers(layer, layer + 1)) for layer in range(4)] == of_layers
+    assert shape.largest_layer_parameters == of_layers[1] == max(of_layers)
     assert shape.parameters() == sum(p.numel() for p in model.parameters())
 
 
@@ -69,7 +79,7 @@ def test_counts_of_shared_experts_are_those_of_transformers(family, changes):
     shape = ModelShape.of(json.loads(model.config.to_json_string(use_diff=False)), "config.json")
     assert shape.parameters() == sum(p.numel() for p in model.parameters())
     parts = [shape.parameters_of_layers(0, 1), shape.parameters_of_layers(1, shape.layers)]
-    assert sum(parts[0] + parts[1]) == round(shape.layer_parameters * shape.layers)
+    assert sum(parts[0] + parts[1]) == sum(shape.parameters_of_layers(0, shape.layers))
     assert parts[0][1] == 0  # the first layer has no experts
 
 
@@ -112,6 +122,8 @@ def test_refused_are_other_models_and_missing_files(tmp_path):
     latent = QWEN_7B | {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": "8"}
     with pytest.raises(ConfigError, match="qk_rope_head_dim, qk_nope_head_dim, v_head_dim, n_routed_experts must be"):
         ModelShape.of(latent, "config.json")
+    with pytest.raises(ConfigError, match="mlp_only_layers=3 must be a list"):
+        ModelShape.of(QWEN_7B | {"mlp_only_layers": 3}, "config.json")
     with pytest.raises(ConfigError, match="num_hidden_layers must be"):
         ModelShape.of(QWEN_7B | {"num_hidden_layers": 0}, "config.json")
     with pytest.raises(ConfigError, match=r"holds no config\.json"):

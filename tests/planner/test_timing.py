@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planner.test_shapes import QWEN_600M
 from verl.planner.hardware import Cluster, gpu_named
 from verl.planner.memory import ModelMemory, RankLayout
 from verl.planner.shapes import ModelShape
@@ -137,7 +138,9 @@ def test_small_micro_batches_wait_for_the_network():
 
 
 def test_offloaded_bytes_move_there_and_back():
-    assert moving_seconds(50e9, replace(cluster(1, 0.4), host_use=25 / 32)) == 4  # at 25 GB/s
+    there = replace(cluster(1, 0.4), host_use=25 / 32)
+    assert moving_seconds(50e9, there, is_pinned=True) == 4  # at 25 GB/s
+    assert moving_seconds(17.6e9, there, is_pinned=False) == pytest.approx(8 + 1.1)  # at 2.2 and 16 GB/s
 
 
 def test_rates_between_ranks():
@@ -246,6 +249,29 @@ def test_experts_compute_whole_tiles():
     assert seconds[0] - seconds[1] == pytest.approx(3 / 2 * experts)
 
 
+def test_the_host_starts_the_operations_of_experts():
+    # Four layers, of which the last two have 4 experts; 60 operations of a layer without, 80 + 6 · 4 of one with them.
+    fields = {
+        "model_type": "deepseek_v3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "vocab_size": 100, "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "first_k_dense_replace": 2, "kv_lora_rank": 8, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 16,
+    }  # fmt: skip
+    shape, there = ModelShape.of(fields, "config.json"), replace(PEAKS, launch_s=1e-3)
+
+    def launches(trains=False, **layout):
+        held = replace(megatron(shape, **layout), trained=0)
+        return pass_seconds(held, without_network(there), Work(1, 0, 2), 2, trains) / 1e-3
+
+    assert launches() == pytest.approx(2 * 60 + 2 * 104)
+    assert launches(trains=True) == pytest.approx(3 * (2 * 60 + 2 * 104))
+    assert launches(expert=2, replicas=2) == pytest.approx(2 * 60 + 2 * 92)
+    # The stage with the experts is the slowest, and the other one waits.
+    assert launches(pipeline=2) == pytest.approx(2 * 104 * 2)
+    held = ModelMemory(shape=shape, layout=RankLayout(is_gathered=False), trained=0)
+    assert pass_seconds(held, there, Work(1, 0, 2), 2, False) == pytest.approx((2 * 90 + 2 * 104) * 39 / 19 * 1e-3)
+
+
 # docs/internals/gpu.md: tokens/s of updates on one H200, with Liger's kernels, without and with gradient checkpointing.
 @pytest.mark.parametrize(
     ("rows", "length", "measured"),
@@ -257,12 +283,7 @@ def test_experts_compute_whole_tiles():
     ],
 )
 def test_updates_take_as_long_as_was_measured_on_a_gpu(rows, length, measured):
-    fields = {
-        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    }  # fmt: skip
-    shape = ModelShape.of(fields, "config.json")
+    shape = ModelShape.of(QWEN_600M, "config.json")
     there = Cluster(gpu=gpu_named("h200"), gpus=1, gpus_per_node=1, memory_gb=141)
     for checkpoints, speed in zip((False, True), measured, strict=True):
         held = ModelMemory(shape=shape, layout=RankLayout(), trained=shape.parameters(), checkpoints=checkpoints)

@@ -32,6 +32,10 @@ def test_by_hand():
     assert counter.forward_flops([2, 3], head_tokens=3) == 2880 + 240 + 432
     assert counter.forward_flops([2, 3]) == 2880 + 2 * 4 * 10 * 5 + 432
     assert counter.training_flops([2, 3], 3) == 3 * (2880 + 240 + 432)
+    # A head that is trained: a layer of 144 and a product of 2·4·4 at 5 tokens, logits, and attention of one layer.
+    with_head = FlopsCounter(config(), heads=1)
+    assert with_head.forward_flops([2, 3], 3) == counter.forward_flops([2, 3], 3)
+    assert with_head.training_flops([2, 3], 3) == 3 * (2880 + 240 + 432 + 2 * 5 * (144 + 32) + 240 + 216)
 
 
 def test_a_head_with_one_output():

@@ -14,7 +14,13 @@ from safetensors.torch import save_file
 
 from verl.errors import ConfigError
 from verl.utils.model import check_finite, load_hf_config, require_on_hub
-from verl.utils.model_facts.model_files import file_problem, quantization_problem, tokenizer_problem, weights_problem
+from verl.utils.model_facts.model_files import (
+    file_problem,
+    model_type,
+    quantization_problem,
+    tokenizer_problem,
+    weights_problem,
+)
 from verl.utils.tokenizer import hf_tokenizer
 
 WEIGHTS = {"a": torch.zeros(64, 8), "b": torch.ones(3)}
@@ -137,3 +143,15 @@ def test_a_name_that_no_hub_has_is_refused_at_once(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ConfigError, match=problem):
             hf_tokenizer("nobody/no-such-model")
     assert asked == ["https://huggingface.co/nobody/no-such-model/resolve/main/config.json"] * 2
+
+
+def test_the_config_of_a_name_on_the_hub_is_read_where_it_was_downloaded(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    snapshot = tmp_path / "models--Org--Vision" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    refs = snapshot.parents[1] / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("abc")
+    kinds = [model_type(Path(name)) for name in ("Org/Vision", "Org/Other", "Org/ no name", "Vision")]
+    assert kinds == ["qwen3_vl", None, None, None]

@@ -80,7 +80,7 @@ class EngineLayout:
         if not self.is_quantised:
             return stored
         scales = sum(outputs * count for _, outputs, count in shape.linear_sizes.values()) * _SCALE_BYTES
-        restored = 0.0 if self.is_program else shape.layer_parameters * self.size / self.tensor
+        restored = 0.0 if self.is_program else shape.largest_layer_parameters * self.size / self.tensor
         return stored + scales / self.ranks + restored
 
     def row(self, shape: ModelShape, tokens: int) -> float:

@@ -111,7 +111,7 @@ class Decoding:
         products = max(read, rows * multiplied) / ranks
         experts = self._experts(rows * layout.copies) if shape.experts else 0.0
         on_device = products + experts + max(cached, attention) + logits + self._least
-        return on_device + rows * (self._exchanged + cluster.row_s)
+        return on_device + cluster.step_s + rows * (self._exchanged + cluster.row_s)
 
     @cached_property
     def _weights(self) -> tuple[float, float]:
@@ -151,7 +151,7 @@ class Decoding:
     def _least(self) -> float:
         """Seconds of a step besides reading and computing: of every operation, and of sums over ranks."""
         shape, cluster, layout = self.shape, self.cluster, self.layout
-        sparse = shape.layers - shape.dense_layers
+        sparse = len(shape.sparse_layers)
         products = _PRODUCTS * shape.layers + _PRODUCTS_OF_EXPERTS * sparse + 1
         others = _OTHERS * shape.layers + _OTHERS_OF_EXPERTS * sparse
         seconds = products * cluster.product_s + others * cluster.kernel_s
@@ -173,7 +173,7 @@ def _exchanged_seconds(shape: ModelShape, cluster: Cluster, layout: EngineLayout
         sent = 2 * (layout.tensor - 1) / layout.tensor * hidden
         seconds = 2 * shape.layers * sent / cluster.gather_bytes_per_s(layout.tensor)
     if layout.copies > 1:
-        sparse, ranks = shape.layers - shape.dense_layers, layout.expert_ranks
+        sparse, ranks = len(shape.sparse_layers), layout.expert_ranks
         sent = 2 * shape.active_experts * hidden * (ranks - 1) / ranks / layout.tensor
         seconds += sparse * sent / cluster.exchange_bytes_per_s(ranks)
     return seconds / layout.pipeline

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from verl.base.registry import suggest
 from verl.errors import ConfigError
+from verl.planner import constants
 from verl.utils.flops_counter import published_peak
 
 _PCIE_4, _PCIE_5 = 32e9, 64e9
@@ -80,8 +81,8 @@ def gpu_named(name: str) -> Gpu:
 class Cluster:
     """GPUs of a run, and how much of their peaks it is assumed to reach.
 
-    The shares of peaks are of single operations, measured on one H200 (docs/internals/gpu.md) or published; which
-    share of the peak a whole pass reaches follows from them and the model. docs/internals/planning.md derives each.
+    :mod:`verl.planner.constants` has the meaning of the other fields, of single operations; which part of the peak a
+    whole pass reaches follows from them and the model.
     """
 
     gpu: Gpu
@@ -93,29 +94,18 @@ class Cluster:
     """Memory that is no tensor: CUDA's context, NCCL's buffers, what the allocator cannot use. An assumption."""
     mfu: float | None = None
     """Part of the peak FLOP/s that passes reach, as measured; None derives it from the operations of a pass."""
-    product_use: float = 0.8
-    """Part of the peak FLOP/s in large matrix products: published for H100 (80 %), B200 (78 %) and A100 (86 %)."""
-    attention_use: float = 0.26
-    """Part of the peak FLOP/s in attention, forward and backward: measured for PyTorch's flash kernel."""
-    bandwidth_use: float = 0.85
-    """Part of the memory bandwidth: measured in attention of 256 new tokens, and in gates of an MLP."""
-    link_use: float = 0.8
-    """Part of the bandwidth between GPUs, of a node or not, that collectives reach. An assumption."""
-    network_bytes_per_s: float = 50e9
-    """Bandwidth between nodes for each GPU: 400 Gbit/s. An assumption."""
-    host_use: float = 0.78
-    """Part of the bandwidth between a GPU and the host's memory: 25 GB/s of PCIe 4.0 x16. An assumption."""
-    host_memory_bytes_per_s: float = 40e9
-    """Bandwidth of the host's memory for each GPU, when an optimizer computes there. An assumption."""
-    kernel_s: float = 2e-6
-    """Seconds of a small operation in a recorded pass: measured for norms and gates of 64 tokens."""
-    product_s: float = 7e-6
-    """Seconds of a small matrix product besides reading its weights: measured in recorded passes of 113 products."""
-    row_s: float = 12.7e-6
-    """Seconds in which the host prepares a row of a decoding step: reported for vLLM 0.27 (docs/internals/planning.md).
-    """
-    launch_s: float = 19e-6
-    """Seconds in which the host starts an operation of a pass that is not recorded: measured."""
+    product_use: float = constants.PRODUCT_USE
+    attention_use: float = constants.ATTENTION_USE
+    bandwidth_use: float = constants.BANDWIDTH_USE
+    link_use: float = constants.LINK_USE
+    network_bytes_per_s: float = constants.NETWORK_BYTES_PER_S
+    host_use: float = constants.PINNED_USE
+    host_memory_bytes_per_s: float = constants.OPTIMIZER_ON_HOST_BYTES_PER_S
+    kernel_s: float = constants.KERNEL_S
+    product_s: float = constants.PRODUCT_S
+    step_s: float = constants.DECODING_STEP_S
+    row_s: float = constants.DECODING_ROW_S
+    launch_s: float = constants.LAUNCH_S
 
     @property
     def usable_bytes(self) -> float:
@@ -139,7 +129,7 @@ class Cluster:
 
     @property
     def host_bytes_per_s(self) -> float:
-        """Bytes that move between a GPU and the host's memory per second, in one direction."""
+        """Bytes that move between a GPU and pinned memory of the host per second, in one direction."""
         return self.gpu.host_bytes_per_s * self.host_use
 
     @property

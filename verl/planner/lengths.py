@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 _STEEPEST = 700.0  # exp of more overflows
 
@@ -32,6 +33,12 @@ class Lengths:
                 high = middle
         return (low + high) / 2
 
+    @property
+    def mean_at_work(self) -> float:
+        """Tokens that a row at work has drawn, on average over time: E[L²] / 2 E[L]."""
+        lengths = self.quantiles([(part + 0.5) / 256 for part in range(256)])
+        return sum(length**2 for length in lengths) / 2 / sum(lengths)
+
     def quantiles(self, shares: list[float]) -> list[float]:
         """Lengths below which these shares of the responses are; at least 1 token each."""
         if self.mean >= self.longest:
@@ -48,3 +55,22 @@ def _mean_share(slope: float) -> float:
     if abs(slope) < 1e-6:
         return 0.5
     return 1 / slope - 1 / math.expm1(slope)
+
+
+@lru_cache(maxsize=1024)  # many layouts have the same rows and budgets
+def filled_share(lengths: Lengths, prompt: float, budget: float) -> float:
+    """Part of a budget of tokens that passes over rows of such responses fill, on average.
+
+    Rows are taken by length, the longest first, each into the first pass that has room for it.
+
+    Args:
+        lengths: of responses.
+        prompt: tokens of a prompt, computed for each row.
+        budget: tokens of a pass, at least those of the longest row.
+    """
+    rows = [prompt + length for length in reversed(lengths.quantiles([(part + 0.5) / 128 for part in range(128)]))]
+    passes: list[float] = []
+    for row in rows:
+        index = next((index for index, tokens in enumerate(passes) if tokens + row <= budget), len(passes))
+        passes[index : index + 1] = [row + (passes[index] if index < len(passes) else 0.0)]
+    return sum(rows) / len(passes) / budget

@@ -110,11 +110,14 @@ class RankLayout:
         """Ranks that hold the same part of the experts."""
         return self.replicas * self.tensor / self.expert_ranks
 
-    def stage_layers(self, layers: int) -> list[float]:
-        """Layers of each pipeline stage, in all its pieces."""
-        if not self.piece_layers:
-            return [layers / self.pipeline] * self.pipeline
-        return [float(sum(self.piece_layers[stage :: self.pipeline])) for stage in range(self.pipeline)]
+    def piece_ranges(self, layers: int) -> list[tuple[int, int]]:
+        """First and last layer (excluded) of each piece, in their order: those of stage i are i, p + i, 2 p + i ..."""
+        count = self.pipeline * self.pieces
+        counts = self.piece_layers or [
+            layers * (piece + 1) // count - layers * piece // count for piece in range(count)
+        ]
+        ends = list(accumulate(counts))
+        return [(end - number, end) for number, end in zip(counts, ends, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +145,8 @@ class ModelMemory:
     """Of the moments of one parameter that Adam trains, under Megatron."""
     offload_fraction: float = 0.0
     """Part of the optimizer's state that stays in host memory, under Megatron."""
+    heads: int = 0
+    """Heads of multi-token prediction, which are trained on the last stage of a pipeline."""
 
     # ---- what lies in memory between passes
 
@@ -156,28 +161,33 @@ class ModelMemory:
             others / lay.tensor / replicas + experts / lay.expert_ranks / expert_replicas
             for others, experts in self._stage_parameters
         )
-        return largest * parameters / self.shape.parameters(self.outputs)
+        return largest * parameters / self.parameters
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the model and its heads."""
+        return self.shape.parameters(self.outputs) + self.heads * sum(self.shape.parameters_of_head)
 
     @cached_property
-    def _stage_parameters(self) -> list[tuple[float, float]]:
+    def _stage_parameters(self) -> list[tuple[int, int]]:
         """Of each pipeline stage the parameters of all but experts, and of experts.
 
         A head that is the embedding is on the last stage once more.
         """
         s, lay = self.shape, self.layout
+        of_heads = [self.heads * size for size in s.parameters_of_head]
         if lay.pipeline == 1:
-            return [(s.parameters(self.outputs) - s.expert_parameters, s.expert_parameters)]
-        count = lay.pipeline * lay.pieces
-        counts = lay.piece_layers or [
-            s.layers * (piece + 1) // count - s.layers * piece // count for piece in range(count)
-        ]
-        ends = list(accumulate(counts))
-        stages = [[0.0, 0.0] for _ in range(lay.pipeline)]
-        for piece, (number, end) in enumerate(zip(counts, ends, strict=True)):
-            for kind, size in enumerate(s.parameters_of_layers(end - number, end)):
+            return [(s.parameters(self.outputs) - s.expert_parameters + of_heads[0], s.expert_parameters + of_heads[1])]
+        stages = [[0, 0] for _ in range(lay.pipeline)]
+        for piece, ends in enumerate(lay.piece_ranges(s.layers)):
+            for kind, size in enumerate(s.parameters_of_layers(*ends)):
                 stages[piece % lay.pipeline][kind] += size
         stages[0][0] += s.embedding_parameters
         stages[-1][0] += s.hidden + (s.head_parameters(self.outputs) or s.embedding_parameters)
+        # Heads read tokens by a copy of the embedding.
+        copied = s.embedding_parameters if self.heads and not s.is_tied else 0
+        stages[-1] = [size + of_head for size, of_head in zip(stages[-1], of_heads, strict=True)]
+        stages[-1][0] += copied
         return [(others, experts) for others, experts in stages]
 
     @property
@@ -187,7 +197,7 @@ class ModelMemory:
         if lay.is_on_host:
             return 0.0
         adapters = self._part(self.adapters) * lay.stored_bytes if lay.is_megatron else self.adapters * 4
-        return (self._part(self.shape.parameters(self.outputs)) * lay.stored_bytes + adapters) / lay.shards
+        return (self._part(self.parameters) * lay.stored_bytes + adapters) / lay.shards
 
     @property
     def gradients(self) -> float:
@@ -244,15 +254,13 @@ class ModelMemory:
 
     # ---- what a pass takes
 
-    @property
-    def layer_activations(self) -> float:
-        """Bytes that one layer keeps for its backward pass, per token of this rank's part."""
+    def layer_activations(self, is_sparse: bool) -> float:
+        """Bytes that a layer keeps for its backward pass, per token of this rank's part; a sparse one has experts."""
         s, b = self.shape, self.layout.compute_bytes
-        dense_share = s.dense_layers / s.layers
-        of_sparse = s.active_experts * s.expert_width + s.shared_width
-        width = dense_share * s.feed_forward + (1 - dense_share) * of_sparse
-        # Experts' inputs and outputs are copies, sorted by expert.
-        routed = (1 - dense_share) * s.active_experts * s.hidden * b * 3
+        width = s.active_experts * s.expert_width + s.shared_width if is_sparse else s.feed_forward
+        # Experts' inputs and outputs are copies, sorted by expert; some routers compute with hidden states in fp32.
+        routed = s.active_experts * s.hidden * b * 3 if is_sparse else 0
+        routed += 4 * s.hidden if is_sparse and s.has_exact_routers else 0
         norms = 2 * (4 + 2 * b) * s.hidden
         head_norms = (4 + b) * (s.attention_width + s.kv_width) if s.has_head_norms else 0
         attention = b * (s.attention_width + s.keys_and_values + s.output_width)
@@ -266,6 +274,11 @@ class ModelMemory:
         divided = head_norms + attention + 5 * b * width + routed
         rotation = 0 if s.latent else 4 * b * s.head_dim
         return norms / self._norm_ranks + divided / self.layout.tensor + rotation
+
+    @property
+    def _largest_activations(self) -> float:
+        """As :meth:`layer_activations`, of the layer that keeps most."""
+        return max(self.layer_activations(is_sparse) for is_sparse in self.shape.kinds)
 
     @property
     def _norm_ranks(self) -> int:
@@ -284,26 +297,38 @@ class ModelMemory:
         pipeline these are the bytes of the stage that keeps most.
         """
         lay = self.layout
-        stages = lay.stage_layers(self.shape.layers)
-        waiting = [(lay.pipeline - stage, layers) for stage, layers in enumerate(stages)]
-        if lay.pieces > 1:
-            waiting = [((lay.pieces + 1) * lay.pipeline - 1, stages[0] / lay.pieces)]
-        return max(self._kept(tokens, copies, *one, has_head=lay.pipeline == 1) for one in waiting)
+        return max(self._kept(tokens, copies, stage, has_head=lay.pipeline == 1) for stage in range(lay.pipeline))
 
     def _kept_by_last_stage(self, tokens: float, copies: float) -> float:
-        lay = self.layout
-        layers = lay.stage_layers(self.shape.layers)[-1] / lay.pieces
-        return self._kept(tokens, copies, (lay.pieces - 1) * lay.pipeline + 1, layers, has_head=True)
+        return self._kept(tokens, copies, self.layout.pipeline - 1, has_head=True)
 
-    def _kept(self, tokens: float, copies: float, passes: int, layers: float, has_head: bool) -> float:
-        """Bytes kept of so many passes of ``layers`` layers each, with a norm before the head."""
+    def _kept(self, tokens: float, copies: float, stage: int, has_head: bool) -> float:
+        """Bytes kept by a stage of its passes before its first backward pass, with a norm before the head.
+
+        Passes go through the pieces of a stage in turn, p micro-batches through each.
+        """
         s, lay = self.shape, self.layout
-        per_layer = lay.compute_bytes * s.hidden / self._norm_ranks if self.checkpoints else self.layer_activations
+        passes = lay.pipeline - stage
+        if lay.pieces > 1:
+            passes += lay.pipeline - stage - 1 + (lay.pieces - 1) * lay.pipeline
+        pieces = lay.piece_ranges(s.layers)[stage :: lay.pipeline]
         norm = (4 + lay.compute_bytes) * s.hidden / self._norm_ranks if has_head else 0.0
         of_angle = s.latent.rotated if s.latent else s.head_dim
         angles = 4 * of_angle if self.checkpoints and lay.is_megatron else 0
+        per_token, layers = norm + passes * angles, 0
+        for number in range(passes):
+            dense, sparse = s.layers_between(*pieces[number // lay.pipeline % lay.pieces])
+            layers = dense + sparse
+            if self.checkpoints:
+                per_token += layers * lay.compute_bytes * s.hidden / self._norm_ranks
+            else:
+                per_token += dense * self.layer_activations(False) + sparse * self.layer_activations(True)
+        if stage == lay.pipeline - 1:
+            is_sparse = s.layers - 1 in s.sparse_layers
+            of_layer = lay.compute_bytes * s.hidden / self._norm_ranks
+            per_token += self.heads * (of_layer if self.checkpoints else self.layer_activations(is_sparse))
         copied = 0.0 if self.checkpoints else copies * self.copied_keys * layers
-        return tokens * (passes * (per_layer * layers + angles) + norm) + copied
+        return tokens * per_token + copied
 
     def logits(self, tokens: float, with_gradient: bool) -> float:
         """Bytes of the logits that are in memory at once.
@@ -325,11 +350,10 @@ class ModelMemory:
         lay = self.layout
         if lay.is_megatron or not lay.is_gathered:
             return 0.0
-        size = self.shape.layer_parameters / lay.tensor
+        size = self.shape.largest_layer_parameters / lay.tensor
         if not lay.reshards:
-            return size * self.shape.layers * lay.compute_bytes + (
-                size * (lay.compute_bytes + 4) if with_gradient else 0
-            )
+            gathered = sum(self.shape.parameters_of_layers(0, self.shape.layers)) / lay.tensor * lay.compute_bytes
+            return gathered + (size * (lay.compute_bytes + 4) if with_gradient else 0)
         # This layer's, the next one's, and the gradient in the format of the computation and of the reduction.
         trains = with_gradient and not self.adapters
         return size * (2 * lay.compute_bytes + (lay.compute_bytes + 4 if trains else 0))
@@ -355,7 +379,7 @@ class ModelMemory:
         root, head_gradient = self._root()
         responses = tokens.responses / lay.sequence
         head, hidden = self.logits(responses, with_gradient=True), own_tokens * b * s.hidden
-        layer = own_tokens * self.layer_activations + copies * self.copied_keys if self.checkpoints else 0.0
+        layer = own_tokens * self._largest_activations + copies * self.copied_keys if self.checkpoints else 0.0
         layer += own_tokens * 2 * b * (s.feed_forward / lay.tensor + s.hidden)  # gradients
         everything = (s.embedding_parameters + s.head_parameters(self.outputs)) / lay.tensor
         of_root = {  # its gradients, once more in the format of the reduction

@@ -20,15 +20,17 @@ from verl.config.megatron import McoreEngineConfig
 from verl.config.pipeline_layout import layers_of_chunks
 from verl.config.rollout import GRAPH_SIZES, MOST_GRAPHS, OTHER_PROGRAMS
 from verl.errors import ConfigError
+from verl.planner import constants
 from verl.planner.engines import EngineLayout
 from verl.planner.generation import EngineWork, generation_seconds, scoring_seconds
 from verl.planner.hardware import Cluster
-from verl.planner.lengths import Lengths
+from verl.planner.lengths import Lengths, filled_share
 from verl.planner.memory import BYTES, ModelMemory, RankLayout
 from verl.planner.passes import Rows
 from verl.planner.shapes import ModelShape
 from verl.planner.teachers import PlannedTeachers, output_bytes
 from verl.planner.timing import Work, moving_seconds, pass_seconds
+from verl.utils.model_facts.prediction_heads import head_count
 
 _ENGINE_RESERVE = 2e9
 """Bytes that vLLM and SGLang need for activations and graphs beside weights and keys. An assumption."""
@@ -67,6 +69,8 @@ class Stage:
 
     Sequences of an update divide those of a mini-batch on one rank, as a run wants them.
     """
+    operation_seconds: float = 0.0
+    """Seconds of its operations, before the factor by which whole runs take longer than these."""
 
     @property
     def bytes(self) -> float:
@@ -244,10 +248,12 @@ class Plan:
             and "recompute_granularity" in placement.override_transformer_config
         ):
             checkpoints = _computes_layer_by_layer(placement.override_transformer_config, shape, layout)
+        heads = head_count(shape.fields) if optim and outputs is None and model.mtp.is_trained else 0
+        of_heads = heads * sum(shape.parameters_of_head)
         memory = ModelMemory(
             shape=shape,
             layout=layout,
-            trained=(adapters or shape.parameters(outputs)) if optim else 0,
+            trained=(adapters or shape.parameters(outputs) + of_heads) if optim else 0,
             checkpoints=checkpoints,
             outputs=outputs,
             with_entropy=actor.entropy_coeff != 0 or actor.calculate_entropy or actor.entropy_target is not None,
@@ -257,6 +263,7 @@ class Plan:
                 2 if optim and optim[name] == "bf16" else 4 for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
             ),
             offload_fraction=optim.offload_fraction if optim else 0.0,
+            heads=heads,
         )
         return Held(name, memory, not placement.param_offload, not placement.optimizer_offload)
 
@@ -404,19 +411,25 @@ class Plan:
         largest = sizes[fitting - 1] if fitting else 0
         shown = count or max(least, largest)
         if tokens is None:
-            size, prompts = longest.of_rows(shown).computed, expected.prompts_per_row(min(shown, rows))
+            prompts = expected.prompts_per_row(min(shown, rows))
+            size = shown * (work.prompt * prompts + work.response)
         else:
-            size, prompts = shown * lay.sequence, expected.prompts_per_row_within(shown * lay.sequence)
+            budget = max(shown * lay.sequence, longest.prompt + longest.response)
+            prompts = expected.prompts_per_row_within(budget)
+            lengths = Lengths(work.response, max(work.response, longest.response))
+            size = budget * filled_share(lengths, work.prompt * prompts, budget)
         # No fewer than the rank's own part of the rows has.
         work = replace(work, prompts_per_row=max(prompts, expected.prompts_per_row(rows)))
         updates = math.ceil(work.rows / rows) if trains else 1
-        seconds = epochs * pass_seconds(memory, self.cluster, work, size, trains, updates)
+        operations = epochs * pass_seconds(memory, self.cluster, work, size, trains, updates)
+        ranks = self.ranks if pool is None else self.teachers.ranks
+        factor = constants.PASS_FACTOR if ranks > 1 and self.cluster.mfu is None else 1.0
         moved = (0.0 if held.keeps_weights else memory.weights) + (memory.optimizer if trains else 0.0) * (
             not held.keeps_optimizer
         )
-        seconds += moving_seconds(moved, self.cluster)
+        seconds = operations * factor + moving_seconds(moved, self.cluster, is_pinned=not lay.is_megatron)
         full = f"{key}_max_token_len_per_gpu" if tokens is not None else f"{key}_micro_batch_size_per_gpu"
-        return Stage(name, parts(min(shown, max(least, most))), seconds, full, count, largest)
+        return Stage(name, parts(min(shown, max(least, most))), seconds, full, count, largest, operations)
 
     # ---- teachers
 
@@ -450,7 +463,7 @@ class Plan:
             layout, length = EngineLayout(tensor=ranks, size=BYTES[engine.dtype]), work.prompt + work.response
             seconds = scoring_seconds(shape, self.cluster, work.rows, length, work.response, layout)
             at_once = min(work.rows, engine.max_num_seqs)
-            stages.append(Stage(f"teacher {name}", parts, seconds, "rows at once", at_once, at_once))
+            stages.append(Stage(f"teacher {name}", parts, seconds, "rows at once", at_once, at_once, seconds))
         return stages
 
     def _own_teacher(self, size: int | None) -> Stage:
@@ -522,7 +535,10 @@ class Plan:
             memory = self.cluster.memory_gb * 1e9 * rollout.gpu_memory_utilization
             room = memory - weights - _ENGINE_RESERVE
             parts = {"engine weights": weights, "engine reserve": _ENGINE_RESERVE, "KV cache": max(0.0, room)}
-            return parts, min(rows, int(max(0.0, room) // row))
+            # Rows take pages as they grow, so that there is room for rows of the mean length; a longest one must fit.
+            expected = self.work(1)
+            tokens = expected.prompt + Lengths(expected.response, self.config.data.max_response_length).mean_at_work
+            return parts, 0 if room < row else min(rows, int(room / layout.row(shape, 1) / tokens))
         is_shared = not actor.layout.is_gathered and not actor.adapters and actor.layout.stored_bytes == layout.size
         if is_shared and layout.ranks == 1 and not layout.is_quantised and not self.has_rollout_pool:
             weights = 0.0  # the trainer's own
@@ -549,9 +565,21 @@ class Plan:
             lengths=Lengths(expected.response, data.max_response_length),
             rows_of_all=data.train_batch_size * rollout.n,
         )
-        seconds = generation_seconds(memory.shape, self.cluster, work, layout)
-        seconds += self._transfer_seconds
-        return Stage("rollout", resident | parts, seconds, "rows at once", work.rows, at_once)
+        operations = generation_seconds(memory.shape, self.cluster, work, layout)
+        seconds = operations * constants.ROLLOUT_FACTOR + self._seconds_beside_operations
+        return Stage("rollout", resident | parts, seconds, "rows at once", work.rows, at_once, operations)
+
+    @property
+    def _seconds_beside_operations(self) -> float:
+        """Seconds in which engines get new weights, fall asleep and wake up, and the driver scores and sorts rows."""
+        rollout, held = self.config.actor_rollout_ref.rollout, self.models["actor"]
+        seconds = self._transfer_seconds + constants.RESPONSE_S * self.config.data.train_batch_size * rollout.n
+        if not held.keeps_weights:  # they come back to the device to be handed over
+            seconds += moving_seconds(held.memory.weights, self.cluster, not held.memory.layout.is_megatron)
+        if rollout.name in OTHER_PROGRAMS:
+            seconds += constants.TENSOR_S * held.memory.shape.tensors
+            seconds += constants.SLEEP_S if rollout.free_cache_engine and not self.has_rollout_pool else 0.0
+        return seconds
 
     @property
     def _transfer_seconds(self) -> float:
@@ -563,7 +591,8 @@ class Plan:
         if ranks == 1:
             return 0.0
         sent = memory.shape.parameters() * layout.size * (ranks - 1) / ranks
-        return sent / self.cluster.gather_bytes_per_s(ranks)
+        reached = constants.GATHER_OF_WEIGHTS_USE / self.cluster.link_use
+        return sent / self.cluster.gather_bytes_per_s(ranks) / reached
 
     # ---- the whole
 
@@ -572,6 +601,12 @@ class Plan:
         """Seconds of a step; those of sampling and training, or of the longer one if both work at once."""
         sampling, training = self.stages[0].seconds, sum(stage.seconds for stage in self.stages[1:])
         return max(sampling, training) if self.overlaps else sampling + training
+
+    @property
+    def seconds_range(self) -> tuple[float, float]:
+        """Seconds between which a step probably is: 10 to 90 % of published runs were."""
+        low, high = constants.STEP_RANGE
+        return self.seconds * low, self.seconds * high
 
     @property
     def overlaps(self) -> bool:

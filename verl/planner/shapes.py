@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ _HEAD_NORMS = ("qwen3", "qwen3_moe")
 """Families that normalise queries and keys."""
 _BIASED_INPUTS = ("qwen2",)
 """Families whose projections to queries, keys and values have a bias."""
+_EXACT_ROUTERS = ("deepseek_v3", "glm4_moe")
+"""Families whose routers compute in fp32."""
 _UNBIASED_OUTPUTS = ("glm4_moe",)
 """Families whose `attention_bias` is of queries, keys and values alone."""
 _FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -117,10 +120,10 @@ class ModelShape:
     has_head_norms: bool
     """Whether queries and keys are normalised."""
     latent: LatentWidths | None
-    dense_layers: int
-    """Layers without experts."""
+    sparse_layers: tuple[int, ...] = ()
+    """Numbers of the layers that have experts."""
     experts: int
-    """Experts of the other layers."""
+    """Experts of each of them."""
     active_experts: int
     """Experts that each token takes."""
     expert_width: int
@@ -145,6 +148,12 @@ class ModelShape:
         needed = (*_FIELDS, *(_LATENT_FIELDS if family == "deepseek_v3" or fields.get("kv_lora_rank") else ()))
         invalid = [name for name in needed if not isinstance(value := fields.get(name), int) or value < 1]
         invalid += [name for name in _OPTIONAL if not isinstance(value := fields.get(name) or 0, int) or value < 0]
+        listed = fields.get("mlp_only_layers") or []
+        if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
+            raise ConfigError(
+                f"{where}: mlp_only_layers={listed!r} must be a list of numbers of layers. Take the model's own "
+                "config.json."
+            )
         if invalid:
             raise ConfigError(f"{where}: {', '.join(invalid)} must be whole numbers. Take the model's own config.json.")
         heads, layers = fields["num_attention_heads"], fields["num_hidden_layers"]
@@ -163,7 +172,7 @@ class ModelShape:
             has_biases=bool(fields.get("attention_bias", False)) and family not in _BIASED_INPUTS,
             has_head_norms=family in _HEAD_NORMS or bool(fields.get("use_qk_norm", False)),
             latent=latent,
-            dense_layers=layers - sum(experts.sparse) if experts else layers,
+            sparse_layers=experts.sparse_layers if experts else (),
             experts=experts.count if experts else 0,
             active_experts=experts.per_token if experts else 0,
             expert_width=experts.width if experts else 0,
@@ -186,6 +195,21 @@ class ModelShape:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{file} cannot be read as the config of a model: {error}.") from error
         return cls.of({**fields, **(overrides or {})}, str(file))
+
+    @property
+    def dense_layers(self) -> int:
+        """How many layers have no experts."""
+        return self.layers - len(self.sparse_layers)
+
+    @property
+    def has_exact_routers(self) -> bool:
+        """Whether routers compute in fp32."""
+        return self.family in _EXACT_ROUTERS
+
+    @property
+    def kinds(self) -> tuple[bool, ...]:
+        """Whether layers have experts: both where some have and some have not."""
+        return (*([False] if self.dense_layers else []), *([True] if self.sparse_layers else []))
 
     @property
     def attention_width(self) -> int:
@@ -218,11 +242,11 @@ class ModelShape:
             return (self.hidden + 1) * outputs
         return 0 if self.is_tied else self.embedding_parameters
 
-    @property
+    @cached_property
     def linear_sizes(self) -> dict[str, tuple[int, int, int]]:
         """Linear layers of all decoder layers: name → (inputs, outputs, how many there are)."""
         h, a, kv = self.hidden, self.attention_width, self.kv_width
-        sparse = self.layers - self.dense_layers
+        sparse = len(self.sparse_layers)
         if self.latent:
             sizes = self.latent.linear_sizes(h, self.heads, self.layers)
         else:
@@ -243,6 +267,14 @@ class ModelShape:
         return sizes
 
     @property
+    def tensors(self) -> int:
+        """Tensors of a checkpoint."""
+        linear = sum(count for _, _, count in self.linear_sizes.values())
+        norms = 4 if self.has_head_norms or self.latent else 2
+        biases = 3 if self.family in _BIASED_INPUTS or self.has_biases else 0
+        return linear + self.layers * (norms + biases) + len(self.sparse_layers) + 3 - self.is_tied
+
+    @property
     def expert_parameters(self) -> int:
         """Parameters of all experts, without their routers."""
         sizes = (size for name, size in self.linear_sizes.items() if name.startswith("experts."))
@@ -252,12 +284,12 @@ class ModelShape:
     def matrix_parameters(self) -> int:
         """Parameters of all matrices of decoder layers, routers among them."""
         linear = sum(inputs * outputs * count for inputs, outputs, count in self.linear_sizes.values())
-        return linear + (self.layers - self.dense_layers) * self.experts * self.hidden
+        return linear + len(self.sparse_layers) * self.experts * self.hidden
 
-    @property
-    def layer_parameters(self) -> float:
-        """Parameters of a decoder layer, on average."""
-        return self.matrix_parameters / self.layers + self._vector_parameters
+    @cached_property
+    def largest_layer_parameters(self) -> int:
+        """Parameters of the largest decoder layer."""
+        return max(sum(self.parameters_of_layers(layer, layer + 1)) for layer in range(self.layers))
 
     @property
     def _vector_parameters(self) -> int:
@@ -270,24 +302,43 @@ class ModelShape:
         biases += self.hidden if self.has_biases and self.family not in _UNBIASED_OUTPUTS else 0
         return norms + biases
 
-    def parameters_of_layers(self, first: int, last: int) -> tuple[float, float]:
-        """Parameters of layers ``first`` to ``last`` (excluded): of all but experts, and of experts.
+    def layers_between(self, first: int, last: int) -> tuple[int, int]:
+        """How many of layers ``first`` to ``last`` (excluded) have no experts, and how many have some."""
+        sparse = sum(first <= layer < last for layer in self.sparse_layers)
+        return last - first - sparse, sparse
 
-        Layers without experts are taken as the first ones, as models have them.
-        """
-        dense = max(0, min(last, self.dense_layers) - first)
-        sparse = last - first - dense
-        experts = self.experts * 3 * self.hidden * self.expert_width
-        of_sparse = self.hidden * (3 * self.shared_width + self.experts)
+    def matrices_of_layer(self, is_sparse: bool) -> tuple[int, int]:
+        """Parameters of the matrices of a layer without or with experts: of all but experts, and of experts."""
         attention = sum(
             inputs * outputs for name, (inputs, outputs, _) in self.linear_sizes.items() if _is_of_attention(name)
         )
-        others = (dense + sparse) * (attention + self._vector_parameters)
-        return others + dense * 3 * self.hidden * self.feed_forward + sparse * of_sparse, sparse * experts
+        if not is_sparse:
+            return attention + 3 * self.hidden * self.feed_forward, 0
+        others = attention + self.hidden * (3 * self.shared_width + self.experts)
+        return others, self.experts * 3 * self.hidden * self.expert_width
+
+    def parameters_of_layers(self, first: int, last: int) -> tuple[int, int]:
+        """Parameters of layers ``first`` to ``last`` (excluded): of all but experts, and of experts."""
+        others, experts = (last - first) * self._vector_parameters, 0
+        for is_sparse, number in zip((False, True), self.layers_between(first, last), strict=True):
+            matrices, of_experts = self.matrices_of_layer(is_sparse)
+            others += number * matrices
+            experts += number * of_experts
+        return others, experts
+
+    @property
+    def parameters_of_head(self) -> tuple[int, int]:
+        """Parameters of a head of multi-token prediction: of all but experts, and of experts.
+
+        It is a layer like the last one, a product with both its inputs, and three norms; embedding and output matrix
+        are the model's (arXiv:2412.19437, section 2.2).
+        """
+        others, experts = self.parameters_of_layers(self.layers - 1, self.layers)
+        return others + (2 * self.hidden + 3) * self.hidden, experts
 
     def parameters(self, outputs: int | None = None) -> int:
         """All parameters; ``outputs`` as in :meth:`head_parameters`."""
-        layers = round(self.layer_parameters * self.layers)
+        layers = sum(self.parameters_of_layers(0, self.layers))
         return layers + self.hidden + self.embedding_parameters + self.head_parameters(outputs)
 
     def adapter_parameters(
@@ -307,7 +358,7 @@ class ModelShape:
             if not (self.experts and not _is_of_attention(name))
             and (names is None or any(name.endswith(ending) for ending in names))
         }
-        count, h, width = (self.layers - self.dense_layers) * self.experts, self.hidden, self.expert_width
+        count, h, width = len(self.sparse_layers) * self.experts, self.hidden, self.expert_width
         joined = {"gate_up_proj": (h, 2 * width, count), "down_proj": (width, h, count)}
         sizes |= {f"experts.{name}": size for name, size in joined.items() if any(e.endswith(name) for e in of_experts)}
         return sum(rank * (inputs + outputs) * count for inputs, outputs, count in sizes.values())
@@ -322,11 +373,11 @@ class ModelShape:
             return float(self.layers * self.latent.cached * bytes_per_number)
         return self.layers * self.keys_and_values * bytes_per_number / min(ranks, self.kv_heads)
 
-    def flops(self, outputs: int | None = None, is_frozen: bool = False) -> FlopsCounter:
+    def flops(self, outputs: int | None = None, is_frozen: bool = False, heads: int = 0) -> FlopsCounter:
         """Return the counter of the FLOPs of this model's passes."""
         fields = {"num_key_value_heads": self.kv_heads, "head_dim": self.head_dim, **self.fields}
         config: Any = _Fields(**fields)
-        return FlopsCounter(config, outputs, is_frozen)
+        return FlopsCounter(config, outputs, is_frozen, heads)
 
 
 def _is_of_attention(name: str) -> bool:

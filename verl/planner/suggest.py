@@ -2,7 +2,7 @@
 
 First every training layout (back end, parallel sizes, offload, tokens of a micro-batch) is planned for its passes
 alone; the fastest of each kind of offload are then planned with every rollout layout. Pieces of pipeline stages
-(``virtual_pipeline_model_parallel_size``) and data parallel rollout engines are not tried.
+(``virtual_pipeline_model_parallel_size``) are not tried.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ class SuggestedLayout:
         return (self.plan.models["actor"].memory.layout, self.rollout_sizes)
 
     @property
-    def rollout_sizes(self) -> tuple[int, int]:
-        """Tensor and pipeline parallel sizes of a rollout engine."""
-        rollout = self.plan.config.actor_rollout_ref.rollout
-        return rollout.tensor_model_parallel_size, rollout.pipeline_model_parallel_size
+    def rollout_sizes(self) -> tuple[int, int, int]:
+        """Tensor and pipeline parallel sizes of a rollout engine, and copies that share its experts."""
+        engine = self.plan.engine_layout
+        return engine.tensor, engine.pipeline, engine.copies
 
     def __str__(self) -> str:
-        layout, tensor = self.plan.models["actor"].memory.layout, self.rollout_sizes[0]
+        layout, (tensor, _, copies) = self.plan.models["actor"].memory.layout, self.rollout_sizes
         if layout.is_megatron:
             sizes = {"TP": layout.tensor, "PP": layout.pipeline, "CP": layout.sequence, "EP": layout.expert}
             words = ["Megatron", *(f"{name} {size}" for name, size in sizes.items() if size > 1)]
@@ -85,7 +85,8 @@ class SuggestedLayout:
             words += [f"Ulysses {layout.sequence}"] if layout.sequence > 1 else []
         held = self.plan.models["actor"]
         offloaded = [*([] if held.keeps_weights else ["weights"]), *([] if held.keeps_optimizer else ["optimizer"])]
-        words += [f"rollout TP {tensor}", *([f"offload {' and '.join(offloaded)}"] if offloaded else [])]
+        words += [f"rollout TP {tensor}", *([f"DP {copies} that share experts"] if copies > 1 else [])]
+        words += [f"offload {' and '.join(offloaded)}"] if offloaded else []
         return ", ".join(words)
 
 
@@ -337,14 +338,27 @@ def _with_rollout(layout: SuggestedLayout, keeps: Collection[str]) -> Iterator[S
             size for size in _powers(min(32, most)) if head_split_problem(shape.heads, shape.kv_heads, size) is None
         ]
     memory_key = f"{_ROLLOUT}.gpu_memory_utilization"
-    for size in sizes:
+    for size, copies in product(sizes, _copies(plan, keeps)):
         settings: dict[str, object] = {f"{_ROLLOUT}.tensor_model_parallel_size": size}
+        if copies > 1:
+            if plan.rollout_ranks % (size * copies) or shape.experts % (size * copies):
+                continue
+            settings |= {f"{_ROLLOUT}.data_parallel_size": copies, f"{_ROLLOUT}.expert_parallel_size": size * copies}
         if is_program and memory_key not in keeps:
             settings[memory_key] = _engine_share(plan)
         settings = {key: value for key, value in settings.items() if key not in keeps}
         planned = _planned(plan, settings, keeps)
         if planned.excess <= 0:
             yield SuggestedLayout({**layout.settings, **settings}, planned)
+
+
+def _copies(plan: Plan, keeps: Collection[str]) -> list[int]:
+    """Return how many copies of all but the experts share these in an engine; only vLLM's do."""
+    rollout, shape = plan.config.actor_rollout_ref.rollout, plan.models["actor"].memory.shape
+    is_kept = any(f"{_ROLLOUT}.{name}_parallel_size" in keeps for name in ("data", "expert"))
+    if is_kept or rollout.name != "vllm" or not shape.experts:
+        return [rollout.data_parallel_size if is_kept else 1]
+    return _powers(min(32, plan.rollout_ranks))
 
 
 def _engine_share(plan: Plan) -> float:

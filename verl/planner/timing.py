@@ -13,15 +13,17 @@ ranks that share sequences or matrices exchange is added. Under Megatron the tim
 stages of a pipeline wait (p - 1)/(v·m) of the computation of the slowest stage for each other (arXiv:2104.04473,
 section 2.2), with p stages of v pieces and m micro-batches in an optimizer step. Weights and optimizer state that leave
 the device between passes are moved there and back. With `--mfu` products, attention and others take the FLOPs of the
-model over that share of the peak. What is not counted: reward functions, the driver, experts with more tokens than
-others.
+model over that share of the peak. Passes of several ranks take longer than their operations, by a factor that the plan
+of a step applies (:mod:`verl.planner.constants`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from verl.planner import constants
 from verl.planner.hardware import Cluster
 from verl.planner.memory import ModelMemory
 
@@ -30,13 +32,6 @@ _TILE = 128
 _EXPERT_COPIES = 6
 """Times that a pass reads or writes the tokens' copies for their experts: to sort them by rank and by expert, back, and
 to add them up."""
-_LOGIT_BYTES = (69, 208)
-"""Bytes that a pass reads and writes for each logit: without and with gradients. The second is measured: 0.153 s for
-16,384 tokens of 151,936 words on an H200, less the products; the first is a third of it."""
-_LAUNCHES = 90
-"""Operations of a layer's forward pass: 7,604 were measured of forward and backward passes of 28 layers."""
-_FSDP_LAUNCH = 39 / 19
-"""Under FSDP the host takes as many times as long to start an operation: measured."""
 _OPTIMIZER_BYTES = 28
 """Bytes that Adam reads and writes for each parameter, all in fp32: gradient, weight and two moments."""
 
@@ -101,9 +96,14 @@ def pass_seconds(
     return max(computing, exchanging)
 
 
-def moving_seconds(moved_bytes: float, cluster: Cluster) -> float:
-    """Seconds in which a rank moves so many bytes from the host's memory to its device, and back."""
-    return 2 * moved_bytes / cluster.host_bytes_per_s
+def moving_seconds(moved_bytes: float, cluster: Cluster, is_pinned: bool) -> float:
+    """Seconds in which a rank moves so many bytes from the host's memory to its device, and back.
+
+    FSDP keeps pinned memory for them; Megatron allocates memory each time, which is not pinned.
+    """
+    if is_pinned:
+        return 2 * moved_bytes / cluster.host_bytes_per_s
+    return moved_bytes * (1 / constants.TO_FRESH_MEMORY_BYTES_PER_S + 1 / constants.FROM_PAGEABLE_BYTES_PER_S)
 
 
 def _pass(model: ModelMemory, cluster: Cluster, work: Work, tokens: float, trains: bool) -> float:
@@ -111,37 +111,66 @@ def _pass(model: ModelMemory, cluster: Cluster, work: Work, tokens: float, train
     s, lay = model.shape, model.layout
     # In units of a forward pass: products with frozen weights have no gradients of these.
     forwards = 1 + trains * model.checkpoints
-    units = forwards + trains * (1 if model.adapters else 2)
-    share = max(lay.stage_layers(s.layers)) / s.layers * lay.pipeline  # of the stage with most layers
     per_row = work.prompt * work.prompts_per_row + work.response
-    launching = s.layers / lay.pipeline * share * _LAUNCHES * cluster.launch_s * (forwards + 2 * trains)
-    launching *= 1 if lay.is_megatron else _FSDP_LAUNCH
+    length = work.prompt + work.response
+    launch_s = cluster.launch_s * (1 if lay.is_megatron else constants.FSDP_LAUNCH) * (forwards + 2 * trains)
+    heads = model.heads if trains else 0
+    launching = _of_slowest_stage(model, lambda is_sparse: _launches(model, is_sparse) * launch_s, heads)
     if cluster.mfu is not None:
-        counter = s.flops(model.outputs, is_frozen=model.adapters > 0)
-        length, spared = work.prompt + work.response, 1 - work.prompts_per_row
+        counter = s.flops(model.outputs, is_frozen=model.adapters > 0, heads=model.heads)
+        spared = 1 - work.prompts_per_row
         flops = counter.forward_flops([length], work.response) - spared * counter.forward_flops([work.prompt], 0)
         if trains:
             again = flops * model.checkpoints
             flops = counter.training_flops([length], work.response)
             flops += again - spared * counter.training_flops([work.prompt], 0)
+        share = _of_slowest_stage(model, lambda _: 1.0) * lay.pipeline / s.layers
         return share * tokens / per_row * flops / lay.ranks_per_model / (cluster.gpu.peak_flops * cluster.mfu)
-    layers = share * (units * _products(model, cluster, tokens) + _others(model, cluster, tokens, forwards, trains))
-    length = work.prompt + work.response
     pairs = length * (length + 1) / 2 - (1 - work.prompts_per_row) * work.prompt * (work.prompt + 1) / 2
-    attention = tokens / per_row * pairs * s.layers * 2 * (s.attention_width + s.output_width)
-    layers += share * (forwards + 2 * trains) * attention / lay.ranks_per_model / cluster.attention_flops
-    responses = tokens / per_row * work.response
-    return max(layers + _head(model, cluster, responses, trains), launching) + _weights_of_pass(model, cluster, trains)
+    attention = tokens / per_row * pairs * 2 * (s.attention_width + s.output_width) / lay.tensor / lay.sequence
+    attending = (forwards + 2 * trains) * attention / cluster.attention_flops
+
+    def of_layer(is_sparse: bool) -> float:
+        products = (forwards + trains * (1 if model.adapters else 2)) * _products(model, cluster, tokens, is_sparse)
+        return products + attending + (forwards + 2 * trains) * _others(model, cluster, tokens, is_sparse)
+
+    computing = _of_slowest_stage(model, of_layer, heads)
+    computing += (1 + heads) * _head(model, cluster, tokens / per_row * work.response, trains)
+    return max(computing, launching) + _weights_of_pass(model, cluster, trains)
 
 
-def _products(model: ModelMemory, cluster: Cluster, tokens: float) -> float:
-    """Seconds of the matrix products of a rank's layers, forward."""
+def _of_slowest_stage(model: ModelMemory, of_layer: Callable[[bool], float], heads: int = 0) -> float:
+    """Return the largest sum over the layers of a pipeline stage, whose last one has heads, each with a layer.
+
+    ``of_layer`` is told whether a layer has experts.
+    """
+    s = model.shape
+    values = {is_sparse: of_layer(is_sparse) for is_sparse in s.kinds}
+    sums = [0.0] * model.layout.pipeline
+    for piece, ends in enumerate(model.layout.piece_ranges(s.layers)):
+        for is_sparse, number in zip((False, True), s.layers_between(*ends), strict=True):
+            sums[piece % len(sums)] += number * values.get(is_sparse, 0.0)
+    sums[-1] += heads * values[s.layers - 1 in s.sparse_layers]
+    return max(sums)
+
+
+def _launches(model: ModelMemory, is_sparse: bool) -> float:
+    """Operations of a layer's forward pass."""
+    lay = model.layout
+    launches = constants.LAUNCHES_OF_LAYER["megatron" if lay.is_megatron else "fsdp"][is_sparse]
+    if lay.is_megatron and is_sparse:
+        launches += constants.LAUNCHES_OF_EXPERT * model.shape.experts / lay.expert
+    return launches
+
+
+def _products(model: ModelMemory, cluster: Cluster, tokens: float, is_sparse: bool) -> float:
+    """Seconds of the matrix products of a rank's part of a layer, forward."""
     s, lay = model.shape, model.layout
-    others = (s.matrix_parameters - s.expert_parameters) / lay.tensor / lay.pipeline
+    others, experts = s.matrices_of_layer(is_sparse)
     read = lay.compute_bytes / cluster.memory_bytes_per_s
-    seconds = others * max(2 * tokens / lay.sequence / cluster.product_flops, read)
-    if s.experts:
-        held = s.expert_parameters / lay.expert_ranks / lay.pipeline if lay.is_megatron else s.expert_parameters
+    seconds = others / lay.tensor * max(2 * tokens / lay.sequence / cluster.product_flops, read)
+    if is_sparse:
+        held = experts / lay.expert_ranks if lay.is_megatron else experts
         # Tokens of all ranks that hold the experts of a layer together; under FSDP a rank has them all.
         of_group = tokens / lay.sequence * (lay.expert_ranks / lay.tensor if lay.is_megatron else 1)
         rows = of_group * s.active_experts / s.experts
@@ -150,17 +179,15 @@ def _products(model: ModelMemory, cluster: Cluster, tokens: float) -> float:
     return seconds
 
 
-def _others(model: ModelMemory, cluster: Cluster, tokens: float, forwards: float, trains: bool) -> float:
-    """Seconds of what a rank's layers read and write besides products and attention."""
+def _others(model: ModelMemory, cluster: Cluster, tokens: float, is_sparse: bool) -> float:
+    """Seconds of what a rank's part of a layer reads and writes besides products and attention, forward."""
     s, lay = model.shape, model.layout
-    dense = s.dense_layers / s.layers
-    width = dense * s.feed_forward + (1 - dense) * (s.active_experts * s.expert_width + s.shared_width)
+    width = s.active_experts * s.expert_width + s.shared_width if is_sparse else s.feed_forward
     # Two norms and two sums of hidden states; rotation of queries and keys; the gate.
     numbers = 10 * s.hidden + (2 + 2 * s.has_head_norms) * (s.attention_width + s.kv_width) + 3 * width
     numbers += 2 * s.latent.ranks if s.latent else 0
-    numbers += (1 - dense) * s.active_experts * s.hidden * _EXPERT_COPIES
-    moved = tokens * s.layers * numbers * lay.compute_bytes / lay.ranks_per_model
-    return (forwards + 2 * trains) * moved / cluster.memory_bytes_per_s
+    numbers += s.active_experts * s.hidden * _EXPERT_COPIES if is_sparse else 0
+    return tokens * numbers * lay.compute_bytes / lay.tensor / lay.sequence / cluster.memory_bytes_per_s
 
 
 def _head(model: ModelMemory, cluster: Cluster, responses: float, trains: bool) -> float:
@@ -170,7 +197,7 @@ def _head(model: ModelMemory, cluster: Cluster, responses: float, trains: bool) 
         return 0.0
     logits = responses * s.vocabulary / lay.tensor / lay.sequence
     products = (4 if trains else 1) * 2 * logits * s.hidden / cluster.product_flops
-    return products + logits * _LOGIT_BYTES[trains] / cluster.memory_bytes_per_s
+    return products + logits * constants.LOGIT_BYTES[trains] / cluster.memory_bytes_per_s
 
 
 def _weights_of_pass(model: ModelMemory, cluster: Cluster, trains: bool) -> float:
@@ -212,18 +239,15 @@ def _seconds_per_token(model: ModelMemory, cluster: Cluster) -> float:
     sums = 2 * 2 * hidden * (lay.tensor - 1) / lay.tensor
     width = s.attention_width + s.keys_and_values + s.output_width
     heads = width * b / lay.tensor * (lay.sequence - 1) / lay.sequence
-    sparse = 1 - s.dense_layers / s.layers
-    routed = 2 * sparse * s.active_experts * hidden / lay.tensor * (lay.expert - 1) / lay.expert
-    of_layer = (
-        sums / cluster.gather_bytes_per_s(lay.tensor)
-        + heads / cluster.exchange_bytes_per_s(lay.sequence, apart=lay.tensor)
-        + routed / cluster.exchange_bytes_per_s(lay.expert)
-    )
+    routed = 2 * s.active_experts * hidden / lay.tensor * (lay.expert - 1) / lay.expert
+    of_dense = sums / cluster.gather_bytes_per_s(lay.tensor)
+    of_dense += heads / cluster.exchange_bytes_per_s(lay.sequence, apart=lay.tensor)
+    of_sparse = of_dense + routed / cluster.exchange_bytes_per_s(lay.expert)
     between = hidden / lay.tensor * lay.pieces if lay.pipeline > 1 else 0
     is_far = lay.ranks_per_model > cluster.joined
     bandwidth = (cluster.network_bytes_per_s if is_far else cluster.gpu.link_bytes_per_s) * cluster.link_use
-    share = max(lay.stage_layers(s.layers))
-    return (of_layer * share + between / bandwidth) / lay.sequence
+    of_layers = _of_slowest_stage(model, lambda is_sparse: of_sparse if is_sparse else of_dense)
+    return (of_layers + between / bandwidth) / lay.sequence
 
 
 def _sum_of_gradients(model: ModelMemory, cluster: Cluster) -> float:

@@ -224,6 +224,7 @@ def as_json(plan: Plan, advice: list[Change]) -> dict[str, object]:
                 "bytes": stage.bytes,
                 "parts": dict(stage.parts),
                 "seconds": stage.seconds,
+                "operation_seconds": stage.operation_seconds,
                 "micro_batch_key": stage.micro_batch_key,
                 "micro_batch": stage.micro_batch,
                 "largest": stage.largest,
@@ -231,6 +232,7 @@ def as_json(plan: Plan, advice: list[Change]) -> dict[str, object]:
             for stage in plan.stages
         ],
         "step_seconds": plan.seconds,
+        "step_seconds_range": list(plan.seconds_range),
         "tokens_per_second": plan.tokens_per_step / plan.seconds,
         "snapshot_bytes": plan.snapshot_bytes,
         "snapshot_steps": plan.snapshot_steps,
@@ -239,6 +241,13 @@ def as_json(plan: Plan, advice: list[Change]) -> dict[str, object]:
             {"settings": dict(change.settings), "bytes": change.bytes, "fits": change.fits} for change in advice
         ],
     }
+
+
+def seconds_in_words(plan: Plan) -> str:
+    """Seconds of a step, and between which they probably are."""
+    low, high = plan.seconds_range
+    digits = 0 if low >= 10 else 1
+    return f"{plan.seconds:.{digits}f} s ({low:.{digits}f} to {high:.{digits}f} s)"
 
 
 def show_plan(plan: Plan, advice: list[Change]) -> None:
@@ -261,20 +270,21 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
         memory.add_row(stage.name, f"{stage.bytes / _GB:.1f}{'' if fits else ' !'}", parts)
     console().print(memory)
     time = Table(title="One step", title_justify="left")
-    for name in ("stage", "seconds", "passes at a time", "largest that fits", "key"):
+    for name in ("stage", "seconds", "by its operations", "passes at a time", "largest that fits", "key"):
         time.add_column(name, justify="left" if name in ("stage", "key") else "right")
     for stage in plan.stages:
         now = "not set" if stage.micro_batch is None else f"{stage.micro_batch:,}"
         key = stage.micro_batch_key.removeprefix("actor_rollout_ref.")
-        time.add_row(stage.name, f"{stage.seconds:.1f}", now, f"{stage.largest:,}", key)
+        seconds = f"{stage.seconds:.1f}", f"{stage.operation_seconds:.1f}"
+        time.add_row(stage.name, *seconds, now, f"{stage.largest:,}", key)
     console().print(time)
     work, speed = plan.work(1), plan.tokens_per_step / plan.seconds
     reached = f"if passes reach {cluster.mfu:.0%} of the peak" if cluster.mfu else "by the operations of its passes"
     show(
-        f"{plan.seconds:.1f} s per step of {plan.tokens_per_step:,} tokens ({work.prompt} + {work.response} per row): "
-        f"{speed:,.0f} tokens/s, {speed / plan.gpus:,.0f} per GPU, {reached}, "
-        f"with {cluster.bandwidth_use:.0%} of the memory bandwidth. Rewards, the driver and teachers behind an "
-        "endpoint are not counted."
+        f"About {seconds_in_words(plan)} per step of {plan.tokens_per_step:,} tokens "
+        f"({work.prompt} + {work.response} per row): {speed:,.0f} tokens/s, {speed / plan.gpus:,.0f} per GPU, "
+        f"{reached}, with {cluster.bandwidth_use:.0%} of the memory bandwidth. In brackets is the range of 80 % of "
+        "published runs. Rewards that take longer than a rule, and teachers behind an endpoint, are not counted."
     )
     if plan.overlaps:
         show("Sampling and training overlap: the step takes as long as the longer one.")

@@ -114,10 +114,15 @@ class FlopsCounter:
         outputs: width of the model's head; None is the vocabulary size, a value or reward model has 1.
         is_frozen: whether the weights get no gradients, whose products a backward pass then lacks, because adapters
             are trained; those of the adapters are not counted.
+        heads: of multi-token prediction that are trained, each of which adds to an update a layer like the last one, a
+            product with both its inputs (2 · hidden²) and logits.
     """
 
-    def __init__(self, config: PretrainedConfig, outputs: int | None = None, is_frozen: bool = False) -> None:
+    def __init__(
+        self, config: PretrainedConfig, outputs: int | None = None, is_frozen: bool = False, heads: int = 0
+    ) -> None:
         self.is_frozen = is_frozen
+        self.heads = heads
         text = _text_config(config)
         self.hidden_size: int = text.hidden_size
         self.outputs: int = text.vocab_size if outputs is None else outputs
@@ -135,20 +140,24 @@ class FlopsCounter:
         recurrent = sum(kind == "linear_attention" for kind in getattr(text, "layer_types", None) or ())
         if getattr(text, "model_type", None) in _WITH_GATES:
             attention += self.hidden_size * score_width
-        self.weights = (self.layers - recurrent) * attention + _feed_forward_weights(text)
+        of_layers = _feed_forward_weights(text)
+        self.weights = (self.layers - recurrent) * attention + sum(of_layers)
         if recurrent:
             self.weights += recurrent * _delta_net_products(text)
+        self.head_weights = attention + of_layers[-1] + 2 * self.hidden_size**2
         self.windows = _windows(text)
 
     @classmethod
-    def of(cls, config: PretrainedConfig, outputs: int | None = None, is_frozen: bool = False) -> FlopsCounter | None:
+    def of(
+        cls, config: PretrainedConfig, outputs: int | None = None, is_frozen: bool = False, heads: int = 0
+    ) -> FlopsCounter | None:
         """Create a counter; None if the config is not one of a decoder with attention layers and gated delta nets."""
         text = _text_config(config)
         recurrent = _RECURRENT & set(getattr(text, "layer_types", None) or ())
         if recurrent and not (recurrent == {"linear_attention"} and getattr(text, "linear_num_value_heads", None)):
             return None
         needed = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        return cls(config, outputs, is_frozen) if all(getattr(text, name, None) for name in needed) else None
+        return cls(config, outputs, is_frozen, heads) if all(getattr(text, name, None) for name in needed) else None
 
     def forward_flops(self, lengths: Sequence[int], head_tokens: int | None = None) -> float:
         """FLOPs of one forward pass over sequences of these lengths in tokens.
@@ -167,6 +176,11 @@ class FlopsCounter:
         """FLOPs of one forward and one backward pass; arguments as in :meth:`forward_flops`."""
         forward = self.forward_flops(lengths, head_tokens)
         attention = self._attention_flops(lengths)
+        if self.heads:
+            tokens = sum(lengths)
+            logits = self.hidden_size * self.outputs * (tokens if head_tokens is None else head_tokens)
+            of_head = 2 * tokens * self.head_weights + 2 * logits + attention / self.layers
+            forward, attention = forward + self.heads * of_head, attention * (1 + self.heads / self.layers)
         return 2 * forward + attention if self.is_frozen else 3 * forward
 
     def estimate_flops(
@@ -224,14 +238,14 @@ def _text_config(config: Any) -> Any:
     return getattr(config, "text_config", None) or config
 
 
-def _feed_forward_weights(text: Any) -> int:
-    """Number of feed-forward weights (gate, up and down projection) used per token, over all layers."""
+def _feed_forward_weights(text: Any) -> list[int]:
+    """Number of feed-forward weights (gate, up and down projection) used per token, of each layer."""
     hidden, experts = text.hidden_size, ExpertSizes.of(text)
     dense = 3 * hidden * text.intermediate_size
     if experts is None:
-        return text.num_hidden_layers * dense
+        return [dense] * text.num_hidden_layers
     sparse = 3 * hidden * (experts.per_token * experts.width + experts.shared_width) + experts.count * hidden
-    return sum(sparse if has_experts else dense for has_experts in experts.sparse)
+    return [sparse if has_experts else dense for has_experts in experts.sparse]
 
 
 def _latent_attention(text: Any) -> tuple[int, int, int]:

@@ -118,6 +118,10 @@ RETIRED: tuple[Retired, ...] = (
     *_refused("a value model predicts no tokens, so it has no heads; leave it out", {"critic.model.mtp.enable": False}),
     Retired("critic.model.mtp", "a value model has no heads of multi-token prediction", (), refused=False, part=True),
     *_told("it divides work alike", {"*model.lora.a2a_experimental": False}),
+    *_told(
+        "how ranks of an engine share experts changes no result; expert_parallel_size says it",
+        {"actor_rollout_ref.rollout.moe_tensor_parallel_size": 1},
+    ),
     *_refused(
         "log-probs must not be random, so adapters have no dropout; leave it at 0",
         {"*model.lora.dropout": 0.0, "*model.lora.dropout_position": "pre"},

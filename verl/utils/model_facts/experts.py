@@ -20,6 +20,11 @@ class ExpertSizes:
     sparse: tuple[bool, ...]
     """Of each layer, whether it has experts."""
 
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that have experts."""
+        return tuple(layer for layer, has_experts in enumerate(self.sparse) if has_experts)
+
     @classmethod
     def of(cls, text: object) -> ExpertSizes | None:
         """Read them; None if no layer has experts.

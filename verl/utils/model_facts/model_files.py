@@ -58,8 +58,25 @@ def head_split_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
 
 
 def config_entries(folder: Path) -> dict[str, object]:
-    """The entries of ``config.json`` of a model folder; empty if there are none to be read."""
-    return _json_object(folder / "config.json")[0] if (folder / "config.json").is_file() else {}
+    """The entries of ``config.json`` of a model folder; empty if there are none to be read.
+
+    A path that is no folder may be a name on the Hugging Face hub, of which a file that was downloaded before is read.
+    """
+    file: Path | None = folder / "config.json"
+    if len(folder.parts) == 2 and not folder.is_absolute() and not folder.is_dir():
+        file = _downloaded_config(folder.as_posix())
+    return _json_object(file)[0] if file is not None and file.is_file() else {}
+
+
+def _downloaded_config(name: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:  # it is no name of a model
+        return None
+    return Path(file) if isinstance(file, str) else None
 
 
 def _size_of_text_model(folder: Path, name: str) -> int | None:

@@ -546,7 +546,8 @@ class MegatronEngine(BaseEngine):
     def arithmetic(self) -> Arithmetic:
         """See :meth:`BaseEngine.arithmetic`. A CPU's peak is measured at the first call, which takes about 0.1 s."""
         outputs = self.model.skeleton.head.out_features
-        counter = FlopsCounter.of(self.model.hf_config, outputs=outputs, is_frozen=self.has_adapters)
+        heads = self.model.heads.count
+        counter = FlopsCounter.of(self.model.hf_config, outputs=outputs, is_frozen=self.has_adapters, heads=heads)
         return Arithmetic(counter, device_peak_flops(self.device, torch_dtype(self.engine_config.dtype)))
 
     # ---- checkpoints --------------------------------------------------------------------------
