@@ -190,7 +190,7 @@ def _staged(
     rollout, tensor, expert, pipeline = layout
     words = _megatron(4096, rollout, tensor, 1, expert, pipeline)
     words = (*words, "actor_rollout_ref.model.enable_gradient_checkpointing=false")
-    of_stages = dict(zip(("rollout", "log-probs", "update"), stages, strict=True))
+    of_stages: dict[str, float] = dict(zip(("rollout", "log-probs", "update"), stages, strict=True))
     return Published(model, "h100", gpus, _work(64, 32, 16, 4096, response), words, seconds, "NeMo RL 0.3", of_stages)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.planner.test_shapes import QWEN_7B
+from tests.planner.test_shapes import DEEPSEEK_V3, QWEN_7B
 from verl.algorithms import adv_needs
 from verl.algorithms.distillation import DISTILLATION_LOSSES, distillation_loss_info
 from verl.algorithms.estimator_registry import ESTIMATORS
@@ -205,6 +205,20 @@ def test_recomputation_is_planned_as_checkpoints_if_it_is_of_each_layer_alone(fo
     assert not checkpoints("block", 13)
 
 
+def test_trained_heads_are_planned(folder):
+    heads = {**DEEPSEEK_V3, "num_hidden_layers": 4, "num_nextn_predict_layers": 1}
+    (folder / "config.json").write_text(json.dumps(heads))
+    words, mtp = [*MEGATRON, f"{STAGES}=2", "--gpus", "2"], "actor_rollout_ref.model.mtp"
+    without, trained = (
+        plan_of(folder, *words, f"{mtp}.enable={on}", f"{mtp}.enable_train={on}") for on in ("false", "true")
+    )
+    memory = trained.models["actor"].memory
+    # A sparse layer, 2 x 7168 x 7168, three norms.
+    assert memory.trained - without.models["actor"].memory.trained == sum(memory.shape.parameters_of_head)
+    assert trained.stages[-1].seconds > without.stages[-1].seconds
+    assert trained.stages[1].seconds == without.stages[1].seconds  # log-probs need none
+
+
 def test_advice_is_what_a_run_takes(folder):
     # A rank's share of a mini-batch is 256 / 8 = 32 rows: what fits in between is rounded down to a divisor.
     plan = plan_of(folder, "--gpus", "8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32")
@@ -256,6 +270,10 @@ def test_options_out_of_range_are_said(folder, capsys, words, said):
         ([*MEGATRON, f"{STAGES}=2", "--gpus", "3"], "2 ranks share the model, which does not divide 3 ranks"),
         ([*MEGATRON, f"{STAGES}=2", f"{PIECES}=4", "--gpus", "2"], "=8 does not divide the model's 28 layers"),
         ([*MEGATRON, *DORA, "--gpus", "2"], "strategy=megatron has no DoRA"),
+        (
+            ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.target_modules=[linear_qkv]"],
+            "no linear layer that can have an adapter has such a name",
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_said(folder, words, said):

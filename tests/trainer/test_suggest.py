@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.plan_published import RUNS, suggestions
+from benchmarks.plan_published import RUNS, show_factors, suggestions
 from tests.planner.test_shapes import QWEN_7B
+from verl.planner import constants
 from verl.planner.advice import with_settings
 from verl.planner.suggest import suggest
 from verl.trainer.plan import check_layouts, main, make_plan, show_suggestions
@@ -98,6 +99,27 @@ def test_layouts_are_written_as_json(folder, monkeypatch: pytest.MonkeyPatch, ca
     assert all(one["plan"]["fits"] for one in layouts)
     # One training layout; engines of 1, 2 and 4 ranks.
     assert sorted(one["layout"].partition("rollout TP ")[2][0] for one in layouts) == ["1", "2", "4"]
+
+
+def test_copies_of_a_mixture_may_share_experts(folder):
+    mixture = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
+    (folder / "config.json").write_text(json.dumps({**QWEN_7B, **mixture, "num_hidden_layers": 2}))
+    kept = [f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1", f"{ACTOR}.fsdp_config.fsdp_size=-1"]
+    plan, _, keys = make_plan(words_of(folder, 2, *kept))
+    layouts = suggest(plan, keys, check_layouts).layouts
+    assert {layout.rollout_sizes for layout in layouts} == {(1, 1, 1), (2, 1, 1), (1, 1, 2)}
+    shared = next(layout for layout in layouts if layout.rollout_sizes == (1, 1, 2))
+    assert {f"{ROLLOUT}.data_parallel_size=2", f"{ROLLOUT}.expert_parallel_size=2"} <= set(shared.words)
+    assert "rollout TP 1, DP 2 that share experts" in str(shared)
+
+
+@pytest.mark.slow
+def test_factors_are_those_of_published_stages(tmp_path, capsys):
+    show_factors(tmp_path)
+    shown = capsys.readouterr().out
+    assert f"all four: rollout {constants.ROLLOUT_FACTOR:.2f}, passes {constants.PASS_FACTOR:.2f}" in shown
+    low, high = constants.STEP_RANGE
+    assert f"19 of 22 within 30 %; published / planned {low:.2f} to {high:.2f}" in shown
 
 
 @pytest.mark.slow

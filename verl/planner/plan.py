@@ -13,6 +13,7 @@ from verl.config import (
     DistillationTeacherModelConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
+    HFModelConfig,
     PPOConfig,
     TrainedModelConfig,
 )
@@ -248,7 +249,8 @@ class Plan:
             and "recompute_granularity" in placement.override_transformer_config
         ):
             checkpoints = _computes_layer_by_layer(placement.override_transformer_config, shape, layout)
-        heads = head_count(shape.fields) if optim and outputs is None and model.mtp.is_trained else 0
+        trains_heads = optim is not None and isinstance(model, HFModelConfig) and model.mtp.is_trained
+        heads = head_count(shape.fields) if trains_heads else 0
         of_heads = heads * sum(shape.parameters_of_head)
         memory = ModelMemory(
             shape=shape,
@@ -723,4 +725,11 @@ def _adapter_parameters(shape: ModelShape, model: TrainedModelConfig) -> int:
                 "such as [q_proj,v_proj]."
             )
         names = None
-    return shape.adapter_parameters(model.lora_rank, names, model.lora.target_parameters)
+    parameters = shape.adapter_parameters(model.lora_rank, names, model.lora.target_parameters)
+    if not parameters:
+        layers = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in shape.linear_sizes))
+        raise ConfigError(
+            f"target_modules={model.target_modules}: no linear layer that can have an adapter has such a name. Layers "
+            f"are {layers}; Megatron's names are for lora.target_modules, beside lora.rank."
+        )
+    return parameters
