@@ -81,6 +81,7 @@ NOT_RUN = {
     "verl": "needs runs or models of the reader; tests/cli and tests/view run it on made-up ones",
     "benchmarks.asynchronous_schedules": "takes half an hour; tests/benchmarks computes small cases by hand",
     "benchmarks.invariance": "trains in a dozen layouts; tests/trainer compares them, two at a time",
+    "benchmarks.plan_published --factors": "a slow test runs it (tests/trainer/test_suggest.py)",
     "benchmarks.simulated_ranks --one --ranks 4096": "takes minutes and 2 GB; the table above runs it with 4 ranks",
 }
 """Why the slow test leaves out the other commands, by the beginning of the program or module."""
