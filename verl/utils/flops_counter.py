@@ -127,13 +127,13 @@ class FlopsCounter:
         self.hidden_size: int = text.hidden_size
         self.outputs: int = text.vocab_size if outputs is None else outputs
         self.layers: int = text.num_hidden_layers
-        heads: int = text.num_attention_heads
-        head_dim: int = getattr(text, "head_dim", None) or self.hidden_size // heads
+        attention_heads: int = text.num_attention_heads
+        head_dim: int = getattr(text, "head_dim", None) or self.hidden_size // attention_heads
         if getattr(text, "kv_lora_rank", None):
             attention, score_width, value_width = _latent_attention(text)
         else:
-            score_width = value_width = heads * head_dim
-            kv_width = (getattr(text, "num_key_value_heads", None) or heads) * head_dim
+            score_width = value_width = attention_heads * head_dim
+            kv_width = (getattr(text, "num_key_value_heads", None) or attention_heads) * head_dim
             attention = self.hidden_size * 2 * (score_width + kv_width)
         self.pair_flops = 2 * (score_width + value_width)
         """Of a pair of a token and one that it attends to, in one layer."""
