@@ -186,13 +186,13 @@ def test_two_ranks_make_the_steps_of_one_also_if_one_has_only_texts(path, tmp_pa
                 assert_close(weights[name], weight, atol=1e-5, rtol=0, msg=lambda t, n=name, c=case: f"{c} {n}: {t}")
 
 
-def on_ranks_that_share_sequences(rank, world_size, folder):
+def on_ranks_with_the_same_rows(rank, world_size, folder, key):
     for family in DENSE_FAMILIES:
         path, batch = str(folder / family / "model"), torch.load(folder / family / "batch.pt", weights_only=False)
         result = {}
         # Alone in a pass, a row of text has no image, and one of both ranks has no token of one.
         for packed, layout in ((True, "one by one"), (False, "whole")):
-            engine = make_engine(path, use_remove_padding=packed, ulysses_sequence_parallel_size=2)
+            engine = make_engine(path, use_remove_padding=packed, **{key: 2})
             assert engine.is_packed == packed
             found = engine.infer_batch(batch, {"log_probs"}, LAYOUTS[layout])["log_probs"]
             with engine.train_mode():
@@ -203,7 +203,8 @@ def on_ranks_that_share_sequences(rank, world_size, folder):
 
 
 @pytest.mark.slow
-def test_ranks_that_share_sequences_make_the_steps_of_plain_pytorch(tmp_path):
+@pytest.mark.parametrize("key", ["ulysses_sequence_parallel_size", "tensor_parallel_size"])
+def test_ranks_with_the_same_rows_make_the_steps_of_plain_pytorch(key, tmp_path):
     expected = {}
     for family in DENSE_FAMILIES:
         path = tiny_vision_model_dir(tmp_path / family / "model", family)
@@ -212,7 +213,7 @@ def test_ranks_that_share_sequences_make_the_steps_of_plain_pytorch(tmp_path):
         with torch.no_grad():
             log_probs, _ = naive_log_probs(AutoModelForImageTextToText.from_pretrained(path), batch)
         expected[family] = log_probs, *naive_steps(path, batch, CONFIG)
-    run_ranks(on_ranks_that_share_sequences, 2, tmp_path)
+    run_ranks(on_ranks_with_the_same_rows, 2, tmp_path, key)
     for family, (log_probs, weights, norm) in expected.items():
         for rank in range(2):
             for case, (found, own_norm, own) in torch.load(tmp_path / family / f"rank_{rank}.pt").items():

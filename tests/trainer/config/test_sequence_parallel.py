@@ -118,7 +118,6 @@ def test_ranks_that_divide_matrices_share_rows(run: Run):
         ({"actor_rollout_ref.model.use_liger": True}, "model.use_liger=true: matrices are divided over ranks"),
         ({"actor_rollout_ref.model.enable_activation_offload": True}, "enable_activation_offload=true: matrices"),
         ({f"{ACTOR}.optim.optimizer": "Muon"}, f"{ACTOR}.optim.optimizer=Muon: matrices are divided over ranks"),
-        ({"model_type": "qwen2_5_vl"}, "the vision tower of the model is not divided"),
         ({"num_local_experts": 9}, "each rank has equally many of the model's num_local_experts=9"),
         ({"num_key_value_heads": 1}, "each rank has equally many of the model's num_key_value_heads=1"),
     ],

@@ -214,7 +214,6 @@ def test_checkpoints_go_on_with_whole_matrices(folder, paths, batch, tmp_path):
         ("qwen3_moe", {"num_experts": 9}, "num_experts=9 cannot be divided over 2 ranks"),
         ("longcat_flash", {"num_key_value_heads": 64}, "moe_identity_expert, which this engine does not know"),
         ("mamba", {}, "has no plan in Transformers"),
-        ("qwen2_5_vl", {}, "a model with images"),
     ],
 )
 def test_models_that_cannot_be_divided(family, changes, message):

@@ -10,7 +10,6 @@ from verl.config import FSDPEngineConfig, PPOConfig, Problem, SupervisedConfig
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.roles import need_reference_policy
 from verl.utils.model_facts import model_files
-from verl.vision.families import FAMILIES
 
 _NAME = "tensor_parallel_size"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -31,8 +30,6 @@ def divided_matrices(key: str, engine: FSDPEngineConfig, path: str, ranks: int) 
     text = fields["text_config"] if isinstance(fields.get("text_config"), dict) else fields
     assert isinstance(text, dict)
     remedy = f"set {_NAME}=1, or use strategy=megatron"
-    if fields.get("model_type") in FAMILIES:
-        yield Problem(f"{key}.{_NAME}", size, "the vision tower of the model is not divided", "1", remedy)
     for entry in ("num_attention_heads", "num_key_value_heads", "intermediate_size", *_EXPERTS):
         count = text.get(entry)
         if isinstance(count, int) and count % size:

@@ -2,9 +2,9 @@
 
 Which matrices, and how, is the plan of the Transformers model (``base_model_tp_plan`` of its config); the layers are
 divided by ``torch.distributed.tensor.parallel``. The embedding and the output projection of a language model are
-divided over the vocabulary, and of the experts of a mixture each rank has some, whole. Weights are DTensors on the mesh
-of the tensor-parallel ranks, which :func:`fully_shard` divides further. Activations between layers are whole on every
-rank.
+divided over the vocabulary, and of the experts of a mixture each rank has some, whole. A vision tower stays whole.
+Weights are DTensors on the mesh of the tensor-parallel ranks, which :func:`fully_shard` divides further. Activations
+between layers are whole on every rank.
 
 LoRA adds ``(x Aᵀ) Bᵀ`` to ``x Wᵀ`` with A (r, in) and B (out, r). Where the rows of W are divided, so are those of B,
 and A is whole on every rank; where the columns of W are divided, so are those of A, and B is whole.
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, Qwen3Config
 
 from verl.errors import ConfigError
 from verl.utils.transformers_private import use_some_experts
-from verl.vision.families import FAMILIES
+from verl.vision.families import TOWER
 from verl.workers.engine.model.adapters import LORA_A, LORA_B, is_adapter, is_of_experts, magnitudes_of, own_name
 from verl.workers.engine.model.headed import HeadedModel
 from verl.workers.engine.model.vocab_parallel import with_summed_gradient
@@ -41,14 +41,12 @@ def check_division(config: PretrainedConfig, ranks: int) -> None:
     """Check, from its config alone, that the matrices of a model can be divided over ``ranks`` ranks.
 
     Raises:
-        ConfigError: Transformers has no plan for it or one with styles unknown here, it has images, or ``ranks`` does
-            not divide its heads, its experts or the size of its feed-forward layers.
+        ConfigError: Transformers has no plan for it or one with styles unknown here, or ``ranks`` does not divide its
+            heads, its experts or the size of its feed-forward layers.
     """
     text = config.get_text_config()
     name = f"{_KEY}={ranks}: a {config.model_type}"
     remedy = f"Set {_KEY}=1, or use strategy=megatron."
-    if config.model_type in FAMILIES:
-        raise ConfigError(f"{name} is a model with images, whose tower is not divided. {remedy}")
     plan = _plan(text)
     if not plan:
         raise ConfigError(f"{name} has no plan in Transformers (base_model_tp_plan). {remedy}")
@@ -79,7 +77,7 @@ def divide_layers(model: HeadedModel, mesh: DeviceMesh, adapters: Mapping[str, A
     """
     _check_adapters(adapters)
     ties = _ties(model)
-    prefix = f"{model.backbone_name}."
+    prefix = f"{model.backbone_name}." if model.vision is None else f"{model.backbone_name}.language_model."
     plan = {prefix + path: word for path, word in _of_modules(_plan(model.hf.config.get_text_config())).items()}
     styles, vocab_size = _styles(), model.hf.config.get_text_config().vocab_size
     chosen: dict[str, ParallelStyle] = {}
@@ -89,7 +87,7 @@ def divide_layers(model: HeadedModel, mesh: DeviceMesh, adapters: Mapping[str, A
             chosen |= _of_adapter(name, word)
         elif word is not None:
             chosen[name] = styles[word]
-        elif isinstance(module, nn.Embedding) and module.num_embeddings == vocab_size:
+        elif isinstance(module, nn.Embedding) and module.num_embeddings == vocab_size and TOWER not in name.split("."):
             chosen[name] = _OverVocabulary()
     if model.head.out_features > 1:
         # Passes compute the head by its weight; its own forward serves checks of the model.
@@ -129,7 +127,9 @@ def divided_sizes(plan: Mapping[str, str], entry: Callable[[str], object]) -> di
 
 
 def _plan(config: PretrainedConfig) -> Mapping[str, str]:
-    return getattr(config, "base_model_tp_plan", None) or {}
+    # The language model of Qwen3-VL has the layers of Qwen3, and Transformers has no plan for it.
+    source = Qwen3Config if config.model_type == "qwen3_vl_text" else config
+    return getattr(source, "base_model_tp_plan", None) or {}
 
 
 def _of_modules(plan: Mapping[str, str]) -> dict[str, str]:
