@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Size, Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
+
+
+@dataclass(frozen=True)
+class DividedTensor:
+    """A tensor of which some ranks, such as those of a machine, have all elements together, each a box of them."""
+
+    shape: Size
+    """Of the whole tensor."""
+    box: Tensor
+    """The elements that this rank gives; none if another one gives the same."""
+    start: tuple[int, ...]
+    """Index of the first of them in each dimension."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format."""
+        return self.box.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.shape.numel() * self.dtype.itemsize
 
 
 def full_tensor(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -53,6 +81,39 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     """Return this rank's part of a tensor and the index of its first row."""
     local, first = local_part(tensor)
     return local, first[0] if first else 0
+
+
+def is_held_by_each(tensor: DTensor, machines: Collection[Collection[int]]) -> bool:
+    """Whether each machine has all elements of a tensor.
+
+    Args:
+        tensor: divided over ranks.
+        machines: the ranks of each.
+    """
+    holders = _holders(tensor.device_mesh, tensor.placements)
+    return all(not ranks.isdisjoint(machine) for machine in machines for ranks in holders.values())
+
+
+def is_first_holder(tensor: DTensor, machine: Collection[int]) -> bool:
+    """Whether this rank is the first one of ``machine`` with its part of a tensor."""
+    place, rank = tensor.device_mesh.get_coordinate(), dist.get_rank()
+    assert place is not None
+    key = _part_of(place, tensor.placements)
+    return rank == min(_holders(tensor.device_mesh, tensor.placements)[key] & {rank, *machine})
+
+
+def _part_of(place: Sequence[int], placements: Sequence[Placement]) -> tuple[int, ...]:
+    """Return which part of a tensor a rank has, by its place in the mesh."""
+    return tuple(i for i, placement in zip(place, placements, strict=True) if divided_dim(placement) is not None)
+
+
+@functools.lru_cache
+def _holders(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> dict[tuple[int, ...], set[int]]:
+    """Return the ranks that have each part of a tensor."""
+    holders: dict[tuple[int, ...], set[int]] = {}
+    for place in itertools.product(*map(range, mesh.shape)):
+        holders.setdefault(_part_of(place, placements), set()).add(int(mesh.mesh[place]))
+    return holders
 
 
 def divided_dim(placement: Placement) -> int | None:

@@ -202,7 +202,8 @@ class ActorRolloutRefWorker(EngineWorker):
                     weights, version = functools.partial(pretrained_weights, self.config.model, dtype), 0
             else:
                 entered.enter_context(engine.eval_mode())
-                weights, version = functools.partial(engine.weights_for_rollout, dtype), engine.weight_version
+                weights = functools.partial(engine.weights_for_rollout, dtype, rollout.takes_divided)
+                version = engine.weight_version
                 if rollout.applies_adapters:
                     weights = engine.adapted_weights()
             yield entered.enter_context(rollout.awake(weights, version))

@@ -141,6 +141,7 @@ def test_vllm_gets_rounded_weights_and_their_scales() -> None:
     rollout: Any = object.__new__(VLLMRollout)  # made as usual it starts a server
     rollout.config = RolloutConfig(name="vllm", quantization="int8")
     rollout._empty_model, rollout._file_names = model, FileNames(model)
+    rollout._ranks_of_machines, rollout.device = {}, torch.device("cpu")
     sent = dict(rollout._in_files(model.named_parameters()))
     layers = {name for name, weight in model.named_parameters() if is_quantized(name, weight)}
     assert sent.keys() == {name for name, _ in model.named_parameters()} | {f"{name}_scale" for name in layers}

@@ -22,7 +22,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.waiting import eventually, is_alive, meanwhile
 from tests.workers.support import run_ranks
@@ -472,30 +473,29 @@ def test_a_request_that_ends_every_engine_ends_the_serving(
 
 
 def prepare_rank(rank: int, folder: Path) -> tuple[Path, list[int], Callable[[], Iterator[tuple[str, torch.Tensor]]]]:
-    """The folder of a rank of two; weights that both gather together, and the list of the calls of that function."""
+    """The folder of a rank of two; weights that both divide, and the list of the calls of that function."""
     own = folder / str(rank)
     own.mkdir()
     os.environ["SMALL_ENGINE_FOLDER"] = str(own)
     tempfile.tempdir = str(own)
     VLLMClient.take = says_what_is_taken(own)
     calls: list[int] = []
+    mesh = init_device_mesh("cpu", (2,))
 
-    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+    def divided() -> Iterator[tuple[str, torch.Tensor]]:
         calls.append(rank)
         for name, tensor in weights_of("qwen3"):
-            total = tensor / 2  # exact in binary
-            dist.all_reduce(total)
-            yield name, total
+            yield name, distribute_tensor(tensor, mesh, [Shard(0)])
 
-    return own, calls, gathered
+    return own, calls, divided
 
 
 def serve_on_each_rank(rank: int, world_size: int, folder: Path, model: str) -> None:
     """The engine of the second rank is killed while it serves; the first one takes its requests."""
-    own, calls, gathered = prepare_rank(rank, folder)
+    own, calls, divided = prepare_rank(rank, folder)
     with killer(own, "generate", most=rank):
         engine = rollout(model, own, {"generate": rank})
-        with engine.awake(gathered, 0):
+        with engine.awake(divided, 0):
             with Serving(engine) as serving:
                 numbers = serving.put(requests())
                 eventually(lambda: len(serving.answers) == len(numbers), "all answers")
@@ -525,11 +525,11 @@ def test_a_lost_engine_of_several_hands_its_requests_back(model: str, tmp_path: 
 
 
 def on_each_rank(rank: int, world_size: int, folder: Path, model: str, moment: str) -> None:
-    """Weights are gathered and written by all ranks together; the engine of the second is killed at some moment."""
-    own, calls, gathered = prepare_rank(rank, folder)
+    """Weights are written by all ranks together, each its rows; the engine of the second is killed at some moment."""
+    own, calls, divided = prepare_rank(rank, folder)
     with killer(own, moment, most=rank):
         engine = rollout(model, own, {moment: rank})
-        with engine.awake(gathered, 0):
+        with engine.awake(divided, 0):
             rows = engine.generate_sequences(prompt_batch(PROMPTS))
     assert len(calls) == 2
     assert engine.restarts == rank
@@ -541,7 +541,7 @@ def on_each_rank(rank: int, world_size: int, folder: Path, model: str, moment: s
 
 @pytest.mark.slow  # one that is lost while it serves is in the test of requests that are handed back
 @pytest.mark.parametrize("moment", ["generate", "load"])
-def test_ranks_gather_the_weights_together_again(moment: str, model: str, tmp_path: Path) -> None:
+def test_ranks_write_the_weights_together_again(moment: str, model: str, tmp_path: Path) -> None:
     run_ranks(on_each_rank, 2, tmp_path, model, moment)
     first, second = (torch.load(tmp_path / f"rows-{rank}.pt", weights_only=False) for rank in range(2))
     assert torch.equal(first.batch["responses"], second.batch["responses"])

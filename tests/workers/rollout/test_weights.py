@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import errno
 import inspect
+import itertools
 import json
 import os
 import pickle
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections import namedtuple
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -22,15 +24,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.multiprocessing import reductions
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.workers.rollout.damage import handles_for_strangers, turn_a_bit
-from tests.workers.support import run_ranks
+from tests.workers.support import make_engine, run_ranks
 from verl.errors import RolloutError
-from verl.testing.models import tiny_model
+from verl.testing.models import tiny_model, tiny_model_dir
+from verl.utils.sharded_tensor import DividedTensor
 from verl.workers.rollout.client import ENGINE_SIDE
 from verl.workers.rollout.engine_side import verl_engine
 from verl.workers.rollout.engine_side.verl_engine import MACHINE_VARIABLE, checksum, weights_in_part, with_checksums
+from verl.workers.rollout.file_names import FileNames
 from verl.workers.rollout.ranks import MachineRanks, machine_identity
 from verl.workers.rollout.weights import (
     DeviceBuffer,
@@ -39,7 +43,9 @@ from verl.workers.rollout.weights import (
     SharedPart,
     buffer_for,
     check_arrival,
+    in_files,
     save_tensors,
+    signed_term,
 )
 
 Usage = namedtuple("Usage", "total used free")
@@ -310,6 +316,69 @@ def test_the_ranks_of_a_machine_fill_one_file_for_all_their_engines(tmp_path: Pa
         (tmp_path / folder).mkdir()
     run_ranks(fill_as_one_and_as_two_machines, 2, tmp_path)
     assert not [*(tmp_path / "memory").iterdir(), *(tmp_path / "disk").iterdir()]
+
+
+def divided(weight: Tensor, rows: Sequence[int], columns: Sequence[int]) -> Iterator[DividedTensor]:
+    """Boxes between the bounds of rows and columns, those of ranks that together have the weight."""
+    for row, end in itertools.pairwise(rows):
+        for column, last in itertools.pairwise(columns):
+            yield DividedTensor(weight.shape, weight[row:end, column:last], (row, column) + (0,) * (weight.dim() - 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("shape", "rows", "columns"),
+    [
+        ((7, 3), (0, 2, 2, 5, 7), (0, 3)),  # words of 64 bits that two ranks share, and an incomplete last one
+        ((5, 9), (0, 3, 5), (0, 4, 9)),
+        ((300, 123), (0, 1, 200, 300), (0, 123)),  # several rows of 4096 words
+        ((256, 128), (0, 64, 256), (0, 64, 128)),  # the last word begins a row
+        ((64, 511, 3), (0, 33, 64), (0, 511)),
+    ],
+)
+def test_terms_of_boxes_add_up_to_the_checksum(dtype: torch.dtype, shape, rows, columns) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    terms = [int(signed_term(box)) for box in divided(weight, rows, columns)]
+    assert sum(terms) % 2**64 == checksum(weight)
+
+
+def fill_from_parts(rank: int, world_size: int, folder: Path, path: str, others: Sequence[str]) -> None:
+    """What a machine's engines read of divided weights, as one machine and as machines that lack a part."""
+    names = FileNames(AutoModelForCausalLM.from_pretrained(path))
+    for tensor in (2, 1):
+        engine = make_engine(path, tensor_parallel_size=tensor, trained=False)
+        for nodes in (["-"] * world_size, others):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("RAY_RAYLET_PID", nodes[rank])
+                ranks = MachineRanks()
+                sent = engine.weights_for_rollout(torch.bfloat16, divided=True)
+                weights = ((name, weight.detach().to(torch.bfloat16)) for name, weight in sent)
+                given = list(in_files(weights, names, ranks.ranks_of_machines, engine.device))
+                parts_of = [weight for _, weight in given if isinstance(weight, DividedTensor)]
+                if nodes[0] == "-":
+                    assert len(parts_of) == len(given)
+                else:  # norms of heads are whole on each rank that divides matrices
+                    assert all(part.box.shape == part.shape for part in parts_of)
+                read, sums = {}, {}
+                for part in FileBuffer(ranks=ranks).parts(iter(given), part_bytes=100_000):
+                    views = weights_in_part(part.description())
+                    read |= {name: tensor.clone() for name, tensor in with_checksums(views, sums)}
+                    check_arrival(part.checksums, {name: sums[name] for name in part.tensors}, "the engine")
+        whole = ((n, w.to(torch.bfloat16)) for n, w in engine.get_per_tensor_param())
+        expected = {name: tensor.clone() for n, w in whole for name, tensor in names.of(n, w)}
+        assert read.keys() == expected.keys()
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in read.items())
+
+
+def test_ranks_write_their_parts_of_divided_weights(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path / "model", "qwen3_moe", num_hidden_layers=1)
+    run_ranks(fill_from_parts, 2, tmp_path, path, ["a", "b"])
+
+
+@pytest.mark.slow
+def test_four_ranks_write_their_parts_of_divided_weights(tmp_path: Path) -> None:
+    path = tiny_model_dir(tmp_path / "model", "qwen3", vocab_size=105)
+    run_ranks(fill_from_parts, 4, tmp_path, path, ["a", "a", "b", "b"])
 
 
 ENGINE = """

@@ -195,8 +195,11 @@ class BaseEngine(ABC):
         A tensor is valid until the next iteration only: it may be the trainer's own, or a buffer that is reused.
         """
 
-    def weights_for_rollout(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Iterate as :meth:`get_per_tensor_param` does; weights may have been converted to the rollout's ``dtype``."""
+    def weights_for_rollout(self, dtype: torch.dtype, divided: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Iterate as :meth:`get_per_tensor_param` does; weights may have been converted to the rollout's ``dtype``.
+
+        With ``divided`` those that ranks divide may be DTensors, which are not gathered.
+        """
         return self.get_per_tensor_param()
 
     def trained_weights(self) -> Mapping[str, Tensor]:

@@ -79,6 +79,8 @@ class BaseRollout(ABC):
 
     takes_images = False
     """Whether requests may have images."""
+    takes_divided = False
+    """Whether weights that :meth:`awake` is given may be DTensors: parts are enough, or it gathers what it needs."""
     applies_adapters = False
     """Whether :meth:`awake` takes LoRA adapters apart from the weights that they were added to."""
     scores_tokens = False

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Size, Tensor
 from transformers import PreTrainedModel
 
 from verl.utils.model import convert_weight_keys
+from verl.utils.sharded_tensor import DividedTensor
 
 _PIECE_BYTES = 2**28
 """Experts are copied in pieces of about so many bytes when they are taken out of a joined weight."""
@@ -47,17 +49,38 @@ class FileNames:
     def of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a weight of the model as its files have it: one tensor, or several."""
         if name in self._joined:
-            yield from self._apart(name, tensor, max(1, _PIECE_BYTES * len(tensor) // tensor.nbytes))
+            yield from self._apart(name, tensor, self._at_once(tensor))
         else:
             yield self._renamed.get(name, name), tensor
+
+    def of_divided(self, name: str, tensor: DividedTensor) -> Iterator[tuple[str, DividedTensor]]:
+        """Do as :meth:`of` with a weight that ranks divide; of one that is taken apart, by experts alone."""
+        if name not in self._joined:
+            yield self._renamed.get(name, name), tensor
+            return
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        start, held = tensor.start[0], len(tensor.box)
+        count = self._at_once(whole)
+        for first in range(0, len(whole), count):
+            low, high = (min(max(bound - start, 0), held) for bound in (first, first + count))
+            here = dict(self._piece(name, tensor.box[low:high], start + low)) if high > low else {}
+            for in_file, part in self._piece(name, whole[first : first + count], first):
+                yield in_file, DividedTensor(part.shape, here.get(in_file, tensor.box[:0]), (0,) * part.dim())
 
     def _apart(self, name: str, tensor: Tensor, experts: int) -> Iterator[tuple[str, Tensor]]:
         """Take a joined weight apart, so many experts at a time if there are some apart."""
         experts = experts if self._takes_pieces else len(tensor)
         for first in range(0, len(tensor), experts):
-            piece = convert_weight_keys({name: tensor[first : first + experts]}, self._model)
-            for of_piece, part in piece.items():
-                yield _EXPERT.sub(lambda found, first=first: f".experts.{first + int(found[1])}.", of_piece), part
+            yield from self._piece(name, tensor[first : first + experts], first)
+
+    def _piece(self, name: str, experts: Tensor, first: int) -> Iterator[tuple[str, Tensor]]:
+        """Take apart some experts of a joined weight, of which ``first`` is the index of the first one."""
+        for of_piece, part in convert_weight_keys({name: experts}, self._model).items():
+            yield _EXPERT.sub(lambda found: f".experts.{first + int(found[1])}.", of_piece), part
+
+    @staticmethod
+    def _at_once(tensor: Tensor) -> int:
+        return max(1, _PIECE_BYTES * len(tensor) // tensor.nbytes)
 
 
 def _shapes(weights: Mapping[str, Tensor]) -> dict[str, Size]:

@@ -6,7 +6,6 @@ import datetime
 import itertools
 import os
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
@@ -119,17 +118,19 @@ class MachineRanks:
         """This rank's place among those of the machine, and their number."""
         self._group: dist.ProcessGroup | None = None
         self.machine = machine_identity()
+        self.ranks_of_machines: dict[str, list[int]] = {}
+        """All ranks of the run by machine; empty if this rank is alone."""
         self._machines = [self.machine]
         """Of each rank of the group."""
         if is_alone or not dist.is_initialized() or dist.get_world_size() == 1:
             return
         machines = [self.machine] * dist.get_world_size()
         dist.all_gather_object(machines, self.machine)
-        here = [rank for rank, of_rank in enumerate(machines) if of_rank == self.machine]
+        for rank, machine in enumerate(machines):
+            self.ranks_of_machines.setdefault(machine, []).append(rank)
+        here = self.ranks_of_machines[self.machine]
         self.rank, self.size = here.index(dist.get_rank()), len(here)
-        groups = (
-            [range(len(machines))] if in_step else [_ranks_of(machine, machines) for machine in sorted({*machines})]
-        )
+        groups = [range(len(machines))] if in_step else [ranks for _, ranks in sorted(self.ranks_of_machines.items())]
         for ranks in groups:
             group = dist.new_group([*ranks], backend="gloo", timeout=datetime.timedelta(seconds=EXCHANGE_S))
             if dist.get_rank() in ranks:
@@ -152,10 +153,6 @@ class MachineRanks:
         if self._group is not None:
             dist.all_gather_object(values, value, group=self._group)
         return [*zip(self._machines, values, strict=True)]
-
-
-def _ranks_of(machine: str, machines: Sequence[str]) -> list[int]:
-    return [rank for rank, of_rank in enumerate(machines) if of_rank == machine]
 
 
 def machine_identity() -> str:

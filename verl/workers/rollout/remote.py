@@ -26,6 +26,7 @@ from verl.errors import ConfigError, EngineLostError, ProcessLostError, RolloutE
 from verl.protocol import DataProto
 from verl.utils.model import empty_causal_lm, torch_dtype
 from verl.utils.model_facts.time_limits import time_limits
+from verl.utils.sharded_tensor import DividedTensor
 from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRequest, Weights
 from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, PendingRequests
@@ -38,7 +39,7 @@ from verl.workers.rollout.request import SamplingParams, kept_table
 from verl.workers.rollout.request_queue import RequestQueue
 from verl.workers.rollout.scoring import ScoreRequest, TokenScores
 from verl.workers.rollout.state import OF_REQUESTS, EngineState
-from verl.workers.rollout.weights import ExpectedWeights, FileBuffer, SharedBuffer, SharedPart, buffer_for
+from verl.workers.rollout.weights import ExpectedWeights, FileBuffer, SharedBuffer, SharedPart, buffer_for, in_files
 
 logger = logging.getLogger(__name__)
 
@@ -141,11 +142,14 @@ class RemoteRollout(BaseRollout):
             )
         self._machine_buffer: SharedBuffer | None = None
         """Memory for the weights of all engines of this machine."""
+        self._ranks_of_machines: Mapping[str, Sequence[int]] = {}
         # A GPU has the gathered weights already, and its engine reads them there: one copy for each GPU.
         if self.ranks_per_engine > 1 or self.device.type == "cpu":
             machine = MachineRanks(in_step=self._in_step)
             if machine.size > 1 or self._in_step:
                 self._machine_buffer = FileBuffer(ranks=machine)
+                self._ranks_of_machines = machine.ranks_of_machines
+                self.takes_divided = config.quantization is None  # which rounds by the largest of a row
         self._launch = launch_settings(config, time_limits(self.model_config.path).start_s(config.name))
         dtype = torch_dtype(config.dtype)
         trust = self.model_config.trust_remote_code
@@ -290,10 +294,9 @@ class RemoteRollout(BaseRollout):
         if self._engine is not None:
             self.sent_bytes += self._engine.load_adapters(self._adapters_of(checked))
 
-    def _in_files(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _in_files(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | DividedTensor]]:
         """Return weights as the model's files have them, which engines read too."""
-        for name, tensor in weights:
-            yield from self._file_names.of(name, tensor)
+        return in_files(weights, self._file_names, self._ranks_of_machines, self.device)
 
     def _adapters_of(self, adapters: dict[str, Tensor]) -> Mapping[str, Tensor]:
         """Return adapters as the engine takes them."""

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -19,11 +19,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from verl.errors import RolloutError
 from verl.utils.device import one_allocation
+from verl.utils.sharded_tensor import DividedTensor, full_tensor, is_first_holder, is_held_by_each, local_part
 from verl.workers.rollout.engine_side.verl_engine import (
+    ROW_WORDS,
     SHARED_MEMORY,
     Share,
     as_text,
@@ -32,7 +35,8 @@ from verl.workers.rollout.engine_side.verl_engine import (
     signed_checksum,
     unpin,
 )
-from verl.workers.rollout.ranks import MachineRanks
+from verl.workers.rollout.file_names import FileNames
+from verl.workers.rollout.ranks import MachineRanks, machine_identity
 
 ADAPTER = "policy"
 """Name of the only adapters in an engine."""
@@ -116,6 +120,33 @@ class ExpectedWeights:
         return converted
 
 
+def in_files(
+    weights: Iterable[tuple[str, Tensor]],
+    names: FileNames,
+    machines: Mapping[str, Collection[int]],
+    device: torch.device,
+) -> Iterator[tuple[str, Tensor | DividedTensor]]:
+    """Yield weights as the model's files have them, which engines read too.
+
+    DTensors stay divided if the ranks of each machine have all elements: each gives its own, and nothing is exchanged.
+    Others are gathered, which is collective.
+
+    Args:
+        weights: of the model.
+        names: of its files.
+        machines: the ranks of each machine, which are all given the same weights; none if one rank is alone.
+        device: of the weights that are gathered.
+    """
+    for name, tensor in weights:
+        if not isinstance(tensor, DTensor) or not machines or not is_held_by_each(tensor, machines.values()):
+            yield from names.of(name, full_tensor(tensor, device))
+            continue
+        box, start = local_part(tensor)
+        if not is_first_holder(tensor, machines[machine_identity()]):
+            box = box[:0]
+        yield from names.of_divided(name, DividedTensor(tensor.shape, box, start))
+
+
 def check_fit(problems: Sequence[str], version: int, model_name: str) -> None:
     """Raise RolloutError if there are problems; the message has the first few."""
     if problems:
@@ -145,6 +176,42 @@ def check_arrival(sent: Mapping[str, str], arrived: Mapping[str, str], where: st
             f"{len(mismatches)} of {len(sent)} weights did not arrive in {where} as they were sent: {shown}. Their "
             "checksums differ; the engine's weights cannot be trusted."
         )
+
+
+def signed_term(tensor: DividedTensor) -> Tensor:
+    """Return what this rank's elements add to the checksum of a tensor: the sum over ranks is that of the whole."""
+    box = tensor.box
+    first = tensor.start[0] * tensor.shape[1:].numel() * tensor.dtype.itemsize
+    if box.shape[1:] != tensor.shape[1:]:
+        # Elements of other ranks count as zeros.
+        rows = box.new_zeros(len(box), *tensor.shape[1:])
+        rows[(slice(None), *_slices(box.shape[1:], tensor.start[1:]))] = box
+        return _signed_rows(rows, first, tensor.nbytes) - rows.numel() + box.numel()
+    return _signed_rows(box, first, tensor.nbytes)
+
+
+def _signed_rows(rows: Tensor, first: int, nbytes: int) -> Tensor:
+    """Return what rows of a tensor of ``nbytes`` bytes, from byte ``first`` on, add to its checksum."""
+    data = rows.contiguous().reshape(-1).view(torch.uint8)
+    before, after = first % 8, -(first + len(data)) % 8
+    if before or after:
+        data = torch.nn.functional.pad(data, (before, after))
+    elif data.data_ptr() % 8:
+        data = data.clone()
+    words, index = data.view(torch.int64), first // 8
+    head = min(-index % ROW_WORDS, len(words))
+    count, factor = (len(words) - head) // ROW_WORDS, 2 * ((index + head) // ROW_WORDS) + 1
+    whole = words[head : head + count * ROW_WORDS].view(count, ROW_WORDS).sum(-1)
+    total = (whole * (2 * torch.arange(count, device=data.device) + factor)).sum() + rows.numel()
+    total += words[:head].sum() * (2 * (index // ROW_WORDS) + 1)
+    total += words[head + count * ROW_WORDS :].sum() * (factor + 2 * count)
+    if len(words) and nbytes % 8 and (index + len(words)) * 8 > nbytes:  # an incomplete word is a row of its own
+        total += 2 * words[-1]
+    return total
+
+
+def _slices(sizes: Sequence[int], start: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + size) for first, size in zip(start, sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -187,11 +254,12 @@ class SharedBuffer(ABC):
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._ranks = ranks or MachineRanks(is_alone=True)
 
-    def parts(self, weights: Iterable[tuple[str, Tensor]], part_bytes: int) -> Iterator[SharedPart]:
+    def parts(self, weights: Iterable[tuple[str, Tensor | DividedTensor]], part_bytes: int) -> Iterator[SharedPart]:
         """Copy weights, each tensor once, and yield each part when it is complete.
 
         Collective over the ranks that fill the buffer: all give the same weights, and iterate to the end, because a
-        part stays until all ranks have asked for the next one.
+        part stays until all ranks have asked for the next one. A whole tensor is copied by one rank; of a divided one
+        each rank copies what it has.
 
         Args:
             weights: names and tensors, on any device.
@@ -201,14 +269,17 @@ class SharedBuffer(ABC):
             RolloutError: there is no memory for a single tensor.
         """
         tensors: dict[str, tuple[torch.dtype, torch.Size, int]] = {}
-        signed: dict[str, Tensor] = {}
+        signed: dict[tuple[str, tuple[int, ...]], Tensor] = {}  # by name and first element
         nbytes = end = 0
 
         def part() -> SharedPart:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # the copies are made
-            of_ranks = {name: text for texts in self._ranks(as_text(signed)) for name, text in texts.items()}
-            checksums = {name: of_ranks[name] for name in tensors}
+            terms: dict[str, dict[tuple[int, ...], int]] = {name: {} for name in tensors}
+            for texts in self._ranks(as_text(signed)):
+                for (name, start), text in texts.items():
+                    terms[name][start] = int(text)  # of copies one counts
+            checksums = {name: str(sum(of_ranks.values()) % 2**64) for name, of_ranks in terms.items()}
             return SharedPart(self._location(), self._memory[:end], tensors, checksums, nbytes)
 
         for name, tensor in weights:
@@ -220,9 +291,13 @@ class SharedBuffer(ABC):
             if not tensors:
                 self._make_room(tensor.nbytes, part_bytes)
             end = max(end, start + tensor.nbytes)
-            if len(tensors) % self._ranks.size == self._ranks.rank:
-                target = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                signed[name] = signed_checksum(tensor)
+            target = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            if isinstance(tensor, DividedTensor):
+                if tensor.box.numel():
+                    signed[name, tensor.start] = signed_term(tensor)
+                    target[_slices(tensor.box.shape, tensor.start)].copy_(tensor.box, non_blocking=True)
+            elif len(tensors) % self._ranks.size == self._ranks.rank:
+                signed[name, ()] = signed_checksum(tensor)
                 target.copy_(tensor, non_blocking=True)
             tensors[name] = tensor.dtype, tensor.shape, start
             nbytes += tensor.nbytes
@@ -302,7 +377,7 @@ class FileBuffer(SharedBuffer):
         """Provide at least ``size`` bytes if there is room, and keep those that are there."""
         return self._has_room(size)
 
-    def parts(self, weights: Iterable[tuple[str, Tensor]], part_bytes: int) -> Iterator[SharedPart]:
+    def parts(self, weights: Iterable[tuple[str, Tensor | DividedTensor]], part_bytes: int) -> Iterator[SharedPart]:
         """See :meth:`SharedBuffer.parts`."""
         self._pin()  # not each time that it grows, as pinning takes as long as a copy
         yield from super().parts(weights, part_bytes)
@@ -385,7 +460,7 @@ class DeviceBuffer(SharedBuffer):
             arguments = (*arguments[:-4], *_NO_COUNTER, *arguments[-2:])
         return {"handle": base64.b64encode(ForkingPickler.dumps((rebuild, arguments))).decode()}
 
-    def parts(self, weights: Iterable[tuple[str, Tensor]], part_bytes: int) -> Iterator[SharedPart]:
+    def parts(self, weights: Iterable[tuple[str, Tensor | DividedTensor]], part_bytes: int) -> Iterator[SharedPart]:
         """See :meth:`SharedBuffer.parts`."""
         try:
             yield from super().parts(weights, part_bytes)

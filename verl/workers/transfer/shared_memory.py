@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from verl.utils.sharded_tensor import DividedTensor
 from verl.workers.rollout.weights import FileBuffer, SharedBuffer, SharedPart
 from verl.workers.transfer.transport import Participant, Sent, WeightTransport, register_transfer
 
@@ -19,7 +20,7 @@ class Segments(SharedBuffer):
         self._files: list[FileBuffer] = []
         self._index = -1
 
-    def parts(self, weights: Iterable[tuple[str, Tensor]], part_bytes: int) -> Iterator[SharedPart]:
+    def parts(self, weights: Iterable[tuple[str, Tensor | DividedTensor]], part_bytes: int) -> Iterator[SharedPart]:
         """See :meth:`SharedBuffer.parts`; here all parts stay."""
         self._index = -1
         yield from super().parts(weights, part_bytes)

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -330,20 +331,23 @@ class ShardedModel(BaseEngine):
     def _whole_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Iterate over whole weights, then over buffers of model folders, such as biases of routers. Collective."""
         yield from self.backend.whole_weights(dtype)
+        yield from self._saved_buffers()
+
+    def _saved_buffers(self) -> Iterator[tuple[str, Tensor]]:
         saved = self.model.state_dict().keys()
-        yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in saved)
+        return ((name, buffer) for name, buffer in self.model.named_buffers() if name in saved)
 
     def trained_weights(self) -> Mapping[str, Tensor]:
         """See :meth:`BaseEngine.trained_weights`."""
         self._reshard()
         return trained_parameters(self.model)
 
-    def weights_for_rollout(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def weights_for_rollout(self, dtype: torch.dtype, divided: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`BaseEngine.weights_for_rollout`. Adapters are merged into weights as they are stored."""
         if self.has_adapters:
             return self.get_per_tensor_param()
         self._reshard()
-        return self._whole_weights(dtype)
+        return chain(self.model.named_parameters(), self._saved_buffers()) if divided else self._whole_weights(dtype)
 
     def adapted_weights(self) -> AdaptedWeights:
         """See :meth:`BaseEngine.adapted_weights`."""

@@ -489,7 +489,7 @@ class MegatronEngine(BaseEngine):
         copies = self.model.heads.copies
         return ((other, tensor) for name, tensor in weights for other in (name, *copies.get(name, ())))
 
-    def weights_for_rollout(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def weights_for_rollout(self, dtype: torch.dtype, divided: bool = False) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`BaseEngine.weights_for_rollout`; heads are left out, as engines take the model's weights alone."""
         of_heads = {*self.model.heads.shapes, *chain.from_iterable(self.model.heads.copies.values())}
         return ((name, tensor) for name, tensor in self.get_per_tensor_param() if name not in of_heads)

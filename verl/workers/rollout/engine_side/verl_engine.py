@@ -9,13 +9,15 @@ import os
 import pickle
 from collections.abc import Container, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+_Key = TypeVar("_Key")
 
 TOKEN_VARIABLE = "VERL_ENGINE_TOKEN"
 """Environment variable with a server's token: every user of the machine can read a command line."""
@@ -24,7 +26,8 @@ MACHINE_VARIABLE = "VERL_MACHINE"
 SHARED_MEMORY = "/dev/shm"
 ADAPTER_REPORT = "arrived"
 """Beginning of the names of the files in a folder of adapters that tell what each rank has read of it."""
-_ROW_WORDS = 4096
+ROW_WORDS = 4096
+"""Words of a row of :func:`checksum`."""
 _RECENT_SIZES = 256
 _DEVICE_ARGUMENT = 6
 """Place of ``storage_device`` among the arguments of ``rebuild_cuda_tensor``: a number by the sender's count."""
@@ -96,10 +99,10 @@ def signed_checksum(tensor: Tensor) -> Tensor:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
     words = data[:whole].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:whole].clone().view(torch.int64)
-    rows = words.numel() // _ROW_WORDS
-    sums = words[rows * _ROW_WORDS :].sum() * (2 * rows + 1) + tensor.numel()
+    rows = words.numel() // ROW_WORDS
+    sums = words[rows * ROW_WORDS :].sum() * (2 * rows + 1) + tensor.numel()
     if rows:
-        sums += (words[: rows * _ROW_WORDS].view(rows, _ROW_WORDS).sum(-1) * _factors(rows, data.device)).sum()
+        sums += (words[: rows * ROW_WORDS].view(rows, ROW_WORDS).sum(-1) * _factors(rows, data.device)).sum()
     if whole < data.numel():
         last = data.new_zeros(8)
         last[: data.numel() - whole] = data[whole:]
@@ -112,7 +115,7 @@ def _factors(rows: int, device: torch.device) -> Tensor:
     return 2 * torch.arange(rows, device=device) + 1
 
 
-def as_text(signed: dict[str, Tensor]) -> dict[str, str]:
+def as_text(signed: dict[_Key, Tensor]) -> dict[_Key, str]:
     """Return checksums in [0, 2^64) as text, because JSON readers may round integers of 64 bits."""
     if not signed:
         return {}

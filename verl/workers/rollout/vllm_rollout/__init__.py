@@ -14,6 +14,7 @@ from torch import Tensor
 from verl.config.distillation import VLLM_MAX_LOGPROBS
 from verl.errors import ConfigError, RolloutError
 from verl.utils.model import has_experts
+from verl.utils.sharded_tensor import DividedTensor
 from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
 from verl.workers.rollout.client import EngineClient, PartialResponse
 from verl.workers.rollout.engine_process import EngineProcess
@@ -62,7 +63,7 @@ class VLLMRollout(RemoteRollout):
     def _start_node(self, machines: EngineMachines) -> EngineProcess:
         return start_vllm_node(self._arguments, self.device, self._launch, self._devices, machines)
 
-    def _in_files(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _in_files(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | DividedTensor]]:
         if self.config.quantization == "int8":
             weights = rounded_weights(weights, self._empty_model, FORMATS["int8"])
         return super()._in_files(weights)
