@@ -150,6 +150,11 @@ def test_settings_of_megatron_in_the_engine_of_a_supervised_run(changes: dict[st
         ({f"{ACTOR}.qat.enable": True}, "training of quantized weights is not in this version"),
         ({"trainer.device": "npu"}, "Ascend devices are not in this version"),
         ({f"{ACTOR}.optim.min_lr": "low"}, "it is no share of lr="),
+        (
+            {f"{ACTOR}.optim.optimizer": "muon", f"{ACTOR}.optim.muon_match_adamw_update_rms": False},
+            "muon_match_adamw_update_rms=false: updates of Muon have the size of AdamW's unless",
+        ),
+        ({f"{ACTOR}.optim.optimizer": "muon", OPTIMIZER: "momentum"}, "override_optimizer_config=momentum"),
         ({f"{ACTOR}.optim.muon_extra_scale_factor": 0.2}, "adjust_lr_fn says how updates of Muon are scaled"),
         ({f"{ACTOR}.optim.optimizer": "Adamw"}, "torch.optim has no such class. Did you mean 'AdamW'?"),
         ({f"{ACTOR}.optim.exp_avg_dtype": "bf16"}, "strategy=fsdp moments have the precision of the stored weights"),

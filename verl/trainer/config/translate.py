@@ -433,14 +433,20 @@ class Translator:
         """Move settings of Muon to the arguments of PyTorch's class."""
         for optim in (optim for optim in key_releases.OPTIMIZERS if get(tree, f"{optim}.optimizer") == "Muon"):
             section = f"{optim}.override_optimizer_config"
-            arguments = dict(get(tree, section) or {})
+            entries = get(tree, section) or {}
+            if not isinstance(entries, Mapping):
+                continue  # its type is checked like that of every key
+            arguments = dict(entries)
             for name, argument in key_releases.SETTINGS_OF_MUON.items():
-                if (value := get(tree, f"{optim}.{name}")) is not None:
-                    drop(tree, f"{optim}.{name}")
+                if (value := drop(tree, f"{optim}.{name}")) is not None:
                     arguments.setdefault(argument, value)
-            if get(tree, f"{optim}.muon_match_adamw_update_rms"):
-                drop(tree, f"{optim}.muon_match_adamw_update_rms")
+            key = f"{optim}.muon_match_adamw_update_rms"
+            if matches := drop(tree, key):
                 arguments.setdefault("adjust_lr_fn", "match_rms_adamw")
+            elif matches is not None and "adjust_lr_fn" not in arguments:
+                cause = "updates of Muon have the size of AdamW's unless adjust_lr_fn says otherwise"
+                remedy = f"set it to true, or {section}.adjust_lr_fn"
+                self.problems.append(Problem(key, matches, cause, remedy=remedy))
             if arguments:
                 put(tree, section, arguments)
 
