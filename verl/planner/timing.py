@@ -67,10 +67,10 @@ def pass_seconds(
     if lay.is_megatron:
         computing *= 1 + (lay.pipeline - 1) / lay.pieces / count  # stages wait for each other
     passes = 1 + trains * (1 + model.checkpoints)
-    if trains and (cluster.mfu is None or lay.is_on_host or model.offload_fraction):
+    if trains and (cluster.mfu is None or lay.is_on_host):
         computing += updates * _optimizer_seconds(model, cluster)
     if trains:
-        computing += updates * moving_seconds(model.state_on_host, cluster)
+        computing += updates * moving_seconds(model.state_on_host, cluster, is_pinned=True)
     if lay.is_megatron:
         exchanging = passes * work.tokens * _seconds_per_token(model, cluster)
         return computing + exchanging + (updates * _sum_of_gradients(model, cluster) if trains else 0)
@@ -214,13 +214,9 @@ def _weights_of_pass(model: ModelMemory, cluster: Cluster, trains: bool) -> floa
 
 
 def _optimizer_seconds(model: ModelMemory, cluster: Cluster) -> float:
-    """Seconds of a rank's optimizer step, of which a part may be computed in the host's memory."""
-    lay, parameters = model.layout, model.state / 12
-    on_host = 1.0 if lay.is_on_host else model.offload_fraction
-    rate = on_host / cluster.host_memory_bytes_per_s + (1 - on_host) / cluster.memory_bytes_per_s
-    # Megatron's gradients go there, in fp32, and its weights come back.
-    moved = model.offload_fraction * parameters * (4 + lay.stored_bytes)
-    return parameters * _OPTIMIZER_BYTES * rate + moved / cluster.host_bytes_per_s
+    """Seconds of a rank's optimizer step."""
+    lay, moved = model.layout, model.state / 12 * _OPTIMIZER_BYTES
+    return moved / (cluster.host_memory_bytes_per_s if lay.is_on_host else cluster.memory_bytes_per_s)
 
 
 def _seconds_of_shared_sequences(model: ModelMemory, cluster: Cluster) -> float:
