@@ -27,7 +27,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from verl.planner import constants
@@ -245,7 +245,7 @@ def suggestions(run: Published, folder: Path) -> Suggestions:
 def _row(run: Published, folder: Path) -> list[str]:
     row = [run.source, f"{run.model}, {run.gpus} {run.gpu.upper()}"]
     if run.layout:
-        plan, _, _ = make_plan([*run.words(folder), *run.layout])
+        plan = plan_of(run, folder)
         check_layouts(plan)
         worst = max(stage.bytes for stage in plan.stages)
         fits = f"{worst / _GB:.0f} GB" + ("" if plan.excess <= 0 else ", does not fit")
@@ -259,8 +259,11 @@ def _row(run: Published, folder: Path) -> list[str]:
     return [*row, f"suggested: {best}, {best.bytes / _GB:.0f} GB", f"{best.plan.seconds:.0f} s", ""]
 
 
-def _plan(run: Published, folder: Path) -> Plan:
-    return make_plan([*run.words(folder), *run.layout])[0]
+def plan_of(run: Published, folder: Path) -> Plan:
+    """Return the plan of a run with a layout; NeMo RL moves optimizers to memory of the host that is not pinned."""
+    plan = make_plan([*run.words(folder), *run.layout])[0]
+    is_pinned = not run.source.startswith("NeMo RL")
+    return replace(plan, cluster=replace(plan.cluster, pins_host_memory=is_pinned))
 
 
 def _operations(plan: Plan) -> tuple[float, dict[str, float]]:
@@ -297,7 +300,7 @@ class Factors:
 
 def show_factors(folder: Path) -> None:
     """Print the factors, and how well they describe runs of other models."""
-    staged = [(run, _operations(_plan(run, folder))[1]) for run in STAGED]
+    staged = [(run, _operations(plan_of(run, folder))[1]) for run in STAGED]
     for run, operations in staged:
         stages = (f"{name} {seconds / operations[name]:.2f}" for name, seconds in run.stages.items())
         print(f"{run.model}, {run.gpus} {run.gpu}: published / operations: {', '.join(stages)}")
@@ -308,7 +311,7 @@ def show_factors(folder: Path) -> None:
     for run in RUNS:
         if not run.seconds:
             continue
-        beside, operations = _operations(_plan(run, folder))
+        beside, operations = _operations(plan_of(run, folder))
         factors = Factors.of([one for one in staged if one[0].model != run.model])
         ratios.append(factors.seconds(beside, operations) / run.seconds)
         without.append(Factors(1.0, 1.0).seconds(beside, operations) / run.seconds)

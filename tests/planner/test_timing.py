@@ -139,8 +139,9 @@ def test_small_micro_batches_wait_for_the_network():
 
 def test_offloaded_bytes_move_there_and_back():
     there = replace(cluster(1, 0.4), host_use=25 / 32)
-    assert moving_seconds(50e9, there, is_pinned=True) == 4  # at 25 GB/s
-    assert moving_seconds(17.6e9, there, is_pinned=False) == pytest.approx(8 + 1.1)  # at 2.2 and 16 GB/s
+    assert moving_seconds(50e9, there) == 4  # at 25 GB/s
+    there = replace(there, pins_host_memory=False)
+    assert moving_seconds(17.6e9, there) == pytest.approx(8 + 1.1)  # at 2.2 and 16 GB/s
 
 
 def test_rates_between_ranks():

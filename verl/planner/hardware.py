@@ -94,6 +94,8 @@ class Cluster:
     """Memory that is no tensor: CUDA's context, NCCL's buffers, what the allocator cannot use. An assumption."""
     mfu: float | None = None
     """Part of the peak FLOP/s that passes reach, as measured; None derives it from the operations of a pass."""
+    pins_host_memory: bool = True
+    """Whether what leaves a device goes to pinned memory that is kept, as that of the engines here does."""
     product_use: float = constants.PRODUCT_USE
     attention_use: float = constants.ATTENTION_USE
     bandwidth_use: float = constants.BANDWIDTH_USE

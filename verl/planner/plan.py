@@ -429,7 +429,7 @@ class Plan:
         moved = (0.0 if held.keeps_weights else memory.weights) + (memory.optimizer if trains else 0.0) * (
             not held.keeps_optimizer
         )
-        seconds = operations * factor + moving_seconds(moved, self.cluster, is_pinned=not lay.is_megatron)
+        seconds = operations * factor + moving_seconds(moved, self.cluster)
         full = f"{key}_max_token_len_per_gpu" if tokens is not None else f"{key}_micro_batch_size_per_gpu"
         return Stage(name, parts(min(shown, max(least, most))), seconds, full, count, largest, operations)
 
@@ -577,7 +577,7 @@ class Plan:
         rollout, held = self.config.actor_rollout_ref.rollout, self.models["actor"]
         seconds = self._transfer_seconds + constants.RESPONSE_S * self.config.data.train_batch_size * rollout.n
         if not held.keeps_weights:  # they come back to the device to be handed over
-            seconds += moving_seconds(held.memory.weights, self.cluster, not held.memory.layout.is_megatron)
+            seconds += moving_seconds(held.memory.weights, self.cluster)
         if rollout.name in OTHER_PROGRAMS:
             seconds += constants.TENSOR_S * held.memory.shape.tensors
             seconds += constants.SLEEP_S if rollout.free_cache_engine and not self.has_rollout_pool else 0.0

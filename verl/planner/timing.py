@@ -96,12 +96,9 @@ def pass_seconds(
     return max(computing, exchanging)
 
 
-def moving_seconds(moved_bytes: float, cluster: Cluster, is_pinned: bool) -> float:
-    """Seconds in which a rank moves so many bytes from the host's memory to its device, and back.
-
-    FSDP keeps pinned memory for them; Megatron allocates memory each time, which is not pinned.
-    """
-    if is_pinned:
+def moving_seconds(moved_bytes: float, cluster: Cluster) -> float:
+    """Seconds in which a rank moves so many bytes from the host's memory to its device, and back."""
+    if cluster.pins_host_memory:
         return 2 * moved_bytes / cluster.host_bytes_per_s
     return moved_bytes * (1 / constants.TO_FRESH_MEMORY_BYTES_PER_S + 1 / constants.FROM_PAGEABLE_BYTES_PER_S)
 
