@@ -285,6 +285,13 @@ RETIRED: tuple[Retired, ...] = (
                 "updates are those of whole matrices, which PyTorch computes in bf16",
                 {f"{optim}.muon_tp_mode": "blockwise", f"{optim}.muon_fp32_matmul_prec": "medium"},
             ),
+            Retired(
+                f"{optim}.muon_match_adamw_update_rms",
+                "override_optimizer_config.adjust_lr_fn says how updates of Muon are scaled, by default like AdamW's",
+                (None,),
+                refused=False,
+                part=True,
+            ),
             Retired(f"{optim}.muon_*", "optim.optimizer is not Muon", (), refused=False, part=True),
         )
     ),

@@ -78,7 +78,7 @@ def _recurrent(kind: str, engine: McoreEngineConfig, sizes: str) -> Iterator[Pro
         yield Problem(f"{sizes}.{key}", engine[key], reason, "1 for this model", "or tensor_model_parallel_size")
     if engine.use_dist_checkpointing:
         reason = f"the names that megatron-core gives the weights of {kind} are not known here"
-        yield Problem(f"{sizes}.use_dist_checkpointing", True, reason, "false, which reads model.path")
+        yield Problem(f"{sizes}.use_dist_checkpointing", True, reason, "false, which reads the model's folder")
 
 
 def _unbuildable(fields: Mapping[str, object]) -> Iterator[str]:
