@@ -70,7 +70,7 @@ def pass_seconds(
     if trains and (cluster.mfu is None or lay.is_on_host):
         computing += updates * _optimizer_seconds(model, cluster)
     if trains:
-        computing += updates * moving_seconds(model.state_on_host, cluster, is_pinned=True)
+        computing += updates * moving_seconds(model.state_on_host, cluster)
     if lay.is_megatron:
         exchanging = passes * work.tokens * _seconds_per_token(model, cluster)
         return computing + exchanging + (updates * _sum_of_gradients(model, cluster) if trains else 0)
