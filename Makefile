@@ -158,7 +158,7 @@ $(VLLM): requirements/vllm.txt $(wildcard requirements/sglang_cpu/torchvision_sh
 # These and those of agent kits and verifiers keep no list of failed tests: `make test FAILED=1` reads that of other tests beside them.
 VLLM_TESTS = OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest --durations 5 -p no:cacheprovider
 VLLM_FILES := $(addprefix tests/workers/rollout/test_vllm,.py _run.py _lora.py _images.py) tests/workers/teacher/test_vllm_teacher.py
-VLLM_SLOW := $(VLLM_FILES) $(addprefix tests/workers/rollout/test_,vllm_exports.py engine_over_nodes.py) \
+VLLM_SLOW := $(VLLM_FILES) $(addprefix tests/workers/rollout/test_,vllm_exports.py vllm_heads.py engine_over_nodes.py) \
 	tests/trainer/test_train_on_nodes.py
 VLLM_JOBS ?= 2
 BY_FILE = +$(MAKE) --no-print-directory --jobs $(VLLM_JOBS) --output-sync=target --keep-going

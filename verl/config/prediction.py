@@ -22,7 +22,7 @@ class MtpConfig(BaseConfig):
     """Train the heads beside the model, by the cross entropy of the tokens of the loss; `strategy=megatron` only."""
     enable_rollout: bool = setting(False)
     """Let the rollout engine propose tokens by the heads (speculative decoding); `vllm` and `sglang` only.
-    They keep the weights of the model's folder."""
+    With `vllm` trained heads are updated with the model; else heads keep the weights of the model's folder."""
     detach_encoder: bool = setting(False)
     """Keep the gradients of this loss inside the heads: the model, its embedding and its output matrix get none."""
     mtp_loss_scaling_factor: float = setting(0.1, ge=0)

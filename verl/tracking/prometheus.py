@@ -170,6 +170,8 @@ _ENGINE_COUNTERS = {
     "prompt_tokens": "Prompt tokens of all requests.",
     "prefix_hit_tokens": "Prompt tokens whose keys and values were kept from earlier texts.",
     "response_tokens": "Response tokens that were drawn.",
+    "proposed_tokens": "Tokens that heads of multi-token prediction proposed.",
+    "accepted_tokens": "Proposed tokens that became part of responses.",
     "preemptions": "Interruptions of requests for want of memory.",
 }
 """Fields of an engine's state, and what they are."""

@@ -12,7 +12,7 @@ import pytest
 
 from tests.trainer.config.support import Run, only
 from verl.base.engine_python import engine_python
-from verl.config import HFModelConfig, MtpConfig, RolloutConfig
+from verl.config import HFModelConfig, MtpConfig, Problem, RolloutConfig
 from verl.trainer.config import GenerationConfig, rules_engines
 from verl.trainer.config.derive import engine_for_gpu
 from verl.trainer.config.rules_engines import not_for_serving
@@ -404,8 +404,19 @@ def test_heads_are_trained_and_used_where_that_is_possible(run: Run):
     heads["actor_rollout_ref.model.mtp.enable"] = False
     assert not run.load(heads).actor_rollout_ref.model.mtp.is_trained
     model = HFModelConfig(path="org/name", mtp=MtpConfig(enable=True, enable_train=True, enable_rollout=True))
-    untried, old = prediction_heads(GenerationConfig(model=model, rollout=RolloutConfig(name="vllm")))
+
+    def problems(**settings: Any) -> list[Problem]:
+        return list(prediction_heads(GenerationConfig(model=model, rollout=RolloutConfig(**settings))))
+
+    assert not problems(name="vllm", top_p=0.7, top_k=9)
+    (min_p,) = problems(name="vllm", val_kwargs={"min_p": 0.2})
+    assert "rollout.val_kwargs.min_p=0.2: vllm verifies proposals" in str(min_p)
+    (rounded,) = problems(name="vllm", quantization="int8")
+    assert "are not rounded" in str(rounded)
+    cut, untried, old = problems(name="sglang", top_p=0.7)
+    assert not cut.advice
+    assert "rollout.top_p=0.7: where SGLang verifies proposals" in str(cut)
     assert untried.advice
     assert old.advice
-    assert "no test has run proposals of heads with vllm" in str(untried)
+    assert "random numbers of its own, and no test has run it" in str(untried)
     assert "updates, so trained heads too, pass it by" in str(old)

@@ -65,14 +65,18 @@ def test_on_a_cpu_vllm_does_not_take_half_of_the_memory(tmp_path: Path, monkeypa
 
 
 def test_vllm_is_told_of_heads_that_propose_tokens(tmp_path: Path) -> None:
-    path, cpu = tiny_model_dir(tmp_path / "model"), torch.device("cpu")
+    path, cpu, gpu = tiny_model_dir(tmp_path / "model"), torch.device("cpu"), torch.device("cuda")
     mtp: Any = {"enable": True, "enable_rollout": True, "num_speculative_tokens": 2}
     model = HFModelConfig(path=path, mtp=mtp)
     proposals: dict[str, object] = {"method": "mtp", "num_speculative_tokens": 2}
     real = RolloutConfig(name="vllm", load_format="safetensors")
-    assert engine_arguments(real, model, 64, cpu)["speculative_config"] == proposals
-    # No update brings the heads' weights: they are read while the model's are not, and kept while vLLM sleeps.
-    arguments = engine_arguments(settings(), model, 64, cpu)
+    assert engine_arguments(real, model, 64, gpu)["speculative_config"] == proposals
+    # So that requests have the same random numbers in any company; vLLM's graphs need another way.
+    with_table = proposals | {"num_speculative_tokens_per_batch_size": [[1, 256, 2]]}
+    assert engine_arguments(real, model, 64, cpu)["speculative_config"] == with_table
+    assert not engine_arguments(real, model, 64, gpu)["async_scheduling"]
+    # No update brings the weights of untrained heads: they are read at once, and kept while vLLM sleeps.
+    arguments = engine_arguments(settings(), model, 64, gpu)
     assert arguments["speculative_config"] == proposals | {"draft_load_config": {"load_format": "auto"}}
     assert arguments["sleep_preserve_parameter_names"] == ["draft.*"]
     mtp["enable"] = False

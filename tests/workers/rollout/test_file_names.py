@@ -6,10 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from verl.errors import RolloutError
 from verl.testing.models import tiny_model
 from verl.testing.rollout_conformance import shape_of
+from verl.utils.model_facts.prediction_heads import FurtherLayers
 from verl.workers.rollout import file_names
 from verl.workers.rollout.file_names import FileNames
+from verl.workers.rollout.weights import ExpectedWeights
 
 LAYER = "model.layers.1."
 EXPERTS = f"{LAYER}mlp.experts."
@@ -48,3 +51,25 @@ def test_dense_models_have_the_names_of_their_files() -> None:
     names = FileNames(model)
     for name, weight in model.state_dict().items():
         assert [(of_file, tensor is weight) for of_file, tensor in names.of(name, weight)] == [(name, True)]
+
+
+def test_heads_are_further_layers_that_come_all_or_not_at_all() -> None:
+    with torch.device("meta"):
+        model = tiny_model("deepseek_v3")
+    weights = model.state_dict()
+    heads = FurtherLayers.of(2, 1, 64, {name: tuple(weight.shape) for name, weight in weights.items()})
+    assert heads.shapes["model.layers.2.eh_proj.weight"] == (64, 128)
+    joined = torch.ones(heads.shapes["model.layers.2.mlp.experts.gate_up_proj"])
+    of_files = [name for name, _ in FileNames(model, heads).of("model.layers.2.mlp.experts.gate_up_proj", joined)]
+    halves = [f"{expert}.{half}_proj" for expert in range(len(joined)) for half in ("gate", "up")]
+    assert sorted(of_files) == sorted(f"model.layers.2.mlp.experts.{half}.weight" for half in halves)
+    expected = ExpectedWeights(model, torch.bfloat16, heads=heads)
+    of_heads = {name: torch.ones(shape, device="meta") for name, shape in heads.shapes.items()}
+    assert len(list(expected.checked(iter(weights.items()), 1))) + len(of_heads) == len(
+        both := dict(expected.checked(iter((weights | of_heads).items()), 1))
+    )
+    assert both["model.layers.2.enorm.weight"].dtype == torch.bfloat16
+    assert both["model.layers.2.mlp.gate.e_score_correction_bias"].dtype == torch.float32
+    del of_heads["model.layers.2.hnorm.weight"]
+    with pytest.raises(RolloutError, match=r"model\.layers\.2\.hnorm\.weight is missing"):
+        list(expected.checked(iter((weights | of_heads).items()), 1))

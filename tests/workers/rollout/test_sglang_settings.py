@@ -86,6 +86,8 @@ def test_settings_for_a_gpu_have_sglangs_names_and_health_checks_generate_nothin
     # No update brings the heads' weights: they are read while the model's are not, and kept while SGLang sleeps.
     assert (given["load_format"], given["speculative_draft_load_format"]) == ("dummy", "auto")
     assert given["enable_draft_weights_cpu_backup"]
+    with pytest.raises(ConfigError, match="it takes the most likely token whatever the temperature"):
+        engine_arguments(config, model, hf_config_of(model), 20, torch.device("cpu"))
     assert process_environment(config, gpu)["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false"
     if find_spec("sglang"):
         from sglang.srt.server_args import ServerArgs

@@ -51,15 +51,31 @@ def _in_rollout(model: HFModelConfig, rollout: RolloutConfig, path: str, section
     if rollout.name in OWN_ENGINES:
         cause = f"{section}.name={rollout.name} draws token by token, without proposals of heads"
         yield Problem(key, True, cause, "false", f"or set {section}.name to vllm or sglang")
-    else:
-        # Its draws while it verifies proposals were compared with no oracle: SGLang's do not use our sampler.
-        cause = f"no test has run proposals of heads with {rollout.name}"
-        remedy = "compare training/rollout_probs_diff_mean of the first steps with a run without them"
-        yield Problem(key, True, cause, remedy=remedy, advice=True)
-        if model.mtp.is_trained:
-            cause = f"{rollout.name} proposes by the heads in model.path; updates, so trained heads too, pass it by"
-            yield Problem(key, True, cause, remedy="expect fewer proposals to be accepted with time", advice=True)
+    for name, min_p in {"min_p": rollout.min_p, "val_kwargs.min_p": rollout.val_kwargs.min_p}.items():
+        if min_p > 0 and rollout.name not in OWN_ENGINES:
+            cause = f"{rollout.name} verifies proposals of heads (model.mtp.enable_rollout=true) without it"
+            yield Problem(f"{section}.{name}", min_p, cause, "0", f"or set {key}=false")
+    if rollout.name == "vllm" and rollout.quantization == "int8":
+        cause = "heads of model.mtp.enable_rollout=true are not rounded"
+        yield Problem(f"{section}.quantization", "int8", cause, "null", f"or set {key}=false")
+    if rollout.name == "sglang":
+        yield from _verified_by_sglang(model, rollout, key, section)
     yield from _has_heads(model, key)
+
+
+def _verified_by_sglang(model: HFModelConfig, rollout: RolloutConfig, key: str, section: str) -> Problems:
+    """SGLang verifies proposals by a sampler of its own, in place of that of this package."""
+    cuts = {"top_k": (rollout.top_k, rollout.top_k > 0, "-1"), "top_p": (rollout.top_p, rollout.top_p < 1, "1")}
+    for name, (value, cuts_off, without) in cuts.items():
+        if cuts_off:
+            cause = f"where SGLang verifies proposals of heads ({key}=true), its log-probs are those without the cut"
+            yield Problem(f"{section}.{name}", value, cause, without, f"or set {key}=false, or {section}.name=vllm")
+    cause = "SGLang verifies proposals of heads with random numbers of its own, and no test has run it"
+    remedy = "a seed does not give the same responses again; compare training/rollout_probs_diff_mean of the first "
+    yield Problem(key, True, cause, remedy=f"{remedy}steps with a run without heads", advice=True)
+    if model.mtp.is_trained:
+        cause = "sglang proposes by the heads in model.path; updates, so trained heads too, pass it by"
+        yield Problem(key, True, cause, remedy="expect fewer proposals to be accepted with time", advice=True)
 
 
 def _has_heads(model: HFModelConfig, key: str) -> Problems:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 _MODULE = re.compile(r"(?:mtp|model\.mtp|model\.mtp_layers)\..+")
 SHARED_WITH_HEADS = {
@@ -17,6 +18,7 @@ SHARED_WITH_HEADS = {
 }
 """Weights of a model that heads use, and under which names DeepSeek's files have them for a head again."""
 _AS_LAYER = re.compile(r"((?:.+\.)?layers\.\d+)\.eh_proj\.weight")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 def head_weights(names: Iterable[str]) -> list[str]:
@@ -32,3 +34,37 @@ def head_count(fields: Mapping[str, object]) -> int:
     entries = {**fields, **(text if isinstance(text, Mapping) else {})}
     counts = (entries.get(name) for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
     return next((count for count in counts if isinstance(count, int)), 0)
+
+
+@dataclass(frozen=True)
+class FurtherLayers:
+    """Weights of heads that are stored as further layers of a model, without copies of the model's own."""
+
+    layers: int
+    """Of the model without heads."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """By name."""
+
+    @classmethod
+    def of(cls, layers: int, count: int, hidden: int, shapes: Mapping[str, tuple[int, ...]]) -> FurtherLayers:
+        """Derive them from the last layer of a model.
+
+        Args:
+            layers: of the model without heads.
+            count: number of heads.
+            hidden: width of the model.
+            shapes: of the weights of the model without heads, by name.
+        """
+        last = f"model.layers.{layers - 1}."
+        of_head = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}
+        of_head |= {"shared_head.norm.weight": (hidden,)}
+        of_head |= {name.removeprefix(last): tuple(shape) for name, shape in shapes.items() if name.startswith(last)}
+        prefixes = [f"model.layers.{layers + head}." for head in range(count)]
+        return cls(layers, {f"{prefix}{name}": shape for prefix in prefixes for name, shape in of_head.items()})
+
+    def in_last_layer(self, name: str) -> str:
+        """Return the name that a weight of a head has in the model's last layer; others keep their name."""
+        match = _LAYER.match(name)
+        if match is None or int(match[1]) < self.layers:
+            return name
+        return f"model.layers.{self.layers - 1}.{name[match.end() :]}"

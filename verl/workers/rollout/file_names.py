@@ -10,6 +10,7 @@ from torch import Size, Tensor
 from transformers import PreTrainedModel
 
 from verl.utils.model import convert_weight_keys
+from verl.utils.model_facts.prediction_heads import FurtherLayers
 from verl.utils.sharded_tensor import DividedTensor
 
 _PIECE_BYTES = 2**28
@@ -25,10 +26,11 @@ class FileNames:
 
     Args:
         model: on any device, also ``meta``.
+        heads: of multi-token prediction, whose weights are named as those of the model's last layer.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, heads: FurtherLayers | None = None) -> None:
+        self._model, self._heads = model, heads
         live = model.state_dict()
         in_files = convert_weight_keys(dict(live), model)
         unchanged = {id(tensor): name for name, tensor in in_files.items()}
@@ -48,14 +50,14 @@ class FileNames:
 
     def of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a weight of the model as its files have it: one tensor, or several."""
-        if name in self._joined:
+        if self._is_joined(name):
             yield from self._apart(name, tensor, self._at_once(tensor))
         else:
             yield self._renamed.get(name, name), tensor
 
     def of_divided(self, name: str, tensor: DividedTensor) -> Iterator[tuple[str, DividedTensor]]:
         """Do as :meth:`of` with a weight that ranks divide; of one that is taken apart, by experts alone."""
-        if name not in self._joined:
+        if not self._is_joined(name):
             yield self._renamed.get(name, name), tensor
             return
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -66,6 +68,9 @@ class FileNames:
             here = dict(self._piece(name, tensor.box[low:high], start + low)) if high > low else {}
             for in_file, part in self._piece(name, whole[first : first + count], first):
                 yield in_file, DividedTensor(part.shape, here.get(in_file, tensor.box[:0]), (0,) * part.dim())
+
+    def _is_joined(self, name: str) -> bool:
+        return (name if self._heads is None else self._heads.in_last_layer(name)) in self._joined
 
     def _apart(self, name: str, tensor: Tensor, experts: int) -> Iterator[tuple[str, Tensor]]:
         """Take a joined weight apart, so many experts at a time if there are some apart."""

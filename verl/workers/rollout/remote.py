@@ -25,6 +25,7 @@ from torch import Tensor
 from verl.errors import ConfigError, EngineLostError, ProcessLostError, RolloutError
 from verl.protocol import DataProto
 from verl.utils.model import empty_causal_lm, torch_dtype
+from verl.utils.model_facts.prediction_heads import FurtherLayers, head_count
 from verl.utils.model_facts.time_limits import time_limits
 from verl.utils.sharded_tensor import DividedTensor
 from verl.workers.adapted_weights import AdaptedWeights
@@ -154,13 +155,23 @@ class RemoteRollout(BaseRollout):
         dtype = torch_dtype(config.dtype)
         trust = self.model_config.trust_remote_code
         self._empty_model = empty_causal_lm(self.hf_config, dtype, torch.device("meta"), trust)
-        self._expected, self._file_names = ExpectedWeights(self._empty_model, dtype), FileNames(self._empty_model)
+        heads = self._heads()
+        self._expected = ExpectedWeights(self._empty_model, dtype, heads=heads)
+        self._file_names = FileNames(self._empty_model, heads)
         if self.starts_at_once:
             self._release_cached()
             if self._machines is not None:
                 self._start_together(self._machines)
             elif self.leads:
                 self._start_or_replace()
+
+    def _heads(self) -> FurtherLayers | None:
+        """Return the heads of multi-token prediction by which the engine proposes tokens, if it does."""
+        text, count = self.hf_config.get_text_config(), head_count(self.hf_config.to_dict())
+        if not (self.model_config.mtp.is_in_rollout and count):
+            return None
+        shapes = {name: tuple(tensor.shape) for name, tensor in self._empty_model.state_dict().items()}
+        return FurtherLayers.of(text.num_hidden_layers, count, text.hidden_size, shapes)
 
     @abstractmethod
     def _engine_arguments(self) -> dict[str, Any]:

@@ -29,6 +29,10 @@ class EngineState:
     """Prompt tokens whose keys and values were found instead of computed."""
     response_tokens: float | None = None
     """Response tokens drawn since the engine was made."""
+    proposed_tokens: float | None = None
+    """Tokens that heads of multi-token prediction have proposed since the engine was made."""
+    accepted_tokens: float | None = None
+    """Proposed tokens that became part of responses."""
     preemptions: float | None = None
     """How often a request was interrupted for want of memory since the engine was made."""
 

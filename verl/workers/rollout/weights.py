@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from verl.errors import RolloutError
 from verl.utils.device import one_allocation
+from verl.utils.model_facts.prediction_heads import FurtherLayers
 from verl.utils.sharded_tensor import DividedTensor, full_tensor, is_first_holder, is_held_by_each, local_part
 from verl.workers.rollout.engine_side.verl_engine import (
     ROW_WORDS,
@@ -57,9 +58,16 @@ class ExpectedWeights:
         dtype: dtype to which weights are converted, but not buffers; None keeps the given one.
         with_buffers: whether all given buffers are checked and passed on like weights; otherwise those that model
             folders lack are skipped.
+        heads: of multi-token prediction, all of which may come too, or none.
     """
 
-    def __init__(self, module: nn.Module, dtype: torch.dtype | None = None, with_buffers: bool = False) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype | None = None,
+        with_buffers: bool = False,
+        heads: FurtherLayers | None = None,
+    ) -> None:
         names = {parameter: name for name, parameter in module.named_parameters()}
         buffers = dict(module.named_buffers())
         self.model_name = type(module).__name__
@@ -74,6 +82,12 @@ class ExpectedWeights:
         # Tied weights have several names; they are passed on once, under the first.
         self._first_names = {name: name for name in buffers}
         self._first_names |= {name: names[p] for name, p in module.named_parameters(remove_duplicate=False)}
+        self.of_heads = {} if heads is None else {name: torch.Size(shape) for name, shape in heads.shapes.items()}
+        """Shapes of the weights of heads, by name."""
+        if heads is not None:
+            self._buffers |= {name for name in self.of_heads if heads.in_last_layer(name) in buffers}
+        self.shapes |= self.of_heads
+        self._first_names |= {name: name for name in self.of_heads}
 
     def checked(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
         """Yield each fitting weight once, converted.
@@ -96,7 +110,8 @@ class ExpectedWeights:
                 seen.add(name)
                 dtype = tensor.dtype if name in self._buffers else self._dtype or tensor.dtype
                 yield name, tensor.detach().to(dtype)
-        problems += [f"{name} is missing" for name in self._needed if name not in seen]
+        needed = [*self._needed, *(self.of_heads if seen & self.of_heads.keys() else ())]
+        problems += [f"{name} is missing" for name in needed if name not in seen]
         check_fit(problems, version, self.model_name)
 
     def checked_adapters(self, adapters: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Tensor]:

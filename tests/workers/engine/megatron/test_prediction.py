@@ -64,7 +64,9 @@ def on_two_ranks(rank, world_size, folder):
             first = weights_of(engine)
             if rank == 0:
                 torch.save(first, folder / "first.pt")
-            assert not any(".2." in name or ".3." in name for name, _ in engine.weights_for_rollout(torch.float32))
+            sent = {name for name, _ in engine.weights_for_rollout(torch.float32)}
+            assert {f"model.layers.{head}.eh_proj.weight" for head in (2, 3)} <= sent
+            assert sum("embed_tokens" in name for name in sent) == 1  # heads have the model's
         with engine.train_mode():
             metrics = engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[layout])
             engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[layout])

@@ -490,9 +490,12 @@ class MegatronEngine(BaseEngine):
         return ((other, tensor) for name, tensor in weights for other in (name, *copies.get(name, ())))
 
     def weights_for_rollout(self, dtype: torch.dtype, divided: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`BaseEngine.weights_for_rollout`; heads are left out, as engines take the model's weights alone."""
-        of_heads = {*self.model.heads.shapes, *chain.from_iterable(self.model.heads.copies.values())}
-        return ((name, tensor) for name, tensor in self.get_per_tensor_param() if name not in of_heads)
+        """See :meth:`BaseEngine.weights_for_rollout`; with trained heads if an engine proposes tokens by them."""
+        heads = self.model.heads
+        skipped = {*chain.from_iterable(heads.copies.values())}
+        if not self.model_config.mtp.is_in_rollout:
+            skipped |= heads.shapes.keys()
+        return ((name, tensor) for name, tensor in self.get_per_tensor_param() if name not in skipped)
 
     def _gathered(self, weights: WeightGatherer) -> Iterator[tuple[str, Tensor]]:
         """Iterate over whole weights by their name in the skeleton. Collective: every rank iterates to the end."""

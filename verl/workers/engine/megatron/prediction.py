@@ -20,7 +20,7 @@ from verl.base.device_copies import to_device
 from verl.config import HFModelConfig, MtpConfig
 from verl.errors import ConfigError
 from verl.protocol import DataProto
-from verl.utils.model_facts.prediction_heads import SHARED_WITH_HEADS, head_count
+from verl.utils.model_facts.prediction_heads import SHARED_WITH_HEADS, FurtherLayers, head_count
 from verl.workers.engine.megatron.files import ModelFiles
 from verl.workers.engine.megatron.layers import PackedRow, RMSNorm, freeze_row
 from verl.workers.engine.megatron.library import (
@@ -42,7 +42,7 @@ class HeadWeights:
     """The weights of a model's heads, by the names in its files, which are those of further layers."""
 
     count: int = 0
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Of a weight of the model, the names under which the files have it for heads again."""
 
@@ -79,11 +79,7 @@ class HeadWeights:
                 f"model.mtp.enable_train=true, and '{path}' has no heads: its config.json has no "
                 "num_nextn_predict_layers above 0. Set enable_train=false, or take a model with heads."
             )
-        files, hidden = ModelFiles(path), hf.hidden_size
-        last = f"model.layers.{layers - 1}."
-        of_layer = {name.removeprefix(last): shape for name, shape in shapes.items() if name.startswith(last)}
-        of_head = {"enorm.weight": (hidden,), "hnorm.weight": (hidden,), "eh_proj.weight": (hidden, 2 * hidden)}
-        of_head |= {"shared_head.norm.weight": (hidden,)} | of_layer
+        files = ModelFiles(path)
         prefixes = [f"model.layers.{layers + head}." for head in range(count)]
         for prefix in prefixes:
             if f"{prefix}eh_proj.weight" not in files:
@@ -95,7 +91,7 @@ class HeadWeights:
             name: tuple(f"{prefix}{copy}" for prefix in prefixes if f"{prefix}{copy}" in files)
             for name, copy in SHARED_WITH_HEADS.items()
         }
-        return cls(count, {f"{prefix}{n}": shape for prefix in prefixes for n, shape in of_head.items()}, copies)
+        return cls(count, FurtherLayers.of(layers, count, hf.hidden_size, shapes).shapes, copies)
 
     def build(self, piece: Any, layer: Any, settings: MtpConfig, padding: int | None) -> PredictionHeads | None:
         """Make the heads on the last piece of a model; None if it has none. Arguments as of the class."""

@@ -6,12 +6,13 @@ import functools
 import gc
 import hmac
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
+import re
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from verl_engine import (
     TOKEN_VARIABLE,
@@ -27,6 +28,7 @@ from verl_images import image_item, read_image_file
 
 _RECENT_IMAGES = 32
 _OPEN_PATHS = ("/health",)
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class WeightLoader:
@@ -37,6 +39,8 @@ class WeightLoader:
     device: torch.device
     rank: int
     add_lora: Callable[..., bool]
+    heads: HeadsAlone | None = None
+    """Heads of multi-token prediction that this update has weights of."""
 
     def weights_device(self) -> str | None:
         """Return the identity of the GPU on which this worker holds its weights; None on a CPU."""
@@ -59,7 +63,8 @@ class WeightLoader:
                 self.begin_weights()
             memory, model = part_memory(part, self.device), self.model_runner.get_model()
             weights = weights_in_part(part, self.device, memory)
-            model.load_weights(with_checksums(weights, checksums, self.device, share, divided_by_columns(model)))
+            checked = with_checksums(weights, checksums, self.device, share, divided_by_columns(model))
+            self._load_weights(model, checked)
             weights.close()
             _copy_waiting(memory)
         storage = StorageWeakRef(memory.untyped_storage())
@@ -76,11 +81,39 @@ class WeightLoader:
             raise RuntimeError(f"{len(changed)} weights did not arrive as they were sent, {changed[0]} among them")
         return {"checksums": checksums}
 
+    def _load_weights(self, model: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Give weights to the model, and those of heads of multi-token prediction, which are named as further layers.
+
+        vLLM has the heads in a model of their own, which shares embedding and output matrix with the model.
+        """
+        of_heads: list[tuple[str, Tensor]] = []
+        layers = self.model_runner.model_config.hf_text_config.num_hidden_layers
+
+        def of_model() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                match = _LAYER.match(name)
+                if match is not None and int(match[1]) >= layers:
+                    of_heads.append((name, tensor))
+                else:
+                    yield name, tensor
+
+        model.load_weights(of_model())
+        if of_heads:
+            heads = self.model_runner.get_draft_model()
+            if self.heads is None:
+                self.heads = HeadsAlone(heads, model)
+                self.begin_layers(self.heads)
+            heads.load_weights(iter(of_heads))
+
     def begin_weights(self) -> None:
         """Let vLLM take all weights anew."""
+        self.begin_layers(self.model_runner.get_model())
+
+    def begin_layers(self, model: nn.Module) -> None:
+        """Let vLLM take all weights of a model anew."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        initialize_layerwise_reload(self.model_runner.get_model())
+        initialize_layerwise_reload(model)
 
     def end_weights(self) -> None:
         """Finish an update, also one that broke off, and drop what vLLM has computed from the weights before."""
@@ -89,6 +122,9 @@ class WeightLoader:
 
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model_runner.get_model(), self.vllm_config.model_config)
+            if self.heads is not None:
+                finalize_layerwise_reload(self.heads, self.vllm_config.model_config)
+                self.heads = None
         self.model_runner.reset_lora_state()
         self.model_runner.reset_encoder_cache()
         self.model_runner.reset_mm_cache()
@@ -121,6 +157,19 @@ class WeightLoader:
         for _ in with_checksums(weights_in_files(map(str, Path(folder).glob("*.safetensors"))), checksums):
             pass
         return {"checksums": checksums}
+
+
+class HeadsAlone(nn.Module):
+    """The modules of vLLM's model of the heads that it does not share with the model."""
+
+    def __init__(self, heads: nn.Module, model: nn.Module) -> None:
+        super().__init__()
+        shared = set(model.modules())
+        self._alone = [module for module in heads.modules() if module not in shared]
+
+    def modules(self, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        """Iterate over them."""
+        return iter(self._alone)
 
 
 def _copy_waiting(memory: Tensor) -> None:

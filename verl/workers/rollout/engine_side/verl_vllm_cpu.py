@@ -1,4 +1,4 @@
-"""What vLLM 0.32 lacks on a CPU: updates of experts and int8, experts on several ranks, stages of eager models."""
+"""What vLLM 0.32 lacks on a CPU: updates of experts and int8, experts on ranks, eager stages, draws with proposals."""
 
 from __future__ import annotations
 
@@ -6,29 +6,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from verl_vllm import WeightLoader
 from vllm import _custom_ops
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.v1.sample import rejection_sampler
 
 _compute_experts = CPUUnquantizedExperts.apply
+_cut = rejection_sampler.apply_sampling_constraints
 _make_product = _custom_ops.create_onednn_scaled_mm
 
 
 class CPUWeightLoader(WeightLoader):
     """Load weights from shared memory into a model on a CPU; a mix-in of vLLM's worker (``worker_extension_cls``)."""
 
-    def begin_weights(self) -> None:
-        """See :meth:`WeightLoader.begin_weights`."""
-        super().begin_weights()
-        runner = self.model_runner
-        for layer in runner.get_model().modules():
+    def begin_layers(self, model: nn.Module) -> None:
+        """See :meth:`WeightLoader.begin_layers`."""
+        super().begin_layers(model)
+        for layer in model.modules():
             # vLLM brings experts into the layout of its kernel where it makes the kernel, which it else makes once.
             method = getattr(layer, "quant_method", None)
             if method is not None and hasattr(method, "moe_kernel"):
                 method.moe_kernel = None
+
+    def begin_weights(self) -> None:
+        """See :meth:`WeightLoader.begin_weights`."""
+        super().begin_weights()
+        runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
             # Where the stage before puts its results; vLLM makes it in a warm-up, which eager models have not on a CPU.
             sizes = {"batch_size": runner.max_num_tokens, "dtype": runner.model_config.dtype, "device": runner.device}
@@ -101,7 +107,27 @@ def make_product(weight: Tensor, weight_scales: Tensor, *settings: Any) -> Any:
     return product
 
 
+def for_each_proposal(
+    values: Tensor, cumulative_proposals: Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """Repeat a value of each request, such as its temperature, for each proposed token.
+
+    vLLM's own kernel writes into a copy of its output, so that draws follow memory that nobody has written (its issue
+    55005).
+    """
+    proposals = cumulative_proposals.diff(prepend=cumulative_proposals.new_zeros(1))
+    replaced = values.masked_fill(values == replace_from, replace_to)
+    return replaced.repeat_interleave(proposals, output_size=num_tokens)
+
+
+def cut(logits: Tensor, *arguments: Any) -> Tensor:
+    """Apply temperature and cuts to the logits of proposed tokens, of which a step may have none."""
+    return _cut(logits, *arguments) if len(logits) else logits
+
+
 CPUUnquantizedExperts.apply = compute_experts
+rejection_sampler.apply_sampling_constraints = cut
+rejection_sampler.expand_batch_to_tokens = for_each_proposal
 _custom_ops.create_onednn_scaled_mm = make_product
 CpuCommunicator.all_gatherv = all_gatherv
 CpuCommunicator.reduce_scatterv = reduce_scatterv

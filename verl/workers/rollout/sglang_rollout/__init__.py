@@ -6,11 +6,12 @@ draws the tokens and computes the log-probs, as for every other engine. See ``do
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from verl.utils.sharded_tensor import DividedTensor
 from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
 from verl.workers.rollout.client import EngineClient, PartialResponse, start_node
 from verl.workers.rollout.engine_kwargs import extra_arguments
@@ -67,6 +68,10 @@ class SGLangRollout(RemoteRollout):
     def _adapters_of(self, adapters: dict[str, Tensor]) -> Mapping[str, Tensor]:
         return completed(adapters, self._expected.shapes, self._arguments["lora_target_modules"])
 
+    def _in_files(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor | DividedTensor]]:
+        """Return weights as the model's files have them, without heads: SGLang's reports are of one model."""
+        return super()._in_files((name, tensor) for name, tensor in weights if name not in self._expected.of_heads)
+
     def _partial(self, request: RolloutRequest) -> PartialResponse:
         sampling = request.sampling
         # In SGLang ignore_eos disables stop_token_ids too: the response continues there, and is cut off here.
@@ -84,6 +89,8 @@ class SGLangRollout(RemoteRollout):
                 "row": {field: getattr(request.of_response, field) for field in _ROW_FIELDS},
             },
         }
+        if self.model_config.mtp.is_in_rollout:  # SGLang's own sampler verifies what heads propose
+            params |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}
         before = request.drawn_ids
 
         def is_end(tokens: list[int]) -> bool:

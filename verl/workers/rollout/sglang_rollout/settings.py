@@ -97,6 +97,12 @@ def engine_arguments(
     if config.cudagraph_capture_sizes is not None:
         arguments["cuda_graph_bs_decode"] = list(config.cudagraph_capture_sizes)
     if model_config.mtp.is_in_rollout:
+        if device.type == "cpu":
+            raise ConfigError(
+                "model.mtp.enable_rollout=true: where SGLang verifies proposals of heads on a CPU, it takes the most "
+                "likely token whatever the temperature, and the kernels for it have no build on PyPI. Set it to "
+                "false, or set rollout.name=vllm."
+            )
         arguments |= {name: model_config.mtp[name] for name in _SPECULATIVE}
         # Updates go to the model alone: random heads would stay random, and lost ones lost.
         arguments["speculative_draft_load_format"] = "auto" if config.load_format == "dummy" else config.load_format

@@ -28,6 +28,8 @@ METRICS = {
     "prompt_tokens": "vllm:prompt_tokens_total",
     "prefix_hit_tokens": "vllm:prefix_cache_hits_total",
     "response_tokens": "vllm:generation_tokens_total",
+    "proposed_tokens": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted_tokens": "vllm:spec_decode_num_accepted_tokens_total",
     "preemptions": "vllm:num_preemptions_total",
 }
 """Field of an engine's state → vLLM's own metric."""
@@ -103,7 +105,7 @@ def engine_arguments(
         arguments["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
     if config.quantization == "fp8":
         arguments["quantization"] = "fp8"
-    arguments |= _proposals(config, model_config)
+    arguments |= _proposals(config, model_config, device)
     if config.limit_images is not None:
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
     if has_images:
@@ -130,16 +132,23 @@ def engine_arguments(
         # Without a size vLLM takes half of the machine's memory.
         extra.setdefault(_KV_CACHE_BYTES, _CPU_KV_CACHE_BYTES)
     most_likely = max(config.kept_ids_width + 1, VLLM_MAX_LOGPROBS)  # a request may ask for
-    return {"max_logprobs": most_likely} | arguments | extra
+    # Else the other requests decide how many tokens are proposed at once, so which random numbers a request gets.
+    in_step: dict[str, object] = {"async_scheduling": False} if model_config.mtp.is_in_rollout else {}
+    return {"max_logprobs": most_likely} | in_step | arguments | extra
 
 
-def _proposals(config: RolloutConfig, model_config: HFModelConfig) -> dict[str, object]:
+def _proposals(config: RolloutConfig, model_config: HFModelConfig, device: torch.device) -> dict[str, object]:
     """Let the model's heads propose tokens; the model still draws as without them."""
     mtp = model_config.mtp
     if not mtp.is_in_rollout:
         return {}
     proposals: dict[str, object] = {"method": mtp.method, "num_speculative_tokens": mtp.num_speculative_tokens}
-    # Updates go to the model alone: random heads would stay random, and lost ones lost.
+    if device.type == "cpu":
+        # A table of numbers, here of one. Else vLLM gives a prompt of which one token is left to compute proposals that
+        # it rejects, for its graphs, if others are at work: these would decide which random numbers a request gets.
+        number = mtp.num_speculative_tokens
+        proposals["num_speculative_tokens_per_batch_size"] = [[1, config.max_num_seqs, number]]
+    # Updates of heads that are not trained go to the model alone: random ones would stay random, and lost ones lost.
     if config.load_format == "dummy":
         proposals["draft_load_config"] = {"load_format": "auto"}
     return {"speculative_config": proposals, "sleep_preserve_parameter_names": ["draft.*"]}
