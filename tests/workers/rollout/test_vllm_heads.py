@@ -35,7 +35,7 @@ COMMON = slice(10, 14)
 @functools.cache
 def model(seed: int) -> Any:
     torch.manual_seed(seed)
-    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_nextn_predict_layers": 1}
     experts: dict[str, Any] = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = Glm4MoeConfig(
         vocab_size=VOCAB,
@@ -44,7 +44,7 @@ def model(seed: int) -> Any:
         num_hidden_layers=LAYERS,
         first_k_dense_replace=1,
         max_position_embeddings=1024,
-        num_nextn_predict_layers=1,
+        head_dim=32,
         tie_word_embeddings=False,
         initializer_range=0.1,
         eos_token_id=1,
@@ -68,7 +68,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-def engine(path: Path, proposals: int) -> PooledVLLM:
+def engine(path: Path, proposals: int) -> Any:
     config = RolloutConfig(
         name="vllm",
         dtype="float32",
@@ -81,7 +81,8 @@ def engine(path: Path, proposals: int) -> PooledVLLM:
         engine_kwargs={"vllm": KWARGS},
     )
     mtp: Any = {"enable": True, "enable_rollout": True, "num_speculative_tokens": proposals}
-    return PooledVLLM(config, HFModelConfig(path=str(path), mtp=mtp), hf_tokenizer(str(path)), "cpu")
+    made: Any = PooledVLLM
+    return made(config, HFModelConfig(path=str(path), mtp=mtp), hf_tokenizer(str(path)), "cpu")
 
 
 @torch.no_grad()
@@ -152,7 +153,7 @@ def head_in(path: Path) -> PlainHead:
     return head
 
 
-def assert_log_probs(prompt: list[int], output: Any, seed: int, **way: float) -> None:
+def assert_log_probs(prompt: list[int], output: Any, seed: int, **way: Any) -> None:
     rows = logits_of(prompt + output.token_ids, seed)[len(prompt) - 1 : -1].double()
     expected = [
         float(np.log(slow_distribution(row, **way)[token])) for row, token in zip(rows, output.token_ids, strict=True)

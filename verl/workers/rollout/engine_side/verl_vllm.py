@@ -98,8 +98,8 @@ class WeightLoader:
                     yield name, tensor
 
         model.load_weights(of_model())
-        if of_heads:
-            heads = self.model_runner.get_draft_model()
+        heads = self.model_runner.get_draft_model() if of_heads else None
+        if heads is not None:  # else another pipeline stage has them
             if self.heads is None:
                 self.heads = HeadsAlone(heads, model)
                 self.begin_layers(self.heads)
