@@ -41,7 +41,7 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from verl.backends.cpu import backend as cpu_backend
-from verl.config import FSDPEngineConfig, HFModelConfig, McoreEngineConfig
+from verl.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, McoreEngineConfig
 from verl.model_merger import fsdp as merging
 from verl.model_merger.__main__ import main as merger
 from verl.testing.models import tiny_tokenizer
@@ -165,15 +165,20 @@ def measured(result: Measured) -> Iterator[None]:
 
 
 def engine_of(model: Path, strategy: str = "fsdp2", ranks: int = 1, lora_rank: int = 0) -> BaseEngine:
-    """A frozen engine in fp32 that is not initialized."""
+    """An engine in fp32 that is not initialized; frozen without adapters."""
     settings = (
         McoreEngineConfig(forward_only=True, dtype="fp32", tensor_model_parallel_size=ranks)
         if strategy == "megatron"
-        else FSDPEngineConfig(forward_only=True, dtype="fp32")
+        else FSDPEngineConfig(forward_only=not lora_rank, dtype="fp32")
     )
     config = HFModelConfig(path=str(model), lora_rank=lora_rank)
     return EngineRegistry.new(
-        "language_model", strategy, model_config=config, engine_config=settings, device_name="cpu"
+        "language_model",
+        strategy,
+        model_config=config,
+        engine_config=settings,
+        optimizer_config=FSDPOptimizerConfig() if lora_rank else None,
+        device_name="cpu",
     )
 
 

@@ -11,7 +11,7 @@ PEAKS = {
     "load": 0.75,  # two ranks, each with its half
     "resume": LAYER,  # the weights have their memory before
     "merge": LAYER,
-    "merge, LoRA": LAYER,
+    "merge, LoRA": 0.3,  # a file, the adapters, and copies of one weight in fp32, in which it is merged
     "average": 0.6,  # its half of the average
     "export": 0.2,  # a file, and the weights that are gathered at a time, which the ranks share
 }
