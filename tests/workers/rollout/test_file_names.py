@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
+from tests.support.vision_models import tiny_vision_model
 from verl.errors import RolloutError
 from verl.testing.models import tiny_model
 from verl.testing.rollout_conformance import shape_of
 from verl.utils.model_facts.prediction_heads import FurtherLayers
+from verl.utils.sharded_tensor import DividedTensor
 from verl.workers.rollout import file_names
 from verl.workers.rollout.file_names import FileNames
 from verl.workers.rollout.weights import ExpectedWeights
@@ -73,3 +77,16 @@ def test_heads_are_further_layers_that_come_all_or_not_at_all() -> None:
     del of_heads["model.layers.2.hnorm.weight"]
     with pytest.raises(RolloutError, match=r"model\.layers\.2\.hnorm\.weight is missing"):
         list(expected.checked(iter((weights | of_heads).items()), 1))
+
+
+def test_experts_that_files_have_joined_and_transposed_keep_their_index_on_ranks_that_divide_them() -> None:
+    with torch.device("meta"):
+        names = FileNames(tiny_vision_model("qwen3_vl_moe"))
+    name = "model.language_model.layers.1.mlp.experts.down_proj"
+    weight = torch.arange(4 * 64 * 24).reshape(4, 64, 24)
+    in_file = torch.zeros(4, 24, 64, dtype=torch.long)
+    for start, end in pairwise((0, 1, 4)):
+        ((sent, part),) = names.of_divided(name, DividedTensor(weight.shape, weight[start:end], (start, 0, 0)))
+        assert (sent, part.shape, part.start) == (name, in_file.shape, (start, 0, 0))
+        in_file[start : start + len(part.box)] = part.box
+    assert torch.equal(in_file, weight.transpose(1, 2))

@@ -62,12 +62,14 @@ class FileNames:
             return
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         start, held = tensor.start[0], len(tensor.box)
-        count = self._at_once(whole)
+        count = self._at_once(whole) if self._takes_pieces else len(whole)
+        first_of_box = 0 if self._takes_pieces else start  # experts that stay joined are still one after the other
         for first in range(0, len(whole), count):
             low, high = (min(max(bound - start, 0), held) for bound in (first, first + count))
             here = dict(self._piece(name, tensor.box[low:high], start + low)) if high > low else {}
             for in_file, part in self._piece(name, whole[first : first + count], first):
-                yield in_file, DividedTensor(part.shape, here.get(in_file, tensor.box[:0]), (0,) * part.dim())
+                box = here.get(in_file, tensor.box[:0])
+                yield in_file, DividedTensor(part.shape, box, (first_of_box,) + (0,) * (part.dim() - 1))
 
     def _is_joined(self, name: str) -> bool:
         return (name if self._heads is None else self._heads.in_last_layer(name)) in self._joined

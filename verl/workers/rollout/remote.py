@@ -150,7 +150,9 @@ class RemoteRollout(BaseRollout):
             if machine.size > 1 or self._in_step:
                 self._machine_buffer = FileBuffer(ranks=machine)
                 self._ranks_of_machines = machine.ranks_of_machines
-                self.takes_divided = config.quantization is None  # which rounds by the largest of a row
+                # Quantization rounds by the largest of a row. All ranks must do alike, as others are gathered.
+                are_several = min(map(len, machine.ranks_of_machines.values())) > 1
+                self.takes_divided = config.quantization is None and (are_several or self._in_step)
         self._launch = launch_settings(config, time_limits(self.model_config.path).start_s(config.name))
         dtype = torch_dtype(config.dtype)
         trust = self.model_config.trust_remote_code
