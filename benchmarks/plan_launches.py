@@ -8,6 +8,7 @@ views and empty tensors aside, is that of a layer. On a GPU fused kernels make i
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 from collections.abc import Callable
@@ -37,17 +38,17 @@ class _Dispatched(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.number = 0
+        self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += func._schema.name.split("::")[1] not in _VIEWS
+        self.count += func._schema.name.split("::")[1] not in _VIEWS
         return func(*args, **(kwargs or {}))
 
 
 def _dispatched(work: Callable[[], object]) -> int:
     with _Dispatched() as operations:
         work()
-    return operations.number
+    return operations.count
 
 
 def _count(_: int, strategy: str, layers: int, experts: int, path: str, counts: Any) -> None:
@@ -79,16 +80,17 @@ def _count(_: int, strategy: str, layers: int, experts: int, path: str, counts: 
 
 def main() -> None:
     """Print a table."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     print("| engine | experts of a layer | forward | forward and backward |\n|---|---|---|---|")
     for strategy in ("fsdp2", "megatron"):
         for experts in (0, 8, 16):
-            found = []
+            of_depths = []
             for layers in (2, 4):
                 counts = mp.get_context("spawn").SimpleQueue()
                 with tempfile.TemporaryDirectory() as path:
                     mp.start_processes(_count, (strategy, layers, experts, path, counts), 1, start_method="spawn")
-                    found.append(counts.get())
-            forward, both = ((more - fewer) / 2 for fewer, more in zip(*found, strict=True))
+                    of_depths.append(counts.get())
+            forward, both = ((more - fewer) / 2 for fewer, more in zip(*of_depths, strict=True))
             print(f"| {strategy} | {experts} | {forward:g} | {both:g} |", flush=True)
 
 
