@@ -92,6 +92,7 @@ def test_an_engine_at_another_temperature_and_with_a_padded_embedding(tmp_path: 
     check_columns(inference, 24, teacher, 104, tmp_path)
 
 
+@pytest.mark.slow  # test_endpoint.py asks a server of the same protocol
 def test_the_server_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEACHER_KEY", KEY)
     teacher = tiny_model_dir(tmp_path / "teacher", seed=5, **shape_of("qwen3"))
