@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from verl.algorithms.estimator_registry import ESTIMATORS
 from verl.errors import ConfigError
 from verl.planner.advice import changes, with_settings
 from verl.planner.teachers import WHOLE_VOCABULARY
-from verl.trainer.plan import WITH_CRITIC, WITHOUT_CRITIC, check_layouts, make_plan, show_plan
+from verl.trainer.plan import WITH_CRITIC, WITHOUT_CRITIC, check_layouts, make_plan, seconds_in_words, show_plan
 
 ROOT = Path(__file__).parents[2]
 NATIVE = "actor_rollout_ref.rollout.name=native"
@@ -58,6 +59,14 @@ def test_the_command_answers_without_torch(folder):
     assert found["parameters"] == 7_615_616_512
     assert [stage["name"] for stage in found["stages"]] == ["rollout", "old log-probs", "actor update"]
     assert found["tokens_per_second"] > 0
+
+
+def test_the_page_has_the_seconds_of_its_command(folder):
+    page = (ROOT / "docs" / "planning.md").read_text()
+    _, *words = shlex.split(page.split("```bash\n")[1].split("```")[0].replace("\\\n", " "))[1:]
+    path = next(word for word in words if word.startswith("actor_rollout_ref.model.path="))
+    words[words.index(path)] = f"actor_rollout_ref.model.path={folder}"
+    assert f'"About {seconds_in_words(make_plan(words)[0])}"' in page
 
 
 def test_estimators_are_those_that_are_registered():
