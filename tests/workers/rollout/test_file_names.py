@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
 
 from tests.support.vision_models import tiny_vision_model
 from verl.errors import RolloutError
@@ -83,6 +84,7 @@ def test_experts_that_files_have_joined_and_transposed_keep_their_index_on_ranks
     with torch.device("meta"):
         names = FileNames(tiny_vision_model("qwen3_vl_moe"))
     name = "model.language_model.layers.1.mlp.experts.down_proj"
+    assert names.can_divide(name)
     weight = torch.arange(4 * 64 * 24).reshape(4, 64, 24)
     in_file = torch.zeros(4, 24, 64, dtype=torch.long)
     for start, end in pairwise((0, 1, 4)):
@@ -90,3 +92,20 @@ def test_experts_that_files_have_joined_and_transposed_keep_their_index_on_ranks
         assert (sent, part.shape, part.start) == (name, in_file.shape, (start, 0, 0))
         in_file[start : start + len(part.box)] = part.box
     assert torch.equal(in_file, weight.transpose(1, 2))
+
+
+def test_rows_of_convolutions_that_files_have_apart_are_not_divided() -> None:
+    """Which of the three a row belongs to, a part of the joined weight does not tell."""
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16}
+    ids = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+    config = OlmoHybridConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
+        linear_value_head_dim=16, **sizes, **ids,
+    )  # fmt: skip
+    with torch.device("meta"):
+        names = FileNames(OlmoHybridForCausalLM(config))
+    joined = torch.arange(96 * 4).reshape(96, 1, 4)
+    name = f"{LAYER}linear_attn.conv1d.weight"
+    assert [len(part) for _, part in names.of(name, joined)] == [32, 32, 32]
+    assert not names.can_divide(name)
+    assert names.can_divide("model.layers.3.self_attn.q_proj.weight")

@@ -47,6 +47,10 @@ class FileNames:
             if _shapes(apart) == _shapes(made):
                 self._joined = frozenset(joined)
                 break
+        self._stacked = frozenset(
+            name for name in self._joined if not self._takes_pieces and self._keeps_rows(name, live[name])
+        )
+        """Joined weights of which files have all experts in one tensor too."""
 
     def of(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield a weight of the model as its files have it: one tensor, or several."""
@@ -55,15 +59,20 @@ class FileNames:
         else:
             yield self._renamed.get(name, name), tensor
 
+    def can_divide(self, name: str) -> bool:
+        """Whether :meth:`of_divided` takes a weight; of some, such as joined convolutions, parts do not tell theirs."""
+        name = self._in_last_layer(name)
+        return name not in self._joined or self._takes_pieces or name in self._stacked
+
     def of_divided(self, name: str, tensor: DividedTensor) -> Iterator[tuple[str, DividedTensor]]:
-        """Do as :meth:`of` with a weight that ranks divide; of one that is taken apart, by experts alone."""
+        """Do as :meth:`of` with a weight that ranks divide, a joined one by experts alone; see :meth:`can_divide`."""
         if not self._is_joined(name):
             yield self._renamed.get(name, name), tensor
             return
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         start, held = tensor.start[0], len(tensor.box)
         count = self._at_once(whole) if self._takes_pieces else len(whole)
-        first_of_box = 0 if self._takes_pieces else start  # experts that stay joined are still one after the other
+        first_of_box = 0 if self._takes_pieces else start  # a tensor for each expert, or one of all
         for first in range(0, len(whole), count):
             low, high = (min(max(bound - start, 0), held) for bound in (first, first + count))
             here = dict(self._piece(name, tensor.box[low:high], start + low)) if high > low else {}
@@ -72,7 +81,17 @@ class FileNames:
                 yield in_file, DividedTensor(part.shape, box, (first_of_box,) + (0,) * (part.dim() - 1))
 
     def _is_joined(self, name: str) -> bool:
-        return (name if self._heads is None else self._heads.in_last_layer(name)) in self._joined
+        return self._in_last_layer(name) in self._joined
+
+    def _in_last_layer(self, name: str) -> str:
+        return name if self._heads is None else self._heads.in_last_layer(name)
+
+    def _keeps_rows(self, name: str, tensor: Tensor) -> bool:
+        """Whether each row of a weight of the model is the row with the same index of a tensor in its files."""
+        whole, rows = _shapes(dict(self._piece(name, tensor, 0))), len(tensor) // 2 + 1
+        if any(shape[:1] != (len(tensor),) for shape in whole.values()):
+            return False
+        return _shapes(dict(self._piece(name, tensor[:rows], 0))) == {n: (rows, *s[1:]) for n, s in whole.items()}
 
     def _apart(self, name: str, tensor: Tensor, experts: int) -> Iterator[tuple[str, Tensor]]:
         """Take a joined weight apart, so many experts at a time if there are some apart."""

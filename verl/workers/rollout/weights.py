@@ -153,7 +153,8 @@ def in_files(
         device: of the weights that are gathered.
     """
     for name, tensor in weights:
-        if not isinstance(tensor, DTensor) or not machines or not is_held_by_each(tensor, machines.values()):
+        may_divide = bool(machines) and names.can_divide(name)
+        if not (may_divide and isinstance(tensor, DTensor) and is_held_by_each(tensor, machines.values())):
             yield from names.of(name, full_tensor(tensor, device))
             continue
         box, start = local_part(tensor)
