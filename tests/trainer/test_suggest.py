@@ -101,6 +101,14 @@ def test_layouts_are_written_as_json(folder, monkeypatch: pytest.MonkeyPatch, ca
     assert sorted(one["layout"].partition("rollout TP ")[2][0] for one in layouts) == ["1", "2", "4"]
 
 
+def test_what_takes_no_time_and_fits_stays_on_the_device(folder):
+    tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 1000}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps(QWEN_7B | tiny | heads))
+    plan, _, keys = make_plan(words_of(folder, 1))
+    assert "offload" not in str(suggest(plan, keys, check_layouts).layouts[0])
+
+
 def test_copies_of_a_mixture_may_share_experts(folder):
     mixture = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512}
     (folder / "config.json").write_text(json.dumps({**QWEN_7B, **mixture, "num_hidden_layers": 2}))

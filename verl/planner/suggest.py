@@ -139,10 +139,12 @@ def suggest(plan: Plan, keeps: Collection[str], check: Callable[[Plan], None], m
     fastest = min((layout.plan.seconds for layout in whole), default=0.0)
 
     def rank(layout: SuggestedLayout) -> tuple[float, ...]:
-        # Layouts about as fast as the fastest: first the one that fewest ranks share.
-        seconds, shared_by = layout.plan.seconds, layout.plan.models["actor"].memory.layout.ranks_per_model
+        # Layouts about as fast as the fastest: first the one that fewest ranks share. Of equally fast ones the one that
+        # keeps most on the device: that offload takes next to no time for a small model is no reason for it.
+        seconds, held = layout.plan.seconds, layout.plan.models["actor"]
         is_close = seconds <= fastest * _SAME_SPEED
-        return (not is_close, shared_by if is_close else 0, round(seconds, 2), layout.bytes)
+        shared_by, kept = held.memory.layout.ranks_per_model, held.keeps_weights + held.keeps_optimizer
+        return (not is_close, shared_by if is_close else 0, round(seconds, 2), -kept, layout.bytes)
 
     for layout in sorted(whole, key=rank):
         if len(chosen) == most:
