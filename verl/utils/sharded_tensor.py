@@ -96,23 +96,23 @@ def is_held_by_each(tensor: DTensor, machines: Collection[Collection[int]]) -> b
 
 def is_first_holder(tensor: DTensor, machine: Collection[int]) -> bool:
     """Whether this rank is the first one of ``machine`` with its part of a tensor."""
-    place, rank = tensor.device_mesh.get_coordinate(), dist.get_rank()
-    assert place is not None
-    key = _part_of(place, tensor.placements)
+    coordinate, rank = tensor.device_mesh.get_coordinate(), dist.get_rank()
+    assert coordinate is not None
+    key = _part_of(coordinate, tensor.placements)
     return rank == min(_holders(tensor.device_mesh, tensor.placements)[key] & {rank, *machine})
 
 
-def _part_of(place: Sequence[int], placements: Sequence[Placement]) -> tuple[int, ...]:
-    """Return which part of a tensor a rank has, by its place in the mesh."""
-    return tuple(i for i, placement in zip(place, placements, strict=True) if divided_dim(placement) is not None)
+def _part_of(coordinate: Sequence[int], placements: Sequence[Placement]) -> tuple[int, ...]:
+    """Return which part of a tensor a rank has, by its coordinate in the mesh."""
+    return tuple(i for i, placement in zip(coordinate, placements, strict=True) if divided_dim(placement) is not None)
 
 
 @functools.lru_cache
 def _holders(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> dict[tuple[int, ...], set[int]]:
     """Return the ranks that have each part of a tensor."""
     holders: dict[tuple[int, ...], set[int]] = {}
-    for place in itertools.product(*map(range, mesh.shape)):
-        holders.setdefault(_part_of(place, placements), set()).add(int(mesh.mesh[place]))
+    for coordinate in itertools.product(*map(range, mesh.shape)):
+        holders.setdefault(_part_of(coordinate, placements), set()).add(int(mesh.mesh[coordinate]))
     return holders
 
 
