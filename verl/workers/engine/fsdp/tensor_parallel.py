@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from transformers import PretrainedConfig, Qwen3Config
+from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
 from verl.errors import ConfigError
 from verl.utils.transformers_private import use_some_experts
@@ -127,8 +127,9 @@ def divided_sizes(plan: Mapping[str, str], entry: Callable[[str], object]) -> di
 
 
 def _plan(config: PretrainedConfig) -> Mapping[str, str]:
-    # The language model of Qwen3-VL has the layers of Qwen3, and Transformers has no plan for it.
-    source = Qwen3Config if config.model_type == "qwen3_vl_text" else config
+    # The language models of Qwen3-VL have the layers of Qwen3, and Transformers' plans lack them, or norms of heads.
+    of_texts = {"qwen3_vl_text": Qwen3Config, "qwen3_vl_moe_text": Qwen3MoeConfig}
+    source = of_texts.get(config.model_type, config)
     return getattr(source, "base_model_tp_plan", None) or {}
 
 
