@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.checkpoint.ranks import on_all_ranks, save_together
+from verl.checkpoint.ranks import RankState, on_all_ranks, save_together
 from verl.checkpoint.states import rng_state, set_rng_state
 from verl.errors import CheckpointError
 from verl.utils.device import ensure_process_group
@@ -41,6 +41,15 @@ def test_a_folder_stays_where_its_successor_cannot_be_written(tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*save: .*No space.*\(rank 0\)"):
         save_together(tmp_path / "save", lambda _: full())
     assert (tmp_path / "save" / "a").read_text() == "1"
+
+
+def test_files_of_a_killed_save_are_not_taken_for_those_of_the_next(tmp_path):
+    ensure_process_group(CPU)
+    (tmp_path / ".rank_0").mkdir()
+    (tmp_path / ".rank_0" / "model-00002.safetensors.partial").write_text("1")
+    state = RankState({}, lambda folder: (folder / "config.json").touch())
+    assert state.write(tmp_path).keys() == {"config.json"}
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_an_error_is_raised_with_the_task_and_the_rank():

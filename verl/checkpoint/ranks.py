@@ -38,6 +38,8 @@ class RankState:
         """
         # In a folder of its own, so that sync_tree sees no files of other ranks.
         rank_folder = None if self.describe is self.together is None else folder / f".rank_{dist.get_rank()}"
+        if rank_folder is not None:  # of a killed save, on a node whose file system rank 0 does not share
+            shutil.rmtree(rank_folder, ignore_errors=True)
         if rank_folder is not None and self.together is not None:
             self.together(rank_folder)  # before anything that could fail on this rank alone
         folder.mkdir(parents=True, exist_ok=True)
