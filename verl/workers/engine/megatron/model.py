@@ -122,7 +122,7 @@ def build(
     experts = Experts.of(hf)
     is_tied = model_type == "language_model" and "lm_head.weight" not in base
     heads = HeadWeights.of(hf, config, base, is_trained)
-    shapes, base = shapes | heads.shapes, base | heads.shapes
+    shapes, base = {**shapes, **heads.shapes}, {**base, **heads.shapes}
     flags = transformer_fields(engine, layout, device, experts is not None)
     settings = _transformer_config(hf, config, engine, layout, dtype, experts, base, flags)
     # Transformers computes no gradient of the padding token's embedding; megatron-core has no such index.
