@@ -6,7 +6,7 @@ python -m benchmarks.public_keys --only main_ppo --refused
 Each line of the list is one key, in how many scripts of three versions it stands, and its commonest values. Every
 value is put behind a small command of its kind (``BASES``) and goes through the command's own composition and checks.
 What belongs to the script's machine is replaced: files, trackers, the interpreter of a rollout engine, and the package
-VeOmni, of which an empty one takes the place.
+TransformerEngine, of which an empty one takes the place. VeOmni is rejected where it is not installed.
 """
 
 from __future__ import annotations
@@ -189,6 +189,7 @@ TOGETHER: Mapping[str, list[str]] = {
 
 _CORRECTION = "algorithm.rollout_correction"
 WITH_VALUE: Mapping[tuple[str, str], list[str]] = {
+    ("optim.optimizer", "FusedAdam"): ["optim.optimizer_impl=transformer_engine.pytorch.optimizers.fused_adam"],
     ("actor_rollout_ref.actor.router_replay.mode", "R3"): [
         "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
     ],
@@ -302,8 +303,8 @@ def make_files(folder: Path) -> None:
     (folder / "adapter" / "adapter_model.safetensors").touch()
     (folder / "dist_checkpoint").mkdir()
     (folder / "dist_checkpoint" / ".metadata").touch()
-    (folder / "packages" / "veomni").mkdir(parents=True)
-    (folder / "packages" / "veomni" / "__init__.py").touch()
+    (folder / "packages" / "transformer_engine").mkdir(parents=True)
+    (folder / "packages" / "transformer_engine" / "__init__.py").touch()
 
 
 def outcomes(line: Line, folder: Path) -> Iterator[Outcome]:

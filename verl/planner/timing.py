@@ -145,8 +145,8 @@ def _of_slowest_stage(model: ModelMemory, of_layer: Callable[[bool], float], hea
     values = {is_sparse: of_layer(is_sparse) for is_sparse in s.kinds}
     sums = [0.0] * model.layout.pipeline
     for piece, ends in enumerate(model.layout.piece_ranges(s.layers)):
-        for is_sparse, number in zip((False, True), s.layers_between(*ends), strict=True):
-            sums[piece % len(sums)] += number * values.get(is_sparse, 0.0)
+        for is_sparse, count in zip((False, True), s.layers_between(*ends), strict=True):
+            sums[piece % len(sums)] += count * values.get(is_sparse, 0.0)
     sums[-1] += heads * values[s.layers - 1 in s.sparse_layers]
     return max(sums)
 

@@ -157,6 +157,7 @@ def test_settings_of_megatron_in_the_engine_of_a_supervised_run(changes: dict[st
         ({f"{ACTOR}.optim.optimizer": "muon", OPTIMIZER: "momentum"}, "override_optimizer_config=momentum"),
         ({f"{ACTOR}.optim.muon_extra_scale_factor": 0.2}, "adjust_lr_fn says how updates of Muon are scaled"),
         ({f"{ACTOR}.optim.optimizer": "Adamw"}, "torch.optim has no such class. Did you mean 'AdamW'?"),
+        ({f"{ACTOR}.optim.optimizer_impl": "apexx.optimizers"}, "the package 'apexx' is not installed"),
         ({f"{ACTOR}.optim.exp_avg_dtype": "bf16"}, "strategy=fsdp moments have the precision of the stored weights"),
         ({f"{ACTOR}.strategy": "fsdp2", "model_engine": "megatron"}, "is the back end of all models"),
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -336,7 +337,7 @@ def engines(config: PPOConfig | SupervisedConfig) -> Problems:
 
 
 def optimizers(config: PPOConfig | SupervisedConfig) -> Problems:
-    """PyTorch has the optimizer, and moments in bfloat16 are those of Megatron's."""
+    """The optimizer's package is installed, PyTorch has its class, and moments in bfloat16 are those of Megatron's."""
     trained = (
         [("", "engine.strategy", config.engine.strategy, config.optim)] if isinstance(config, SupervisedConfig) else []
     )
@@ -350,6 +351,11 @@ def optimizers(config: PPOConfig | SupervisedConfig) -> Problems:
         if optim.optimizer_impl == "torch.optim" and optim.optimizer not in known:
             cause = f"torch.optim has no such class.{suggest(optim.optimizer, [*known])}"
             yield Problem(f"{section}optim.optimizer", optim.optimizer, cause, "AdamW, Muon, SGD ...")
+        package = optim.optimizer_impl.partition(".")[0]
+        if package not in sys.modules and not (package.isidentifier() and importlib.util.find_spec(package)):
+            remedy = "or install the package on every node"
+            cause = f"the package '{package}' is not installed"
+            yield Problem(f"{section}optim.optimizer_impl", optim.optimizer_impl, cause, "torch.optim", remedy)
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype") if strategy != "megatron" else ():
             if (value := optim[name]) != "fp32":
                 cause = f"with {key}={strategy} moments have the precision of the stored weights"
