@@ -32,6 +32,13 @@ def average_and_save(rank: int, world_size: int, folder: Path) -> None:
         found = weights_of(engine)
     assert all(torch.allclose(found[name], start[name] + 1.0, atol=1e-5) for name in start)
     assert equal(weights_of(engine), trained)
+    last = list(average._average)[-1]
+    shaped = average._average[last]
+    average._average[last] = torch.zeros(7)
+    with pytest.raises(RuntimeError, match="size of tensor"), average.in_model():  # after all other weights
+        pass
+    average._average[last] = shaped
+    assert equal(weights_of(engine), trained)
     state = average.added_to(engine.state(contents=["model"]))
     assert without_average(state.states).keys() == engine.state(contents=["model"]).states.keys()
     save_together(folder / "saved", state.write)
