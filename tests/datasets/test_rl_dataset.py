@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.config import CustomClassConfig
 from verl.datasets import RLHFDataset, collate_fn, create_rl_dataset, create_rl_sampler
+from verl.datasets.prompt_images import ImagePrompt, PromptImages
 from verl.datasets.sampler import SeededShuffle
 from verl.errors import ConfigError, DataError
 from verl.testing.models import tiny_tokenizer
@@ -511,3 +513,14 @@ def test_a_data_set_of_a_users_own_reads_a_folder(tmp_path):
         opened("Nothing")
     with pytest.raises(DataError, match="is a folder"):
         RLHFDataset(str(tmp_path / "tasks"), TOKENIZER, CONFIG)
+
+
+def test_a_caller_that_fails_between_measured_rows_leaves_no_threads():
+    """The rest would wait for them whenever the garbage collector runs, which may be where a thread cannot end."""
+    text = [{"role": "user", "content": "2 + 2?"}]
+    before = threading.active_count()
+    measured = PromptImages(None, "images", "videos").measured(
+        ((row, f"row {row}", ImagePrompt(text, text, [])) for row in range(3)), workers=2, most=8
+    )
+    assert next(measured)[0] == 0
+    assert threading.active_count() == before

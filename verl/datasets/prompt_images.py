@@ -178,19 +178,22 @@ class PromptImages:
             except DataError as error:
                 return error
 
-        with ThreadPoolExecutor(workers) as pool:
-            for part in _parts(prompts):
-                total += len(part)
-                for (row_id, where, row_prompt), result in zip(part, pool.map(counted, part), strict=True):
-                    if self.maker is not None and not row_prompt.images and _has_placeholder(row_prompt.plain):
-                        bare.append(where)
-                    if isinstance(result, DataError):
-                        broken.append(str(result))
-                    else:
-                        prompt, counts = result
-                        if counts:
-                            self._tokens[row_id] = counts
-                        yield row_id, prompt, sum(counts) - len(counts)
+        for part in _parts(prompts):
+            total += len(part)
+            # Ended before a yield: a caller that fails leaves this generator to the garbage collector, which may run in
+            # the start of any thread, where waiting for the end of another one never ends.
+            with ThreadPoolExecutor(workers) as pool:
+                results = list(pool.map(counted, part))
+            for (row_id, where, row_prompt), result in zip(part, results, strict=True):
+                if self.maker is not None and not row_prompt.images and _has_placeholder(row_prompt.plain):
+                    bare.append(where)
+                if isinstance(result, DataError):
+                    broken.append(str(result))
+                else:
+                    prompt, counts = result
+                    if counts:
+                        self._tokens[row_id] = counts
+                    yield row_id, prompt, sum(counts) - len(counts)
         self.broken += broken
         if broken:
             more = f" ... and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
