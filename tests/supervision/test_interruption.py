@@ -25,6 +25,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 folder = Path(sys.argv[1])
 os.setpgid(0, 0)
 with interruptible(), restarted_when_killed(3):
+    if sys.argv[2] == "is ignored":
+        os.register_at_fork(before=lambda: ((folder / "driver").write_text(str(os.getpid())), time.sleep(60)))
+        os.waitpid(os.fork() or os._exit(0), 0)
     (folder / "driver").write_text(str(os.getpid()))
     try:
         time.sleep(60)
@@ -59,7 +62,7 @@ def start(folder: Path, way: str) -> tuple[Program, int]:
     return process, int(eventually(lambda: (folder / "driver").exists() and (folder / "driver").read_text(), "driver"))
 
 
-@pytest.mark.parametrize("way", ["ends", "is wrapped"])
+@pytest.mark.parametrize("way", ["ends", "is wrapped", "is ignored"])
 def test_the_sentence_has_what_the_program_knows(tmp_path: Path, way: str) -> None:
     process, _ = start(tmp_path, way)
     os.kill(process.pid, signal.SIGINT)

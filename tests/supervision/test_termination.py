@@ -17,7 +17,7 @@ import torch
 from tests.forks import Program
 from tests.support.tiny_run import make_tiny_run, overrides
 from tests.trainer.test_recovery import assert_same_run
-from verl.supervision.termination import EXIT_CODE, StepInterrupted, unwrapped
+from verl.supervision.termination import EXIT_CODE, StepInterrupted, Termination, unwrapped
 
 STEPS = 6
 
@@ -49,6 +49,20 @@ def test_what_a_signal_raises_leaves_as_itself(raised: type[BaseException]) -> N
             raise OSError("a library's answer")  # noqa: B904
     with pytest.raises(OSError, match="own"), unwrapped():
         raise OSError("own") from ValueError("of another kind")
+
+
+class Dropped:
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.001)  # here its handler raises, and Python ignores that
+
+
+def test_an_interrupt_that_python_ignores_comes_again() -> None:
+    termination = Termination()
+    with pytest.raises(StepInterrupted), termination, termination.interrupting(True):
+        Dropped()
+        time.sleep(10)
+    assert termination.requested
 
 
 def test_it_saves_exits_with_its_code_and_goes_on_to_the_same_end(tmp_path: Path) -> None:

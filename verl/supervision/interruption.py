@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from verl.supervision.termination import unwrapped
+from verl.supervision.termination import not_ignored, unwrapped
 
 EXIT_CODE = 128 + signal.SIGINT  # as shells report a program ended by a signal
 
@@ -50,6 +50,10 @@ class Interrupts:
             self._at_second()
         return False
 
+    def forget(self) -> None:
+        """Take the next SIGINT for the first."""
+        self._noted_at = None
+
 
 @contextmanager
 def interruptible() -> Iterator[None]:
@@ -69,7 +73,7 @@ def interruptible() -> Iterator[None]:
     if is_installed:
         signal.signal(signal.SIGINT, on_sigint)
     try:
-        with unwrapped():
+        with unwrapped(), not_ignored(KeyboardInterrupt, signal.SIGINT, interrupts.forget):
             yield
     except KeyboardInterrupt as interrupt:
         sys.stderr.write(f"\n{' '.join(['Interrupted.', *getattr(interrupt, '__notes__', ())])}\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,8 @@ EXIT_CODE = 75
 # A second SIGTERM within this time is taken for the same request: a sender that signals the whole process group reaches
 # this process directly and through its parent, which forwards it (verl.supervision.restarts).
 _SAME_NOTICE_S = 2.0
+
+_RESEND_S = 0.05  # for the callback that ignored an error to end
 
 
 class StepInterrupted(BaseException):
@@ -45,6 +48,36 @@ def unwrapped() -> Iterator[None]:
         raise link from None
 
 
+@contextmanager
+def not_ignored(error: type[BaseException], signum: signal.Signals, forget: Callable[[], None]) -> Iterator[None]:
+    """Send a signal again if Python ignores the error that its handler raised.
+
+    Python ignores errors in destructors and in the callbacks of ``os.fork``, in which a signal often arrives because
+    it waits for the end of the fork.
+
+    Args:
+        error: what the handler raises.
+        signum: the signal.
+        forget: called before it is sent again.
+    """
+    before = sys.unraisablehook
+
+    def on_ignored(ignored: sys.UnraisableHookArgs) -> None:
+        if ignored.exc_type is not error:
+            before(ignored)
+            return
+        forget()
+        resend = threading.Timer(_RESEND_S, os.kill, (os.getpid(), signum))
+        resend.daemon = True
+        resend.start()
+
+    sys.unraisablehook = on_ignored
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
+
+
 class Termination:
     """Context in which the first SIGTERM sets :attr:`requested`; a later one ends the process.
 
@@ -56,6 +89,7 @@ class Termination:
         self.requested = False
         self._noted_at = 0.0
         self._interrupts = False
+        self._is_ignored = False
         self._before: Callable[[int, FrameType | None], object] | int | None = None
         self._is_installed = False
 
@@ -75,18 +109,22 @@ class Termination:
         """If ``allowed``, SIGTERM raises StepInterrupted in the block at once."""
         self._interrupts = allowed
         try:
-            yield
+            with not_ignored(StepInterrupted, signal.SIGTERM, self._expect_again):
+                yield
         finally:
             self._interrupts = False
 
+    def _expect_again(self) -> None:
+        self._is_ignored = self._interrupts = True
+
     def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.requested and not self._is_ignored:
             if time.monotonic() < self._noted_at + _SAME_NOTICE_S:
                 return
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        self.requested, self._noted_at = True, time.monotonic()
+        self.requested, self._is_ignored, self._noted_at = True, False, time.monotonic()
         logger.warning(
             "SIGTERM: the run saves %s, and exits with code %d; the same command goes on from there. A second SIGTERM, "
             "some seconds later, ends it at once.",
