@@ -59,7 +59,7 @@ class Dropped:
 
 def test_an_interrupt_that_python_ignores_comes_again() -> None:
     termination = Termination()
-    with pytest.raises(StepInterrupted), termination, termination.interrupting(True):
+    with pytest.raises(StepInterrupted), termination, termination.interrupting(True):  # noqa: PT012 - it comes later
         Dropped()
         time.sleep(10)
     assert termination.requested

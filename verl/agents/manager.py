@@ -17,6 +17,7 @@ from verl.agents.images import FOR_TEXT, INPUTS
 from verl.agents.loop import JUDGE_ADDRESS, AgentLoopOutput
 from verl.agents.policy import SampleId
 from verl.agents.worker import Trajectory, TrajectoryProgress, TrajectoryResult, agent_loops, trajectory_id
+from verl.base.repeats import without_repeated_traceback
 from verl.config import AgentLoopConfig, PPOConfig
 from verl.config.agent import SINGLE_TURN, TrajectoryStatus
 from verl.errors import DataError, RolloutError
@@ -377,10 +378,11 @@ def check_failures(batch: DataProto, agent: AgentLoopConfig) -> None:
     if not kinds:
         return
     shown = [f"{count} x {status}: {message}" for (status, message), count in kinds.most_common(SHOWN_FAILURES)]
-    said = f"{kinds.total()} of {len(ended)} trajectories failed:\n  " + "\n  ".join(shown)
+    head = f"{kinds.total()} of {len(ended)} trajectories failed:"
     if kinds.total() > agent.max_failure_rate * len(ended):
-        raise RolloutError(f"{said}\nMore than rollout.agent.max_failure_rate={agent.max_failure_rate:g} ends the run.")
-    logger.warning("%s", said)
+        limit = f"More than rollout.agent.max_failure_rate={agent.max_failure_rate:g} ends the run."
+        raise RolloutError("\n".join([head, *(f"  {kind}" for kind in shown), limit]))
+    logger.warning("%s", "\n  ".join([head, *map(without_repeated_traceback, shown)]))
 
 
 def _agents(

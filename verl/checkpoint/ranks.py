@@ -7,6 +7,7 @@ import shutil
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from verl.base.repeats import without_repeated_traceback
 from verl.checkpoint.files import FileEntry, NewFolder, sync_tree, write_states
 from verl.errors import CheckpointError
 
@@ -135,8 +137,10 @@ class Writing:
     def _run(self, write: Callable[[Path], dict[str, FileEntry]], folder: Path) -> None:
         try:
             self._report = SaveReport(write(folder))
-        except Exception as error:  # in a thread; whatever it is, all ranks must learn of it, which report() tells
-            logger.warning("could not write to %s", folder, exc_info=error)
+        except Exception as error:  # noqa: BLE001 - in a thread; whatever it is, all ranks learn of it by report()
+            is_disk = isinstance(error, OSError)  # such as a full one: where this code noticed it helps nobody
+            reason = f" {error}" if is_disk else f"\n{''.join(traceback.format_exception(error)).rstrip()}"
+            logger.warning("%s", without_repeated_traceback(f"could not write to {folder}:{reason}"))
             self._report = SaveReport(problem=f"{type(error).__name__}: {error}")
 
     def report(self, wait: bool) -> SaveReport | None:

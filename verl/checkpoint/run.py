@@ -141,8 +141,7 @@ class TrainerCheckpoint:
         if self.owed:
             raise CheckpointError(
                 f"the run has finished, but its last checkpoint could not be written to {self.root}; see the errors "
-                f"above. {self._whole_before()} Free space there, or set default_local_dir to a writable folder, "
-                "and start the run again: it resumes from there."
+                f"above. {self._whole_before()}{self._remedy()}"
             )
 
     def save_held(
@@ -229,12 +228,17 @@ class TrainerCheckpoint:
         self.owed = True
         message = f"the checkpoint of step {step} could not be written: {problem}. {self._whole_before()}"
         if self.plan.on_failed_save == "stop":
-            raise CheckpointError(f"{message} Free space, or set default_local_dir to a writable folder.")
+            raise CheckpointError(message + self._remedy())
         logger.error("%s It is tried again after the next step.", message)
 
     def _whole_before(self) -> str:
         names = [path.name for path in saved_steps(self.root).values()]
         return f"What was saved before is untouched ({names[-1]})." if names else "No step has been saved yet."
+
+    def _remedy(self) -> str:
+        names = [path.name for path in saved_steps(self.root).values()]
+        continuation = f"resumes from {names[-1]}" if names else "starts from the first step"
+        return f" Free space in this folder and repeat the command, which then {continuation}."
 
     def _lineage(self, step: int) -> Lineage:
         return [*self._before, (self._id, step)]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 import torch
 
+from verl.base.repeats import without_repeated_traceback
 from verl.config import FailurePolicy, PPOConfig
 from verl.errors import RewardError
 from verl.experience.rewards import OF_TRAJECTORY, Scored, status_metrics
@@ -193,7 +194,9 @@ def joined_scores(parts: Sequence[PartScores], max_error_rate: float) -> Scored:
                 f"{what}\nThat is more than reward_model.max_error_rate={max_error_rate}. Correct the reward function "
                 "or the data; a higher rate lets the run go on, with the failed samples left out of training."
             )
-        logger.warning("%s\nThey count as failed (reward_status, reward_model.on_failure).", what)
+        logger.warning(
+            "%s\nThey count as failed (reward_status, reward_model.on_failure).", without_repeated_traceback(what)
+        )
     names = dict.fromkeys(name for part in parts for name in part.scored[1])
     extra: dict[str, list[Any]] = {name: [] for name in names}
     for part in parts:

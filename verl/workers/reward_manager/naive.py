@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from verl.base.repeats import without_repeated_traceback
 from verl.datasets.rl_dataset import RLHFDataset
 from verl.errors import ConfigError, DataError, RewardError
 from verl.protocol import DataProto, compute_response_mask
@@ -307,7 +308,8 @@ class NaiveRewardManager(AbstractRewardManager):
                 f"{failures}\nThat is more than max_error_rate={self.max_error_rate}. Correct the reward "
                 "function or the data; a higher rate lets the run go on, with the failed samples left out of training."
             )
-        logger.warning("%s\nFailed samples score 0 and are left out of training.", failures)
+        text = without_repeated_traceback(failures)
+        logger.warning("%s\nFailed samples score 0 and are left out of training.", text)
 
     def _log_examples(self, data: DataProto, samples: Sequence[RewardSample], scores: Sequence[Score]) -> None:
         shown: Counter[str] = Counter()
