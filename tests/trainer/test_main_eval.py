@@ -95,6 +95,27 @@ def test_rows_for_a_function_of_ones_own_need_no_data_source(tmp_path):
         evaluate(config_for(tmp_path / "r.jsonl", rows))
 
 
+def test_a_function_gets_the_columns_that_it_names_as_in_training(tmp_path):
+    text = (
+        "def compute_score(solution_str, label, prompt, hint='none'):\n"
+        "    return {'score': solution_str == label, 'asked': len(prompt[0]['content']), 'hinted': hint == 'h'}\n"
+    )
+    rows = [{"responses": ["5", "4"], "prompt": "2+3", "label": "5", "hint": "h"}]
+    metrics = evaluate(config_for(tmp_path / "r.jsonl", rows, **own_function(tmp_path, text)))
+    assert (metrics["test_score/unknown"], metrics["test_asked/unknown"], metrics["test_hinted/unknown"]) == (0.5, 3, 1)
+    renamed = config_for(tmp_path / "s.jsonl", [{"responses": ["5"], "lable": "5"}], **own_function(tmp_path, text))
+    with pytest.raises(ConfigError, match=r"needs label, which is no column of the data(.|\n)*Columns: .*lable"):
+        evaluate(renamed)
+
+
+def test_a_ground_truth_that_no_row_has_is_told_before_anything_is_scored(tmp_path):
+    own = own_function(tmp_path, "def compute_score(solution_str, ground_truth): return ground_truth.lower() == 'a'")
+    rows = [{"responses": ["a"], "label": "A", "reward_model": "A"}]
+    with pytest.raises(DataError, match=r"none of the 1 rows has one (.|\n)*columns: responses, label"):
+        evaluate(config_for(tmp_path / "r.jsonl", rows, **own))
+    assert evaluate(config_for(tmp_path / "s.jsonl", [{**rows[0], "ground_truth": "A"}], **own))["test_score/unknown"]
+
+
 def test_means_are_those_of_validation():
     values = [[1.0, 0.0, 1.0, 1.0], [0.0, 0.25, 0.0, 0.0], [1.0] * 4, [0.5] * 4]
     failed = [(0, 1), (0, 2), (1, 0), *((3, place) for place in range(4))]

@@ -12,6 +12,7 @@ from typing import Any
 
 from verl.base.types import JsonObject
 from verl.errors import DataError
+from verl.scorers import row_truth
 
 Rows = Any
 """A list of dicts, a ``datasets.Dataset``, a ``pandas.DataFrame``, a path or a list of paths."""
@@ -100,7 +101,7 @@ def write_prompts(rows: Sequence[JsonObject], path: Path, prompt_key: str, what:
             )
     write_jsonl(rows, path, what)
     texts = all(isinstance(row.get(prompt_key), str) for row in rows)
-    truths = [(row.get("reward_model") or {}).get("ground_truth", row.get("ground_truth")) for row in rows]
+    truths = [row_truth(row.get("reward_model"), row.get("ground_truth")) for row in rows]
     has_truth = any(truth is not None for truth in truths)
     return DataFiles([str(path)], columns, len(rows), prompt_key, texts, has_truth)
 

@@ -97,20 +97,18 @@ def train(
         defaults = _run_defaults(folder, ray) | {
             "actor_rollout_ref.model.path": path_of(model),
             "data.train_files": files.paths,
-            "data.val_files": (val or files).paths,
+            "data.val_files": val and val.paths,
             "data.dataloader_num_workers": 0,
-            "data.val_max_samples": -1 if val is not None else 1,  # a run wants a file even where it does not validate
-            "trainer.val_before_train": val is not None,
             f"{_ROLLOUT}.n": per_prompt,
             f"{_ACTOR}.checkpoint.save_contents": list(_PARTS),
             "trainer.rollout_data_dir": str(folder / SAMPLES / "train"),
-            "trainer.validation_data_dir": str(folder / SAMPLES / "validation"),
         }
         if estimator == "gae":
             defaults["critic.model.path"] = path_of(model)
         defaults |= _sizes(files.count, per_prompt, counted, values, defaults)
         if val is not None:
             defaults["trainer.test_freq"] = _steps_of_pass(files.count, defaults, values)
+            defaults["trainer.validation_data_dir"] = str(folder / SAMPLES / "validation")
         has_reward = reward is not None or environments or "data_source" in files.columns
         if not has_reward and not values.keys() & {"reward_model.enable", "custom_reward_function.path"}:
             raise ConfigError(NO_REWARD)

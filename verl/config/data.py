@@ -66,10 +66,10 @@ class DataConfig(BaseConfig):
         "~/data/rlhf/gsm8k/train.parquet", validate_default=True, path=True, remote=True
     )
     """Training files: parquet, json or jsonl; one path or a list."""
-    val_files: Annotated[tuple[str, ...], OneOrMany] = setting(
+    val_files: Annotated[tuple[str, ...] | None, OneOrMany] = setting(
         "~/data/rlhf/gsm8k/test.parquet", validate_default=True, path=True, remote=True
     )
-    """Validation files, in the same form."""
+    """Validation files, in the same form; null or an empty list validates nothing."""
     use_shm: bool = setting(False)
     """Read data files from copies in shared memory (/dev/shm), made once on each machine if they fit there."""
     train_max_samples: int = setting(-1, ge=-1)

@@ -22,7 +22,7 @@ class SupervisedDataConfig(BaseConfig):
     )
     """Training files: parquet, json or jsonl; one path or a list."""
     val_files: Annotated[tuple[str, ...] | None, OneOrMany] = setting(None, path=True, remote=True)
-    """Validation files, in the same form; null validates nothing."""
+    """Validation files, in the same form; null or an empty list validates nothing."""
     use_shm: bool = setting(False)
     """Read data files from copies in shared memory (/dev/shm), made once on each machine if they fit there."""
     train_max_samples: int = setting(-1, ge=-1)

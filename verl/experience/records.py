@@ -31,6 +31,7 @@ import torch
 
 from verl.base.redact import redacted_texts
 from verl.protocol import DataProto, compute_response_mask
+from verl.scorers import row_truth
 from verl.tracking import Tracking
 from verl.vision.families import IMAGE_TOKEN, TEXT_PLACES, VIDEO_TOKEN
 from verl.vision.texts import decoded_with_images
@@ -120,7 +121,7 @@ def generation_records(
     outputs = tokenizer.batch_decode(responses, skip_special_tokens=True)
     for row in with_images:
         inputs[row], outputs[row] = _texts_with_images(tokenizer, batch, row)
-    truths = [_ground_truth(item) for item in batch.non_tensor_batch.get("reward_model", [None] * len(batch))]
+    truths = [row_truth(item) for item in batch.non_tensor_batch.get("reward_model", [None] * len(batch))]
     lengths = present.sum(-1).tolist()
     totals = scores.sum(-1, dtype=torch.float64).to(scores.dtype).tolist()
     named = {name: batch.non_tensor_batch[name].tolist() for name in NAMES if name in batch.non_tensor_batch}
@@ -242,10 +243,6 @@ def _bounded(value: object) -> Any:
     if isinstance(value, str) and len(value) > LONGEST_TEXT:
         return f"{value[:LONGEST_TEXT]} [... {len(value) - LONGEST_TEXT:,} more characters]"
     return value
-
-
-def _ground_truth(reward_model: object) -> object:
-    return reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
 
 
 def _write(path: Path, data: bytes, append: bool) -> None:

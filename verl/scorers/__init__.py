@@ -43,6 +43,7 @@ from verl.scorers.registry import (
     get_scorer,
     kind_of,
     register_scorer,
+    row_truth,
     scorer_for_all,
     source_of,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "prime_code",
     "prime_math",
     "register_scorer",
+    "row_truth",
     "scorer_for_all",
     "search_r1_like_qa_em",
     "source_of",

@@ -237,6 +237,12 @@ def check_truth(data_source: str, ground_truth: object) -> None:
         read(ground_truth)
 
 
+def row_truth(reward_model: object, column: object = None) -> object:
+    """Return the ground truth of a row: that of its ``reward_model``, else its column ``ground_truth``."""
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+    return column if truth is None else truth
+
+
 def text_of_truth(ground_truth: Any) -> str:
     """Return an answer that is given as text or number as text; 73.0 is ``73``.
 

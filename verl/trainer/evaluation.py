@@ -1,7 +1,8 @@
 """Score stored responses: the mean score of each data source.
 
-Reads the output of ``main_generation``, or any parquet, json or jsonl file with the columns that ``data.response_key``
-(a list of responses), ``data.data_source_key`` and ``data.reward_model_key`` name.
+Reads the output of ``main_generation``, or any parquet, json or jsonl file with a column of responses, a list per row
+(``data.response_key``), and those that the scorer reads: ``data.data_source_key`` and ``data.reward_model_key``, or the
+columns that a function of the user's own names.
 """
 
 from __future__ import annotations
@@ -15,12 +16,17 @@ from verl.base.import_utils import load_object
 from verl.config import EvalConfig, local_copies
 from verl.datasets.files import DataFile, open_files, require_columns
 from verl.datasets.rl_dataset import UNKNOWN_SOURCE
+from verl.datasets.row_conversation import row_messages
 from verl.errors import ConfigError, DataError, RewardError
-from verl.scorers import UnknownDataSourceError, check_truth, default_compute_score
-from verl.workers.reward_manager.function import RewardFunction, RewardSample
+from verl.scorers import UnknownDataSourceError, check_truth, default_compute_score, row_truth
+from verl.workers.reward_manager.function import RewardFunction, RewardSample, RowParameters
+from verl.workers.reward_manager.naive import OF_RUN
 from verl.workers.reward_manager.scores import Score
 
 logger = logging.getLogger(__name__)
+
+_SCORED_COLUMNS = ("response_key", "data_source_key", "reward_model_key")
+"""Keys of the columns that verl's scorers read."""
 
 
 def evaluate(config: EvalConfig) -> dict[str, float]:
@@ -56,13 +62,16 @@ def score_responses(
         DataError: the file lacks a column, or a row has no responses.
     """
     files = open_files(local_copies(config).data.path or "", "data.path")
-    keys = {"response_key": config.data.response_key, "data_source_key": config.data.data_source_key}
-    keys["reward_model_key"] = config.data.reward_model_key
-    if config.custom_reward_function.path:
-        del keys["data_source_key"]  # which chooses among the built-in scorers
-    require_columns(files, {column: f"data.{key}" for key, column in keys.items()})
-    groups = [group for file in files for group in _samples_of(file, config)]
-    function, samples = _reward_function(config), [sample for group in groups for sample in group]
+    # A function of the user's own names the columns that it reads.
+    names = ("response_key",) if config.custom_reward_function.path else _SCORED_COLUMNS
+    require_columns(files, {config.data[name]: f"data.{name}" for name in names})
+    function = _reward_function(config)
+    for file in files:
+        function.of_rows.check([*file.columns, *OF_RUN])
+    groups = [group for file in files for group in _samples_of(file, config, function.of_rows)]
+    samples = [sample for group in groups for sample in group]
+    columns = list(dict.fromkeys(name for file in files for name in file.columns))
+    function.of_rows.check_truths([sample.ground_truth for sample in samples], columns)
     computed: list[Score] = []
     size = max(64, -(-len(samples) // 10))
     for start in range(0, len(samples), size):
@@ -85,20 +94,25 @@ def _reward_function(config: EvalConfig) -> RewardFunction:
     return function
 
 
-def _samples_of(file: DataFile, config: EvalConfig) -> Iterator[list[RewardSample]]:
+def _samples_of(file: DataFile, config: EvalConfig, wanted: RowParameters) -> Iterator[list[RewardSample]]:
     for index in range(len(file)):
-        row = file.row(index)
+        row, where = file.row(index), f"{file.path}, row {index}"
         responses = row[config.data.response_key]
         if isinstance(responses, str) or not isinstance(responses, Sequence) or len(responses) == 0:
             raise DataError(
-                f"{file.path}, row {index}: column '{config.data.response_key}' is {responses!r:.80}. Expected a "
+                f"{where}: column '{config.data.response_key}' is {responses!r:.80}. Expected a "
                 "list of at least one response, as main_generation writes it (data.response_key)."
             )
-        truth = (row.get(config.data.reward_model_key) or {}).get("ground_truth")
+        truth = row_truth(row.get(config.data.reward_model_key), row.get("ground_truth"))
         source, extra = str(row.get(config.data.data_source_key, UNKNOWN_SOURCE)), row.get("extra_info") or {}
+        if not isinstance(extra, dict):
+            raise DataError(f"{where}: extra_info is {extra!r:.80}, not a mapping.")
         if not config.custom_reward_function.path:
-            _check_truth(source, truth, f"{file.path}, row {index}")
-        yield [RewardSample(source, text, truth, extra, uid=str(index), columns=row) for text in responses]
+            _check_truth(source, truth, where)
+        columns = dict.fromkeys(file.columns) | row | {"uid": str(index), "index": extra.get("index", index)}
+        if {"prompt", "raw_prompt"} & {*wanted.required, *wanted.optional}:
+            columns |= dict.fromkeys(("prompt", "raw_prompt"), row_messages(row.get(config.data.prompt_key), where))
+        yield [RewardSample(source, text, truth, extra, uid=str(index), columns=columns) for text in responses]
 
 
 def _check_truth(source: str, truth: object, where: str) -> None:

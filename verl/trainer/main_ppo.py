@@ -222,14 +222,15 @@ class TaskRunner:
             arguments = judge.arguments
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0, **arguments)
         val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1, **arguments)
-        for dataset in (train, val):
+        datasets = [train] if val is None else [train, val]
+        for dataset in datasets:
             check_reward_data(config, reward_fn, dataset)
         if need_teacher_policy(config):
             check_teacher_tokenizers(config.distillation, config.actor_rollout_ref.model)
             aligned = TextAlignment.of_teachers(config.distillation, model)  # refuses what workers could not align
             check_teacher_data(config.distillation, train, aligned)
-        check_tools([train, val], config.actor_rollout_ref.rollout, tools)
-        check_agent_loops(config, tokenizer, wanted_agents([train, val], config.actor_rollout_ref.rollout))
+        check_tools(datasets, config.actor_rollout_ref.rollout, tools)
+        check_agent_loops(config, tokenizer, wanted_agents(datasets, config.actor_rollout_ref.rollout))
         for manager in (reward_fn, val_reward_fn):
             if isinstance(manager, AbstractRewardManager):
                 manager.warm_up()  # its processes start while the models load

@@ -114,6 +114,7 @@ def test_another_class_in_place_of_a_section_is_refused(run: Run):
             {"actor_rollout_ref.model.lora.target_parameters": ["down_proj"]},
             "actor_rollout_ref.model.lora_rank=0 trains",
         ),
+        ({"trainer.test_freq": 5, "data.val_files": []}, "data.val_files=null"),
         ({f"{ROLLOUT}.skip_dump_dir": "rollouts"}, f"{ROLLOUT}.skip_rollout=false"),
         (
             {f"{ROLLOUT}.engine_kwargs": {"vllm": {"a": 1}}},
@@ -135,6 +136,7 @@ def test_a_setting_of_what_is_turned_off_is_told(
         (SFTConfig, {"data.micro_batch_size_per_gpu": 1}, "data.use_dynamic_bsz=true"),
         (SFTConfig, {"data.prompt_dict_keys": ["a"]}, "data.prompt_key=null"),
         (SFTConfig, {"data.val_max_samples": 3}, "data.val_files=null"),
+        (SFTConfig, {"trainer.test_freq": 3}, "data.val_files=null"),
         (SFTConfig, {"optim.num_cycles": 2.0, "optim.lr_scheduler_type": "constant"}, "optim.lr_scheduler_type=const"),
         (RMConfig, {"data.max_token_len_per_gpu": 99, "data.use_dynamic_bsz": False}, "data.use_dynamic_bsz=false"),
         (SFTConfig, {"distillation.cross_entropy_coef": 0.5}, "distillation.model_path=null"),

@@ -196,6 +196,13 @@ def test_data_files_are_files_of_a_known_format(run: Run):
     assert "nothing to train on" in only(run.refusal({"data.train_files": []}))
 
 
+@pytest.mark.parametrize("files", [None, []])
+def test_validation_can_be_switched_off(run: Run, files: list[str] | None, caplog: pytest.LogCaptureFixture):
+    assert not run.load({"data.val_files": files}).data.val_files
+    assert not caplog.messages
+    assert "nothing to validate on" in only(run.refusal({"data.val_files": files, "trainer.val_only": True}))
+
+
 def test_a_dataset_of_ones_own_reads_what_it_likes(run: Run):
     (run.folder / "mine.py").write_text("class Mine: ...")
     changes = {"data.custom_cls.path": str(run.folder / "mine.py"), "data.custom_cls.name": "Mine"}

@@ -45,9 +45,10 @@ def data_files(config: PPOConfig | SupervisedConfig) -> Problems:
 
 
 def validation_files(config: PPOConfig) -> Problems:
-    """A validation file is named."""
-    if config.data.custom_cls.path is None and not config.data.val_files:
-        yield Problem("data.val_files", None, "there is nothing to validate on", remedy="name at least one file")
+    """A run that only validates has a file to validate on."""
+    if config.trainer.val_only and not config.data.val_files:
+        cause = "trainer.val_only=true does nothing else, and there is nothing to validate on"
+        yield Problem("data.val_files", config.data.val_files, cause, remedy="name at least one file")
 
 
 def generation_files(config: GenerationConfig) -> Problems:

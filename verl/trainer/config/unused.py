@@ -87,6 +87,12 @@ _PASSES = {
 _OF_TRANSFERS = ("backend", "engine_kwargs", "custom_backend_module")
 """Settings of ``checkpoint_engine`` for rollout engines on ranks of their own."""
 
+_VALIDATION_KEYS = (
+    *(f"data.{name}" for name in ("val_max_samples", "val_batch_size", "validation_shuffle")),
+    *(f"trainer.{name}" for name in ("test_freq", "validation_data_dir", "log_val_generations")),
+    f"{_ROLLOUT}.val_kwargs.*",
+)
+
 Silent = tuple[tuple[str, ...], str]
 """Patterns of keys that nothing reads, and why."""
 
@@ -146,6 +152,8 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
     runs_like_reference = config.distillation.enabled and has_frozen_teachers
     if not need_reference_policy(config) and not runs_like_reference:
         yield (f"{_REF}.*",), "no KL term needs the reference: use_kl_loss and use_kl_in_reward are false"
+    if not config.data.val_files:
+        yield _VALIDATION_KEYS, "data.val_files=null"
     reward_model, penalty = config.reward_model, algorithm.kl_ctrl
     others = [name for name, arguments in rollout.engine_kwargs.items() if arguments and name != rollout.name]
     switches = (
@@ -281,7 +289,7 @@ def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:
     yield from _of_passes(config, "data")
     yield from _of_adapters(config, "model")
     if not config.data.val_files:
-        yield ("data.val_max_samples",), "data.val_files=null"
+        yield ("data.val_max_samples", "trainer.test_freq"), "data.val_files=null"
     strategy = config.engine.strategy
     yield from _of_state("optim", "engine.strategy", strategy)
     of_fsdp = tuple(f"engine.{name}*" for name in config.engine if name != "strategy")

@@ -27,11 +27,11 @@ def prompt_settings(config: PPOConfig) -> DataConfig:
 
 def rl_datasets(
     config: PPOConfig, tokenizer: PreTrainedTokenizerBase, processor: ProcessorMixin | None = None
-) -> tuple[Dataset, Dataset, Sampler[int]]:
+) -> tuple[Dataset, Dataset | None, Sampler[int]]:
     """Read the prompts that the section ``data`` names.
 
     Returns:
-        the data set of training, that of validation, and the sampler of the first.
+        the data set of training, that of validation (None without files of it), and the sampler of the first.
 
     Raises:
         DataError: a file is missing, or lacks what a prompt needs.
@@ -40,7 +40,9 @@ def rl_datasets(
     train = create_rl_dataset(
         data.train_files, data, tokenizer, processor, is_train=True, max_samples=data.train_max_samples
     )
-    val = create_rl_dataset(
-        data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
-    )
+    val = None
+    if data.val_files:
+        val = create_rl_dataset(
+            data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
+        )
     return train, val, create_rl_sampler(data, train)

@@ -35,7 +35,7 @@ import torch
 from tensordict import TensorDict
 
 from verl.base.registry import suggest
-from verl.errors import ConfigError, RewardError
+from verl.errors import ConfigError, DataError, RewardError
 from verl.protocol import DataProto, compute_response_mask, with_response_mask
 from verl.schema import require
 from verl.scorers import UnknownDataSourceError, default_compute_score, kind_of, source_of
@@ -198,6 +198,20 @@ class RowParameters:
                     f"Columns: {', '.join(columns)}. {FORMS} Give further arguments in "
                     "custom_reward_function.reward_kwargs, or the parameter a default."
                 )
+
+    def check_truths(self, truths: Sequence[object], columns: Collection[str]) -> None:
+        """Check that any row has a ground truth, if the function cannot do without.
+
+        Raises:
+            DataError: none has.
+        """
+        if self.needs_truth and all(truth is None for truth in truths):
+            raise DataError(
+                f"the reward function {self.shown} needs the ground truth, and none of the {len(truths)} rows has one "
+                f"in reward_model.ground_truth or in a column ground_truth (columns: {', '.join(columns)}). Name the "
+                "column that has it as a parameter of the function, or give ground_truth a default if the function "
+                "does without."
+            )
 
     def of_rows(self, columns: Collection[str]) -> list[str]:
         """Return the parameters that get a column."""

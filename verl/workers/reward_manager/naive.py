@@ -23,6 +23,7 @@ from verl.scorers import (
     check_settings,
     check_truth,
     default_compute_score,
+    row_truth,
     source_of,
 )
 from verl.supervision.killable_pool import Budget, RateLimit, unwrapped
@@ -153,7 +154,7 @@ class NaiveRewardManager(AbstractRewardManager):
             )
         for source in dict.fromkeys(map(str, dataset.source_column(self.reward_fn_key))):
             check_settings(self.settings, source)
-        truths = enumerate(map(_ground_truth, dataset.source_column("reward_model")))
+        truths = enumerate(map(row_truth, dataset.source_column("reward_model")))
         if lacking := [item for item, truth in truths if truth is None]:
             raise DataError(
                 f"{len(lacking)} of {len(dataset)} rows have no reward_model.ground_truth, with which the scorer "
@@ -167,13 +168,7 @@ class NaiveRewardManager(AbstractRewardManager):
         wanted = self.function.of_rows
         wanted.check([*(name for name in dataset.columns if name not in dataset.images.keys), *OF_RUN])
         columns = zip(dataset.source_column("reward_model"), dataset.source_column("ground_truth"), strict=True)
-        if wanted.needs_truth and all(_truth(*values) is None for values in columns):
-            raise DataError(
-                f"the reward function {wanted.shown} needs the ground truth, and none of the {len(dataset)} rows has "
-                f"one in reward_model.ground_truth or in a column ground_truth (columns: {', '.join(dataset.columns)}"
-                "). Name the column that has it as a parameter of the function, or give ground_truth a default if the "
-                "function does without."
-            )
+        wanted.check_truths([row_truth(*values) for values in columns], dataset.columns)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Result:
         """Score a batch and wait; see :meth:`AbstractRewardManager.__call__`.
@@ -259,7 +254,7 @@ class NaiveRewardManager(AbstractRewardManager):
         uids = columns.get("uid", [f"row {row}" for row in rows])
         nothing = [None] * len(data)
         of_rows = zip(columns.get("reward_model", nothing), columns.get("ground_truth", nothing), strict=True)
-        truths = [_truth(*values) for values in of_rows]
+        truths = [row_truth(*values) for values in of_rows]
         extras = self._extra_infos(data, texts)
         named = self.function.of_rows
         columns_given = {name: columns[name] for name in (*named.required, *named.optional) if name in columns}
@@ -381,7 +376,7 @@ def unreadable_truths(
     unreadable = []
     for item, (source, value) in enumerate(zip(sources, dataset.source_column("reward_model"), strict=False)):
         try:
-            check_truth(source, _ground_truth(value))
+            check_truth(source, row_truth(value))
         except UnknownDataSourceError:
             raise
         except RewardError as error:
@@ -410,13 +405,3 @@ def _failures(samples: Sequence[RewardSample], scores: Sequence[Score]) -> str:
         f"{', '.join(f'{count} {status}' for status, count in sorted(counts.items()))}. "
         f"The first: sample {sample.uid}, data source '{sample.data_source}', {score.status}:\n{score.error}"
     )
-
-
-def _truth(reward_model: object, column: object) -> object:
-    """The ground truth of a row: that of ``reward_model``, else of the column ``ground_truth``."""
-    truth = _ground_truth(reward_model)
-    return column if truth is None else truth
-
-
-def _ground_truth(reward_model: object) -> object:
-    return reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
