@@ -83,6 +83,22 @@ def test_no_chat_template_is_refused_with_the_remedies(tmp_path):
     assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == "1 + 2?!"
 
 
+def test_a_template_is_text_or_a_file_that_writes_the_messages(tmp_path):
+    path, file = tiny_model_dir(tmp_path / "model"), tmp_path / "own.jinja"
+    file.write_text("{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}")
+    tokenizer = hf_tokenizer(path, chat_template=str(file))
+    assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == "[user]1 + 2?"
+    for neither in (str(tmp_path / "absent.jinja"), str(tmp_path), "chatml"):
+        with pytest.raises(ConfigError, match="is neither Jinja text, .*, nor a file with it"):
+            hf_tokenizer(path, chat_template=neither)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['text'] }}{% endfor %}!"
+    with pytest.raises(ConfigError, match=r"writes nothing of the messages: .* it makes '!'"):
+        require_chat_template(tokenizer)
+    tokenizer.chat_template = "{% for m in %}"
+    with pytest.raises(ConfigError, match=r"cannot be read: .* \(line 1\)"):
+        require_chat_template(tokenizer)
+
+
 def test_a_model_of_text_has_no_processor(tmp_path):
     assert hf_processor(tiny_model_dir(tmp_path)) is None
 

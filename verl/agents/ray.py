@@ -46,7 +46,7 @@ from verl.protocol import DataProto
 from verl.serving.ray import ImageConnection, RaySession, RouterActor
 from verl.single_controller.ray.watched_actor import WatchedActor
 from verl.tools.threads import LoopThread
-from verl.utils.tokenizer import hf_processor, hf_tokenizer
+from verl.utils.tokenizer import hf_processor, tokenizer_of
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -107,9 +107,8 @@ class WorkerActor(RouterActor):
         sys.path.extend(path for path in import_path if path not in sys.path)
         prepare_process()
         model = config.actor_rollout_ref.model
-        path, trusts = model.tokenizer_path or model.path, model.trust_remote_code
-        tokenizer = hf_tokenizer(path, trust_remote_code=trusts, chat_template=model.custom_chat_template)
-        processor = hf_processor(path, trust_remote_code=trusts)
+        tokenizer = tokenizer_of(model)
+        processor = hf_processor(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         count_by(partial(RaySlots, router, process))
         self._connection = ImageConnection(self.router)
         router_here = self.router

@@ -106,7 +106,7 @@ class HFModelConfig(TrainedModelConfig):
     hf_config_path: str | None = setting(None, path=True, remote=True)
     """Folder of the model's config; null uses the model's folder."""
     custom_chat_template: str | None = setting(None)
-    """Jinja chat template instead of the tokenizer's."""
+    """Chat template instead of the tokenizer's: Jinja text, or the path of a file with it."""
     use_remove_padding: bool = setting(True)
     mtp: MtpConfig = subsection(MtpConfig)
     """Multi-token prediction."""

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from jinja2.exceptions import TemplateError
+from jinja2.exceptions import TemplateError, TemplateSyntaxError
 
 from verl.datasets.template_probes import TemplateForms
 from verl.errors import ConfigError, DataError
@@ -23,16 +23,29 @@ Message = dict[str, Any]
 Truncation = Literal["error", "left", "right", "middle"]
 T = TypeVar("T")
 
+_PROBE = [{"role": "user", "content": "the question"}, {"role": "assistant", "content": "the answer"}]
+
 MEDIA = ("image", "image_url", "video", "audio", "input_audio")
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that cannot turn messages into a prompt."""
+    """Refuse a tokenizer that cannot turn messages into a prompt, or writes nothing of them."""
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"the tokenizer of '{tokenizer.name_or_path}' has no chat template, so messages cannot be turned into a "
             "prompt. Give one (custom_chat_template='...'), add chat_template to its tokenizer_config.json, or use the "
             "tokenizer of the model's chat or instruct variant (tokenizer_path)."
+        )
+    try:
+        written = tokenizer.apply_chat_template(_PROBE, tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"the chat template cannot be read: {error} (line {error.lineno}).") from error
+    except (TemplateError, TypeError):
+        return  # it refuses these messages; rows with others may suit it
+    if not any(message["content"] in written for message in _PROBE):
+        raise ConfigError(
+            f"the chat template writes nothing of the messages: of {_PROBE} it makes {written!r:.120}. Every prompt "
+            "would be this text. Give another one (custom_chat_template='...')."
         )
 
 

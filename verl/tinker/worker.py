@@ -31,7 +31,7 @@ from verl.tinker.adapters import (
 )
 from verl.tinker.losses import RowLosses, token_losses
 from verl.utils.device import get_device
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import tokenizer_of
 from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.engine.fsdp.adapter_slots import NO_SLOT, SLOT, AdapterSlotsEngine
@@ -181,8 +181,7 @@ class AdapterWorker(EngineWorker):
         """The slot for saved weights whose prompts are scored."""
         self.slots.divide_adapters(self.scratch + 1)
         self.join_mesh("train", self.slots)
-        model = config.model
-        tokenizer = hf_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = tokenizer_of(config.model)
         rollout = config.full_rollout
         self.rollout: BaseRollout = get_rollout_class(rollout.name)(
             rollout, config.sampled_model, tokenizer, get_device(self.device_name)

@@ -55,15 +55,10 @@ class GenerationRunner:
 
     def run(self, config: GenerationConfig) -> None:
         """Generate responses for all prompts, ``data.batch_size`` prompts at a time, and write them."""
-        from verl.utils import hf_tokenizer
+        from verl.utils.tokenizer import tokenizer_of
 
         here = local_copies(config)  # the ranks, perhaps on other machines, make copies of their own
-        model = here.model
-        tokenizer = hf_tokenizer(
-            model.tokenizer_path or model.path,
-            trust_remote_code=model.trust_remote_code,
-            chat_template=model.custom_chat_template,
-        )
+        tokenizer = tokenizer_of(here.model)
         prompts = read_prompts(here, tokenizer)
         workers = start_workers(config)
         rows: list[Row] = []

@@ -144,13 +144,12 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
     # Here, not above: they need torch and transformers, and --help does not.
     from verl.datasets.inspection import inspect_dataset
     from verl.datasets.mixing import check_weights
-    from verl.utils import hf_processor, hf_tokenizer
+    from verl.utils.tokenizer import hf_processor, tokenizer_of
 
     config = local_copies(config)
     model, data = kind.model(config), config.data
-    path = model.tokenizer_path or model.path
-    tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code, chat_template=model.custom_chat_template)
-    processor = hf_processor(path, trust_remote_code=model.trust_remote_code)
+    tokenizer = tokenizer_of(model)
+    processor = hf_processor(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
     filters = bool(data.get("filter_overlong_prompts"))
     reports, truths, unreadable = [], [], 0
     for split in ("train", "val"):

@@ -181,9 +181,9 @@ class TaskRunner:
             from verl.trainer.ppo.distillation import check_teacher_data
             from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
             from verl.trainer.ppo.rows import rl_datasets
-            from verl.utils import hf_processor, hf_tokenizer
             from verl.utils.console import show, status
             from verl.utils.model import check_has_experts, check_tokenizer_fits, hf_config_of
+            from verl.utils.tokenizer import hf_processor, tokenizer_of
             from verl.workers.reward_input import RewardInput
             from verl.workers.reward_manager import AbstractRewardManager
             from verl.workers.teacher.alignment import TextAlignment
@@ -200,14 +200,11 @@ class TaskRunner:
         status("reading the tokenizer and the data")
         here = local_copies(config)  # the ranks, perhaps on other machines, make copies of their own
         model = here.actor_rollout_ref.model
-        path = model.tokenizer_path or model.path
-        tokenizer = hf_tokenizer(
-            path, trust_remote_code=model.trust_remote_code, chat_template=model.custom_chat_template
-        )
+        tokenizer = tokenizer_of(model)
         check_tokenizer_fits(tokenizer, hf_config_of(model))
         if config.trainer.log_expert_counts:
             check_has_experts(hf_config_of(model), "trainer.log_expert_counts")
-        processor = hf_processor(path, trust_remote_code=model.trust_remote_code)
+        processor = hf_processor(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
         if config.reward_model.enable and config.judge is None:
             RewardInput.of(here.reward_model.model)  # the workers make theirs; here it is refused before a model loads
         if environments := config.actor_rollout_ref.rollout.multi_turn.environment_config_path:

@@ -196,17 +196,13 @@ class SupervisedRunner:
             ResourceError: fewer processes or devices are available than configured.
         """
         from verl.datasets import create_rl_sampler
-        from verl.utils import hf_tokenizer
         from verl.utils.model import check_has_experts, check_tokenizer_fits, hf_config_of
+        from verl.utils.tokenizer import tokenizer_of
 
         status("reading the tokenizer and the data")
         here = local_copies(config)  # the ranks, perhaps on other machines, make copies of their own
         model, data, trainer = here.model, here.data, config.trainer
-        tokenizer = hf_tokenizer(
-            model.tokenizer_path or model.path,
-            trust_remote_code=model.trust_remote_code,
-            chat_template=model.custom_chat_template,
-        )
+        tokenizer = tokenizer_of(model)
         check_tokenizer_fits(tokenizer, hf_config_of(model))
         if trainer.log_expert_counts:
             check_has_experts(hf_config_of(model), "trainer.log_expert_counts")

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import (
     AutoTokenizer,
@@ -18,9 +18,12 @@ from transformers import (
 from verl.errors import ConfigError, DataError
 from verl.utils.model import require_on_hub, resolve_model_path
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
-from verl.utils.model_facts.model_files import tokenizer_problem
+from verl.utils.model_facts.model_files import read_chat_template, tokenizer_problem
 from verl.utils.transformers_private import get_tokenizer_config
 from verl.vision.processor import load_processor
+
+if TYPE_CHECKING:
+    from verl.config import HFModelConfig
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,19 @@ _REMEDY = (
     "tokenizer_path."
 )
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+
+
+def tokenizer_of(model: HFModelConfig, correct_pad_token: bool = True) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a ``model`` section of the configuration, with its chat template; see :func:`hf_tokenizer`.
+
+    All code that prompts a model, or writes one, loads it here.
+    """
+    return hf_tokenizer(
+        model.tokenizer_path or model.path,
+        correct_pad_token,
+        chat_template=model.custom_chat_template,
+        trust_remote_code=model.trust_remote_code,
+    )
 
 
 def hf_tokenizer(
@@ -45,11 +61,12 @@ def hf_tokenizer(
         correct_pad_token: use the end token for padding if there is no pad token, with a warning. Padding is
             recognised by masks only, so end tokens in responses are not affected.
         correct_gemma2: no effect: the end of a turn is one of the model's end tokens (:func:`eos_token_ids`) here.
-        chat_template: Jinja text that replaces the tokenizer's own (``model.custom_chat_template``).
+        chat_template: replaces the tokenizer's own; Jinja text or a file with it (``model.custom_chat_template``).
         kwargs: for ``AutoTokenizer.from_pretrained``, for example ``trust_remote_code=True``.
 
     Raises:
-        ConfigError: the folder does not exist or holds no tokenizer, or there is neither a pad nor an end token.
+        ConfigError: the folder does not exist or holds no tokenizer, there is neither a pad nor an end token, or
+            ``chat_template`` is no template.
     """
     path = resolve_model_path(name_or_path)
     kwargs.setdefault("trust_remote_code", False)  # None would prompt on the terminal
@@ -64,7 +81,7 @@ def hf_tokenizer(
         raise ConfigError(f"no tokenizer can be read from '{path}': {why_unreadable(error, path)} {_REMEDY}") from error
     warn_if_code_runs(tokenizer, path)
     if chat_template is not None:
-        tokenizer.chat_template = chat_template
+        tokenizer.chat_template = read_chat_template(chat_template)
     if tokenizer.pad_token_id is None and correct_pad_token:
         _pad_with_eos(tokenizer, path)
     return tokenizer

@@ -35,7 +35,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.device import ensure_process_group, get_device
 from verl.utils.model import hf_config_of, torch_dtype, training_randomness
 from verl.utils.model_facts.time_limits import time_limits
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import tokenizer_of
 from verl.vision.families import TOWER, VisionConfig
 from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.model.headed import pretrained_weights
@@ -155,11 +155,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
     def _init_rollout(self) -> None:
         model = self.config.model
-        tokenizer = hf_tokenizer(
-            model.tokenizer_path or model.path,
-            chat_template=model.custom_chat_template,
-            trust_remote_code=model.trust_remote_code,
-        )
+        tokenizer = tokenizer_of(model)
         device, rollout = get_device(self.device_name), self.config.rollout
         if rollout.ranks_per_engine > 1:
             ensure_process_group(device, time_limits(model.path).collective_s)  # ranks of an engine exchange values

@@ -100,7 +100,7 @@ SFT_CASES: list[tuple[str, Any, str, Any]] = [
     ("data.multiturn.messages_key", "chat", "data.messages_key", "chat"),
     ("data.multiturn.tools_key", "t", "data.tools_key", "t"),
     ("data.multiturn.enable_thinking_key", "t", "data.enable_thinking_key", "t"),
-    ("data.chat_template", "x", "model.custom_chat_template", "x"),
+    ("data.chat_template", "{{ messages }}", "model.custom_chat_template", "{{ messages }}"),
     ("trainer.checkpoint.save_contents", ["model"], "checkpoint.save_contents", ("model",)),
 ]
 

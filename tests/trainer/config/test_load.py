@@ -289,3 +289,11 @@ def test_problems_are_a_value_error():
     with pytest.raises(ValueError, match="problems in the configuration"):
         load_config({"data": {"foo": 1, "bar": 2}})
     assert issubclass(ConfigError, ValueError)
+
+
+def test_a_chat_template_in_a_file_becomes_its_text(run: Run):
+    """Ranks on other machines do not have the file; a name that is none is a problem of its key."""
+    file, key = run.folder / "own.jinja", "actor_rollout_ref.model.custom_chat_template"
+    file.write_text("{{ messages }}")
+    assert run.load({key: str(file)}).actor_rollout_ref.model.custom_chat_template == "{{ messages }}"
+    assert f"1. {key}=chatml: the chat template 'chatml' is neither" in only(run.refusal({key: "chatml"}))

@@ -59,6 +59,7 @@ def derive(
         if key.meta.path:
             value = get(tree, path)
             put(tree, path, [expanded(v) for v in value] if isinstance(value, list) else expanded(value))
+    _chat_templates(tree, keys, problems)
     for one, other in PAIRS:
         if one in keys and other in keys:
             _make_equal(tree, keys, (one, other), explicit, problems)
@@ -103,6 +104,16 @@ def _greedy_teachers(tree: Tree, raw: Tree, keys: Mapping[str, Key]) -> None:
         of_teacher = path.startswith("distillation.teacher_models.") and path.endswith(".inference.temperature")
         if of_teacher and not isinstance(get(raw, path), int | float):
             put(tree, path, 1.0)
+
+
+def _chat_templates(tree: Tree, keys: Mapping[str, Key], problems: list[Problem]) -> None:
+    """Read chat templates that are files: ranks on other machines, and a checkpoint, need the text."""
+    for path in keys:
+        if path.endswith("custom_chat_template") and isinstance(template := get(tree, path), str):
+            try:
+                put(tree, path, model_files.read_chat_template(template))
+            except ConfigError as error:
+                problems.append(Problem(path, template, str(error), remedy="correct the path, or give the text"))
 
 
 def expanded(path: object) -> Any:

@@ -8,6 +8,10 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from verl.base.fs import copy_to_local
+from verl.base.remote import is_remote
+from verl.errors import ConfigError, DataError
+
 JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 VOCABULARIES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
@@ -23,6 +27,31 @@ def tokenizer_problem(folder: Path) -> str | None:
     if any(next(folder.glob(name), None) is not None for name in VOCABULARIES):
         return None
     return f"the folder holds no tokenizer: none of {', '.join(VOCABULARIES[:-1])}"
+
+
+def read_chat_template(template: str) -> str:
+    """Return the Jinja text of a chat template, which ``template`` is or names a file of.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if _is_jinja(template):
+        return template
+    reason = "the file has no Jinja expression"
+    try:
+        text = Path(copy_to_local(template) if is_remote(template) else template).expanduser().read_text("utf-8")
+        if _is_jinja(text):
+            return text
+    except (OSError, ValueError, DataError) as error:
+        reason = str(error)
+    raise ConfigError(
+        f"the chat template {template!r:.200} is neither Jinja text, which has {{{{ }}}} or {{% %}}, nor a file with "
+        f"it ({reason})"
+    )
+
+
+def _is_jinja(text: str) -> bool:
+    return "{{" in text or "{%" in text
 
 
 def file_problem(folder: Path) -> str | None:

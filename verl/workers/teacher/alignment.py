@@ -38,7 +38,7 @@ from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto
 from verl.schema import require
 from verl.utils.model import compute_position_id_with_mask, eos_token_ids
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import tokenizer_of
 from verl.utils.torch_functional import pad_2d_list_to_length
 from verl.workers.teacher.tokenizers import tokenizers_by_text
 
@@ -131,8 +131,7 @@ class TextAlignment:
         teachers = tokenizers_by_text(distillation, student)
         if not teachers:
             return {}
-        path = student.tokenizer_path or student.path
-        policy = hf_tokenizer(path, trust_remote_code=student.trust_remote_code)
+        policy = tokenizer_of(student)
         ends = eos_token_ids(student.path, policy)
         return {
             name: cls(policy, teacher, ends, f"distillation.teacher_models.{name}")

@@ -27,7 +27,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.device import ensure_process_group, get_device
 from verl.utils.model import hf_config_of, torch_dtype
 from verl.utils.model_facts.time_limits import time_limits
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import tokenizer_of
 from verl.vision.families import VisionConfig
 from verl.workers.engine.model.headed import pretrained_weights
 from verl.workers.rollout.base import BaseRollout, get_rollout_class
@@ -116,7 +116,7 @@ class TeacherEngineWorker(Worker):
         ranks_per_engine, leads = 1, True
         student, alignments = self.student, TextAlignment.of_teachers(self.config, self.student)
         self.alignments = alignments
-        of_policy = hf_tokenizer(student.tokenizer_path or student.path, trust_remote_code=student.trust_remote_code)
+        of_policy = tokenizer_of(student)
         for name, teacher in self.configured.items():
             if not teacher.inference.is_engine:
                 continue

@@ -10,7 +10,7 @@ from verl.algorithms.distillation import distillation_loss_info
 from verl.config import DistillationConfig, HFModelConfig, local_copies
 from verl.errors import ConfigError
 from verl.utils.model import check_tokenizer_fits, hf_config_of
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import hf_tokenizer, tokenizer_of
 from verl.workers.teacher.endpoint import EndpointTeacher
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ def check_teacher_tokenizers(distillation: DistillationConfig, student: HFModelC
             divergence reads.
     """
     student = local_copies(student)
-    of_policy = hf_tokenizer(student.tokenizer_path or student.path, trust_remote_code=student.trust_remote_code)
+    of_policy = tokenizer_of(student)
     for name, teacher in distillation.teachers.items():
         if teacher.inference.name == "openai":
             loss = distillation.distillation_loss
@@ -50,7 +50,7 @@ def tokenizers_by_text(distillation: DistillationConfig, student: HFModelConfig)
     """
     if not distillation.aligns_text:
         return {}
-    of_policy = hf_tokenizer(student.tokenizer_path or student.path, trust_remote_code=student.trust_remote_code)
+    of_policy = tokenizer_of(student)
     made = {}
     for name, teacher in distillation.teachers.items():
         if teacher.inference.name != "openai":

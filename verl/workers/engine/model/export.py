@@ -25,7 +25,7 @@ from verl.errors import ConfigError
 from verl.utils.folder_weights import stored_heads
 from verl.utils.model import resolve_model_path, weights_folder
 from verl.utils.model_facts.prediction_heads import head_count
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import tokenizer_of
 from verl.utils.transformers_private import names_on_disk, token_classifier_of, write_model_code
 from verl.vision.processor import write_processor
 
@@ -295,12 +295,7 @@ def write_tokenizer(model: HFModelConfig, folder: Path) -> None:
     path = resolve_model_path(model.tokenizer_path or model.path)
     write_processor(path, folder, trust_remote_code=model.trust_remote_code)
     try:
-        tokenizer = hf_tokenizer(
-            model.tokenizer_path or model.path,
-            correct_pad_token=False,
-            custom_chat_template=model.custom_chat_template,
-            trust_remote_code=model.trust_remote_code,
-        )
+        tokenizer = tokenizer_of(model, correct_pad_token=False)
     except ConfigError as error:
         logger.warning("exported without a tokenizer: %s", error)
         return

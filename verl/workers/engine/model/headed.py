@@ -35,7 +35,7 @@ from verl.utils.model import (
     rope_types,
 )
 from verl.utils.model_facts.config_fields import layers_beyond_attention
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.tokenizer import tokenizer_of
 from verl.utils.transformers_private import (
     forget_ties,
     from_config,
@@ -401,9 +401,7 @@ def _name_padding(text_config: PretrainedConfig, config: HFModelConfig) -> None:
     if text_config.pad_token_id is not None:
         return
     try:
-        tokenizer = hf_tokenizer(
-            config.tokenizer_path or config.path, correct_pad_token=False, trust_remote_code=config.trust_remote_code
-        )
+        tokenizer = tokenizer_of(config, correct_pad_token=False)
     except ConfigError as error:
         logger.warning("the reward model's config names no padding token: %s", error)
         return
