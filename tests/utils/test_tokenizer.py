@@ -89,7 +89,7 @@ def test_a_template_is_text_or_a_file_that_writes_the_messages(tmp_path):
     tokenizer = hf_tokenizer(path, chat_template=str(file))
     assert tokenizer.apply_chat_template(MESSAGES, tokenize=False) == "[user]1 + 2?"
     for neither in (str(tmp_path / "absent.jinja"), str(tmp_path), "chatml"):
-        with pytest.raises(ConfigError, match="is neither Jinja text, .*, nor a file with it"):
+        with pytest.raises(ConfigError, match=r"is neither Jinja text, .*, nor a file with it"):
             hf_tokenizer(path, chat_template=neither)
     tokenizer.chat_template = "{% for m in messages %}{{ m['text'] }}{% endfor %}!"
     with pytest.raises(ConfigError, match=r"writes nothing of the messages: .* it makes '!'"):
