@@ -291,7 +291,7 @@ BROKEN = {
         ("[f(1)]", "an argument of f has no name: write f(key=value)"),
         ("[f(a=open('x'))]", "the value of 'a' is no literal"),
         ("[f(a=1]", "no Python expression"),
-        ("[f(a=1), 3]", "'3' in the list is no call"),
+        ("[f(a=1) + 3]", "'f(a=1) + 3' in the list is no call"),
     ],
 }
 
@@ -371,12 +371,24 @@ def test_an_end_tag_inside_a_value_that_has_its_own_end(tokenizer):
         ("deepseek", "<｜tool▁call▁begin｜>f<｜tool▁call▁begin｜>g<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
         ("qwen3_coder", "<function=f>1</function><function=g></function>"),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>1</tool_call>\n<tool_call>\n<function=g></function>"),
+        ("mistral", '[TOOL_CALLS][{"name": 3}, {"name": "g", "arguments": {}}]'),
+        ("pythonic", "[class(a=open('x')), g()]"),
     ],
 )
 def test_a_broken_call_does_not_take_the_next_one_with_it(tokenizer, name: str, text: str):
     turn = parse(tokenizer, name, text)
     assert turn.calls == [FunctionCall(name="g", arguments="{}")]
-    assert len(turn.malformed) == 1
+    [malformed] = turn.malformed
+    assert malformed.text in text
+    assert malformed.text.strip() in turn.content
+
+
+def test_signs_of_numbers(tokenizer):
+    text = "[f(a=+5, b=+2.5, c=-1, d=[+1, {'x': +0.5}]), g(a=True)]"
+    turn = parse(tokenizer, "pythonic", text)
+    assert turn.malformed == []
+    arguments = [json.loads(call.arguments) for call in turn.calls]
+    assert arguments == [{"a": 5, "b": 2.5, "c": -1, "d": [1, {"x": 0.5}]}, {"a": True}]
 
 
 def test_only_the_first_broken_calls_are_reported(tokenizer):
@@ -413,6 +425,9 @@ def test_values_without_types_follow_the_schema():
         ("12", {"type": ["integer", "string"]}, 12),
         ("1.5", {"type": ["integer", "string"]}, "1.5"),
         ("7", {"type": "number"}, 7),
+        ("+7", {"type": "integer"}, 7),
+        ("+2.5", {"type": "number"}, 2.5),
+        ("+7", {"type": ["integer", "string"]}, "+7"),
         ("True", {"type": "boolean"}, True),
         ("null", {"anyOf": [{"type": "string"}, {"type": "null"}]}, None),
         ("None", {"type": "string", "nullable": True}, None),

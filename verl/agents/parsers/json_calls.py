@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from verl.agents.parsers.base import (
+    MOST_MALFORMED,
     FunctionCall,
     MalformedCall,
     NoCallError,
@@ -112,13 +113,19 @@ class MistralToolParser(TextToolParser):
     def _read_list(text: str, marker: int) -> Reading:
         try:
             value, position = read_json(text, marker + len("[TOOL_CALLS]"))
-            listed = value if isinstance(value, list) else [value]
-            calls = [call_of_object(one, "arguments") for one in listed]
-            if not calls:
+            if not value:
                 raise NoCallError("the list of calls is empty")
         except NoCallError as error:
             return text, [], [MalformedCall(text[marker:], str(error))]
-        return text[:marker] + text[position:], calls, []
+        calls: list[FunctionCall] = []
+        malformed: list[MalformedCall] = []
+        for element in value if isinstance(value, list) else [value]:
+            try:
+                calls.append(call_of_object(element, "arguments"))
+            except NoCallError as error:
+                malformed.append(MalformedCall(json.dumps(element, ensure_ascii=False), str(error)))
+        pieces = [text[:marker], *(call.text for call in malformed), text[position:]]
+        return "".join(pieces) if calls else text, calls, malformed[:MOST_MALFORMED]
 
     @staticmethod
     def _read_one(text: str, position: int) -> tuple[FunctionCall, int]:

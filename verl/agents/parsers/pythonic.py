@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from verl.agents.parsers.base import (
+    MOST_MALFORMED,
     FunctionCall,
     MalformedCall,
     NoCallError,
@@ -34,7 +35,8 @@ _RENAMED = "_python_keyword_"
 class PythonicToolParser(TextToolParser):
     """``[get_weather(city="Paris", days=3), get_time()]`` as the whole response, with arguments by name.
 
-    Names may be keywords of Python: ``[send(from="Rome", class="first")]``.
+    Names may be keywords of Python: ``[send(from="Rome", class="first")]``. A malformed call does not affect the others
+    of the list.
     """
 
     starts = ("[", _START)
@@ -52,29 +54,41 @@ class PythonicToolParser(TextToolParser):
             return text, [], []
         body = body.strip().removesuffix(_END)
         try:
-            return before, _calls(body), []
-        except (NoCallError, RecursionError) as error:
+            nodes = _elements(body)
+        except NoCallError as error:
             return text, [], [MalformedCall(tag + body, str(error))]
+        calls: list[FunctionCall] = []
+        malformed: list[MalformedCall] = []
+        for node, source in nodes:
+            try:
+                calls.append(_call(node))
+            except (NoCallError, RecursionError) as error:
+                malformed.append(MalformedCall(source, str(error)))
+        content = " ".join([before, *(call.text for call in malformed)]) if calls else text
+        return content, calls, malformed[:MOST_MALFORMED]
 
 
-def _calls(text: str) -> list[FunctionCall]:
+def _elements(text: str) -> list[tuple[ast.expr, str]]:
+    """Return the elements of a list of calls, each with its text."""
     try:
-        tree = _parsed(text)
+        source, tree = _parsed(text)
     except SyntaxError as error:
         raise NoCallError(f"no Python expression: {error.msg} at character {error.offset}") from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise NoCallError(f"no Python expression: {str(error) or 'nested too deeply'}") from error
     if not isinstance(tree, ast.List) or not tree.elts:
         raise NoCallError("the calls must be one list: [name(key=value, ...)]")
-    return [_call(node) for node in tree.elts]
+    return [(node, (ast.get_source_segment(source, node) or "").replace(_RENAMED, "")) for node in tree.elts]
 
 
-def _parsed(text: str) -> ast.expr:
+def _parsed(text: str) -> tuple[str, ast.expr]:
+    """Return the text that Python's parser accepts, with keywords renamed if need be, and its tree."""
     try:
-        return ast.parse(text, mode="eval").body
+        return text, ast.parse(text, mode="eval").body
     except SyntaxError:
         with suppress(SyntaxError):
-            return ast.parse(_with_renamed_keywords(text), mode="eval").body
+            renamed = _with_renamed_keywords(text)
+            return renamed, ast.parse(renamed, mode="eval").body
         raise
 
 
@@ -124,8 +138,8 @@ def _value(node: ast.expr, key: str) -> object:
             return [_value(element, key) for element in elements]
         case ast.Dict(keys=keys, values=values):
             return {_key(one, key): _value(value, key) for one, value in zip(keys, values, strict=True)}
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
-            return -number
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as number)):
+            return -number if isinstance(sign, ast.USub) else +number
         case ast.Constant(value=None | bool() | int() | float() | str() as value):
             return value
     raise NoCallError(f"the value of {key!r} is no literal")

@@ -118,6 +118,8 @@ def typed(text: str, schema: Mapping[str, object] | None) -> object:
 
     A text that is no value of the wanted type stays a text, so that the check against the schema reports it.
 
+    A number may have a plus sign, which JSON does not know, unless it may be a text too.
+
     >>> typed("12", {"type": "integer"}), typed("12", {"type": "string"}), typed("x", {"type": "integer"})
     (12, '12', 'x')
     """
@@ -125,6 +127,8 @@ def typed(text: str, schema: Mapping[str, object] | None) -> object:
     if not wanted - {"string"}:
         return text
     stripped = text.strip()
+    if "string" not in wanted:
+        stripped = re.sub(r"^\+(?=\d)", "", stripped)
     try:
         value = _PYTHON_WORDS[stripped] if stripped in _PYTHON_WORDS else json.loads(stripped)
     except (ValueError, RecursionError):
