@@ -17,6 +17,8 @@ from verl.algorithms import adv_needs, compute_advantages, estimator_names, get_
 
 NAMES = estimator_names()
 WHITENED = {"gae", "bi_level_gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"}
+OTHER_BASELINES = {"grpo_passk", "optimal_token_baseline", "tir_optimal_token_baseline"}
+"""Estimators that compare siblings otherwise than with a mean."""
 GROUPED = [name for name in NAMES if "index" in adv_needs(name).columns]
 every = pytest.mark.parametrize("name", NAMES)
 
@@ -128,6 +130,21 @@ ROUNDED = {
 def test_rounding_is_no_difference_between_siblings(name: str):
     advantages, _ = compute_advantages(name, ROUNDED, SETTINGS | {"gamma": 1.0})
     assert (advantages == 0).all()
+
+
+@pytest.mark.proof("edges", param="name")
+@pytest.mark.parametrize("name", [*sorted(set(GROUPED) - OTHER_BASELINES), "reinforce_plus_plus"])
+def test_a_response_at_the_mean_is_no_bad_one(name: str):
+    scores = (0.7, 0.8, 0.9) if name == "maxrl" else (-0.1, 0.1, 0.3)
+    # The means are 0.1 and 0.8; of the float32 numbers they are 1e-9 and 2e-8 away from the middle one.
+    batch = random_batch(3, ["a"] * 3, density=1.1)
+    batch["token_level_rewards"] = torch.zeros(3, 7)
+    batch["token_level_rewards"][:, -1] = tensor(scores)
+    batch["accuracy"] = batch["format"] = np.array(scores, dtype=object)
+    advantages, _ = compute_advantages(name, batch, SETTINGS | {"gamma": 1.0, "high_level_gamma": 1.0})
+    assert (advantages[1] == 0).all()
+    assert (advantages[0] < 0).all()
+    assert (advantages[2] > 0).all()
 
 
 @pytest.mark.proof("edges", param="name")

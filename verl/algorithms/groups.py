@@ -86,20 +86,6 @@ class Groups:
         maxima = torch.full((self.groups, *x.shape[1:]), -torch.inf, dtype=torch.float64, device=x.device)
         return maxima.scatter_reduce_(0, self.index.view(per_row).expand_as(x), kept, "amax")[self.index]
 
-    def levelled(self, x: Tensor, rounding: Tensor) -> Tensor:
-        """Make the values of a group equal if no two of its members differ by more than their roundings together.
-
-        Args:
-            x: (n,) values.
-            rounding: (n,) bound of what rounding may have changed in each.
-
-        Returns:
-            (n,) float64; where a group differs in rounding alone, its largest value.
-        """
-        x, rounding = x.double(), rounding.double()
-        is_equal = self.largest(x - rounding) <= -self.largest(-x - rounding)
-        return torch.where(is_equal & self.is_member, self.largest(x), x)
-
     def mean(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """Mean over the members, exactly their value if all are equal; 0 in a group without members.
 
@@ -110,6 +96,23 @@ class Groups:
         weight = torch.ones_like(self.size) if weight is None else weight
         top = torch.where(self.size > 0, self.largest(x), 0.0)
         return top + self.total(weight * (x - top)) / self.total(weight).clamp(min=1)
+
+    def centred(self, x: Tensor, rounding: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Subtract the mean of the group's members; 0 where nothing but rounding is left.
+
+        A group of one has no other to compare with and keeps its value.
+
+        Args:
+            x: (n,) values.
+            rounding: (n,) bound of what rounding may have changed in each; the mean has the mean of these bounds.
+            weight: (n,) of each value in the mean, by default 1.
+
+        Returns:
+            (n,) float64.
+        """
+        difference = x.double() - self.mean(x, weight)
+        is_rounding = difference.abs() <= rounding + self.mean(rounding, weight)
+        return torch.where(self.is_alone, x.double(), difference.masked_fill(is_rounding, 0.0))
 
     def std(self, x: Tensor) -> Tensor:
         """Unbiased standard deviation over the members, 0 for a group of one, exactly 0 for equal values; x is (n,)."""

@@ -3,8 +3,8 @@
 R_i = Σ_t r_{i,t}·m_{i,t} with r the ``token_level_rewards`` and m the ``response_mask``, both (bsz, response_length),
 m 1 on tokens that the policy chose. Siblings have the same id in ``index``, (bsz,); mean_g and std_g are over them,
 the standard deviation unbiased. A group of one has no comparison: its baseline is 0 and its scale 1. A response
-without a token of the policy belongs to no group (see :class:`Groups`). Rewards of siblings that differ by rounding
-alone are equal (:func:`~verl.algorithms.groups.rewards_of_responses`). ``epsilon`` is ε, and
+without a token of the policy belongs to no group (see :class:`Groups`). A reward that differs from the mean by rounding
+alone is equal to it (:func:`~verl.algorithms.groups.rewards_of_responses`). ``epsilon`` is ε, and
 ``norm_adv_by_std_in_grpo=False`` omits the division by the standard deviation.
 
 Each returns advantages and returns, both (bsz, response_length), equal on every valid token of a response and 0 off
@@ -37,15 +37,9 @@ def broadcast(scores: Tensor, response_mask: Tensor, dtype: torch.dtype) -> tupl
     return advantages, advantages.clone()
 
 
-def levelled_rewards(token_level_rewards: Tensor, response_mask: Tensor, index: GroupIds) -> tuple[Groups, Tensor]:
-    """Return the groups, and the reward of each response, (bsz,) float64; within rounding, a group's are equal."""
-    groups = Groups.of(index, response_mask)
-    return groups, groups.levelled(*rewards_of_responses(token_level_rewards, response_mask))
-
-
-def group_relative(rewards: Tensor, groups: Groups, epsilon: float, by_std: bool) -> Tensor:
-    """(R - mean_g) / (std_g + ε), or without the denominator; (bsz,) float64."""
-    centred = rewards - groups.mean(rewards).masked_fill(groups.is_alone, 0.0)
+def group_relative(rewards: Tensor, rounding: Tensor, groups: Groups, epsilon: float, by_std: bool) -> Tensor:
+    """(R - mean_g) / (std_g + ε), or without the denominator; (bsz,) float64. ``rounding`` is that of R."""
+    centred = groups.centred(rewards, rounding)
     return centred / (groups.std(rewards).masked_fill(groups.is_alone, 1.0) + epsilon) if by_std else centred
 
 
@@ -82,8 +76,8 @@ def compute_grpo_outcome_advantage(
     With ``norm_adv_by_std_in_grpo=False`` the denominator is 1 (Dr. GRPO, arXiv:2503.20783). The advantage of a group
     of one is its own reward over 1 + ε.
     """
-    groups, rewards = levelled_rewards(token_level_rewards, response_mask, index)
-    scores = group_relative(rewards, groups, epsilon, norm_adv_by_std_in_grpo)
+    groups, rewards = Groups.of(index, response_mask), rewards_of_responses(token_level_rewards, response_mask)
+    scores = group_relative(*rewards, groups, epsilon, norm_adv_by_std_in_grpo)
     return broadcast(scores, response_mask, token_level_rewards.dtype)
 
 
@@ -109,9 +103,10 @@ def compute_rloo_outcome_advantage(
 
     A group of one has no siblings: its advantage is its own reward.
     """
-    groups, rewards = levelled_rewards(token_level_rewards, response_mask, index)
-    left_out = (rewards - groups.mean(rewards)) * groups.size / (groups.size - 1).clamp(min=1)
-    return broadcast(torch.where(groups.is_alone, rewards, left_out), response_mask, token_level_rewards.dtype)
+    groups = Groups.of(index, response_mask)
+    centred = groups.centred(*rewards_of_responses(token_level_rewards, response_mask))
+    left_out = centred * torch.where(groups.is_alone, 1.0, groups.size / (groups.size - 1))
+    return broadcast(left_out, response_mask, token_level_rewards.dtype)
 
 
 compute_rloo_vectorized_outcome_advantage = compute_rloo_outcome_advantage
@@ -141,8 +136,7 @@ def compute_grpo_passk_outcome_advantage(
     ε, as in ``grpo``.
     """
     groups = Groups.of(index, response_mask)
-    sums, rounding = rewards_of_responses(token_level_rewards, response_mask)
-    rewards = groups.levelled(sums, rounding)
+    rewards, rounding = rewards_of_responses(token_level_rewards, response_mask)
     best = groups.largest(rewards)
     is_best = rewards + rounding >= groups.largest(rewards - rounding)
     second = groups.largest(rewards.masked_fill(is_best, -torch.inf))
@@ -174,8 +168,8 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     over all tokens of the batch, so long responses weigh more in its mean and deviation. The baseline of a group of one
     is 0.
     """
-    groups, rewards = levelled_rewards(token_level_rewards, response_mask, index)
-    centred = group_relative(rewards, groups, epsilon=0.0, by_std=False)
+    groups = Groups.of(index, response_mask)
+    centred = groups.centred(*rewards_of_responses(token_level_rewards, response_mask))
     return _whitened(centred, response_mask, token_level_rewards.dtype)
 
 
@@ -200,9 +194,8 @@ def compute_opo_outcome_advantage(
 
     The baseline of a group of one is 0.
     """
-    groups, rewards = levelled_rewards(token_level_rewards, response_mask, index)
-    baseline = groups.mean(rewards, weight=response_mask.bool().sum(-1).double())
-    centred = rewards - baseline.masked_fill(groups.is_alone, 0.0)
+    groups, lengths = Groups.of(index, response_mask), response_mask.bool().sum(-1).double()
+    centred = groups.centred(*rewards_of_responses(token_level_rewards, response_mask), weight=lengths)
     return broadcast(centred, response_mask, token_level_rewards.dtype)
 
 
@@ -228,9 +221,10 @@ def compute_gpg_outcome_advantage(
     they all zero or all full. If no row has a reward every advantage is 0. The baseline of a group of one is 0. Rows
     without a token of the policy are not counted. ``f_norm`` is a constant scale.
     """
-    groups, rewards = levelled_rewards(token_level_rewards, response_mask, index)  # 0 in rows without tokens
+    groups = Groups.of(index, response_mask)
+    rewards, rounding = rewards_of_responses(token_level_rewards, response_mask)  # 0 in rows without tokens
     alpha = groups.is_member.sum() / rewards.count_nonzero().clamp(min=1)
-    centred = group_relative(rewards, groups, epsilon=0.0, by_std=False)
+    centred = groups.centred(rewards, rounding)
     return broadcast(alpha * centred / f_norm, response_mask, token_level_rewards.dtype)
 
 
@@ -255,7 +249,8 @@ def compute_maxrl_outcome_advantage(
     Raises:
         RewardError: a reward is negative: the mean is then no success rate, and dividing by it could change every sign.
     """
-    groups, rewards = levelled_rewards(token_level_rewards, response_mask, index)
+    groups = Groups.of(index, response_mask)
+    rewards, rounding = rewards_of_responses(token_level_rewards, response_mask)
     if (negative := rewards < 0).any():
         row = int(negative.nonzero()[0])
         raise RewardError(
@@ -264,7 +259,7 @@ def compute_maxrl_outcome_advantage(
             "(score + 1) / 2), without a KL penalty in the rewards; or use the estimator grpo."
         )
     mean = groups.mean(rewards)
-    scores = torch.where(mean > 0, (rewards - mean) / mean, 0.0)
+    scores = torch.where(mean > 0, groups.centred(rewards, rounding) / mean, 0.0)
     return broadcast(torch.where(groups.is_alone, rewards, scores), response_mask, token_level_rewards.dtype)
 
 
@@ -309,8 +304,8 @@ def compute_gdpo_outcome_advantage(
     scores = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     for key, weight in weights.items():
         component = _component(key, columns[key], groups.is_member)
-        component = groups.levelled(component, rounding_unit(torch.float32) * component.abs())
-        scores += weight * group_relative(component, groups, epsilon, norm_adv_by_std_in_grpo)
+        rounding = rounding_unit(torch.float32) * component.abs()
+        scores += weight * group_relative(component, rounding, groups, epsilon, norm_adv_by_std_in_grpo)
     return _whitened(scores, response_mask, torch.float32)
 
 
@@ -385,8 +380,8 @@ def compute_hierarchical_grpo_advantage(
         (trajectory, kind) if kind in inside else group
         for group, trajectory, kind in zip(ids, trajectory_id, kinds, strict=True)
     ]
-    groups, rewards = levelled_rewards(token_level_rewards, response_mask, compared)
-    scores = group_relative(rewards, groups, epsilon, norm_adv_by_std_in_grpo)
+    groups, rewards = Groups.of(compared, response_mask), rewards_of_responses(token_level_rewards, response_mask)
+    scores = group_relative(*rewards, groups, epsilon, norm_adv_by_std_in_grpo)
     return broadcast(scores, response_mask, token_level_rewards.dtype)
 
 

@@ -9,7 +9,7 @@ A turn is a contiguous run of tokens of the policy, between tool outputs or user
 the discount from the last token of a turn to the first of the next; None is γ there too. With γ = 1 and Γ < 1, what
 lies two turns ahead counts Γ² whatever the number of tokens.
 
-Sums are in float64; what differs by rounding of the rewards alone is equal
+Sums are in float64; what differs from a mean by rounding of the rewards alone is equal to it
 (:func:`~verl.algorithms.groups.rewards_of_responses`).
 
 Each returns advantages A and returns G, both (bsz, response_length) and 0 off the mask. Values at masked positions are
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from verl.algorithms.estimator_registry import register_adv_est, with_public_arguments
 from verl.algorithms.groups import GroupIds, Groups, group_numbers, rewards_of_responses, rounding_unit
-from verl.algorithms.response_advantages import group_relative, levelled_rewards
+from verl.algorithms.response_advantages import group_relative
 from verl.utils.torch_functional import masked_whiten, zero_masked
 
 # ---- sums along a response ---------------------------------------------------------------------
@@ -358,7 +358,7 @@ def compute_grpo_per_turn_advantage(
     rows, width = Groups.of(index, response_mask), turns.has.shape[1]
     turn_index = torch.arange(width, device=turns.has.device)
     groups = Groups((rows.index.unsqueeze(-1) * width + turn_index).flatten(), turns.has.flatten(), rows.groups * width)
-    scores = group_relative(groups.levelled(returns, rounding), groups, epsilon, norm_adv_by_std_in_grpo)
+    scores = group_relative(returns, rounding, groups, epsilon, norm_adv_by_std_in_grpo)
     advantages = turns.on_tokens(scores.view(turns.has.shape))
     return _as_given((advantages, advantages.clone()), token_level_rewards)
 
@@ -437,11 +437,11 @@ def compute_gigpo_advantage(
     Paper: https://arxiv.org/abs/2505.10978.
     """
     turns, returns, rounding = _returns_of_turns(token_level_rewards, response_mask, gamma, high_level_gamma)
-    siblings, rewards = levelled_rewards(token_level_rewards, response_mask, index)
-    episode = group_relative(rewards, siblings, epsilon, norm_adv_by_std_in_grpo)
+    siblings, rewards = Groups.of(index, response_mask), rewards_of_responses(token_level_rewards, response_mask)
+    episode = group_relative(*rewards, siblings, epsilon, norm_adv_by_std_in_grpo)
     numbers = group_numbers(_states(responses, turns, siblings.index), turns.has.device)
     states = Groups(numbers, turns.has.flatten(), int(numbers.max()) + 1 if len(numbers) else 0)
-    step = group_relative(states.levelled(returns, rounding), states, epsilon, norm_adv_by_std_in_grpo)
+    step = group_relative(returns, rounding, states, epsilon, norm_adv_by_std_in_grpo)
     step = step.masked_fill(states.is_alone, 0.0).view(turns.has.shape)
     advantages = turns.on_tokens(episode.unsqueeze(-1) + step_advantage_weight * step)
     return _as_given((advantages, advantages.clone()), token_level_rewards)

@@ -57,9 +57,9 @@ def masked_whiten(
 
         (x - mean) / √(var + 1e-8)        var unbiased, over the whole tensor
 
-    With ``shift_mean=False`` they are scaled only and keep their mean. If no entry is farther from the mean than
-    ``rounding``, the bound of what rounding may have changed in an entry, all are equal: x - mean is 0. Its default is
-    that of storing the largest entry: max|x| times the ε of the dtype.
+    With ``shift_mean=False`` they are scaled only and keep their mean. Of an entry no farther from the mean than
+    ``rounding``, the bound of what rounding may have changed in an entry, x - mean is 0. Its default is that of storing
+    the largest entry: max|x| times the ε of the dtype.
     """
     # In float64: where the spread is small beside the mean, float32 sums would shift every entry by their rounding.
     is_masked, count = mask == 0, mask.count_nonzero()
@@ -68,7 +68,7 @@ def masked_whiten(
     centred = kept.to(torch.float64).sub_(mean).masked_fill_(is_masked, 0.0).flatten()
     if values.numel():
         bound = torch.finfo(values.dtype).eps * kept.abs().max() if rounding is None else rounding
-        centred.masked_fill_(centred.abs().max() <= bound, 0.0)
+        centred.masked_fill_(centred.abs() <= bound, 0.0)
     whitened = centred.mul_(torch.rsqrt(centred.dot(centred) / (count - 1).clamp(min=1) + 1e-8)).view(kept.shape)
     return (whitened if shift_mean else whitened.add_(mean).masked_fill_(is_masked, 0.0)).to(values.dtype)
 
