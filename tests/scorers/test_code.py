@@ -8,6 +8,7 @@ import pytest
 
 from tests.sandbox.requirements import needs_sandbox
 from tests.scorers.fusion_server import service
+from tests.support.cheating_programs import CHEATING_PROGRAMS
 from verl.errors import ConfigError, RewardError
 from verl.sandbox import Limits, SandboxError
 from verl.sandbox.fusion import FusionSandbox, outcome_of, run_code_url
@@ -157,6 +158,19 @@ def test_assertions():
     always = "class Same:\n    def __eq__(self, other): return True\ndef f(x): return Same()"
     for test in ("assert f(2) == 4", "assert f(2) == 4 and f(3) == 9", "assert not f(2)"):
         assert score_code(fenced(always), {"assert_case": [test]})["score"] == 0.0
+
+
+UNKNOWN = ("f(1) == 918273", "sorted(f(1)) == [918272, 918273]", "f(1)[0] is None and len(f(1)) == 918273")
+
+
+@needs_sandbox
+@pytest.mark.slow
+@pytest.mark.parametrize("program", CHEATING_PROGRAMS.values(), ids=CHEATING_PROGRAMS)
+def test_a_program_that_does_not_know_the_answer_does_not_get_it(program):
+    tests = {"assert_case": [f"assert {test}" for test in UNKNOWN]}
+    assert score_code(fenced(program), tests, time_limit_s=1, total_time_limit_s=300)["score"] == 0.0
+    call = {"fn_name": "f", "inputs": [[1]], "outputs": ["918273"]}
+    assert score_code(fenced(program), call, time_limit_s=1)["score"] == 0.0
 
 
 @needs_sandbox

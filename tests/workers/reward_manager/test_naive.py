@@ -187,6 +187,10 @@ def test_data_is_checked_before_a_run(tmp_path):
         other = {"data_source": source, "reward_model": {"ground_truth": truth}}
         with pytest.raises(DataError, match=rf"1 of 2 rows .* cannot read\..*x\.jsonl, row 1, scorer of '{source}'"):
             manager(None).check_dataset(dataset(good, good | other))
+    judged_inside = {"assert_case": ["assert f(1) == 2", "assert f(1) - 2 == 0", "assert not f(1) - 2"]}
+    program = {"data_source": "apps", "reward_model": {"ground_truth": judged_inside}}
+    with pytest.raises(DataError, match=r"2 of 3 rows .* cannot read \(4 tests of programs\)\..* 2 of 3 tests"):
+        manager(None).check_dataset(dataset(good, good | program, good | program))
     of_all = manager(scorer_for_all("math_reward"))
     of_all.check_dataset(dataset({"prompt": "a", "reward_model": {"ground_truth": "x+1"}}))
     with pytest.raises(DataError, match=r"1 of 2 rows .* row 1, scorer of 'math_reward': .*no value: nan"):

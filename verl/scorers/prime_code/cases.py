@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
 import re
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import RewardError
+from verl.scorers.prime_code.assertions import CONVERSIONS, read_assertion, unchanged
 from verl.scorers.prime_code.compare import plain, same_text, same_value
 
 OPENING = re.compile(
@@ -22,10 +22,18 @@ OPENING = re.compile(
 """First line of a fenced block: marks of a quotation, indentation and marks of lists, fence, language."""
 LANGUAGE = re.compile(r"[{.\s]*([\w+#.-]+)")
 """Language mark of a fence: ``python title=x``, ``{.python}``."""
-DECIDES = (ast.Compare, ast.BoolOp, ast.IfExp, ast.Lambda, ast.NamedExpr)
-COMPARERS = {"isclose", "allclose", "array_equal", "__eq__", "__ne__"}
-"""Syntax and functions that compare inside the program, which can redefine ``__eq__`` and any name, and so cheat."""
+LONGEST_PROGRAM = 20_000
+"""Characters of a response without fences that is parsed as a program; the parser's time can grow with the square."""
 PYTHON = re.compile(r"(?:python|py)[\d.]*")
+
+
+class UnusableTestsError(RewardError):
+    """Tests of a task cannot be judged outside the program."""
+
+    def __init__(self, message: str, count: int) -> None:
+        super().__init__(message)
+        self.count = count
+        """Number of such tests."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +50,14 @@ class TextCase:
 
 @dataclass(frozen=True)
 class ValueCase:
-    """Test that calls a function, or evaluates an expression, in the program's namespace."""
+    """Test that calls functions in the program's namespace and judges the values that they return."""
 
     request: Mapping[str, object]
-    """``{"function": name, "arguments": [...]}`` or ``{"expression": source}``."""
+    """``{"function": name, "arguments": [...]}`` or ``{"expression": source}``, an expression of calls."""
     expected: tuple[object, ...]
     """Values of which one must be returned."""
+    convert: Callable[[Any], object] = unchanged
+    """Conversion of the returned value before it is compared."""
 
     @property
     def stdin(self) -> str:
@@ -57,9 +67,9 @@ class ValueCase:
     def is_answered_by(self, stdout: str) -> bool:
         """Whether the harness wrote a value equal to an expected one; see :func:`.compare.same_value`."""
         try:
-            value = json.loads(stdout)
-        except (ValueError, RecursionError):  # no answer, or one made to break a parser
-            return False
+            value = self.convert(json.loads(stdout))
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+            return False  # no answer, one that cannot be converted, or one made to break a parser
         return any(same_value(value, expected) for expected in self.expected)
 
 
@@ -82,6 +92,8 @@ def extract_code(response: str) -> str | None:
 
 def _is_program(text: str) -> bool:
     """Whether a text is Python that does something; a word such as ``Yes`` is Python, too."""
+    if len(text) > LONGEST_PROGRAM:
+        return False
     try:
         with warnings.catch_warnings(action="ignore"):  # of comparisons such as `1 is 2`
             tree = ast.parse(text)
@@ -127,8 +139,7 @@ def read_cases(ground_truth: object) -> list[Case]:
                                                                            by line ends
     the same with ``"fn_name"``; an input is a list of arguments, or text  call of ``Solution().fn_name`` or
     with one JSON value per line                                           ``fn_name``
-    ``{"assert_case": ["assert f(1) == 2", ...]}``                         the left side is evaluated in the
-                                                                           program, the right side is a literal
+    ``{"assert_case": ["assert f(1) == 2", ...]}``                         see :mod:`.assertions`
     ====================================================================== =====================================
 
     In some data sets with ``fn_name`` each output is the result in a list of one; in others it is the
@@ -139,7 +150,7 @@ def read_cases(ground_truth: object) -> list[Case]:
     """
     truth = _as_dict(ground_truth)
     if asserts := _listed(truth, "assert_case"):
-        return [_assertion(text) for text in asserts]
+        return _assertions(asserts)
     inputs, outputs = _listed(truth, "inputs"), _listed(truth, "outputs")
     if not inputs or len(inputs) != len(outputs):
         raise RewardError(
@@ -208,46 +219,22 @@ def _value(value: object) -> Any:
         return value  # a result that is text
 
 
-def _assertion(text: object) -> ValueCase:
-    try:
-        (statement,) = ast.parse(str(text).strip()).body
-        if not isinstance(statement, ast.Assert):
-            raise TypeError(type(statement).__name__)
-        expression, expected = _sides(statement.test)
-        calls = {node.func for node in ast.walk(expression) if isinstance(node, ast.Call)}
-        called = {getattr(function, "attr", getattr(function, "id", "")) for function in calls}
-        if called & COMPARERS or any(isinstance(node, DECIDES) for node in ast.walk(expression)):
-            raise ValueError("the program would decide it")
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last two: too deep
-        raise RewardError(
-            f"the test {text!r:.300} cannot be used ({error}). What is right must be decided outside the program: "
-            "expected `assert EXPRESSION == LITERAL`, several of these with `and`, or `assert f(...)` and "
-            "`assert not f(...)` without a comparison."
-        ) from error
-    return ValueCase({"expression": ast.unparse(expression)}, (plain(expected),))
-
-
-def _sides(test: ast.expr) -> tuple[ast.expr, object]:
-    """Split an assertion into the expression to evaluate in the program, and the expected value."""
-    if isinstance(test, ast.Compare):
-        return _comparison(test)
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        parts = [_sides(part) for part in test.values]
-        return ast.Tuple([expression for expression, _ in parts], ast.Load()), [expected for _, expected in parts]
-    expected = True
-    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):  # `not` inverts the expected value instead
-        test, expected = test.operand, not expected
-    if isinstance(test, ast.Compare):
-        raise ValueError("it denies a comparison")
-    return ast.parse(f"not not ({ast.unparse(test)})", mode="eval").body, expected
-
-
-def _comparison(test: ast.Compare) -> tuple[ast.expr, object]:
-    """Split a comparison into the side to evaluate and the value of the other one, which is a literal."""
-    if len(test.ops) != 1 or not isinstance(test.ops[0], (ast.Eq, ast.Is)):
-        raise ValueError("it does not compare by == or is")
-    left, right = test.left, test.comparators[0]
-    for literal, expression in ((right, left), (left, right)):
-        with contextlib.suppress(ValueError):
-            return expression, ast.literal_eval(literal)
-    raise ValueError("no side is a literal")
+def _assertions(tests: list[object]) -> list[Case]:
+    cases: list[Case] = []
+    refused = []
+    for test in tests:
+        try:
+            assertion = read_assertion(str(test))
+            cases.append(ValueCase({"expression": assertion.expression}, (assertion.expected,), assertion.convert))
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last two: too deep
+            refused.append((test, error))
+    if refused:
+        test, error = refused[0]
+        raise UnusableTestsError(
+            f"{len(refused)} of {len(tests)} tests cannot be used, the first: {test!r:.300} ({error}). What is right "
+            "must be decided outside the program, from the value that it returns: expected `assert f(ARGUMENTS) == "
+            f"VALUE`, also with {', '.join(CONVERSIONS)} or an index around the call, several of these with `and`, "
+            "or `assert f(ARGUMENTS)` and `assert not f(ARGUMENTS)`. Remove these tests, or the row.",
+            len(refused),
+        )
+    return cases

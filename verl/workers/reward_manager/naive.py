@@ -26,6 +26,7 @@ from verl.scorers import (
     row_truth,
     source_of,
 )
+from verl.scorers.prime_code.cases import UnusableTestsError
 from verl.supervision.killable_pool import Budget, RateLimit, unwrapped
 from verl.utils.deferred import Deferred
 from verl.workers.reward_manager.abstract import (
@@ -387,8 +388,10 @@ def unreadable_truths(
 def _check_truths(dataset: RLHFDataset, reward_format: str | None = None, reward_fn_key: str = "data_source") -> None:
     if unreadable := unreadable_truths(dataset, reward_format, reward_fn_key):
         item, source, error = unreadable[0]
+        tests = sum(each.count for *_, each in unreadable if isinstance(each, UnusableTestsError))
         raise DataError(
-            f"{len(unreadable)} of {len(dataset)} rows have a ground truth that their scorer cannot read. The first is "
+            f"{len(unreadable)} of {len(dataset)} rows have a ground truth that their scorer cannot read"
+            f"{f' ({tests} tests of programs)' if tests else ''}. The first is "
             f"{dataset.place(item)}, scorer of '{source}': {error}"
         )
 
