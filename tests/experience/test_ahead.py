@@ -6,10 +6,11 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from tests.support.tiny_run import make_tiny_run, overrides, same
 from tests.support.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
@@ -18,12 +19,14 @@ from verl.errors import CheckpointError, ConfigError
 from verl.experience.ahead import Ahead
 from verl.experience.background import PromptsTakenFirst, RolloutPool, SerialThread
 from verl.experience.lockstep import Lockstep
+from verl.experience.rewards import RewardRecord
 from verl.experience.source import Experience
 from verl.protocol import DataProto
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.trainer import PPOTrainer
+from verl.utils.deferred import Deferred
 from verl.utils.step_context import StepContext
 
 STALENESS = "training/off_policy/trajectory_staleness"
@@ -149,6 +152,49 @@ def test_samples_of_earlier_weights_are_weighed_unless_the_run_chooses(
     assert "weigh them with algorithm.rollout_correction.rollout_is=token" in caplog.text
     with pytest.raises(ConfigError, match=r"with trainer\.async\.lag=1 the difference is that of 1 updates"):
         loaded(trainer__max_rollout_actor_probs_diff=0.1)
+
+
+class Prepared:
+    """A source whose batches are there already."""
+
+    def next(self, context: StepContext) -> Experience:
+        batch = DataProto.from_dict(tensors={"response_mask": torch.ones(2, 3, dtype=torch.long)})
+        return Experience(batch, Deferred.of(DataProto()), RewardRecord(), draws_once=False)
+
+    def updated(self, version: int) -> None:
+        """Samples whatever the weights are."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Has none."""
+
+
+@pytest.mark.parametrize("has_pool", [False, True])
+def test_age_is_counted_in_updates_of_the_policy(has_pool: bool) -> None:
+    """Two steps train the critic alone (``critic_warmup=2``) and update nothing; a resumed run counts on."""
+    sent: list[int] = []
+
+    def start() -> Ahead:
+        thread, prompts = SerialThread("sampling"), PromptsTakenFirst(DataProto)
+        pool = RolloutPool(thread, prompts, True, lambda version: {"sent": sent.append(version)}, Mock())
+        return Ahead(cast(Any, Prepared()), lag=2, last_step=7, pool=pool if has_pool else None)
+
+    source, ages = start(), []
+    for step in range(1, 8):
+        context = StepContext(step)
+        ages.append(source.next(context).batch.batch["updates_behind"].unique().tolist())
+        if step > 2:
+            source.updated(step)
+        source.trained(context)
+        if step == 4:
+            state, pending, source = source.state_dict(), source.pending().result(), start()
+            source.load_state_dict(state)
+            source.load_pending(pending)
+    # Batches 1 to 5 are sampled after 0 updates, 6 after one, 7 after two; steps 4 to 7 come after 1, 2, 3, 4 updates.
+    assert ages == [[0], [0], [0], [1], [2], [2], [2]]
+    assert sent == ([0, 1, 2] if has_pool else [])
 
 
 def test_a_pool_without_a_lag_refuses_batches_that_were_sampled_ahead() -> None:

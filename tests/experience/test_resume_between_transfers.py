@@ -51,7 +51,9 @@ class Engines:
         assert not list(futures)
 
 
-def make_run(plan: AsyncPlan, agents: Callable[[], Any] | None = None, pool: Any = None) -> FreeRunning:
+def make_run(
+    plan: AsyncPlan, agents: Callable[[], Any] | None = None, pool: Any = None, is_colocated: bool = False
+) -> FreeRunning:
     rollout = SimpleNamespace(n=1, agent=None)
     config = SimpleNamespace(
         trainer=SimpleNamespace(async_=SimpleNamespace(record_dir=None)),
@@ -71,15 +73,17 @@ def make_run(plan: AsyncPlan, agents: Callable[[], Any] | None = None, pool: Any
     )
     engines: Any = pool or Engines()
     workers: Any = lambda: SimpleNamespace(policy=None)  # noqa: E731
-    return FreeRunning(source, plan, agents or (lambda: engines), workers, LAST, engines)
+    return FreeRunning(source, plan, agents or (lambda: engines), workers, LAST, None if is_colocated else engines)
 
 
-def train(run: FreeRunning, first: int, last: int) -> list[tuple[str, int]]:
+def train(run: FreeRunning, first: int, last: int, warmup: int = 0) -> list[tuple[str, int]]:
+    """Names and ages of what each step trained on; the first ``warmup`` steps make no update of the policy."""
     samples = []
     for step in range(first, last + 1):
         context = StepContext(step)
         batch = run.next(context).batch
-        run.updated(step)
+        if step > warmup:
+            run.updated(step)
         run.trained(context)
         samples += zip(batch.non_tensor_batch["uid"], batch.batch["updates_behind"].amax(-1).tolist(), strict=True)
     return samples
@@ -121,6 +125,42 @@ ONE_AHEAD = AsyncPlan(
     batch_prompts=2,
     warmup_batches=1,
 )
+
+
+class Colocated(Engines):
+    """Engines on the ranks of the policy, which answer only while a step lets them serve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[tuple[Future[DataProto], DataProto]] = []
+
+    @property
+    def weight_version(self) -> int:
+        return self.version
+
+    def submit(self, prompts: DataProto, begun: object = None) -> Future[DataProto]:
+        self.waiting.append((Future(), prompts))
+        return self.waiting[-1][0]
+
+    def serve_until(self, group: object, is_enough: Callable[[], bool]) -> None:
+        for response, prompts in self.waiting:
+            response.set_result(super().submit(prompts).result())
+        self.waiting.clear()
+        assert is_enough()
+
+
+def test_age_is_counted_in_updates_of_the_policy() -> None:
+    """Steps 1 and 2 train the critic alone (``critic_warmup=2``) and update nothing."""
+    run = make_run(ONE_AHEAD)
+    ages = [age for step in range(1, 6) for _, age in train(run, step, step, warmup=2)]
+    assert ages == [0, 0] * 3 + [1, 1] * 2  # of what began a step before
+    engines, ages = Colocated(), []
+    run = make_run(ONE_AHEAD, lambda: engines, is_colocated=True)
+    for step in range(1, 6):
+        ages += [age for _, age in train(run, step, step, warmup=2)]
+        engines.version = max(0, step - 2)
+    # The batches 1 and 2, 3 and 4, and 5 are answered in the steps 1, 3 and 5, after 0, 0 and 2 updates.
+    assert ages == [0, 0] * 3 + [1, 1] + [0, 0]
 
 
 class Agents(Engines):

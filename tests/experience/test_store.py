@@ -66,6 +66,14 @@ def test_the_error_of_a_group_is_raised():
         store.raise_failure()
 
 
+def test_the_error_of_a_score_is_raised():
+    store, scores = GroupStore(Admission(batch_size=1, groups_ahead=0, max_staleness=None)), Future[GroupScores]()
+    store.add(PromptGroup(0, NOTHING, 0, scores=scores))
+    scores.set_exception(ValueError("no score"))
+    with pytest.raises(ValueError, match="no score"):
+        store.raise_failure()
+
+
 def test_a_group_at_the_age_to_wait_at_is_waited_for_and_others_may_become_older():
     store = GroupStore(Admission(batch_size=1, groups_ahead=0, max_staleness=None), wait_at=1)
     slow, other = started(store, 0, 0)

@@ -103,9 +103,9 @@ class ServiceHere:
         headers = {"content-type": "application/x-protobuf"}
         return self.http.post("/api/v1/forward_backward", content=message.SerializeToString(), headers=headers)
 
-    def step(self, model: str, seq: int, lr: float = 0.01) -> Any:
+    def step(self, model: str, seq: int, lr: float = 0.01, **adam: float) -> Any:
         """Send an optimizer step; return the promise."""
-        return self.post("optim_step", model_id=model, seq_id=seq, adam_params={"learning_rate": lr})
+        return self.post("optim_step", model_id=model, seq_id=seq, adam_params={"learning_rate": lr} | adam)
 
 
 def datum(tokens: Sequence[int], **inputs: Sequence[float]) -> bytes:

@@ -102,13 +102,33 @@ def test_gradients_add_up_until_a_step(service):
     one, parts = service.model(0), service.model(1)
     service.start_pass(one, 1, DATA)
     norm = service.result(service.step(one, 2))["metrics"]["grad_norm:mean"]
-    service.start_pass(parts, 1, DATA[:1])
+    service.result(service.start_pass(parts, 1, DATA[:1]))  # passes that wait together are one
     service.start_pass(parts, 2, DATA[1:])
     assert service.result(service.step(parts, 3))["metrics"]["grad_norm:mean"] == pytest.approx(norm, rel=1e-5)
     service.start_pass(one, 3, DATA)
     once = service.result(service.step(one, 4))["metrics"]["grad_norm:mean"]
     service.start_pass(parts, 4, [*DATA, *DATA])
     assert service.result(service.step(parts, 5))["metrics"]["grad_norm:mean"] == pytest.approx(2 * once, rel=1e-4)
+
+
+def test_a_step_is_that_of_adamw_with_the_settings_of_the_client(service):
+    """In the first step the moments are those of the clipped gradient, and A, whose gradient is 0, only decays."""
+    first = saved(service, service.model(0), 1, "first")
+    for number, limit in ((1, 1e9), (2, 0.5)):
+        model = service.model(number)
+        service.start_pass(model, 1, DATA)
+        step = service.step(model, 2, lr=0.01, beta1=0.6, beta2=0.7, weight_decay=0.5, grad_clip_norm=limit)
+        norm = service.result(step)["metrics"]["grad_norm:mean"]
+        assert norm > 0.5
+        state = saved(service, model, 3, "after")
+        mean, square = (
+            torch.cat([tensor.flatten() for name, tensor in state.items() if name.endswith(moment)])
+            for moment in (".exp_avg", ".exp_avg_sq")
+        )
+        assert float(mean.norm()) / (1 - 0.6) == pytest.approx(min(limit, norm), rel=1e-4)
+        torch.testing.assert_close(square / (1 - 0.7), (mean / (1 - 0.6)).square())
+        for name in [name for name in first if name.endswith("lora_A.weight")]:
+            torch.testing.assert_close(state[name], (1 - 0.01 * 0.5) * first[name])
 
 
 def test_a_state_is_loaded_bit_for_bit_and_goes_on_as_if_nothing_had_been(service):

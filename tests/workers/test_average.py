@@ -19,8 +19,8 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(other[name], weight) for name, weight in one.items())
 
 
-def average_and_save(rank: int, world_size: int, folder: Path) -> None:
-    engine = make_engine(str(folder / "model"))
+def average_and_save(rank: int, world_size: int, folder: Path, model_dtype: str = "fp32") -> None:
+    engine = make_engine(str(folder / "model"), model_dtype=model_dtype)
     average, start = AveragedWeights(engine, decay=0.75), weights_of(engine)
     with torch.no_grad():
         for weight in engine.trained_weights().values():
@@ -30,7 +30,8 @@ def average_and_save(rank: int, world_size: int, folder: Path) -> None:
     # 3/4 of the start and 1/4 of what is 4 more.
     with average.in_model():
         found = weights_of(engine)
-    assert all(torch.allclose(found[name], start[name] + 1.0, atol=1e-5) for name in start)
+    atol = 1e-5 if model_dtype == "fp32" else 0.05
+    assert all(torch.allclose(found[name], start[name] + 1.0, atol=atol) for name in start)
     assert equal(weights_of(engine), trained)
     last = list(average._average)[-1]
     shaped = average._average[last]
@@ -59,6 +60,12 @@ def load_and_compare(rank: int, world_size: int, folder: Path) -> None:
     engine.load_checkpoint(str(folder / "saved"), ["model"])
     with pytest.raises(CheckpointError):
         average.load(folder / "model")
+
+
+@pytest.mark.parametrize("model_dtype", ["fp32", "bf16"])
+def test_a_model_computes_with_the_average_and_has_its_own_weights_afterwards(tmp_path, model_dtype):
+    tiny_model_dir(tmp_path / "model")
+    average_and_save(0, 1, tmp_path, model_dtype)
 
 
 @pytest.mark.slow

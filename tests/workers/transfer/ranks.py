@@ -93,6 +93,11 @@ class Sampler(Worker):
     def receive_weights(self, plan: TransferPlan, version: int) -> None:
         self.received.receive(plan, 5 if version == 6 else version)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def forget(self, rank: int) -> None:
+        if self.rank == rank:
+            self.received.digests.clear()
+
     def checksums(self) -> tuple[int, dict[str, tuple[str, tuple[int, ...], int]]]:
         """Version, and of each weight format, shape and checksum of its bytes."""
         weights = self.received.weights

@@ -115,6 +115,10 @@ def test_changes_alone_are_sent_to_ranks_that_hold_the_weights_from_before(group
     assert sizes[2] == 0
     assert sizes[0] == pytest.approx(1, abs=1e-3)
     assert sizes[3] == sizes[4] == sizes[0]  # nobody holds what this transport sent last
+    groups.samplers.forget(1)  # one rank of two is enough
+    metrics = transfer.update(groups.trainers, groups.samplers, 2)
+    groups.check(2)
+    assert metrics["weight_transfer/bytes_sent"] / whole == sizes[0]
 
 
 @pytest.mark.slow
