@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,14 @@ def test_what_no_run_can_do_is_refused(monkeypatch: pytest.MonkeyPatch, name: st
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
         env.refuse_unusable()
+
+
+def test_other_processes_do_not_see_what_torchrun_set(monkeypatch: pytest.MonkeyPatch):
+    set_by_torchrun = {"RANK": "0", "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in (set_by_torchrun | {"OMP_NUM_THREADS": "1"}).items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with env.without_launcher():
+        assert before.items() - os.environ.items() >= set_by_torchrun.items()
+        assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert dict(os.environ) == before

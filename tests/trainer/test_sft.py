@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,6 +140,24 @@ def test_two_ranks_on_ray_give_the_numbers_of_one_local_rank(train, ray_cluster)
     assert ray[3]["val/loss"] == pytest.approx(local[3]["val/loss"], rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_torchrun_starts_two_ranks(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "01"}]}] * 4
+    settings = {
+        "model.path": tiny_model_dir(tmp_path / "model"), "data.train_files": write_jsonl(tmp_path / "sft.jsonl", rows),
+        "data.train_batch_size": 4, "data.max_length": 32, "data.num_workers": 0, "trainer.total_training_steps": 1,
+        "trainer.device": "cpu", "trainer.logger": "[file]", "trainer.default_local_dir": tmp_path / "run",
+    }  # fmt: skip
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "verl.trainer.sft_trainer"]
+    subprocess.run(
+        [sys.executable, *launch, *(f"{key}={value}" for key, value in settings.items())],
+        env=os.environ | {"VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics.jsonl")}, check=True, timeout=850,
+    )  # fmt: skip
+    assert '"step": 1' in (tmp_path / "metrics.jsonl").read_text()
+    assert (tmp_path / "run" / "global_step_1" / "model_world_size_2_rank_1.pt").exists()
+
+
 def test_changes_of_the_models_config_are_not_those_of_the_teacher():
     model = HFModelConfig(path="a", override_config={"attention_dropout": 0.1}, lora_rank=4)
     teacher = SFTConfig(model=model, distillation=SFTDistillationConfig(model_path="b")).teacher_model
@@ -159,13 +180,22 @@ def test_a_teacher_is_learnt_from_at_the_tokens_of_the_data(train, tmp_path):
     assert steps[1]["train/loss"] == divergence
     assert mixed[1]["train/cross_entropy"] == pytest.approx(cross_entropy, rel=1e-6)
     assert mixed[1]["train/loss"] == pytest.approx(0.5 * divergence + 2 * cross_entropy, rel=1e-6)
+    assert steps[12]["val/loss"] == steps[12]["val/divergence"]
+    terms = expected_terms(tmp_path / "mixed" / "global_step_1" / "huggingface", teacher)
+    assert (mixed[1]["val/divergence"], mixed[1]["val/cross_entropy"]) == pytest.approx(terms, rel=1e-4)
+    assert mixed[1]["val/loss"] == pytest.approx(0.5 * terms[0] + 2 * terms[1], rel=1e-4)
 
 
 def expected_divergence(model: Path, teacher: Path | str) -> float:
     """Mean of KL(q ‖ p), q the teacher's, before the assistant's tokens of the data, by Transformers."""
+    return expected_terms(model, teacher)[0]
+
+
+def expected_terms(model: Path, teacher: Path | str) -> tuple[float, float]:
+    """Means of KL(q ‖ p), q the teacher's, and of -log p, over the assistant's tokens of the data, by Transformers."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     student, teacher = (AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (model, teacher))
-    values = []
+    divergences, cross_entropies = [], []
     for i in range(12):
         user = [{"role": "user", "content": f"say {i}"}]
         whole = [*user, {"role": "assistant", "content": f"{i}" * (1 + i % 3)}]
@@ -173,8 +203,9 @@ def expected_divergence(model: Path, teacher: Path | str) -> float:
         ids = torch.tensor(tokenizer.apply_chat_template(whole, return_dict=False))
         with torch.no_grad():
             p, q = (m(input_ids=ids[None]).logits[0, :-1].log_softmax(-1) for m in (student, teacher))
-        values.append((q.exp() * (q - p)).sum(-1)[start - 1 :])
-    return torch.cat(values).mean().item()
+        divergences.append((q.exp() * (q - p)).sum(-1)[start - 1 :])
+        cross_entropies.append(-p[torch.arange(len(p)), ids[1:]][start - 1 :])
+    return torch.cat(divergences).mean().item(), torch.cat(cross_entropies).mean().item()
 
 
 @pytest.mark.parametrize("loss", ["k3", "reverse_kl_topk", "jsd"])

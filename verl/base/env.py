@@ -50,6 +50,28 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+LAUNCHER_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+)
+"""Variables by which torchrun describes the rank of a process and how ranks meet."""
+
+
+@contextmanager
+def without_launcher() -> Iterator[None]:
+    """Hide :data:`LAUNCHER_VARIABLES` in the block, from processes that torchrun did not start.
+
+    Ranks of a worker group that inherit ``TORCHELASTIC_USE_AGENT_STORE`` would wait for ever for torchrun's store.
+    """
+    hidden = {name: os.environ.pop(name) for name in LAUNCHER_VARIABLES if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
 def tinker_api_key() -> str | None:
     """Key that clients of ``verl serve`` send, from ``TINKER_API_KEY``; None if it is not set."""
     return os.environ.get("TINKER_API_KEY") or None

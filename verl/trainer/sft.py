@@ -36,21 +36,27 @@ class SFTTrainer(SupervisedTrainer):
         return batch
 
     def _validate(self) -> Metrics:
-        """Compute ``val/loss``: mean of -log p over all tokens of the validation set with ``loss_mask`` 1.
+        """Compute ``val/loss`` as ``train/loss``: means over all tokens of the validation set with ``loss_mask`` 1.
 
-        With a teacher also ``val/divergence`` from it.
+        With a teacher its two terms are ``val/divergence`` and ``val/cross_entropy``.
         """
         assert self.val_dataloader is not None
         sums, tokens = defaultdict[str, float](float), 0
         for rows in batches(self.val_dataloader):
             batch = to_batch(rows)
             outputs, mask = self.workers.infer_batch(batch).batch, batch.batch["response_mask"]
-            sums["val/loss"] -= (outputs["log_probs"] * mask).sum().item()
+            sums["cross_entropy"] -= (outputs["log_probs"] * mask).sum().item()
             if "divergence" in outputs.keys():
-                sums["val/divergence"] += (outputs["divergence"] * mask).sum().item()
+                sums["divergence"] += (outputs["divergence"] * mask).sum().item()
             tokens += int(mask.sum())
         require_trained(tokens, "data.val_files", self.typed_config.data)
-        return {name: total / tokens for name, total in sums.items()}
+        means = {name: total / tokens for name, total in sums.items()}
+        if "divergence" not in means:
+            return {"val/loss": means["cross_entropy"]}
+        config = self.typed_config.distillation
+        loss = config.distillation_loss.distillation_loss_coef * means["divergence"]
+        loss += config.cross_entropy_coef * means["cross_entropy"]
+        return {"val/loss": loss} | {f"val/{name}": mean for name, mean in means.items()}
 
     def useful_flops(self, batch: DataProto) -> float | None:
         """See :meth:`SupervisedTrainer.useful_flops`; None with a teacher, whose work is not known."""

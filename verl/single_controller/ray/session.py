@@ -19,6 +19,7 @@ import ray
 from ray import ObjectRef
 
 from verl.backends.cpu.allocator import keep_freed_memory
+from verl.base import env
 from verl.base.ray_address import answers
 from verl.base.redact import is_secret
 from verl.errors import ResourceError
@@ -98,8 +99,8 @@ def _require_nodes(wanted: int, joined: int, why: str) -> None:
     if wanted > joined:
         raise ResourceError(
             f"{wanted} machines are asked for (nnodes={wanted}); {why}. Start Ray on each (ray start --head on the "
-            "first, ray start --address=FIRST:6379 on the others) and run this on the first with RAY_ADDRESS=auto; or "
-            "set nnodes=1, with all ranks on one machine."
+            "first, ray start --address=FIRST:6379 on the others) and run this on the first, without torchrun, with "
+            f"RAY_ADDRESS=auto and nnodes={wanted}; or set nnodes=1, with all ranks on one machine."
         )
 
 
@@ -137,7 +138,7 @@ def restart_if_lost() -> None:
 def _start(arguments: dict[str, Any]) -> None:
     try:
         # A SIGTERM for all processes of the run must not end Ray before the driver has saved.
-        with ending_if_late("ray.init", START_TIMEOUT_S), children_in_own_group():
+        with ending_if_late("ray.init", START_TIMEOUT_S), children_in_own_group(), env.without_launcher():
             ray.init(**arguments)
     except (OSError, RuntimeError, ValueError) as error:
         raise ResourceError(_no_start(error, arguments)) from error

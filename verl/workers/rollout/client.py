@@ -19,6 +19,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from verl.base.env import LAUNCHER_VARIABLES
 from verl.errors import EngineLostError, RolloutError
 from verl.workers.rollout import engine_side
 from verl.workers.rollout.engine_kwargs import Launch
@@ -35,8 +36,6 @@ MEMORY = ("kv_cache", "weights")
 ENGINE_SIDE = Path(engine_side.__file__).parent
 """Folder that is put on the module path of the engines' processes."""
 _LOOK_S = 0.1
-# Describe this rank's place in the trainer's world, so the server must not inherit them.
-_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
@@ -248,7 +247,7 @@ def variables_of_engine(
     # The interpreter of another environment must not import modules of this one.
     inherited = os.environ.get("PYTHONPATH") if launch.python == sys.executable else None
     variables: dict[str, str | None] = {
-        **dict.fromkeys(_OF_A_RANK),
+        **dict.fromkeys(LAUNCHER_VARIABLES),  # of the rank that starts the server
         **environment,
         TOKEN_VARIABLE: token,
         # Programs of that environment, such as the ninja by which SGLang compiles kernels.
