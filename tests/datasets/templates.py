@@ -1,4 +1,4 @@
-"""Chat templates in the manner of four model families, and byte-level tokenizers that carry them."""
+"""Chat templates in the manner of model families, and byte-level tokenizers that carry them."""
 
 from verl.testing.models import tiny_tokenizer
 
@@ -41,6 +41,31 @@ QWEN_REASONING = (
     "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Thoughts are a field of their own, left out of turns before the last question; the last turn has one, if empty.
+QWEN3 = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or m.reasoning_content) %}"
+    "<think>\n{{ (m.reasoning_content or '').strip() }}\n</think>\n\n{% endif %}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# A turn ends with the token of the next message; the tags of calls and thoughts are tokens, too.
+GLM45 = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "[gMASK]<sop>{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>\n"
+    "<think>{{ (m.reasoning_content or '').strip() if loop.index0 > ns.last }}</think>"
+    "{% if m.content %}{{ '\n' + m.content.strip() }}{% endif %}"
+    "{% for call in m.tool_calls or [] %}{{ '\n' }}<tool_call>{{ call.function.name }}"
+    "{% for key, value in call.function.arguments.items() %}{{ '\n' + key }}: {{ value }}{% endfor %}"
+    "{{ '\n' }}</tool_call>{% endfor %}{% elif m.role == 'tool' %}<|observation|>\n{{ m.content }}"
+    "{% else %}<|{{ m.role }}|>\n{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 # No header of the assistant: it answers after the closing bracket.
 MISTRAL = (
     "<s>{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
@@ -54,6 +79,11 @@ SPECIALS = {
     GEMMA: ["<bos>", "<start_of_turn>", "<end_of_turn>"],
     QWEN_DEFAULT: ["<|im_start|>", "<|im_end|>"],
     QWEN_REASONING: ["<|im_start|>", "<|im_end|>"],
+    QWEN3: ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"],
+    GLM45: [
+        *("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+        *("<think>", "</think>", "<tool_call>", "</tool_call>"),
+    ],
     MISTRAL: ["<s>", "</s>", "[INST]", "[/INST]"],
 }
 

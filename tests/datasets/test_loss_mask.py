@@ -148,16 +148,6 @@ def test_a_token_over_the_border():
     assert learned_pieces(ids, learn, tokenizer) == ["b<|im_end|>"]
 
 
-def test_a_template_without_end_mark_learns_the_whole_turn():
-    tokenizer = tokenizer_with(QWEN)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    ids, learn = mask_assistant(talk("a", "b"), tokenizer, "here")
-    assert learned_pieces(ids, learn, tokenizer) == ["b\n"]
-
-
 def test_a_template_that_refuses():
     with pytest.raises(DataError, match="Roles must alternate"):
         mask(talk("a", "b")[::-1], GEMMA)

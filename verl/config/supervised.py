@@ -48,7 +48,7 @@ class SupervisedDataConfig(BaseConfig):
     seed: int | None = setting(1, ge=0, interpolation="${oc.select:trainer.seed,1}")
     """Seed of that shuffle, as in `trainer.seed`."""
     ignore_input_ids_mismatch: bool = setting(False)
-    """Accept conversations whose turns tokenize differently alone than within the whole conversation."""
+    """Accept conversations of which the chat template rewrites turns or drops texts, and train on what it writes."""
     apply_chat_template_kwargs: dict[str, object] = setting(factory=dict)
     """Further arguments of the chat template."""
     num_workers: int = setting(8, ge=0)

@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from verl.datasets.chat import Message
+from verl.datasets.loss_mask import REWRITTEN, SWITCHES, text_leaves
+from verl.datasets.template_probes import writes_field
+from verl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+FIELDS = {"role", "content", "tool_calls", "tool_call_id", "name", "id", *SWITCHES}
+"""Fields of a message that are checked elsewhere, or name things."""
 EXAMPLES = 3  # rows shown for each problem; a fault of the data set is often in all rows
 
 KINDS: Mapping[str, tuple[str, str]] = {
@@ -38,6 +43,14 @@ KINDS: Mapping[str, tuple[str, str]] = {
         "have a message of the assistant without text, which trains the model to end its turn at once",
         "Give it a text, or take the row out.",
     ),
+    "lost text": (
+        "have a turn to train on of which the chat template leaves out a text",
+        REWRITTEN,
+    ),
+    "field": (
+        "have a message with text in a field that the chat template does not write",
+        "Rename the field as the template calls it, put its text into the content, or take it out.",
+    ),
     "special token": (
         "have the text of a special token inside a message, which the tokenizer takes for the token itself",
         "Take it out of the texts: the chat template writes the special tokens.",
@@ -60,7 +73,9 @@ class ContentChecks:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, rows: str) -> None:
         self.rows = rows
+        self._tokenizer = tokenizer
         self._template = str(tokenizer.chat_template)
+        self._written: dict[tuple[str, str], bool] = {}
         special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         special = sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
@@ -89,16 +104,20 @@ class ContentChecks:
 
     def report(self) -> None:
         """Warn of each kind that was found and not reported before."""
-        for kind, finds in self._found.items():
-            if kind in self._told:
-                continue
+        for kind in [kind for kind in self._found if kind not in self._told]:
             self._told.add(kind)
-            what, remedy = KINDS[kind]
-            shown = [where + (f" ({example})" if example else "") for where, example in finds[:EXAMPLES]]
-            more = ", ..." if len(finds) > EXAMPLES else ""
-            logger.warning(
-                "%d of %d %s %s: %s%s. %s", len(finds), self._count, self.rows, what, "; ".join(shown), more, remedy
-            )
+            logger.warning("%s", self._described(kind))
+
+    def refuse(self, kind: str) -> None:
+        """Raise DataError if rows of one of ``KINDS`` were found."""
+        if kind in self._found:
+            raise DataError(self._described(kind))
+
+    def _described(self, kind: str) -> str:
+        (what, remedy), finds = KINDS[kind], self._found[kind]
+        shown = [where + (f" ({example})" if example else "") for where, example in finds[:EXAMPLES]]
+        more = ", ..." if len(finds) > EXAMPLES else ""
+        return f"{len(finds)} of {self._count} {self.rows} {what}: {'; '.join(shown)}{more}. {remedy}"
 
     def _messages(self, messages: Sequence[Message], where: str, special: str) -> None:
         roles = {message["role"]: None for message in messages}
@@ -109,10 +128,23 @@ class ContentChecks:
             self.add("role", where, unknown)
         if any(_is_empty(message) for message in messages if message["role"] == "user"):
             self.add("empty question", where)
+        unwritten = (
+            field
+            for message in messages
+            for field in message.keys() - FIELDS
+            if any(text.strip() for text in text_leaves(message[field])) and not self._writes(message["role"], field)
+        )
+        if field := min(unwritten, default=""):
+            self.add("field", where, field)
         for message in messages:
             if message["content"] and (match := self._special.search(message["content"])):
                 self.add("special token" if message["role"] == "assistant" else special, where, match[0])
                 break
+
+    def _writes(self, role: str, field: str) -> bool:
+        if (role, field) not in self._written:
+            self._written[role, field] = writes_field(self._tokenizer, role, field)
+        return self._written[role, field]
 
 
 def _is_empty(message: Message) -> bool:

@@ -7,18 +7,23 @@ end-of-turn token::
     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
                                                          └──── loss ───┘
 
-What follows that token (here a newline) is written by the template, never by the model. At both ends of a turn, the
-text so far must tokenize alone to a prefix of the whole's tokens; then training sees the same tokens as a rollout.
+What follows that token (here a newline) is written by the template, never by the model. Some templates (GLM-4.5) end a
+turn with the token that begins the next message; that token is trained on, and written after a last turn. At both ends
+of a turn, the text so far must tokenize alone to a prefix of the whole's tokens; then training sees the same tokens as
+a rollout. A turn must have every text of its message: templates leave out thoughts of turns before the last question.
 
 A message of the assistant with ``loss_mask: 0``, ``weight: 0`` or ``trainable: false`` is context, without loss.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from verl.datasets.chat import Message, common_prefix_length, encode, render
-from verl.errors import DataError
+from verl.datasets.template_probes import TemplateForms, added_tokens, writes_field
+from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +35,41 @@ OTHER_SPELLINGS = {
     *("train", "trained", "training", "trainon", "trainonturn", "trainmask", "trainweight"),
 }
 """Names of such keys elsewhere, in small letters and without ``_`` and ``-``."""
+THOUGHTS = re.compile("reasoning|think|thought|refusal|^cot$", re.IGNORECASE)
+"""Names of fields in which the assistant's message has more of what the model wrote than ``content``."""
+REWRITTEN = (
+    "Train on the last turn alone (trainable: false in earlier messages), write a row for each turn (docs, supervised "
+    "data, has the lines), or take a template that leaves turns as they are (model.custom_chat_template). "
+    "ignore_input_ids_mismatch=true trains on what the template writes."
+)
+"""Remedies where the template writes a turn otherwise than the model is to write it."""
+
+
+def require_turn_ends(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the chat template ends the assistant's turn with a token, of the turn or of the next message.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    forms = TemplateForms.of(tokenizer)
+    if not forms.ends_turns and not all(forms.next_tokens):
+        raise ConfigError(
+            f"the chat template of '{tokenizer.name_or_path}' writes no token at the end of the assistant's turn, so "
+            "the model would never learn to stop. Write one there, such as {{ eos_token }} "
+            "(model.custom_chat_template)."
+        )
+
+
+def render_conversation(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, where: str, **template_kwargs: object
+) -> str:
+    """Render a conversation, and after a last turn of the assistant the token that ends it, if the next message has it.
+
+    Arguments are those of :func:`verl.datasets.chat.render`.
+    """
+    text = render(messages, tokenizer, where, **template_kwargs)
+    is_turn = messages[-1]["role"] == "assistant"
+    return text + TemplateForms.of(tokenizer).next_token(messages[-1]) if is_turn else text
 
 
 def mask_assistant(
@@ -51,9 +91,52 @@ def mask_assistant(
         first: number of the first message whose turn may be trained on; earlier ones are context.
         template_kwargs: template variables: tools, enable_thinking, ...
     """
-    whole = render(messages, tokenizer, row_name, **template_kwargs)
+    whole = render_conversation(messages, tokenizer, row_name, **template_kwargs)
     ids = encode(whole, tokenizer)
     mask = [0] * len(ids)
+    for index, start, stop in _trained_turns(messages, whole, tokenizer, row_name, strict, first, template_kwargs):
+        where = f"{row_name}: message {index}"
+        lost = _lost_text(messages[index], whole[start:stop], tokenizer) if strict else ""
+        if lost:
+            raise DataError(f"{where}: the chat template leaves {lost} out of this turn. {REWRITTEN}")
+        begin = _tokens_of_prefix(whole[:start], ids, tokenizer, where, strict)
+        end = _tokens_of_prefix(whole[:stop], ids, tokenizer, where, strict)
+        mask[begin:end] = [1] * (end - begin)
+    return ids, mask
+
+
+def lost_text(
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    row_name: str,
+    strict: bool = True,
+    first: int = 0,
+    **template_kwargs: object,
+) -> str:
+    """Return the first text of a turn to train on that the template leaves out, with its message; empty if none.
+
+    Looks only at conversations that have more than one text in a message. Arguments are those of
+    :func:`mask_assistant`.
+    """
+    texts = [list(_texts(message)) for message in messages[first:] if message["role"] == "assistant"]
+    if all(len(fields) < 2 and "</think>" not in text for fields in texts for _, text in fields):
+        return ""
+    whole = render_conversation(messages, tokenizer, row_name, **template_kwargs)
+    turns = _trained_turns(messages, whole, tokenizer, row_name, strict, first, template_kwargs)
+    losses = ((index, _lost_text(messages[index], whole[start:stop], tokenizer)) for index, start, stop in turns)
+    return next((f"message {index}: {lost}" for index, lost in losses if lost), "")
+
+
+def _trained_turns(
+    messages: list[Message],
+    whole: str,
+    tokenizer: PreTrainedTokenizerBase,
+    row_name: str,
+    strict: bool,
+    first: int,
+    template_kwargs: dict[str, object],
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the number of each message to train on, and where its turn begins and ends in the rendered whole."""
     cursor = 0
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -65,10 +148,44 @@ def mask_assistant(
         start = _turn_start(messages[:index], whole, cursor, tokenizer, where, strict, template_kwargs)
         cursor = _turn_end(messages[: index + 1], whole, start, tokenizer, where, template_kwargs)
         if counts:
-            begin = _tokens_of_prefix(whole[:start], ids, tokenizer, where, strict)
-            end = _tokens_of_prefix(whole[:cursor], ids, tokenizer, where, strict)
-            mask[begin:end] = [1] * (end - begin)
-    return ids, mask
+            yield index, start, cursor
+
+
+def _texts(message: Message) -> Iterator[tuple[str, str]]:
+    """Yield the texts that the model wrote in a message, each with its field."""
+    for field, value in message.items():
+        if field == "content" or THOUGHTS.search(field):
+            yield from ((field, text) for text in text_leaves(value) if text.strip())
+    yield from (("tool_calls", call["function"]["name"]) for call in message.get("tool_calls") or ())
+
+
+def text_leaves(value: object) -> Iterator[str]:
+    """Yield the texts of a value of JSON."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from text_leaves(item)
+
+
+def _lost_text(message: Message, turn: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the first text of a message that its turn lacks, with its field; spaces and tokens do not count."""
+    written = _squeezed(turn)
+    for field, text in _texts(message):
+        if _squeezed(text) in written:
+            continue
+        # Templates write tokens such as <think> in their own way, or put them into the header of the turn.
+        tokens = re.compile("|".join(map(re.escape, ["<think>", "</think>", *added_tokens(tokenizer)])))
+        for piece in tokens.split(text):
+            if _squeezed(piece) not in written:
+                has_field = field in message and writes_field(tokenizer, "assistant", field)
+                hint = "" if has_field else f" (it writes no {field}: put it into the content)"
+                return f"{field} {piece.strip()!r:.80}{hint}"
+    return ""
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
 
 
 def is_trained(message: Message, where: str) -> bool:
@@ -137,20 +254,28 @@ def _turn_start(
         raise DataError(
             f"{where}: the chat template renders the prompt of this turn differently from the whole conversation. "
             f"They differ at {prompt[common : common + 40]!r} and {whole[common : common + 40]!r}. The model would be "
-            "trained on a context that it never sees. Split the conversation, or set "
-            "ignore_input_ids_mismatch=true to train on the rendering of the whole."
+            f"trained on a context that it never sees. {REWRITTEN}"
         )
-    header = prompt[len(render(before, tokenizer, where, **kwargs)) :]
+    asked = render(before, tokenizer, where, **kwargs)
+    header = prompt[len(asked) :]
     # A template may put an empty thought into the header that it omits from finished turns: try the first line alone.
     positions = {text: whole.find(text, cursor) for text in (header, header.split("\n")[0] + "\n") if text.strip()}
     places = [(at, -len(text)) for text, at in positions.items() if at >= 0]
     # The thought may start on the first line, right after the token that opens the turn.
-    opening = max((token for token in _special_tokens(tokenizer) if header.startswith(token)), key=len, default="")
+    opening = max((token for token in added_tokens(tokenizer) if header.startswith(token)), key=len, default="")
     if not places and opening and (at := whole.find(opening, cursor)) >= 0:
         return at + len(opening)
     if places:
         at, length = min(places)  # the earliest match; of two at one place the longer
         return at - length
+    # A template without headers begins the turn after the token that ends the prompt, the same one of its kind.
+    ending, position = _token_at_end(asked.rstrip(), tokenizer), -1
+    for _ in range(asked.count(ending) if ending else 0):
+        position = whole.find(ending, position + 1)
+        if position < 0:
+            break
+    if position >= cursor:
+        return position + len(ending)
     raise DataError(
         f"{where}: the header {header!r} of this turn is not in the conversation as the template writes it."
     )
@@ -165,18 +290,22 @@ def _turn_end(
     kwargs: dict[str, object],
 ) -> int:
     closed = render(through, tokenizer, where, **kwargs)
+    forms = TemplateForms.of(tokenizer)
+    if not forms.ends_turns:
+        # Only an earlier turn may be written otherwise once later ones follow, so a token of the next message is there.
+        found = [position for token in forms.next_tokens if token and (position := whole.find(token, start)) >= 0]
+        position = len(closed) if whole.startswith(closed) else min(found, default=len(whole))
+        return position + len(next((token for token in forms.next_tokens if whole.startswith(token, position)), ""))
     stripped = closed.rstrip()
-    mark = max((token for token in _special_tokens(tokenizer) if stripped.endswith(token)), key=len, default="")
+    mark = _token_at_end(stripped, tokenizer)
     if whole.startswith(closed):
         return len(stripped) if mark else len(closed)
     turn = stripped.removesuffix(mark)
     if whole.startswith(turn) and len(turn.rstrip()) > start:
         # The mark ends the conversation only: behind the turn's own mark (<|endoftext|>), or in its place (<|return|>).
-        if turn.rstrip().endswith(tuple(_special_tokens(tokenizer))):
+        if _token_at_end(turn.rstrip(), tokenizer):
             return len(turn.rstrip())
-        end_token = max(
-            (token for token in _special_tokens(tokenizer) if whole.startswith(token, len(turn))), default=""
-        )
+        end_token = max((token for token in added_tokens(tokenizer) if whole.startswith(token, len(turn))), default="")
         if end_token:
             return len(turn) + len(end_token)
     # Templates may render earlier turns differently once later ones follow (without thoughts), but keep the end mark.
@@ -186,8 +315,9 @@ def _turn_end(
     return position + len(mark)
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    return [token.content for token in tokenizer.added_tokens_decoder.values()]
+def _token_at_end(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the longest added token with which a text ends; empty if none."""
+    return max((token for token in added_tokens(tokenizer) if text.endswith(token)), key=len, default="")
 
 
 def _tokens_of_prefix(text: str, ids: list[int], tokenizer: PreTrainedTokenizerBase, where: str, strict: bool) -> int:

@@ -11,10 +11,16 @@ import torch
 from torch.utils.data import Dataset
 
 from verl.config import SFTDataConfig
-from verl.datasets.chat import render, require_usable, token_lengths, truncate
+from verl.datasets.chat import require_usable, token_lengths, truncate
 from verl.datasets.content_checks import ContentChecks
 from verl.datasets.files import DataFile, Row, choose_rows, open_files, require_columns
-from verl.datasets.loss_mask import mask_assistant, require_learnable
+from verl.datasets.loss_mask import (
+    lost_text,
+    mask_assistant,
+    render_conversation,
+    require_learnable,
+    require_turn_ends,
+)
 from verl.datasets.prompt_images import ImagePrompt, PromptImages, RowImages
 from verl.datasets.row_conversation import require_written_calls, row_template_kwargs
 from verl.errors import DataError
@@ -56,7 +62,7 @@ class MultiTurnSFTDataset(Dataset):
     Raises:
         DataError: a file or a row cannot be used, or ``data.truncation`` is ``error`` and a conversation is longer than
             ``data.max_length``.
-        ConfigError: the tokenizer has no chat template.
+        ConfigError: the tokenizer has no chat template, or one whose turns have no end.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class MultiTurnSFTDataset(Dataset):
         max_samples: int = -1,
     ) -> None:
         require_usable(tokenizer)
+        require_turn_ends(tokenizer)
         self.tokenizer = tokenizer
         self.config = config = SFTDataConfig.of(config)
         self.files: list[DataFile] = open_files(parquet_files, "parquet_files")
@@ -120,7 +127,7 @@ class MultiTurnSFTDataset(Dataset):
         where, row = self._locate(item)
         kwargs = self._template_kwargs(row, where)
         conversation = self.images.opened(self.conversation(row, where), where)
-        return [render(conversation.messages, self.tokenizer, where, **kwargs)]
+        return [render_conversation(conversation.messages, self.tokenizer, where, **kwargs)]
 
     def sequences(self, item: int) -> list[tuple[list[int], list[int]]]:
         """Token ids and loss mask before truncation, in a list of one."""
@@ -171,8 +178,11 @@ class MultiTurnSFTDataset(Dataset):
             if not cuts or conversation.images:
                 where, row = self._at(row_id)
                 must_fit.append(where)
-                texts.append(render(conversation.messages, self.tokenizer, where, **self._template_kwargs(row, where)))
+                kwargs = self._template_kwargs(row, where)
+                texts.append(render_conversation(conversation.messages, self.tokenizer, where, **kwargs))
                 added.append(image_tokens)
+        if not self.config.ignore_input_ids_mismatch:
+            checks.refuse("lost text")
         checks.report()
         self.rows = kept
         limit = self.config.max_length
@@ -195,8 +205,11 @@ class MultiTurnSFTDataset(Dataset):
             conversation = self.conversation(row, where)
             require_learnable(conversation.plain, where)
             require_written_calls(conversation.plain, self.tokenizer, where)
-            self._template_kwargs(row, where)
+            kwargs = self._template_kwargs(row, where)
             checks.conversation(conversation.plain, where)
+            strict = not self.config.ignore_input_ids_mismatch
+            if lost := lost_text(conversation.plain, self.tokenizer, where, strict, **kwargs):
+                checks.add("lost text", where, lost)
             yield row_id, where, conversation
 
 

@@ -10,10 +10,18 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from verl.datasets.chat import Message, render, require_usable, token_lengths
+from verl.datasets.chat import Message, require_usable, token_lengths
 from verl.datasets.content_checks import ContentChecks
 from verl.datasets.files import DataFile, Row, choose_rows, open_files, require_columns
-from verl.datasets.loss_mask import SWITCHES, is_trained, mask_assistant, require_learnable
+from verl.datasets.loss_mask import (
+    SWITCHES,
+    is_trained,
+    lost_text,
+    mask_assistant,
+    render_conversation,
+    require_learnable,
+    require_turn_ends,
+)
 from verl.datasets.multiturn_sft_dataset import DECODERS, VIDEO_COLUMN, Item, right_pad, right_padded
 from verl.datasets.prompt_images import ImagePrompt, Media, PromptImages, RowImages
 from verl.datasets.row_conversation import require_written_calls, row_messages, row_template_kwargs
@@ -77,7 +85,7 @@ class RMDataset(Dataset):
 
     Raises:
         DataError: a file or a row cannot be used; a response is empty, or both are equal.
-        ConfigError: the tokenizer has no chat template.
+        ConfigError: the tokenizer has no chat template, or one whose turns have no end.
     """
 
     def __init__(
@@ -89,6 +97,7 @@ class RMDataset(Dataset):
         max_samples: int = -1,
     ) -> None:
         require_usable(tokenizer)
+        require_turn_ends(tokenizer)
         self.tokenizer = tokenizer
         self.config = config
         self.template_kwargs = dict(config.apply_chat_template_kwargs)
@@ -173,7 +182,7 @@ class RMDataset(Dataset):
 
     def _rendered(self, pair: Pair, where: str, template_kwargs: Mapping[str, object]) -> list[str]:
         sides = (pair.chosen, pair.rejected)
-        return [render(messages, self.tokenizer, where, **template_kwargs) for messages in sides]
+        return [render_conversation(messages, self.tokenizer, where, **template_kwargs) for messages in sides]
 
     def _template_kwargs(self, row: Row, where: str) -> dict[str, object]:
         config = self.config
@@ -276,6 +285,8 @@ class RMDataset(Dataset):
             added.append(image_tokens)
             with_images.append(bool(prompt.images))
             kept.append(row)
+        if not self.config.ignore_input_ids_mismatch:
+            checks.refuse("lost text")
         checks.report()
         self.rows = kept
         lengths = token_lengths(texts, self.tokenizer)
@@ -303,6 +314,11 @@ class RMDataset(Dataset):
             plain, media = self._plain_pair(values, where)
             require_written_calls(plain.chosen + plain.rejected, self.tokenizer, where)
             checks.conversation(plain.chosen + plain.rejected[plain.shared :], where)
+            strict, kwargs = not self.config.ignore_input_ids_mismatch, self._template_kwargs(values, where)
+            for side in (plain.chosen, plain.rejected):
+                if lost := lost_text(side, self.tokenizer, where, strict, plain.shared, **kwargs):
+                    checks.add("lost text", where, lost)
+                    break
             pairs[row] = pair = self._placed(plain, media, where)
             yield row, where, _prompt_of(pair)
 

@@ -22,7 +22,9 @@ _TOOLS = [
 ]
 _ASKED = {"role": "user", "content": "-"}
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"value": _PROBE}}}
+_SAID = {"role": "assistant", "content": _PROBE}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_RESULT = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "-"}
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,16 @@ class TemplateForms:
         text_arguments: arguments of tool calls are JSON text; if false, a mapping.
         writes_calls: tool calls are part of the assistant's turn.
         writes_tools: descriptions of tools are part of the prompt.
+        ends_turns: the assistant's turn ends with a token of its own.
+        next_tokens: tokens that begin the next message, which end a turn where none of its own does: after a text that
+            of the user's message, after calls that of a result; empty texts where there is none.
     """
 
     text_arguments: bool
     writes_calls: bool
     writes_tools: bool
+    ends_turns: bool
+    next_tokens: tuple[str, str]
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> TemplateForms:
@@ -53,8 +60,18 @@ class TemplateForms:
             prompts = [_rendered(tokenizer, [*system, _ASKED]) for system in ([], [{"role": "system", "content": "-"}])]
             written = [prompt for prompt in prompts if prompt is not None]
             writes_tools = not written or any(_PROBE in prompt for prompt in written)
-            known = _found[tokenizer] = template, cls(text_arguments, writes_calls, writes_tools)
+            said = _rendered(tokenizer, [_ASKED, _SAID], tools=None)
+            end = None if said is None else said.rpartition(_PROBE)[2]
+            ends_turns = end is None or any(token in end for token in added_tokens(tokenizer))
+            after_text = _next_token(tokenizer, _SAID, _ASKED)
+            after_calls = _next_token(tokenizer, with_arguments(_CALLING, text_arguments), _RESULT) or after_text
+            forms = cls(text_arguments, writes_calls, writes_tools, ends_turns, (after_text, after_calls))
+            known = _found[tokenizer] = template, forms
         return known[1]
+
+    def next_token(self, turn: Mapping[str, object]) -> str:
+        """Return the token of the next message that ends a turn of the assistant; empty if it has an end of its own."""
+        return "" if self.ends_turns else self.next_tokens[bool(turn.get("tool_calls"))]
 
     def adapted(self, messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
         """Return messages with the arguments of their calls as the template takes them."""
@@ -86,9 +103,30 @@ def _adapted_call(call: Mapping[str, Any], as_text: bool) -> dict[str, object]:
     return {**call, "function": changed} if "function" in call else changed
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, Any]]) -> str | None:
-    """Return a conversation with tools as text; None if the template refuses it."""
+def added_tokens(tokenizer: Any) -> list[str]:
+    """Return the texts of special tokens, and of others that stand outside the vocabulary of words."""
+    return [*{*(token.content for token in tokenizer.added_tokens_decoder.values()), *tokenizer.all_special_tokens}]
+
+
+def writes_field(tokenizer: Any, role: str, field: str) -> bool:
+    """Whether the template writes a field of messages of a role, or refuses such a message."""
+    before = [] if role in ("user", "system") else [_ASKED]
+    text = _rendered(tokenizer, [*before, {"role": role, "content": "-", field: _PROBE}], tools=None)
+    return text is None or _PROBE in text
+
+
+def _next_token(tokenizer: Any, turn: dict[str, Any], following: dict[str, Any]) -> str:
+    """Return the token that the template writes between a turn and the text of the following message, if any."""
+    closed, whole = (_rendered(tokenizer, [_ASKED, turn, *more], tools=None) or "" for more in ([], [following]))
+    rest = whole.removeprefix(closed) if closed else ""
+    return max((token for token in added_tokens(tokenizer) if rest.startswith(token)), key=len, default="")
+
+
+def _rendered(
+    tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = _TOOLS
+) -> str | None:
+    """Return a conversation as text; None if the template refuses it."""
     try:
-        return tokenizer.apply_chat_template(messages, tools=_TOOLS, tokenize=False)
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     except (TemplateError, TypeError):
         return None

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from verl.datasets.chat import require_chat_template
+from verl.datasets.template_probes import TemplateForms
 from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors
@@ -152,8 +153,10 @@ class RewardInput:
             text = "\n".join(map(self._turn_text, turns))
             chat: list[JsonObject] = [*messages, {"role": "assistant", "content": text}]
             rendered = cast(str, self.own_tokenizer.apply_chat_template(chat, tokenize=False))
-            # The score is read at the end token of the turn; some templates put a line break behind it.
-            rows.append(self.own_tokenizer(rendered.rstrip(), add_special_tokens=False)["input_ids"])
+            # The score is read at the end token of the turn; some templates put a line break behind it, or leave the
+            # end to the next message.
+            rendered = rendered.rstrip() + TemplateForms.of(self.own_tokenizer).next_token(chat[-1])
+            rows.append(self.own_tokenizer(rendered, add_special_tokens=False)["input_ids"])
         return rows
 
     def _turn_text(self, turn: Tensor) -> str:
