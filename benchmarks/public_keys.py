@@ -2,6 +2,7 @@
 
 python -m benchmarks.public_keys                     # every key of tests/public_keys.txt
 python -m benchmarks.public_keys --only main_ppo --refused
+python -m benchmarks.public_keys --release 0.9.1 --since 0.9.0    # what a release on PyPI changes, and breaks here
 
 Each line of the list is one key, in how many scripts of three versions it stands, and its commonest values. Every
 value is put behind a small command of its kind (``BASES``) and goes through the command's own composition and checks.
@@ -27,6 +28,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from benchmarks.public_names import public_names
+from benchmarks.public_release import report
 from verl.config import BaseConfig, GenerationConfig, PPOConfig, SFTConfig
 from verl.errors import ConfigError
 from verl.testing.models import hollow_model_dir
@@ -36,6 +39,9 @@ from verl.trainer.config.overrides import keys_set
 
 VERSIONS = ("0.8.0.dev", "v0.8.0", "0.10")
 LIST = Path(__file__).parents[1] / "tests" / "public_keys.txt"
+NAMES = LIST.with_name("public_names.txt")
+NEWEST = "0.9.1"
+"""The newest release whose keys and names are in the lists of the tests."""
 ELSEWHERE = "…"
 """In the list: a value that belongs to the script's machine."""
 
@@ -381,10 +387,15 @@ def main() -> None:
     parser.add_argument("--only", help="one command, such as main_ppo")
     parser.add_argument("--key", default="*", help="pattern of keys")
     parser.add_argument("--refused", action="store_true", help="print every refused value with its reason")
+    parser.add_argument("--release", help="compare a release on PyPI, or a wheel, with an earlier one")
+    parser.add_argument("--since", default=NEWEST, help=f"the earlier release (default: {NEWEST}, the newest known)")
     chosen = parser.parse_args()
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        if chosen.release:
+            modules = {module for module, _ in public_names(NAMES.read_text().splitlines())}
+            sys.exit(min(1, report(chosen.release, chosen.since, modules, folder)))
         make_files(folder)
         sys.path.append(str(folder / "packages"))
         lines = [line for line in read(LIST) if chosen.only in (None, line.command)]

@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.public_imports import Count, resolves
 from verl.compat.import_hooks import CLASSES
 
-VERSIONS = ("dev", "v0.8.0", "v0.9.0", "head")
+VERSIONS = ("dev", "v0.8.0", "v0.9.0", "v0.9.1", "head")
 
 
 def public_names(lines: Iterable[str], version: str | None = None) -> dict[tuple[str, str], list[tuple[str, str]]]:

@@ -70,6 +70,8 @@ REFUSED = {
     ("BaseEngine.forward_backward_batch", "(data, loss_function, forward_only=False)"): _BATCH_IN_PARTS,
     ("BaseEngine.infer_batch", "(data, loss_function=None)"): _BATCH_IN_PARTS,
     ("BaseEngine.train_batch", "(data, loss_function)"): _BATCH_IN_PARTS,
+    ("ToolAgentLoop.run", "(sampling_params, priority=0, **kwargs)"): "the other arguments go by name",
+    ("process_validation_metrics", "(data_sources, sample_uids, infos_dict, seed=42, expected_acc_counts=None)"): "metrics are of the responses that there are",  # noqa: E501
     ("BaseEngine", "(delta_pin_snapshots=True)"): _OWN_ENGINE,
 }  # fmt: skip
 """Public calling forms that are not taken, with the reason."""

@@ -97,7 +97,7 @@ def test_rounding_and_missing_values_are_no_difference():
 
 def test_values_come_from_scores_or_from_the_reward_function():
     batch = draw_of([[1, 0.5]]).batch
-    assert values_of(batch, "seq_reward")[0].tolist() == [1, 0.5]
+    assert values_of(batch, "seq_reward")[0].tolist() == values_of(batch, "reward")[0].tolist() == [1, 0.5]
     assert values_of(batch, "score")[0].tolist() == [1, 0.5]
     with pytest.raises(RewardError, match=r"metric=acc, but the reward function returned no 'acc'"):
         values_of(batch, "acc")

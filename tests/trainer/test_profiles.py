@@ -14,7 +14,7 @@ from tests.trainer.test_run import train  # noqa: F401
 from verl.config import PPOConfig
 from verl.config.actor import FSDPActorConfig
 from verl.config.ppo import ActorRolloutRefConfig
-from verl.config.profiler import GlobalProfilerConfig, ModelProfilerConfig
+from verl.config.profiler import GlobalProfilerConfig, GlobalToolsConfig, MemoryHistoryConfig, ModelProfilerConfig
 from verl.errors import ConfigError, VerlError
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.ppo.profiling import StepProfiles
@@ -96,6 +96,27 @@ def test_a_step_that_failed_leaves_nothing_in_the_way_of_its_repetition(tmp_path
         torch.ones(2, 2).sin()
     found = spans(tmp_path / "step2_actor_rollout_rank0.json")
     assert len(found["aten::sin"]) == 1
+
+
+def test_a_snapshot_of_memory_may_have_several_steps(tmp_path):
+    memory = MemoryHistoryConfig(memory_snapshot_num_steps=2)
+    profiler = GlobalProfilerConfig(
+        tool="torch_memory", steps=(2, 3, 5), global_tool_config=GlobalToolsConfig(torch_memory=memory)
+    )
+    calls: list[tuple[str, int]] = []
+
+    class Watched(StepProfiles):
+        def start(self, step: int, groups: object) -> None:
+            calls.append(("start", step))
+
+        def stop(self, groups: object) -> None:
+            calls.append(("stop", step))
+
+    profiles = Watched(PPOConfig(global_profiler=profiler), total_steps=5)
+    for step in range(1, 6):
+        with profiles.of_step(step, {}):
+            pass
+    assert calls == [("start", 2), ("stop", 3), ("start", 5), ("stop", 5)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

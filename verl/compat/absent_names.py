@@ -92,6 +92,12 @@ _OTHER_ENGINE_CLASSES = Absence(
     "vLLM as rollout engine is one class, verl.workers.rollout.vllm_rollout.VLLMRollout, of a server.",
 )
 
+_NVTX = Absence("no use", "Profilers are those of PyTorch (global_profiler.tool); none injects code into processes.")
+_ROUTER = Absence(
+    "other design",
+    "verl.serving.router.Router chooses the engine of each request: that of its conversation, or for a new one the "
+    "engine with the fewest requests. It cannot be replaced by a setting.",
+)
 _QUEUE = Absence("not yet", "The transfer queue is missing: batches travel as verl.DataProto; leave the decorator out.")
 _OTHER_DEVICES = Absence("not yet", "Devices are NVIDIA's GPUs and CPUs, training back ends fsdp, fsdp2 and megatron.")
 _SERVERS_ON_RAY = Absence(
@@ -126,6 +132,7 @@ _PROFILED = Absence(
     "other design", "Steps and ranks to profile are settings: global_profiler.steps, actor_rollout_ref.actor.profiler."
 )
 _PRIVATE = Absence("no use", "It is an inner part of another implementation; nothing here takes or gives it.")
+_PATHS = Absence("no use", "Paths of a configuration are expanded when it is loaded.")
 _PLACES = Absence(
     "other design",
     "Ranks are placed by verl.single_controller.ray: RayResourcePool, split_resource_pool, merge_resource_pool; a "
@@ -205,7 +212,11 @@ ABSENT: dict[str, Absence] = {
     f"{_TRAINER}._init_resource_pools": Absence(
         "other design", "The pools are made by resource_pool_manager.create_resource_pool()."
     ),
+    "verl.trainer.constants_ppo.NVTX_INJECTION_ENV": _NVTX,
     "verl.trainer.histoSpec": Absence("no use", "It is a module of one project's own copy of verl."),
+    "verl.utils.checkpoint.checkpoint_manager.is_device_available": Absence(
+        "no use", "verl.utils.device.is_cuda_available says whether there is a GPU; all other devices are CPUs."
+    ),
     "verl.utils.checkpoint.megatron_checkpoint_manager": _MEGATRON,
     "verl.utils.config.ConfigManager": Absence(
         "other design", "verl.trainer.config.load_config checks a configuration and makes typed sections of it."
@@ -247,6 +258,15 @@ ABSENT: dict[str, Absence] = {
         "Dispatch modes are added by verl.single_controller.base.decorator.register_dispatch_mode; a set of names of "
         "your own is an enum.Enum.",
     ),
+    "verl.utils.import_utils.resolve_config_path": _PATHS,
+    **{
+        f"verl.utils.profiler.config.{name}": _SERVERS_ON_RAY
+        for name in (
+            *("build_vllm_profiler_args", "relocate_rollout_traces", "rollout_profiler_global_ranks"),
+            *("rollout_trace_dir", "rollout_trace_local_rank"),
+        )
+    },
+    "verl.utils.device.AscendHardwareVersion": _OTHER_DEVICES,
     "verl.utils.profiler.config.NPUToolConfig": Absence("not yet", "Ascend devices are missing; use tool=torch."),
     "verl.utils.profiler.mstx_profile": Absence("not yet", "Ascend devices are missing; use tool=torch."),
     "verl.utils.profiler.profile.Profiler": Absence(
@@ -269,6 +289,7 @@ ABSENT: dict[str, Absence] = {
         "Mini-batches are cut before they are dealt to ranks, so that any number of ranks makes the same steps: call "
         "train_batch for each part of DataProto.make_iterator or DataProto.split.",
     ),
+    "verl.workers.engine.fsdp.fsdp_turbo_impl": _OTHER_DEVICES,
     "verl.workers.fsdp_workers.create_device_mesh": Absence(
         "other design",
         "The mesh of the ranks is made by verl.workers.engine.fsdp.sharding.make_mesh(device, fsdp_size).",
@@ -293,9 +314,11 @@ ABSENT: dict[str, Absence] = {
     ),
     "verl.workers.rollout.llm_server": _ASYNCHRONOUS,
     "verl.workers.rollout.replica": _ASYNCHRONOUS,
+    "verl.workers.rollout.router": _ROUTER,
     "verl.workers.rollout.schemas": _AGENTS,
     "verl.workers.rollout.utils": _ASYNCHRONOUS,
     "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer": _OTHER_ENGINE_CLASSES,
+    "verl.workers.rollout.vllm_rollout.delta_weight_transfer": _OTHER_ENGINE_CLASSES,
     "verl.workers.rollout.vllm_rollout.utils": _OTHER_ENGINE_CLASSES,
     "verl.workers.rollout.vllm_rollout.vllm_async_server": _ASYNCHRONOUS,
     "verl.workers.rollout.vllm_rollout.vllm_rollout.ServerAdapter": _OTHER_ENGINE_CLASSES,
@@ -314,9 +337,7 @@ ABSENT: dict[str, Absence] = {
     "verl.experimental.agent_loop.agent_loop.load_all_tools": Absence(
         "other design", "verl.tools.utils.tool_registry.initialize_tools_from_config makes the tools of a file."
     ),
-    "verl.experimental.agent_loop.agent_loop.resolve_config_path": Absence(
-        "no use", "Paths of a configuration are expanded when it is loaded."
-    ),
+    "verl.experimental.agent_loop.agent_loop.resolve_config_path": _PATHS,
     "verl.experimental.agent_loop.agent_loop.build_multimodal_processor_inputs": _VISION,
     "verl.experimental.agent_loop.tool_parser.DeepSeekV4ToolParser": _PARSERS,
     "verl.experimental.agent_loop.tool_parser.Gemma4ToolParser": _PARSERS,

@@ -44,8 +44,8 @@ class FilterGroupsConfig(BaseConfig):
     enable: bool = setting(False)
     """Train only on prompts whose responses differ in `metric`, and sample until there are enough of them."""
     metric: str | None = setting(None)
-    """Value that must differ within a group: seq_reward (the summed token scores), or a value from the reward function:
-    score, acc."""
+    """Value that must differ within a group: seq_reward, or reward (the summed token scores), or a value from the
+    reward function: score, acc."""
     max_num_gen_batches: int = setting(0, ge=0)
     """Stop the run with an error after this many batches of `data.gen_batch_size` prompts for one step; 0 is no limit.
     """

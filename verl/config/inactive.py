@@ -109,6 +109,11 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             {"torch_memory.trace_alloc_max_entries": _MEMORY_ENTRIES},
         ),
         no_effect(
+            "snapshots of all roles have the same number of steps; set "
+            "global_profiler.global_tool_config.torch_memory.memory_snapshot_num_steps",
+            {"torch_memory.memory_snapshot_num_steps": f"${{oc.select:{_MEMORY}.memory_snapshot_num_steps,1}}"},
+        ),
+        no_effect(
             _WHOLE_STACKS,
             {
                 "torch_memory._target_": "verl.utils.profiler.config.TorchMemoryToolConfig",
@@ -263,6 +268,11 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             "a rollout pool keeps the number of ranks with which it started, because calls and transfers of weights "
             "are for all of them as one group; set rollout.nnodes and start the run again to use more nodes",
             {"elastic": False},
+        ),
+        not_yet(
+            "routers are not plug-ins: a conversation stays with the engine that has its keys and values, and a new "
+            "one goes to the engine with the fewest requests (verl.serving.router); leave it null",
+            {"router_config_path": None},
         ),
         not_yet(
             "weights are rounded by the rule of rollout.quantization (fp8, int8) alone; leave it out",

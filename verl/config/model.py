@@ -185,6 +185,9 @@ class FSDPEngineConfig(BaseConfig):
     the ranks, the model's attention and key/value heads and the size of its feed-forward layers."""
     forward_prefetch: bool = setting(False)
     """Gather the next layer while this one computes."""
+    use_no_sync_for_gradient_accumulation: bool = setting(False)
+    """Sum gradients over the ranks once per mini-batch, after its last micro-batch, instead of after each: less
+    communication, but each rank holds whole gradients meanwhile."""
     seed: int = setting(42, ge=0)
     """Seed of this model's random numbers (dropout, new heads)."""
     full_determinism: bool = setting(False)

@@ -88,6 +88,8 @@ class MemoryHistoryConfig(BaseConfig):
 
     trace_alloc_max_entries: int = setting(100_000, ge=1)
     """Number of allocations to keep."""
+    memory_snapshot_num_steps: int = setting(1, ge=1)
+    """Steps of `global_profiler.steps` in one snapshot, which is written after the last of them."""
     context: Literal["all", "state", "alloc"] = setting("all")
     """Events whose stacks are recorded: allocations and frees, allocations only, or memory that is in use."""
     stacks: Literal["all", "python"] = setting("all")

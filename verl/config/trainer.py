@@ -124,6 +124,9 @@ class BaseTrainerConfig(PlacementConfig):
     log_checkpoints: bool = setting(False)
     """Upload each saved checkpoint to the trackers that store files, wandb and mlflow, as an artifact of the run; the
     step waits for the upload."""
+    checkpoint_callback_class: str | None = setting(None)
+    """Class (`package.module.Class`) whose `on_save` runs in the driver after each saved checkpoint
+    (docs/extending.md)."""
     default_hdfs_dir: str | None = setting(None, path=True)
     """Remote folder (`s3://`, `gs://`, `hdfs://` ...) for a copy of each checkpoint; a run on a machine without
     checkpoints resumes from there."""

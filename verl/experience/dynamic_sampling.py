@@ -153,8 +153,8 @@ def fill_batch(
 def values_of(batch: DataProto, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Read the value that must differ inside a group for each response; NaN for one that is None or not finite.
 
-    ``seq_reward`` and ``seq_final_reward`` are the sum of a trajectory's token scores, including a length penalty;
-    other names are values returned by the reward function (``score``, ``acc``, ...).
+    ``reward``, ``seq_reward`` and ``seq_final_reward`` are the sum of a trajectory's token scores, including a length
+    penalty; other names are values returned by the reward function (``score``, ``acc``, ...).
 
     Returns:
         the values, and the bound of what rounding may have changed in each; (bsz,) float64 both.
@@ -162,7 +162,7 @@ def values_of(batch: DataProto, metric: str) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         RewardError: the reward function returned no such value, or one that is not a number.
     """
-    if metric in ("seq_reward", "seq_final_reward"):
+    if metric in ("reward", "seq_reward", "seq_final_reward"):
         of_tokens = batch.batch["token_level_scores"].double()
         of_rows = Trajectories.of(batch).indices
         scores, magnitudes = (trajectory_scores(batch, each).numpy()[of_rows] for each in (of_tokens, of_tokens.abs()))

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+from omegaconf import OmegaConf
 
+from verl.base.import_utils import user_code
 from verl.base.redact import without_secrets
 from verl.base.types import Stateful
 from verl.checkpoint.resume import CheckpointPlan
@@ -25,6 +27,7 @@ from verl.protocol import DataProto
 from verl.supervision.lock import FolderLock
 from verl.supervision.termination import EXIT_CODE, StepInterrupted, Termination, unwrapped
 from verl.tracking import Tracking
+from verl.trainer.checkpoint_callback import SETTING, build_checkpoint_callback
 from verl.trainer.health import HealthWatch
 from verl.trainer.recovery import BadSteps, PassLimits, Recovery
 from verl.trainer.worker_groups import WorkerGroups
@@ -172,6 +175,7 @@ class TrainingLoop:
         self.recovery = Recovery(trainer.recovery, self, self.checkpoint, self.pass_limits, self.termination)
         self.rows = self._epochs()
         self.health = HealthWatch()
+        self.checkpoint_callback = build_checkpoint_callback(OmegaConf.create(config.to_dict()))
         self._reported_step = 0
         self._shown_save: int | None = None
 
@@ -338,7 +342,14 @@ class TrainingLoop:
             tracking.log_event("checkpoint", step=step, folder=str(self.checkpoint.root))
             if self.typed_config.trainer.log_checkpoints:
                 tracking.log_checkpoint(step, step_folder(self.checkpoint.root, step))
+            self._call_back(step)
         self._shown_save = step
+
+    def _call_back(self, step: int) -> None:
+        """Run the user's callback for a step that is saved."""
+        folder = str(step_folder(self.checkpoint.root, step))
+        with user_code(f"{SETTING}: on_save of step {step} failed"):
+            self.checkpoint_callback.on_save(trainer=self, global_step=step, checkpoint_dir=folder, async_save=False)
 
     def _show_end(self, first: int) -> None:
         trainer, done = self.typed_config.trainer, self.global_steps - first
@@ -380,7 +391,10 @@ class TrainingLoop:
         return self.to_batch(next(self.rows))
 
     def _log_saved(self, step: int) -> None:
+        """Say which step was saved before the run exits."""
         logger.warning("Saved step %d of %d.", step, self.total_training_steps)
+        if step != self._shown_save:
+            self._call_back(step)
 
     def _validate_and_save(self, context: StepContext) -> None:
         """Validate and save when they are due; after a failed save, try again at the next step."""

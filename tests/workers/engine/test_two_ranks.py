@@ -1,6 +1,7 @@
 """Two ranks over gloo in one start of two processes: the same numbers as plain PyTorch on one."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from tests.workers.support import (
     weights_of,
 )
 from verl.algorithms import LOSS_AGG_MODES
+from verl.backends.cpu.collectives import SharedReduceScatter
 from verl.errors import CheckpointError, ConfigError
 from verl.testing.models import tiny_model_dir
 from verl.utils.sharded_tensor import full_tensor
@@ -43,6 +45,22 @@ def config_for(mode):
     return ActorConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
 
 
+@contextmanager
+def counted_sums():
+    """The sizes of gradients that are summed over the ranks in a block."""
+    sizes, add = [], SharedReduceScatter.__call__
+
+    def counted(self, output_tensor, *args, **kwargs):
+        sizes.append(output_tensor.numel())
+        add(self, output_tensor, *args, **kwargs)
+
+    SharedReduceScatter.__call__ = counted
+    try:
+        yield sizes
+    finally:
+        SharedReduceScatter.__call__ = add
+
+
 def two_steps(engine, mine, mode, micro):
     with engine.train_mode():
         first = engine.train_batch(mine, PolicyLoss(config_for(mode)), micro)
@@ -59,15 +77,20 @@ def on_each_rank(rank, world_size, folder, path):
         "kept activations": ({"enable_gradient_checkpointing": False}, "three"),
         "kept gathered": ({"reshard_after_forward": False, "forward_prefetch": True}, "three"),
         "two copies": ({"fsdp_size": 1}, "three"),
+        "one sum per mini-batch": ({"use_no_sync_for_gradient_accumulation": True}, "three"),
     }
-    weights, metrics, log_probs = {}, {}, {}
+    weights, metrics, log_probs, sums = {}, {}, {}, {}
     for case, (settings, layout) in cases.items():
         engine = make_engine(path, **settings)
         assert has_fast_layers(engine)
         log_probs[case] = engine.infer_batch(mine, {"log_probs"}, LAYOUTS[layout])["log_probs"]
-        metrics[case] = two_steps(engine, mine, case if case in LOSS_AGG_MODES else "token-mean", LAYOUTS[layout])
+        with counted_sums() as reduced:
+            metrics[case] = two_steps(engine, mine, case if case in LOSS_AGG_MODES else "token-mean", LAYOUTS[layout])
+        sums[case] = len(reduced)
         weights[case] = weights_of(engine)
-    torch.save({"weights": weights, "metrics": metrics, "log_probs": log_probs}, folder / f"rank_{rank}.pt")
+    torch.save(
+        {"weights": weights, "metrics": metrics, "log_probs": log_probs, "sums": sums}, folder / f"rank_{rank}.pt"
+    )
     uneven(rank, path, batch, folder)
     checkpoints(rank, path, batch, folder)
     muon(rank, path, batch, folder)
@@ -199,6 +222,12 @@ def test_no_layout_or_placement_changes_the_result(folder, batch):
             assert ranks[0]["metrics"][case] == pytest.approx(ranks[0]["metrics"]["token-mean"], rel=1e-4)
             for name, weight in weights.items():
                 assert_close(weight, reference[name], atol=2e-6, rtol=1e-5)
+
+
+def test_gradients_are_summed_once_per_mini_batch_if_asked(folder):
+    # Two mini-batches of two passes each; two layers and the root are a unit each.
+    sums = load(folder, "rank_0.pt")["sums"]
+    assert (sums["token-mean"], sums["one sum per mini-batch"]) == (2 * 2 * 3, 2 * 3)
 
 
 def test_each_rank_gets_the_log_probs_of_its_rows(folder, path, batch):

@@ -36,6 +36,10 @@ class StepProfiles:
         self._contents = sorted(
             {kind for name, one in models.items() if one.enable for kind in one.tool_config.torch.contents}
         )
+        steps, memory = sorted(self.steps), self._config.global_tool_config.torch_memory
+        length = memory.memory_snapshot_num_steps if self._config.tool == "torch_memory" else 1
+        self._first = frozenset(steps[::length])
+        self._last = frozenset([*steps[length - 1 :: length], *steps[-1:]])
         if beyond := sorted(step for step in self.steps if step > total_steps):
             raise ConfigError(
                 f"global_profiler.steps={sorted(self.steps)}: the run ends with step {total_steps}, before "
@@ -44,13 +48,15 @@ class StepProfiles:
 
     @contextmanager
     def of_step(self, step: int, groups: Mapping[str, WorkerGroup | None]) -> Iterator[None]:
-        """Record the block if ``step`` is to be profiled; a step that fails writes nothing."""
-        if step not in self.steps:
-            yield
-            return
-        self.start(step, groups)
+        """Record the block if ``step`` is to be profiled; a step that fails writes nothing.
+
+        A snapshot of memory may have several steps: the first one starts the recording, and the last one ends it.
+        """
+        if step in self._first:
+            self.start(step, groups)
         yield
-        self.stop(groups)
+        if step in self._last:
+            self.stop(groups)
 
     def start(self, step: int, groups: Mapping[str, WorkerGroup | None]) -> None:
         """Begin the recordings of a step.

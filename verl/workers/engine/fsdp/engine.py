@@ -186,6 +186,7 @@ class FSDPEngine(ShardedModel):
                     counts = self._expert_counts(parts) if self.balance_weight and len(parts) > 1 else None
                     load = ExpertLoad()
                     for part in self.pass_sizes.watched(parts):
+                        self._sum_gradients_after(part is parts[-1])
                         columns, loss, part_metrics = self._forward_backward(
                             part, loss_fn, totals, temperature, load, counts
                         )
@@ -198,6 +199,12 @@ class FSDPEngine(ShardedModel):
         counts = self._total(load)
         self.expert_counts = counts if counts.numel() else None
         return reduced | load_metrics(counts)
+
+    def _sum_gradients_after(self, is_last: bool) -> None:
+        """Choose whether the next backward pass sums gradients over the ranks; the last of a mini-batch always does."""
+        if isinstance(self.model, FSDPModule):
+            is_deferred = self.engine_config.use_no_sync_for_gradient_accumulation and not is_last
+            self.model.set_requires_gradient_sync(not is_deferred)
 
     def _total(self, load: ExpertLoad) -> Tensor:
         """Sum the load over all ranks. Collective."""
