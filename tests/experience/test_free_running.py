@@ -325,3 +325,5 @@ def test_samples_that_became_too_old_are_dropped_if_that_is_asked_for(train: Tra
     assert [len(run.samples[step]) for step in (1, 2, 3)] == [16] * 3
     assert sum(metrics["training/off_policy/evicted_samples"] for metrics in run.metrics.values()) > 0
     assert max(metrics[f"{STALENESS}_worst/max"] for metrics in run.metrics.values()) == 0
+    # One age for the bound and the count: with a bound of 0 no sample started with earlier weights.
+    assert run.metrics[3]["fully_async/count/stale_trajectory_processed"] == 0

@@ -16,8 +16,8 @@ Mode = Literal["sync", "lag", "colocated", "separate"]
 class AsyncPlan:
     """When samples are drawn, with which weights, and how old they may become.
 
-    The age of a sample is the number of updates of the policy between the weights that drew its first token and the
-    step that trains on it; 0 if the step trains on samples of the newest weights.
+    The age of a sample is the number of updates of the policy between the weights that the engines had when its prompt
+    started and the step that trains on it; 0 if the step trains on samples of the newest weights. No token is older.
     """
 
     mode: Mode

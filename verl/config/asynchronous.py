@@ -59,7 +59,8 @@ class OffPolicySamplerConfig(BaseConfig):
     """Which samples a step trains on in the two asynchronous modes."""
 
     max_off_policy_threshold: int = setting(8, ge=0)
-    """Largest age of a sample: updates of the policy after the weights that drew its first token."""
+    """Largest age of a sample: updates of the policy after the weights that the engines had when its prompt started.
+    Waiting for a place at the engines counts, so its tokens may be younger."""
     max_off_policy_strategy: Strategy = setting("admit")
     """`admit` lets a step wait for slow groups early enough that none ever becomes older, and nothing is lost; `drop`
     discards groups that became older and starts others; `wait` waits for a group once it has that age."""

@@ -132,7 +132,7 @@ class FreeRunning(ExperienceSource):
         self._started = 0
         self._dropped = 0
         self._stale = 0
-        """Groups that were trained on after the engines had got newer weights than those that began them."""
+        """Groups that were trained on after the engines had got newer weights than those with which they started."""
         self._steps = 0
         """Steps that have taken their groups. The bound counts them, because there are at least as many as updates."""
         self._updates = 0

@@ -20,8 +20,9 @@ def with_age(batch: DataProto, updates: int) -> DataProto:
 
 
 def off_policy_metrics(batch: DataProto) -> Metrics:
-    """Measure the age of what a step trains on, in updates of the policy, time in queues included.
+    """Measure the age of the tokens that a step trains on, in updates of the policy.
 
+    A bound on the age of samples counts from the start of their prompt, so no token is older than it.
     With a(t) the ``updates_behind`` of a token that the policy drew, over the trajectories that have one, all their
     sequences together::
 

@@ -33,7 +33,7 @@ class PromptGroup:
     prompts: DataProto
     """A row for each sample, named, without ``meta_info``."""
     version: int
-    """Updates of the policy before the weights that began it."""
+    """Updates of the policy before the weights that the engines had when it started; its age counts from them."""
     responses: Future[DataProto] = field(default_factory=Future)
     """A row for each sequence, without the columns of the prompts."""
     scores: Future[GroupScores] | None = None
