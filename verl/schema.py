@@ -355,7 +355,7 @@ _OBJECTS = (
     Column("trajectory_status", "object", ROW, "how the trajectory ended", "agent loops", ("reward", "metrics")),
     Column("trajectory_message", "object", ROW, "why the trajectory failed", "agent loops"),
     Column("trajectory_conversation", "object", ROW, "messages of the conversation with the seconds of each, or None",
-           "agent loops", ("dumps",)),
+           "agent loops", ("advantages", "dumps")),
     Column("agent_loop_metrics", "object", ROW, "seconds in the policy's turns, in tools and in scoring", "agent loops",
            ("metrics",)),
     Column("reward_score", "object", ROW, "score that the agent loop gave, or None", "agent loops", ("reward",)),

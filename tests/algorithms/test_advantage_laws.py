@@ -119,7 +119,7 @@ ROUNDED = {
     "accuracy": np.array([0.1 + 0.2, 0.3, 0.7 * 20, 14.0], dtype=object),
     "format": np.array([1.0, 1.0, 0.0, 1e-60], dtype=object),
     "index": np.array(["a", "a", "b", "b"], dtype=object),
-    "responses": torch.zeros(4, 20, dtype=torch.int64),
+    "trajectory_conversation": np.array([None] * 4),
     "agent": np.array(["main"] * 4, dtype=object),
     "trajectory_id": np.array(["0/0", "0/1", "1/0", "1/1"], dtype=object),
 }

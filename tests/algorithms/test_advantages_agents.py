@@ -8,7 +8,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from tests.support.estimators import SETTINGS, random_batch
+from tests.support.estimators import SETTINGS, conversations, random_batch
 from verl.algorithms import (
     RoleBaselines,
     compute_advantages,
@@ -19,34 +19,57 @@ from verl.algorithms import (
     compute_rae_advantage,
 )
 from verl.config import AlgoConfig
-from verl.errors import UnsupportedError
+from verl.errors import SchemaError, UnsupportedError
 from verl.protocol import DataProto
 from verl.trainer.ppo.stages import compute_advantage, with_role_baselines
 
-# Two siblings of three turns of one token; the environment's words between them are 7 and 8.
+# Two siblings of three turns of one token; the environment says "seven" or "eight" between them.
 MASK = tensor([[1, 0, 1, 0, 1, 0], [1, 0, 1, 0, 1, 0]])
-WORDS = tensor([[1, 7, 2, 7, 3, 9], [1, 8, 2, 7, 3, 9]])
+SAID = conversations([["go", "seven", "seven"], ["go", "eight", "seven"]])
 REWARDS = tensor([[0.0, 0.0, 0.0, 0.0, 4.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
 
 
 @pytest.mark.proof("by hand", "gigpo")
 def test_gigpo_by_hand():
     plain = {"gamma": 0.5, "norm_adv_by_std_in_grpo": False}
-    found, returns = compute_gigpo_advantage(REWARDS, WORDS, MASK, ["p", "p"], step_advantage_weight=3.0, **plain)
+    found, returns = compute_gigpo_advantage(REWARDS, MASK, ["p", "p"], SAID, step_advantage_weight=3.0, **plain)
     # R = 4, 0: A^E = 2, -2. G = 1, 2, 4 and 0, 0, 0 with Γ = 1/2.
-    # states: the prompt (G 1 and 0: ±0.5); 8, once: 0; 7, three times (G 2, 4, 0, mean 2: 0, 2, -2)
+    # states: the prompt (G 1 and 0: ±0.5); "eight", once: 0; "seven", three times (G 2, 4, 0, mean 2: 0, 2, -2)
     expected = [[2 + 3 * 0.5, 0, 2 + 3 * 0.0, 0, 2 + 3 * 2.0, 0], [-2 - 3 * 0.5, 0, -2 + 0.0, 0, -2 - 3 * 2.0, 0]]
     assert_close(found, tensor(expected))
     assert_close(returns, found)
-    scaled, _ = compute_gigpo_advantage(REWARDS, WORDS, MASK, ["p", "p"], gamma=0.5, epsilon=0.0)
-    root = 2**0.5  # deviations: of R 8/√2, of the prompt 1/√2, of state 7 2
+    scaled, _ = compute_gigpo_advantage(REWARDS, MASK, ["p", "p"], SAID, gamma=0.5, epsilon=0.0)
+    root = 2**0.5  # deviations: of R 8/√2, of the prompt 1/√2, of "seven" 2
     assert_close(scaled[0, ::2], tensor([2 * root / 4 + 0.5 * root, 2 * root / 4, 2 * root / 4 + 1.0]))
 
 
 def test_states_of_other_prompts_are_other_states():
-    apart, _ = compute_gigpo_advantage(REWARDS, WORDS, MASK, ["p", "q"], gamma=0.5, norm_adv_by_std_in_grpo=False)
-    # A response alone keeps its reward; its two turns from state 7 have G 2 and 4
+    apart, _ = compute_gigpo_advantage(REWARDS, MASK, ["p", "q"], SAID, gamma=0.5, norm_adv_by_std_in_grpo=False)
+    # A response alone keeps its reward; its two turns from the state "seven" have G 2 and 4
     assert_close(apart, tensor([[4.0, 0, 4.0 - 1.0, 0, 4.0 + 1.0, 0], [0.0] * 6]))
+
+
+def test_the_state_is_the_observation_whatever_tokens_close_the_turn_before_it():
+    # Row 1's first turn was cut: the template closes it by a token more. Its tool call has another id.
+    mask = tensor([[1, 0, 1, 0], [1, 0, 0, 1]])
+    said = conversations([["go", "wall"], ["go", "wall"]])
+    said[0][2]["tool_call_id"], said[1][2]["tool_call_id"] = "a", "b"
+    rewards = tensor([[0.0, 0.0, 4.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    found, _ = compute_gigpo_advantage(rewards, mask, ["p", "p"], said, norm_adv_by_std_in_grpo=False)
+    # A^E = ±2; both turns of each come from a state that the other has too: G = 4 and 0, A^S = ±2
+    assert_close(found, tensor([[4.0, 0, 4.0, 0], [-4.0, 0, 0, -4.0]]))
+
+
+def test_the_messages_of_every_turn_are_needed():
+    with pytest.raises(SchemaError, match="row 0 has 3 turns of the policy in response_mask"):
+        compute_gigpo_advantage(REWARDS, MASK, ["p", "p"])
+    image = conversations([["go", "seven", "seven"]] * 2)
+    image[1][4]["content"] = [{"type": "image"}]
+    with pytest.raises(UnsupportedError, match="in row 1 the environment has shown an image"):
+        compute_gigpo_advantage(REWARDS, MASK, ["p", "p"], image)
+    single = tensor([[1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0]])
+    found, _ = compute_gigpo_advantage(REWARDS, single, ["p", "p"])  # of a single turn the state is the prompt
+    assert (found == 0).all()
 
 
 @pytest.mark.proof("reductions", "gigpo")
@@ -61,16 +84,15 @@ def test_gigpo_without_its_steps_is_grpo(seed: int):
 def test_gigpo_where_the_number_of_a_turn_is_its_state_is_grpo_and_grpo_per_turn():
     batch = random_batch(3, density=1.1)
     batch["response_mask"][:, [2, 5]] = 0
-    batch["responses"][:, 2], batch["responses"][:, 5] = 3, 4
     arguments = [batch[key] for key in ("token_level_rewards", "response_mask", "index")]
-    found, _ = compute_gigpo_advantage(arguments[0], batch["responses"], *arguments[1:], gamma=0.9)
+    found, _ = compute_gigpo_advantage(*arguments, conversations([["go", 3, 4]] * 6), gamma=0.9)
     whole, _ = compute_grpo_outcome_advantage(*arguments)
     assert_close(found, whole + compute_grpo_per_turn_advantage(*arguments, gamma=0.9)[0])
 
 
 def test_gigpo_refuses_trajectories_whose_states_are_prompts():
     ids = np.array(["0/0", "0/0"], dtype=object)
-    tensors = {"response_mask": MASK, "responses": WORDS, "token_level_rewards": REWARDS, "token_level_scores": REWARDS}
+    tensors = {"response_mask": MASK, "token_level_rewards": REWARDS, "token_level_scores": REWARDS}
     objects = {
         "uid": np.array(["0", "0"], dtype=object),
         "trajectory_id": ids,

@@ -50,11 +50,20 @@ def random_batch(
         "index": np.array([f"p{group}" for group in groups], dtype=object),
         "role_baselines": torch.randn(rows, generator=generator),
         # Few words, so that some states come twice.
-        "responses": torch.randint(0, 2, (rows, width), generator=generator),
+        "trajectory_conversation": conversations(torch.randint(0, 2, (rows, width), generator=generator).tolist()),
         "agent": np.array(["solver/1" if group in ("b", 1) else "main" for group in groups], dtype=object),
         "trajectory_id": np.array([f"p{group}/0" for group in groups], dtype=object),
     }
     return batch
+
+
+def conversations(observations: Sequence[Sequence[object]]) -> np.ndarray:
+    """Messages of rows, from what the environment says before each turn of the policy."""
+    column = np.empty(len(observations), dtype=object)
+    for row, contents in enumerate(observations):
+        pairs = ([{"role": "user", "content": str(one)}, {"role": "assistant", "content": ""}] for one in contents)
+        column[row] = [message for pair in pairs for message in pair]
+    return column
 
 
 def only_rows(batch: dict, rows: list[int]) -> dict:
@@ -260,10 +269,12 @@ def returns_of_turns(b: ListBatch) -> tuple[list[list[list[int]]], list[list[flo
 
 
 def gigpo(b: ListBatch) -> Rows:
-    (turns, returns), words = returns_of_turns(b), b.column("responses")
+    (turns, returns), said = returns_of_turns(b), b.column("trajectory_conversation")
 
     def state(i: int, k: int) -> list:
-        return ["prompt"] if k == 0 else words[i][turns[i][k - 1][-1] + 1 : turns[i][k][0]]
+        words = [message["content"] for message in said[i] if message["role"] == "user"]
+        last = len(words) - len(turns[i]) + k + 1
+        return words[:last] if k == 0 else words[last - 1 : last]
 
     rows = []
     for i in range(b.n):

@@ -19,15 +19,21 @@ ignored.
 from __future__ import annotations
 
 import functools
+import json
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl.algorithms.estimator_registry import register_adv_est, with_public_arguments
 from verl.algorithms.groups import GroupIds, Groups, group_numbers, rewards_of_responses, rounding_unit
 from verl.algorithms.response_advantages import group_relative
+from verl.base.types import JsonMapping
+from verl.errors import SchemaError, UnsupportedError
 from verl.utils.torch_functional import masked_whiten, zero_masked
+from verl.vision.messages import has_image_parts
 
 # ---- sums along a response ---------------------------------------------------------------------
 
@@ -413,9 +419,9 @@ def _returns_of_turns(
 @with_public_arguments
 def compute_gigpo_advantage(
     token_level_rewards: Tensor,
-    responses: Tensor,
     response_mask: Tensor,
     index: GroupIds,
+    trajectory_conversation: Sequence[Sequence[JsonMapping] | None] | np.ndarray | None = None,
     gamma: float = 1.0,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
@@ -429,17 +435,25 @@ def compute_gigpo_advantage(
         A^S_k = (G_k - mean_s G) / (std_s G + ε), 0 if alone      over all turns of the siblings from the state s of k
         G_k   = R_k + Γ G_{k+1}                                   R_k the rewards of turn k
 
-    The state before a turn is what the environment has said last: the tokens between the turn and the one before it;
-    before the first turn the prompt. So environments should describe their whole state in every message, as text games
-    and web pages do. ω is ``step_advantage_weight``, Γ is ``high_level_gamma``, or ``gamma`` if that is None (0.95 in
-    the paper); without ``norm_adv_by_std_in_grpo`` the denominators are 1. With ω = 0 it is ``grpo``.
+    The state before a turn is what the environment has said last: role and content of the messages between the turn and
+    the one before it; before the first turn those of the prompt. So environments should describe their whole state in
+    every message, as text games and web pages do. Tokens would not do: how the chat template closes a turn that was cut
+    is not the environment's. ``trajectory_conversation``, (bsz,), are the messages of each row, which may be missing
+    for rows of a single turn, whose state is the prompt.
+
+    ω is ``step_advantage_weight``, Γ is ``high_level_gamma``, or ``gamma`` if that is None (0.95 in the paper); without
+    ``norm_adv_by_std_in_grpo`` the denominators are 1. With ω = 0 it is ``grpo``.
 
     Paper: https://arxiv.org/abs/2505.10978.
+
+    Raises:
+        SchemaError: a row with several turns has no messages, or fewer turns in them than in its mask.
+        UnsupportedError: the environment has shown an image, which the messages do not hold.
     """
     turns, returns, rounding = _returns_of_turns(token_level_rewards, response_mask, gamma, high_level_gamma)
     siblings, rewards = Groups.of(index, response_mask), rewards_of_responses(token_level_rewards, response_mask)
     episode = group_relative(*rewards, siblings, epsilon, norm_adv_by_std_in_grpo)
-    numbers = group_numbers(_states(responses, turns, siblings.index), turns.has.device)
+    numbers = group_numbers(_states(trajectory_conversation, turns, siblings.index), turns.has.device)
     states = Groups(numbers, turns.has.flatten(), int(numbers.max()) + 1 if len(numbers) else 0)
     step = group_relative(returns, rounding, states, epsilon, norm_adv_by_std_in_grpo)
     step = step.masked_fill(states.is_alone, 0.0).view(turns.has.shape)
@@ -447,22 +461,39 @@ def compute_gigpo_advantage(
     return _as_given((advantages, advantages.clone()), token_level_rewards)
 
 
-def _states(responses: Tensor, turns: Turns, groups: Tensor) -> list[tuple[int, ...]]:
-    """The group and the tokens before each turn, of all turns in a row; of turns that are not there the group alone."""
-    valid, tokens = turns.valid.tolist(), responses.tolist()
-    states: list[tuple[int, ...]] = []
-    for row, group in enumerate(groups.tolist()):
-        of_row: list[tuple[int, ...]] = []
-        before: list[int] = []
-        was_drawn = False
-        for token, is_drawn in zip(tokens[row], valid[row], strict=True):
-            if is_drawn and not was_drawn:
-                # What stands before the first turn continues the prompt, which the siblings share.
-                of_row.append((group, *before) if of_row else (group,))
-            if is_drawn:
-                before.clear()
-            else:
-                before.append(token)
-            was_drawn = is_drawn
-        states += of_row + [(group,)] * (turns.has.shape[1] - len(of_row))
+def _states(
+    conversations: Sequence[Sequence[JsonMapping] | None] | np.ndarray | None, turns: Turns, groups: Tensor
+) -> list[tuple[object, ...]]:
+    """Return the group and the messages before each turn, of all turns in a row; else the group alone."""
+    states: list[tuple[object, ...]] = []
+    for row, (group, count) in enumerate(zip(groups.tolist(), turns.has.sum(-1).tolist(), strict=True)):
+        conversation = None if conversations is None else conversations[row]
+        if count < 2 and conversation is None:
+            observations = [()] * count
+        else:
+            observations = _observations(conversation or (), count, row)
+        states += [(group, *said) for said in observations] + [(group,)] * (turns.has.shape[1] - count)
     return states
+
+
+def _observations(conversation: Sequence[JsonMapping], count: int, row: int) -> list[tuple[str, ...]]:
+    """What was said before each of the last ``count`` turns of the policy: roles and contents of the messages."""
+    ends = [place for place, message in enumerate(conversation) if message["role"] == "assistant"]
+    if len(ends) < count:
+        raise SchemaError(
+            f"advantage estimator 'gigpo' compares turns by the messages before them: row {row} has {count} turns of "
+            f"the policy in response_mask, and trajectory_conversation has {len(ends)}. An agent loop of yours must "
+            "return all messages (AgentLoopOutput.conversation); or use grpo_per_turn."
+        )
+    # Assistants of the prompt come before those of the policy, and so do turns that another sequence trains on.
+    policy = ends[len(ends) - count :]
+    said = [conversation[start:end] for start, end in zip([0, *(end + 1 for end in policy)], policy, strict=False)]
+    if any(has_image_parts(message["content"]) for messages in said[1:] for message in messages):
+        raise UnsupportedError(
+            f"advantage estimator 'gigpo' compares turns by the texts before them, and in row {row} the environment "
+            "has shown an image. Describe the state in text, or use grpo_per_turn."
+        )
+    return [
+        tuple(json.dumps([message["role"], message["content"]], sort_keys=True) for message in messages)
+        for messages in said
+    ]

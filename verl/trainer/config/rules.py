@@ -146,7 +146,10 @@ def estimator(config: PPOConfig) -> Problems:
         remedy = "set critic.enable=true, or choose an estimator without values: grpo, rloo, reinforce_plus_plus"
         yield Problem("critic.enable", False, f"{key}={name} reads the critic's values", remedy=remedy)
     rewrites = "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template"
-    if "responses" in columns and config.actor_rollout_ref.rollout.multi_turn.use_inference_chat_template:
+    if (
+        "trajectory_conversation" in needs.optional_columns
+        and config.actor_rollout_ref.rollout.multi_turn.use_inference_chat_template
+    ):
         cause = (
             f"{key}={name} compares turns by what the environment said before them, and a trajectory whose history is "
             "rewritten has several sequences, which begin with it in their prompts"

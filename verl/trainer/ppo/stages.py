@@ -138,7 +138,7 @@ def compute_advantage(
     read = needs.columns | needs.optional_columns
     compares = needs.wants_all or "index" in read or "role_baselines" in read
     if compares and Trajectories.of(data).are_split:
-        if "responses" in needs.columns:
+        if "trajectory_conversation" in read:
             raise UnsupportedError(
                 f"advantage estimator '{adv_estimator}' compares turns by what the environment said before them, and "
                 "here a trajectory has several sequences, which begin with it in their prompts. Let every trajectory "
