@@ -54,7 +54,9 @@ class PretrainedModelConfig(BaseConfig):
     external_lib: str | None = setting(None)
     """Module that every worker imports before it loads the model (to register your own model)."""
     override_config: dict[str, object] = setting(factory=dict)
-    """Values that replace entries of the model's config, such as `attn_implementation`."""
+    """Values that replace entries of the model's config, such as `attn_implementation`. A rate of dropout is used in
+    training only if it is named here. Updates then compute other log-probs than sampling and the reference: the first
+    ratios of a policy are not 1, and `ppo_kl` is not 0 (0.8 with `attention_dropout: 0.3` in a small model)."""
     use_remove_padding: bool = setting(False)
     """Pack sequences one after another, so that padding is not computed."""
     use_liger: bool | None = setting(None)
@@ -343,7 +345,8 @@ class CheckpointConfig(BaseConfig):
     hydra_target: ClassVar[str] = "verl.trainer.config.CheckpointConfig"
 
     save_contents: Annotated[tuple[CheckpointPart, ...], OneOrMany] = setting(("model", "optimizer", "extra"))
-    """What to save: `model` shards, `optimizer` state, `extra` (schedule, random states), `hf_model` (safetensors)."""
+    """What to save: `model` shards, `optimizer` state, `extra` (schedule, random states), `hf_model` (safetensors in
+    the precision that the config of the model's folder names)."""
     load_contents: Annotated[tuple[CheckpointPart, ...], OneOrMany] = setting(
         factory=_same_as_saved, interpolation="${.save_contents}"
     )

@@ -46,6 +46,11 @@ def parser() -> argparse.ArgumentParser:
         help="model of LoRA adapters, if it is not where it was in training, and of untrained heads; of a checkpoint "
         "of megatron-core, the folder with its config and tokenizer",
     )
+    options.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="precision of the weights (default: that of the model's folder before training)",
+    )
     options.add_argument("--is-value-model", action="store_true", help="refuse anything but a value model")
     options.add_argument("--tie-word-embedding", action="store_true", help="write both embeddings as one weight")
     options.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
@@ -99,6 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             trust_remote_code=args.trust_remote_code,
             is_value_model=args.is_value_model,
             base_model=args.base_model,
+            dtype=args.dtype,
         )
         if args.hf_upload_path:
             upload(args.target_dir, args.hf_upload_path, args.private)

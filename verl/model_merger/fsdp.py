@@ -30,14 +30,13 @@ from verl.model_merger.probes import probes
 from verl.utils.available_memory import available_memory
 from verl.utils.folder_weights import FolderWeights, stored_heads
 from verl.utils.image_reward_models import sequence_classifier, token_classifier
-from verl.utils.model import load_hf_config, weights_folder
+from verl.utils.model import load_hf_config, torch_dtype, weights_folder
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
+from verl.utils.model_facts.model_files import tokenizer_problem
 from verl.utils.model_facts.prediction_heads import SHARED_WITH_HEADS, head_count, head_weights
-from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.transformers_private import names_on_disk, no_init_weights, write_model_code
 from verl.vision.families import FAMILIES
-from verl.vision.processor import write_processor
-from verl.workers.engine.model.export import write_in_files
+from verl.workers.engine.model.export import copy_companions, stored_format, write_in_files
 from verl.workers.engine.model.headed import own_state
 from verl.workers.forward_check import is_rounding, largest_difference
 
@@ -63,8 +62,9 @@ def merge(
     trust_remote_code: bool = False,
     is_value_model: bool = False,
     base_model: str | None = None,
+    dtype: str | None = None,
 ) -> None:
-    """Write a checkpoint as safetensors with config and tokenizer, then read it back and compare exactly.
+    """Write a checkpoint as safetensors with all files of its model, then read it back and compare exactly.
 
     Args:
         local_dir: a checkpoint's ``actor`` or ``critic`` folder.
@@ -74,6 +74,7 @@ def merge(
         is_value_model: refuse any architecture but a value model.
         base_model: of LoRA adapters, the model that they were trained on, if it is not where it was. Of any
             checkpoint, the folder from which heads of multi-token prediction are copied that were not trained.
+        dtype: precision of the weights; by default that of the config, which is the precision of the base's folder.
     """
     source, target = Path(local_dir).expanduser(), Path(target_dir).expanduser()
     about = _described_in(source, base_model)
@@ -96,16 +97,18 @@ def merge(
     with torch.device("meta"):
         model = empty_model(config, trust_remote_code)
     weights = _fit_names(weights, model, config, source, trust_remote_code)
+    if dtype is not None:
+        config.dtype = torch_dtype(dtype)
+    weights, heads = _as_stored(weights, model, config), _as_stored(heads, model, config)
     target.mkdir(parents=True, exist_ok=True)
     heads = heads or _heads_of(base_model, config)
     written: dict[str, _Digest] = {}
     write_in_files(chain(_digested(weights, written), heads.items()), model, target)
     write_model_code(model, target, config)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(target)
+    if problem := tokenizer_problem(about):
+        logger.warning("%s, so the model folder has none: %s", problem, about)
+    copy_companions(about, target)
     config.save_pretrained(target)
-    _copy_tokenizer(about, target, trust_remote_code)
-    write_processor(str(about), target, trust_remote_code=trust_remote_code)
     _compare(weights, target, trust_remote_code, tolerance=0.0, written=written)
     _compare_heads(heads, target, model, tolerance=0.0)
     _compare_logits(weights, adapted, config, target, trust_remote_code)
@@ -142,6 +145,10 @@ def compare(
     with torch.device("meta"):
         empty = empty_model(config, trust_remote_code)
     weights = _fit_names(weights, empty, config, source, trust_remote_code)
+    if not (target / "config.json").is_file():
+        raise CheckpointError(f"{target} is no model folder: it has no config.json.")
+    stored = load_hf_config(str(target), trust_remote_code=trust_remote_code)
+    weights, heads = _as_stored(weights, empty, stored), _as_stored(heads, empty, stored)
     _compare(weights, target, trust_remote_code, tolerance=1e-6)
     _compare_heads(heads, target, empty, tolerance=1e-6)
     _compare_logits(weights, adapted, config, target, trust_remote_code)
@@ -162,6 +169,11 @@ def _weights_of(
         return LazyWeights.of(public.merged_weights()), public
     adapted = Adapted(dict(weights), source, str((config.architectures or [""])[0]), base_model, trust_remote_code)
     return adapted.merged_weights(), adapted
+
+
+def _as_stored(weights: LazyWeights, model: PreTrainedModel, config: PretrainedConfig) -> LazyWeights:
+    """Return weights in the precision that ``config`` names; without any, as they were trained."""
+    return weights.converted(stored_format(model, config.dtype)) if config.dtype is not None else weights
 
 
 def _without_heads(weights: LazyWeights) -> tuple[LazyWeights, LazyWeights]:
@@ -370,8 +382,6 @@ def _compare(
 
     Those that have the digest with which they were ``written`` are equal, and not read again from the checkpoint.
     """
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} is no model folder: it has no config.json.")
     config = load_hf_config(str(folder), trust_remote_code=trust_remote_code)
     try:
         loaded = FolderWeights(_auto_class(config), str(folder), config, trust_remote_code)
@@ -439,12 +449,3 @@ def _compare_logits(
                 f"{folder} has the weights of the checkpoint, but its logits differ by "
                 f"{largest_difference(actual, expected):.3g}: {cause}."
             )
-
-
-def _copy_tokenizer(source: Path, target: Path, trust_remote_code: bool) -> None:
-    try:
-        tokenizer = hf_tokenizer(str(source), correct_pad_token=False, trust_remote_code=trust_remote_code)
-    except ConfigError:
-        logger.warning("%s holds no tokenizer, so the model folder has none", source)
-        return
-    tokenizer.save_pretrained(target)

@@ -27,6 +27,10 @@ class LazyWeights(Mapping[str, Tensor]):
         """Return the other weights."""
         return LazyWeights(self._read, {name: shape for name, shape in self.shapes.items() if name not in names})
 
+    def converted(self, convert: Callable[[str, Tensor], Tensor]) -> LazyWeights:
+        """Return the weights as ``convert`` makes them of a name and a weight."""
+        return LazyWeights(lambda name: convert(name, self._read(name)), self.shapes)
+
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.shapes:
             raise KeyError(name)

@@ -32,7 +32,7 @@ from transformers import (
 from verl.errors import ConfigError
 from verl.utils.console import parameters_in_words, show
 from verl.utils.model_code import LOADING_ERRORS, refuse_foreign_kernels, warn_if_code_runs, why_unreadable
-from verl.utils.model_facts.config_fields import random_fields, rope_rules, rope_type
+from verl.utils.model_facts.config_fields import dropout_rates, random_fields, rope_rules, rope_type
 from verl.utils.model_facts.experts import ExpertSizes
 from verl.utils.model_facts.model_files import DEQUANTIZE, quantized_by
 from verl.utils.torch_functional import all_finite
@@ -154,6 +154,29 @@ def load_hf_config(
 def training_randomness(config: PretrainedConfig) -> dict[str, float]:
     """Return the config fields that make the forward pass random in training: dropout, jitter or noise above 0."""
     return random_fields(config.get_text_config().to_dict())
+
+
+def switch_off_dropout(config: PretrainedConfig, overrides: Mapping[str, Any]) -> dict[str, float]:
+    """Set the rates of dropout to 0 in place, but for those that ``overrides`` names, and return them as they were.
+
+    Log-probs of an update are to be those of the policy that sampled: its first ratios are 1.
+    """
+    rates = {path: rate for path, rate in dropout_rates(config.to_dict()).items() if not _names(overrides, path)}
+    set_dropout(config, dict.fromkeys(rates, 0.0))
+    return rates
+
+
+def set_dropout(config: PretrainedConfig, rates: Mapping[str, float]) -> None:
+    """Set rates of dropout in place, by names of fields, which are dotted in nested configs."""
+    for path, rate in rates.items():
+        *parts, name = path.split(".")
+        setattr(functools.reduce(getattr, parts, config), name, rate)
+
+
+def _names(overrides: Mapping[str, Any], path: str) -> bool:
+    """Whether nested ``overrides`` have an entry at the dotted ``path``."""
+    name, _, inner = path.partition(".")
+    return name in overrides and (not inner or _names(overrides[name], inner))
 
 
 def update_model_config(

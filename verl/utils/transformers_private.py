@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -186,6 +187,12 @@ def checkpoint_layers(module: PreTrainedModel) -> None:
     """
     again = partial(checkpoint, use_reentrant=False)
     module._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=again)
+
+
+def kept_in_fp32(hf: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str]:
+    """Return what the names of weights match that Transformers loads in fp32 where the model has ``dtype``."""
+    parts = hf._get_dtype_plan(dtype)
+    return re.compile("|".join(rf"(^|\.){part}(\.|$)" for part in parts) if parts else r"(?!)")
 
 
 def names_on_disk(module: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ from verl.protocol import DataProto
 from verl.single_controller.base.board import Board
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.device import ensure_process_group, get_device
-from verl.utils.model import hf_config_of, torch_dtype, training_randomness
+from verl.utils.model import hf_config_of, switch_off_dropout, torch_dtype, training_randomness
 from verl.utils.model_facts.time_limits import time_limits
 from verl.utils.tokenizer import tokenizer_of
 from verl.vision.families import TOWER, VisionConfig
@@ -389,8 +389,9 @@ class ActorRolloutRefWorker(EngineWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def training_randomness(self) -> dict[str, float]:
         """Return the settings that make the policy's forward pass random in training, such as dropout rates."""
-        model = self.config.model
-        return training_randomness(hf_config_of(model))
+        config = hf_config_of(self.config.model)
+        switch_off_dropout(config, self.config.model.override_config)
+        return training_randomness(config)
 
     @property
     def temperature(self) -> float:

@@ -282,6 +282,16 @@ def test_a_loss_without_tokens_runs(path):
     assert engine.infer_batch(nothing, {"log_probs"}, WHOLE)["log_probs"].eq(0).all()
 
 
+def test_dropout_is_off_in_updates_unless_a_setting_asks_for_it(tmp_path, batch):
+    path = tiny_model_dir(tmp_path, attention_dropout=0.3)
+    for override, is_off in (({}, True), ({"attention_dropout": 0.3}, False)):
+        engine = make_engine(path, override_config=override)
+        before = engine.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"]
+        with engine.train_mode():
+            in_update = engine.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"]
+        assert torch.equal(in_update, before) == is_off
+
+
 def test_half_precision_stays_close_and_learns(path, batch):
     exact = make_engine(path, trained=False).infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"]
     engine = make_engine(path, dtype="bfloat16")

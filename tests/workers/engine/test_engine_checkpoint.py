@@ -7,12 +7,20 @@ import zipfile
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.testing import assert_close
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from tests.workers.support import LAYOUTS, WHOLE, make_engine, naive_outputs, ragged_batch, weights_of
 from verl.checkpoint.states import from_arrays, to_arrays
 from verl.errors import CheckpointError
+from verl.model_merger import compare, merge
 from verl.testing.models import tiny_model_dir
 from verl.workers.config import CriticConfig
 from verl.workers.losses import ValueLoss, sft_loss
@@ -161,6 +169,75 @@ def test_export_is_the_same_model_for_transformers(saved, batch, path):
         AutoTokenizer.from_pretrained(saved / "huggingface").get_vocab()
         == AutoTokenizer.from_pretrained(path).get_vocab()
     )
+
+
+TEMPLATE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
+GENERATION = {"eos_token_id": [1, 2], "temperature": 0.6, "do_sample": True}
+
+
+def bf16_base(folder, family="qwen3"):
+    """A model in bf16 with two end tokens and, in its config, dropout."""
+    path = tiny_model_dir(folder, family, attention_dropout=0.3)
+    AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(path)
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    return path
+
+
+def assert_files_of_base(folder):
+    assert json.loads((folder / "generation_config.json").read_text()).items() > GENERATION.items()
+    assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATE
+    assert AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
+
+
+def test_models_and_adapters_have_the_precision_of_their_base_and_all_its_files(tmp_path):
+    """With the chat template of the training; dropout, which it did not use, is still in the config."""
+    engine = make_engine(bf16_base(tmp_path / "base"), custom_chat_template=TEMPLATE, lora_rank=2)
+    engine.save_checkpoint(str(tmp_path / "actor"), contents=("model", "hf_model"))
+    assert_files_of_base(tmp_path / "actor" / "huggingface")
+    assert_files_of_base(tmp_path / "actor" / "lora_adapter")
+    config = json.loads((tmp_path / "actor" / "huggingface" / "config.json").read_text())
+    assert (config["dtype"], config["attention_dropout"]) == ("bfloat16", 0.3)
+
+
+def test_merged_models_have_the_precision_of_their_base_unless_another_is_named(tmp_path):
+    actor = tmp_path / "actor"
+    engine = make_engine(bf16_base(tmp_path / "base"), custom_chat_template=TEMPLATE)
+    engine.save_checkpoint(str(actor), contents=("model",))
+    merge(actor, tmp_path / "narrow")
+    compare(actor, tmp_path / "narrow")
+    assert_files_of_base(tmp_path / "narrow")
+    merge(actor, tmp_path / "wide", dtype="float32")
+    narrow, wide = (load_file(tmp_path / name / "model.safetensors") for name in ("narrow", "wide"))
+    for name, weight in weights_of(engine).items():
+        assert torch.equal(wide[name], weight)
+        assert torch.equal(narrow[name], weight.bfloat16())
+
+
+def test_a_routers_bias_stays_in_fp32(tmp_path):
+    engine = make_engine(bf16_base(tmp_path / "base", "deepseek_v3"))
+    engine.save_checkpoint(str(tmp_path / "actor"), contents=("hf_model",))
+    weights = load_file(tmp_path / "actor" / "huggingface" / "model.safetensors")
+    wide = {name for name, weight in weights.items() if weight.dtype == torch.float32}
+    assert wide == {name for name in weights if name.endswith("e_score_correction_bias")} != set()
+
+
+def test_transformers_reads_the_score_where_it_was_trained_also_if_the_end_token_pads(path, batch, tmp_path):
+    shutil.copytree(path, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(tmp_path / "base")
+    engine = make_engine(str(tmp_path / "base"), "reward_model")
+    torch.nn.init.normal_(engine.model.head.weight)
+    engine.save_checkpoint(str(tmp_path / "reward"), contents=("hf_model",))
+    folder = tmp_path / "reward" / "huggingface"
+    texts = ["<user>1<assistant>22<eos>", "<user>1 + 2<assistant>3<eos>"]
+    trained = AutoModelForTokenClassification.from_pretrained(folder, num_labels=1)
+    rows = AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        at_the_end = [trained(**tokenizer(text, return_tensors="pt")).logits[0, -1] for text in texts]
+        assert_close(model(**rows).logits, torch.stack(at_the_end))
+    assert not torch.equal(*at_the_end)
 
 
 def test_a_value_model_is_exported_as_token_classification(path, batch, tmp_path):

@@ -90,13 +90,13 @@ def on_two_ranks(rank, world_size, folder, paths):
         given = ((key, weights[key]) for key, _ in model.named_parameters())
         if name == "large":
             with Peak() as peak:
-                write_in_turn(given, model.hf, folder / name, 8 * MIB)
+                write_in_turn(given, model, folder / name, 8 * MIB)
             found["peak of export"] = peak.increase
         else:
-            WeightFiles.collect(given, model.hf, 1).write(folder / name)
+            WeightFiles.collect(given, model, 1).write(folder / name)
     (folder / "full").touch()
     with pytest.raises(CheckpointError, match=r"cannot export the model: .*full.* \(rank 1\)"):
-        write_in_turn(iter(weights.items()), model.hf, folder / ("full" if rank else "empty"), 1)
+        write_in_turn(iter(weights.items()), model, folder / ("full" if rank else "empty"), 1)
     torch.save(found, folder / f"rank_{rank}.pt")
 
 
@@ -177,5 +177,5 @@ def test_no_rank_holds_the_model_during_an_export(ranks):
 
 def test_a_small_model_is_one_file(paths, tmp_path):
     engine = make_engine(paths["backbone"], trained=False)
-    files = WeightFiles.collect(engine.get_per_tensor_param(), engine.model.hf)
+    files = WeightFiles.collect(engine.get_per_tensor_param(), engine.model)
     assert (list(files.tensors), files.index) == (["model.safetensors"], None)

@@ -294,7 +294,7 @@ TRL: tuple[OtherName, ...] = (
     OtherName("entropy_target", (f"{_ACTOR}.entropy_target",)),
     OtherName("mask_truncated_completions", note="not in this version; a reward function can give such responses 0"),
     OtherName("sync_ref_model", note="the reference policy stays as it was loaded; leave it out"),
-    OtherName("disable_dropout", note="dropout is always off; leave it out"),
+    OtherName("disable_dropout", note="dropout is off unless model.override_config names its rate; leave it out"),
     OtherName("remove_unused_columns", note="every column reaches the reward functions; leave it out"),
     OtherName(
         "multi_objective_aggregation",

@@ -25,6 +25,7 @@ from verl.config.model import ALL_LINEAR
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.roles import need_reference_policy
 from verl.utils.model_facts import model_files
+from verl.utils.model_facts.config_fields import dropout_rates, with_dropout
 from verl.utils.model_facts.megatron_fit import misfits
 from verl.vision.families import FAMILIES
 
@@ -207,4 +208,5 @@ def _layout(held: _Held) -> Problems:
         yield Problem(key, engine.expert_model_parallel_size, cause, f"sizes whose product divides {ranks}")
     fields = model_files.config_entries(Path(held.config_path).expanduser())
     if fields:  # else a name on the hub, whose model is looked at when it loads
-        yield from misfits(fields | held.model.override_config, engine, held.sizes, f"{held.section}.strategy")
+        fields = with_dropout(fields, dict.fromkeys(dropout_rates(fields), 0.0)) | held.model.override_config
+        yield from misfits(fields, engine, held.sizes, f"{held.section}.strategy")

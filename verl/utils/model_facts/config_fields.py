@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from verl.base.types import JsonMapping
 
-_RANDOM = ("drop", "jitter", "noise")
+_DROPOUT = "drop"
+_RANDOM = (_DROPOUT, "jitter", "noise")
 
 
 def random_fields(fields: Mapping[str, object]) -> dict[str, float]:
@@ -16,8 +17,26 @@ def random_fields(fields: Mapping[str, object]) -> dict[str, float]:
     return {
         name: float(value)
         for name, value in fields.items()
-        if any(word in name for word in _RANDOM) and isinstance(value, (int, float)) and value > 0
+        if any(word in name for word in _RANDOM) and type(value) in (int, float) and cast(float, value) > 0
     }
+
+
+def dropout_rates(fields: Mapping[str, object]) -> dict[str, float]:
+    """Return the rates of dropout above 0, those of nested configs by dotted names."""
+    rates = {name: rate for name, rate in random_fields(fields).items() if _DROPOUT in name}
+    for name, part in fields.items():
+        if name.endswith("_config") and isinstance(part, Mapping):
+            rates |= {f"{name}.{inner}": rate for inner, rate in dropout_rates(part).items()}
+    return rates
+
+
+def with_dropout(fields: Mapping[str, object], rates: Mapping[str, float]) -> dict[str, object]:
+    """Return a config's entries with ``rates`` of dropout, which have dotted names in nested configs."""
+    changed = dict(fields)
+    for path, rate in rates.items():
+        name, _, inner = path.partition(".")
+        changed[name] = with_dropout(cast("Mapping[str, object]", changed[name]), {inner: rate}) if inner else rate
+    return changed
 
 
 def rope_rules(fields: JsonMapping) -> list[JsonMapping]:

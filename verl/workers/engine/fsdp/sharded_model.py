@@ -29,7 +29,7 @@ from verl.config.megatron import ranks_per_copy
 from verl.errors import ConfigError
 from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
-from verl.utils.model import get_generation_config, hf_config_of, torch_dtype
+from verl.utils.model import hf_config_of, torch_dtype
 from verl.utils.sharded_tensor import full_tensor, local_rows
 from verl.utils.transformers_private import experts_of
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
@@ -68,11 +68,11 @@ from verl.workers.engine.model.adapters import (
 )
 from verl.workers.engine.model.export import (
     WeightFiles,
+    copy_companions,
     untrained_heads,
     weights_on_first_rank,
     write_in_turn,
     write_model_folder,
-    write_tokenizer,
 )
 from verl.workers.engine.model.headed import (
     HeadedModel,
@@ -157,6 +157,9 @@ class ShardedModel(BaseEngine):
         if not config.forward_only:
             self.balance_weight = balance_coefficient(hf_config, self.model_config.override_config)
         self.model = model = self.build(dtype).eval()
+        if model.unused_dropout:
+            rates = ", ".join(f"{name}={rate}" for name, rate in model.unused_dropout.items())
+            logger.info("dropout is off in training; model.override_config turns it on: %s", rates)
         self.routers = Routers(model)
         if len(self.routers):
             logger.info("the experts of %s are computed by %s", type(model.hf).__name__, experts_of(model.hf.config))
@@ -229,9 +232,6 @@ class ShardedModel(BaseEngine):
             if is_divided:
                 allocate_weights(model, torch.device("cpu") if config.offload_policy else self.device)
                 fill(model, source, self.device)
-                if is_first and model.hf.can_generate():
-                    saved = get_generation_config(self.model_config.path)
-                    model.hf.generation_config = saved or model.hf.generation_config
         else:
             model.to(self.device)
         return model
@@ -422,7 +422,7 @@ class ShardedModel(BaseEngine):
         heads = untrained_heads(self.model_config.path, self.model.hf.config) if has_weights and is_policy else ()
         export = None
         if has_weights and copied:
-            export = WeightFiles.collect(self.get_per_tensor_param(), self.model.hf, stored=heads)
+            export = WeightFiles.collect(self.get_per_tensor_param(), self.model, stored=heads)
         adapters = None
         if self.has_adapters and "model" in contents:
             adapters = weights_on_first_rank(self._whole_adapters())
@@ -433,14 +433,14 @@ class ShardedModel(BaseEngine):
             if dist.get_rank():
                 return
             write_world_size(folder)
-            write_model_folder(self.model.hf, self.model.head_name, has_weights, folder / "huggingface")
-            write_tokenizer(self.model_config, folder / "huggingface")
+            write_model_folder(self.model_config, self.model, has_weights, folder / "huggingface")
             if adapters is not None:
                 write_adapters(self.model.hf, self.model.head_name, adapters, folder / ADAPTER_FOLDER)
+                copy_companions(folder / "huggingface", folder / ADAPTER_FOLDER)
 
         def write_weights(folder: Path) -> None:
             with self._awake(optimizer=False):
-                write_in_turn(self.get_per_tensor_param(), self.model.hf, folder / "huggingface", stored=heads)
+                write_in_turn(self.get_per_tensor_param(), self.model, folder / "huggingface", stored=heads)
 
         return RankState(states, describe, write_weights if has_weights and not copied else None)
 

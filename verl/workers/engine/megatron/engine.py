@@ -68,11 +68,11 @@ from verl.workers.engine.model.adapters import (
 from verl.workers.engine.model.divergence import OutputMatrix
 from verl.workers.engine.model.export import (
     WeightFiles,
+    copy_companions,
     untrained_heads,
     weights_on_first_rank,
     write_in_turn,
     write_model_folder,
-    write_tokenizer,
 )
 from verl.workers.engine.model.head import NO_TOP, LogitRule, TopTokens
 from verl.workers.engine.model.headed import ModelType
@@ -597,7 +597,7 @@ class MegatronEngine(BaseEngine):
             heads = untrained_heads(self.model_config.path, skeleton.hf.config) if has_weights and is_without else ()
             export = None
             if has_weights and copied:
-                export = WeightFiles.collect(self.get_per_tensor_param(), skeleton.hf, stored=heads)
+                export = WeightFiles.collect(self.get_per_tensor_param(), skeleton, stored=heads)
             adapters = None
             if self.has_adapters and "model" in contents:
                 adapters = weights_on_first_rank(self._gathered(self.checkpointed))
@@ -608,14 +608,14 @@ class MegatronEngine(BaseEngine):
             if dist.get_rank():
                 return
             write_layout(folder, dist.get_world_size(), vars(self.layout))
-            write_model_folder(skeleton.hf, skeleton.head_name, has_weights, folder / "huggingface")
-            write_tokenizer(self.model_config, folder / "huggingface")
+            write_model_folder(self.model_config, skeleton, has_weights, folder / "huggingface")
             if adapters is not None:
                 write_adapters(skeleton.hf, skeleton.head_name, adapters, folder / ADAPTER_FOLDER)
+                copy_companions(folder / "huggingface", folder / ADAPTER_FOLDER)
 
         def write_weights(folder: Path) -> None:
             with self._awake(optimizer=False):
-                write_in_turn(self.get_per_tensor_param(), skeleton.hf, folder / "huggingface", stored=heads)
+                write_in_turn(self.get_per_tensor_param(), skeleton, folder / "huggingface", stored=heads)
 
         return RankState(states, describe, write_weights if has_weights and not copied else None)
 

@@ -6,7 +6,8 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -14,6 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
@@ -23,16 +25,19 @@ from verl.checkpoint.ranks import on_all_ranks
 from verl.config import HFModelConfig
 from verl.errors import ConfigError
 from verl.utils.folder_weights import stored_heads
-from verl.utils.model import resolve_model_path, weights_folder
+from verl.utils.model import get_generation_config, resolve_model_path, set_dropout, weights_folder
 from verl.utils.model_facts.prediction_heads import head_count
 from verl.utils.tokenizer import tokenizer_of
-from verl.utils.transformers_private import names_on_disk, token_classifier_of, write_model_code
+from verl.utils.transformers_private import kept_in_fp32, names_on_disk, token_classifier_of, write_model_code
 from verl.vision.processor import write_processor
+from verl.workers.engine.model.headed import HeadedModel
 
 logger = logging.getLogger(__name__)
 
 FILE_BYTES = 2 << 30
 """Size from which on a file of an exported model is full."""
+
+_WEIGHTS = re.compile(r"^config\.json$|\.(safetensors|bin|pt|pth|gguf|partial)$|\.index\.json$")
 
 Sizes: TypeAlias = Mapping[str, tuple[int, int]]
 """Bytes and elements of the weights in a file, by their names there."""
@@ -55,6 +60,15 @@ def weights_on_first_rank(per_tensor: Iterator[tuple[str, Tensor]]) -> dict[str,
     return weights
 
 
+def stored_format(hf: PreTrainedModel, dtype: torch.dtype) -> Callable[[str, Tensor], Tensor]:
+    """Return a function that converts the weight of a name to ``dtype``.
+
+    Buffers, and what Transformers keeps in fp32, such as a router's bias, stay as they are.
+    """
+    buffers, fp32 = {name for name, _ in hf.named_buffers()}, kept_in_fp32(hf, dtype)
+    return lambda name, tensor: tensor if name in buffers or fp32.search(name) else tensor.to(dtype)
+
+
 @dataclass(frozen=True)
 class WeightFiles:
     """The safetensors files of an exported model that this rank writes."""
@@ -68,18 +82,18 @@ class WeightFiles:
     def collect(
         cls,
         per_tensor: Iterator[tuple[str, Tensor]],
-        hf: PreTrainedModel,
+        model: HeadedModel,
         file_bytes: int = FILE_BYTES,
         stored: Iterable[tuple[str, Tensor]] = (),
     ) -> WeightFiles:
-        """Divide all weights into files, and keep those of this rank's files in their training format. Collective.
+        """Divide all weights into files, and keep those of this rank's files as they are stored. Collective.
 
         No rank holds the whole model: files are dealt to the ranks in turn, and a rank sees the weights of other ranks'
         files one at a time. A file ends with the layer that fills it.
 
         Args:
             per_tensor: result of an engine's ``get_per_tensor_param``.
-            hf: the model, which knows the names on disk.
+            model: knows the names and the precision on disk.
             file_bytes: size from which on a file is full.
             stored: further weights under their names in files, such as those of :func:`untrained_heads`.
         """
@@ -88,12 +102,12 @@ class WeightFiles:
         as_stored: dict[int, dict[str, Tensor]] = {}
         file_index = 0
         # Every rank must iterate to the end: gathering is collective.
-        for file_index, is_stored, name, tensor in _in_files(per_tensor, stored, file_bytes):
+        for file_index, is_stored, name, tensor in _in_files(_as_stored(per_tensor, model), stored, file_bytes):
             if file_index % ranks == rank:
                 files = as_stored if is_stored else held
                 files.setdefault(file_index, {})[name] = tensor.to("cpu", copy=True)
         with on_all_ranks("export the model"):
-            tensors_here = {index: names_on_disk(hf, part) for index, part in held.items()}
+            tensors_here = {index: names_on_disk(model.hf, part) for index, part in held.items()}
         for index, part in as_stored.items():
             tensors_here[index] = tensors_here.get(index, {}) | part
         index = _index_of(_gathered({i: _sizes_of(part) for i, part in tensors_here.items()}), file_index + 1)
@@ -112,7 +126,7 @@ class WeightFiles:
 
 def write_in_turn(
     per_tensor: Iterator[tuple[str, Tensor]],
-    hf: PreTrainedModel,
+    model: HeadedModel,
     folder: Path,
     file_bytes: int = FILE_BYTES,
     stored: Iterable[tuple[str, Tensor]] = (),
@@ -131,12 +145,12 @@ def write_in_turn(
     held_index = file_index = 0
 
     def write(index: int, weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
-        sizes[index] = _save(names_on_disk(hf, weights) | others, folder / _unfinished(index))
+        sizes[index] = _save(names_on_disk(model.hf, weights) | others, folder / _unfinished(index))
 
     with ThreadPoolExecutor(1, "export") as writer:
         writes: list[Future[None]] = [writer.submit(folder.mkdir, parents=True, exist_ok=True)]
         # Every rank must iterate to the end, also after an error of its own: gathering is collective.
-        for file_index, is_stored, name, tensor in _in_files(per_tensor, stored, file_bytes):
+        for file_index, is_stored, name, tensor in _in_files(_as_stored(per_tensor, model), stored, file_bytes):
             if (held or as_stored) and file_index != held_index:
                 writes.append(writer.submit(write, held_index, held, as_stored))
                 held, as_stored = {}, {}
@@ -184,6 +198,11 @@ def write_in_files(
         (folder / _unfinished(index)).rename(folder / _file_name(index, len(sizes)))
     if len(sizes) > 1:
         _write_index(_index_of(sizes, len(sizes)), folder)
+
+
+def _as_stored(per_tensor: Iterator[tuple[str, Tensor]], model: HeadedModel) -> Iterator[tuple[str, Tensor]]:
+    convert = stored_format(model.hf, model.stored_dtype)
+    return ((name, convert(name, tensor)) for name, tensor in per_tensor)
 
 
 def _in_files(
@@ -263,26 +282,41 @@ def untrained_heads(path: str, config: PretrainedConfig) -> Iterator[tuple[str, 
     yield from stored_heads(folder)
 
 
-def write_model_folder(hf: PreTrainedModel, head_name: str, with_weights: bool, folder: Path) -> None:
-    """Write config, generation config and code of a model, for ``with_weights`` as they belong to its weights."""
+def write_model_folder(section: HFModelConfig, model: HeadedModel, has_weights: bool, folder: Path) -> None:
+    """Write the files of a model beside its weights: config, generation config, tokenizer, and code for its weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = export_config(hf, head_name)
-    if with_weights:
-        config.dtype = hf.dtype
-        write_model_code(hf, folder, config)
+    config = export_config(model)
+    if has_weights:
+        write_model_code(model.hf, folder, config)
     config.save_pretrained(folder)
-    if hf.can_generate() and hf.generation_config is not None and head_name == "lm_head":
-        hf.generation_config.save_pretrained(folder)
+    if model.hf.can_generate() and model.head_name == "lm_head":
+        generation = get_generation_config(section.path) or model.hf.generation_config
+        if generation is not None:
+            generation.save_pretrained(folder)
+    _write_tokenizer(section, config, folder)
 
 
-def export_config(hf: PreTrainedModel, head_name: str) -> PretrainedConfig:
-    """Return a copy of the config of ``hf`` that names the architecture which fits the head ``head_name``.
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy all files of a model folder but its weights and config.json, as which model it is follows from these."""
+    for file in source.iterdir():
+        if file.is_file() and not file.name.startswith(".") and not _WEIGHTS.search(file.name):
+            shutil.copyfile(file, target / file.name)
 
-    A causal language model with a ``score`` head becomes a ``...ForTokenClassification`` with one label.
+
+def export_config(model: HeadedModel) -> PretrainedConfig:
+    """Return a copy of the model's config that names the architecture which fits its head.
+
+    A causal language model with a ``score`` head becomes a ``...ForTokenClassification`` with one label. Precision and
+    rates of dropout are those of the folder that the model came from.
     """
+    hf = model.hf
     config = copy.deepcopy(hf.config)
+    set_dropout(config, model.unused_dropout)
+    for part in (config, *vars(config).values()):
+        if isinstance(part, PretrainedConfig):
+            part.dtype = model.stored_dtype
     architecture = type(hf).__name__
-    if head_name == "score":
+    if model.head_name == "score":
         config.num_labels = 1
         if not architecture.endswith("Classification"):
             architecture = token_classifier_of(config.model_type) or architecture
@@ -290,7 +324,7 @@ def export_config(hf: PreTrainedModel, head_name: str) -> PretrainedConfig:
     return config
 
 
-def write_tokenizer(model: HFModelConfig, folder: Path) -> None:
+def _write_tokenizer(model: HFModelConfig, config: PretrainedConfig, folder: Path) -> None:
     """Write the tokenizer of ``model``, and its processor, to ``folder``; only warn if the model has no tokenizer."""
     path = resolve_model_path(model.tokenizer_path or model.path)
     write_processor(path, folder, trust_remote_code=model.trust_remote_code)
@@ -299,4 +333,9 @@ def write_tokenizer(model: HFModelConfig, folder: Path) -> None:
     except ConfigError as error:
         logger.warning("exported without a tokenizer: %s", error)
         return
+    if str(config.architectures).endswith("ForSequenceClassification']"):  # it reads its score before the padding
+        padding = config.get_text_config().pad_token_id
+        tokenizer.pad_token = None if padding is None else tokenizer.convert_ids_to_tokens(padding)
+    if model.custom_chat_template is not None:
+        (folder / "chat_template.json").unlink(missing_ok=True)  # the processor's
     tokenizer.save_pretrained(folder)

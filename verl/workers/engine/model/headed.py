@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -28,11 +29,14 @@ from verl.utils.image_reward_models import sequence_classifier, token_classifier
 from verl.utils.model import (
     auto_of,
     empty_causal_lm,
+    eos_token_ids,
     hf_config_of,
     load_causal_lm,
     load_hf_config,
     load_pretrained,
     rope_types,
+    switch_off_dropout,
+    torch_dtype,
 )
 from verl.utils.model_facts.config_fields import layers_beyond_attention
 from verl.utils.tokenizer import tokenizer_of
@@ -82,10 +86,20 @@ class HeadedModel(nn.Module):
     Args:
         hf: the Transformers model; also kept for its config and for export.
         head_name: attribute of ``hf`` that is the head, an ``nn.Linear`` on hidden states.
+        stored_dtype: precision of exported weights; by default that of ``hf``.
+        unused_dropout: rates of the model's config that are not used here, but are exported.
     """
 
-    def __init__(self, hf: PreTrainedModel, head_name: str) -> None:
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        head_name: str,
+        stored_dtype: torch.dtype | None = None,
+        unused_dropout: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         super().__init__()
+        self.stored_dtype = stored_dtype or hf.dtype
+        self.unused_dropout = unused_dropout
         self._hf = (hf,)  # in a tuple, so that it is no submodule; its parts are registered below
         self.backbone_name = hf.base_model_prefix
         self.head_name = head_name
@@ -236,6 +250,8 @@ def build_model(
     if config.external_lib:
         importlib.import_module(config.external_lib)
     hf_config = load_hf_config(config.hf_config_path or config.path, config.override_config, config.trust_remote_code)
+    stored_dtype = torch_dtype(hf_config.dtype) if hf_config.dtype else None
+    rates = switch_off_dropout(hf_config, config.override_config) if is_trained else {}
     if model_type == "language_model":
         hf, head_name = _causal_lm(config, hf_config, dtype, with_weights), "lm_head"
     else:
@@ -247,7 +263,7 @@ def build_model(
     _freeze(hf, frozen)
     if is_trained and config.has_adapters:
         add_adapters(hf, head_name, config, with_weights or with_adapters, seed)
-    return HeadedModel(hf, head_name)
+    return HeadedModel(hf, head_name, stored_dtype, rates)
 
 
 def _replace_backbone(hf: PreTrainedModel, backbone_class: type[PreTrainedModel], dtype: torch.dtype) -> None:
@@ -328,7 +344,10 @@ def _scalar_model(
     architecture = (hf_config.architectures or [""])[0]
     for ending, auto in _CLASSIFIERS.items():
         if architecture.endswith(ending):
-            return _classifier(auto, architecture, config, hf_config, dtype, with_weights)
+            hf = _classifier(auto, architecture, config, hf_config, dtype, with_weights)
+            if model_type == "reward_model" and is_trained:
+                _name_padding(hf.config.get_text_config(), config)
+            return hf
     if model_type == "reward_model":
         if is_trained:
             return _new_reward_model(architecture, config, hf_config, dtype, with_weights)
@@ -395,18 +414,25 @@ def _new_classifier_with_images(
 
 
 def _name_padding(text_config: PretrainedConfig, config: HFModelConfig) -> None:
-    """Set the padding token in the config, so that Transformers can score padded batches with the exported model."""
-    # Transformers reads the score at the last token that is not padding. If the padding token also ended responses,
-    # it would read before their end, so none is set then.
-    if text_config.pad_token_id is not None:
-        return
+    """Set a padding token in the config that ends no response, with which Transformers reads the score where we do.
+
+    Transformers reads it at the last token that is not padding: a token too early if responses end with that token.
+    """
     try:
         tokenizer = tokenizer_of(config, correct_pad_token=False)
+        ends = eos_token_ids(config.path, tokenizer)
     except ConfigError as error:
         logger.warning("the reward model's config names no padding token: %s", error)
         return
-    if tokenizer.pad_token_id != tokenizer.eos_token_id:
-        text_config.pad_token_id = tokenizer.pad_token_id
+    usable = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special and index not in ends}
+    bos = tokenizer.bos_token_id
+    preferred = tokenizer.pad_token_id, text_config.pad_token_id, *sorted(usable - {bos}), bos
+    text_config.pad_token_id = next((index for index in preferred if index in usable), None)
+    if text_config.pad_token_id is None:
+        logger.warning(
+            "every special token of %s ends a response, so that none can pad: Transformers scores one row at a time",
+            config.path,
+        )
 
 
 def _classifier(
