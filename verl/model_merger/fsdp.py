@@ -74,7 +74,7 @@ def merge(
         is_value_model: refuse any architecture but a value model.
         base_model: of LoRA adapters, the model that they were trained on, if it is not where it was. Of any
             checkpoint, the folder from which heads of multi-token prediction are copied that were not trained.
-        dtype: precision of the weights; by default that of the config, which is the precision of the base's folder.
+        dtype: precision of the weights; by default that of the base, which the config names.
     """
     source, target = Path(local_dir).expanduser(), Path(target_dir).expanduser()
     about = _described_in(source, base_model)
@@ -99,6 +99,8 @@ def merge(
     weights = _fit_names(weights, model, config, source, trust_remote_code)
     if dtype is not None:
         config.dtype = torch_dtype(dtype)
+    elif isinstance(adapted, Adapted):
+        config.dtype = adapted.dtype
     weights, heads = _as_stored(weights, model, config), _as_stored(heads, model, config)
     target.mkdir(parents=True, exist_ok=True)
     heads = heads or _heads_of(base_model, config)
