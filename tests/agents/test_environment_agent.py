@@ -275,7 +275,7 @@ def test_bad_environments_cost_their_own_trajectories_and_are_closed(run):
     good = {"steps": [("", 1, True, False, {"lock": threading.Lock()})], "closes_badly": True}
     resets = [
         ({"first": fails}, "reset failed: KeyError"),
-        ({"first": lambda: None}, "reset returned the observation NoneType None"),
+        ({"first": lambda: 7}, "reset returned the observation int 7"),
         ({"first": [{"role": "assistant", "content": "o"}]}, "reset returned messages that end with a turn of the ass"),
         ({"steps": [("", 1, True, False, {})], "rest": float("inf")}, "score gave the reward float inf"),
     ]

@@ -25,10 +25,11 @@ def block(language: str, having: str, page: str = "environments.md") -> str:
 
 def test_the_environments_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     paths = make_tiny_run(tmp_path)
-    rows = [json.loads(line) for line in Path(paths["train"]).read_text().splitlines()][:2]
-    for row, name in zip(rows, ("guess", "stairs"), strict=True):
-        row["extra_info"]["environment_kwargs"] = {"name": name}
-    Path(paths["train"]).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompt = [{"role": "user", "content": "Climb."}]  # rows of environments need neither data source nor truth
+    rows = [{"prompt": prompt, "extra_info": {"environment_kwargs": {"name": name}}} for name in ("guess", "stairs")]
+    rows[1]["extra_info"]["environment_kwargs"]["top"] = 3
+    for name in ("train", "val"):
+        Path(paths[name]).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "stairs.py").write_text(block("python", "class Stairs"))
     (tmp_path / "environments.yaml").write_text(block("yaml", "stairs.py"))
     monkeypatch.chdir(tmp_path)

@@ -20,7 +20,7 @@ from verl.agents.outputs import conversation_outputs
 from verl.agents.parsers import ParsedTurn, ToolParser, get_tool_parser
 from verl.base.types import JsonObject
 from verl.config import PPOConfig
-from verl.config.agent import TrajectoryStatus
+from verl.config.agent import ENVIRONMENT_AGENT, TrajectoryStatus
 from verl.datasets.chat import Message, as_messages
 from verl.environments.registry import EnvironmentEntry, environment_of_row, read_environments
 from verl.tools.threads import LoopThreads
@@ -45,7 +45,7 @@ class EnvironmentAgentParts:
     threads: LoopThreads = field(default_factory=LoopThreads)
 
 
-@register("environment_agent")
+@register(ENVIRONMENT_AGENT)
 class EnvironmentAgentLoop(AgentLoopBase):
     """Play an episode of the row's environment, until it ends or a limit of turns or tokens is reached.
 

@@ -108,6 +108,7 @@ class Episode:
         self._environment = await self._thread.call(self._entry.cls, copy.deepcopy(self._entry.config))
         reset_arguments = {"seed": seed, "messages": copy.deepcopy(prompt), **arguments}
         result = await self._thread.call(self._environment.reset, **reset_arguments)
+        result = prompt if result is None else result
         tools = await self._thread.call(_tools, self._environment)
         if not isinstance(result, list):
             [said] = await self._messages([{"role": "user", "content": self._content(result, "reset")}], "reset")

@@ -10,6 +10,7 @@ from verl.api.data import DataFiles
 from verl.api.functions import with_resolved_types, write_module
 from verl.api.rewards import Reward, check_columns, combine, named_rewards, no_reward
 from verl.base.types import JsonObject
+from verl.config.agent import ENVIRONMENT_AGENT
 from verl.environments.base import Environment
 from verl.errors import ConfigError
 
@@ -93,7 +94,7 @@ def write_objects(
     if environments:
         entries = [{"name": one.__name__, "class_name": f"{module}:{one.__name__}"} for one in environments]
         keys[f"{_MULTI_TURN}.environment_config_path"] = entries
-        keys["actor_rollout_ref.rollout.agent.default_agent_loop"] = "environment_agent"
+        keys["actor_rollout_ref.rollout.agent.default_agent_loop"] = ENVIRONMENT_AGENT
     if tools or environments:
         keys[f"{_MULTI_TURN}.enable"] = True
     return keys

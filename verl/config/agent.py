@@ -9,6 +9,7 @@ from verl.config.base import BaseConfig, section, setting
 from verl.config.problems import Problem
 
 SINGLE_TURN = "single_turn_agent"
+ENVIRONMENT_AGENT = "environment_agent"
 TrajectoryStatus = Literal[
     "done", "turns_used_up", "context_full", "tool_error", "environment_error", "timeout", "cancelled", "agent_error"
 ]

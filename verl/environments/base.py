@@ -59,7 +59,9 @@ class Environment(ABC):
         return
 
     @abstractmethod
-    def reset(self, *, seed: int, messages: list[JsonObject], **kwargs: object) -> Observation | Awaitable[Observation]:
+    def reset(
+        self, *, seed: int, messages: list[JsonObject], **kwargs: object
+    ) -> Observation | Awaitable[Observation | None] | None:
         """Begin the episode.
 
         Args:
@@ -69,7 +71,7 @@ class Environment(ABC):
 
         Returns:
             A text or an :class:`ImageObservation`, which is added to the row's prompt as the user's; or messages, which
-            take the prompt's place, with all image parts of the row or none of them.
+            take the prompt's place, with all image parts of the row or none of them; None if the prompt says it all.
         """
 
     @abstractmethod

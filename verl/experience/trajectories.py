@@ -14,7 +14,7 @@ from verl.agents.manager import LEFT_OUT
 from verl.agents.rendering_check import KINDS
 from verl.agents.tool_calls import CallFailure
 from verl.config import AgentLoopConfig, RolloutConfig
-from verl.config.agent import SINGLE_TURN, TrajectoryStatus
+from verl.config.agent import ENVIRONMENT_AGENT, SINGLE_TURN, TrajectoryStatus
 from verl.datasets.rl_dataset import FOR_AGENTS, RLHFDataset
 from verl.errors import ConfigError, DataError
 from verl.experience.rewards import OF_TRAJECTORY, Scored
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 NO_SCORES: Scored = (torch.zeros(0), {})
 """Scores of no rows."""
-SHOW_OTHER_TOOLS = {"tool_agent": "run (multi_turn.tool_config_path)", "environment_agent": "environment"}
+SHOW_OTHER_TOOLS = {"tool_agent": "run (multi_turn.tool_config_path)", ENVIRONMENT_AGENT: "environment"}
 """Agent loops that do not read the tools of a row, and whose tools they show."""
 TIMES = ("generate_sequences", "tool_calls", "compute_score")
 """Of :class:`verl.agents.loop.AgentLoopMetrics`, those in seconds."""

@@ -205,11 +205,11 @@ def test_data_is_checked_before_a_run(tmp_path):
             manager(None).check_dataset(dataset(good, good | truth, good | truth))
 
 
-def test_a_function_gets_the_columns_that_it_names(tmp_path):
+def test_a_function_gets_the_columns_that_it_names(tmp_path, caplog):
     def dataset(*records):
         return RLHFDataset(jsonl(tmp_path / "x.jsonl", records), TOKENIZER, DataConfig(max_prompt_length=20))
 
-    def of_column(solution_str, answer, prompt, level=None):
+    def of_column(solution_str, answer, prompt, level=7):
         return {"score": float(solution_str == answer), "asked": prompt[0]["content"], "level": level}
 
     def with_default(solution_str, ground_truth=None):
@@ -229,16 +229,21 @@ def test_a_function_gets_the_columns_that_it_names(tmp_path):
     def truth(solution_str, ground_truth):
         return float(ground_truth)
 
+    half = dataset({"prompt": "a", "answer": "x", "level": 2}, {"prompt": "b"}, {"prompt": "c", "level": 2})
+    with pytest.raises(DataError, match=r"2 of 3 rows have no value in the column answer.* the first is .*, row 1\."):
+        manager(of_column).check_dataset(half)
+    manager(truth).check_dataset(dataset({"prompt": "a"}, {"prompt": "b", "ground_truth": "4"}))
+    assert "1 of 2 rows have no ground truth; the first is" in caplog.text
     with pytest.raises(DataError, match=r"truth\(.* needs the ground truth, and none of the 2 rows has one"):
         manager(truth).check_dataset(rows)
     manager(truth).check_dataset(dataset({"prompt": "a"}, {"prompt": "a", "reward_model": {"ground_truth": 0}}))
     manager(truth).check_dataset(dataset({"prompt": "a", "ground_truth": "x"}))
 
     prompts = [[{"role": "user", "content": text}] for text in ("a", "b")]
-    columns = {"answer": ["one", "no"], "raw_prompt": prompts, "ground_truth": ["3", "4"]}
+    columns = {"answer": ["one", "no"], "raw_prompt": prompts, "ground_truth": ["3", "4"], "level": [None, 2]}
     batch = batch_of(["one", "two"], **{name: np.fromiter(v, dtype=object, count=2) for name, v in columns.items()})
     extra = manager(of_column)(batch, return_dict=True)["reward_extra_info"]
-    assert (extra["score"], extra["asked"], extra["level"]) == ([1.0, 0.0], ["a", "b"], [None, None])
+    assert (extra["score"], extra["asked"], extra["level"]) == ([1.0, 0.0], ["a", "b"], [7, 2])
 
     assert manager(truth)(batch, return_dict=True)["reward_extra_info"]["score"] == [3.0, 4.0]
 

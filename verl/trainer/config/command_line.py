@@ -22,7 +22,15 @@ from verl.base.redact import redacted, secrets_in
 from verl.base.streams import open_closed_streams
 from verl.config import BaseConfig, Problem
 from verl.config.problems import report
-from verl.errors import CheckpointError, ConfigError, DataError, NonFiniteError, ResourceError, RewardError
+from verl.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NonFiniteError,
+    ResourceError,
+    RewardError,
+    RolloutError,
+)
 from verl.supervision.interruption import interruptible
 from verl.trainer.config.flags import Words, read_words
 from verl.trainer.config.keys import keys_named
@@ -33,7 +41,7 @@ from verl.trainer.config.translate import Translator
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 
-PLAIN_ERRORS = (ConfigError, DataError, ResourceError, CheckpointError, RewardError, NonFiniteError)
+PLAIN_ERRORS = (ConfigError, DataError, ResourceError, CheckpointError, RewardError, NonFiniteError, RolloutError)
 """Errors caused by the user's settings, data, code or machine; a traceback of verl's code would not help the user."""
 
 FULL_ERROR = "HYDRA_FULL_ERROR"

@@ -11,6 +11,7 @@ import torch
 
 from verl.base.import_utils import load_object
 from verl.config import PPOConfig
+from verl.config.agent import ENVIRONMENT_AGENT
 from verl.datasets.rl_dataset import RLHFDataset
 from verl.errors import ConfigError
 from verl.experience.scoring import compute_reward
@@ -116,13 +117,17 @@ def load_reward_manager(
 def check_reward_data(config: PPOConfig, reward_fn: object, dataset: object) -> None:
     """Check, before any model loads, that the data has the columns that scoring needs.
 
-    Custom data sets, custom managers and runs with a reward model are not checked.
+    Custom data sets, custom managers and runs with a reward model are not checked, nor are rows that environments
+    score.
 
     Raises:
         DataError: a column is missing.
         UnknownDataSourceError: a row's data source has no scorer.
     """
     if config.reward_model.enable or not isinstance(dataset, RLHFDataset):
+        return
+    default = config.actor_rollout_ref.rollout.default_agent_loop
+    if {name or default for name in dataset.source_column("agent_name")} == {ENVIRONMENT_AGENT}:
         return
     if isinstance(reward_fn, AbstractRewardManager):
         reward_fn.check_dataset(dataset)

@@ -151,7 +151,7 @@ class RowParameters:
 
     Attributes:
         required: those without a default, which must be columns of the data.
-        optional: those with one, which get the column of their name if there is one.
+        optional: those with one, which get the column of their name if there is one and the row has a value there.
         needs_truth: the ground truth is a parameter without a default.
         shown: the function, for error messages.
     """
@@ -335,7 +335,9 @@ class RewardFunction:
 
     def _arguments(self, sample: RewardSample) -> dict[str, object]:
         named = {name: getattr(sample, name) for name in self._wanted}
-        return named | {name: sample.columns[name] for name in self._columns([sample])}
+        columns = {name: sample.columns[name] for name in self._columns([sample])}
+        optional = self.of_rows.optional
+        return named | {name: value for name, value in columns.items() if value is not None or name not in optional}
 
     def _columns(self, samples: Sequence[RewardSample]) -> list[str]:
         """Parameters that get a column; all rows of a batch have the same columns."""

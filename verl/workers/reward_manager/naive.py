@@ -168,8 +168,26 @@ class NaiveRewardManager(AbstractRewardManager):
         """Check that a function of the user's own gets what its parameters ask of the rows."""
         wanted = self.function.of_rows
         wanted.check([*(name for name in dataset.columns if name not in dataset.images.keys), *OF_RUN])
+        for name in wanted.required:
+            if name in dataset.columns:
+                self._refuse_empty(dataset, name)
         columns = zip(dataset.source_column("reward_model"), dataset.source_column("ground_truth"), strict=True)
-        wanted.check_truths([row_truth(*values) for values in columns], dataset.columns)
+        truths = [row_truth(*values) for values in columns]
+        wanted.check_truths(truths, dataset.columns)
+        if wanted.needs_truth and None in truths:
+            logger.warning(
+                "%d of %d rows have no ground truth; the first is %s. The reward function %s gets None for them.",
+                truths.count(None), len(truths), dataset.place(truths.index(None)), wanted.shown,
+            )  # fmt: skip
+
+    def _refuse_empty(self, dataset: RLHFDataset, name: str) -> None:
+        """Refuse rows without a value of a column that the function needs."""
+        if empty := [item for item, value in enumerate(dataset.source_column(name)) if value is None]:
+            raise DataError(
+                f"{len(empty)} of {len(dataset)} rows have no value in the column {name}, which the reward function "
+                f"{self.function.of_rows.shown} needs; the first is {dataset.place(empty[0])}. Complete these rows, "
+                f"leave them out, or give the parameter {name} a default."
+            )
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Result:
         """Score a batch and wait; see :meth:`AbstractRewardManager.__call__`.
