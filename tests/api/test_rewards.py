@@ -17,7 +17,7 @@ from verl.api.functions import with_resolved_types, write_module
 from verl.api.rewards import BatchRewards, check_columns, combine, named_rewards
 from verl.base.import_utils import load_object
 from verl.errors import ConfigError, RewardError
-from verl.workers.reward_manager.function import RewardFunction, RewardSample
+from verl.workers.reward_manager.function import RewardFunction, RewardSample, RowParameters
 
 
 def right(solution_str: str, answer: str) -> float:
@@ -84,6 +84,28 @@ def test_a_function_of_everything_gets_everything() -> None:
     seen: dict[str, Any] = {}
     scored([lambda solution_str, **columns: float(not seen.update(columns))], [row("a", "who?", answer="b", level=3)])
     assert seen == {"prompt": "who?", "answer": "b", "level": 3}
+
+
+def test_what_a_row_lacks() -> None:
+    """One function needs what it requires in every row; of several, each gets None where a row is not its own."""
+
+    def level_or_3(solution_str: str, level: int = 3) -> float:
+        return float(level)
+
+    def judged(solution_str: str, answer: str | None) -> float | None:
+        return None if answer is None else 1.0
+
+    columns = ["prompt", "answer", "level"]
+    alone, level = (combine(named_rewards([function], None), columns) for function in (right, level_or_3))
+    required = [RowParameters.of(function, "sample", {}).required for function in (alone, level)]
+    assert required == [("answer",), ()]
+    both = combine(named_rewards([judged, level_or_3], None), columns)
+    assert RowParameters.of(both, "sample", {}).required == ()
+    function = RewardFunction(both, {})
+    sample = RewardSample("unknown", "x", None, {}, columns={"answer": None, "level": None})
+    [score] = function.score_samples([sample])
+    function.close()
+    assert (score.status, score.value) == ("ok", 3.0)
 
 
 def test_what_is_no_number_fails_its_own_response() -> None:

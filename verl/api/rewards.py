@@ -199,7 +199,8 @@ def _is_async(reward: Reward) -> bool:
 class _Rewards:
     """Arguments of several functions, and the sum of their scores.
 
-    Its signature names the columns that the functions take; the run passes those.
+    Its signature names the columns that the functions take; the run passes those. What a single function requires
+    has no default, so that the run refuses rows without it; of several, each may judge some of the rows.
     """
 
     arguments: tuple[str, ...] = ()
@@ -216,10 +217,17 @@ class _Rewards:
         named = {name for parameters in functions for name in parameters}
         wanted = [name for name in columns if (takes_any or name in named) and name not in _OF_RESPONSES]
         first, *others = self.arguments
+        required = {p.name for parameters in functions for p in parameters.values() if p.default is p.empty}
+        self.never_left_out = dict.fromkeys(wanted if takes_any else [name for name in wanted if name in required])
+        names = dict.fromkeys([*others, "prompt", prompt_key, *wanted])
         parameters = [inspect.Parameter(first, inspect.Parameter.KEYWORD_ONLY)]
         parameters += [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-            for name in dict.fromkeys([*others, "prompt", prompt_key, *wanted])
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if self.is_only and name in required else None,
+            )
+            for name in names
         ]
         self.__signature__ = inspect.Signature(parameters)
 
@@ -271,7 +279,7 @@ class SampleRewards(_Rewards):
 
     def __call__(self, **row: object) -> object:
         """Score one response, with what the row has."""
-        arguments = row | self.prompt_of(row)
+        arguments = self.never_left_out | row | self.prompt_of(row)
         return self.total([call(reward.function, arguments) for reward in self.rewards])
 
 
@@ -280,7 +288,7 @@ class AsyncSampleRewards(SampleRewards):
 
     async def __call__(self, **row: object) -> object:
         """Score one response, with what the row has."""
-        arguments = row | self.prompt_of(row)
+        arguments = self.never_left_out | row | self.prompt_of(row)
         scores = []
         for reward in self.rewards:
             score = call(reward.function, arguments)

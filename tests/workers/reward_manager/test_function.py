@@ -108,7 +108,7 @@ def test_parameters_named_like_columns_get_them():
 
     first, second = {"answer": "xx", "level": 5, "unnamed": 0}, {"answer": "y", "level": None, "unnamed": 1}
     scores = RewardFunction(score, {}).score_samples(of_rows(first, second))
-    assert [(s.value, s.extra["level"], s.extra["method"]) for s in scores] == [(1.0, 5, "m"), (0.0, None, "m")]
+    assert [(s.value, s.extra["level"], s.extra["method"]) for s in scores] == [(1.0, 5, "m"), (0.0, 1, "m")]
     # What the configuration gives stays, and **kwargs get no columns: functions pass them on to others.
     bound = functools.partial(score, method="bound")
     both = first | {"method": "of the row"}

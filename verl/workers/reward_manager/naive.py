@@ -251,6 +251,11 @@ class NaiveRewardManager(AbstractRewardManager):
             model = token_scores(tensors["rm_scores"], tensors["response_mask"], compute_response_mask(data))
             return Deferred([], lambda: self.shaped(data, model))
         if not self.has_rule:
+            if "environment_info" in data.non_tensor_batch and "reward_model" not in data.non_tensor_batch:
+                raise RewardError(
+                    "the environment gave no reward for an episode, and the rows have no reward_model.ground_truth for "
+                    "a scorer. Return a reward from step or score, or set custom_reward_function.path."
+                )
             require(data, ("reward_model",), "scoring by data source")
         if self.function.form == "sample":
             scored = self.function.submit_samples(samples, self.tokens(samples)).map(Scores)
