@@ -174,10 +174,11 @@ class NaiveRewardManager(AbstractRewardManager):
         columns = zip(dataset.source_column("reward_model"), dataset.source_column("ground_truth"), strict=True)
         truths = [row_truth(*values) for values in columns]
         wanted.check_truths(truths, dataset.columns)
-        if wanted.needs_truth and None in truths:
+        empty = [item for item, truth in enumerate(truths) if truth is None]
+        if wanted.needs_truth and empty:
             logger.warning(
                 "%d of %d rows have no ground truth; the first is %s. The reward function %s gets None for them.",
-                truths.count(None), len(truths), dataset.place(truths.index(None)), wanted.shown,
+                len(empty), len(dataset), dataset.place(empty[0]), wanted.shown,
             )  # fmt: skip
 
     def _refuse_empty(self, dataset: RLHFDataset, name: str) -> None:
