@@ -102,6 +102,24 @@ def programs(port: int, secret: Path) -> list[HostileProgram]:
             "x = os.urandom(1 << 20) * 120\ntime.sleep(9)",
             ("out_of_memory",),
         ),
+        HostileProgram(
+            "page tables of 60,000 mappings",
+            "import ctypes, time\nlibc = ctypes.CDLL(None)\nlibc.mmap.restype = ctypes.c_void_p\n"
+            "for n in range(60000):\n    place = ctypes.c_void_p((1 << 44) + (n << 30))\n"
+            "    ctypes.string_at(libc.mmap(place, ctypes.c_size_t(4096), 1, 0x100022, -1, 0), 1)\n"
+            "time.sleep(9)",
+            ("out_of_memory",),
+        ),
+        HostileProgram(
+            "search for other programs",
+            "import os, sys\nfound = []\nfor top, folders, names in os.walk('/'):\n"
+            "    folders[:] = [name for name in folders if f'{top}{name}' not in ('/proc', '/dev')]\n"
+            "    for path in (os.path.join(top, name) for name in names if '.so' not in name):\n"
+            "        if os.access(path, os.X_OK) and open(path, 'rb').read(4) == b'\\x7fELF': found.append(path)\n"
+            "found = {os.path.basename(path) for path in found} - {'prlimit', 'setpriv'}\n"
+            f"print({SAFE!r} if found == {{os.path.basename(sys.executable)}} else found)",
+            ("ok",), is_harmless=_printed_safe,
+        ),
         HostileProgram("huge integer", "print(9 ** 9 ** 9)", ("cpu_limit", "out_of_memory")),
         HostileProgram("huge integer as text", "print(10 ** 5000)", ("exit_error",)),
         HostileProgram("huge string", "print(len('x' * 10 ** 12))", ("out_of_memory",)),

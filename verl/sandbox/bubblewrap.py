@@ -185,8 +185,9 @@ def _missing() -> str | None:
             f"bubblewrap {'.'.join(map(str, version))} is too old, {'.'.join(map(str, OLDEST))} or newer is needed "
             f"(Debian 12, Ubuntu 23.04): upgrade, then {INSTALL}"
         )
-    if shutil.which("prlimit", path=_path()) is None:
-        return "prlimit is not installed: apt-get install util-linux"
+    for tool, package in (("prlimit", "util-linux"), ("ldd", "libc-bin")):
+        if shutil.which(tool, path=_path()) is None:
+            return f"{tool} is not installed: apt-get install {package}"
     return None
 
 
@@ -246,45 +247,68 @@ def _interpreter() -> str:
 
 @functools.cache
 def interpreter_mounts() -> list[str]:
-    """Return bubblewrap arguments that mount the interpreter, its standard library and the C libraries only.
+    """Return bubblewrap arguments that mount the interpreter, its standard library and the C libraries of both only.
 
-    Installed packages are hidden, so that what a program can import does not depend on the machine.
+    Installed packages and all other programs are hidden, so that what a program can import and run does not depend on
+    the machine.
     """
     mounts: list[str] = []
     for top in ("/lib", "/lib32", "/lib64", "/libx32"):
         if os.path.islink(top):
             mounts += ["--symlink", os.readlink(top), top]
-        elif os.path.isdir(top):
-            mounts += ["--ro-bind", top, top]
-    libraries = [f"/usr/{name}" for name in ("lib", "lib32", "lib64", "libx32")]
-    places = [*libraries, "/etc/ld.so.cache", f"{sys.base_prefix}/lib", sysconfig.get_path("stdlib"), _interpreter()]
-    places += [tool for name in ("prlimit", "setpriv") if (tool := shutil.which(name, path=_path()))]
+    tools = [tool for name in ("prlimit", "setpriv") if (tool := shutil.which(name, path=_path()))]
+    executables = [_interpreter(), *map(os.path.realpath, tools)]
+    standard = {Path(folder).resolve() for folder in _standard_library()}
+    libraries = _library_folders([*executables, *_extensions(standard)])
+    caches = [path for path in [Path("/etc/ld.so.cache")] if path.exists()]
     visible: list[Path] = []
-    for path in sorted({Path(path).resolve() for path in places if os.path.exists(path)}):
+    for path in sorted({*standard, *libraries, *map(Path, executables), *caches}):
         if not any(path.is_relative_to(other) for other in visible):
             visible.append(path)
     parents = {parent for path in visible for parent in path.parents} - {Path("/")}
     # bubblewrap would make them for its own account alone.
     mounts += _flatten(("--perms", "0755", "--dir", str(parent)) for parent in sorted(parents))
     mounts += _flatten(("--ro-bind", str(path), str(path)) for path in visible)
-    for packages in _package_folders():
-        mounts += ["--tmpfs", packages, "--remount-ro", packages]
+    hidden = [folder / name for folder in standard for name in ("dist-packages", "site-packages")]
+    for folder in libraries:
+        hidden += [each for each in folder.iterdir() if _has_programs(each) and each not in {*standard, *libraries}]
+    for path in hidden:
+        if path.is_dir():
+            mounts += ["--tmpfs", str(path), "--remount-ro", str(path)]
     return mounts
 
 
-def _package_folders() -> list[str]:
-    variables = {"base": sys.base_prefix, "platbase": sys.base_prefix, "installed_base": sys.base_prefix}
-    folders = [sysconfig.get_path(name, vars=variables) for name in ("purelib", "platlib")]
-    major, minor = sys.version_info[:2]
-    for prefix in (sys.base_prefix, "/usr", "/usr/local"):
-        folders += [f"{prefix}/lib/python3/dist-packages", f"{prefix}/lib/python{major}.{minor}/dist-packages"]
-        folders += [f"{prefix}/lib/python{major}.{minor}/site-packages"]
-    visible = (f"{os.path.realpath(sys.base_prefix)}/lib/", "/usr/lib/")
-    return [
-        folder
-        for folder in dict.fromkeys(os.path.realpath(path) for path in folders)
-        if os.path.isdir(folder) and folder.startswith(visible)
-    ]
+def _standard_library() -> set[str]:
+    variables = {"installed_base": sys.base_prefix, "platbase": sys.base_prefix, "installed_platbase": sys.base_prefix}
+    return {sysconfig.get_path(name, vars=variables) for name in ("stdlib", "platstdlib")}
+
+
+def _extensions(standard: set[Path]) -> Iterator[str]:
+    """Yield the extension modules of the standard library that have libraries of their own."""
+    for folder in standard:
+        for name in ("_bz2", "_ctypes", "_lzma", "_sqlite3", "_ssl", "zlib"):
+            yield from map(str, folder.glob(f"lib-dynload/{name}.*"))
+
+
+def _library_folders(binaries: list[str]) -> set[Path]:
+    """Folders of the shared libraries that binaries load, as the loader looks for them and where their files are."""
+    ldd = shutil.which("ldd", path=_path())
+    assert ldd
+    # It fails as a whole where one of them is statically linked; the search path is that of the sandbox.
+    text = subprocess.run([ldd, *binaries], capture_output=True, text=True, check=False, env={"PATH": TOOLS}).stdout
+    paths = {Path(word) for line in text.splitlines() for word in line.split() if re.match(r"/.*\.so", word)}
+    return {folder.resolve() for path in paths for folder in (path.parent, path.resolve().parent)}
+
+
+def _has_programs(folder: Path) -> bool:
+    """Whether a folder has executable files besides libraries, as those of compilers."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    return any(
+        ".so" not in name and os.path.isfile(path := os.path.join(top, name)) and os.access(path, os.X_OK)
+        for top, _, names in os.walk(folder)
+        for name in names
+    )
 
 
 def _flatten(groups: Iterator[tuple[str, ...]]) -> list[str]:
@@ -303,7 +327,7 @@ found["uid"] = os.getuid()
 found["capabilities"] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("Cap")]
 found["privileges"] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("NoNewPrivs")]
 found["links"] = [line.split(":")[0].strip() for line in open("/proc/net/dev") if ":" in line]
-found["writable"] = [p for p in ("/", "/usr/lib", "/dev", "/sandbox") if not os.statvfs(p).f_flag & os.ST_RDONLY]
+found["writable"] = [p for p in ("/", "/usr", "/dev", "/sandbox") if not os.statvfs(p).f_flag & os.ST_RDONLY]
 children = 0
 pipe = os.pipe()
 try:

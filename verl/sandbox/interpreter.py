@@ -20,6 +20,7 @@ from pathlib import Path
 
 from verl.sandbox import cells
 from verl.sandbox.bubblewrap import BubblewrapSetup
+from verl.sandbox.memory_group import memory_group
 from verl.sandbox.runner import (
     SAMPLE_EVERY_S,
     StartedSandbox,
@@ -118,6 +119,7 @@ class _InterpreterProcess(StartedSandbox):
         uid = setup.new_uid()
         with contextlib.ExitStack() as mine, contextlib.ExitStack() as theirs:
             mine.enter_context(adopting_orphans())
+            group = mine.enter_context(memory_group(limits)) if setup.way != "own_uid_user" else None
             source = theirs.enter_context(sealed_file("cells", Path(cells.__file__).read_bytes()))
             calls = theirs.enter_context(sealed_file("filter", filter_program(platform.machine())))
             (requests, request_end), (answers, answer_end), (status, status_end) = (os.pipe() for _ in range(3))
@@ -130,12 +132,13 @@ class _InterpreterProcess(StartedSandbox):
                 requests,
                 (source, calls, status_end, answer_end),
                 uid if setup.way == "own_uid_user" else None,
+                group,
                 stderr=subprocess.STDOUT,  # a model reads both in the order in which they were written
             )
             assert process.stdout
             mine.callback(process.stdout.close)
             streams = {"stdout": process.stdout.fileno(), "answers": answers, "status": status}
-            super().__init__(process, streams, limits)
+            super().__init__(process, streams, limits, group)
             mine.callback(self.end_processes)
             self._requests = request_end
             os.set_blocking(request_end, False)
@@ -194,7 +197,7 @@ class _InterpreterProcess(StartedSandbox):
                 for key, _ in selector.select(min(deadline - now, SAMPLE_EVERY_S)):
                     if key.data == "end":
                         self._drain()
-                        return Status.CRASHED
+                        return Status.OUT_OF_MEMORY if self.group and self.group.ran_out() else Status.CRASHED
                     if key.data == "requests":
                         with contextlib.suppress(
                             BlockingIOError, BrokenPipeError

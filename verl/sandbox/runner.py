@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from verl.sandbox.bubblewrap import MIB, PROBE, PROBE_LIMITS, BubblewrapSetup, complaint, find_setups, why_unavailable
+from verl.sandbox.memory_group import MemoryGroup, memory_group
 from verl.sandbox.seccomp import filter_program
 from verl.sandbox.types import Limits, ProgramResult, SandboxError, SandboxUnavailableError, Status, end_of
 from verl.sandbox.watch import RunUsage, descendants
@@ -118,6 +119,8 @@ def _run_once(setup: BubblewrapSetup, program: str, stdin: str, limits: Limits) 
         source = files.enter_context(sealed_file("program", program.encode("utf-8", "replace")))
         input_ = files.enter_context(sealed_file("stdin", stdin.encode("utf-8", "replace")))
         calls = files.enter_context(sealed_file("filter", filter_program(platform.machine())))
+        # Without the right to mount, root has none to move another account's process into a group either.
+        group = files.enter_context(memory_group(limits)) if setup.way != "own_uid_user" else None
         status, status_end = os.pipe()
         files.callback(os.close, status)
         try:
@@ -126,24 +129,30 @@ def _run_once(setup: BubblewrapSetup, program: str, stdin: str, limits: Limits) 
                 input_,
                 (source, calls, status_end),
                 uid if setup.way == "own_uid_user" else None,
+                group,
             )
         finally:
             os.close(status_end)
         with process:
-            run = _Run(process, status, limits, start)
+            run = _Run(process, status, limits, start, group)
             outcome = run.finish()
             killed = outcome.status is Status.CRASHED and outcome.signal in SENT_BY_OTHERS
             return outcome, killed or run.was_stopped
 
 
 def start_bubblewrap(
-    command: list[str], stdin: int, pass_fds: tuple[int, ...], uid: int | None, stderr: int = subprocess.PIPE
+    command: list[str],
+    stdin: int,
+    pass_fds: tuple[int, ...],
+    uid: int | None,
+    group: MemoryGroup | None,
+    stderr: int = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
-    """Start bubblewrap, under another uid if one is given."""
+    """Start bubblewrap, under another uid and in a memory cgroup if these are given."""
     groups = [] if uid is not None else None
     try:
         return subprocess.Popen(
-            command,
+            group.joining(command) if group else command,
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -165,10 +174,13 @@ class StartedSandbox:
         process: bubblewrap.
         streams: descriptors to read from, by name; ``status`` is the one that bubblewrap writes to.
         limits: limits of the run.
+        group: its memory cgroup.
     """
 
-    def __init__(self, process: subprocess.Popen[bytes], streams: dict[str, int], limits: Limits) -> None:
-        self.process, self.streams, self.limits = process, streams, limits
+    def __init__(
+        self, process: subprocess.Popen[bytes], streams: dict[str, int], limits: Limits, group: MemoryGroup | None
+    ) -> None:
+        self.process, self.streams, self.limits, self.group = process, streams, limits, group
         self.read: dict[str, bytearray] = {name: bytearray() for name in streams}
         self.usage: RunUsage | None = None
         self.init_fd: int | None = None
@@ -188,6 +200,8 @@ class StartedSandbox:
 
     def is_out_of_memory(self) -> bool:
         """Take a sample of what all processes use; return whether they need more memory than they may."""
+        if self.group and self.group.ran_out():
+            return True
         if self.usage is None:
             return False
         self.usage.sample(self.limits.memory_mb * MIB)
@@ -245,11 +259,18 @@ class StartedSandbox:
 class _Run(StartedSandbox):
     """A program that runs to its end, with the output read so far."""
 
-    def __init__(self, process: subprocess.Popen[bytes], status_fd: int, limits: Limits, start: float) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        status_fd: int,
+        limits: Limits,
+        start: float,
+        group: MemoryGroup | None,
+    ) -> None:
         assert process.stdout
         assert process.stderr
         streams = {"stdout": process.stdout.fileno(), "stderr": process.stderr.fileno(), "status": status_fd}
-        super().__init__(process, streams, limits)
+        super().__init__(process, streams, limits, group)
         self.start = start
         self.ended: Status | None = None
         """The limit at which the run was ended, if it was."""
@@ -303,6 +324,8 @@ class _Run(StartedSandbox):
     def _outcome(self) -> ProgramResult:
         seconds = time.monotonic() - self.start
         code = self.exit_code()
+        if self.ended is None and self.group and self.group.ran_out():
+            self.ended = Status.OUT_OF_MEMORY
         stdout, stderr = (bytes(self.read[name]).decode("utf-8", "replace") for name in ("stdout", "stderr"))
         if code is None and self.ended is None:
             if -self.process.returncode in (signal.SIGKILL, signal.SIGTERM):

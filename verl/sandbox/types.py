@@ -54,8 +54,8 @@ class Limits:
     cpu_s: int = 6
     """Seconds of CPU time per process."""
     memory_mb: int = 1024
-    """MiB of address space of each process; also of the resident memory of all processes together plus 1 KiB for each
-    file that they have made, sampled every 20 ms."""
+    """MiB of address space of each process; also of the resident memory and page tables of all processes together plus
+    1 KiB for each file that they have made, sampled every 20 ms."""
     max_processes: int = 16
     """Concurrent processes and threads, the program itself included."""
     max_output_bytes: int = 1 << 20
