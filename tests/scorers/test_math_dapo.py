@@ -87,3 +87,14 @@ def test_only_the_last_300_characters_are_read():
 def test_strict_box(response, truth, right, pred):
     scored = compute_score(response, truth, strict_box_verify=True)
     assert scored == {"score": 1.0 if right else -1.0, "acc": right, "pred": pred}
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "is_right"),
+    [
+        ("6=5", "5", False), ("x=6=5", "5", False), (r"5\text{ km}", r"5\text{ m}", False), (r"\$5", "5 cents", False),
+        ("x = 5", "5", True), ("m + n = 33", "33", True), (r"5\text{ km}", "5", True), ("5=5.0", "5", True),
+    ],
+)  # fmt: skip
+def test_numbers_and_units_that_normalisation_removes_still_count(answer, truth, is_right):
+    assert compute_score(f"Answer: {answer}", truth)["acc"] is is_right

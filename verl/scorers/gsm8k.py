@@ -29,9 +29,9 @@ STARTS = re.compile(rf"\s*[+-]?\s*{CURRENCY}?\s*[+-]?\s*(?:\d|\.\d|\\frac|\\sqrt
 NUMBER = re.compile(rf"\s*([+-]?)\s*{CURRENCY}?\s*([+-]?)\s*({UNSIGNED})")
 CONTINUES = re.compile(
     r"[.,]?\d|[eE][+-]?\d|[kK](?![A-Za-z])|\\(?:frac|sqrt|pi)(?![A-Za-z])"
-    r"|(?:\\[,;: ]|[\s*_`\")}$])*"
-    r"(?:[:/^](?!\s*\{?\s*\\circ)\s*[({]?\s*-?\d|\s\d|[+*x\-\u2010-\u2015]\s*[({]?\s*\d|\\(?:times|cdot|div)(?![A-Za-z])"
-    r"|(?:hundred|thousand|million|billion|trillion|dozen|percent of)\b|(?:or|and|to)\s+-?\$?\d)"
+    r"|(?:\\[,;: ]|[\s*_`\")}$~]|\\(?:text|mathrm)\s*\{)*"
+    r"(?:[:/^](?!\s*\{?\s*\\circ)\s*[({]?\s*-?\d|\s\d|[+*x=\-\u2010-\u2015]\s*[({]?\s*\d|\\(?:times|cdot|div)(?![A-Za-z])"
+    r"|(?:(?:hundred|thousand|million|billion|trillion|dozen)s?|percent of)\b|(?:or|and|to)\s+-?\$?\d)"
 )
 """What makes a number the beginning of something else: ``3/4``, ``1e3``, ``5:30``, ``5 million``, ``5 or 6``."""
 RUN = re.compile(

@@ -11,7 +11,7 @@ import re
 
 from verl.errors import RewardError
 from verl.scorers.answer_text import plain_answer, read_number
-from verl.scorers.math_equality import last_boxed, text_of_answer
+from verl.scorers.math_equality import have_different_units, last_boxed, text_of_answer
 from verl.scorers.math_equality import last_boxed_only_string as last_boxed_only_string
 from verl.scorers.math_equality import remove_boxed as remove_boxed
 from verl.scorers.registry import register_scorer
@@ -124,6 +124,10 @@ def _is_same(*texts: str) -> bool:
     normalized = [normalize_final_answer(text) for text in texts]
     # Normalisation removes spaces: 2 1/2 would be 21/2.
     left, right = (read_number(text) or read_number(short) for text, short in zip(texts, normalized, strict=True))
+    # It also removes units, and all but the last side of an equation.
+    sides = [number.value for side in texts[0].split("=") if (number := read_number(side))]
+    if have_different_units(*texts) or len(set(sides)) > 1:
+        return False
     return normalized[0] == normalized[1] if left is None or right is None else left.value == right.value
 
 

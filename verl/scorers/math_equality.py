@@ -42,6 +42,27 @@ _NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _UNIT = r"(?:[A-Za-z]{2,}|[mgshlLNJWVAK](?=\s*[\^/]))(?:\s*\^\s*(?:[23]|\{[23]\}))?"
 _WITH_WORDS = re.compile(rf"({_NUMBER.pattern})\s+({_UNIT}(?:\s*/\s*(?:{_UNIT}|[mgshlL])|(?:\s+[A-Za-z]{{2,}})*))")
 """A number with words or a unit after it, as ``5 square feet``, ``5 cm^2`` and ``5 m/s``."""
+_LETTER_UNIT = re.compile(rf"({_NUMBER.pattern})\s+([mgshlL](?:\s*\^\s*(?:[23]|\{{[23]\}}))?)")
+_TEXT_UNIT = re.compile(
+    r"\\(?:text|textrm|mathrm|mbox|operatorname)\s*\{([^{}\\]*[A-Za-z][^{}\\]*)\}\s*(\^\s*(?:\d|\{\d\})\s*)?\Z"
+)
+_DEGREES = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:\\(?:text|mathrm)\s*\{\s*([CF])\s*\}|([CF]))?\s*\Z")
+_PRICE = re.compile(r"(-?)\\?\$\s*(\d[\d,]*(?:\.\d+)?)")
+_UNIT_WORD = re.compile(r"[A-Za-z]+|[^A-Za-z\s{}~]")
+_UNIT_NAMES = {
+    "centimeter": "cm", "centimetre": "cm", "cent": "\u00a2", "degree": "\u00b0", "dollar": "$", "feet": "ft",
+    "foot": "ft", "gram": "g", "hour": "h", "hr": "h", "inche": "in", "inch": "in", "kilogram": "kg", "kilometer": "km",
+    "kilometre": "km", "liter": "l", "litre": "l", "meter": "m", "metre": "m", "mile": "mi", "millimeter": "mm",
+    "minute": "min", "percent": "%", "pound": "lb", "sec": "s", "second": "s", "yard": "yd",
+}  # fmt: skip
+"""Symbols of units by their names in the singular."""
+_LONG_WORD = re.compile(r"[A-Z]{2,}|[A-Za-z]{5,}")
+"""A text, not a product of letters: words of capitals and long ones."""
+_EQUATION = re.compile(r"\s*(?:[A-Za-z]|\\[A-Za-z]+)\s*'?(?:_(?:\w|\{\w+\}))?\s*=([^=]*)")
+"""An equation that answers a number: its left side is a letter."""
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+MAX_MATCHED_MEMBERS = 10
+"""Most members of a list with repetitions that are matched by value."""
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
 _PLUS_MINUS_IN_BRACES = re.compile(r"\{[^{}]*\\pm(?![A-Za-z])")
 """Such a sign is none to the library, as in ``\\frac{1\\pm\\sqrt5}{2}``."""
@@ -54,7 +75,9 @@ _WORDS = re.compile(r"[A-Za-z]{3,}(?: [A-Za-z]+)*")
 _BASE = re.compile(r"[0-9A-Za-z]+_(?:\{(\d{1,9})\}|(\d{1,9}))")
 _BRACES = re.compile(r"(?:\\left\s*)?\\\{")
 _BRACKETS = re.compile(r"(?:\\left\s*)?[(\[]")
-_NO_UNITS = {"thousand", "million", "billion", "trillion", "hundred", "dozen", "half", "pi", "or", "and", "in", "mod"}
+_MULTIPLIERS = {"thousand", "million", "billion", "trillion", "hundred", "dozen", "half", "pair", "couple", "score"}
+"""Words after a number that change its value."""
+_NO_UNITS = _MULTIPLIERS | {"pi", "or", "and", "in", "mod"}
 """Words after a number that change its value or continue the expression, and so are not a unit."""
 
 
@@ -162,6 +185,16 @@ def _is_equal(answer: str, truth: str) -> bool:
     left, right = read_number(answer), read_number(truth)
     if left is not None and right is not None:
         return left.equals(right)
+    if left is not None or right is not None:
+        expression = truth if right is None else answer
+        if len(_members(expression)) > 1 or ("=" in expression and _EQUATION.fullmatch(expression) is None):
+            return False
+    members = _members(answer), _members(truth)
+    if min(map(len, members)) > 1:
+        if len(members[0]) != len(members[1]):
+            return False
+        if any(len(set(each)) < len(each) for each in members):  # the library would take them for sets
+            return _are_same_members(*members)
     if bool(_APART.search(answer)) != bool(_APART.search(truth)):
         return False
     if not is_text_bounded(answer) or not is_text_bounded(truth):
@@ -174,6 +207,31 @@ def _is_equal(answer: str, truth: str) -> bool:
         raise _unreadable(truth)
     parsed = parse(f"\\boxed{{{answer}}}")
     return limited(lambda: verify(gold, parsed), otherwise=False)
+
+
+def _members(text: str) -> list[str]:
+    """Split a list at its commas; those of tuples, of sets in braces and of thousands are none of its own."""
+    members, depth = [""], 0
+    for character in _THOUSANDS.sub("", text):
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            members.append("")
+        else:
+            members[-1] += character
+    return [member.strip() for member in members]
+
+
+def _are_same_members(answers: list[str], truths: list[str]) -> bool:
+    """Whether two lists of equal length have the same members, each as often."""
+    if len(truths) > MAX_MATCHED_MEMBERS:
+        return sorted(answers) == sorted(truths)
+    rest = list(truths)
+    for answer in answers:
+        match = next((truth for truth in rest if answer == truth or _is_equal(answer, truth)), None)
+        if match is None:
+            return False
+        rest.remove(match)
+    return True
 
 
 @functools.cache
@@ -220,18 +278,28 @@ def readings(answer: str, truth: str) -> list[tuple[str, str]]:
     r"""Return the possible readings of two canonical answers as pairs; the answers are equal if one pair is.
 
     - ``50\%`` may mean 50 (the sign is a unit) or 0.5.
-    - Words after a number are a unit if the other answer is only a number: ``5 dollars`` is 5.
-    - Words of three letters or more are compared without case.
+    - Words after a number are a unit if the other answer is only a number: ``5 dollars`` is 5. Two different units, and
+      ``5 million`` and 5, are never equal.
+    - Words of three letters or more are compared without case, those of capitals or of five letters as texts.
     - Two numbers with different bases, such as ``10_2`` and ``10_3``, are never equal.
 
-    >>> readings("50\\%", "0.5")
-    [('50', '0.5'), ('\\frac{50}{100}', '0.5')]
+    >>> readings("50\\%", "0.5"), readings("5\\text{ km}", "5 m")
+    ([('50', '0.5'), ('\\frac{50}{100}', '0.5')], [])
     """
     bases = [_BASE.fullmatch(side) for side in (answer, truth)]
     if all(bases) and len({int(base[1] or base[2]) for base in bases if base}) > 1:
         return []
+    if answer.lower() != truth.lower() and any(map(_LONG_WORD.fullmatch, (answer, truth))):
+        return []
     if _WORDS.fullmatch(answer) and _WORDS.fullmatch(truth):
         return [(answer.lower(), truth.lower())]
+    (value, unit), (true_value, true_unit) = _split_unit(answer), _split_unit(truth)
+    if unit and true_unit:
+        return [(value, true_value)] if unit == true_unit else []
+    if _has_multiplier(unit or true_unit):
+        return []
+    if _TEXT_UNIT.search(answer if unit else truth) and not _DEGREES.search(answer if unit else truth):
+        answer, truth = value, true_value
     if _NUMBER.fullmatch(truth):
         answer = _without_unit(answer)
     elif _NUMBER.fullmatch(answer):
@@ -245,10 +313,43 @@ def readings(answer: str, truth: str) -> list[tuple[str, str]]:
     return [plain, hundredths]
 
 
+def have_different_units(answer: str, truth: str) -> bool:
+    """Whether both canonical answers have a unit, and not the same."""
+    units = {_split_unit(text)[1] for text in (answer, truth)}
+    return len(units - {""}) > 1
+
+
+def _split_unit(text: str) -> tuple[str, str]:
+    """Split an answer into its value and its unit, in one spelling; the unit is empty if there is none."""
+    if degrees := _DEGREES.search(text):
+        return text[: degrees.start()], "\u00b0" + (degrees[1] or degrees[2] or "")
+    if unit := _TEXT_UNIT.search(text):
+        value = text[: unit.start()].rstrip(" ~\\,;:!")
+        return (value, _spelled(unit[1] + (unit[2] or ""))) if value else (text, "")
+    if words := _WITH_WORDS.fullmatch(text) or _LETTER_UNIT.fullmatch(text):
+        return words[1], _spelled(words[2])
+    if price := _PRICE.fullmatch(text):
+        return price[1] + price[2], "$"
+    return (_without_percent(text), "%") if text.endswith("%") else (text, "")
+
+
+def _spelled(unit: str) -> str:
+    """Spell a unit by symbols: ``square feet`` is ``ft^2``."""
+    words: list[str] = [word.removesuffix("s") if len(word) > 2 else word for word in _UNIT_WORD.findall(unit.lower())]
+    symbols = [_UNIT_NAMES.get(word, word) for word in words]
+    if symbols[:1] in (["square"], ["cubic"]):
+        symbols = [*symbols[1:], "^", "2" if symbols[0] == "square" else "3"]
+    return " ".join(symbols)
+
+
+def _has_multiplier(unit: str) -> bool:
+    return not _MULTIPLIERS.isdisjoint(unit.split())
+
+
 def _without_percent(text: str) -> str:
     return text.removesuffix("%").removesuffix("\\").rstrip() if text.endswith("%") else text
 
 
 def _without_unit(text: str) -> str:
     match = _WITH_WORDS.fullmatch(text)
-    return match[1] if match and not _NO_UNITS & set(match[2].lower().split()) else text
+    return match[1] if match and not _NO_UNITS & set(_spelled(match[2]).split()) else text
