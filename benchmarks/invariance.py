@@ -292,7 +292,7 @@ def make_latent(task: Path, heads: int) -> Path:
     """A DeepSeek-V3 with random weights: latent attention, groups of experts, heads of multi-token prediction."""
     from transformers import AutoConfig, AutoTokenizer
 
-    from tests.workers.engine.megatron.heads import add_heads
+    from tests.plugins.megatron.heads import add_heads
     from verl.testing.models import tiny_model_dir
 
     config = AutoConfig.from_pretrained(task / "model")

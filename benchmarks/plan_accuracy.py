@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor
 
 from verl.backends.base import Backend
 from verl.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, McoreEngineConfig
-from verl.planner.memory import ModelMemory
-from verl.planner.passes import Rows
-from verl.planner.plan import layout_of
-from verl.planner.shapes import ModelShape
+from verl.plugins.plan.memory import ModelMemory
+from verl.plugins.plan.passes import Rows
+from verl.plugins.plan.plan import layout_of
+from verl.plugins.plan.shapes import ModelShape
 from verl.protocol import DataProto
 from verl.testing.models import tiny_model_dir
 from verl.utils.sharded_tensor import local_rows

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.plan_accuracy import EXPERT_SHAPE, SMALL_SHAPE, batch_of
 from verl.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, McoreEngineConfig
-from verl.planner.passes import Rows
+from verl.plugins.plan.passes import Rows
 from verl.testing.models import tiny_model_dir
 from verl.workers.engine import EngineRegistry, MicroBatchConfig
 from verl.workers.losses import sft_loss

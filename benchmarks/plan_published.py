@@ -13,11 +13,11 @@ work. The second are the smallest clusters that verl's page on resources names f
 512 + 1,024 tokens and 128 prompts of 5 responses are assumed, with a KL loss. The third are layouts of DeepSeek-V3 that
 verl's page on it recommends.
 
-``--factors`` estimates :data:`~verl.planner.constants.ROLLOUT_FACTOR` and ``PASS_FACTOR`` from four runs of NeMo RL 0.3
-whose seconds are published stage by stage, in place of the table: the geometric means of published over computed
-seconds of rollouts, and of log-probs and updates. It applies them to the first group, each time without the run of the
-same model, and prints how many steps are within 30 % of the published ones, and the 10 and 90 % quantiles of published
-over planned seconds.
+``--factors`` estimates ``ROLLOUT_FACTOR`` and ``PASS_FACTOR`` (:mod:`verl.plugins.plan.constants`) from four runs of
+NeMo RL 0.3 whose seconds are published stage by stage, in place of the table: the geometric means of published over
+computed seconds of rollouts, and of log-probs and updates. It applies them to the first group, each time without the
+run of the same model, and prints how many steps are within 30 % of the published ones, and the 10 and 90 % quantiles of
+published over planned seconds.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from verl.planner import constants
-from verl.planner.plan import Plan
-from verl.planner.suggest import Suggestions, suggest
-from verl.trainer.plan import check_layouts, make_plan
+from verl.plugins.plan import constants
+from verl.plugins.plan.command import check_layouts, make_plan
+from verl.plugins.plan.plan import Plan
+from verl.plugins.plan.suggest import Suggestions, suggest
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 _GB = 1e9

@@ -64,9 +64,9 @@ LONGEST = (
     "tests/trainer/ppo/test_old_log_probs.py",
     "tests/supervision/test_pool_kills.py",
     "tests/workers/engine/test_sequence_parallel.py",
-    "tests/workers/engine/megatron/test_experts.py",
-    "tests/workers/engine/megatron/test_ranks.py",
-    "tests/trainer/test_megatron_run.py",
+    "tests/plugins/megatron/test_experts.py",
+    "tests/plugins/megatron/test_ranks.py",
+    "tests/plugins/megatron/test_run.py",
 )
 """In parallel runs these begin first, so that none of them is left for the end, when nothing else is left to run."""
 

@@ -77,11 +77,11 @@ NOT_RUN = {
     "examples": "downloads data sets; tests/examples runs them on small files",
     "verl.trainer": "needs the models and data that the reader has; tests/trainer trains tiny ones with such settings",
     "verl.model_merger": "needs a checkpoint; tests/model_merger makes one",
-    "verl view": "serves until it is ended; tests/view starts it",
-    "verl": "needs runs or models of the reader; tests/cli and tests/view run it on made-up ones",
+    "verl view": "serves until it is ended; tests/plugins/view starts it",
+    "verl": "needs runs or models of the reader; tests/cli and tests/plugins/view run it on made-up ones",
     "benchmarks.asynchronous_schedules": "takes half an hour; tests/benchmarks computes small cases by hand",
     "benchmarks.invariance": "trains in a dozen layouts; tests/trainer compares them, two at a time",
-    "benchmarks.plan_published --factors": "a slow test runs it (tests/trainer/test_suggest.py)",
+    "benchmarks.plan_published --factors": "a slow test runs it (tests/plugins/plan/test_suggest.py)",
     "benchmarks.simulated_ranks --one --ranks 4096": "takes minutes and 2 GB; the table above runs it with 4 ranks",
 }
 """Why the slow test leaves out the other commands, by the beginning of the program or module."""
@@ -242,7 +242,7 @@ def check_module(command: Command, module: str, words: tuple[str, ...], monkeypa
         kind = words[0] if words[0] in ("sft", "rm", "dpo") else "ppo"
         check_settings(command, tuple(word for word in words if "=" in word), f"{kind}_trainer", data_only=True)
     elif module == "verl.trainer.plan":
-        from verl.trainer.plan import make_plan
+        from verl.plugins.plan.command import make_plan
 
         make_plan([os.path.expandvars(word) for word in words if word not in ELLIPSES])
     elif module in TRAINERS:

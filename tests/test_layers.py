@@ -22,8 +22,7 @@ LAYERS = {
     "verl.api": 8,
     "verl.__main__": 8,
     "verl.cli": 8,
-    "verl.view": 7,
-    "verl.tinker": 7,
+    "verl.plugins": 9,  # beside the core, which loads plug-ins by name
     "verl.trainer": 7,
     "verl.model_merger": 7,
     "verl.experience": 6,
@@ -40,7 +39,6 @@ LAYERS = {
     "verl.supervision": 1,
     "verl.datasets": 2,
     "verl.environments": 2,
-    "verl.planner": 2,
     "verl.interactions": 2,
     "verl.protocol": 2,
     "verl.schema": 2,

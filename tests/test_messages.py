@@ -56,9 +56,9 @@ EXCEPTIONS = {
     "schema.py": "tells by which setting a run makes a column",
     "single_controller/ray/failures.py": "time limits come from settings, and no caller passes them",
     "utils/device.py": "auto_set_device is given the whole configuration",
-    "view/report.py": "tells by which setting a run writes the file that a report is made of",
-    "view/samples.py": "tells by which settings a run writes samples",
-    "view/command.py": "tells by which setting a run writes the file that the page shows",
+    "plugins/view/report.py": "tells by which setting a run writes the file that a report is made of",
+    "plugins/view/samples.py": "tells by which settings a run writes samples",
+    "plugins/view/command.py": "tells by which setting a run writes the file that the page shows",
     "scorers/registry.py": "a user's own scorer is chosen by a setting; no argument takes it",
 }
 DOTTED = re.compile(r"(?<![\w./-])[a-z_]\w*(?:\.[a-z_]\w*)+")

@@ -43,6 +43,10 @@ class MissingFileError(ConfigError, FileNotFoundError):
     __str__ = Exception.__str__  # that of OSError has other arguments
 
 
+class MissingPluginError(ConfigError, ImportError):
+    """A command or setting needs a plug-in that is not installed."""
+
+
 class MissingNameError(ConfigError, AttributeError):
     """A file or module that a setting names lacks a function or class."""
 

@@ -33,4 +33,4 @@ def test_a_report_by_reason():
     text = report(count(lines))
     assert text.splitlines()[0] == "5 of 14 uses resolve (35.7%), 2 of 4 names"  # 3 + 2 of 3 + 2 + 4 + 5
     assert "5 uses, missing, without a reason\n     5 verl.no_such_module.x" in text
-    assert "4 uses, other design: verl.workers.engine.megatron" in text
+    assert "4 uses, other design: verl.plugins.megatron" in text

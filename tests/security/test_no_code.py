@@ -82,8 +82,8 @@ ALLOWED = {
     ("compat/import_hooks.py", "importlib.import_module"): 3,
     ("cli/main.py", "importlib.import_module"): 1,
     ("workers/engine/base.py", "importlib.import_module"): 1,
-    ("workers/engine/megatron/library.py", "importlib.import_module"): 1,  # megatron.core
-    ("workers/engine/megatron/library.py", "torch.serialization.add_safe_globals"): 1,  # without megatron-core's
+    ("plugins/megatron/library.py", "importlib.import_module"): 1,  # megatron.core
+    ("plugins/megatron/library.py", "torch.serialization.add_safe_globals"): 1,  # without megatron-core's
     # Code that the user names in the configuration or the environment.
     ("base/import_utils.py", "importlib.import_module"): 2,
     ("compat/toolkit/imports.py", "importlib.import_module"): 2,  # import_external_libs, load_class_from_fqn

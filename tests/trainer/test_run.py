@@ -15,13 +15,13 @@ from tests.support.tiny_run import make_tiny_run, overrides
 from verl.errors import CheckpointError
 from verl.experience.lockstep import Lockstep
 from verl.experience.source import Experience
+from verl.plugins.view.discovery import find_runs
+from verl.plugins.view.ranks import RanksFile, lanes_of, waits_of
+from verl.plugins.view.timeline import spans_of
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.trainer import PPOTrainer
 from verl.utils.step_context import StepContext
-from verl.view.discovery import find_runs
-from verl.view.ranks import RanksFile, lanes_of, waits_of
-from verl.view.timeline import spans_of
 
 CLOCKS = ("timing", "perf/", "global_seqlen/")
 

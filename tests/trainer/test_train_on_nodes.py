@@ -28,7 +28,7 @@ def metrics_of(folder: Path, *arguments: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("shared", ["ulysses", "megatron", "vllm"])
 def test_a_run_that_loses_a_node_ends_with_the_numbers_of_one_that_does_not(shared: str, tmp_path: Path):
     if shared == "megatron":
-        pytest.importorskip("verl.workers.engine.megatron.library")
+        pytest.importorskip("verl.plugins.megatron.library")
     if shared == "vllm":  # in its own environment: make test-vllm SLOW=1
         pytest.importorskip("vllm")
     whole, lost = metrics_of(tmp_path / "whole", shared), metrics_of(tmp_path / "lost", shared, "lose")

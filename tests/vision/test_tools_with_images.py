@@ -32,11 +32,11 @@ from verl.agents.conversation import Conversation
 from verl.agents.parsers.base import FunctionCall, ToolParser
 from verl.base.registry import scoped_registrations
 from verl.errors import ConfigError, DataError
+from verl.plugins.view.samples import SamplePlace
+from verl.plugins.view.tokens import tokens_of
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.utils import hf_processor, hf_tokenizer
-from verl.view.samples import SamplePlace
-from verl.view.tokens import tokens_of
 from verl.vision.prompts import ImagePrompts
 
 IMAGE = 106

@@ -221,8 +221,8 @@ def test_weights_that_fsdp_keeps_in_host_memory_are_trained(tmp_path):
 
 def test_megatron_computes_what_fsdp_does_on_a_cpu(tmp_path):
     """With weights, gradients and optimizer in host memory between its calls."""
-    pytest.importorskip("verl.workers.engine.megatron.library", reason="needs megatron-core")
-    from tests.workers.engine.megatron.support import megatron_engine
+    pytest.importorskip("verl.plugins.megatron.library", reason="needs megatron-core")
+    from tests.plugins.megatron.support import megatron_engine
 
     path, micro = tiny_model_dir(tmp_path / "model"), MicroBatchConfig(micro_batch_size_per_gpu=2)
     offload = dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), True)

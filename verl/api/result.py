@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.api.data import read_jsonl
+from verl.base.plugins import load
 from verl.base.types import JsonObject
 from verl.errors import CheckpointError, ConfigError
 
@@ -111,18 +112,18 @@ class TrainingResult:
                 serves as long as it lives.
         """
         from verl.single_controller.base.worker import free_port
-        from verl.view.command import HOST, view
 
         if wait is None:
             wait = not (hasattr(sys, "ps1") or "ipykernel" in sys.modules)
         port, token = free_port(), secrets.token_urlsafe(24)
+        view, host = load("view.command:view"), load("view.command:HOST")
         if wait:
             view([self.folder], port, token=token)
         else:
             threading.Thread(
                 target=view, args=([self.folder], port, False, token), name="verl-view", daemon=True
             ).start()
-        return f"http://{HOST}:{port}/?token={token}"
+        return f"http://{host}:{port}/?token={token}"
 
     def __repr__(self) -> str:
         steps = self.metrics

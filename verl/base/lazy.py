@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from verl.base.plugins import import_module
+
 
 @contextmanager
 def importing() -> Iterator[None]:
@@ -59,6 +61,6 @@ def on_first_use(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     def imported(name: str) -> object:
         if name not in names:
             raise AttributeError(f"module '{module}' has no attribute '{name}'")
-        return getattr(importlib.import_module(names[name]), name)
+        return getattr(import_module(names[name]), name)
 
     return imported

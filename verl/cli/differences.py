@@ -11,12 +11,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from verl.base.nested import flat
+from verl.base.plugins import load
 from verl.cli.commands import COMMAND_OF_CONFIGURATION
 from verl.config.problems import shown
 from verl.errors import ConfigError
 from verl.trainer.config.generate import ENTRIES
 from verl.trainer.config.keys import leaves
-from verl.view.discovery import read_config
 
 ABSENT = "(not set)"
 _TAKEN = (
@@ -58,7 +58,7 @@ def _candidates(path: Path) -> list[Path]:
 def _settings_of(file: Path) -> Mapping[str, object]:
     if file.suffix == ".jsonl":
         beside = file if file.name.endswith(".run.jsonl") else file.with_suffix(".run.jsonl")
-        return read_config(beside)
+        return load("view.discovery:read_config")(beside)
     if file.suffix == ".json":
         return _mapping(_mapping(json.loads(file.read_text())).get("settings"))
     return _mapping(yaml.safe_load(file.read_text()))

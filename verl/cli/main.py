@@ -16,6 +16,7 @@ import click
 
 import verl
 from verl.base.lazy import importing
+from verl.base.plugins import load
 from verl.cli.commands import INSPECTIONS, MODULES, ModuleCommand
 from verl.errors import ConfigError, VerlError
 from verl.supervision.interruption import interruptible
@@ -176,7 +177,7 @@ def view(folders: tuple[Path, ...], port: int, opens_browser: bool, token: str |
 
     FOLDER is a folder with runs, or a file of the tracker `file`. Runs that go on are followed.
     """
-    from verl.view.command import view as serve
+    serve = load("view.command:view")
 
     with interruptible():
         serve(list(folders), port, opens_browser, token)
@@ -190,9 +191,7 @@ def report(run: Path, output: Path) -> None:
 
     RUN is a folder with one run, or its file of the tracker `file`.
     """
-    from verl.view.report import write_report
-
-    write_report(run, output)
+    load("view.report:write_report")(run, output)
     click.echo(f"{output} has the report; it needs no network and runs no scripts.")
 
 

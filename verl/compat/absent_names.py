@@ -45,7 +45,7 @@ _ASYNCHRONOUS_TRAINERS = Absence(
     "trainer.v1.trainer_mode choose it, also for the commands fully_async_main and one_step_off_policy.main_ppo "
     "(docs/asynchronous.md).",
 )
-_MEGATRON = Absence("other design", "verl.workers.engine.megatron builds, trains and converts models.")
+_MEGATRON = Absence("other design", "verl.plugins.megatron builds, trains and converts models.")
 _VISION = Absence(
     "other design",
     "Images and videos in prompts are read by RLHFDataset and verl.vision (docs/images.md, docs/videos.md): "
@@ -281,7 +281,7 @@ ABSENT: dict[str, Absence] = {
     "verl.workers.engine_workers_tinker": Absence(
         "other design",
         "The service that clients of Tinker train over is `verl serve` (docs/serve.md), whose worker is "
-        "verl.tinker.worker.AdapterWorker. A worker that trains on your batches with your loss is "
+        "verl.plugins.serve.worker.AdapterWorker. A worker that trains on your batches with your loss is "
         "verl.workers.training_workers.TrainingWorker (set_loss_fn, train_batch).",
     ),
     "verl.workers.engine_workers.TrainingWorker.train_mini_batch": Absence(

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
+from verl.base.plugins import load
 from verl.base.requirements import install_command
 from verl.errors import CheckpointError, VerlError
 from verl.supervision.interruption import interruptible
@@ -117,8 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _write_torch_dist(model: Path, target: Path, trust_remote_code: bool) -> None:
     if find_spec("megatron") is None:
         raise CheckpointError(f"--to torch-dist: megatron-core is not installed; {install_command('megatron')}")
-    from verl.model_merger.torch_dist import export
-
+    export = load("megatron.torch_dist:export")
     export(model, target, trust_remote_code)
 
 

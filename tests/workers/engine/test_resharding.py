@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.workers.engine.megatron.support import TP, megatron_engine
+from tests.plugins.megatron.support import TP, megatron_engine
 from tests.workers.support import WHOLE, make_engine, ragged_batch, run_ranks, share, weights_of
 from verl.testing.models import tiny_model_dir
 from verl.workers.losses import sft_loss
 
-pytest.importorskip("verl.workers.engine.megatron.library")
+pytest.importorskip("verl.plugins.megatron.library")
 pytestmark = pytest.mark.slow
 
 PP = {"pipeline_model_parallel_size": 2}

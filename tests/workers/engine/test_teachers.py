@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from tests.workers.engine.megatron.support import TP, megatron_engine
+from tests.plugins.megatron.support import TP, megatron_engine
 from tests.workers.engine.test_shared_prompts import groups_of_rows
 from tests.workers.support import make_engine, run_ranks
 from verl.algorithms import agg_loss

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 
-from tests.workers.engine.megatron.heads import PlainHead, add_heads
+from tests.plugins.megatron.heads import PlainHead, add_heads
 from tests.workers.rollout.vllm_engines import KWARGS, PooledVLLM, needs_vllm, pool
 from verl.config import HFModelConfig, PrometheusConfig, RolloutConfig
 from verl.testing.models import tiny_tokenizer

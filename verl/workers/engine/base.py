@@ -13,7 +13,6 @@ same part. Batches have the layout of ``verl.schema``; outputs have one value pe
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 from abc import ABC, abstractmethod
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from verl.base.plugins import import_module
 from verl.base.registry import Registry
 from verl.base.requirements import install_command
 from verl.checkpoint.ranks import RankState, save_together
@@ -328,8 +328,8 @@ class EngineRegistry:
 
     _engines: Registry[type[BaseEngine]] = Registry("training engine")
     _on_demand: ClassVar[Mapping[str, str]] = {
-        "megatron": "verl.workers.engine.megatron",
-        "veomni": "verl.workers.engine.veomni",
+        "megatron": "verl.plugins.megatron",
+        "veomni": "verl.plugins.veomni",
     }
     """Modules that are imported when their back end is asked for, because they need packages that few have."""
 
@@ -372,7 +372,7 @@ class EngineRegistry:
 
 def _load_backend(backend: str, module: str) -> None:
     try:
-        importlib.import_module(module)
+        import_module(module)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"strategy={backend} needs the package {error.name}, which is not installed. Install what it needs by "

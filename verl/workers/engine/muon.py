@@ -16,7 +16,7 @@ one N-th of the updates and holds one whole matrix at a time.
 
 FSDP2 gives each rank some rows (:class:`RowExchange`). Of experts that are stacked in one weight (E, A, B) each is a
 matrix; FSDP2 divides the first dimension, so each rank has whole experts and exchanges nothing. Megatron's parts are
-those of :mod:`verl.workers.engine.megatron.matrices`.
+those of :mod:`verl.plugins.megatron.matrices`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,0 @@
-"""The VeOmni training engine: VeOmni's models and kernels, trained as under FSDP2.
-
-Importing this package needs VeOmni (the extra ``veomni``); the registry imports it when ``strategy=veomni`` asks for
-it.
-"""
-
-from verl.workers.engine.veomni.engine import VeOmniEngine
-
-__all__ = ["VeOmniEngine"]
