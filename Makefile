@@ -137,7 +137,7 @@ test-verifiers: $(VERIFIERS) ## the adapter of verifiers, in an environment of i
 	PYTHONPATH=. $(VERIFIERS_VENV)/bin/python -m pytest -q -p no:cacheprovider --noconftest -c /dev/null --rootdir . --import-mode=importlib tests/environments/test_verifiers.py
 
 test-agent-kits: $(KITS) ## agent kits from PyPI, unmodified, against the endpoint, in an environment of their own
-	$(KITS_VENV)/bin/python -m pytest -p no:cacheprovider tests/agents/endpoint/kits
+	$(KITS_VENV)/bin/python -m pytest -p no:cacheprovider tests/plugins/endpoint/kits
 
 test-tinker: $(TINKER) ## the client of Tinker from PyPI, unmodified, against verl serve, with a log of its sessions
 	OMP_NUM_THREADS=1 $(TINKER_VENV)/bin/python -m pytest -p no:cacheprovider -s tests/plugins/serve/kits

@@ -145,10 +145,10 @@ def conversations(folder: str, count: int, turns: int, way: str) -> Callable[[],
 
     from verl.agents.chat_template import ChatTemplate
     from verl.agents.conversation import Conversation
-    from verl.agents.endpoint.recorder import RecorderSettings, TrajectoryRecorder
-    from verl.agents.endpoint.server import TrajectoryEndpoint
     from verl.agents.parsers import get_tool_parser
     from verl.agents.policy import AsyncLLMServerManager, SampleId
+    from verl.plugins.endpoint.recorder import RecorderSettings, TrajectoryRecorder
+    from verl.plugins.endpoint.server import TrajectoryEndpoint
     from verl.utils import hf_tokenizer
     from verl.workers.config import HFModelConfig, RolloutConfig
     from verl.workers.rollout.base import SamplingParams, get_rollout_class

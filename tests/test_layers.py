@@ -27,7 +27,6 @@ LAYERS = {
     "verl.model_merger": 7,
     "verl.experience": 6,
     "verl.agents": 6,
-    "verl.judge": 6,
     "verl.serving": 6,
     "verl.workers": 5,
     "verl.single_controller": 4,

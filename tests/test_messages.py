@@ -42,11 +42,15 @@ KNOW_THE_CONFIGURATION = (
     "testing",
     "compat",
     "agents",
-    "judge",
     "workers",
     "api",
     "experience",
     "serving",
+    "plugins/endpoint",
+    "plugins/inspect",
+    "plugins/megatron",
+    "plugins/plan",
+    "plugins/veomni",
 )
 SECTIONS = {"data", "trainer", "algorithm", "actor_rollout_ref", "actor", "rollout", "ref", "model", "optim", "critic"}
 SECTIONS |= {"reward_model", "custom_reward_function", "checkpoint"}

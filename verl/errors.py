@@ -43,7 +43,7 @@ class MissingFileError(ConfigError, FileNotFoundError):
     __str__ = Exception.__str__  # that of OSError has other arguments
 
 
-class MissingPluginError(ConfigError, ImportError):
+class MissingPluginError(ConfigError):
     """A command or setting needs a plug-in that is not installed."""
 
 

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.chat_templates import chat_tokenizer
-from verl.agents.program_agent import _prompt
 from verl.config import DataConfig, PreferenceDataConfig, SFTDataConfig
 from verl.datasets import MultiTurnSFTDataset, RLHFDataset, RMDataset, SFTDataset
 from verl.datasets.files import DataFile
 from verl.datasets.row_conversation import row_messages
 from verl.datasets.template_probes import TemplateForms
 from verl.errors import DataError
+from verl.plugins.endpoint.program_agent import _prompt
 
 CHATML = chat_tokenizer("chatml")
 

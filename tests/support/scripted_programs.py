@@ -15,7 +15,7 @@ from contextlib import closing
 from typing import Any
 from urllib.parse import urlsplit
 
-from verl.agents.programs import ProgramTask
+from verl.plugins.endpoint.programs import ProgramTask
 
 MAX_TOKENS = 6
 ANSWER_TIMEOUT_S = 300

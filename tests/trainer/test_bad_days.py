@@ -181,9 +181,9 @@ def test_no_duration_is_taken_from_the_clock_on_the_wall():
     # Which of several machines failed first, and since when a lock is held: words for people, nothing is decided by it.
     # An instance of a cloud ends at a time of day, answers of a model and spans of a trace have a date.
     allowed = {
-        "verl/agents/endpoint/chat.py",
-        "verl/agents/endpoint/completions.py",
-        "verl/agents/endpoint/responses.py",
+        "verl/plugins/endpoint/chat.py",
+        "verl/plugins/endpoint/completions.py",
+        "verl/plugins/endpoint/responses.py",
         "verl/agents/policy.py",  # spans
         "verl/agents/tool_agent.py",
         "verl/agents/tool_calls.py",

@@ -18,11 +18,11 @@ from tests.support.vision_models import picture, picture_rows, tiny_vision_model
 from tests.vision.agent_batches import VisionAgents
 from tests.vision.test_tools_with_images import EveryTurnLooks
 from verl.agents.chat_template import ChatTemplate
-from verl.agents.endpoint.calls import ModelCall
-from verl.agents.endpoint.recorder import RecorderSettings, TrajectoryRecorder
 from verl.agents.parsers import get_tool_parser
 from verl.agents.parsers.base import ToolParser
 from verl.base.registry import scoped_registrations
+from verl.plugins.endpoint.calls import ModelCall
+from verl.plugins.endpoint.recorder import RecorderSettings, TrajectoryRecorder
 from verl.utils import hf_processor, hf_tokenizer
 from verl.vision.data_urls import url_of
 from verl.vision.prompts import ImagePrompts

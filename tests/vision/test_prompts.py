@@ -13,10 +13,10 @@ from PIL import ExifTags, Image
 from transformers import AutoModelForImageTextToText
 
 from tests.support.vision_models import DENSE_FAMILIES, picture, picture_rows, png, tiny_vision_model_dir, write_parquet
-from verl.agents.endpoint.calls import CallRefusedError
-from verl.agents.endpoint.requests import checked_messages
 from verl.datasets.rl_dataset import RLHFDataset, collate_fn
 from verl.errors import DataError
+from verl.plugins.endpoint.calls import CallRefusedError
+from verl.plugins.endpoint.requests import checked_messages
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors, bytes_held
 from verl.testing.models import tiny_model_dir

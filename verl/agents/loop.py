@@ -25,6 +25,7 @@ from pydantic import BaseModel, Field, model_validator
 from verl.agents.images import FOR_TEXT, INPUTS, VIDEOS_APART, as_inputs, expanded, token_counts
 from verl.agents.policy import AsyncLLMServerManager
 from verl.base.import_utils import load_module
+from verl.base.plugins import PACKAGE, import_module
 from verl.base.registry import Registry
 from verl.base.types import JsonObject
 from verl.config.agent import TrajectoryStatus
@@ -292,6 +293,8 @@ class LoopEntry:
                 f"{LOOPS_KEY}: _target_={name} names no module. Write module.{name}, give its `path`, or name one of "
                 f"the registered loops: {', '.join(sorted(AGENT_LOOPS))}."
             )
+        if module.startswith(f"{PACKAGE}."):
+            return getattr(import_module(module), name)
         loop = getattr(load_module(self.file or module, LOOPS_KEY), name, None)
         if not (isinstance(loop, type) and issubclass(loop, AgentLoopBase)):
             raise ConfigError(f"{LOOPS_KEY}: {self.target} is no class that derives from AgentLoopBase.")

@@ -328,8 +328,8 @@ class AgentLoopManager:
                 continue
             if not self._takes_images:
                 raise DataError(f"a row has images, and {FOR_TEXT}. Take the rows with images out.")
-            loop = self._loops.get(trajectory.agent_name)  # an unknown one fails the trajectory
-            if loop is not None and not loop[0].takes_images:
+            entry = self._loops.get(trajectory.agent_name)  # an unknown one fails the trajectory
+            if entry is not None and not entry.load().takes_images:
                 raise DataError(
                     f"a row has images, and its agent loop '{trajectory.agent_name}' takes none in this version. Give "
                     "rows with images another agent_name (single_turn_agent), or take them out."

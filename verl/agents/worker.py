@@ -33,13 +33,13 @@ from verl.agents.loop import (
     AgentLoopMetrics,
     AgentLoopOutput,
     DictConfigWrap,
+    LoopEntry,
     TrajectoryError,
     read_agent_loops,
     require_judge,
 )
 from verl.agents.parsers import is_built_in_parser
 from verl.agents.policy import AsyncLLMServerManager, ContextFullError, SampleId
-from verl.agents.program_agent import ProgramAgentLoop
 from verl.agents.single_turn import SingleTurnAgentLoop
 from verl.agents.tool_agent import ToolAgentLoop
 from verl.agents.turns import (
@@ -71,8 +71,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-BUILT_IN = (SingleTurnAgentLoop, ToolAgentLoop, EnvironmentAgentLoop, ProgramAgentLoop)
-"""Agent loops of verl; their modules register them."""
+AGENT_LOOPS.add("program_agent", LoopEntry("verl.plugins.endpoint.program_agent.ProgramAgentLoop"))
 NEVER_BLOCKING = (SingleTurnAgentLoop, ToolAgentLoop, EnvironmentAgentLoop)
 """Those that run no code of users in their own thread, unless the parser of tool calls is a user's."""
 
@@ -205,8 +204,8 @@ class _RunningTrajectory:
             self.result.set_result(result)
 
 
-def agent_loops(config: PPOConfig) -> dict[str, tuple[type[AgentLoopBase], JsonMapping]]:
-    """Load the agent loops that rows can name, with the arguments of each.
+def agent_loops(config: PPOConfig) -> dict[str, LoopEntry]:
+    """Return the agent loops that rows can name; those that the configuration names are loaded and checked.
 
     Raises:
         ConfigError: ``agent_loop_config_path`` cannot be read, or a class of it cannot be loaded, or there is no
@@ -222,11 +221,9 @@ def agent_loops(config: PPOConfig) -> dict[str, tuple[type[AgentLoopBase], JsonM
             f"actor_rollout_ref.rollout.agent.default_agent_loop={settings.default_agent_loop}: there is no such agent "
             f"loop.{near} There are: {', '.join(sorted(entries))}; agent_loop_config_path adds your own."
         )
-    loops = {name: (entry.load(), entry.arguments) for name, entry in entries.items()}
     for name in {*configured_loops, settings.default_agent_loop}:
-        loop, arguments = loops[name]
-        loop.check_arguments(arguments)
-    return loops
+        entries[name].load().check_arguments(entries[name].arguments)
+    return entries
 
 
 def check_agent_loops(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) -> None:
@@ -242,13 +239,13 @@ def check_agent_loops(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, nam
     """
     loops = agent_loops(config)
     for name in dict.fromkeys(names):
-        loop, _ = _named_loop(loops, name)
+        loop = _named_loop(loops, name).load()
         if JUDGE_ADDRESS in inspect.signature(loop.run).parameters:
             require_judge(config, f"the agent loop '{name}' ({JUDGE_ADDRESS} of its run)")
         loop.discard(loop.prepare(config, tokenizer))
 
 
-def _named_loop(loops: Mapping[str, T], name: str) -> T:
+def _named_loop(loops: Mapping[str, LoopEntry], name: str) -> LoopEntry:
     if name not in loops:
         known = ", ".join(sorted(loops))
         raise ConfigError(f"unknown agent loop '{name}'.{suggest(str(name), list(loops))} Known: {known}.")
@@ -287,7 +284,7 @@ class AgentLoopWorker:
         self._shared: dict[type[AgentLoopBase], object] = {}
         self._preparing = threading.Lock()
         default = self._rollout.default_agent_loop
-        self._shared_by(self._loops[default][0])  # here, so that what is wrong with it ends the run
+        self._shared_by(self._loops[default].load())  # here, so that what is wrong with it ends the run
         parser_is_ours = is_built_in_parser(self._rollout.multi_turn.format)
         self._never_blocking = NEVER_BLOCKING if parser_is_ours else (SingleTurnAgentLoop,)
         self._places = asyncio.Semaphore(self._rollout.agent.max_concurrent)
@@ -329,7 +326,7 @@ class AgentLoopWorker:
         try:
             if trajectory.is_plain:
                 return await self._answered(trajectory, policy)
-            if self._loops.get(trajectory.agent_name, (None,))[0] in self._never_blocking:
+            if self._class_named(trajectory.agent_name) in self._never_blocking:
                 return await self._run_here(trajectory, policy)
             return await self._run_in_thread(trajectory, policy)
         finally:
@@ -338,13 +335,17 @@ class AgentLoopWorker:
             if not trajectory.is_plain:
                 self._places.release()
 
+    def _class_named(self, agent_name: str) -> type[AgentLoopBase] | None:
+        entry = self._loops.get(agent_name)  # an unknown name fails its trajectory later, with a message
+        return None if entry is None else entry.load()
+
     def _can_be_saved(self, trajectory: Trajectory) -> bool:
         """Whether a checkpoint has the tokens of its response before its columns are there.
 
         Not those of agents, whose programs cannot go on in another process; nor with recorded experts, which would be
         missing for these tokens.
         """
-        is_single = self._loops.get(trajectory.agent_name, (None,))[0] is SingleTurnAgentLoop
+        is_single = self._class_named(trajectory.agent_name) is SingleTurnAgentLoop
         is_first = trajectory.sample.attempt == 0
         return is_single and is_first and trajectory.is_trained_on and not trajectory.returns_routing
 
@@ -469,7 +470,8 @@ class AgentLoopWorker:
             return self._failed(trajectory, policy, "agent_error", str(error))
 
     async def _loop(self, trajectory: Trajectory, policy: AsyncLLMServerManager) -> AgentLoopBase:
-        loop, arguments = _named_loop(self._loops, trajectory.agent_name)
+        entry = _named_loop(self._loops, trajectory.agent_name)
+        loop, arguments = entry.load(), entry.arguments
         if loop not in self._shared:
             await in_thread(self._shared_by, loop)  # it loads tools, which is code of users
         made = loop(

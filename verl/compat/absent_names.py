@@ -171,7 +171,7 @@ ABSENT: dict[str, Absence] = {
         "other design",
         "Rewards are computed in processes of the reward manager: verl.trainer.ppo.reward.load_reward_manager; a "
         "reward model that scores is verl.workers.fsdp_workers.RewardModelWorker, one that is asked "
-        "verl.judge.service.JudgeService.",
+        "verl.plugins.endpoint.judge.JudgeService.",
     ),
     "verl.experimental.separation": _ASYNCHRONOUS_TRAINERS,
     "verl.experimental.teacher_loop": _TEACHERS,

@@ -18,7 +18,7 @@ from verl.utils.metric import Metrics
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-    from verl.judge.service import JudgeService
+    from verl.experience.judge import ServedJudge
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class ResponseSource:
         tokenizer: PreTrainedTokenizerBase,
         processor: ProcessorMixin | None,
         workers: CurrentWorkers,
-        judge: JudgeService | None,
+        judge: ServedJudge | None,
     ) -> None:
         self._config, self._tokenizer, self._processor = config, tokenizer, processor
         self._workers, self._judge = workers, judge
@@ -75,7 +75,7 @@ class ResponseSource:
         return judge.serve_while(reward, int(prompts.meta_info["global_steps"]), lambda: conversations).result()
 
     @property
-    def _agents_judge(self) -> JudgeService | None:
+    def _agents_judge(self) -> ServedJudge | None:
         """The judge, if agents may ask it."""
         return self._judge if self._judge is not None and self._config.judge_answers_agents else None
 

@@ -30,7 +30,7 @@ from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.scores import on_drawn_tokens, token_scores
 
 if TYPE_CHECKING:
-    from verl.judge.service import JudgeService
+    from verl.experience.judge import ServedJudge
     from verl.workers.reward_manager.abstract import Result
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Scorer:
         judge: the generative reward model that reward functions ask, if the run has one.
     """
 
-    def __init__(self, config: PPOConfig, workers: CurrentWorkers, judge: JudgeService | None) -> None:
+    def __init__(self, config: PPOConfig, workers: CurrentWorkers, judge: ServedJudge | None) -> None:
         self._workers, self._judge = workers, judge
         self._agent = config.actor_rollout_ref.rollout.agent
         self._max_error_rate = config.reward_model.max_error_rate

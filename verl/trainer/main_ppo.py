@@ -13,6 +13,7 @@ from collections.abc import Sized
 from typing import TYPE_CHECKING, Any, cast
 
 from verl.base.lazy import importing, on_first_use
+from verl.base.plugins import load as load_plugin
 from verl.config import PPOConfig, local_copies
 from verl.trainer.config.command_line import command
 from verl.trainer.config.sizes import derived_sizes, resolve_device, sizes_table
@@ -213,9 +214,7 @@ class TaskRunner:
         train, val, sampler = rl_datasets(config, tokenizer, processor)
         judge, arguments = None, {}
         if config.judge is not None:
-            from verl.judge.service import JudgeService
-
-            judge = JudgeService(config)
+            judge = load_plugin("endpoint.judge:JudgeService")(config)
             arguments = judge.arguments
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0, **arguments)
         val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1, **arguments)

@@ -116,7 +116,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Sampler
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-    from verl.judge.service import JudgeService
+    from verl.experience.judge import ServedJudge
     from verl.single_controller.base.resource_pool import PoolManager
     from verl.single_controller.base.worker_group import WorkerGroup
 
@@ -192,7 +192,7 @@ class PPOTrainer(TrainingLoop):
         collate_fn: Callable | None = None,
         train_sampler: Sampler | None = None,
         device_name: str | None = None,
-        judge: JudgeService | None = None,
+        judge: ServedJudge | None = None,
     ) -> None:
         config = config if isinstance(config, PPOConfig) else load_config(config, of_program=True)
         self.role_worker_mapping = role_worker_mapping
@@ -241,7 +241,7 @@ class PPOTrainer(TrainingLoop):
         if self.needs.judge and judge is None:
             raise ConfigError(
                 f"reward_model.rollout.name={config.reward_model.rollout.name} serves a judge to the reward function, "
-                "so the trainer needs judge=verl.judge.service.JudgeService(config)."
+                "so the trainer needs judge=verl.plugins.endpoint.judge.JudgeService(config)."
             )
         self.response_source = ResponseSource(config, tokenizer, processor, self._experience_workers, judge)
         self.scorer = Scorer(config, self._experience_workers, judge)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel
 
-from tests.agents.endpoint.kits.text_programs import model_of
+from tests.plugins.endpoint.kits.text_programs import model_of
 
 ROOM = {"prompt_length": 4000, "response_length": 4000}
 

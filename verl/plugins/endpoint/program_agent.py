@@ -12,11 +12,9 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.chat_template import ChatTemplate
-from verl.agents.endpoint.recorder import RecorderSettings, TrajectoryRecorder
 from verl.agents.images import INPUTS
-from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TrajectoryError, register
+from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TrajectoryError
 from verl.agents.parsers import get_tool_parser
-from verl.agents.programs import LONGEST_ANSWER, CommandProgram, FunctionProgram, Program, ProgramTask, load_program
 from verl.base.import_utils import user_code
 from verl.base.redact import redacted
 from verl.base.requirements import install_command
@@ -25,6 +23,15 @@ from verl.config import PPOConfig
 from verl.datasets.chat import Message, as_messages
 from verl.datasets.template_probes import with_arguments
 from verl.errors import ConfigError, VerlError
+from verl.plugins.endpoint.programs import (
+    LONGEST_ANSWER,
+    CommandProgram,
+    FunctionProgram,
+    Program,
+    ProgramTask,
+    load_program,
+)
+from verl.plugins.endpoint.recorder import RecorderSettings, TrajectoryRecorder
 from verl.utils.model import eos_token_ids
 from verl.vision.data_urls import url_of
 from verl.vision.messages import has_video_parts, with_images
@@ -33,7 +40,7 @@ from verl.vision.prompts import ImagePrompts
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl.agents.endpoint.server import TrajectoryEndpoint
+    from verl.plugins.endpoint.server import TrajectoryEndpoint
 
 NAME = "program_agent"
 ENTRY = "the entry of program_agent in agent_loop_config_path"
@@ -48,7 +55,6 @@ class ProgramAgentParts:
     settings: RecorderSettings
 
 
-@register(NAME)
 class ProgramAgentLoop(AgentLoopBase):
     """Run an agent program, and train on what it let the policy write.
 
@@ -192,7 +198,7 @@ def program_of(program: object, command: Any) -> Program:
 
 def _server() -> type[TrajectoryEndpoint]:
     try:
-        from verl.agents.endpoint.server import TrajectoryEndpoint
+        from verl.plugins.endpoint.server import TrajectoryEndpoint
     except ModuleNotFoundError as error:
         raise ConfigError(f"{NAME} needs the package {error.name}: {install_command('agents')}.") from error
     return TrajectoryEndpoint

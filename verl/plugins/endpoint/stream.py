@@ -12,10 +12,10 @@ from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from verl.agents.endpoint.calls import CallRefusedError, ModelAnswer, ModelBackend, ModelCall
-from verl.agents.endpoint.chat import Event
 from verl.base.types import JsonObject
 from verl.errors import VerlError
+from verl.plugins.endpoint.calls import CallRefusedError, ModelAnswer, ModelBackend, ModelCall
+from verl.plugins.endpoint.chat import Event
 
 
 class Vendor(Protocol):
@@ -50,7 +50,7 @@ class ReplyWriter(Protocol):
 
 
 class _Texts:
-    """The texts that a backend tells, in their order; see :class:`verl.agents.endpoint.calls.AnswerStream`."""
+    """The texts that a backend tells, in their order; see :class:`verl.plugins.endpoint.calls.AnswerStream`."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0

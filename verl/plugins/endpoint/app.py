@@ -17,11 +17,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive
 
-from verl.agents.endpoint import chat, completions, messages, responses
-from verl.agents.endpoint.calls import CallRefusedError, ContextLengthError, ModelBackend, ModelCall
-from verl.agents.endpoint.stream import ReplyWriter, Vendor, disconnected, streamed
 from verl.base.types import JsonMapping, JsonObject
 from verl.errors import VerlError
+from verl.plugins.endpoint import chat, completions, messages, responses
+from verl.plugins.endpoint.calls import CallRefusedError, ContextLengthError, ModelBackend, ModelCall
+from verl.plugins.endpoint.stream import ReplyWriter, Vendor, disconnected, streamed
 
 logger = logging.getLogger(__name__)
 

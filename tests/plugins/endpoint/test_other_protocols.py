@@ -8,7 +8,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.agents.endpoint.test_chat import CALL, calculates
+from tests.plugins.endpoint.test_chat import CALL, calculates
 
 DRAWN = [f"Let me see. {CALL}<|im_end|>", "It is 42.<|im_end|>"]
 SCHEMA = {"type": "object", "properties": {"number": {"type": "integer"}}}

@@ -20,13 +20,13 @@ import torch
 from PIL import Image
 from torch.testing import assert_close
 
-from tests.agents.endpoint.kits import image_programs
-from tests.agents.endpoint.test_chat import calculates
+from tests.plugins.endpoint.kits import image_programs
+from tests.plugins.endpoint.test_chat import calculates
 from tests.support.vision_models import picture_rows, png
 from tests.vision.agent_batches import VisionAgents
 from verl.agents.parsers.base import FunctionCall, ToolParser
-from verl.agents.programs import ProgramTask
 from verl.base.registry import scoped_registrations
+from verl.plugins.endpoint.programs import ProgramTask
 
 STOPS = range(4, 100, 5)
 """Tokens that end a turn, beside the tokenizer's: a random model does not draw that one for long."""

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
-from verl.agents.endpoint.app import MOST_BYTES
+from verl.plugins.endpoint.app import MOST_BYTES
 
 HI = [{"role": "user", "content": "Hi"}]
 

@@ -20,8 +20,12 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from verl.agents.chat_template import ChatTemplate
-from verl.agents.endpoint.app import endpoint_app
-from verl.agents.endpoint.calls import (
+from verl.agents.policy import AsyncLLMServerManager, ContextFullError, SampleId, TokenOutput
+from verl.base.types import JsonObject
+from verl.config import ActorRolloutRefConfig, PPOConfig, RolloutConfig, local_copies
+from verl.errors import ConfigError, DataError, EngineLostError, RolloutError, VerlError
+from verl.plugins.endpoint.app import endpoint_app
+from verl.plugins.endpoint.calls import (
     AnswerStream,
     CallRefusedError,
     ContextLengthError,
@@ -29,10 +33,6 @@ from verl.agents.endpoint.calls import (
     ModelCall,
     refuse_unmet,
 )
-from verl.agents.policy import AsyncLLMServerManager, ContextFullError, SampleId, TokenOutput
-from verl.base.types import JsonObject
-from verl.config import ActorRolloutRefConfig, PPOConfig, RolloutConfig, local_copies
-from verl.errors import ConfigError, DataError, EngineLostError, RolloutError, VerlError
 from verl.serving.connection import Connection
 from verl.serving.local import LocalSession
 from verl.serving.router import RolloutEndedError
@@ -195,10 +195,10 @@ class JudgeBackend:
 
     @property
     def responses(self) -> None:
-        """See :class:`verl.agents.endpoint.calls.ModelBackend`: a judge answers for a whole run, and keeps none."""
+        """See :class:`verl.plugins.endpoint.calls.ModelBackend`: a judge answers for a whole run, and keeps none."""
 
     async def answer(self, call: ModelCall, stream: AnswerStream | None = None) -> list[ModelAnswer]:
-        """See :class:`verl.agents.endpoint.calls.ModelBackend`. A verdict is short, so it comes at once."""
+        """See :class:`verl.plugins.endpoint.calls.ModelBackend`. A verdict is short, so it comes at once."""
         counts = self._counts
         counts["calls"] += 1
         try:

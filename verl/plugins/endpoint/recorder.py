@@ -25,17 +25,6 @@ from functools import partial
 
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.conversation import Conversation
-from verl.agents.endpoint.calls import (
-    AnswerStream,
-    CallRefusedError,
-    ContextLengthError,
-    ModelAnswer,
-    ModelCall,
-    ModelToolCall,
-    refuse_unmet,
-)
-from verl.agents.endpoint.raw_text import RawText
-from verl.agents.endpoint.streamed_text import StreamedText, cut
 from verl.agents.loop import AgentLoopMetrics, AgentLoopOutput
 from verl.agents.parsers import FunctionCall, ToolParser
 from verl.agents.parsers.base import END_OF_THINK
@@ -44,6 +33,17 @@ from verl.base.import_utils import user_code
 from verl.config.agent import TrajectoryStatus
 from verl.datasets.chat import Message
 from verl.errors import ConfigError, DataError, RolloutError
+from verl.plugins.endpoint.calls import (
+    AnswerStream,
+    CallRefusedError,
+    ContextLengthError,
+    ModelAnswer,
+    ModelCall,
+    ModelToolCall,
+    refuse_unmet,
+)
+from verl.plugins.endpoint.raw_text import RawText
+from verl.plugins.endpoint.streamed_text import StreamedText, cut
 from verl.utils.transformers_private import decoded
 from verl.vision.messages import has_image_parts
 from verl.vision.prompts import ImagePrompts
@@ -121,7 +121,7 @@ class TrajectoryRecorder:
         self.status: TrajectoryStatus = "done"
         """``context_full`` or ``turns_used_up`` if the last call met this limit."""
         self.responses: dict[str, list[Message]] = {}
-        """See :class:`verl.agents.endpoint.calls.ModelBackend`."""
+        """See :class:`verl.plugins.endpoint.calls.ModelBackend`."""
         self.answers = 0
         """How many answers were drawn."""
         self.ignored: Counter[str] = Counter()
@@ -133,7 +133,7 @@ class TrajectoryRecorder:
         self._conversations = itertools.count()
 
     async def answer(self, call: ModelCall, stream: AnswerStream | None = None) -> list[ModelAnswer]:
-        """See :class:`verl.agents.endpoint.calls.ModelBackend`."""
+        """See :class:`verl.plugins.endpoint.calls.ModelBackend`."""
         self._check(call)
         is_short = len(call.prompt or "") + sum(len(str(message)) for message in call.messages) <= SHORT_CALL
         is_short &= not any(has_image_parts(message.get("content")) for message in call.messages)

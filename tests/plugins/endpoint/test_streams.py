@@ -8,12 +8,12 @@ import anthropic
 import openai
 import pytest
 
-from tests.agents.endpoint.conftest import TOKENIZER
-from tests.agents.endpoint.test_chat import CALL, TOOLS, calculates
-from verl.agents.endpoint.streamed_text import StreamedText
+from tests.plugins.endpoint.conftest import TOKENIZER
+from tests.plugins.endpoint.test_chat import CALL, TOOLS, calculates
 from verl.agents.parsers import get_tool_parser
 from verl.agents.parsers.base import settled
 from verl.errors import RolloutError
+from verl.plugins.endpoint.streamed_text import StreamedText
 
 HI = [{"role": "user", "content": "Hi"}]
 SCHEMA = TOOLS[0]["function"]["parameters"]

@@ -12,10 +12,10 @@ from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
 from pydantic import Field, StrictInt
 
-from verl.agents.endpoint.calls import CallRefusedError, ModelAnswer, ModelCall
-from verl.agents.endpoint.chat import Event, asks_usage, stop_texts, token_texts, usage
-from verl.agents.endpoint.requests import CallBody, read_body
 from verl.base.types import JsonObject
+from verl.plugins.endpoint.calls import CallRefusedError, ModelAnswer, ModelCall
+from verl.plugins.endpoint.chat import Event, asks_usage, stop_texts, token_texts, usage
+from verl.plugins.endpoint.requests import CallBody, read_body
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +54,7 @@ class CompletionBody(CallBody):
 
 
 class CompletionReply:
-    """Answers in the form of ``completions``; see :class:`verl.agents.endpoint.stream.ReplyWriter`.
+    """Answers in the form of ``completions``; see :class:`verl.plugins.endpoint.stream.ReplyWriter`.
 
     Args:
         body: what was asked.

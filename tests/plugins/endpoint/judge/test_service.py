@@ -15,14 +15,14 @@ import openai
 import psutil
 import pytest
 
-from tests.judge.test_judge_in_a_run import settings
+from tests.plugins.endpoint.judge.test_judge_in_a_run import settings
 from tests.support.tiny_run import make_tiny_run, overrides
 from tests.support.waiting import eventually
 from tests.workers.reward_manager.batches import TOKENIZER, batch_of
 from verl.agents.worker import check_agent_loops
 from verl.errors import ConfigError
 from verl.experience.scoring import submit_scores
-from verl.judge.service import ASLEEP, JudgeService
+from verl.plugins.endpoint.judge import ASLEEP, JudgeService
 from verl.single_controller.local import LocalWorkerGroup
 from verl.testing.models import tiny_model_dir
 from verl.trainer.config.command_line import compose
@@ -31,7 +31,7 @@ from verl.trainer.ppo.reward import load_reward_manager
 from verl.utils.deferred import Deferred
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
-PAGE = Path(__file__).parents[2] / "docs" / "llm_judge.md"
+PAGE = Path(__file__).parents[4] / "docs" / "llm_judge.md"
 REWARD = """
 import httpx2
 

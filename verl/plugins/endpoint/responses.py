@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from openai.types.responses import Response as Reply
 from pydantic import BaseModel, Field, PrivateAttr, StrictBool, StrictInt
 
-from verl.agents.endpoint.calls import CallRefusedError, ModelAnswer, ModelCall
-from verl.agents.endpoint.chat import NO_PARAMETERS, Event, token_texts
-from verl.agents.endpoint.requests import (
+from verl.base.types import JsonObject
+from verl.datasets.chat import Message
+from verl.plugins.endpoint.calls import CallRefusedError, ModelAnswer, ModelCall
+from verl.plugins.endpoint.chat import NO_PARAMETERS, Event, token_texts
+from verl.plugins.endpoint.requests import (
     CallBody,
     checked_messages,
     forced_by,
@@ -23,8 +25,6 @@ from verl.agents.endpoint.requests import (
     unmet_choice,
     unmet_detail,
 )
-from verl.base.types import JsonObject
-from verl.datasets.chat import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -162,7 +162,7 @@ def _details(items: object) -> Iterator[object]:
 
 
 class ResponsesReply:
-    """An answer in the form of ``responses``; see :class:`verl.agents.endpoint.stream.ReplyWriter`.
+    """An answer in the form of ``responses``; see :class:`verl.plugins.endpoint.stream.ReplyWriter`.
 
     Args:
         body: what was asked.

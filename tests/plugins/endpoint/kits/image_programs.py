@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.support.vision_models import picture, png
-from verl.agents.endpoint.server import Access
+from verl.plugins.endpoint.server import Access
 
 SHOWN, SEEN = picture("red", size=(24, 16)), picture("blue", size=(16, 32))
 """What the user shows, and what the tool shows."""
@@ -150,7 +150,7 @@ ON_FRAMES = (
 async def pydantic_ai(task: Any, form: str, is_streamed: bool = False) -> str:
     from pydantic_ai import Agent, BinaryContent, ImageUrl
 
-    from tests.agents.endpoint.kits.text_programs import model_of
+    from tests.plugins.endpoint.kits.text_programs import model_of
 
     access = Access(task.anthropic_base_url, task.api_key)
     agent = Agent(model_of(form, access), system_prompt="Look.")

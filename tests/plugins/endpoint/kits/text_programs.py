@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from verl.agents.endpoint.server import Access
+from verl.plugins.endpoint.server import Access
 
 SYSTEM, QUESTION = "Use the tools.", "2?"
 NUMBER = {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}

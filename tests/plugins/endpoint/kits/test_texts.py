@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from torch.testing import assert_close
 
-from tests.agents.endpoint.kits import text_programs
 from tests.agents.one_engine import OneEngine, prompts
+from tests.plugins.endpoint.kits import text_programs
 from verl.agents.parsers.base import FunctionCall, ToolParser
 from verl.base.registry import scoped_registrations
 

@@ -10,9 +10,12 @@ from typing import Any, Literal
 from anthropic.types import Message as Reply
 from pydantic import BaseModel, Field, StrictInt
 
-from verl.agents.endpoint.calls import CallRefusedError, ModelAnswer, ModelCall
-from verl.agents.endpoint.chat import NO_PARAMETERS, Event
-from verl.agents.endpoint.requests import (
+from verl.base.types import JsonObject
+from verl.datasets.chat import Message
+from verl.errors import DataError
+from verl.plugins.endpoint.calls import CallRefusedError, ModelAnswer, ModelCall
+from verl.plugins.endpoint.chat import NO_PARAMETERS, Event
+from verl.plugins.endpoint.requests import (
     CallBody,
     checked_messages,
     image_part,
@@ -20,9 +23,6 @@ from verl.agents.endpoint.requests import (
     read_body,
     tools_to_call,
 )
-from verl.base.types import JsonObject
-from verl.datasets.chat import Message
-from verl.errors import DataError
 from verl.vision.data_urls import data_url
 
 THOUGHTS = ("thinking", "redacted_thinking")
@@ -166,7 +166,7 @@ def _text_of(content: Any, where: str) -> str:
 
 
 class MessagesReply:
-    """An answer in the form of ``messages``; see :class:`verl.agents.endpoint.stream.ReplyWriter`.
+    """An answer in the form of ``messages``; see :class:`verl.plugins.endpoint.stream.ReplyWriter`.
 
     Args:
         body: what was asked.

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from verl.agents.endpoint.app import endpoint_app
-from verl.agents.endpoint.calls import CallRefusedError, ModelBackend
+from verl.plugins.endpoint.app import endpoint_app
+from verl.plugins.endpoint.calls import CallRefusedError, ModelBackend
 from verl.tools.loopback import LoopbackServer
 
 REMEMBERED = 10_000

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError
 
-from verl.agents.endpoint.calls import CallRefusedError
 from verl.base.types import JsonMapping, JsonObject
 from verl.datasets.chat import Message, as_messages
 from verl.errors import DataError
+from verl.plugins.endpoint.calls import CallRefusedError
 from verl.vision.data_urls import base64_of
 from verl.vision.messages import has_image_parts, has_video_parts, with_images, without_images
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 
-from tests.judge.test_judge_in_a_run import ASKS, dumped, settings
+from tests.plugins.endpoint.judge.test_judge_in_a_run import ASKS, dumped, settings
 from tests.support.tiny_run import make_tiny_run, overrides, same
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo

@@ -22,8 +22,9 @@ from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogpr
 from openai.types.chat.chat_completion_message_function_tool_call import Function
 from pydantic import BaseModel, Field, StrictBool, StrictInt
 
-from verl.agents.endpoint.calls import ModelAnswer, ModelCall
-from verl.agents.endpoint.requests import (
+from verl.base.types import JsonObject
+from verl.plugins.endpoint.calls import ModelAnswer, ModelCall
+from verl.plugins.endpoint.requests import (
     CallBody,
     checked_messages,
     forced_by,
@@ -32,7 +33,6 @@ from verl.agents.endpoint.requests import (
     unmet_detail,
     unmet_names,
 )
-from verl.base.types import JsonObject
 from verl.vision.messages import without_images
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 class ChatReply:
-    """Answers in the form of ``chat/completions``; see :class:`verl.agents.endpoint.stream.ReplyWriter`.
+    """Answers in the form of ``chat/completions``; see :class:`verl.plugins.endpoint.stream.ReplyWriter`.
 
     Args:
         body: what was asked.

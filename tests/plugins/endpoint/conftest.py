@@ -11,11 +11,11 @@ import pytest
 from tests.support.chat_templates import chat_tokenizer
 from tests.support.scripted_policy import ScriptedEngine, scripted_policy
 from verl.agents.chat_template import ChatTemplate
-from verl.agents.endpoint.recorder import RecorderSettings, TrajectoryRecorder
-from verl.agents.endpoint.server import Access, TrajectoryEndpoint
 from verl.agents.loop import AgentLoopOutput
 from verl.agents.parsers import get_tool_parser
 from verl.agents.policy import AsyncLLMServerManager
+from verl.plugins.endpoint.recorder import RecorderSettings, TrajectoryRecorder
+from verl.plugins.endpoint.server import Access, TrajectoryEndpoint
 
 TOKENIZER = chat_tokenizer("chatml")
 TEMPLATE = ChatTemplate(TOKENIZER)

@@ -8,7 +8,7 @@ import anthropic
 import openai
 import pytest
 
-from tests.agents.endpoint.test_chat import TOOLS
+from tests.plugins.endpoint.test_chat import TOOLS
 
 PARAMETERS = TOOLS[0]["function"]["parameters"]
 HALVE = {"type": "function", "function": {"name": "halve", "description": "Halve.", "parameters": PARAMETERS}}

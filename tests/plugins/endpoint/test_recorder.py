@@ -8,7 +8,7 @@ from collections import Counter
 import openai
 import pytest
 
-from tests.agents.endpoint.test_chat import CALL, TOOLS, calculates
+from tests.plugins.endpoint.test_chat import CALL, TOOLS, calculates
 
 
 def user(text):
