@@ -83,7 +83,9 @@ class Registry(Generic[T]):
     def _restore(self, before: dict[str, T], modules: set[str]) -> None:
         """Return to earlier entries; modules that came later and registered something are imported again when asked."""
         for name in self._entries.keys() - before.keys():
-            module = self._origin(self._entries[name]).__module__ or ""  # none where text was executed
+            origin = self._origin(self._entries[name])
+            # An address names its module itself; code that was executed from text has none.
+            module = origin if isinstance(origin, str) else getattr(origin, "__module__", None) or ""
             if module.partition(".")[0] == "verl":  # verl registers its own while it is imported, once for a process
                 before[name] = self._entries[name]
             elif module not in modules:
