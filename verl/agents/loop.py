@@ -27,7 +27,7 @@ from verl.agents.policy import AsyncLLMServerManager
 from verl.base.import_utils import load_module
 from verl.base.plugins import PACKAGE, import_module
 from verl.base.registry import Registry
-from verl.base.types import JsonObject
+from verl.base.types import JsonMapping, JsonObject
 from verl.config.agent import TrajectoryStatus
 from verl.datasets.chat import as_messages, encode, render, render_prompt
 from verl.errors import ConfigError, DataError, RolloutError
@@ -275,7 +275,7 @@ class LoopEntry:
     """The class, or its dotted path, or its name in ``file``."""
     file: str | None = None
     """A Python file with the class."""
-    arguments: Mapping[str, object] = field(default_factory=dict)
+    arguments: JsonMapping = field(default_factory=dict)
 
     def load(self) -> type[AgentLoopBase]:
         """Return the class.

@@ -21,19 +21,23 @@ class ServedJudge(Protocol):
     @property
     def reward_router_address(self) -> str:
         """Address of its endpoint, as ``127.0.0.1:PORT``."""
+        ...
 
     @property
     def arguments(self) -> JsonObject:
         """Arguments for reward functions and reward managers whose signature names them."""
+        ...
 
     def serve_while(self, group: WorkerGroup, step: int, start: Callable[[], Deferred[T]]) -> Deferred[T]:
         """Answer calls on the engines of ``group`` while the work that ``start`` begins is in progress."""
+        ...
 
     def cancel(self) -> None:
         """Cancel scoring whose result is not needed, because the ranks have ended."""
 
     def metrics(self) -> Metrics:
         """Return counts of calls and tokens since the last call of this method."""
+        ...
 
     def close(self) -> None:
         """Stop the endpoint."""
