@@ -112,7 +112,7 @@ class DistillingWorker(TrainingWorker):
         self.teacher = self.make_engine(
             "language_model", config.engine.strategy, config.teacher_model, config.teacher_engine
         )
-        self.teacher.top_ids_below = hf_config_of(config.model).get_text_config().vocab_size
+        self.teacher.ids_below = hf_config_of(config.model).get_text_config().vocab_size
         if self.distilled.info.reads == "full":
             self.trained.divergence = full_divergence(config.distillation.distillation_loss, [(self.teacher, 1.0)])
 

@@ -209,6 +209,22 @@ def test_two_ranks(paths: dict[str, str], batch: DataProto, tmp_path: Path):
     run_ranks(on_two_ranks, 2, tmp_path, paths)
 
 
+def test_rows_of_a_teacher_beyond_the_vocabulary_of_the_policy_have_no_probability(tmp_path: Path, batch: DataProto):
+    path, ids = tiny_model_dir(tmp_path / "padded", "qwen3", seed=4, vocab=160), 104
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(path)
+        log_q = log_softmax(model, batch)[:, :ids].log_softmax(-1)  # of the ids that both have
+    teacher, mask = make_engine(path, trained=False), batch.batch["response_mask"].bool()
+    teacher.ids_below = ids
+    found = teacher.infer_batch(batch, TEACHER_OUTPUTS, WHOLE, TEMPERATURE, topk=K)
+    values, best = log_q.topk(K)
+    assert torch.equal(found["top_ids"][mask].long(), best)
+    sampled = log_q.gather(-1, batch.batch["responses"][mask][:, None])[:, 0]
+    expected = {"log_probs": sampled, "entropy": -(log_q.exp() * log_q).sum(-1), "top_log_probs": values}
+    for name, column in expected.items():
+        assert_close(found[name][mask], column, atol=1e-5, rtol=0)
+
+
 def test_what_cannot_be_computed_is_refused(paths: dict[str, str], batch: DataProto):
     engine = make_engine(paths["policy"], trained=False)
     with pytest.raises(ConfigError, match=r"topk=105: the model has 104 tokens\. Use 1 to 104"):

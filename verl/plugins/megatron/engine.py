@@ -271,7 +271,7 @@ class MegatronEngine(BaseEngine):
         self._check_request(outputs, temperature, topk, self.model.text_config.vocab_size)
         records, outputs = ROUTING in outputs, outputs - {ROUTING}
         columns: dict[str, Tensor] = {}
-        top = TopTokens(topk, self.top_ids_below)
+        top = TopTokens(topk, self.ids_below)
         micro = micro.shared_by(self.layout.context)
 
         def fill(part: MicroBatch, inputs: ModelInputs, columns_of_part: dict[str, Tensor]) -> Tensor:

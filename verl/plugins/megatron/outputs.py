@@ -65,6 +65,7 @@ def _at_own_tokens(
         scalars = torch.nn.functional.linear(chosen, head.weight, head.bias)
         return dict.fromkeys(outputs, scalars.squeeze(-1).float())
     weight, vocab_size = model.head_weight(), model.text_config.vocab_size
+    vocab_size = min(vocab_size, top.below or vocab_size)
     group = parallel_state.get_tensor_model_parallel_group()
     # Adds up the ranks' gradients.
     shared = tensor_parallel.copy_to_tensor_model_parallel_region(chosen)

@@ -66,9 +66,9 @@ class BaseEngine(ABC):
     """(layers with experts, experts) tokens that each expert got in the last mini-batch, over all ranks; None if the
     model is no policy, or its routers do not return what they choose."""
 
-    top_ids_below: int | None = None
-    """The output ``top_ids`` is chosen of the ids below this one, of which all are tokens; None for all ids. A teacher
-    gets the size of the policy's vocabulary: rows beyond it are padding of its output matrix."""
+    ids_below: int | None = None
+    """The ids below this one are the vocabulary of what is computed without gradients; None for all rows of the output
+    matrix. A teacher gets the size of the policy's vocabulary, so that both are distributions over the same ids."""
     divergence: FullDivergence | None = None
     """What the output ``divergence`` compares this model with; set before a batch whose loss reads it."""
 
@@ -82,7 +82,7 @@ class BaseEngine(ABC):
             )
         if temperature <= 0:
             raise ConfigError(f"temperature={temperature}: log-probs need one above 0; a greedy policy is scored at 1.")
-        vocab_size = min(vocab_size, self.top_ids_below or vocab_size)
+        vocab_size = min(vocab_size, self.ids_below or vocab_size)
         if outputs & {"top_ids", "top_log_probs"} and not 0 < topk <= vocab_size:
             raise ConfigError(f"topk={topk}: the model has {vocab_size} tokens. Use 1 to {vocab_size}.")
 

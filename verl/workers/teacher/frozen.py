@@ -70,7 +70,8 @@ class FrozenTeachers:
             engine = make_engine("language_model", ref.strategy, model, _placement(teacher, config, ref.placement))
             if roles.actor.use_prefix_grouper:
                 engine.check_shared_prompts("actor.use_prefix_grouper")
-            engine.top_ids_below = vocab_size
+            if name not in self.alignments:  # which have ids of their own
+                engine.ids_below = vocab_size
             self.engines[name] = engine
 
     def _temperature(self, name: str) -> float:

@@ -112,7 +112,7 @@ class FSDPEngine(ShardedModel):
                 "actor.use_prefix_grouper=true: the experts of a shared prompt are not recorded for each row. Set "
                 "actor.router_replay.mode=disabled, or use_prefix_grouper=false."
             )
-        shape, top = batch.batch["response_mask"].shape, TopTokens(topk, self.top_ids_below)
+        shape, top = batch.batch["response_mask"].shape, TopTokens(topk, self.ids_below)
         micro = micro.shared_by(self.sequence_ranks)
         self._set_runs_tower(batch)
         columns: dict[str, Tensor] = {}

@@ -68,11 +68,12 @@ PLAIN_LOGITS = LogitRule()
 
 
 class TopTokens(NamedTuple):
-    """How many of the most likely tokens are returned."""
+    """How many of the most likely tokens are returned, and of which ids."""
 
     count: int
     below: int | None = None
-    """They are chosen of the ids below this one; None for all. Others may be padding of the output matrix."""
+    """The ids below this one are the vocabulary, over which every output is normalised; None for all rows of the output
+    matrix."""
 
 
 NO_TOP = TopTokens(0)
@@ -200,7 +201,7 @@ class _TokenLogProbs(torch.autograd.Function):
             if wanted.candidates:
                 agreement[part] = (chosen[:, 1] == logits.amax(-1)).to(wide)
             if wanted.top.count:
-                values, top_ids[part] = logits[:, : wanted.top.below].topk(wanted.top.count)
+                values, top_ids[part] = logits.topk(wanted.top.count)
                 top_log_probs[part] = values - log_z[part].unsqueeze(-1)
             if wanted.sum_pi_squared:
                 # Σ p² = Z(2z) / Z(z)² with Z(z) = Σ exp z, computed in log space so that it cannot overflow.

@@ -170,11 +170,15 @@ class HeadedModel(nn.Module):
             scalars: dict[str, Any] = dict.fromkeys(outputs, head(chosen).squeeze(-1).float())
             return scalars
 
-        weight, bias, size, group = head.weight, head.bias, head.out_features, None
+        weight, bias, group = head.weight, head.bias, None
+        size = min(head.out_features, top.below or head.out_features)
         hidden = chosen
         if isinstance(weight, DTensor):  # divided over tensor-parallel ranks
             group, hidden = weight.device_mesh.get_group(), with_summed_gradient(chosen, weight.device_mesh)
             weight, bias = vocabulary_rows(weight), vocabulary_rows(bias) if isinstance(bias, DTensor) else None
+
+        elif size < len(weight):
+            weight, bias = weight[:size], None if bias is None else bias[:size]
 
         def statistics(**wanted: Any) -> TokenStatistics:
             if inputs.kept_ids is not None:
