@@ -39,7 +39,7 @@ THOUGHTS = re.compile("reasoning|think|thought|refusal|^cot$", re.IGNORECASE)
 """Names of fields in which the assistant's message has more of what the model wrote than ``content``."""
 REWRITTEN = (
     "Train on the last turn alone (trainable: false in earlier messages), write a row for each turn (docs, supervised "
-    "data, has the lines), or take a template that leaves turns as they are (model.custom_chat_template). "
+    "data, has the lines), or take a template that leaves turns as they are (custom_chat_template). "
     "ignore_input_ids_mismatch=true trains on what the template writes."
 )
 """Remedies where the template writes a turn otherwise than the model is to write it."""
@@ -56,7 +56,7 @@ def require_turn_ends(tokenizer: PreTrainedTokenizerBase) -> None:
         raise ConfigError(
             f"the chat template of '{tokenizer.name_or_path}' writes no token at the end of the assistant's turn, so "
             "the model would never learn to stop. Write one there, such as {{ eos_token }} "
-            "(model.custom_chat_template)."
+            "(custom_chat_template)."
         )
 
 

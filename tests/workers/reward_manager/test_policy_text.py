@@ -103,3 +103,7 @@ def test_a_reward_model_of_another_tokenizer_reads_the_policys_turns(tmp_path):
         own.decode(ids[mask.bool()]) for ids, mask in zip(columns["input_ids"], columns["attention_mask"], strict=True)
     ]
     assert texts == ["[user]what?[assistant]one\ntwo", "[user]what?[assistant]ab"]
+    # Turns that end with the token of the next message: the score is read at that token, at which it was trained.
+    own.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    ids = RewardInput(TOKENIZER, own).read(data).batch["input_ids"]
+    assert own.decode(ids[0]) == "<user>what?<assistant>one\ntwo<user>"
