@@ -315,7 +315,7 @@ def readings(answer: str, truth: str) -> list[tuple[str, str]]:
 
 def have_different_units(answer: str, truth: str) -> bool:
     """Whether both canonical answers have a unit, and not the same."""
-    units = {_split_unit(text)[1] for text in (answer, truth)}
+    units = {_split_unit(text)[1] for text in (answer, truth) if len(text) <= MAX_ANSWER_LENGTH}
     return len(units - {""}) > 1
 
 
