@@ -38,6 +38,7 @@ def test_every_name_has_a_key_or_a_reason(library: str) -> None:
     ("given", "keys"),
     [
         ({"learning_rate": 1e-4}, {f"{ACTOR}.optim.lr": 1e-4}),
+        ({"rollout.n_samples_per_prompt": 4}, {f"{ROLLOUT}.n": 4}),
         ({"beta": 0.04}, {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.04}),
         ({"beta": 0.0}, {f"{ACTOR}.use_kl_loss": False}),
         ({"max_completion_length": 16}, {"data.max_response_length": 16}),

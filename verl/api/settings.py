@@ -81,9 +81,10 @@ def _keys(name: str, value: object, known: Collection[str], root: type[BaseConfi
         return {name: value}
     if isinstance(value, Mapping) and (name in keys_of(root)):
         return dict(flat(value, f"{name}."))
-    if "." in name:
+    other = other_name(name)
+    if "." in name and other is None:
         return {name: value}
-    other, short = other_name(name), _keys_with_last_part(name, known)
+    short = _keys_with_last_part(name, known)
     if other is not None and (other[1].settable(known) or not short):
         return other[1].settings(value, known, other[0])
     if len(short) > 1:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
 from typing import Any
-
-from omegaconf import DictConfig
 
 from verl.base.import_utils import load_class, user_code
 from verl.errors import ConfigError
@@ -18,10 +14,10 @@ class CheckpointCallback:
     """Base class of ``trainer.checkpoint_callback_class``; it does nothing.
 
     Args:
-        config: the configuration of the run.
+        config: the configuration of the run, a DictConfig.
     """
 
-    def __init__(self, config: DictConfig | None = None) -> None:
+    def __init__(self, config: Any = None) -> None:
         self.config = config
 
     def on_save(
@@ -38,7 +34,7 @@ class CheckpointCallback:
         """
 
 
-def build_checkpoint_callback(config: DictConfig | Mapping[str, Any]) -> CheckpointCallback:
+def build_checkpoint_callback(config: Any) -> CheckpointCallback:
     """Create the callback that a configuration names, or one that does nothing.
 
     Raises:
@@ -47,8 +43,8 @@ def build_checkpoint_callback(config: DictConfig | Mapping[str, Any]) -> Checkpo
     address = config["trainer"].get("checkpoint_callback_class")
     if address is None:
         return CheckpointCallback(config)
-    cls = load_class(address, SETTING)
-    if not callable(getattr(cls, "on_save", None)) or not inspect.isclass(cls):
+    cls: Any = load_class(address, SETTING)
+    if not callable(getattr(cls, "on_save", None)):
         raise ConfigError(
             f"{SETTING}={address}: this is no class with a method on_save. Derive it from "
             "verl.trainer.ppo.checkpoint_callback.CheckpointCallback."

@@ -307,6 +307,7 @@ def test_interpolations_on_the_command_line_refer_to_the_configuration(command_l
         (["--nonsense_xyz"], "1. --nonsense_xyz: there is no such flag"),
         (["--algorithm.adv_estimator", "grpo"], "without dashes.\n     remedy: algorithm.adv_estimator=grpo"),
         (["--num-generations=8"], "num_generations of TRL: set actor_rollout_ref.rollout.n=8"),
+        (["--rollout.n_samples_per_prompt", "8"], "OpenRLHF: set actor_rollout_ref.rollout.n=8"),
         (["--lambd", "0.9", "--packing_samples"], "lambd of OpenRLHF: set algorithm.lam=0.9"),
     ],
 )

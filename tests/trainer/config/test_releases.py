@@ -91,6 +91,7 @@ CASES: list[tuple[dict[str, Any], str, Any]] = [
     ),
     ({f"{ROLLOUT}.skip.enable": True}, f"{ROLLOUT}.skip_rollout", True),
     ({"skip.rollout.dump_dir": "/d"}, f"{ROLLOUT}.skip_dump_dir", "/d"),
+    ({f"{ACTOR}.optim.lr_decay_steps": 50}, f"{ACTOR}.optim.total_training_steps", 50),
     ({f"{ACTOR}.optim.min_lr_ratio": None}, f"{ACTOR}.optim.min_lr_ratio", 0.0),
     ({f"{ACTOR}.optim.lr": 1e-5, f"{ACTOR}.optim.min_lr": 1e-6}, f"{ACTOR}.optim.min_lr_ratio", APPROX),
     ({f"{ACTOR}.optim.min_lr": 0.0}, f"{ACTOR}.optim.min_lr_ratio", 0.0),

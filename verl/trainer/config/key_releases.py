@@ -1,4 +1,4 @@
-"""Keys of the releases v0.8.0, v0.9.0 and 0.10 of verl that the YAML files here do not contain.
+"""Keys of the releases v0.8.0, v0.9.0, v0.9.1 and 0.10 of verl that the YAML files here do not contain.
 
 ``ALIASES`` maps spellings of the releases to keys. ``RETIRED`` lists keys that nothing here reads: the default of the
 releases says nothing, another value is logged (``_told``) or, where it would change what a run computes, refused
@@ -75,6 +75,7 @@ ALIASES: tuple[Alias, ...] = (
     ),
     *(Alias(f"{model}.lora.adapter_path", f"{model}.lora_adapter_path") for model in megatron_lora.SECTIONS),
     Alias("actor_rollout_ref.model.lora.merge", "actor_rollout_ref.rollout.merge_adapters", silent=False),
+    *(Alias(f"{optim}.lr_decay_steps", f"{optim}.total_training_steps") for optim in OPTIMIZERS),
     # the supervised trainers
     Alias("trainer.balance_batch", "data.balance_dp_token", silent=True),
     *(Alias(f"engine.{name}", f"megatron.{name}") for name in MEGATRON_SIZES),
@@ -253,7 +254,7 @@ RETIRED: tuple[Retired, ...] = (
             *_told("the first update of a warm-up has 1/(w+1) of the rate", {f"{optim}.zero_indexed_step": True}),
             *_refused(
                 "the schedule falls until the end of the run; leave it null",
-                {f"{optim}.lr_decay_steps": None, f"{optim}.lr_wsd_decay_steps": None},
+                {f"{optim}.lr_wsd_decay_steps": None},
             ),
             *_told("part of a schedule that is not in this version", {f"{optim}.lr_wsd_decay_style": "exponential"}),
             *_refused("weight decay is constant; leave it out", {f"{optim}.weight_decay_incr_style": "constant"}),

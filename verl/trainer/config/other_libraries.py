@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.errors import ConfigError
@@ -371,7 +371,7 @@ TRL: tuple[OtherName, ...] = (
 """``GRPOConfig``, ``SFTConfig`` and ``DPOConfig`` of TRL 1.16, and arguments of the trainers."""
 
 
-OPENRLHF: tuple[OtherName, ...] = (
+_FLAT: tuple[OtherName, ...] = (
     OtherName("pretrain", (_of_model("path"),)),
     OtherName("critic_pretrain", ("critic.model.path",)),
     OtherName("reward_pretrain", ("reward_model.model.path",), note="with reward_model.enable=true"),
@@ -463,7 +463,75 @@ OPENRLHF: tuple[OtherName, ...] = (
     OtherName("use_wandb", note="add wandb to trainer.logger"),
     OtherName("use_tensorboard", note="add tensorboard to trainer.logger"),
 )
-"""Flags of ``openrlhf.cli.train_ppo_ray`` and ``train_sft``, without dashes, up to 0.8."""
+"""Flags of ``openrlhf.cli.train_ppo_ray`` and ``train_sft``, without dashes, up to 0.10.1."""
+
+_SECTIONS: Mapping[str, str] = {
+    "actor": "model_name_or_path=pretrain adam.lr=actor_learning_rate adam.betas=adam_betas adam.weight_decay=l2 "
+    "lr_warmup_ratio max_norm eps_clip eps_clip_low_high dual_clip=delta entropy_coef=entropy_loss_coef "
+    "gradient_checkpointing_enable=gradient_checkpointing num_nodes=actor_num_nodes "
+    "num_gpus_per_node=actor_num_gpus_per_node",
+    "critic": "model_name_or_path=critic_pretrain adam.lr=critic_learning_rate value_clip",
+    "reward": "model_name_or_path=reward_pretrain remote_url=remote_rm_url",
+    "model": "model_name_or_path=pretrain gradient_checkpointing_enable=gradient_checkpointing",
+    "adam": "lr=learning_rate betas=adam_betas weight_decay=l2",
+    "algo": "advantage.estimator=advantage_estimator advantage.gamma=gamma advantage.lambd=lambd "
+    "advantage.is_correction_enable=enable_vllm_is_correction kl.init_coef=init_kl_coef kl.target=kl_target "
+    "kl.estimator=kl_estimator dynamic_filtering_enable=dynamic_filtering",
+    "data": "prompt_dataset=prompt_data dataset input_key output_key label_key apply_chat_template input_template "
+    "max_len max_samples",
+    "rollout": "n_samples_per_prompt batch_size=rollout_batch_size micro_batch_size=micro_rollout_batch_size "
+    "max_new_tokens=generate_max_len max_tokens_per_gpu=rollout_max_tokens_per_gpu temperature top_p",
+    "train": "batch_size=train_batch_size micro_batch_size=micro_train_batch_size max_epochs num_episodes seed "
+    "dynamic_batch_enable=use_dynamic_batch max_tokens_per_gpu=train_max_tokens_per_gpu async_enable=async_train "
+    "agent_func_path colocate_all=colocate_all_models",
+    "vllm": "num_engines=vllm_num_engines enable_sleep=vllm_enable_sleep enable_prefix_caching enforce_eager "
+    "gpu_memory_utilization=vllm_gpu_memory_utilization tensor_parallel_size=vllm_tensor_parallel_size",
+    "ds": "zero_stage adam_offload packing_samples ring_attn_size attn_implementation=flash_attn",
+    "ckpt": "output_dir=save_path path=ckpt_path save_steps max_num=max_ckpt_num save_hf=save_hf_ckpt "
+    "load_enable=load_checkpoint",
+    "eval": "dataset=eval_dataset steps=eval_steps n_samples_per_prompt=num_generations_eval",
+    "logger": "wandb.key=use_wandb wandb.project=project wandb.run_name=run_name tensorboard_dir=use_tensorboard",
+}
+"""Section of the names since 0.10.2 to the names in it, each with the entry above that has the same meaning."""
+
+
+def _with_sections() -> Iterable[OtherName]:
+    entries = {entry.name: entry for entry in (*TRL, *_FLAT)}
+    for section, names in _SECTIONS.items():
+        for pair in names.split():
+            name, _, flat = pair.partition("=")
+            yield replace(entries[flat or name], name=f"{section}.{name}")
+
+
+OPENRLHF: tuple[OtherName, ...] = (
+    *_FLAT,
+    *_with_sections(),
+    *(
+        OtherName(f"ds.lora.{name}", (_of_model(ours),))
+        for name, ours in (("rank", "lora_rank"), ("alpha", "lora_alpha"))
+    ),
+    OtherName("ds.lora.target_modules", (_of_model("target_modules"),)),
+    OtherName("actor.loss_agg_mode", (_AGGREGATION,)),
+    OtherName(
+        "actor.policy_loss_type",
+        values={"ppo": {f"{_LOSS}.loss_mode": "vanilla"}, "gspo": {f"{_LOSS}.loss_mode": "gspo"}},
+    ),
+    OtherName(
+        "algo.advantage.no_std_norm",
+        values={True: {"algorithm.norm_adv_by_std_in_grpo": False}, False: {}},
+    ),
+    OtherName("algo.kl.use_loss", (f"{_ACTOR}.use_kl_loss",), note=f"the coefficient is {_ACTOR}.kl_loss_coef"),
+    OtherName(
+        "algo.advantage.is_correction_level",
+        values={
+            "off": {},
+            "token": {f"{_CORRECTION}.rollout_is": "token"},
+            "seq": {f"{_CORRECTION}.rollout_rs": "seq_mean_k1"},
+        },
+        note=f"bounds are {_CORRECTION}.rollout_is_threshold and rollout_rs_threshold",
+    ),
+)
+"""Flags of OpenRLHF without dashes: the flat ones, and those with sections, since 0.10.2."""
 
 LIBRARIES: Mapping[str, tuple[OtherName, ...]] = {"TRL": TRL, "OpenRLHF": OPENRLHF}
 

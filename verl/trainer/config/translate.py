@@ -254,7 +254,7 @@ class Translator:
             other = other_name(name)
             is_bare = other is not None and not parent and other[1].settable(leaf_paths)
             if is_bare or not any(f".{leaf}".endswith(f".{name}") for leaf in leaf_paths):
-                remedy = remedy_for(name, value, leaf_paths) or remedy
+                remedy = remedy_for(path, value, leaf_paths) or remedy_for(name, value, leaf_paths) or remedy
             self.problems.append(Problem(path, value, "there is no such key", remedy=remedy))
         return None
 
