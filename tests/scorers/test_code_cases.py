@@ -42,6 +42,7 @@ from verl.scorers.prime_code.compare import plain, same_text, same_value
         ("```python\r\na\r\n```", "a\r\n"),
         ("```cpp\nint main() {}\n```", None),
         ("print(1)", "print(1)"),  # a program as a whole
+        ("print(1)\n" * 3000, None),  # too long to be parsed without fences
         ("import sys\nThen I print it.", None),
         ("Yes", None),
         ("", None),
