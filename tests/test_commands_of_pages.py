@@ -45,7 +45,7 @@ NOT_OURS = {
     "eval": "changes the shell that types it; tests/cli tries the completion",
     "export": "changes the shell that types it",
     "source": "changes the shell that types it",
-    "sbatch": "needs Slurm; tests/examples checks the script",
+    "sbatch": "needs Slurm; tests/examples runs the script",
     "kubectl": "needs Kubernetes; tests/examples checks the file",
     "docker": "needs Docker",
     "prometheus": "is Prometheus' own command",

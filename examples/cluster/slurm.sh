@@ -5,9 +5,11 @@
 #       algorithm.adv_estimator=grpo data.train_files=/shared/gsm8k/train.parquet ... \
 #       trainer.default_local_dir=/shared/runs/first
 #
-# Arguments are those of `verl.trainer.main_ppo`. Submit it from a folder in which `python3` has verl: activate the
-# environment before, Slurm passes it on. Five minutes before its time ends the driver is told to save and stop; the
-# same command goes on from there.
+# Arguments are those of `verl.trainer.main_ppo`; TRAINER=verl.trainer.sft_trainer (or another) runs that instead. Submit
+# it from a folder in which `python3` has verl: activate the environment before, Slurm passes it on. In a container:
+#   INSIDE="apptainer exec --nv --bind /shared /shared/verl.sif" sbatch ...          Apptainer
+#   SRUN_OPTIONS="--container-image=/shared/verl.sqsh --container-mounts=/shared:/shared" sbatch ...     pyxis
+# Five minutes before its time ends the driver is told to save and stop; the same command goes on from there.
 #SBATCH --job-name=verl
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
@@ -18,18 +20,25 @@ set -euo pipefail
 port=${RAY_PORT:-6379}
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export RAY_ADDRESS="${nodes[0]}:$port"
+read -ra options <<<"${SRUN_OPTIONS:-}"
+read -ra inside <<<"${INSIDE:-}"
+
+on() { # NODE COMMAND...: run it there, in the container if there is one
+    local node=$1
+    shift
+    exec srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" "${options[@]}" "${inside[@]}" "$@"
+}
+
 # Ray's processes know each other by a token. It is handed to all of them, whether or not they share a home.
-RAY_AUTH_TOKEN=$(ray get-auth-token --generate)
+RAY_AUTH_TOKEN=$(python3 -c "import secrets; print(secrets.token_hex(32))")
 export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 
-srun --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" \
-    ray start --head --node-ip-address="${nodes[0]}" --port="$port" --block &
+on "${nodes[0]}" ray start --head --node-ip-address="${nodes[0]}" --port="$port" --block &
 for node in "${nodes[@]:1}"; do
-    srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" \
-        bash -c "until ray start --address=$RAY_ADDRESS --block; do sleep 2; done" &
+    on "$node" bash -c "until ray start --address=$RAY_ADDRESS --block; do sleep 2; done" &
 done
 
-python3 - "${#nodes[@]}" <<'PYTHON'
+(on "${nodes[0]}" python3 - "${#nodes[@]}") <<'PYTHON'
 import sys
 import time
 
@@ -50,7 +59,7 @@ while (alive := sum(node["Alive"] for node in ray.nodes())) < int(sys.argv[1]):
     time.sleep(2)
 PYTHON
 
-python3 -m verl.trainer.main_ppo trainer.nnodes="${#nodes[@]}" \
+on "${nodes[0]}" python3 -m "${TRAINER:-verl.trainer.main_ppo}" trainer.nnodes="${#nodes[@]}" \
     trainer.n_gpus_per_node="${SLURM_GPUS_ON_NODE:-8}" "$@" &
 driver=$!
 trap 'kill -TERM "$driver"' TERM

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,33 +73,89 @@ def test_the_job_of_kubernetes_asks_for_the_gpus_that_its_command_names():
     [container] = workers["template"]["spec"]["containers"]
     assert f"trainer.nnodes={workers['replicas']} " in spec["entrypoint"]
     assert f"trainer.n_gpus_per_node={container['resources']['limits']['nvidia.com/gpu']} " in spec["entrypoint"]
+    assert "adv_estimator=grpo " in spec["entrypoint"]
+    assert re.search(r"rollout\.n=([2-9]|\d\d)", spec["entrypoint"]), "GRPO compares several responses"
+
+
+SLURM = """\
+ClusterName=one
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmctldPort=36817
+SlurmdPort=36818
+AuthInfo=socket={folder}/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} State=UNKNOWN
+PartitionName=all Nodes={host} Default=YES State=UP
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """The environment of a Slurm of this machine alone; its programs end with the test."""
+    if os.getuid() != 0 or not all(map(shutil.which, ("munged", "slurmctld", "slurmd"))):
+        pytest.skip("needs root and apt-get install slurm-wlm munge")
+    folder = tmp_path / "slurm"
+    for name in ("state", "spool"):
+        (folder / name).mkdir(parents=True)
+    os.chmod(folder, 0o755)
+    (folder / "key").write_bytes(os.urandom(1024))
+    (folder / "key").chmod(0o600)
+    host = os.uname().nodename.partition(".")[0]
+    (folder / "slurm.conf").write_text(SLURM.format(host=host, folder=folder, cpus=1))
+    environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
+    files = {"key-file": "key", "socket": "munge", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+    munge = ["munged", "--foreground", "--force", *(f"--{name}={folder / file}" for name, file in files.items())]
+    processes = []
+    try:
+        for command in (munge, ["slurmctld", "-D", "-i"], ["slurmd", "-D"]):
+            with (folder / f"{command[0]}.out").open("w") as out:
+                processes.append(subprocess.Popen(command, env=environment, stdout=out, stderr=out))
+            time.sleep(2)
+        yield environment
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+            process.wait(timeout=30)
 
 
 @pytest.mark.slow
-def test_the_script_for_slurm_trains_on_the_nodes_of_its_allocation(tmp_path: Path):
-    stand_ins = {
-        "scontrol": "echo 127.0.0.1",
-        "srun": 'while [[ "$1" == --* ]]; do shift; done\nexec "$@"',
-        "python3": f'exec {sys.executable} "$@"',
-        "ray": f'exec {RAY} "$@"',
-    }
-    (tmp_path / "bin").mkdir()
-    for name, does in stand_ins.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{does}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-    environment = os.environ | {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "SLURM_JOB_NODELIST": "one",
-        "SLURM_GPUS_ON_NODE": "1",
-        "RAY_PORT": PORT,
-        "RAY_TMPDIR": "/tmp",
-    }
-    run = subprocess.run(
-        ["bash", str(CLUSTER / "slurm.sh"), *settings(tmp_path)],
-        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=380, check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+@pytest.mark.timeout(600)
+def test_the_script_for_slurm_trains_on_the_nodes_of_its_allocation(tmp_path: Path, slurm: dict[str, str]):
+    programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # python3 and ray
+    environment = slurm | {"PATH": programs, "PYTHONPATH": str(ROOT), "RAY_PORT": PORT, "RAY_TMPDIR": "/tmp"}
+    log = tmp_path / "job.log"
+    words = ["sbatch", "--wait", f"--output={log}", str(CLUSTER / "slurm.sh"), *settings(tmp_path)]
+    job = subprocess.run(
+        [*words, "trainer.n_gpus_per_node=1"], env=environment, cwd=ROOT, timeout=500, check=False, capture_output=True
+    )
+    assert job.returncode == 0, job.stderr.decode() + log.read_text()[-3000:]
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def user(tmp_path: Path) -> dict[str, str]:
+    """The environment of a user who has no token yet, and whose commands find an installed verl in any folder."""
+    home = tmp_path / "home"
+    (home / "bin").mkdir(parents=True)
+    for name, does in {"python3": sys.executable, "ray": f"{sys.executable} {RAY}"}.items():
+        (home / "bin" / name).write_text(f'#!/bin/bash\nexec {does} "$@"\n')
+        (home / "bin" / name).chmod(0o755)
+    path = f"{home / 'bin'}:{os.environ['PATH']}"
+    return os.environ | {"HOME": str(home), "PATH": path, "PYTHONPATH": str(ROOT), "RAY_TMPDIR": "/tmp"}
+
+
+def until_it_says(text: str, log: Path, process: subprocess.Popen[bytes]) -> None:
+    while process.poll() is None:
+        if text in log.read_text():
+            return
+        time.sleep(0.5)
+    pytest.fail(log.read_text()[-3000:])
 
 
 def lines_of_page(heading: str) -> list[list[str]]:
@@ -110,21 +167,41 @@ def lines_of_page(heading: str) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_two_nodes_that_are_started_by_hand_train_as_the_page_says(tmp_path: Path):
+    token, export, head, other, train = lines_of_page("Manually")
+    environment = user(tmp_path)
+    environment |= dict([export[1].split("=")])
+    subprocess.run(token, env=environment, check=True, stdout=subprocess.DEVNULL)
+    nodes = []
+    try:
+        for words in (head, other):
+            words = [word.replace("FIRST:6379", f"127.0.0.1:{PORT}").replace("6379", PORT) for word in words]
+            # With --block they end their own processes and no others, as `ray stop` would.
+            with (tmp_path / f"node{len(nodes)}").open("w") as out:
+                start = [*words, "--block", "--num-cpus=1"]
+                nodes.append(subprocess.Popen(start, env=environment, cwd=tmp_path, stdout=out, stderr=out))
+            until_it_says("Ray runtime started", tmp_path / f"node{len(nodes) - 1}", nodes[-1])
+        assert train[:4] == ["RAY_ADDRESS=auto", "python3", "-m", "verl.trainer.main_ppo"]
+        assert train[4] == "trainer.nnodes=2"
+        environment["RAY_ADDRESS"] = f"127.0.0.1:{PORT}"  # there may be other clusters on this machine
+        command = [*train[1:5], *settings(tmp_path), "trainer.nnodes=2", "trainer.n_gpus_per_node=1"]
+        run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    finally:
+        for node in reversed(nodes):
+            node.terminate()
+            node.wait(timeout=60)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_job_of_ray_trains_as_the_page_says(tmp_path: Path):
     pytest.importorskip("aiohttp_cors", reason="pip install 'ray[default]'")
     token, *_ = lines_of_page("Manually")
     install, *exports, submit, logs = lines_of_page("As a Ray job")
     assert install == ["pip", "install", "ray[default]"]
-    home = tmp_path / "home"
-    (home / "bin").mkdir(parents=True)
-    for name, does in {"python3": sys.executable, "ray": f"{sys.executable} {RAY}"}.items():
-        (home / "bin" / name).write_text(f'#!/bin/bash\nexec {does} "$@"\n')
-        (home / "bin" / name).chmod(0o755)
-    # The job runs in a folder of Ray's, as a user's would with an installed verl.
-    environment = os.environ | {
-        "HOME": str(home), "PATH": f"{home / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
-        "RAY_TMPDIR": "/tmp",
-    }  # fmt: skip
+    environment = user(tmp_path)
     for export, assignment in exports:
         assert export == "export"
         name, _, value = assignment.partition("=")
