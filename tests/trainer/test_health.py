@@ -29,6 +29,8 @@ def rules(name: str, values: list[float]) -> list[tuple[int, str]]:
         ("training/rollout_probs_diff_mean", [0.02] * 60, []),
         # 0.1 at first; 7 of 20 at 0.8 give (13·0.1 + 7·0.8) / 20 = 0.345
         ("response_length/clip_ratio", [0.1] * 20 + [0.8] * 7, [(26, "truncation")]),
+        ("response_length/clip_ratio", [0.9] * 25, [(5, "truncation")]),
+        ("response_length/clip_ratio", [0.9] * 4 + [0.4] * 20, []),
         ("actor/ppo_kl", [0.01] * 21 + [0.5], [(22, "kl_runaway")]),
         ("actor/ppo_kl", [0.001] * 21 + [0.05], []),
         ("actor/grad_norm", [1.0] * 21 + [11.0], [(22, "grad_spike")]),

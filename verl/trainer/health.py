@@ -13,6 +13,8 @@ WINDOW = 20
 """Steps that a mean or median is taken over."""
 STUCK_STEPS = 50
 """Steps without any change of the reward, after which it counts as stuck."""
+FIRST_STEPS = 5
+"""Steps after which responses count as cut from the start."""
 QUIET_STEPS = 20
 """Steps after an alert in which its rule says nothing."""
 
@@ -175,6 +177,11 @@ def _gap(history: History) -> str:
 
 
 def _truncated(history: History) -> str:
+    if len(history.recent) == FIRST_STEPS and min(history.recent) >= 0.5:
+        return (
+            f"half of the responses or more were cut at data.max_response_length in each of the first {FIRST_STEPS} "
+            f"steps, {history.last:.0%} in this one: what is cut has no answer to score. Raise the limit."
+        )
     if len(history.recent) < WINDOW or history.mean() < max(0.3, 2 * statistics.fmean(history.first)):
         return ""
     return (
