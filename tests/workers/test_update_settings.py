@@ -89,3 +89,25 @@ def test_prepared_columns_travel_with_the_rows(path: str):
     assert metrics["actor/cov_selected_frac"] == pytest.approx((tokens // 2) / tokens)
     with pytest.raises(SchemaError, match=r"needs columns 'cov_selected', 'row_weights', 'top_entropy_mask'"):
         group.update_actor(batch)
+
+
+def test_each_mini_batch_selects_its_tokens_by_the_current_policy(path: str):
+    settings = PolicyLossConfig(loss_mode="m2po", m2_threshold=1e-4)
+    twice, single = policy(path, policy_loss=settings, ppo_epochs=2), policy(path, policy_loss=settings)
+    batch = scored(twice)
+    rollout = DataProto.from_dict(tensors={"rollout_log_probs": batch.batch["old_log_probs"]})
+    batch = batch | rollout
+    config = twice.workers[0].config.actor
+    batch = batch | DataProto.from_dict(tensors=prepare_update(dict(batch.batch.items()), config, seed=0))
+    assert single.update_actor(batch).meta_info["metrics"]["actor/pg_clipfrac"] == 0.0
+    # What the policy after the first step takes out, in a loop: the largest squares until the mean is small enough.
+    new, mask = single.compute_log_prob(batch).batch["old_log_probs"], batch.batch["response_mask"].bool()
+    moved = (new - batch.batch["old_log_probs"]).double()[mask]
+    left = sorted((d * d for d in moved[moved * batch.batch["advantages"][mask] > 0].tolist()), reverse=True)
+    outward = len(left)
+    while left and sum(left) / len(left) > 1e-4:
+        left.pop(0)
+    assert len(left) < outward
+    fraction = (outward - len(left)) / int(mask.sum())
+    metrics = twice.update_actor(batch).meta_info["metrics"]
+    assert metrics["actor/pg_clipfrac"] == pytest.approx(fraction / 2)  # the mean of two optimizer steps

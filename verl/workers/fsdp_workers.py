@@ -60,7 +60,7 @@ from verl.workers.teacher.frozen import FrozenTeachers
 from verl.workers.transfer.plan import RankFacts, TransferPlan, TransferReport
 from verl.workers.transfer.receiver import ReceivedWeights
 from verl.workers.transfer.sender import Sections, WeightSender
-from verl.workers.update import OptimizerSteps, UpdatePlan, mini_batch_size_per_rank
+from verl.workers.update import OptimizerSteps, UpdatePlan, mini_batch_size_per_rank, prepared_again
 
 T = TypeVar("T")
 
@@ -375,8 +375,11 @@ class ActorRolloutRefWorker(EngineWorker):
             data, taught = data | columns, columns.select(["teacher_logprobs", "teacher_entropys"])
         steps = OptimizerSteps()
         with engine.train_mode():
-            for rows in plan.mini_batches(len(data), engine.weight_version, mini_batch_sizes):
-                report = engine.train_batch(data.select_idxs(rows), loss, plan.micro, plan.temperature)
+            for k, rows in enumerate(plan.mini_batches(len(data), engine.weight_version, mini_batch_sizes)):
+                part = data.select_idxs(rows)
+                if k and loss.info.prepare is not None and loss.learns_from_rewards:
+                    part = prepared_again(part, engine, plan, self.config.actor)
+                report = engine.train_batch(part, loss, plan.micro, plan.temperature)
                 steps.add(report, engine.non_finite, rows, engine.expert_counts)
             metrics = steps.metrics("actor", engine.lr_scheduler_step()) | of_teachers
             if self.average is not None:

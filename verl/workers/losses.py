@@ -328,6 +328,7 @@ class RecordedLoss:
 
     def __init__(self, loss: PolicyLoss | DistillationLoss, record: TokenRecord) -> None:
         self.loss = loss
+        self.info, self.learns_from_rewards = loss.info, loss.learns_from_rewards
         self.outputs = loss.outputs
         self.record = record
 
@@ -366,6 +367,7 @@ class OwnForwardLoss:
         correction: RolloutCorrectionConfig | None = None,
     ) -> None:
         self.loss = loss
+        self.info, self.learns_from_rewards = loss.info, loss.learns_from_rewards
         self.outputs = loss.outputs | {"log_probs", "entropy"}
         self.record = record
         self.correction = correction if correction is not None and correction.weighs_by_response else None
@@ -398,6 +400,7 @@ class InterpolatedLoss:
 
     def __init__(self, loss: PolicyLoss | DistillationLoss | RecordedLoss, correction: RolloutCorrectionConfig) -> None:
         self.loss = loss
+        self.info, self.learns_from_rewards = loss.info, loss.learns_from_rewards
         self.outputs = loss.outputs
         self.correction = correction
 

@@ -8,11 +8,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from verl.algorithms import prepare_policy_loss
+from verl.config import ActorConfig
 from verl.errors import ConfigError
+from verl.protocol import DataProto, replace_columns
 from verl.utils.metric import Metrics, extreme
-from verl.workers.engine import MicroBatchConfig
+from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.non_finite import NonFinite
 
 
@@ -79,6 +83,32 @@ def mini_batch_size_per_rank(name: str, prompts: int, n: int, dp_size: int) -> i
             f"over {dp_size} ranks. Make {name} · n a multiple of {dp_size}."
         )
     return prompts * n // dp_size
+
+
+def prepared_again(part: DataProto, engine: BaseEngine, plan: UpdatePlan, config: ActorConfig) -> DataProto:
+    """Select the tokens of a mini-batch again, by the policy as it is now; collective.
+
+    The driver prepared the columns of the loss by the policy before the update, which is that of the first mini-batch
+    alone. This costs a forward pass. The loss's ``prepare`` reads ``log_probs`` in place of ``old_log_probs``.
+
+    Args:
+        part: this rank's rows of the mini-batch.
+        engine: the policy's.
+        plan: size of the passes, and temperature.
+        config: the actor section.
+    """
+    log_probs = engine.infer_batch(part, {"log_probs"}, plan.micro, plan.temperature)["log_probs"]
+    columns = {name: column for name, column in part.batch.items() if column.shape == log_probs.shape}
+    columns["log_probs"] = log_probs
+    ranks: list[dict[str, Tensor]] = [columns]
+    if (size := engine.get_data_parallel_size()) > 1:
+        ranks = [{} for _ in range(size)]
+        dist.all_gather_object(ranks, columns, group=engine.get_data_parallel_group())
+    whole = {name: torch.cat([of_rank[name] for of_rank in ranks]) for name in columns}
+    made = prepare_policy_loss(config.policy_loss.loss_mode, whole, config, seed=engine.weight_version)
+    first = sum(len(of_rank["log_probs"]) for of_rank in ranks[: engine.get_data_parallel_rank()])
+    own = {name: column[first : first + len(part)] for name, column in made.items()}
+    return replace_columns(part, DataProto.from_dict(tensors=own))
 
 
 _OF_ENGINE = {"grad_norm", "skipped_steps", "loss_scale"}

@@ -104,13 +104,14 @@ def topr(log_prob: Tensor, advantages: Tensor, response_mask: Tensor, rollout_lo
 def prepare_m2po(columns: Mapping[str, Tensor], config: ActorConfig, seed: int) -> dict[str, Tensor]:
     """Select the tokens that stay in the loss ``m2po``: the column ``m2_mask``.
 
-    ``columns`` are old_log_probs, rollout_log_probs, advantages and response_mask of the whole mini-batch; ``seed`` is
-    not used, since nothing is drawn.
+    ``columns`` are old_log_probs (or log_probs, of the current policy), rollout_log_probs, advantages and response_mask
+    of the whole mini-batch; ``seed`` is not used, since nothing is drawn.
     """
     names = ("old_log_probs", "rollout_log_probs", "advantages", "response_mask")
     require(columns, names, "policy loss 'm2po'")
     mask = columns["response_mask"]
-    log_ratio = log_ratio_of(columns["old_log_probs"], columns["rollout_log_probs"], mask)
+    log_probs = columns.get("log_probs", columns["old_log_probs"])
+    log_ratio = log_ratio_of(log_probs, columns["rollout_log_probs"], mask)
     kept = second_moment_mask(log_ratio, columns["advantages"], mask, config.policy_loss.m2_threshold)
     return {"m2_mask": kept.long()}
 
@@ -169,9 +170,9 @@ def m2po(
         M = 0 on the largest (log r)² until those that stay have mean (log r)² ≤ τ      τ = ``m2_threshold``
 
     Only tokens on which PPO's clip would act are counted and taken out; they stay in the denominator. τ is a bound of
-    the whole mini-batch, so one stale token need not cost others their gradient. The mask is made once, from the
-    log-probs before the update (:func:`second_moment_mask`): in the first mini-batch it is that of the paper, which
-    uses the current policy in later ones too. ``actor/pg_clipfrac`` counts what is taken out.
+    the whole mini-batch, so one stale token need not cost others their gradient. The mask is that of the current policy
+    in each mini-batch (:func:`second_moment_mask`), which costs a forward pass in all but the first.
+    ``actor/pg_clipfrac`` counts what is taken out.
 
     Paper: https://arxiv.org/abs/2510.01161, eq. 5 and algorithm 1.
     """

@@ -32,12 +32,12 @@ def token_covariance(log_probs: Tensor, advantages: Tensor, response_mask: Tenso
 def prepare_clip_cov(columns: Mapping[str, Tensor], config: ActorConfig, seed: int) -> dict[str, Tensor]:
     """Select the tokens that ``clip_cov`` drops: a random ``clip_cov_ratio`` of all, among those with lb < cov < ub.
 
-    ``columns`` are old_log_probs, advantages and response_mask of the whole mini-batch. The draw of a ``seed`` is the
-    same on every device.
+    ``columns`` are old_log_probs (or log_probs, of the current policy), advantages and response_mask of the whole
+    mini-batch. The draw of a ``seed`` is the same on every device.
     """
     require(columns, ("old_log_probs", "advantages", "response_mask"), "policy loss 'clip_cov'")
     settings, mask = config.policy_loss, columns["response_mask"]
-    cov = token_covariance(columns["old_log_probs"], columns["advantages"], mask)
+    cov = token_covariance(columns.get("log_probs", columns["old_log_probs"]), columns["advantages"], mask)
     candidates = ((cov > settings.clip_cov_lb) & (cov < settings.clip_cov_ub) & mask.bool()).flatten().nonzero()[:, 0]
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
     return _selected(mask, candidates[order[: _count(settings.clip_cov_ratio, mask)].to(candidates.device)])
@@ -46,13 +46,15 @@ def prepare_clip_cov(columns: Mapping[str, Tensor], config: ActorConfig, seed: i
 def prepare_kl_cov(columns: Mapping[str, Tensor], config: ActorConfig, seed: int) -> dict[str, Tensor]:
     """Select the tokens that ``kl_cov`` penalises: the ``kl_cov_ratio`` of all with the largest covariance.
 
-    Among equal ones the first in batch order are taken. ``columns`` are old_log_probs, advantages and response_mask of
-    the whole mini-batch; ``seed`` is not used, since nothing is drawn.
+    Among equal ones the first in batch order are taken. ``columns`` are old_log_probs (or log_probs, of the
+    current policy), advantages and response_mask of the whole mini-batch; ``seed`` is not used, since nothing is drawn.
     """
     require(columns, ("old_log_probs", "advantages", "response_mask"), "policy loss 'kl_cov'")
     mask = columns["response_mask"]
     valid = mask.bool().flatten().nonzero()[:, 0]
-    cov = token_covariance(columns["old_log_probs"], columns["advantages"], mask).flatten()[valid]
+    cov = token_covariance(columns.get("log_probs", columns["old_log_probs"]), columns["advantages"], mask).flatten()[
+        valid
+    ]
     count = min(_count(config.policy_loss.kl_cov_ratio, mask), len(cov))
     if count == 0:
         return _selected(mask, valid[:0])
@@ -98,11 +100,11 @@ def clip_cov(
 ) -> LossTerms:
     """PPO's clip, with no gradient for a few random tokens of high covariance.
 
-        cov_t = (log π_old - mean log π_old)·(A - mean A)           means over the mini-batch
+        cov_t = (sg[log π] - mean log π)·(A - mean A)               means over the mini-batch
         l_t = max(-A·r, -A·clip(r, 1 - ε_low, 1 + ε_high)),  0 on the selected tokens
 
     A random ``clip_cov_ratio`` of all tokens is selected, among those with a covariance between ``clip_cov_lb`` and
-    ``clip_cov_ub``, once for the whole mini-batch (:func:`prepare_clip_cov`). There is no dual clip.
+    ``clip_cov_ub``, for the whole mini-batch, by the current policy (:func:`prepare_clip_cov`). There is no dual clip.
     ``actor/cov_selected_frac`` is the fraction selected. Paper: https://arxiv.org/abs/2505.22617, section 4.
     """
     ratio, selected = bounded_log_ratio(log_prob, old_log_prob).exp(), cov_selected.bool()
@@ -143,7 +145,7 @@ def kl_cov(
 ) -> LossTerms:
     """The ratio without a clip, and a KL penalty on the tokens of highest covariance.
 
-        cov_t = (log π_old - mean log π_old)·(A - mean A)           means over the mini-batch
+        cov_t = (sg[log π] - mean log π)·(A - mean A)               means over the mini-batch
         l_t = -A·r + ppo_kl_coef · |log π - log π_old|              on the selected tokens
         l_t = -A·r                                                  on the others
 
