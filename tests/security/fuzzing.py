@@ -24,6 +24,7 @@ from verl.base.fs import name_problem
 from verl.base.redact import redacted, without_secrets
 from verl.checkpoint import steps
 from verl.checkpoint.shards import assemble, read_shards, saved_world_size
+from verl.config import PPOConfig
 from verl.datasets.chat import as_messages
 from verl.datasets.files import open_files
 from verl.errors import CheckpointError, ConfigError, DataError, RewardError
@@ -91,7 +92,7 @@ TARGETS: dict[str, Callable[[str], Any]] = {
     "reply of a judge": _judged,
     "reply of a code service": _fusion,
     "address of a code service": run_code_url,
-    "command line": lambda text: (force_overrides([text, f"a={text}", f"{text}=1"]), keys_set([text])),
+    "command line": lambda text: (force_overrides([text, f"a={text}", f"{text}=1"], PPOConfig), keys_set([text])),
     "messages": lambda text: as_messages(_json(text), "row 0"),
     "rows": _in_a_file("rows.jsonl", lambda path: open_files(str(path), "data.train_files")),
     "rows of json": _in_a_file("rows.json", lambda path: open_files(str(path), "data.train_files")),

@@ -37,10 +37,23 @@ ROOT = CONFIG_DIR.parents[2]
         (["use_remove_padding=true"], ["++use_remove_padding=true"]),  # no group: a key at the root
         (["model.path=org/name@main"], ["++model.path=org/name@main"]),  # marks in the value mean nothing
         (["trainer.logger=[a,b]"], ["++trainer.logger=[a,b]"]),
+        # Names stay what was typed; Hydra would make numbers and a truth value of them.
+        (["trainer.experiment_name=2026_11_28"], ["++trainer.experiment_name='2026_11_28'"]),
+        (
+            ["+trainer.project_name=1e3", "data.train_files=true"],
+            ["++trainer.project_name='1e3'", "++data.train_files='true'"],
+        ),
+        (
+            ["reward.custom_reward_function.name=nan"],
+            ["++reward.custom_reward_function.name='nan'"],
+        ),  # another spelling
+        (["trainer.experiment_name=${oc.env:A}"], ["++trainer.experiment_name=${oc.env:A}"]),
+        (["custom_reward_function.path=null"], ["++custom_reward_function.path=null"]),
+        (["data.seed=1_0", "trainer.total_training_steps=3"], ["++data.seed=1_0", "++trainer.total_training_steps=3"]),
     ],
 )
 def test_overrides_are_forced_so_that_unknown_keys_reach_the_loader(given: list[str], hydra_gets: list[str]):
-    assert force_overrides(given) == hydra_gets
+    assert force_overrides(given, PPOConfig) == hydra_gets
 
 
 @pytest.mark.parametrize(
@@ -66,8 +79,8 @@ def test_folders_are_relative_to_where_the_user_is(tmp_path: Path, monkeypatch: 
     assert (words.config_folder, words.more_configs) == (tmp_path / "conf", tmp_path / "conf/experiment")
     assert read_words([], PPOConfig).config_folder == CONFIG_DIR
     # A folder of the user's is a group of configurations, and no key at the root.
-    assert force_overrides(["experiment=x"], [tmp_path / "conf"]) == ["experiment=x"]
-    assert force_overrides(["experiment=x"]) == ["++experiment=x"]
+    assert force_overrides(["experiment=x"], PPOConfig, [tmp_path / "conf"]) == ["experiment=x"]
+    assert force_overrides(["experiment=x"], PPOConfig) == ["++experiment=x"]
 
 
 @pytest.mark.parametrize("flag", ["--config-path=config", "--config-path=./config", "--config-path=config/"])

@@ -20,7 +20,7 @@ from verl.base.import_utils import prepare_process
 from verl.base.lazy import importing
 from verl.base.redact import redacted, secrets_in
 from verl.base.streams import open_closed_streams
-from verl.config import BaseConfig, Problem
+from verl.config import BaseConfig, PPOConfig, Problem
 from verl.config.problems import report
 from verl.errors import (
     CheckpointError,
@@ -32,7 +32,7 @@ from verl.errors import (
     RolloutError,
 )
 from verl.supervision.interruption import interruptible
-from verl.trainer.config.flags import Words, read_words
+from verl.trainer.config.flags import CONFIG_NAMES, Words, read_words
 from verl.trainer.config.keys import keys_named
 from verl.trainer.config.omegaconf_private import use_faster_parsers
 from verl.trainer.config.output_folder import output_folder
@@ -53,19 +53,20 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 def compose(words: Words | Sequence[str] = (), config_name: str = "ppo_trainer") -> DictConfig:
     """Compose the configuration as ``python -m verl.trainer... <words>`` does; plain words are all overrides."""
-    composed = _compose(words if isinstance(words, Words) else Words(overrides=[*words]), config_name)
+    root = next((root for root, name in CONFIG_NAMES.items() if name == config_name), PPOConfig)
+    composed = _compose(words if isinstance(words, Words) else Words(overrides=[*words]), config_name, root)
     with open_dict(composed):
         del composed["hydra"]
     return composed
 
 
-def _compose(words: Words, config_name: str, job_name: str = "app") -> DictConfig:
+def _compose(words: Words, config_name: str, root: type[BaseConfig], job_name: str = "app") -> DictConfig:
     """Compose a configuration, with Hydra's own section."""
     import hydra
 
     folder, more = words.config_folder, words.more_configs
     _find_verls_files(more)
-    overrides = force_overrides(words.overrides, [folder, *filter(None, [more])])
+    overrides = force_overrides(words.overrides, root, [folder, *filter(None, [more])])
     with hydra.initialize_config_dir(version_base=None, config_dir=str(folder), job_name=job_name):
         name = words.flags.get("--config-name", config_name)
         return hydra.compose(name, overrides=overrides, return_hydra_config=True)
@@ -209,7 +210,7 @@ def command(
         if words.problems:
             _end_plainly(ConfigError(report(words.problems)))
         with _errors_of_composition():
-            composed = _compose(words, config_name, Path(about["__file__"]).stem)
+            composed = _compose(words, config_name, root, Path(about["__file__"]).stem)
             if composed.hydra.mode is not None and composed.hydra.mode.name == "MULTIRUN":
                 raise ConfigError(
                     "hydra.mode=MULTIRUN: a command starts one run. Start each run by a separate command."

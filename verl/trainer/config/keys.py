@@ -68,6 +68,12 @@ class Key:
         return not named.isdisjoint({int, float}) and bool not in named
 
     @property
+    def takes_text_only(self) -> bool:
+        """Whether the key takes a text, or a list of texts, and neither numbers nor truth values."""
+        named = _named_types(self.field.annotation)
+        return str in named and named.isdisjoint({int, float, bool, dict, object, Any})
+
+    @property
     def follows(self) -> bool:
         """Whether a default factory, rather than an interpolation, takes the default from another field."""
         return bool(self.field.default_factory_takes_validated_data) and self.meta.interpolation is None

@@ -2,38 +2,65 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from verl.base.fs import name_problem
 from verl.config import BaseConfig, Problem
-from verl.trainer.config.keys import iter_keys
+from verl.trainer.config.key_releases import ALIASES as RELEASE_ALIASES
+from verl.trainer.config.key_table import ALIASES
+from verl.trainer.config.keys import iter_keys, keys_of
 
 CONFIG_DIR = Path(__file__).parent
 """Folder of verl's own YAML files."""
 
 
-def force_overrides(overrides: Iterable[str], folders: Iterable[Path] = ()) -> list[str]:
-    """Turn ``key=value`` and ``+key=value`` into ``++key=value``.
+_PLAIN_WORD = re.compile(r"[\w.+:-]+")
+"""A value that Hydra reads as a number, a truth value or a text, without quotes, brackets or interpolation."""
 
-    Hydra then accepts any key, and ``load_config`` handles other spellings and suggests the nearest name.
-    Choices of config groups, ``hydra.*`` and deletions (``~key``) are unchanged.
+
+def force_overrides(overrides: Iterable[str], root: type[BaseConfig], folders: Iterable[Path] = ()) -> list[str]:
+    """Turn ``key=value`` and ``+key=value`` into ``++key=value``, with quotes around the values of texts.
+
+    Hydra then accepts any key, and ``load_config`` handles other spellings and suggests the nearest name. Quotes keep
+    a name such as ``2026_11_28`` from becoming a number. Choices of config groups, ``hydra.*`` and deletions
+    (``~key``) are unchanged.
 
     Args:
         overrides: as typed.
+        root: root section of the command's configuration.
         folders: folders of the user's YAML files, whose subfolders are config groups too.
     """
     all_folders = [CONFIG_DIR, *folders]
-    return [_forced(override, all_folders) for override in overrides]
+    return [_forced(override, root, all_folders) for override in overrides]
 
 
-def _forced(override: str, folders: Sequence[Path]) -> str:
+def _forced(override: str, root: type[BaseConfig], folders: Sequence[Path]) -> str:
     key = override.partition("=")[0].lstrip("+")
     is_name = "." not in key and name_problem(key) is None
     is_group = "@" in key or "/" in key or (is_name and any((folder / key).is_dir() for folder in folders))
     if "=" not in override or override.startswith("~") or is_group or key.split(".")[0] == "hydra":
         return override
-    return "++" + override.lstrip("+")
+    value = override.partition("=")[2]
+    if _PLAIN_WORD.fullmatch(value) and value.lower() != "null" and _takes_text(key, root):
+        value = f"'{value}'"
+    return f"++{key}={value}"
+
+
+def _takes_text(path: str, root: type[BaseConfig]) -> bool:
+    """Whether a key, or the key of another spelling, takes a text or a list of texts, and nothing else."""
+    known = keys_of(root)
+    paths = (
+        [path]
+        if path in known
+        else [
+            alias.new + path.removeprefix(alias.old)
+            for alias in (*ALIASES, *RELEASE_ALIASES)
+            if path == alias.old or path.startswith(f"{alias.old}.")
+        ]
+    )
+    return any(known[name].takes_text_only for name in paths if name in known)
 
 
 def override_problems(overrides: Sequence[str], root: type[BaseConfig]) -> list[Problem]:
