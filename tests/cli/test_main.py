@@ -59,6 +59,26 @@ def test_a_configuration_is_shown_without_what_only_runs_need():
     assert done.stderr == "[] False\n"  # no validator was built either
 
 
+def test_mistakes_are_told_without_what_only_runs_need_and_modules_of_this_folder_are_found(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "my_idea.py").write_text("import sys; print('my_idea imported', file=sys.stderr)\n")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "bin/verl").write_text(  # as pip writes it: the first folder of sys.path is that of the script
+        "import sys; from verl.cli.main import cli\n"
+        "try: cli()\n"
+        "finally: print([name for name in ('torch', 'ray', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    overrides = ["data.train_files=rows.jsonl", "data.val_files=null", "actor_rollout_ref.model.path=./nothing"]
+    overrides += ["algorithm.adv_estimator=grpo", "data.train_batch_size=6", "trainer.n_gpus_per_node=4"]
+    command = [sys.executable, "bin/verl", "train", *overrides]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "VERL_USE_EXTERNAL_MODULES": "my_idea"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "[]\n")
+    assert "my_idea imported" in done.stderr
+    assert "actor_rollout_ref.model.path=./nothing: there is no such folder" in done.stderr
+    assert "data.train_batch_size=6" in done.stderr
+
+
 def test_each_command_answers_help_by_its_module_without_torch():
     names = [*MODULES, *(f"inspect {name}" for name in INSPECTIONS)]
     code = (

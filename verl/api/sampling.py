@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verl.api.data import Rows, as_rows, read_jsonl, write_jsonl, write_prompts
 from verl.api.objects import write_rewards
 from verl.api.result import TrainingResult, path_of
-from verl.api.settings import checked_config, keys_of_call, placement, settings_of
+from verl.api.settings import checked_config, keys_of_call, placement, prompt_length, settings_of
 from verl.base.types import JsonMapping, JsonObject
 from verl.config import EvalConfig, GenerationConfig
 from verl.datasets.files import SUFFIXES
@@ -89,6 +89,9 @@ def _generate(
         "rollout.top_p": 1.0,
         "rollout.top_k": -1,
     }
+    defaults |= prompt_length(
+        path_of(model), "rollout.prompt_length", "rollout.response_length", values, GenerationConfig
+    )
     config = checked_config(defaults, values, GenerationConfig)
 
     from verl.trainer.main_generation import run_generation

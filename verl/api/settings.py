@@ -15,6 +15,7 @@ from verl.config.machine import local_gpus
 from verl.errors import ConfigError
 from verl.trainer.config.keys import Tree, keys_of, leaves, put
 from verl.trainer.config.other_libraries import other_name
+from verl.utils.model_facts.model_files import longest_context
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 
@@ -189,6 +190,23 @@ def settings_of(settings: Mapping[str, object] | None, more: Mapping[str, object
 def placement(ray: bool) -> JsonObject:
     """Return where a call runs unless its settings say: one rank in this process, or with Ray one for each GPU."""
     return {"trainer.controller": "ray" if ray else "local", "trainer.nnodes": 1}
+
+
+def prompt_length(model: str, key: str, limit: str, values: JsonMapping, root: type[BaseConfig]) -> JsonObject:
+    """Return the longest prompt of a call that sets none, where the default leaves a model no room for responses.
+
+    Args:
+        model: a folder or a name.
+        key: of the longest prompt.
+        limit: key of the longest response.
+        values: the settings of the call.
+        root: root section of the command.
+    """
+    known, positions = keys_of(root), longest_context(model)
+    response = values.get(limit, known[limit].default)
+    if key in values or positions is None or not isinstance(response, int) or response >= positions:
+        return {}
+    return {key: min(known[key].default, positions - response)}
 
 
 def ranks_of(keys: JsonMapping) -> int:

@@ -21,6 +21,7 @@ from verl.api.settings import (
     checked_config,
     keys_of_call,
     placement,
+    prompt_length,
     ranks_of,
     rows_of_batch,
     settings_of,
@@ -103,6 +104,9 @@ def train(
             f"{_ACTOR}.checkpoint.save_contents": list(_PARTS),
             "trainer.rollout_data_dir": str(folder / SAMPLES / "train"),
         }
+        defaults |= prompt_length(
+            path_of(model), "data.max_prompt_length", "data.max_response_length", values, PPOConfig
+        )
         if estimator == "gae":
             defaults["critic.model.path"] = path_of(model)
         defaults |= _sizes(files.count, per_prompt, counted, values, defaults)

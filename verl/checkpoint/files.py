@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
-import torch
-
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -98,6 +96,8 @@ def write_state(path: Path, state: object) -> FileEntry:
     """Write tensors, numbers and strings as a ``.pt`` file and sync it; a full disk is an ``OSError``."""
     with DurableFile(path) as file:
         try:
+            import torch
+
             torch.save(state, cast("IO[bytes]", file))
         except RuntimeError as error:
             raise file.problem or error from error

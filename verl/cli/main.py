@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -28,6 +29,8 @@ MOST_COMPLETIONS = 200
 def run_module(command: ModuleCommand, name: str, arguments: tuple[str, ...]) -> None:
     """Run the ``main`` of a module as if its own command line had been typed, and end with its exit status."""
     sys.argv = [f"verl {name}", *arguments]
+    if not sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as of `python -m`: VERL_USE_EXTERNAL_MODULES names modules of this folder
     with interruptible():
         with importing():
             module = importlib.import_module(command.module)

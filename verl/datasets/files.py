@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from verl.errors import DataError
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".ndjson")
@@ -127,7 +125,7 @@ def without_nulls(value: object) -> object:
 
 def _plain(value: object) -> object:
     """Return a value of a table without NumPy's types; NaN, which pandas has for no value, is None."""
-    if isinstance(value, np.ndarray | np.generic):
+    if hasattr(value, "tolist"):  # an array or a number of NumPy, which is not imported to tell the suffixes of files
         value = value.tolist()
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
@@ -199,6 +197,8 @@ def choose_rows(files: Sequence[DataFile], max_samples: int, shuffle: bool, seed
         return rows
     if not shuffle:
         return rows[:max_samples]
+    import numpy as np
+
     chosen = np.random.default_rng(1 if seed is None else seed).choice(len(rows), size=max_samples, replace=False)
     return [rows[row_index] for row_index in chosen]
 

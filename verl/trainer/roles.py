@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from verl.config import PPOConfig
 
 
+WITH_CRITIC = ("bi_level_gae", "gae")
+"""Verl's estimators that read values."""
+WITHOUT_CRITIC = (
+    "gdpo", "gigpo", "gpg", "grpo", "grpo_passk", "grpo_per_turn", "grpo_vectorized", "hierarchical_grpo", "maxrl",
+    "opo", "optimal_token_baseline", "rae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo",
+    "rloo_vectorized", "tir_optimal_token_baseline",
+)  # fmt: skip
+"""Verl's estimators that read none. Of others the registry is asked, which imports PyTorch."""
+
+
 class Role(enum.Enum):
     """Role of a worker group; the value is its name in worker groups, logs and metrics."""
 
@@ -73,7 +83,9 @@ def need_critic(config: PPOConfig | Mapping[str, object]) -> bool:
     """Whether a critic is trained: ``critic.enable`` if set, else whether the estimator reads ``values``."""
     typed = _with_attributes(config)
     if typed.critic.enable is not None:
-        return bool(typed.critic.enable)  # before PyTorch is imported
+        return bool(typed.critic.enable)
+    if typed.algorithm.adv_estimator in (*WITH_CRITIC, *WITHOUT_CRITIC):
+        return typed.algorithm.adv_estimator in WITH_CRITIC
     from verl.algorithms import adv_needs
     from verl.algorithms.estimator_registry import ESTIMATORS
 

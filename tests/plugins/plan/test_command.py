@@ -16,8 +16,9 @@ from verl.algorithms.distillation import DISTILLATION_LOSSES, distillation_loss_
 from verl.algorithms.estimator_registry import ESTIMATORS
 from verl.errors import ConfigError
 from verl.plugins.plan.advice import changes, with_settings
-from verl.plugins.plan.command import WITH_CRITIC, WITHOUT_CRITIC, check_layouts, make_plan, seconds_in_words, show_plan
+from verl.plugins.plan.command import check_layouts, make_plan, seconds_in_words, show_plan
 from verl.plugins.plan.teachers import WHOLE_VOCABULARY
+from verl.trainer.roles import WITH_CRITIC, WITHOUT_CRITIC
 
 ROOT = Path(__file__).parents[3]
 NATIVE = "actor_rollout_ref.rollout.name=native"

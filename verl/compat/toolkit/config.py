@@ -16,6 +16,7 @@ from verl.errors import ConfigError
 from verl.trainer.config.keys import all_inactive, drop, get, same
 from verl.trainer.config.load import load_config
 from verl.trainer.config.rules import broken_rules
+from verl.trainer.config.rules_algorithms import broken_algorithm_rules
 
 
 def omega_conf_to_dataclass(config: object, dataclass_type: type | None = None) -> Any:
@@ -77,7 +78,8 @@ def validate_config(config: DictConfig | PPOConfig, use_reference_policy: bool, 
         ConfigError: lists all problems.
     """
     if isinstance(config, BaseConfig):
-        if problems := [problem for problem in broken_rules(config) if not problem.advice]:
+        problems = [*broken_rules(config), *broken_algorithm_rules(config)]
+        if problems := [problem for problem in problems if not problem.advice]:
             raise ConfigError(report(problems))
         return
     given: Any = OmegaConf.to_container(config, resolve=False)

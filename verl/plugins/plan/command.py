@@ -49,14 +49,6 @@ _FILE_BYTES = 2
 """Bytes of a parameter in a model's files."""
 PER_NODE = 8
 """GPUs of a node, where neither the settings nor this machine say it."""
-WITH_CRITIC = ("bi_level_gae", "gae")
-"""Estimators that read values."""
-WITHOUT_CRITIC = (
-    "gdpo", "gigpo", "gpg", "grpo", "grpo_passk", "grpo_per_turn", "grpo_vectorized", "hierarchical_grpo", "maxrl",
-    "opo", "optimal_token_baseline", "rae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo",
-    "rloo_vectorized", "tir_optimal_token_baseline",
-)  # fmt: skip
-"""Estimators that read none. Of others the registry is asked, which imports PyTorch."""
 
 
 def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -156,11 +148,7 @@ def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace, frozenset[str
                 f"--{name}_tokens {expected}: no {name} is longer than data.max_{name}_length={longest}. Expect at "
                 "most that, or raise the limit."
             )
-    estimator, critic = config.algorithm.adv_estimator, config.critic.enable
-    if critic is None:
-        known = estimator in (*WITH_CRITIC, *WITHOUT_CRITIC)
-        critic = estimator in WITH_CRITIC if known else need_critic(config)
-    needs = OtherModels(critic=critic, reference=need_reference_policy(config))
+    needs = OtherModels(critic=need_critic(config), reference=need_reference_policy(config))
     return Plan(config, cluster, needs, prompt=options.prompt_tokens, response=options.response_tokens), options, keys
 
 

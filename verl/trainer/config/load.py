@@ -5,8 +5,9 @@
     compose ──► names ──► interpolation ──► values ──► derived values ──► types and bounds ──► rules
     (Hydra)     (table)   (${...})          (table)    (derive)           (pydantic)           (sections, rules)
 
-The user gets the problems of names, types and bounds together, and once there are none, those of the rules, which may
-only follow from them. The configuration does not change afterwards.
+The user gets the problems of names, types and bounds together, once there are none those of the rules, which may only
+follow from them, and last those of algorithms, whose registries need PyTorch: most mistakes are told before that is
+imported. The configuration does not change afterwards.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def load_config(
 
     Raises:
         ConfigError: lists the problems, each with key, value, allowed values and remedy: those of names, types and
-            bounds first, which need no PyTorch, and once there are none, those of the rules.
+            bounds first, once there are none those of the rules, and last those of algorithms, which need PyTorch.
     """
     problems: list[Problem] = []
     translator = Translator.of(root, explicit, problems, of_program)
@@ -88,19 +89,25 @@ def load_config(
     config, mistyped = _build(tree, raw, root, keys, problems)
     config = _with_subclasses(config, translator.extended, problems)
     _raise(problems, sections, raw, LATER if with_rules else "")
+    broken: list[Problem] = []
+    if with_rules:
+        from verl.trainer.config.rules import broken_rules
+        from verl.trainer.config.rules_shared_prompts import without_sharing
+
+        broken = broken_rules(without_sharing(config)[0] if isinstance(config, PPOConfig) else config, data_only)
+        broken = [problem for problem in broken if problem.key not in bad | mistyped]
+        _raise([problem for problem in broken if not problem.advice], sections, raw, ALGORITHMS_LATER)
     if with_algorithms and "algorithm.adv_estimator" in keys:
         remarks += derive_from_algorithm(tree, explicit, problems)
         config = _with_subclasses(_build(tree, raw, root, keys, problems)[0], translator.extended, problems)
-    broken: list[Problem] = []
     if with_rules:
-        from verl.trainer.config.rules import broken_rules  # needs PyTorch, as do the algorithms that it asks
+        from verl.trainer.config.rules_algorithms import broken_algorithm_rules
+        from verl.trainer.config.rules_shared_prompts import without_sharing
 
         if isinstance(config, PPOConfig):
-            from verl.trainer.config.rules_shared_prompts import without_sharing
-
             config, unshared = without_sharing(config)
             remarks += unshared
-        broken = broken_rules(config, data_only)
+        broken += broken_algorithm_rules(config, data_only)
     checked = [problem for problem in broken if problem.key not in bad | mistyped]
     _raise([*problems, *(problem for problem in checked if not problem.advice)], sections, raw)
     if isinstance(config, PPOConfig | SupervisedConfig) and with_rules and not data_only:
@@ -117,6 +124,7 @@ def load_config(
 
 
 LATER = "Files, sizes, and what else depends on these settings, are checked once they are right."
+ALGORITHMS_LATER = "The algorithm, its losses and rewards are checked once these settings are right."
 
 
 def _raise(problems: list[Problem], sections: Collection[str], raw: Tree, note: str = "") -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from verl.config import GenerationConfig, PPOConfig, Problem, RolloutConfig
+from verl.config.base import defaults_of
 from verl.config.distillation import VLLM_MAX_LOGPROBS, TeacherInferenceConfig
 from verl.config.rollout import OTHER_PROGRAMS, OWN_ENGINES
 from verl.trainer.config.sizes import resolve_device
@@ -34,6 +35,34 @@ def parallel_sizes(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
             yield from _heads(engine)
         if engine.settings.name in OWN_ENGINES:
             yield from _of_one_rank(engine.path, engine.settings)
+
+
+def context(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
+    """The longest prompt with the longest response fits into the positions of the model."""
+    if isinstance(config, PPOConfig):
+        model, rollout, section = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, "data"
+        lengths, usual = ("max_prompt_length", "max_response_length"), defaults_of(PPOConfig).data
+    else:
+        model, rollout, section = config.model, config.rollout, "rollout"
+        lengths, usual = ("prompt_length", "response_length"), defaults_of(GenerationConfig).rollout
+    positions = model_files.longest_context(model.path, model.override_config)
+    needed = rollout.prompt_length + rollout.response_length
+    if positions is None or max(needed, rollout.max_model_len or 0) <= positions:
+        return
+    cause = f"the model has {positions:,} positions (max_position_embeddings of {model.path})"
+    if needed <= positions:
+        key = "actor_rollout_ref.rollout.max_model_len" if section == "data" else "rollout.max_model_len"
+        yield Problem(key, rollout.max_model_len, cause, f"null, or {needed:,} to {positions:,}")
+        return
+    values = {name: config[section][name] for name in lengths}
+    # The one that was set is at fault: the other is the default, or else the smaller.
+    name = max(lengths, key=lambda name: (values[name] != usual[name], values[name]))
+    [other] = {*lengths} - {name}
+    allowed, remedy = f"1 to {positions - values[other]:,}", f"lower it, or {section}.{other}"
+    if values[other] >= positions:
+        allowed, remedy = f"less than {positions:,} for both together", f"lower both it and {section}.{other}"
+    cause = f"{cause}, and {section}.{other}={values[other]} leaves {max(0, positions - values[other]):,} of them"
+    yield Problem(f"{section}.{name}", values[name], cause, allowed, remedy)
 
 
 def quantization(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:

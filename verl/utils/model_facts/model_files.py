@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from verl.base.fs import copy_to_local
@@ -67,6 +67,14 @@ def attention_heads(folder: Path) -> int | None:
 def key_value_heads(folder: Path) -> int | None:
     """The number of key/value heads in ``config.json`` of a model folder; None if there is none to be read."""
     return _size_of_text_model(folder, "num_key_value_heads") or attention_heads(folder)
+
+
+def longest_context(path: str, override: Mapping[str, object] | None = None) -> int | None:
+    """Return ``max_position_embeddings`` of ``override``, else of a model's folder or name; None if unknown."""
+    stated = (override or {}).get("max_position_embeddings")
+    if isinstance(stated, int):
+        return stated
+    return _size_of_text_model(Path(path).expanduser(), "max_position_embeddings")
 
 
 def vision_heads(folder: Path) -> int | None:
