@@ -175,3 +175,10 @@ def test_types_as_texts_travel_with_a_tool() -> None:
     assert copy is not add
     assert copy.__annotations__ == {"a": int, "b": list[int] | None, "return": int}
     assert (copy(3), copy.__doc__, copy.__name__) == (3, "Add.", "add")
+
+
+def test_a_parameter_with_another_name_for_the_response_is_answered_by_ours() -> None:
+    def reward(completion, answer): ...
+
+    with pytest.raises(ConfigError, match="Call its parameter completion solution_str"):
+        named_rewards([reward], None)

@@ -47,6 +47,7 @@ def test_every_name_has_a_key_or_a_reason(library: str) -> None:
         ({"top_k": None}, {f"{ROLLOUT}.top_k": -1}),
         ({"max_steps": -1}, {}),
         ({"eps_clip_low_high": (0.2, 0.3)}, {f"{ACTOR}.clip_ratio_low": 0.2, f"{ACTOR}.clip_ratio_high": 0.3}),
+        ({"steps": 3, "batch_size": 8}, {"trainer.total_training_steps": 3, "data.train_batch_size": 8}),
         ({"total_training_steps": 3}, {"trainer.total_training_steps": 3}),
         ({"lr_warmup_steps": 2}, {f"{ACTOR}.optim.lr_warmup_steps": 2}),
         ({"data.seed": 7, "n": 4}, {"data.seed": 7, f"{ROLLOUT}.n": 4}),

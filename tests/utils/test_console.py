@@ -105,6 +105,17 @@ def test_supervised_runs_show_their_loss():
     assert "val loss 2.0000" in screen.file.getvalue()
 
 
+def test_data_sources_are_named_whole_and_unknown_ones_left_out():
+    screen = terminal()
+    with Progress(2, enabled="on", console=screen) as progress:
+        progress.update(1, {"val-core/openai/gsm8k/reward/mean@1": 0.5, "val-core/unknown/reward/mean@1": 0.25})
+        progress.update(2, {"actor/pg_loss": 0.0125, "actor/kl_loss": 0.5, "actor/ppo_kl": 0.001})
+    out = screen.file.getvalue()
+    assert "val openai/gsm8k 0.500  val 0.250" in out
+    assert "step 2  loss 0.0125  kl 0.5000  ppo_kl 0.001" in out
+    assert "elapsed" in out
+
+
 def test_without_a_terminal_a_step_is_a_short_line(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     """The order of the metrics does not depend on the step, and what a run has many of is left to other trackers."""
     now = [100.0]

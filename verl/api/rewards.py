@@ -115,7 +115,9 @@ def form_of(function: Function) -> Form:
     for name, form in _RESPONSES:
         if name in named:
             return form
-    raise ConfigError(f"the reward function {name_of(function)}{signature} takes no response by name. {FORMS}")
+    alone = next((name for name in named if name in ("completion", "response", "output", "text")), None)
+    remedy = f"Call its parameter {alone} solution_str, the text of one response. " if alone else ""
+    raise ConfigError(f"the reward function {name_of(function)}{signature} takes no response by name. {remedy}{FORMS}")
 
 
 def no_reward(solution_str: str) -> float:

@@ -36,6 +36,8 @@ THEN_MEANT = (
     "reward_model",
 )
 """Sections whose keys may be named so if only one of them has such a key."""
+TYPED_FIRST = {"steps": "trainer.total_training_steps", "batch_size": "data.train_batch_size"}
+"""Names that people type before they know the keys."""
 
 
 def keys_of_call(settings: JsonMapping, root: type[BaseConfig]) -> JsonObject:
@@ -80,6 +82,8 @@ def _no_setting(value: object) -> object:
 def _keys(name: str, value: object, known: Collection[str], root: type[BaseConfig]) -> JsonObject:
     if name in known:
         return {name: value}
+    if TYPED_FIRST.get(name) in known:
+        return {TYPED_FIRST[name]: value}
     if isinstance(value, Mapping) and (name in keys_of(root)):
         return dict(flat(value, f"{name}."))
     other = other_name(name)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from verl.base.nested import flat
 from verl.base.plugins import load
+from verl.base.redact import without_secrets
 from verl.cli.commands import COMMAND_OF_CONFIGURATION
 from verl.config.problems import shown
 from verl.errors import ConfigError
@@ -61,7 +62,24 @@ def _settings_of(file: Path) -> Mapping[str, object]:
         return load("view.discovery:read_config")(beside)
     if file.suffix == ".json":
         return _mapping(_mapping(json.loads(file.read_text())).get("settings"))
-    return _mapping(yaml.safe_load(file.read_text()))
+    settings = _mapping(yaml.safe_load(file.read_text()))
+    return _as_run(settings) if file.parent.name == ".hydra" else settings
+
+
+def _as_run(composed: Mapping[str, object]) -> Mapping[str, object]:
+    """Return composed settings as a run of them writes them into its checkpoints: resolved, derived, without secrets.
+
+    Raises:
+        ConfigError: no run of verl could have these settings.
+    """
+    from verl.trainer.config.load import load_config
+
+    names = kinds({key: value for key, value in flat(composed) if value != {}})
+    roots = [entry.root for entry in ENTRIES if COMMAND_OF_CONFIGURATION[entry.name] in names]
+    if not roots:
+        return composed
+    config = load_config(composed, roots[0], with_rules=False)
+    return json.loads(json.dumps(without_secrets(config.to_dict())))  # tuples become lists, as in a checkpoint
 
 
 def _mapping(value: object) -> Mapping[str, object]:

@@ -34,7 +34,9 @@ RECENT_STEPS = 20  # number of steps from which the remaining time is estimated
 # Metrics in the live display: label, the metric names of which the first present one is shown, format.
 SHOWN = (
     ("reward", ("critic/score/mean", "critic/rewards/mean"), ".3f"),
-    ("loss", ("train/loss",), ".4f"),
+    ("loss", ("train/loss", "actor/pg_loss"), ".4f"),
+    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), ".4f"),
+    ("ppo_kl", ("actor/ppo_kl",), ".2g"),
     ("length", ("response_length/mean",), ".1f"),
     ("entropy", ("actor/entropy",), ".3f"),
     ("grad", ("actor/grad_norm", "train/grad_norm"), ".3g"),
@@ -175,7 +177,7 @@ class Progress:
     ::
 
         step 12  reward 0.431  length 118.2  entropy 0.512  grad 0.31  tokens/s 4,210  9.8 s
-        ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  12/100 steps  2:10 gone  14:23 left  val 0.480  gen
+        ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  12/100 steps  2:10 elapsed  14:23 left  val 0.480  gen
 
     Each step adds a line above the bar. A notebook shows the last steps as a table that changes in place. Without
     either, the ``console`` tracker writes that line with the remaining time.
@@ -238,7 +240,7 @@ class Progress:
         self._finished_at.append(now)
         self._validation = _validation_text(metrics) or self._validation
         if self.table is not None:
-            times = f"{clock(now - self._started)} gone, {clock(self.seconds_left())} left"
+            times = f"{clock(now - self._started)} elapsed, {clock(self.seconds_left())} left"
             self.table.add(_step_values(step, metrics, self._seconds), step, self.total_steps, times)
         elif self.is_shown:
             with _ignoring_write_errors():
@@ -261,9 +263,9 @@ class Progress:
     def _render(self) -> RenderableType:
         line = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=max(self.total_steps, 1), completed=self.step, width=36)
-        gone, left = clock(time.monotonic() - self._started), clock(self.seconds_left())
+        elapsed, left = clock(time.monotonic() - self._started), clock(self.seconds_left())
         steps = Text(f"{self.step}/{self.total_steps} steps", style="bold")
-        times, stage = (Text(f"{gone} gone"), Text(f"{left} left")), Text(self.stage, style="dim")
+        times, stage = (Text(f"{elapsed} elapsed"), Text(f"{left} left")), Text(self.stage, style="dim")
         line.add_row(bar, steps, *times, Text(self._validation, style="green"), stage)
         return Group(line)
 
@@ -293,7 +295,7 @@ class NotebookTable:
             row: its values by label.
             step: its number.
             total_steps: number of the last step.
-            times: words about the time that is gone and left.
+            times: words about the time that has elapsed and is left.
         """
         from IPython.display import display
 
@@ -344,5 +346,7 @@ def _validation_text(metrics: Mapping[str, float]) -> str:
     """Core validation metrics (mean@N of each data source), or the validation loss."""
     means = {name: value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name}
     if means:
-        return "  ".join(f"val {name.split('/')[1]} {value:.3f}" for name, value in means.items())
+        sources = {name: "/".join(name.split("/")[1:-2]) for name in means}  # data sources have slashes
+        of_source = {name: "" if source == "unknown" else f" {source}" for name, source in sources.items()}
+        return "  ".join(f"val{of_source[name]} {value:.3f}" for name, value in means.items())
     return f"val loss {metrics['val/loss']:.4f}" if "val/loss" in metrics else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Any
 
 import pytest
@@ -239,8 +240,10 @@ KEEPS = f"{ROLLOUT}.keep_sampling_mask"
         ({f"{ROLLOUT}.logprobs_mode": "raw_logprobs"}, "these are not the log-probs of the distribution"),
         ({f"{ROLLOUT}.skip_rollout": True}, "do not say whether they have the kept tokens"),
         ({"algorithm.adv_estimator": "optimal_token_baseline"}, "is that of the whole vocabulary, and log π that of"),
-        ({"distillation.enabled": True}, "compares the policy with its teacher over the whole vocabulary"),
-        ({f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.top_k": 10, f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs": 25},
+        ({"distillation.enabled": True, "distillation.teacher_models.teacher_model.model_path": "org/name"},
+         "compares the policy with its teacher over the whole vocabulary"),
+        ({f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.top_k": 10, f"{ROLLOUT}.engine_kwargs.vllm.max_logprobs": 25,
+          f"{ROLLOUT}.engine_kwargs.vllm.python": sys.executable},
          "max_logprobs=25: keep_sampling_mask with top_k=10 asks for the 26 most likely tokens"),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from pathlib import Path
@@ -179,6 +180,8 @@ def test_data_files_exist(run: Run):
     message = only(run.refusal({"data.train_files": str(run.folder / "none.parquet")}))
     assert f"data.train_files={run.folder}/none.parquet: there is no such file" in message
     assert "remedy: the folder has train.jsonl, val.jsonl" in message
+    message = only(run.refusal({"data.train_files": str(run.folder / "trian.jsonl")}))
+    assert f"remedy: did you mean {run.folder}/train.jsonl?" in message
     message = only(run.refusal({"data.val_files": [str(run.folder / "val.jsonl"), "elsewhere/x.parquet"]}))
     assert "data.val_files=elsewhere/x.parquet" in message
     assert "examples/data_preprocess" in message
@@ -194,6 +197,39 @@ def test_data_files_are_files_of_a_known_format(run: Run):
     assert "the format is not known" in only(run.refusal({"data.train_files": str(run.folder / "train.csv")}))
     assert "this is a folder, not a file" in only(run.refusal({"data.train_files": str(run.folder)}))
     assert "nothing to train on" in only(run.refusal({"data.train_files": []}))
+
+
+def test_a_wrong_name_of_a_function_is_answered_by_those_of_the_file(run: Run):
+    (run.folder / "mine.py").write_text(
+        "import re\ndef reward(solution_str): ...\nclass Judge: ...\ndef _part(): ...\n"
+    )
+    wrong = {"custom_reward_function.path": str(run.folder / "mine.py"), "custom_reward_function.name": "score"}
+    assert "allowed: functions and classes of that file: reward, Judge\n" in only(run.refusal(wrong))
+    missing = {"custom_reward_function.path": str(run.folder / "mien.py"), "custom_reward_function.name": "reward"}
+    assert f"did you mean {run.folder}/mine.py?" in only(run.refusal(missing))
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"data.max_response_length": 4096}, "data.max_response_length=4096: the model has 1,024 positions"),
+        ({"data.max_prompt_length": 1000}, "data.max_prompt_length=1000: the model has 1,024 positions"),
+        ({"data.max_response_length": 4096}, "allowed: 1 to 512"),
+        (
+            {"actor_rollout_ref.rollout.max_model_len": 2048},
+            "rollout.max_model_len=2048: the model has 1,024 positions",
+        ),
+    ],
+)
+def test_lengths_beyond_the_positions_of_the_model_are_told_by_the_key_that_was_set(
+    run: Run, changes: dict[str, int], said: str
+):
+    config = run.folder / "model/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 1024}))
+    run.load()  # 512 + 512
+    assert said in only(run.refusal(changes))
+    wider = {"actor_rollout_ref.model.override_config": {"max_position_embeddings": 8192}}
+    assert run.load(changes | wider)
 
 
 @pytest.mark.parametrize("files", [None, []])

@@ -184,9 +184,11 @@ def _data_file(key: str, path: str) -> Problems:
 
 def _data_remedy(path: str) -> str:
     folder = Path(path).parent
-    there = sorted(p.name for p in folder.iterdir() if p.suffix in SUFFIXES)[:5] if folder.is_dir() else []
+    there = sorted(p.name for p in folder.iterdir() if p.suffix in SUFFIXES) if folder.is_dir() else []
+    if near := difflib.get_close_matches(Path(path).name, there, n=1):
+        return f"did you mean {folder / near[0]}?"
     if there:
-        return f"the folder has {', '.join(there)}"
+        return f"the folder has {', '.join(there[:5])}"
     return "make it with one of examples/data_preprocess/*.py, or correct the path"
 
 
@@ -278,23 +280,27 @@ def _code(path_key: str, path: str, name_key: str, name: str | None) -> Problems
     elif not path.endswith(".py"):
         return  # a module: imported, and checked, only where it is used
     elif not Path(path).is_file():
-        remedy = "give the path of a Python file, or a module that Python can import"
+        folder = Path(path).parent
+        files = sorted(file.name for file in folder.glob("*.py"))
+        near = difflib.get_close_matches(Path(path).name, files, n=1)
+        remedy = f"did you mean {folder / near[0]}?" if near else "give the path of a Python file, or a module"
         yield Problem(
             path_key, path, f"there is no such file (looked in {Path(path).absolute().parent})", remedy=remedy
         )
     else:
-        names, has_star = _names_in(Path(path))
+        names, functions, has_star = _names_in(Path(path))
         if name not in names and not has_star:
             cause = f"{path} does not define it.{suggest(name, sorted(names))}"
-            yield Problem(name_key, name, cause, remedy=f"set {name_key} to a function or class of that file")
+            allowed = f"functions and classes of that file: {', '.join(functions)}" if functions else ""
+            yield Problem(name_key, name, cause, allowed, f"set {name_key} to a function or class of that file")
 
 
-def _names_in(path: Path) -> tuple[set[str], bool]:
-    """Return the names that a Python file defines or imports, and whether it has a star import."""
+def _names_in(path: Path) -> tuple[set[str], list[str], bool]:
+    """Return the names in a Python file, its public functions and classes, and whether it has a star import."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):  # ValueError: null bytes, in some versions of Python
-        return set(), True  # no problem here: importing the file shows the error with its line
+        return set(), [], True  # no problem here: importing the file shows the error with its line
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -303,7 +309,9 @@ def _names_in(path: Path) -> tuple[set[str], bool]:
             names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
-    return names, "*" in names
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    functions = [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+    return names, functions, "*" in names
 
 
 def _remote(key: str, url: str, must_have: str | None = None) -> Problems:
