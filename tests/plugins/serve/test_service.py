@@ -7,12 +7,15 @@ import fcntl
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests.plugins.serve.support import ServiceHere, config_of, datum, log_probs_of, loss_of, start_group
@@ -20,6 +23,7 @@ from verl.config import FSDPEngineConfig
 from verl.errors import ConfigError, ProcessLostError
 from verl.plugins.serve.files import StateFiles
 from verl.testing.models import tiny_model_dir
+from verl.workers.engine.fsdp.adapter_slots import AdapterSlotsEngine
 
 TEXTS = [[5, 9, 13, 40, 41, 7], [8, 30, 31, 9], [17, 18, 19, 20, 21, 22, 23, 24], [50, 51, 52]]
 DATA = [datum(text, weights=[1.0] * (len(text) - 1)) for text in TEXTS]
@@ -241,7 +245,12 @@ def test_samples_are_those_of_their_weights_and_seeds(service):
     again = service.post("create_sampling_session", **other)["sampling_session_id"]
     promises.append(service.post("asample", **body | {"sampling_session_id": again}, seq_id=0))
     assert len(set(promises[0]["sample_sequence_ids"])) == 3
-    one, same = (service.result(promise) for promise in promises)
+    base = {"session_id": service.session, "sampling_session_seq_id": 2, "base_model": service.config.model.path}
+    of_base = service.post("create_sampling_session", **base)["sampling_session_id"]
+    greedy = copy.deepcopy(body) | {"sampling_session_id": of_base, "num_samples": 1, "prompt_logprobs": False}
+    greedy["sampling_params"] = {"max_tokens": 4, "temperature": 0}
+    promises.append(service.post("asample", **greedy, seq_id=0))  # waits beside those of other weights
+    one, same, from_base = (service.result(promise) for promise in promises)
     assert one == same
     responses = [np.frombuffer(sequence.tokens, np.int32).tolist() for sequence in one.sequences]
     assert {len(response) for response in responses} == {5} or any(r[-1] == 1 for r in responses)
@@ -253,16 +262,32 @@ def test_samples_are_those_of_their_weights_and_seeds(service):
         np.testing.assert_allclose(np.frombuffer(sequence.logprobs, np.float32), values[2:], atol=1e-4)
         np.testing.assert_allclose(np.frombuffer(one.prompt_logprobs, np.float32)[1:], values[:2], atol=1e-4)
     assert sum(values[2:].sum() for values in scored) > -30, "it has learned this text"
-    base = {"session_id": service.session, "sampling_session_seq_id": 2, "base_model": service.config.model.path}
-    of_base = service.post("create_sampling_session", **base)["sampling_session_id"]
-    greedy = copy.deepcopy(body) | {"sampling_session_id": of_base, "num_samples": 1, "prompt_logprobs": False}
-    greedy["sampling_params"] = {"max_tokens": 4, "temperature": 0}
-    [first] = service.result(service.post("asample", **greedy, seq_id=0)).sequences
+    [first] = from_base.sequences
     tokens = np.frombuffer(first.tokens, np.int32).tolist()
     stopped = {"max_tokens": 4, "temperature": 0, "stop": [tokens[1]]}
     [second] = service.result(service.post("asample", **greedy | {"sampling_params": stopped}, seq_id=1)).sequences
     assert np.frombuffer(second.tokens, np.int32).tolist() == tokens[:2]
     assert (first.stop_reason, second.stop_reason) == (1, 0)
+    # The first of three responses is the one of one; weights that are saved again under their name are other weights.
+    alone = body | {"sampling_session_id": again, "num_samples": 1, "prompt_logprobs_last_n": 1}
+    before = service.result(service.post("asample", **alone, seq_id=1))
+    assert before.sequences[0].tokens == one.sequences[0].tokens
+    scores, last = (np.frombuffer(result.prompt_logprobs, np.float32) for result in (one, before))
+    np.testing.assert_allclose(last, [np.nan, np.nan, scores[2]], atol=1e-5)
+    train(service, model, DATA[1:2], 2, first=20)
+    service.result(service.post("save_weights_for_sampler", model_id=model, seq_id=24, path="named"))
+    after = service.result(service.post("asample", **alone, seq_id=2))
+    assert abs(np.frombuffer(after.prompt_logprobs, np.float32)[2] - scores[2]) > 1e-3
+    assert after.sequences[0].logprobs != before.sequences[0].logprobs
+
+
+def test_an_adapter_that_overflows_harms_no_other():
+    """Rows 0 and 1 of A are of slot 0, rows 2 and 3 of slot 1, whose product is infinite."""
+    engine = SimpleNamespace(_of_tokens=torch.tensor([[2.0, 2.0, 0.0, 0.0]]))
+    output = torch.tensor([[1.0, 3.0, float("inf"), float("nan")]])
+    selected = AdapterSlotsEngine._select(cast(Any, engine), nn.Identity(), (), output)
+    assert selected is not None
+    assert selected.tolist() == [[2, 6, 0, 0]]
 
 
 ONES = [1.0, 1.0]
