@@ -68,30 +68,35 @@ def test_sampled_tokens_by_hand():
 
 def test_spans_of_text_by_hand():
     """A span's divergence is of the sums of log-probs, on its last token; a token without a span has none."""
-    student = torch.tensor([[-1.0, -2.0, -3.0, -4.0, 9.0], [-1.0, -2.0, -3.0, -4.0, 9.0]], requires_grad=True)
+    student = torch.tensor([[-1.0, -2.0, -3.0, -4.0, 9.0]] * 3, requires_grad=True)
     columns = {
-        "teacher_logprobs": torch.tensor([[0.0, -4.0, -1.0, 0.0, 9.0], [0.0, -4.0, -1.0, 0.0, 9.0]]),
-        "span_ends": torch.tensor([[1, 1, 2, -1, -1], [1, 1, 2, -1, -1]]),
-        "response_mask": torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 0, 0]]),  # the first token of the second was rejected
+        "teacher_logprobs": torch.tensor([[0.0, -4.0, -1.0, 0.0, 9.0]] * 3),
+        "span_ends": torch.tensor([[1, 1, 2, -1, -1], [1, 1, 2, -1, -1], [0, -1, 3, 3, -1]]),
+        # The first token of the second row was rejected.
+        "response_mask": torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 0, 0], [1, 1, 1, 1, 0]]),
     }
-    # Δ of the span of two tokens: -1 - 2 + 4 = 1; of the third token: -3 + 1 = -2
-    k1 = torch.tensor([[0.0, 1.0, -2.0, 0.0, 0.0], [0.0, 0.0, -2.0, 0.0, 0.0]])
+    # Δ of the span of two tokens: -1 - 2 + 4 = 1; of the third token: -3 + 1 = -2. In the last row -1 and -3 - 4 = -7
+    k1 = torch.tensor([[0.0, 1.0, -2.0, 0.0, 0.0], [0.0, 0.0, -2.0, 0.0, 0.0], [-1.0, 0.0, 0.0, -7.0, 0.0]])
     losses, metrics = evaluate("k1", {"log_probs": student}, columns)
     assert_close(losses, k1)
-    assert (metrics["distillation/loss_max"], metrics["distillation/loss_min"]) == (1.0, -2.0)
+    assert (metrics["distillation/loss_max"], metrics["distillation/loss_min"]) == (1.0, -7.0)
     assert_close(evaluate("k2", {"log_probs": student}, columns)[0], k1**2 / 2)
     # As advantages each token of a span has that of the whole.
     config = DistillationLossConfig(loss_mode="k1", use_policy_gradient=True)
     rewards = distillation_rewards(distillation_loss_info("k1"), student, columns, config)
-    assert_close(rewards, torch.tensor([[-1.0, -1.0, 2.0, 0.0, 0.0], [0.0, 0.0, 2.0, 0.0, 0.0]]))
+    assert_close(rewards, torch.tensor([[-1.0, -1, 2, 0, 0], [0, 0, 2, 0, 0], [1, 0, 7, 7, 0]]))
     # ∇ Δ²/2 = Δ for each token of the span
     (gradient,) = torch.autograd.grad(evaluate("k2", {"log_probs": student}, columns)[0].sum(), student)
-    assert_close(gradient, torch.tensor([[1.0, 1.0, -2.0, 0.0, 0.0], [0.0, 0.0, -2.0, 0.0, 0.0]]))
+    assert_close(gradient, torch.tensor([[1.0, 1, -2, 0, 0], [0, 0, -2, 0, 0], [-1, 0, -7, -7, 0]]))
     # A loss of a user's that is not 0 for equal models counts once for each span.
     with scoped_registrations():
         settings = DistillationLossSettings("one", use_estimator=True)
         register_distillation_loss(settings)(lambda log_probs, teacher_logprobs, config: torch.ones_like(log_probs))
-        assert evaluate("one", {"log_probs": student}, columns)[0].tolist() == [[0, 1, 1, 0, 0], [0, 0, 1, 0, 0]]
+        assert evaluate("one", {"log_probs": student}, columns)[0].tolist() == [
+            [0, 1, 1, 0, 0],
+            [0, 0, 1, 0, 0],
+            [1, 0, 0, 1, 0],
+        ]
 
 
 def test_spans_of_one_token_are_the_tokens():

@@ -113,6 +113,7 @@ def test_a_run_resumed_between_two_transfers_takes_every_prompt_once(
     samples += train(second, resumed_after + 1, LAST)
     assert sorted(name for name, _ in samples) == [f"{step}-{row}" for step in range(1, LAST + 1) for row in range(2)]
     assert bound is None or max(age for _, age in samples) <= bound
+    assert "prompts" not in second.pending().result()  # nothing was started for a step after the last one
 
 
 ONE_AHEAD = AsyncPlan(

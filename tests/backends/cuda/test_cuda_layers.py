@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from verl.backends import backend_for
 from verl.backends.cuda.decode_attention import decode_attention, parts_of_rows
-from verl.backends.cuda.layers import _rotates_halves, fuses_layers, use_fused_layers
+from verl.backends.cuda.layers import _FusedRMSNorm, _rotates_halves, fuses_layers, use_fused_layers
 from verl.errors import ConfigError
 from verl.testing.models import tiny_model
 
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+"""Whether Triton's kernels run on the CPU, by its interpreter."""
 on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
@@ -34,6 +37,9 @@ def test_replaced_layers_leave_a_cpu_its_results_and_are_undone(family):
     replaced = {type(m).__name__ for m, kind in zip(model.modules(), classes, strict=True) if type(m) is not kind}
     assert len(replaced) >= 2
     assert all(name.endswith(("RMSNorm", "MLP", "Attention")) for name in replaced)
+    assert any(name.endswith("MLP") for name in replaced) == (family in ("llama", "qwen3"))  # gemma2's gate is GELU
+    norms = {(m._offset, m._casting) for m in model.modules() if isinstance(m, _FusedRMSNorm)}
+    assert norms == {(1.0, "gemma") if family == "gemma2" else (0.0, "llama")}
     assert_close(model(ids).logits, expected, atol=0, rtol=0)  # the kernels are for tensors on a GPU
     undo()
     assert [type(module) for module in model.modules()] == classes
@@ -46,6 +52,11 @@ def test_a_package_that_is_missing_is_refused_where_it_is_asked_for():
     with pytest.raises(ConfigError, match="use_liger=true: the package liger-kernel is not installed"):
         fuses_layers(True)
     backend_for(torch.device("cpu"), use_liger=True)  # it has no effect there
+
+
+def test_layers_are_fused_where_the_package_is_installed_unless_the_run_says_no(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert [fuses_layers(use_liger) for use_liger in (None, True, False)] == [True, True, False]
 
 
 def test_few_rows_are_divided_among_more_programs():
@@ -70,12 +81,18 @@ def plain_attention(query, key, value, keys, values, positions, scale, window, s
 
 
 @pytest.mark.parametrize(
-    "rows, heads, kv_heads, tokens, width", [(3, 4, 2, 300, 16), (70, 16, 8, 640, 128), (2, 5, 1, 900, 64)]
+    "rows, heads, kv_heads, tokens, width",
+    [(3, 4, 2, 300, 16), pytest.param(70, 16, 8, 640, 128, marks=on_gpu), (2, 5, 1, 900, 64)],
 )
 @pytest.mark.parametrize("window, softcap", [(None, None), (100, None), (None, 5.0)])
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), pytest.param(torch.bfloat16, 1e-2, marks=on_gpu)])
 class TestDecodeAttention:
-    pytestmark = on_gpu
+    pytestmark = [
+        pytest.mark.gpu,
+        pytest.mark.skipif(
+            not INTERPRETS and not torch.cuda.is_available(), reason="needs a CUDA device, or TRITON_INTERPRET=1"
+        ),
+    ]
 
     def test_equals_attention_of_each_row(
         self, rows, heads, kv_heads, tokens, width, window, softcap, dtype, tolerance
@@ -88,13 +105,14 @@ class TestDecodeAttention:
         positions = torch.randint(tokens, (rows,), generator=draw)
         positions[0], positions[1] = 0, tokens - 1
         states = [x.to(dtype) for x in (query, key, value, keys, values)]
-        cuda = [x.cuda() for x in states]
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        copies = [x.to(device, copy=True) for x in states]
         settings = width**-0.5, window, softcap
-        found = decode_attention(*cuda, positions.cuda(), *settings)
+        found = decode_attention(*copies, positions.to(device), *settings)
         expected = plain_attention(*states, positions, *settings)
         assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
-        assert torch.equal(cuda[3].cpu(), states[3])
-        assert torch.equal(cuda[4].cpu(), states[4])
+        assert torch.equal(copies[3].cpu(), states[3])
+        assert torch.equal(copies[4].cpu(), states[4])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
