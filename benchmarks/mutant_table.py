@@ -1,4 +1,4 @@
-"""Sixty faults as they are made in programs like this one, for :mod:`benchmarks.mutants`.
+"""Faults as they are made in programs like this one, for :mod:`benchmarks.mutants`.
 
 ``old`` occurs once in its file, or in one file of the package if that one was moved.
 """
@@ -510,4 +510,154 @@ CONFIG = (
     ),
 )
 
-MUTANTS = (*ALGORITHMS, *ENGINE, *ROLLOUT, *SERVING, *AGENTS, *DATA, *RECOVERY, *REWARDS, *CONFIG)
+NEWER_PACKAGES = (
+    Mutant(
+        "tinker",
+        "tinker/losses.py",
+        "ratio = (log_probs.detach() - old_log_probs).exp().clamp",
+        "ratio = (log_probs - old_log_probs).exp().clamp",
+        "tinker/losses",
+    ),
+    Mutant(
+        "tinker",
+        "tinker/losses.py",
+        "return -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)",
+        "return -ratio.clamp(low, high) * advantages",
+        "tinker/losses",
+    ),
+    Mutant(
+        "experience",
+        "experience/store.py",
+        "for part in (group.responses, group.scores):",
+        "for part in (group.responses,):",
+        "experience/store",
+    ),
+    Mutant(
+        "experience",
+        "experience/free_running.py",
+        "behind[versions == version] = self._updates - self._updates_of_version[version]",
+        "behind[versions == version] = self._steps - self._updates_of_version[version]",
+        "experience/resume_between_transfers",
+    ),
+    Mutant(
+        "experience",
+        "experience/free_running.py",
+        "min(wanted, self._last_step * self._batch_size - kept)",
+        "wanted",
+        "experience/resume_between_transfers",
+    ),
+    Mutant(
+        "teacher",
+        "workers/teacher/average.py",
+        "average.lerp_(weight.to(average), 1 - self._decay)",
+        "average.lerp_(weight.to(average), self._decay)",
+        "workers/average",
+    ),
+    Mutant(
+        "teacher",
+        "workers/teacher/average.py",
+        "weight.copy_(kept.pop(name))",
+        "kept.pop(name)",
+        "workers/average",
+    ),
+    Mutant(
+        "teacher",
+        "algorithms/distillation.py",
+        "in_span = (span_ends >= 0) & mask",
+        "in_span = mask.bool()",
+        "algorithms/distillation",
+    ),
+    Mutant(
+        "cuda",
+        "backends/cuda/layers.py",
+        "return rule and (_FusedOnePlusRMSNorm if rule[1] else _FusedRMSNorm)",
+        "return rule and (_FusedRMSNorm if rule[1] else _FusedOnePlusRMSNorm)",
+        "backends/cuda/cuda_layers",
+    ),
+    Mutant(
+        "cuda",
+        "backends/cuda/layers.py",
+        'return _FusedMLP if activation_of(module.get_submodule("act_fn")) == "silu" else None',
+        "return _FusedMLP",
+        "backends/cuda/cuda_layers",
+    ),
+    Mutant(
+        "experience",
+        "experience/ahead.py",
+        "with_age(experience.batch, self._updates - pending.updates)",
+        "with_age(experience.batch, context.number - 1 - pending.updates)",
+        "experience/ahead",
+    ),
+    Mutant(
+        "experience",
+        "experience/ahead.py",
+        "return PendingExperience(step, self._updates, sampled, of_step)",
+        "return PendingExperience(step, context.number - 1, sampled, of_step)",
+        "experience/ahead",
+    ),
+    Mutant(
+        "experience",
+        "experience/free_running.py",
+        "self._updates_of_version[agents.weight_version] = self._updates",
+        "self._updates_of_version[agents.weight_version] = self._steps",
+        "experience/free_running",
+    ),
+    Mutant(
+        "tinker",
+        "tinker/worker.py",
+        "factor = limit / norm if 0 < limit < norm else 1.0",
+        "factor = limit / norm if 0 < limit else 1.0",
+        "tinker/service",
+    ),
+    Mutant(
+        "tinker",
+        "tinker/worker.py",
+        "self._gradients[name] += part.values",
+        "self._gradients[name] = part.values.clone()",
+        "tinker/service",
+    ),
+    Mutant(
+        "tinker",
+        "tinker/worker.py",
+        '"betas": (settings.beta1, settings.beta2),',
+        '"betas": (settings.beta1, settings.beta1),',
+        "tinker/service",
+    ),
+    Mutant(
+        "tinker",
+        "tinker/computing.py",
+        "prompt[len(prompt) - task.scored :] = next(scores)[-task.scored :].tolist()",
+        "prompt[len(prompt) - task.scored :] = next(scores)[: task.scored].tolist()",
+        "tinker/service",
+    ),
+    Mutant(
+        "tinker",
+        "tinker/jobs.py",
+        "(taken if is_taken else kept).append(job)",
+        "taken.append(job)",
+        "tinker/service",
+    ),
+    Mutant(
+        "tinker",
+        "tinker/worker.py",
+        "version = self._versions.setdefault(saved, len(self._versions))",
+        "version = self._versions.setdefault(folder, len(self._versions))",
+        "tinker/service",
+    ),
+    Mutant(
+        "transfer",
+        "workers/transfer/driver.py",
+        "if all(one.held.get(name) == digest for one in receivers)}",
+        "}",
+        "workers/transfer/conformance",
+    ),
+    Mutant(
+        "transfer",
+        "workers/transfer/sender.py",
+        "held = {name: digest for name, digest in plan.held.items() if self._digests.get(name) == digest}",
+        "held = dict(self._digests)",
+        "workers/transfer/conformance",
+    ),
+)
+
+MUTANTS = (*ALGORITHMS, *ENGINE, *ROLLOUT, *SERVING, *AGENTS, *DATA, *RECOVERY, *REWARDS, *CONFIG, *NEWER_PACKAGES)

@@ -1,4 +1,4 @@
-"""Which of sixty faults the tests find: ``python -m benchmarks.mutants [--only WORD]``.
+"""Which faults the tests find: ``python -m benchmarks.mutants [--only WORD]``.
 
 Each mutant of :data:`benchmarks.mutant_table.MUTANTS` changes one line of a copy of the repository, and the tests that
 should find it run there until one fails. The table names few test files, so that all of it takes half an hour on two
