@@ -95,8 +95,8 @@ ALGORITHMS = (
     Mutant(
         "algorithms",
         "algorithms/response_advantages.py",
-        "(rewards - groups.mean(rewards)) * groups.size / (groups.size - 1).clamp(min=1)",
-        "rewards - groups.mean(rewards)",
+        "left_out = centred * torch.where(groups.is_alone, 1.0, groups.size / (groups.size - 1))",
+        "left_out = centred",
         "algorithms/advantages_groups algorithms/advantages",
     ),
     Mutant(
