@@ -175,7 +175,7 @@ def test_two_nodes_that_are_started_by_hand_train_as_the_page_says(tmp_path: Pat
     nodes = []
     try:
         for words in (head, other):
-            words = [word.replace("FIRST:6379", f"127.0.0.1:{PORT}").replace("6379", PORT) for word in words]
+            words = [word.replace("FIRST", "127.0.0.1").replace("6379", PORT) for word in words]
             # With --block they end their own processes and no others, as `ray stop` would.
             with (tmp_path / f"node{len(nodes)}").open("w") as out:
                 start = [*words, "--block", "--num-cpus=1"]
