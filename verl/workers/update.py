@@ -89,7 +89,7 @@ def prepared_again(part: DataProto, engine: BaseEngine, plan: UpdatePlan, config
     """Select the tokens of a mini-batch again, by the policy as it is now; collective.
 
     The driver prepared the columns of the loss by the policy before the update, which is that of the first mini-batch
-    alone. This costs a forward pass. The loss's ``prepare`` reads ``log_probs`` in place of ``old_log_probs``.
+    alone. This costs a forward pass, whose log-probs the loss's ``prepare`` gets as ``old_log_probs``.
 
     Args:
         part: this rank's rows of the mini-batch.
@@ -99,14 +99,14 @@ def prepared_again(part: DataProto, engine: BaseEngine, plan: UpdatePlan, config
     """
     log_probs = engine.infer_batch(part, {"log_probs"}, plan.micro, plan.temperature)["log_probs"]
     columns = {name: column for name, column in part.batch.items() if column.shape == log_probs.shape}
-    columns["log_probs"] = log_probs
+    columns["old_log_probs"] = log_probs
     ranks: list[dict[str, Tensor]] = [columns]
     if (size := engine.get_data_parallel_size()) > 1:
         ranks = [{} for _ in range(size)]
         dist.all_gather_object(ranks, columns, group=engine.get_data_parallel_group())
     whole = {name: torch.cat([of_rank[name] for of_rank in ranks]) for name in columns}
     made = prepare_policy_loss(config.policy_loss.loss_mode, whole, config, seed=engine.weight_version)
-    first = sum(len(of_rank["log_probs"]) for of_rank in ranks[: engine.get_data_parallel_rank()])
+    first = sum(len(of_rank["old_log_probs"]) for of_rank in ranks[: engine.get_data_parallel_rank()])
     own = {name: column[first : first + len(part)] for name, column in made.items()}
     return replace_columns(part, DataProto.from_dict(tensors=own))
 

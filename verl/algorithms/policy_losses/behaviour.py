@@ -104,14 +104,13 @@ def topr(log_prob: Tensor, advantages: Tensor, response_mask: Tensor, rollout_lo
 def prepare_m2po(columns: Mapping[str, Tensor], config: ActorConfig, seed: int) -> dict[str, Tensor]:
     """Select the tokens that stay in the loss ``m2po``: the column ``m2_mask``.
 
-    ``columns`` are old_log_probs (or log_probs, of the current policy), rollout_log_probs, advantages and response_mask
+    ``columns`` are old_log_probs (of the current policy), rollout_log_probs, advantages and response_mask
     of the whole mini-batch; ``seed`` is not used, since nothing is drawn.
     """
     names = ("old_log_probs", "rollout_log_probs", "advantages", "response_mask")
     require(columns, names, "policy loss 'm2po'")
     mask = columns["response_mask"]
-    log_probs = columns.get("log_probs", columns["old_log_probs"])
-    log_ratio = log_ratio_of(log_probs, columns["rollout_log_probs"], mask)
+    log_ratio = log_ratio_of(columns["old_log_probs"], columns["rollout_log_probs"], mask)
     kept = second_moment_mask(log_ratio, columns["advantages"], mask, config.policy_loss.m2_threshold)
     return {"m2_mask": kept.long()}
 

@@ -32,12 +32,12 @@ def token_covariance(log_probs: Tensor, advantages: Tensor, response_mask: Tenso
 def prepare_clip_cov(columns: Mapping[str, Tensor], config: ActorConfig, seed: int) -> dict[str, Tensor]:
     """Select the tokens that ``clip_cov`` drops: a random ``clip_cov_ratio`` of all, among those with lb < cov < ub.
 
-    ``columns`` are old_log_probs (or log_probs, of the current policy), advantages and response_mask of the whole
+    ``columns`` are old_log_probs (of the current policy), advantages and response_mask of the whole
     mini-batch. The draw of a ``seed`` is the same on every device.
     """
     require(columns, ("old_log_probs", "advantages", "response_mask"), "policy loss 'clip_cov'")
     settings, mask = config.policy_loss, columns["response_mask"]
-    cov = token_covariance(columns.get("log_probs", columns["old_log_probs"]), columns["advantages"], mask)
+    cov = token_covariance(columns["old_log_probs"], columns["advantages"], mask)
     candidates = ((cov > settings.clip_cov_lb) & (cov < settings.clip_cov_ub) & mask.bool()).flatten().nonzero()[:, 0]
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed))
     return _selected(mask, candidates[order[: _count(settings.clip_cov_ratio, mask)].to(candidates.device)])
@@ -46,15 +46,13 @@ def prepare_clip_cov(columns: Mapping[str, Tensor], config: ActorConfig, seed: i
 def prepare_kl_cov(columns: Mapping[str, Tensor], config: ActorConfig, seed: int) -> dict[str, Tensor]:
     """Select the tokens that ``kl_cov`` penalises: the ``kl_cov_ratio`` of all with the largest covariance.
 
-    Among equal ones the first in batch order are taken. ``columns`` are old_log_probs (or log_probs, of the
+    Among equal ones the first in batch order are taken. ``columns`` are old_log_probs (of the
     current policy), advantages and response_mask of the whole mini-batch; ``seed`` is not used, since nothing is drawn.
     """
     require(columns, ("old_log_probs", "advantages", "response_mask"), "policy loss 'kl_cov'")
     mask = columns["response_mask"]
     valid = mask.bool().flatten().nonzero()[:, 0]
-    cov = token_covariance(columns.get("log_probs", columns["old_log_probs"]), columns["advantages"], mask).flatten()[
-        valid
-    ]
+    cov = token_covariance(columns["old_log_probs"], columns["advantages"], mask).flatten()[valid]
     count = min(_count(config.policy_loss.kl_cov_ratio, mask), len(cov))
     if count == 0:
         return _selected(mask, valid[:0])
