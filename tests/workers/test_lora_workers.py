@@ -65,6 +65,13 @@ def one_step(group, step):
     return batch
 
 
+def rollout_gap(group):
+    """Return the mean difference between the log-probs of rollout and training."""
+    batch = prompts().select(batch_keys=[]) | group.generate_sequences(prompts())
+    old_log_probs = group.compute_log_prob(batch).batch["old_log_probs"]
+    return (batch.batch["rollout_log_probs"] - old_log_probs).abs().mean()
+
+
 EXPERTS = {"target_parameters": ("gate_up_proj", "down_proj")}
 
 
@@ -82,14 +89,16 @@ EXPERTS = {"target_parameters": ("gate_up_proj", "down_proj")}
 def test_rollout_samples_from_the_policy_and_the_reference_is_its_base(path, engine, dtype, lora, tmp_path):
     path = tiny_model_dir(tmp_path, "qwen3_moe") if lora is EXPERTS else path
     group = policy(path, engine=engine, dtype=dtype, lora_rank=4, lora=LoRAConfig(**lora))
+    rounding = rollout_gap(policy(path, engine=engine, dtype=dtype)) if dtype == "bfloat16" else 0.0
     separate = policy(path, role="ref", dtype=dtype)
     for step in range(3):
         batch = one_step(group, step)
         columns = batch.batch
         if dtype == "fp32":
             assert_close(columns["rollout_log_probs"], columns["old_log_probs"], atol=1e-5, rtol=0)
-        else:  # merged weights in bf16 differ by 0.027 on average
-            assert (columns["rollout_log_probs"] - columns["old_log_probs"]).abs().mean() < 1e-3
+        else:  # weights merged in bf16 differ by 0.027; processors without bf16 round the base alone by up to 0.006
+            gap = (columns["rollout_log_probs"] - columns["old_log_probs"]).abs().mean()
+            assert gap < max(1e-3, 1.5 * rounding)
         expected = separate.compute_ref_log_prob(batch).batch["ref_log_prob"]
         assert_close(columns["ref_log_prob"], expected, atol=1e-5 if dtype == "fp32" else 0.02, rtol=0)
         moved = (columns["old_log_probs"] - columns["ref_log_prob"]).abs().max()
