@@ -126,7 +126,7 @@ def test_what_public_trainers_have_and_this_one_has_not() -> None:
     trainer: Any = object.__new__(RayPPOTrainer)
     with pytest.raises(AttributeError, match=r"tq_client is not in this version.*batches travel as verl.DataProto"):
         _ = trainer.tq_client
-    with pytest.raises(AttributeError, match="has no attribute 'needs'"):
+    with pytest.raises(AttributeError, match="has no attribute '_configured_needs'"):
         _ = trainer.use_critic  # an error inside of a property names what is missing there
 
 

@@ -17,7 +17,9 @@ Each part does what the stage of that name does in verl's own step, which calls 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,16 +32,22 @@ from verl.errors import ConfigError
 from verl.experience.prompts import name_samples
 from verl.experience.records import RecordFolder, generation_records
 from verl.protocol import DataProto, DataProtoFuture
+from verl.protocol.future import wait_for
 from verl.trainer.balance import deal
 from verl.trainer.config.load import as_composed
 from verl.trainer.loop import TrainingLoop
 from verl.trainer.ppo.metric_utils import compute_mfu_metrics
 from verl.trainer.ppo.trainer import PPOTrainer
-from verl.utils.metric import Metrics
+from verl.trainer.roles import Needs
+from verl.utils.metric import Metrics, reduce_metrics
 
 if TYPE_CHECKING:
+    from torch.utils.data import Sampler
+
+    from verl.experience.rewards import RewardRecord
     from verl.single_controller.base.worker_group import WorkerGroup
     from verl.trainer.ppo.trainer import PPOStepContext
+    from verl.utils.step_context import StepContext
 
 
 class WeightsOnDemand:
@@ -55,14 +63,49 @@ class WeightsOnDemand:
         """Do nothing: an engine wakes when it generates."""
 
 
+class PassedGenerations(RecordFolder):
+    """Passes the samples of a step to the ``_dump_generations`` of a subclass, which writes them."""
+
+    def __init__(self, folder: RecordFolder, dump: Callable[..., object]) -> None:
+        super().__init__(None if folder.folder is None else str(folder.folder))
+        self._dump = dump
+
+    def write(self, step: int, records: Iterable[Mapping[str, object]], append: bool = False) -> None:
+        """See :meth:`RecordFolder.write`."""
+        rows = list(records)
+        names = dict.fromkeys(name for row in rows for name in row)
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        fields = {name: columns.pop(key, []) for name, key in FIELDS.items()}
+        if self.folder is not None:
+            self._dump(**fields, reward_extra_infos_dict=columns, dump_path=str(self.folder))
+
+
+FIELDS = {"inputs": "input", "outputs": "output", "gts": "gts", "scores": "score"}
+"""Arguments of ``_dump_generations`` and their names in a record."""
 PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
+CALLERS = {
+    "_get_gen_batch": ("fit", "step"),
+    "_balance_batch": ("fit", "step"),
+    "_get_dp_size": ("fit", "step"),
+    "_compute_reward_colocate": ("fit", "step"),
+    "_val_metrics_update": ("_validate",),
+    "_merge_validation_results": ("_validate",),
+    "_write_generations": ("_dump_generations",),
+    "_init_dump_executor": ("_dump_generations",),
+    "_shutdown_dump_executor": ("_dump_generations",),
+}
+"""Methods that verl's own run does not call, and which methods of a subclass may call them."""
 
 
 class RayPPOTrainer(PPOTrainer):
     """The trainer under its public name, with the attributes and methods that a ``fit`` of a subclass uses.
 
     A subclass may replace :meth:`step`, a stage of it, or all of ``fit``. It is made as
-    :class:`verl.trainer.ppo.trainer.PPOTrainer` is.
+    :class:`verl.trainer.ppo.trainer.PPOTrainer` is. With verl's own ``fit`` it may also replace ``_create_dataloader``,
+    ``_validate``, ``_save_checkpoint``, ``_load_checkpoint``, ``_dump_generations``, ``_log_rollout_data``,
+    ``_maybe_log_val_generations``, ``_start_profiling``, ``_stop_profiling``, ``_compute_old_log_prob``,
+    ``_compute_ref_log_prob``, ``_compute_values``, ``_update_critic`` and ``_update_actor``. One that replaces a method
+    that nothing would call (:data:`CALLERS`) is refused when the class is created.
     """
 
     hybrid_engine: bool = True
@@ -71,6 +114,54 @@ class RayPPOTrainer(PPOTrainer):
     """Seconds of the longest step, for a ``fit`` that keeps count of it."""
     _sampled: tuple[int, int] = (0, 0)
     """The last step in which :meth:`_generate_sequences` sampled, and how many prompts."""
+    _assigned_manager: Any = None
+    _running: PPOStepContext | None = None
+    """The context of the stage that a part under its public name computes."""
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        """Refuse a class with methods that nothing would call.
+
+        Raises:
+            ConfigError: names the first one, and what to replace instead.
+        """
+        super().__init_subclass__(**kwargs)
+        for name, callers in CALLERS.items():
+            if _is_replaced(cls, name) and not any(_is_replaced(cls, caller) for caller in callers):
+                raise ConfigError(
+                    f"{cls.__name__}.{name} would never be called: verl's own {callers[0]} does not use it. Replace "
+                    f"{' or '.join(callers)} too, which may call it, or remove it (docs/recipes.md)."
+                )
+
+    def _create_dataloader(
+        self,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        collate_fn: Callable | None = None,
+        train_sampler: Sampler | None = None,
+    ) -> None:
+        """Create the data loaders.
+
+        An ``__init__`` of a subclass that does not call verl's ends with this call: then the trainer is completed here
+        from the attributes that it has set, which keep their values.
+        """
+        if "typed_config" in vars(self):
+            super()._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+            return
+        assigned = dict(vars(self))
+        optional = ("processor", "ray_worker_group_cls", "reward_fn", "val_reward_fn", "device_name")
+        PPOTrainer.__init__(
+            self,
+            self.config,  # type: ignore[arg-type]
+            self.tokenizer,
+            self.role_worker_mapping,
+            self.resource_pool_manager,
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+            collate_fn=collate_fn,
+            train_sampler=train_sampler,
+            **{name: assigned.get(name) for name in optional},
+        )
+        vars(self).update(assigned)
 
     # ---- what the run has -----------------------------------------------------------------------
 
@@ -83,26 +174,37 @@ class RayPPOTrainer(PPOTrainer):
         return as_composed(self.typed_config)
 
     @property
+    def needs(self) -> Needs:
+        """The optional parts of a step, as the configuration and assignments to the attributes below say."""
+        parts = {"critic": self.use_critic, "reference": self.use_reference_policy, "reward_model": self.use_rm}
+        return replace(self._configured_needs, **parts)
+
+    @needs.setter
+    def needs(self, needs: Needs) -> None:
+        self._configured_needs = needs
+
+    # Cached, so that a program may assign them, also before ``__init__``.
+    @functools.cached_property
     def use_critic(self) -> bool:
         """Whether there is a critic, :attr:`critic_wg`."""
-        return self.needs.critic
+        return self._configured_needs.critic
 
-    @property
+    @functools.cached_property
     def use_reference_policy(self) -> bool:
         """Whether there is a reference policy, :attr:`ref_policy_wg` or the actor's workers (:attr:`ref_in_actor`)."""
-        return self.needs.reference
+        return self._configured_needs.reference
 
-    @property
+    @functools.cached_property
     def ref_in_actor(self) -> bool:
         """Whether the reference policy is the actor without its LoRA adapters, and :attr:`ref_policy_wg` is None."""
         return self.typed_config.actor_rollout_ref.model.has_adapters
 
-    @property
+    @functools.cached_property
     def use_rm(self) -> bool:
         """Whether there is a reward model, :attr:`rm_wg`."""
-        return self.needs.reward_model
+        return self._configured_needs.reward_model
 
-    @property
+    @functools.cached_property
     def async_rollout_mode(self) -> bool:
         """Whether ``rollout.mode`` is ``async``; both modes generate by the same call."""
         return self.typed_config.actor_rollout_ref.rollout.mode == "async"
@@ -125,15 +227,19 @@ class RayPPOTrainer(PPOTrainer):
     def actor_rollout_wg(self, group: WorkerGroup | None) -> None:
         self.policy_workers = group
 
-    @property
+    @functools.cached_property
     def checkpoint_manager(self) -> WeightsOnDemand:
         """What moves weights to rollout engines elsewhere; here engines take new weights when they generate."""
         return WeightsOnDemand()
 
     @property
     def async_rollout_manager(self) -> Any:
-        """The workers of policy and rollout, for ``generate_sequences``."""
-        return self.actor_rollout_wg
+        """The workers of policy and rollout, for ``generate_sequences``, or what a program assigned."""
+        return self.actor_rollout_wg if self._assigned_manager is None else self._assigned_manager
+
+    @async_rollout_manager.setter
+    def async_rollout_manager(self, manager: object) -> None:
+        self._assigned_manager = manager
 
     @property
     def ref_policy_wg(self) -> Any:
@@ -189,10 +295,45 @@ class RayPPOTrainer(PPOTrainer):
         return self.policy_workers is not None or super().has_workers
 
     def resume(self) -> None:
-        """See :meth:`TrainingLoop.resume`; begins to use workers that ``init_workers`` of a subclass has started."""
-        if not self.checkpoint.groups:
-            self._use_workers()
-        super().resume()
+        """See :meth:`TrainingLoop.resume`.
+
+        Raises:
+            ConfigError: a program assigned something of its own to generate with, which verl's step does not use.
+        """
+        manager = type(self._assigned_manager)
+        if self._assigned_manager is not None and not manager.__module__.startswith("verl."):
+            raise ConfigError(
+                f"async_rollout_manager is {manager.__module__}.{manager.__qualname__}, which verl's own fit would not "
+                "generate with. Write your own fit, or derive a class from verl.experience.lockstep.Lockstep and set "
+                "it as experience_class of the trainer (docs/recipes.md)."
+            )
+        self._load_checkpoint()
+
+    def _begin_save(self) -> None:
+        if _is_replaced(type(self), "_save_checkpoint"):
+            self._save_checkpoint()
+        else:
+            super()._begin_save()
+
+    def _save_checkpoint(self) -> None:
+        """See :meth:`TrainingLoop._save_checkpoint`."""
+        super()._begin_save()
+        self.checkpoint.finish()
+
+    def _use_workers(self) -> None:
+        replaces_dump = _is_replaced(type(self), "_dump_generations")
+        if _is_replaced(type(self), "_log_rollout_data"):
+            self.dump = PassedGenerations(self.dump, lambda **_: None)  # report() writes them
+        elif replaces_dump:
+            self.dump = PassedGenerations(self.dump, self._dump_generations)
+        super()._use_workers()
+        if self.validator is not None and replaces_dump:
+            self.validator.dump = PassedGenerations(self.validator.dump, self._dump_generations)
+        replaced = [name for name in ("_compute_old_log_prob", "_update_actor") if _is_replaced(type(self), name)]
+        if replaced and self.old_log_probs_plan.source == "update":
+            self.old_log_probs_plan = replace(
+                self.old_log_probs_plan, source="forward", reason=f"{type(self).__name__} replaces {replaced[0]}"
+            )
 
     def restart_workers(self) -> None:
         """See :meth:`TrainingLoop.restart_workers`.
@@ -293,20 +434,79 @@ class RayPPOTrainer(PPOTrainer):
 
     # ---- log-probs, values, updates ---------------------------------------------------------------
 
+    @contextmanager
+    def _in_part(self) -> Iterator[PPOStepContext]:
+        """Yield the context of the stage: that of verl's own step, or a new one for a ``fit`` of a subclass."""
+        before = self._running
+        self._running = before or self.new_context()
+        try:
+            yield self._running
+        finally:
+            self._running = before
+
+    def _by_part(self, name: str, stage: Callable[..., Any], batch: DataProto, context: PPOStepContext) -> Any:
+        """Compute a stage of verl's own step, by the method ``name`` if a subclass has replaced it."""
+        if self._running is context or not _is_replaced(type(self), name):
+            return stage(batch, context)
+        before, self._running = self._running, context
+        try:
+            result = getattr(self, name)(batch)
+        finally:
+            self._running = before
+        return result[0] if isinstance(result, tuple) else result
+
+    def old_log_probs(self, batch: DataProto, context: PPOStepContext) -> DataProto:
+        """See :meth:`PPOTrainer.old_log_probs`."""
+        if self.typed_config.algorithm.rollout_correction.bypass_mode:
+            return super().old_log_probs(batch, context)
+        return self._by_part("_compute_old_log_prob", super().old_log_probs, batch, context)
+
+    def reference(self, batch: DataProto, context: PPOStepContext) -> DataProto:
+        """See :meth:`PPOTrainer.reference`."""
+        return self._by_part("_compute_ref_log_prob", super().reference, batch, context)
+
+    def values(self, batch: DataProto, context: PPOStepContext) -> DataProto:
+        """See :meth:`PPOTrainer.values`."""
+        return self._by_part("_compute_values", super().values, batch, context)
+
+    def update_critic(self, batch: DataProto, context: PPOStepContext) -> DataProto | DataProtoFuture:
+        """See :meth:`PPOTrainer.update_critic`."""
+        updated = self._by_part("_update_critic", super().update_critic, batch, context)
+        return self._updated_by_part(updated, context)
+
+    def update_actor(
+        self, batch: DataProto, context: PPOStepContext, own_forward: bool = False
+    ) -> DataProto | DataProtoFuture:
+        """See :meth:`PPOTrainer.update_actor`."""
+        stage = functools.partial(super().update_actor, own_forward=own_forward)
+        return self._updated_by_part(self._by_part("_update_actor", stage, batch, context), context)
+
+    def _updated_by_part(
+        self, updated: DataProto | DataProtoFuture, context: PPOStepContext
+    ) -> DataProto | DataProtoFuture:
+        """Put metrics that the method of a subclass returned into the context."""
+        if isinstance(updated, DataProtoFuture):
+            return updated.then(lambda ready: wait_for(self._updated_by_part(ready, context)))
+        if "metrics" in updated.meta_info:
+            context.metrics |= reduce_metrics(updated.meta_info["metrics"])
+        return updated.select(meta_info_keys=[])
+
     def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
         """Return ``old_log_probs`` and ``entropys``, and the share of the device's peak that it took (0: unknown)."""
-        context = self.new_context()
-        columns = self.old_log_probs(batch, context)
+        with self._in_part() as context:
+            columns = self.old_log_probs(batch, context)
         used = compute_mfu_metrics(context.flops, self.arithmetic, context.seconds)
         return columns, used.get("perf/mfu/actor_infer", 0.0)
 
     def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Return ``ref_log_prob`` under the frozen reference."""
-        return self.reference(batch, self.new_context())
+        with self._in_part() as context:
+            return self.reference(batch, context)
 
     def _compute_values(self, batch: DataProto) -> DataProto:
         """Return ``values`` of the critic."""
-        return self.values(batch, self.new_context())
+        with self._in_part() as context:
+            return self.values(batch, context)
 
     def _update_critic(self, batch: DataProto) -> DataProto | DataProtoFuture:
         """Train the critic on the returns; the result has ``meta_info["metrics"]``.
@@ -330,27 +530,36 @@ class RayPPOTrainer(PPOTrainer):
     def _update(
         self, name: str, update: Callable[[DataProto, PPOStepContext], DataProto | DataProtoFuture], batch: DataProto
     ) -> DataProto | DataProtoFuture:
-        context = self.new_context()
+        is_own_step = self._running is not None  # which times the stage and counts bad steps itself
 
         def outcome() -> DataProto:
-            if name == "update_actor":
+            if name == "update_actor" and not is_own_step:
                 self.bad_steps.stop_if_too_many(context.number)
             return DataProto(meta_info={"metrics": context.metrics})
 
-        with context.stage(name):
+        with self._in_part() as context, nullcontext() if is_own_step else context.stage(name):
             updated = update(batch, context)
             if not isinstance(updated, DataProtoFuture):
                 return outcome()
 
         @functools.cache  # get() may be called twice, and the update is recorded once
         def waited_for() -> DataProto:
-            with context.stage(name):
+            with nullcontext() if is_own_step else context.stage(name):
                 updated.get()
                 return outcome()
 
         return DataProtoFuture(collect_fn=lambda _: waited_for(), futures=[])
 
     # ---- samples --------------------------------------------------------------------------------
+
+    def report(self, batch: DataProto, rewards: RewardRecord, context: PPOStepContext) -> None:
+        """See :meth:`PPOTrainer.report`; a ``_log_rollout_data`` of a subclass writes the samples of the step."""
+        super().report(batch, rewards, context)
+        folder = self.typed_config.trainer.rollout_data_dir
+        if folder and _is_replaced(type(self), "_log_rollout_data"):
+            names = {name for draw in rewards.draws for name in draw.names} & batch.non_tensor_batch.keys()
+            extra = {name: batch.non_tensor_batch[name].tolist() for name in sorted(names)}
+            self._log_rollout_data(batch, extra, context.seconds, folder)
 
     def _log_rollout_data(
         self,
@@ -397,8 +606,25 @@ class RayPPOTrainer(PPOTrainer):
     # ---- the run --------------------------------------------------------------------------------
 
     def _load_checkpoint(self) -> None:
-        """Restore workers, data position and ``global_steps`` as ``trainer.resume_mode`` says; 0 for a new run."""
-        self.resume()
+        """Restore workers, data position and ``global_steps`` as ``trainer.resume_mode`` says; 0 for a new run.
+
+        Workers that an ``init_workers`` of a subclass has started are in use from here on.
+        """
+        if not self.checkpoint.groups:
+            self._use_workers()
+        super().resume()
+
+    @contextmanager
+    def observed(self, context: StepContext) -> Iterator[None]:
+        """See :meth:`TrainingLoop.observed`."""
+        if not any(_is_replaced(type(self), name) for name in ("_start_profiling", "_stop_profiling")):
+            with super().observed(context):
+                yield
+            return
+        is_due = context.number in self.profiles.steps
+        self._start_profiling(is_due)
+        yield
+        self._stop_profiling(is_due)
 
     def _start_profiling(self, do_profile: bool) -> None:
         """Start the profilers of the workers, at the step that is to be profiled.
@@ -437,6 +663,14 @@ class RayPPOTrainer(PPOTrainer):
                 "always logged."
             )
         return found
+
+
+_PARTS = {name: getattr(RayPPOTrainer, name) for name in dir(RayPPOTrainer)}
+
+
+def _is_replaced(cls: type, name: str) -> bool:
+    """Whether a class has another method of a name than this module gave it, by inheritance or by assignment."""
+    return getattr(cls, name, None) is not _PARTS.get(name)
 
 
 PPOTrainer.default = RayPPOTrainer  # a program that imports the class may have replaced methods of it

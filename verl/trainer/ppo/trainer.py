@@ -176,6 +176,10 @@ class PPOTrainer(TrainingLoop):
     """Workers of the teachers of distillation."""
     validation_generations_logger: ValidationGenerationsLogger | None = None
     """Where validation samples are shown."""
+    train_dataset: Any = None
+    val_dataset: Any = None
+    train_sampler: Sampler | None = None
+    val_dataloader: StatefulDataLoader | None = None
 
     def __init__(
         self,
@@ -247,28 +251,39 @@ class PPOTrainer(TrainingLoop):
         self.scorer = Scorer(config, self._experience_workers, judge)
         self._sampling_thread = SerialThread("sampling")
         self._weight_transfer = WeightTransfer.of(config.actor_rollout_ref)
-        if train_dataset is None:
-            train_dataset, val_dataset, train_sampler = rl_datasets(config, tokenizer, processor)
-        self.train_sampler = train_sampler
-        self._create_dataloaders(train_dataset, val_dataset, collate_fn, train_sampler)
+        self.validation_order = self.own_draws()
+        self._create_dataloader(train_dataset, val_dataset, collate_fn, train_sampler)
+        self._plan_steps()
         self.observers = Observers(config, tokenizer, self.total_training_steps)
         self.observe_stage = self.observers.stage
 
     # ---- set-up -------------------------------------------------------------------------------
 
-    def _create_dataloaders(
-        self, train_dataset: Any, val_dataset: Any, collate_fn: Callable | None, sampler: Sampler | None
+    def _create_dataloader(
+        self, train_dataset: Any, val_dataset: Any, collate_fn: Callable | None, train_sampler: Sampler | None
     ) -> None:
+        """Create the data loaders; one of a subclass sets ``train_dataloader`` and may set the other attributes.
+
+        These are ``val_dataloader``, ``train_dataset``, ``val_dataset``, ``train_sampler`` and
+        ``total_training_steps``.
+        """
         data = self.typed_config.data
+        if train_dataset is None:
+            train_dataset, val_dataset, train_sampler = rl_datasets(self.typed_config, self.tokenizer, self.processor)
         common: dict[str, Any] = {
             "collate_fn": collate_fn or default_collate_fn,
             "num_workers": min(data.dataloader_num_workers, os.cpu_count() or 1),
             "worker_init_fn": bound_to_driver(),
         }
-        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        self.train_dataset, self.val_dataset, self.train_sampler = train_dataset, val_dataset, train_sampler
         key = "gen_batch_size" if data.gen_batch_size else "train_batch_size"
         self.train_dataloader = StatefulDataLoader(
-            train_dataset, batch_size=data[key], sampler=sampler, drop_last=True, generator=self.own_draws(), **common
+            train_dataset,
+            batch_size=data[key],
+            sampler=train_sampler,
+            drop_last=True,
+            generator=self.own_draws(),
+            **common,
         )
         if len(self.train_dataloader) == 0:
             raise DataError(
@@ -276,11 +291,6 @@ class PPOTrainer(TrainingLoop):
                 f"data.{key}={data[key]}. Give more data, or lower data.{key}."
             )
         self.total_training_steps = derived_sizes(self.typed_config, len(train_dataset)).total_steps
-        self.typed_config = self.typed_config.with_schedules(self.total_training_steps)
-        self.schedule = Schedule.of(self.typed_config.trainer, self.total_training_steps)
-        self.profiles = StepProfiles(self.typed_config, self.total_training_steps)
-        self.val_dataloader = None
-        self.validation_order = self.own_draws()
         if val_dataset is not None:
             self.val_dataloader = StatefulDataLoader(
                 val_dataset,
@@ -289,6 +299,25 @@ class PPOTrainer(TrainingLoop):
                 generator=self.validation_order,
                 **common,
             )
+
+    def _plan_steps(self) -> None:
+        """Let the number of steps decide the schedules of the run.
+
+        Raises:
+            ConfigError: a ``_create_dataloader`` of a subclass created no loader.
+        """
+        if not hasattr(self, "train_dataloader"):
+            raise ConfigError(
+                f"{type(self).__name__}._create_dataloader replaces verl's and sets no self.train_dataloader. Set it "
+                "to a torchdata StatefulDataLoader of prompts, and self.total_training_steps to the steps of the run."
+            )
+        if not hasattr(self, "total_training_steps"):
+            trainer = self.typed_config.trainer
+            epochs = len(self.train_dataloader) * trainer.total_epochs
+            self.total_training_steps = trainer.total_training_steps or epochs
+        self.typed_config = self.typed_config.with_schedules(self.total_training_steps)
+        self.schedule = Schedule.of(self.typed_config.trainer, self.total_training_steps)
+        self.profiles = StepProfiles(self.typed_config, self.total_training_steps)
 
     def start_workers(self) -> None:
         """See :meth:`TrainingLoop.start_workers`."""
