@@ -116,14 +116,14 @@ class TrainingResult:
         if wait is None:
             wait = not (hasattr(sys, "ps1") or "ipykernel" in sys.modules)
         port, token = free_port(), secrets.token_urlsafe(24)
-        view, host = load("view.command:view"), load("view.command:HOST")
+        view = load("view.command:view")
         if wait:
             view([self.folder], port, token=token)
         else:
             threading.Thread(
                 target=view, args=([self.folder], port, False, token), name="verl-view", daemon=True
             ).start()
-        return f"http://{host}:{port}/?token={token}"
+        return f"http://127.0.0.1:{port}/?token={token}"
 
     def __repr__(self) -> str:
         steps = self.metrics

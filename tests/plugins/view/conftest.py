@@ -22,6 +22,7 @@ from verl.plugins.view.guard import Guard
 from verl.plugins.view.index import Index, place_of_index
 from verl.plugins.view.runs import Library
 from verl.plugins.view.server import make_app
+from verl.tools.loopback import LoopbackConfig, listen
 
 ROOT = Path(__file__).parents[3]
 TOKEN = "the-token-of-the-tests"
@@ -83,9 +84,8 @@ def serve() -> Iterator[Callable[..., Server]]:
         library = Library(list(folders), Index(place_of_index(list(folders))))
         library.find()
         app = Guard(make_app(library), TOKEN, port)
-        settings = uvicorn.Config(app, port=port, log_config=None, access_log=False, timeout_graceful_shutdown=1)
-        one = uvicorn.Server(settings)
-        thread = threading.Thread(target=one.run)
+        one = uvicorn.Server(LoopbackConfig(app, graceful_s=1))
+        thread = threading.Thread(target=one.run, args=([listen(port)],))
         thread.start()
         started.append((one, thread))
         return Server(port).wait(has_runs, thread.is_alive)

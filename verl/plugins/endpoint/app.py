@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 MOST_BYTES = 32 * 2**20
 """Longest body of a call, as Anthropic has it."""
 TOO_LONG = 413
-"""Status of a refused body; the rest of it is not read, so the connection is closed after the answer."""
+"""Status of a refused body."""
 CLIENT_LEFT = 499
 """Status of a call whose client has closed the connection; it is not sent."""
 
@@ -252,6 +252,4 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _json_response(value: object, status: int = 200) -> Response:
-    # The rest of a body that is too long is not read.
-    headers = {"connection": "close"} if status == TOO_LONG else None
-    return Response(json.dumps(value), status, headers, media_type="application/json")
+    return Response(json.dumps(value), status, media_type="application/json")

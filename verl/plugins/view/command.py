@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import sqlite3
 import webbrowser
 from pathlib import Path
@@ -16,9 +15,9 @@ from verl.plugins.view.guard import Guard
 from verl.plugins.view.index import Index, place_of_index
 from verl.plugins.view.runs import Library
 from verl.plugins.view.server import make_app
+from verl.tools.loopback import LOOPBACK, LoopbackConfig, listen
 from verl.utils.console import show
 
-HOST = "127.0.0.1"
 LAST_PORT = 65_535  # ports are 16-bit numbers
 
 
@@ -42,12 +41,7 @@ def view(folders: list[Path], port: int = 0, opens_browser: bool = False, token:
             raise ConfigError(problem)
     if not 0 <= port <= LAST_PORT:
         raise ConfigError(f"--port {port}: ports are 1 to {LAST_PORT}; 0, or no --port, takes a free one.")
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((HOST, port))
-    except OSError as error:
-        raise ConfigError(f"port {port} cannot be used ({error.strerror}). Leave --port out for a free one.") from error
+    listener = listen(port)
     port = listener.getsockname()[1]
     token = token or secrets.token_urlsafe(24)
     index_file = place_of_index(folders)
@@ -60,7 +54,7 @@ def view(folders: list[Path], port: int = 0, opens_browser: bool = False, token:
         ) from error
     library = Library(folders, index)
     library.find()
-    address = f"http://{HOST}:{port}/?token={token}"
+    address = f"http://{LOOPBACK}:{port}/?token={token}"
     count = len(library.runs)
     if not count:
         names = ", ".join(map(str, folders))
@@ -71,5 +65,4 @@ def view(folders: list[Path], port: int = 0, opens_browser: bool = False, token:
         webbrowser.open(address)
     app = Guard(make_app(library), token, port)
     # Open streams of events would hold up the end of the server.
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
-    uvicorn.Server(config).run(sockets=[listener])
+    uvicorn.Server(LoopbackConfig(app, graceful_s=1)).run(sockets=[listener])
