@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 USE = """
 import inspect, os, pickle, sys
 import verl
-LIGHT = {"verl.base", "verl.base.lazy", "verl.compat", "verl.compat.import_hooks"}
+LIGHT = {"verl.errors", "verl.base", "verl.base.plugins", "verl.base.lazy", "verl.compat", "verl.compat.import_hooks"}
 assert not [name for name in sys.modules if name.startswith("verl.") and name not in LIGHT]
 from verl.experimental import dataset
 import verl.base_config

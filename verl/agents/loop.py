@@ -13,6 +13,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import yaml
+from omegaconf import OmegaConf
 from pydantic import BaseModel, Field, model_validator
 
 from verl.agents.images import FOR_TEXT, INPUTS, VIDEOS_APART, as_inputs, expanded, token_counts
@@ -121,12 +124,14 @@ class AgentLoopBase(ABC):
     """An agent loop. One object answers one prompt; those of users in a thread with an event loop of their own.
 
     Args:
-        trainer_config: the whole configuration, as ``trainer_config.config``.
+        trainer_config: the whole configuration, as ``trainer_config.config``: for a class outside of verl as Hydra
+            composed it, with keys that the program has added.
         server_manager: the policy.
         tokenizer: the policy's.
         processor: the multi-modal processor, if the model has one.
-        dataset_cls: class of the data set.
+        dataset_cls: class of the data set; by default that of the configuration.
         dataset_config: the section ``data``, as ``dataset_config.config``.
+        data_config: another name of ``dataset_config``.
         **kwargs: further arguments of the loop's entry in ``agent_loop_config_path``.
     """
 
@@ -138,23 +143,49 @@ class AgentLoopBase(ABC):
         processor: ProcessorMixin | None = None,
         dataset_cls: type | None = None,
         dataset_config: DictConfigWrap | None = None,
+        data_config: DictConfigWrap | None = None,
         **kwargs: Any,
     ) -> None:
         if kwargs:
             raise ConfigError(f"{type(self).__name__} takes no argument {', '.join(sorted(kwargs))}.")
-        self.shared: Any = None
-        """What :meth:`prepare` made."""
         self.config = trainer_config.config
         self.rollout_config = self.config.actor_rollout_ref.rollout
         self.server_manager = server_manager
         self.tokenizer = tokenizer
         self.processor = processor
-        self.dataset_cls = dataset_cls
-        self.dataset_config = (dataset_config or DictConfigWrap(self.config.data)).config
-        self.apply_chat_template_kwargs = dict(self.dataset_config.apply_chat_template_kwargs or {})
+        if dataset_cls is not None:
+            self.dataset_cls = dataset_cls
+        self.dataset_config = (dataset_config or data_config or DictConfigWrap(self.config.data)).config
+        template: Any = self.dataset_config.apply_chat_template_kwargs or {}
+        plain = OmegaConf.to_container(template) if OmegaConf.is_config(template) else template
+        self.apply_chat_template_kwargs: JsonObject = dict(plain)
 
+    shared: Any = None
+    """What :meth:`prepare` made; set before ``__init__`` runs."""
     takes_images: ClassVar[bool] = True
     """Whether rows with images may ask for this loop."""
+
+    @functools.cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of the trajectory, for ``run_in_executor``."""
+        return asyncio.get_running_loop()
+
+    @functools.cached_property
+    def dataset_cls(self) -> type:
+        """The class of the data set."""
+        from verl.datasets.build import get_dataset_class  # most loops never ask
+
+        return get_dataset_class(self.dataset_config)
+
+    @property
+    def data_config(self) -> Any:
+        """The section ``data``."""
+        return self.dataset_config
+
+    @functools.cached_property
+    def system_prompt(self) -> list[int]:
+        """Tokens that the template writes in front of messages that have no system message."""
+        return encode(self._system_prompt(), self.tokenizer)
 
     @classmethod
     def prepare(cls, config: object, tokenizer: PreTrainedTokenizerBase) -> object:
@@ -202,6 +233,8 @@ class AgentLoopBase(ABC):
         images: Sequence[object] | Mapping[str, object] | None = None,
         videos: Sequence[object] | None = None,
         remove_system_prompt: bool = False,
+        audios: Sequence[object] | None = None,
+        mm_processor_kwargs: Mapping[str, object] | None = None,
     ) -> list[int]:
         """Render messages and the header of the policy's turn, and tokenize them.
 
@@ -216,9 +249,13 @@ class AgentLoopBase(ABC):
                 ``image_data`` of a :class:`verl.agents.conversation.Conversation`.
             remove_system_prompt: leave out the system message that the template writes by itself in front of messages
                 without one.
+            audios: refused: no model here reads them.
+            mm_processor_kwargs: refused: the processor is called with the settings of the data set.
         """
         if videos:
             raise ConfigError(VIDEOS_APART)
+        if audios or mm_processor_kwargs:
+            raise ConfigError(f"{PLACE}: audios and mm_processor_kwargs are not in this version; leave them out.")
         maker = ImagePrompts.of(self.processor)
         settings: JsonObject = {**self.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
         text = render_prompt(as_messages(list(messages), PLACE, maker is not None), self.tokenizer, PLACE, **settings)
@@ -258,6 +295,10 @@ class AgentLoopBase(ABC):
         if any(has_video_parts(message.get("content")) for message in messages):
             raise ConfigError(VIDEOS_APART)
         return {"images": [maker.read(image, PLACE) for image in images]} if maker is not None and images else {}
+
+    async def process_multi_modal_info(self, messages: Sequence[Mapping[str, object]]) -> JsonObject:
+        """Return what :meth:`process_vision_info` does: images are the only media of messages here."""
+        return await self.process_vision_info(messages)
 
 
 # ---- which loop

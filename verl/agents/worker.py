@@ -9,6 +9,7 @@ more harm: the policy refuses it, and on Ray a process with such a thread is rep
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import logging
 import math
@@ -21,6 +22,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from verl.agents.drawn import SingleTurn
@@ -474,16 +476,21 @@ class AgentLoopWorker:
         loop, arguments = entry.load(), entry.arguments
         if loop not in self._shared:
             await in_thread(self._shared_by, loop)  # it loads tools, which is code of users
-        made = loop(
-            DictConfigWrap(self._config),
-            policy,
-            self._tokenizer,
-            self._processor,
-            dataset_config=DictConfigWrap(self._config.data),
-            **arguments,
-        )
-        made.shared = self._shared[loop]
+        made = loop.__new__(loop)
+        made.shared = self._shared[loop]  # before __init__, which may read the tools
+        config = self._config if loop.__module__.startswith("verl.") else self._composed
+        parameters = inspect.signature(loop).parameters
+        data = "data_config" if "data_config" in parameters and "dataset_config" not in parameters else "dataset_config"
+        data_section = {data: DictConfigWrap(config.data)}
+        made.__init__(DictConfigWrap(config), policy, self._tokenizer, self._processor, **data_section, **arguments)
         return made
+
+    @functools.cached_property
+    def _composed(self) -> DictConfig:
+        """The configuration for loops of users, which may read keys that they have added to it."""
+        composed: Any = OmegaConf.merge(self._config.composed, self._config.to_dict())
+        OmegaConf.set_struct(composed, True)
+        return composed
 
     def close(self) -> None:
         """Free what the trajectories have shared."""

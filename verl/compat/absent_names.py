@@ -132,7 +132,6 @@ _PROFILED = Absence(
     "other design", "Steps and ranks to profile are settings: global_profiler.steps, actor_rollout_ref.actor.profiler."
 )
 _PRIVATE = Absence("no use", "It is an inner part of another implementation; nothing here takes or gives it.")
-_PATHS = Absence("no use", "Paths of a configuration are expanded when it is loaded.")
 _PLACES = Absence(
     "other design",
     "Ranks are placed by verl.single_controller.ray: RayResourcePool, split_resource_pool, merge_resource_pool; a "
@@ -258,7 +257,6 @@ ABSENT: dict[str, Absence] = {
         "Dispatch modes are added by verl.single_controller.base.decorator.register_dispatch_mode; a set of names of "
         "your own is an enum.Enum.",
     ),
-    "verl.utils.import_utils.resolve_config_path": _PATHS,
     **{
         f"verl.utils.profiler.config.{name}": _SERVERS_ON_RAY
         for name in (
@@ -323,7 +321,8 @@ ABSENT: dict[str, Absence] = {
     "verl.workers.rollout.vllm_rollout.vllm_async_server": _ASYNCHRONOUS,
     "verl.workers.rollout.vllm_rollout.vllm_rollout.ServerAdapter": _OTHER_ENGINE_CLASSES,
     "verl.workers.sharding_manager": _RESHARDING,
-    "verl.workers.utils.losses": _ACTOR,
+    "verl.workers.utils.losses.sft_loss": _ACTOR,
+    "verl.workers.utils.losses.value_loss": _ACTOR,
     "verl.experimental.agent_loop.tool_agent_loop.build_gpt_oss_tool_response_text": Absence(
         "other design",
         "format_gpt_oss_tool_response_manually(text, name), of verl.experimental.agent_loop.utils, writes one.",
@@ -337,7 +336,6 @@ ABSENT: dict[str, Absence] = {
     "verl.experimental.agent_loop.agent_loop.load_all_tools": Absence(
         "other design", "verl.tools.utils.tool_registry.initialize_tools_from_config makes the tools of a file."
     ),
-    "verl.experimental.agent_loop.agent_loop.resolve_config_path": _PATHS,
     "verl.experimental.agent_loop.agent_loop.build_multimodal_processor_inputs": _VISION,
     "verl.experimental.agent_loop.tool_parser.DeepSeekV4ToolParser": _PARSERS,
     "verl.experimental.agent_loop.tool_parser.Gemma4ToolParser": _PARSERS,
@@ -367,12 +365,10 @@ ABSENT: dict[str, Absence] = {
     "verl.single_controller.ray.base.get_master_addr_port": _PLACES,
     "verl.single_controller.ray.base.sort_placement_group_by_node_ip": _PLACES,
     "verl.single_controller.ray.base.func_generator": _PRIVATE,
-    "verl.single_controller.ray.base.get_random_string": _PRIVATE,
     "verl.single_controller.ray.base.get_platform": _OTHER_DEVICES,
     "verl.trainer.distillation.losses.compute_topk_loss": _DIVERGENCES,
     "verl.trainer.distillation.losses.distillation_loss": _DIVERGENCES,
     "verl.trainer.distillation.losses.distillation_ppo_loss": _DIVERGENCES,
-    "verl.trainer.distillation.losses.ppo_loss": _ACTOR,
     "verl.trainer.main_ppo.TaskRunnerV1": Absence(
         "other design", "verl.trainer.main_ppo.TaskRunner runs the one trainer that there is."
     ),
@@ -457,7 +453,6 @@ ABSENT: dict[str, Absence] = {
         "other design", "verl.workers.config.CheckpointConfig holds for all back ends."
     ),
     "verl.workers.config.actor.QATConfig": Absence("not yet", "Training of quantized weights is missing."),
-    "verl.workers.config.rollout.CustomAsyncServerConfig": _SERVERS_ON_RAY,
     "verl.workers.config.rollout.DisaggregationConfig": _SERVERS_ON_RAY,
     "verl.workers.config.rollout.ServerConfig": _SERVERS_ON_RAY,
     "verl.workers.config.rollout.SkipConfig": _SKIP,
@@ -473,7 +468,6 @@ ABSENT: dict[str, Absence] = {
     ),
     "verl.workers.engine_workers.distillation_ppo_loss": _DIVERGENCES,
     "verl.workers.engine_workers.maybe_fix_3d_position_ids": _VISION,
-    "verl.workers.engine_workers.ppo_loss": _ACTOR,
     "verl.workers.fsdp_workers.ActorRolloutRefWorker.async_calls_finalize_fn_exec": _MEGATRON,
     "verl.workers.fsdp_workers.ActorRolloutRefWorker.load_pretrained_model": _MEGATRON,
     "verl.workers.fsdp_workers.ActorRolloutRefWorker.execute_checkpoint_engine": _ASYNCHRONOUS,

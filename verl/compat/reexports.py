@@ -31,6 +31,7 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         _CALLS: "auto_await get_event_loop",
         "verl.compat.toolkit.chat": "apply_chat_template get_processor_token_id initialize_system_prompt",
         "verl.compat.toolkit.config": "is_distillation_enabled omega_conf_to_dataclass",
+        "verl.compat.toolkit.files": "resolve_config_path",
         _TRACES: "RolloutTraceConfig rollout_trace_attr",
         "verl.datasets.build": "get_dataset_class",
         "verl.utils.metric": "simple_timer",
@@ -72,7 +73,12 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.utils.tokenizer": "hf_tokenizer",
         _CALLS: "get_event_loop",
     },
-    "verl.experimental.reward_loop.reward_manager.base": {"verl.protocol": "DataProto", _CALLS: "get_event_loop"},
+    "verl.experimental.agent_loop.utils": {"verl.compat.toolkit.files": "resolve_config_path"},
+    "verl.experimental.reward_loop.reward_manager.base": {
+        "verl.protocol": "DataProto",
+        "verl.workers.reward_manager.abstract": "RawRewardFn",
+        _CALLS: "get_event_loop",
+    },
     "verl.protocol": {
         "verl.compat.toolkit.dicts": "union_two_dict",
         "verl.utils.device": "get_device_id get_torch_device",
@@ -95,12 +101,14 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.single_controller.base.decorator": "Dispatch MAGIC_ATTR",
         "verl.utils.device": "get_device_name",
         "verl.compat.toolkit.imports": "is_torch_npu_available",
-        "verl.compat.toolkit.processes": "temp_env_var",
+        "verl.compat.toolkit.processes": "get_random_string temp_env_var",
     },
     "verl.tools.base_tool": {_TRACES: "rollout_trace_op"},
     "verl.trainer.distillation.losses": {
         _SECTIONS: "ActorConfig BaseConfig DistillationConfig DistillationLossConfig",
         "verl.algorithms": "agg_loss get_policy_loss_fn kl_penalty",
+        "verl.compat.toolkit.distillation": "DISTILLATION_LOSS_REGISTRY",
+        "verl.compat.toolkit.losses": "ppo_loss",
         "verl.compat.toolkit.padding": "no_padding_2_padding",
         "verl.utils.metric": "AggregationType Metric",
     },
@@ -146,10 +154,13 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
         "verl.compat.toolkit.rollouts": "RolloutSkip",
         "verl.compat.toolkit.imports": "load_class_from_fqn",
         "verl.compat.toolkit.padding": "left_right_2_no_padding no_padding_2_padding",
-        "verl.compat.toolkit.timing": "marked_timer",
+        "verl.compat.toolkit.timing": "marked_timer _timer=marked_timer",
         _CALLS: "deprecated",
     },
-    "verl.trainer.ppo.reward": {"verl.compat.toolkit.scoring": "get_default_compute_score"},
+    "verl.trainer.ppo.reward": {
+        "verl.compat.toolkit.scoring": "get_default_compute_score",
+        "verl.workers.reward_manager.abstract": "RawRewardFn",
+    },
     "verl.trainer.ppo.rollout_corr_helper": {_SECTIONS: "PolicyLossConfig RolloutCorrectionConfig"},
     "verl.trainer.ppo.utils": {
         "verl.algorithms": "AdvantageEstimator",
@@ -203,6 +214,10 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
             "tokenize_and_postprocess_data"
         ),
     },
+    "verl.utils.import_utils": {"verl.compat.toolkit.files": "resolve_config_path"},
+    "verl.utils.py_functional": {"verl.compat.toolkit.processes": "get_random_string"},
+    "verl.utils.ulysses": {"verl.utils.ulysses": "gather_outpus_and_unpad=gather_outputs_and_unpad"},
+    "verl.workers.config": {"verl.config.agent": "CustomAsyncServerConfig"},
     "verl.workers.config.actor": {
         _SECTIONS: (
             "BaseConfig CheckpointConfig FSDPEngineConfig HFModelConfig McoreEngineConfig OptimizerConfig "
@@ -216,11 +231,13 @@ REEXPORTS: Mapping[str, Mapping[str, str]] = {
     },
     "verl.workers.config.rollout": {
         _SECTIONS: "BaseConfig",
+        "verl.config.agent": "CustomAsyncServerConfig",
         "verl.compat.toolkit.profiler": "ProfilerConfig",
     },
     "verl.workers.engine.base": {"verl.utils.device": "get_device_name"},
     "verl.workers.engine_workers": {
         _SECTIONS: "ActorConfig DistillationConfig HFModelConfig RolloutConfig",
+        "verl.compat.toolkit.losses": "ppo_loss",
         "verl.single_controller.base": "Worker",
         "verl.single_controller.base.decorator": "Dispatch make_nd_compute_dataproto_dispatch_fn register",
         "verl.compat.toolkit.dicts": "append_to_dict",

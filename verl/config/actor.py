@@ -100,6 +100,8 @@ class UpdateConfig(BaseConfig):
     strategy: Strategy = setting("fsdp", refuse_values=NO_OTHER_BACK_END)
     """Training back end; `fsdp` and `fsdp2` both use FSDP2, `veomni` FSDP2 with VeOmni's models, `megatron` uses
     megatron-core."""
+    rollout_n: int = setting(1, ge=1, interpolation="${oc.select:actor_rollout_ref.rollout.n,1}")
+    """Responses per prompt; follows `rollout.n`, which decides."""
     ppo_mini_batch_size: int = setting(256, ge=1)
     """Prompts per optimizer step over all ranks; each has `rollout.n` responses."""
     ppo_micro_batch_size_per_gpu: int | None = setting(None, ge=1)

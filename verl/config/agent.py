@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from verl.config.base import BaseConfig, section, setting
+from verl.config.base import BaseConfig, section, setting, subsection
 from verl.config.problems import Problem
 
 SINGLE_TURN = "single_turn_agent"
@@ -77,6 +77,26 @@ class MultiTurnConfig(BaseConfig):
 
 
 @section
+class CustomAsyncServerConfig(BaseConfig):
+    """A class of servers of one's own, which this version does not have."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.CustomAsyncServerConfig"
+
+    path: str | None = setting(None)
+    """Must be null: a program that answers prompts is an agent loop here, `agent_loop_config_path`."""
+    name: str | None = setting(None)
+    """Must be null, as `path`."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """There are no servers of one's own."""
+        for key in ("path", "name"):
+            if self[key] is not None:
+                cause = "custom servers are not in this version"
+                remedy = "write an agent loop (agent.agent_loop_config_path) instead"
+                yield Problem(f"{path}.{key}", self[key], cause, "null", remedy)
+
+
+@section
 class AgentLoopConfig(BaseConfig):
     """Agent loops: the programs that answer prompts."""
 
@@ -89,6 +109,8 @@ class AgentLoopConfig(BaseConfig):
     """Agent loop for prompts whose row names none."""
     agent_loop_config_path: str | None = setting(None, path=True)
     """YAML file of your own agent loops: `name`, `_target_`, and further arguments of each."""
+    custom_async_server: CustomAsyncServerConfig = subsection(CustomAsyncServerConfig)
+    """Servers of one's own; there are none here."""
     max_concurrent: int = setting(256, ge=1)
     """Maximum number of trajectories that one process runs at once; each has its own thread."""
     trajectory_timeout_s: float = setting(1800.0, gt=0)

@@ -43,8 +43,6 @@ class CriticConfig(UpdateConfig):
 
     enable: bool | None = setting(None)
     """Train a critic; null trains one if the advantage estimator reads values."""
-    rollout_n: int = setting(1, ge=1, interpolation="${oc.select:actor_rollout_ref.rollout.n,1}")
-    """Responses per prompt, as in `rollout.n`."""
     ppo_mini_batch_size: int = setting(
         256, ge=1, interpolation="${oc.select:actor_rollout_ref.actor.ppo_mini_batch_size,256}"
     )

@@ -190,10 +190,6 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     ),
     ActorConfig: (
         older_form("ppo_micro_batch_size"),
-        no_effect(
-            "actor_rollout_ref.rollout.n decides how many responses a prompt gets",
-            {"rollout_n": "${oc.select:actor_rollout_ref.rollout.n,1}"},
-        ),
         no_effect(_UNCOMPILED, {"use_torch_compile": True}),
         no_effect(
             _ALWAYS_FUSED,
@@ -233,16 +229,6 @@ _TABLE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     FSDPOptimizerConfig: (older_name("warmup_style", "lr_scheduler_type"),),
     MultiTurnConfig: (
         no_effect("rollout.n decides how often a conversation is repeated", {"num_repeat_rollouts": None}),
-    ),
-    AgentLoopConfig: (
-        not_yet(
-            "custom servers are not in this version; write an agent loop (agent.agent_loop_config_path) instead",
-            {"custom_async_server.path": None, "custom_async_server.name": None},
-        ),
-        no_effect(
-            "part of custom servers, which are not in this version",
-            {"custom_async_server._target_": "verl.workers.config.CustomAsyncServerConfig"},
-        ),
     ),
     RolloutConfig: (
         older_form("log_prob_micro_batch_size"),

@@ -70,7 +70,7 @@ def test_what_is_not_built_is_refused(path: str):
         ("actor_rollout_ref.model.tiled_mlp.enabled", True),
         ("actor_rollout_ref.model.use_fused_kernels", True),
         ("actor_rollout_ref.rollout.over_sample_rate", 0.1),
-        ("actor_rollout_ref.actor.rollout_n", 7),
+        ("actor_rollout_ref.ref.rollout_n", 7),
         ("transfer_queue.enable", True),
     ],
 )

@@ -393,7 +393,7 @@ def test_dapo_from_a_configuration():
     )
     manager = load_reward_manager(settings, TOKENIZER, 0)
     assert isinstance(manager, DAPORewardManager)
-    assert (manager.max_resp_len, manager.buffer.len, manager.max_error_rate) == (6, 2, 0.5)
+    assert (manager.max_resp_len, manager.overlong_buffer_cfg.len, manager.max_error_rate) == (6, 2, 0.5)
     assert manager.function.batch_timeout_s == 70.0
 
 

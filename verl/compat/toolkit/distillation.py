@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from verl.algorithms.distillation import DistillationLossSettings, DistillationResult, distillation_loss_info
+from verl.algorithms.distillation import (
+    DISTILLATION_LOSSES,
+    DistillationLossSettings,
+    DistillationResult,
+    distillation_loss_info,
+    register_distillation_loss,
+)
+from verl.base.registry import RegistryView
 from verl.config import ActorConfig, DistillationConfig
 from verl.utils.metric import AggregationType, Metric
 
@@ -62,3 +69,10 @@ def compute_distillation_loss_reverse_kl_estimator(
     """The estimate of KL(policy ‖ teacher) from the sampled tokens that ``loss_mode`` names."""
     name = distillation_config.distillation_loss.loss_mode
     return get_distillation_loss_fn(name)(config, distillation_config, model_output, data)
+
+
+DISTILLATION_LOSS_REGISTRY = RegistryView(
+    DISTILLATION_LOSSES,
+    get_distillation_loss_fn,
+    lambda name: register_distillation_loss(DistillationLossSettings(names=name, use_estimator=True)),
+)

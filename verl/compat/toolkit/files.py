@@ -18,6 +18,18 @@ def exists(path: str, **kwargs: object) -> bool:
     return files.exists(place)
 
 
+def resolve_config_path(config_path: str) -> str:
+    """Return the absolute path of a file of a configuration, relative ones below the working folder.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    path = Path(config_path).expanduser().absolute()
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {config_path} (looked for {path}); give a path of a file that exists.")
+    return str(path)
+
+
 def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: object) -> None:
     """Create a folder and its parents. ``mode`` counts for local folders only.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import secrets
 import socket
+import string
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,11 @@ import torch
 import torch.distributed as dist
 
 from verl.utils.device import ensure_process_group, get_device
+
+
+def get_random_string(length: int) -> str:
+    """Return random letters and digits, for names that no other process has."""
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))
 
 
 def is_ipv4(ip_str: str) -> bool:

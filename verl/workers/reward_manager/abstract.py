@@ -18,6 +18,8 @@ from verl.utils.deferred import Deferred
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+RawRewardFn = Callable[..., object]
+"""A reward function of a user, in one of the forms of :mod:`verl.workers.reward_manager.function`."""
 Result = dict[str, Any]
 """``{"reward_tensor": ..., "reward_extra_info": {name: list of length bsz}}``."""
 

@@ -89,7 +89,7 @@ class DAPORewardManager(NaiveRewardManager):
         overlong_buffer_cfg: Mapping[str, object] | None = None,
         **settings: Any,
     ) -> None:
-        self.buffer = OverlongBuffer.of(overlong_buffer_cfg, max_resp_len)
+        self.overlong_buffer_cfg = OverlongBuffer.of(overlong_buffer_cfg, max_resp_len)
         self.max_resp_len = max_resp_len or 0
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **settings)
 
@@ -100,16 +100,18 @@ class DAPORewardManager(NaiveRewardManager):
             score if score.extra or score.status != "ok" else replace(score, extra={"acc": score.value})
             for score in scores.samples
         ]
-        if not self.buffer.enable:
+        if not self.overlong_buffer_cfg.enable:
             return Scores(samples, scores.tokens)
         lengths = own_tokens(data).sum(-1).tolist()
         penalties = [
-            overlong_penalty(length, self.max_resp_len, self.buffer.len, self.buffer.penalty_factor)
+            overlong_penalty(
+                length, self.max_resp_len, self.overlong_buffer_cfg.len, self.overlong_buffer_cfg.penalty_factor
+            )
             if score.status == "ok"
             else 0.0
             for length, score in zip(lengths, samples, strict=True)
         ]
-        if self.buffer.log:
+        if self.overlong_buffer_cfg.log:
             samples = [
                 replace(score, extra={**score.extra, "overlong_reward": penalty, "overlong": penalty < 0})
                 if score.status == "ok"

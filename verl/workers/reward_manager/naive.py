@@ -101,7 +101,7 @@ class NaiveRewardManager(AbstractRewardManager):
         self.num_examine = num_examine
         self.reward_fn_key = reward_fn_key
         self.max_error_rate = max_error_rate
-        function = compute_score or default_compute_score
+        function = self.compute_score = compute_score or default_compute_score
         self.settings = {**getattr(function, "keywords", {}), **scorer_kwargs}
         self.has_rule = unwrapped(function) is not default_compute_score
         self.format = source_of(function)
