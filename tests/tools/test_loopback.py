@@ -70,10 +70,9 @@ def test_half_a_header_is_kept_for_a_while_only(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_header_without_end_is_not_kept(server: LoopbackServer):
-    with connect(server) as client, pytest.raises(OSError, match="reset|pipe"):
-        client.sendall(HEADER)
-        for _ in range(20 * HEADER_BYTES // 2**10):
-            client.sendall(b"x-fill: " + b"x" * (2**10 - 10) + b"\r\n")
+    with connect(server) as client:
+        client.sendall(HEADER + (b"x-fill: " + b"x" * 1000 + b"\r\n") * (HEADER_BYTES // 1000))
+        assert is_closed(client)
     with connect(server) as client:  # a long body is no header
         head = b"POST / HTTP/1.1\r\nhost: x\r\nx-api-key: k\r\ncontent-length: %d\r\n\r\n" % (4 * HEADER_BYTES)
         assert call(client, head, b"x" * (4 * HEADER_BYTES)) == 200

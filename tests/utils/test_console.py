@@ -9,6 +9,7 @@ import time
 import pytest
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from verl.tracking import Tracking
 from verl.utils.console import Progress, clock, metrics_line, show, showing_stage, status, working, write_step
@@ -35,6 +36,18 @@ def test_line_per_step_by_hand():
 def test_a_log_gets_whole_lines(capsys: pytest.CaptureFixture):
     show("y" * 300)
     assert capsys.readouterr().out == "y" * 300 + "\n"
+
+
+def test_texts_of_models_cannot_write_the_clipboard(capsys: pytest.CaptureFixture):
+    table = Table("\x1b]0;title\x07")
+    table.add_row("\x1b]52;c;cm0=\x07", "\u202e")
+    for content in (table, Text("\x1b]52;c;cm0=\x07\tø", style="red"), "\x9b2J"):
+        show(content)
+    shown = capsys.readouterr().out
+    assert "[U+001B]]52;c;cm0=" in shown
+    assert "[U+009B]2J" in shown
+    assert "ø" in shown
+    assert all(one.isprintable() or one == "\n" for one in shown)
 
 
 def test_a_long_wait_is_told_again_until_it_ends(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):

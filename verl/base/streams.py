@@ -22,3 +22,16 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)  # noqa: SIM115  (stays open; the descriptor may be another file's by now)
             setattr(sys, name, stream)
+
+
+def printable(text: str, kept: str = "\n\t") -> str:
+    r"""Replace characters that cannot be seen, or turn the direction of text, by their codes.
+
+    A terminal executes the control characters in texts of models and files: some write the clipboard.
+
+    >>> printable("\x1b]52;c;cm0=\x07")
+    '[U+001B]]52;c;cm0=[U+0007]'
+    """
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in kept else f"[U+{ord(one):04X}]" for one in text)

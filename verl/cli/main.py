@@ -18,6 +18,7 @@ import click
 import verl
 from verl.base.lazy import importing
 from verl.base.plugins import load
+from verl.base.streams import printable
 from verl.cli.commands import INSPECTIONS, MODULES, ModuleCommand
 from verl.errors import ConfigError, VerlError
 from verl.supervision.interruption import interruptible
@@ -203,5 +204,5 @@ def main() -> None:
     try:
         cli(prog_name="verl")
     except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(printable(f"{type(error).__name__}: {error}\n"))
         sys.exit(2)

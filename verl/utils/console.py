@@ -19,11 +19,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from verl.base.streams import printable
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,12 @@ def parameters_in_words(count: int) -> str:
 
 
 class _Output(Console):
-    """Console that does not end the process when the reader of standard output is gone."""
+    """Console on which texts are only text, and that does not end the process when its reader is gone."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Render as text; Rich would pass on the escape codes of texts that a model or a file wrote."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
 
     def on_broken_pipe(self) -> None:
         """Raise the error again; Rich would end the process if the reader is gone (``... | head``)."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from verl.base.streams import printable
 from verl.vision.families import IMAGE_TOKEN
 from verl.vision.texts import image_word, runs
 
@@ -197,9 +198,7 @@ def heat(values: Sequence[float | None]) -> list[str]:
 
 def escaped(value: object) -> str:
     """Escape a text for HTML; characters that cannot be seen, or turn the direction of text, become their codes."""
-    characters = str(value)[:MOST_CHARACTERS]
-    kept = "".join(one if one.isprintable() or one in "\n\t" else f"[U+{ord(one):04X}]" for one in characters)
-    return html.escape(kept)
+    return html.escape(printable(str(value)[:MOST_CHARACTERS]))
 
 
 def _tokens(ids: Sequence[int], texts: Mapping[str, str]) -> list[dict[str, object]]:

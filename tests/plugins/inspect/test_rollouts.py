@@ -83,3 +83,28 @@ def test_other_files_are_refused(tmp_path: Path):
         main([str(tmp_path / "other.jsonl")])
     with pytest.raises(SystemExit, match="cannot be read"):
         main([str(tmp_path / "none.jsonl")])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"score": None},
+        {"score": 10**400},
+        {"input": 3},
+        {"trajectory": []},
+        {"trajectory": {"status": ["done"]}},
+        {"trajectory": line("1", "done", [{"content": "no role"}])["trajectory"]},
+        {"trajectory": line("1", "done", PLAIN)["trajectory"] | {"turn_scores": None}},
+    ],
+)
+def test_damaged_records_are_told_in_a_sentence(tmp_path: Path, change: dict):
+    (tmp_path / "3.jsonl").write_text(json.dumps({"input": "1+1?", "output": "2", "score": 1.0} | change))
+    with pytest.raises(SystemExit, match=r"3\.jsonl has a damaged record: .*Name a file"):
+        main([str(tmp_path / "3.jsonl")])
+
+
+def test_texts_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    texts = {"input": "\u2028in", "output": "\x1b]52;c;cm0=\x07"}
+    (tmp_path / "3.jsonl").write_text(json.dumps(texts | {"score": 1.0}, ensure_ascii=False))
+    main([str(tmp_path / "3.jsonl")])
+    assert capsys.readouterr().out.endswith("[U+2028]in\n[U+001B]]52;c;cm0=\n")

@@ -47,10 +47,10 @@ def read_records(path: Path) -> list[JsonObject]:
         files = f"it has {len(steps)}, the newest is {steps[-1]}" if steps else "it has none"
         raise SystemExit(f"{path} is a folder. Name one of its files {{step}}.jsonl: {files}.")
     try:
-        records = [json.loads(line) for line in path.read_text().splitlines()]
+        records = [json.loads(line) for line in path.read_text().split("\n") if line]
     except OSError as error:
         raise SystemExit(f"{path} cannot be read: {error.strerror}. {WANTED}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SystemExit(f"{path} cannot be read: {error}. {WANTED}") from error
     if not all(isinstance(record, dict) and {"input", "output", "score"} <= set(record) for record in records):
         raise SystemExit(f"{path} has lines without input, output and score: it is no dump of samples.")
@@ -64,7 +64,7 @@ def summary(records: Sequence[JsonMapping]) -> Table:
     for record in records:
         scores.setdefault(status_of(record), []).append(record["score"])
     for status, values in sorted(scores.items()):
-        table.add_row(status, f"{len(values):,}", f"{sum(values) / len(values):.3g}")
+        table.add_row(Text(status), f"{len(values):,}", f"{sum(values) / len(values):.3g}")
     return table
 
 
@@ -132,6 +132,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", action="store_true", help="show token ids and the mask, too")
     options = parser.parse_args(arguments)
     records = read_records(options.file)
+    try:
+        _show_samples(records, options)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # Records have many fields, and a damaged file may lack any of them.
+        raise SystemExit(f"{options.file} has a damaged record: {type(error).__name__}: {error}. {WANTED}") from error
+
+
+def _show_samples(records: Sequence[JsonMapping], options: argparse.Namespace) -> None:
     show(summary(records))
     chosen = [record for record in records if not options.status or status_of(record) in options.status]
     if options.id:

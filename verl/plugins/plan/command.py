@@ -23,6 +23,7 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.base.streams import printable
 from verl.config import PPOConfig
 from verl.config.machine import assumed_gpus, local_gpus
 from verl.config.problems import report
@@ -399,6 +400,6 @@ def main() -> None:
         else:
             show_plan(plan, advice)
     except VerlError as error:
-        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.write(printable(f"{type(error).__name__}: {error}\n"))
         raise SystemExit(2) from None
     raise SystemExit(1 if plan.excess > 0 else 0)

@@ -9,6 +9,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+from verl.base.streams import printable
+
 logger = logging.getLogger(__name__)
 
 EXCERPT_BYTES = 2000  # of printed output shown in the log
@@ -73,7 +75,7 @@ class PrintedOutput:
         end = len(data) if len(data) <= self._left_to_show else data.rfind(b"\n", 0, self._left_to_show) + 1
         self._left_to_show -= end
         with suppress(OSError):  # the reader of standard error is gone
-            sys.stderr.write(data[:end].decode(errors="replace"))
+            sys.stderr.write(printable(data[:end].decode(errors="replace"), kept="\n\t\r"))
             sys.stderr.flush()
         if end < len(data):
             self._left_to_show = 0

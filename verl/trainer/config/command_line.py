@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.base.import_utils import prepare_process
 from verl.base.lazy import importing
 from verl.base.redact import redacted, secrets_in
-from verl.base.streams import open_closed_streams
+from verl.base.streams import open_closed_streams, printable
 from verl.config import BaseConfig, PPOConfig, Problem
 from verl.config.problems import report
 from verl.errors import (
@@ -286,5 +286,5 @@ def _end_plainly(
     if os.environ.get(FULL_ERROR):
         raise error from cause
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-    sys.stderr.write(f"{redacted(f'{type(error).__name__}: {error}{notes}', secrets)}\n")
+    sys.stderr.write(f"{printable(redacted(f'{type(error).__name__}: {error}{notes}', secrets))}\n")
     raise SystemExit(2) from None
