@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -153,6 +154,13 @@ def test_a_call_that_is_refused_leaves_the_files_of_another_run(tmp_path: Path) 
     assert (own.read_text(), (tmp_path / "data/train.jsonl").exists()) == ("mine", False)
     with pytest.raises(ConfigError, match=r"it has no metrics\.jsonl"):
         TrainingResult(tmp_path / "data")
+
+
+def test_values_that_were_not_finite_are_nan_in_the_metrics(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"actor/loss": null, "actor/entropy": 0.5}}\n')
+    (step,) = TrainingResult(tmp_path).metrics
+    assert math.isnan(step.pop("actor/loss"))
+    assert step == {"step": 1, "actor/entropy": 0.5}
 
 
 def test_mistakes_are_told_before_a_model_loads(tmp_path: Path) -> None:

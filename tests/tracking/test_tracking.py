@@ -319,14 +319,14 @@ def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
 def test_file_tracker_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "deep" / "log.jsonl"))
     tracking = Tracking("p", "e", "file", {})
-    tracking.log({"a": 0.1, "b": math.nan}, step=3)
+    tracking.log({"a": 0.1, "b": math.nan, "c": -math.inf}, step=3)
     (first,) = lines(tmp_path / "deep" / "log.jsonl")  # already on the disk
-    assert first["step"] == 3
-    assert first["data"]["a"] == 0.1
-    assert math.isnan(first["data"]["b"])
+    assert (first["step"], first["data"]) == (3, {"a": 0.1, "b": None, "c": None})
+    tracking.log_table("t", ["x"], [[math.nan], [1]], step=3)
+    assert lines(tmp_path / "deep" / "log.jsonl")[1]["rows"] == [{"x": None}, {"x": 1}]
     tracking.finish()
     Tracking("p", "e", "file", {}).log({"a": 0.2}, step=4)
-    assert [line["step"] for line in lines(tmp_path / "deep" / "log.jsonl")] == [3, 4]
+    assert [line["step"] for line in lines(tmp_path / "deep" / "log.jsonl")] == [3, 3, 4]
 
 
 def test_file_tracker_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import sys
 import threading
@@ -39,12 +40,15 @@ class TrainingResult:
 
     @cached_property
     def metrics(self) -> list[JsonObject]:
-        """The metrics of each step with its number as ``step``, in order: ``pandas.DataFrame(result.metrics)``."""
+        """The metrics of each step with its number as ``step``, in order: ``pandas.DataFrame(result.metrics)``.
+
+        A value that was not finite is NaN.
+        """
         rows: dict[int, JsonObject] = {}
         for record in read_jsonl(self.folder / METRICS):
             if "data" in record:
                 step = rows.setdefault(record["step"], {"step": record["step"]})
-                step.update(record["data"])
+                step.update({name: math.nan if value is None else value for name, value in record["data"].items()})
         return [rows[step] for step in sorted(rows)]
 
     @property

@@ -20,7 +20,6 @@ What is known of them only when their step has ended is a file ``{step}.numbers.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +32,7 @@ from verl.base.redact import redacted_texts
 from verl.protocol import DataProto, compute_response_mask
 from verl.scorers import row_truth
 from verl.tracking import Tracking
+from verl.utils.run_log import json_text
 from verl.vision.families import IMAGE_TOKEN, TEXT_PLACES, VIDEO_TOKEN
 from verl.vision.texts import decoded_with_images
 
@@ -77,7 +77,7 @@ class RecordFolder:
 
         def write(path: Path) -> None:
             unfinished = path.with_name(f".{path.name}.unfinished")
-            unfinished.write_text(json.dumps(sample_numbers(batch) | {"run": Tracking.run_in_files()}))
+            unfinished.write_text(json_text(sample_numbers(batch) | {"run": Tracking.run_in_files()}))
             os.replace(unfinished, path)  # a reader never meets half a file
 
         if self.folder is not None:
@@ -99,7 +99,7 @@ class RecordFolder:
 
     def _line(self, record: Mapping[str, object]) -> str:
         known = redacted_texts(record, self._secrets) | {"run": Tracking.run_in_files()}
-        return json.dumps(known, ensure_ascii=False, default=str) + "\n"
+        return json_text(known) + "\n"
 
 
 def generation_records(
@@ -146,8 +146,8 @@ def sample_numbers(batch: DataProto) -> dict[str, list]:
         kl          exp(d_t) - d_t - 1,   d_t = ref_log_prob_t - old_log_probs_t   (k3 of the KL to the reference)
         advantage   |advantages_t|
 
-    Infinity where one of them is not finite, 0 of a sample without such tokens. A number is left out if the batch
-    lacks its columns.
+    Infinity (null in the file) where one of them is not finite, 0 of a sample without such tokens. A number is left out
+    if the batch lacks its columns.
     """
     columns, mask = batch.batch, batch.batch["response_mask"].bool()  # (bsz, T)
     names = ("old_log_probs", "rollout_log_probs", "ref_log_prob", "advantages")

@@ -14,7 +14,7 @@ from verl.errors import ConfigError
 from verl.tracking.base import TRACKERS, Tracker, import_package, markdown_table
 from verl.utils.console import metrics_line, show, write_step
 from verl.utils.file_log import THIS_RUN, cut_own_end
-from verl.utils.run_log import RunLog, clock
+from verl.utils.run_log import RunLog, clock, json_text
 
 if TYPE_CHECKING:
     from verl.utils.token_page import TokenPage
@@ -49,8 +49,7 @@ class FileTracker(Tracker):
     :mod:`verl.utils.run_log`, unless the file is a device.
 
     The file is ``VERL_FILE_LOGGER_PATH``, or ``{VERL_FILE_LOGGER_ROOT}/{project}/{experiment}.jsonl``. A run appends
-    to it; a resumed run first removes its own lines of repeated steps from the end. NaN and infinities are written in
-    the form of Python's ``json``, which is not standard JSON.
+    to it; a resumed run first removes its own lines of repeated steps from the end. NaN and infinities are null.
     """
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, object]) -> None:
@@ -99,7 +98,7 @@ class FileTracker(Tracker):
             self._log.close()
 
     def _write(self, record: dict[str, object]) -> None:
-        self._file.write(json.dumps(record | {"run": self.run_id}, ensure_ascii=False, default=str) + "\n")
+        self._file.write(json_text(record | {"run": self.run_id}) + "\n")
         self._file.flush()
 
 

@@ -7,7 +7,6 @@ The rows of ``data.path`` are written to ``data.output_path`` with one more colu
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -31,6 +30,7 @@ from verl.trainer.config.sizes import resolve_device
 from verl.trainer.driver import load_controller
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import status
+from verl.utils.run_log import json_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -156,7 +156,7 @@ def write_rows(path: Path, rows: list[Row]) -> None:
     # Written under a name of this process and renamed, so that the file appears complete or not at all.
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     if path.suffix == ".jsonl":
-        unfinished.write_text("".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows))
+        unfinished.write_text("".join(json_text(row) + "\n" for row in rows))
     elif path.suffix == ".parquet":
         _write_parquet(unfinished, rows)
     else:

@@ -18,6 +18,7 @@ What the ranks did is more, and read by the step, so it has a file of its own, `
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import shlex
@@ -46,6 +47,22 @@ STAGE_NOTE = "This happened in stage"
 """Beginning of the note that a step adds to an error: it goes into the record of the run's end."""
 EndStatus = Literal["done", "stopped", "failed"]
 """``stopped``: by a signal, after the state was saved."""
+
+
+def json_text(value: object) -> str:
+    """Write nested values as standard JSON: null for a number that is not finite, ``str`` of an unknown object."""
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str, allow_nan=False)
+    except ValueError:  # rare, so that nothing is copied otherwise
+        return json.dumps(_finite(value), ensure_ascii=False, default=str)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name) if isinstance(name, float) else name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def run_log_path(metrics: Path) -> Path:
@@ -115,7 +132,7 @@ class RunLog:
         """Append an event to its file and flush it, so that it is kept if the process is killed."""
         record = {"event": event, "time": round(clock(), 3), "run": self.run} | details
         file = self._ranks if event == "ranks" else self._file
-        file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        file.write(json_text(record) + "\n")
         file.flush()
 
     def close(self) -> None:

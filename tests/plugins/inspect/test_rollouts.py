@@ -63,6 +63,15 @@ def test_a_conversation_is_shown_turn_by_turn(dump: str, capsys: pytest.CaptureF
     ]
 
 
+def test_scores_that_are_not_finite_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    row = line("3-0/0", "done", TALK)
+    row["score"] = row["trajectory"]["turn_scores"][1] = None
+    (tmp_path / "3.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({"input": "", "output": "", "score": None}))
+    main([str(tmp_path / "3.jsonl")])
+    out = capsys.readouterr().out
+    assert all(text in out for text in ("done, score nan", "(1.00 s, score nan)", "--- score nan"))
+
+
 def test_samples_are_chosen_by_status_and_by_prompt(dump: str, capsys: pytest.CaptureFixture[str]):
     main([dump, "--status", "timeout"])
     shown = capsys.readouterr().out.partition("---")[2]

@@ -74,7 +74,7 @@ def test_runs_that_differ_in_seeds_and_names_alone_are_one_experiment(tmp_path):
 
 def test_csv_has_a_line_per_run_and_step(tmp_path):
     lines = [
-        {"step": 1, "time": 10.5, "data": {"x": 1.0, "y": math.inf}},
+        {"step": 1, "time": 10.5, "data": {"x": 1.0, "y": None}},
         {"step": 2, "time": 11.5, "data": {"x": 2.0}},
         {"step": 2, "time": 13.5, "data": {"x": 4.0}},
     ]
@@ -82,7 +82,7 @@ def test_csv_has_a_line_per_run_and_step(tmp_path):
     rows = list(csv.reader("".join(csv_of(list(made.runs.values()), ["x", "y"], made.index)).splitlines()))
     assert rows == [
         ["run", "step", "time", "x", "y"],
-        ["a, b", "1", "10.5", "1.0", "inf"],
+        ["a, b", "1", "10.5", "1.0", "nan"],
         ["a, b", "2", "13.5", "4.0", ""],
         ["c", "7", "", "", "0.25"],
     ]

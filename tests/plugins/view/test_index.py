@@ -112,11 +112,32 @@ def test_lines_that_are_no_metrics_are_left_out(tmp_path):
     write_lines(log, range(1, 3), "w")
     odd = ["[]", "{", '{"step": "x", "data": {}}', '{"step": 3, "table": "t", "rows": []}', '{"step": 4, "data": [1]}']
     log.write_text(
-        log.read_text() + "\n".join(odd) + "\n" + '{"step": 5, "data": {"x": NaN, "y": "text"}, "time": 1}\n'
+        log.read_text() + "\n".join(odd) + "\n" + '{"step": 5, "data": {"x": NaN, "y": "text"}, "time": 1005}\n'
     )
     made = library(tmp_path)
-    assert series(made, "x")[0] == [1, 2]
+    assert series(made, "x")[0] == [1, 2, 5]
     assert "y" not in next(iter(made.runs.values())).metrics.names
+
+
+@pytest.mark.parametrize("written", ["null", "NaN", "Infinity"])
+def test_a_value_that_is_not_finite_is_a_gap_in_index_and_tail_and_an_alert(tmp_path, written):
+    log = tmp_path / "metrics.jsonl"
+    lines = [
+        f'{{"step": {step}, "data": {{"actor/loss": 0.5}}, "time": {1000 + step}}}\n' for step in range(1, CHUNK + 4)
+    ]
+    lines[1] = lines[1].replace("0.5", written)
+    lines[3] = lines[3].replace('"actor/loss": 0.5', "")  # a step without the metric is no gap
+    lines[-1] = lines[-1].replace("0.5", written)
+    log.write_text("".join(lines))
+    for _ in range(2):
+        made = library(tmp_path)
+        steps, values = series(made, "actor/loss")
+        assert steps[:4] == [1, 2, 3, 5]
+        assert [step for step, value in zip(steps, values, strict=True) if math.isnan(value)] == [2, CHUNK + 3]
+        (run,) = made.runs.values()
+        assert run.metrics.latest == {"actor/loss": 0.5}
+        alerts = [(alert["step"], alert["rule"]) for alert in run.alerts(made.index)]
+        assert alerts == [(CHUNK + 3, "not_finite"), (2, "not_finite")]
 
 
 def test_files_of_samples_that_grow_or_change_are_read_anew(tmp_path):
@@ -165,7 +186,12 @@ def test_numbers_come_when_the_step_has_ended_and_sort_its_samples(tmp_path):
     columns["uid"] = [uid.replace("1-", "2-") for uid in columns["uid"]]
     (rollouts / "2.numbers.json").write_text(json.dumps(columns))
     assert made.refresh_samples() == [run]
-    assert order("gap", step_from=2) == [(2, "16", 1, None), (2, "17", 1, 0.5), (2, "16", 0, 0.0)]
+    # Null, as it is written now, and NaN and infinities of older files are the largest.
+    assert order("gap", step_from=2) == [(2, "17", 0, None), (2, "16", 1, None), (2, "17", 1, 0.5), (2, "16", 0, 0.0)]
+    columns["gap"][1] = None
+    (rollouts / "2.numbers.json").write_text(json.dumps(columns))
+    made.refresh_samples()
+    assert order("gap", step_from=2)[1] == (2, "16", 1, None)
     assert order("kl", step_from=2) == []
     (rollouts / "2.numbers.json").write_text('{"uid": ["2-0')
     made.refresh_samples()
@@ -416,11 +442,11 @@ def test_every_rule_of_health_has_a_title():
 def test_a_long_curve_keeps_its_peaks():
     values = np.zeros(10_000)
     values[[1234, 7777]] = 5.0, -3.0
-    values[42] = np.nan
+    values[[42, 43]] = np.nan
     rows = extremes(values, 200)
-    assert len(rows) <= 202
-    assert {0, 1234, 7777, 9999} <= set(rows.tolist())
-    assert extremes(values, 0).tolist() == [0, 1234, 7777, 9999]  # of very many curves each keeps that much
+    assert len(rows) <= 203
+    assert {0, 42, 1234, 7777, 9999} <= set(rows.tolist())
+    assert extremes(values, 0).tolist() == [0, 42, 1234, 7777, 9999]  # of very many curves each keeps that much
     assert extremes(np.array([np.nan, np.inf, 1.0, -np.inf, 2.0, 3.0, np.nan]), 2).tolist() == [0, 2, 5, 6]
     thin = thinned(Curve(np.arange(3.0), np.array([np.nan, 1, 2]), np.array([1.0, np.inf, 2])), 10)
     assert thin == {"steps": [0.0, 1.0, 2.0], "times": [None, 1.0, 2.0], "values": [1.0, None, 2.0], "runs": 1}

@@ -32,6 +32,24 @@ def test_a_report_has_curves_alerts_samples_tokens_and_settings(tmp_path):
     assert not re.search(r"<script|<img|<link|src=|https?://|@import|url\(", page)
 
 
+def test_values_that_are_not_finite_are_marked(tmp_path):
+    log = make_up_run(tmp_path, steps=3, prompts=1, siblings=2)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines[1]["data"]["actor/pg_loss"] = None
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    samples = [json.loads(line) | {"score": None} for line in (tmp_path / "rollouts/3.jsonl").read_text().splitlines()]
+    (tmp_path / "rollouts/3.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "actor/pg_loss is nan" in page
+    assert "A cross is a value that is not finite." in page
+    assert page.count("<strong>Score not finite</strong>") == 4  # two best, two worst
+    drawn = curve(np.array([1.0, 2, 3, 4]), np.array([1.0, 2, np.nan, 4]))
+    assert "3 points from 1 to 4, 1 not finite" in drawn
+    assert (drawn.count("<polyline"), drawn.count("<circle"), drawn.count(">×<")) == (2, 1, 1)
+    assert curve(np.array([1.0]), np.array([np.nan])) == "<p>no finite value</p>"
+
+
 def test_what_a_run_says_stays_text(tmp_path):
     make_up_run(tmp_path, steps=1)
     file = tmp_path / "rollouts/1.jsonl"

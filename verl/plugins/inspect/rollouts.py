@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ def summary(records: Sequence[JsonMapping]) -> Table:
     table = Table("status", "samples", "mean score")
     scores: dict[str, list[float]] = {}
     for record in records:
-        scores.setdefault(status_of(record), []).append(record["score"])
+        scores.setdefault(status_of(record), []).append(_score(record["score"]))
     for status, values in sorted(scores.items()):
         table.add_row(Text(status), f"{len(values):,}", f"{sum(values) / len(values):.3g}")
     return table
@@ -77,12 +78,12 @@ def told(record: JsonMapping, with_tokens: bool = False) -> Iterator[Text]:
     """Yield the lines that show one sample."""
     trajectory = record.get("trajectory")
     if trajectory is None:
-        yield Text(f"--- score {record['score']:g}", style="bold")
+        yield Text(f"--- score {_score(record['score']):g}", style="bold")
         yield Text(record["input"], style="dim")
         yield Text(record["output"], style=STYLES["assistant"])
         return
-    agent = f"{trajectory['agent_name']}, {trajectory['agent']}"
-    yield Text(f"--- {trajectory['id']} ({agent}): {trajectory['status']}, score {record['score']:g}", style="bold")
+    agent, score = f"{trajectory['agent_name']}, {trajectory['agent']}", _score(record["score"])
+    yield Text(f"--- {trajectory['id']} ({agent}): {trajectory['status']}, score {score:g}", style="bold")
     if trajectory["message"]:
         yield Text(trajectory["message"], style="red")
     conversation = trajectory["conversation"]
@@ -92,7 +93,7 @@ def told(record: JsonMapping, with_tokens: bool = False) -> Iterator[Text]:
     turns = [index for index in turns if index >= begins]
     # A turn that another sequence of the trajectory trains has no score here.
     is_complete = len(turns) == len(trajectory["turn_scores"])
-    scores = dict(zip(turns, trajectory["turn_scores"], strict=True)) if is_complete else {}
+    scores = dict(zip(turns, map(_score, trajectory["turn_scores"]), strict=True)) if is_complete else {}
     if not is_complete:
         yield Text(f"scores of the turns that it trains: {trajectory['turn_scores']}")
     for index, message in enumerate(conversation):
@@ -102,6 +103,11 @@ def told(record: JsonMapping, with_tokens: bool = False) -> Iterator[Text]:
     if with_tokens:
         for name in ("prompt_ids", "response_ids", "response_mask"):
             yield Text(f"{name}: {trajectory[name]}", style="dim")
+
+
+def _score(value: float | None) -> float:
+    """Read a score: null in the file is one that was not finite."""
+    return math.nan if value is None else value
 
 
 def _heading(message: JsonMapping, score: float | None) -> str:

@@ -41,7 +41,7 @@ def ages_of(curves: Mapping[str, Curve], first: int | None, last: int | None) ->
     for name in names_of_ages(curves):
         curve, age = curves[name], int(name.rpartition("/")[2])
         for step, time, share in zip(curve.steps.tolist(), curve.times.tolist(), curve.values.tolist(), strict=True):
-            if (first is None or step >= first) and (last is None or step <= last):
+            if (first is None or step >= first) and (last is None or step <= last) and not math.isnan(share):
                 made = 0.0 if math.isnan(time) else time
                 if made > times.get(int(step), -1.0):
                     times[int(step)], steps[int(step)] = made, {}

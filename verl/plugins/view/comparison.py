@@ -100,7 +100,8 @@ def best_of(curve: Curve) -> Best | None:
 def csv_of(runs: Sequence[Run], names: Sequence[str], index: Index) -> Iterator[str]:
     """Yield lines of CSV: a line per run and step, with the name of the run, the step, the time and each metric.
 
-    A metric that a step lacks is empty; of a step that a run made twice the later counts.
+    A metric that a step lacks is empty, one that was not finite is ``nan``; of a step that a run made twice the later
+    counts.
     """
     yield _line(["run", "step", "time", *names])
     for run in runs:

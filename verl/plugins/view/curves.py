@@ -15,6 +15,8 @@ from verl.plugins.view.index import Index
 
 CHUNK = 1000
 """Lines of a chunk of the index."""
+ABSENT = math.inf
+"""Value in a chunk of a metric that its line lacks; NaN is one that was not finite."""
 FINGERPRINT_BYTES = 256
 """Bytes before the end of what was read; others there say that the file was cut or replaced."""
 
@@ -26,7 +28,7 @@ class Curve:
     Args:
         steps: (points,).
         times: (points,) in seconds since 1970; NaN where they are not known, and of means.
-        values: (points,).
+        values: (points,); NaN for a value that was not finite.
         low: (points,) the lowest of the runs; None of one run.
         high: (points,) the highest of the runs.
         runs: how many.
@@ -54,7 +56,7 @@ class MetricsFile:
         self.last_step: int | None = None
         self.last_time: float | None = None
         self.latest: dict[str, float] = {}
-        """The newest value of each metric."""
+        """The newest finite value of each metric."""
         self._is_known = False
         self._forget()
 
@@ -122,13 +124,13 @@ class MetricsFile:
         try:
             record = json.loads(line)
             step, data = int(record["step"]), record["data"]
-            numbers = {name: float(value) for name, value in data.items() if isinstance(value, int | float)}
+            numbers = {name: _number(value) for name, value in data.items() if isinstance(value, int | float | None)}
             time = float(record.get("time", math.nan))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return
         self._tail.append((step, time, numbers))
         self.names.update(numbers)
-        self.latest |= numbers
+        self.latest |= {name: value for name, value in numbers.items() if math.isfinite(value)}
         self.last_step = step
         self.last_time = time if time == time else self.last_time
 
@@ -168,7 +170,7 @@ class MetricsFile:
                 "INSERT OR REPLACE INTO chunk VALUES (?, ?, ?, ?)", (*key, steps.tobytes(), times.tobytes())
             )
             columns = {
-                name: np.array([data.get(name, math.nan) for _, _, data in self._tail], dtype=float) for name in names
+                name: np.array([data.get(name, ABSENT) for _, _, data in self._tail], dtype=float) for name in names
             }
             rows = [(self.run, name, self._chunks, column.tobytes()) for name, column in columns.items()]
             database.executemany("INSERT OR REPLACE INTO series VALUES (?, ?, ?, ?)", rows)
@@ -190,7 +192,9 @@ def thinned(curve: Curve, points: int) -> dict[str, list[float | None] | int]:
 
 
 def extremes(numbers: np.ndarray, points: int) -> np.ndarray:
-    """Return the rows by which a curve keeps its look: of each interval the lowest and the highest, and both ends."""
+    """Return the rows by which a curve keeps its look: both ends, and of each interval the lowest, the highest and the
+    first that is not finite.
+    """
     if len(numbers) <= max(2, points):
         return np.arange(len(numbers))
     width = math.ceil(2 * len(numbers) / max(2, points))
@@ -200,7 +204,14 @@ def extremes(numbers: np.ndarray, points: int) -> np.ndarray:
     lowest = np.where(finite, parts, math.inf).argmin(1)
     highest = np.where(finite, parts, -math.inf).argmax(1)
     ends = [0, len(numbers) - 1]
-    return np.unique(np.concatenate([ends, known * width + lowest[known], known * width + highest[known]]))
+    gaps = np.flatnonzero(~np.isfinite(numbers))
+    gaps = gaps[np.unique(gaps // width, return_index=True)[1]]
+    return np.unique(np.concatenate([ends, known * width + lowest[known], known * width + highest[known], gaps]))
+
+
+def _number(value: float | None) -> float:
+    """Read a value of a line; null stands for one that was not finite, which older files have as it was."""
+    return math.nan if value is None or not math.isfinite(value) else float(value)
 
 
 def _plain(numbers: np.ndarray) -> list[float | None]:
@@ -212,7 +223,7 @@ def _joined(parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Curve:
     if not parts:
         return Curve(np.empty(0), np.empty(0), np.empty(0))
     steps, times, values = (np.concatenate(columns) for columns in zip(*parts, strict=True))
-    there = ~np.isnan(values)
+    there = values != ABSENT
     return Curve(steps[there], times[there], values[there])
 
 

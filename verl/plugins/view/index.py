@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sqlite3
 from collections import defaultdict, deque
@@ -21,7 +22,7 @@ from verl.utils.run_log import SAMPLE_NUMBERS
 
 LONGEST_NAME = 200
 """Characters of a status, data source or group in the index."""
-VERSION = 3
+VERSION = 4
 """Of the tables; an index of another version is made anew."""
 
 _TABLES = """
@@ -188,7 +189,10 @@ def numbers_of_samples(samples: Path, writer: str) -> dict[tuple[str, int], dequ
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and value == value else None
+    """Read a number of a sample; null, and NaN of older files, stand for infinity: a number that is not finite."""
+    if value is None or isinstance(value, int | float):
+        return math.inf if value is None or value != value else float(value)
+    return None
 
 
 def sample_rows(path: Path, writer: str) -> Iterator[tuple[object, ...]]:
@@ -199,7 +203,7 @@ def sample_rows(path: Path, writer: str) -> Iterator[tuple[object, ...]]:
         for position, line in enumerate(file):
             try:
                 record = json.loads(line)
-                score = float(record["score"])
+                score = math.nan if record["score"] is None else float(record["score"])  # NULL in the table
             except (ValueError, KeyError, TypeError):
                 offset += len(line)
                 continue

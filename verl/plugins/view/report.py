@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from verl.config.problems import shown
 from verl.errors import DataError
 from verl.plugins.view.discovery import Kind, metrics_problem
@@ -158,7 +160,10 @@ def curves(run: Run, index: Index, marks: Sequence[Mark]) -> str:
 
     more = f"<details><summary>{len(rest)} more curves</summary>{figures(rest)}</details>" if rest else ""
     words = {"checkpoint": "A tick at the bottom is a checkpoint.", "resumed": "A dashed line is a resumption."}
-    note = " ".join(said for kind, said in words.items() if any(mark["kind"] == kind for mark in marks))
+    notes = [said for kind, said in words.items() if any(mark["kind"] == kind for mark in marks)]
+    if any(np.isnan(metric.values).any() for metric in series.values()):
+        notes.append("A cross is a value that is not finite.")
+    note = " ".join(notes)
     return f"<h2>Curves</h2>{f'<p class=note>{note}</p>' if note else ''}{figures(first)}{more}"
 
 
@@ -198,8 +203,9 @@ def sample(index: Index, sample_id: int, with_tokens: bool) -> str:
         said = why + (conversation(messages) if messages else said)
     status = f", {escaped(details['status'])}" if details["status"] else ""
     tokens = token_line(index, sample_id) if with_tokens else ""
+    score = "not finite" if details["score"] is None else f"{details['score']:g}"
     return (
-        f"<article><strong>Score {details['score']:g}</strong>, {details['length']} tokens{status}, truth "
+        f"<article><strong>Score {score}</strong>, {details['length']} tokens{status}, truth "
         f"{escaped(details['gts'])}{said}{tokens}</article>"
     )
 

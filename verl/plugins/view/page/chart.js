@@ -20,7 +20,7 @@ const WHOLE = [...Array(9).keys()].flatMap((power) => [1, 2, 5].map((digit) => d
 export function drawChart(element, name, curves, options) {
   const style = getComputedStyle(document.documentElement);
   const [ink, grid] = [style.getPropertyValue("--ink-2").trim(), style.getPropertyValue("--line").trim()];
-  const marks = curves.flatMap((curve) => curve.marks.map((mark) => ({ ...mark, x: abscissa(curve, options.axis, mark) })));
+  const marks = curves.flatMap((curve) => [...curve.marks, ...notFinite(curve)].map((mark) => ({ ...mark, x: abscissa(curve, options.axis, mark) })));
   const labels = withoutCommonBeginning(curves.map((curve) => curve.label));
   const lines = curves.flatMap((curve, place) => linesOf(curve, labels[place], options));
   const data = uPlot.join(lines.map(({ xs, ys }) => [xs, ys]));
@@ -54,7 +54,7 @@ export function drawChart(element, name, curves, options) {
 /** The line of a curve as a series of uPlot, and before it the upper and lower edge of its band, if it has one. */
 function linesOf(curve, label, options) {
   const xs = curve.steps.map((_, row) => abscissa(curve, options.axis, { step: curve.steps[row], time: curve.times[row] }));
-  const look = { colour: curve.colour, dash: curve.dash, spanGaps: true };
+  const look = { colour: curve.colour, dash: curve.dash };  // null is a gap; steps that other curves have are none
   const edge = (values) => {
     const [edges, ys] = ascending([xs, smoothed(values, options.smoothing)]);
     return { ...look, xs: edges, ys, class: "edge", width: 0, points: { show: false } };
@@ -90,15 +90,27 @@ function ascending([xs, ys]) {
   return [sorted, sorted.map((x) => newest.get(x))];
 }
 
-/** A dashed line where a run was resumed, and a tick at the bottom for a checkpoint: there may be very many. */
+/** Marks of the values that are not finite. */
+function notFinite({ steps, times, values, colour }) {
+  return values.flatMap((value, row) => (value === null ? [{ kind: "not finite", step: steps[row], time: times[row], colour }] : []));
+}
+
+/** A dashed line where a run was resumed, a tick at the bottom for a checkpoint (there may be very many), a cross at the top for a value that is not finite. */
 function drawMarks(plot, marks, ink) {
   const { ctx, bbox } = plot;
   const bottom = bbox.top + bbox.height;
   ctx.save();
   ctx.strokeStyle = ink;
+  ctx.font = `bold ${14 * devicePixelRatio}px system-ui`;
+  ctx.textAlign = "center";
   for (const mark of marks) {
     const x = Math.round(plot.valToPos(mark.x, "x", true));
     if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    if (mark.kind === "not finite") {
+      ctx.fillStyle = mark.colour;
+      ctx.fillText("×", x, bbox.top + 12 * devicePixelRatio);
+      continue;
+    }
     ctx.setLineDash(mark.kind === "resumed" ? [6, 3] : []);
     ctx.beginPath();
     ctx.moveTo(x, mark.kind === "resumed" ? bbox.top : bottom - TICK * devicePixelRatio);
@@ -120,7 +132,8 @@ function withoutCommonBeginning(names) {
 function described(name, curves) {
   const ends = curves.map((curve) => {
     const known = curve.values.filter((value) => value !== null);
-    return `${curve.label}: ${curve.values.length} points, from ${short(known[0])} to ${short(known.at(-1))}`;
+    const gaps = curve.values.length - known.length;
+    return `${curve.label}: ${known.length} points, from ${short(known[0])} to ${short(known.at(-1))}${gaps ? `, ${gaps} not finite` : ""}`;
   });
   return `${name}. ${ends.join("; ")}`;
 }
