@@ -79,7 +79,6 @@ NOT_RUN = {
     "verl.model_merger": "needs a checkpoint; tests/model_merger makes one",
     "verl view": "serves until it is ended; tests/plugins/view starts it",
     "verl": "needs runs or models of the reader; tests/cli and tests/plugins/view run it on made-up ones",
-    "benchmarks.asynchronous_schedules": "takes half an hour; tests/benchmarks computes small cases by hand",
     "benchmarks.invariance": "trains in a dozen layouts; tests/trainer compares them, two at a time",
     "benchmarks.plan_published --factors": "a slow test runs it (tests/plugins/plan/test_suggest.py)",
     "benchmarks.simulated_ranks --one --ranks 4096": "takes minutes and 2 GB; the table above runs it with 4 ranks",
