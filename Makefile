@@ -97,7 +97,7 @@ quickstart-agent: $(RUN) ## a model learns to use a tool that it needs: warm-up,
 quickstart-distill: $(RUN) ## a small student learns from the teacher of the quickstart: on its own responses, from samples, or by GRPO alone
 	$(BIN)/python examples/quickstart_distill/quickstart_distill.py --seed $(SEED) --output_dir $(OUT)-distill
 
-study: $(RUN) ## several seeds, for the tables of docs: OF=quickstart, quickstart_agent, quickstart_distill or algorithms
+study: $(RUN) ## several seeds, for the tables of docs: OF=quickstart, quickstart_agent or quickstart_distill
 	$(BIN)/python examples/$(OF)/study.py
 
 # SEARCH=1: property tests with examples that no run has tried yet; VERL_TEST_SEED=N repeats a search.

@@ -22,7 +22,6 @@ python3 -m verl.trainer.main_ppo \\
 They set what the paper says about the algorithm. Choose learning rates, batch sizes and lengths for your model and
 data, unless they are listed. The kinds of tests ("proven") are explained in the
 [table of proofs](internals/algorithm_proofs.md); formulas are in the [reference](internals/algorithm_reference.md).
-[A small study](algorithm_study.md) trains nine of the algorithms on one task.
 """
 
 
