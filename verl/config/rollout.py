@@ -32,12 +32,13 @@ NO_OTHER_ENGINE = "this engine is not in this version; use native, vllm or sglan
 LOWEST_TEMPERATURE = 1e-5
 """Lowest temperature that engines sample with; vLLM takes less for greedy."""
 
-TRANSFERS = ("naive", "nccl", "shared_memory", "delta_sharded")
+TRANSFERS = ("naive", "nccl", "shared_memory")
 """Transfers of weights to rollout ranks apart from the trainer's."""
 _OTHER_TRANSFERS = {
     "hccl": "Ascend devices are not in this version; use nccl",
-    "nixl": "transfers by NIXL (RDMA) are not in this version; use nccl, or delta_sharded where little changes",
-    "mooncake": "transfers by Mooncake (RDMA) are not in this version; use nccl, or delta_sharded where little changes",
+    "nixl": "transfers by NIXL (RDMA) are not in this version; use nccl",
+    "mooncake": "transfers by Mooncake (RDMA) are not in this version; use nccl",
+    "delta_sharded": "transfers of changed elements alone are not in this version; use nccl, which sends all of them",
     "kimi_ckpt_engine": "Kimi's checkpoint engine is not in this version; use nccl, or naive on one machine",
 }
 
@@ -84,8 +85,8 @@ class CheckpointEngineConfig(BaseConfig):
 
     backend: str = setting("naive", refuse_values=_OTHER_TRANSFERS)
     """Transfer to rollout ranks apart from the trainer's: `naive` by shared memory if all are on one machine and else
-    by broadcast; `nccl` by broadcast (NCCL between GPUs, gloo between CPUs); `delta_sharded` by broadcast of changed
-    elements; `shared_memory`; or a name that `custom_backend_module` registers."""
+    by broadcast; `nccl` by broadcast (NCCL between GPUs, gloo between CPUs); `shared_memory`; or a name that
+    `custom_backend_module` registers."""
     update_weights_bucket_megabytes: int = setting(2048, ge=1)
     """Size of one part of a transfer, in MiB."""
     engine_kwargs: dict[str, Any] = setting(factory=dict)

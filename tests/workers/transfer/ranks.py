@@ -42,8 +42,6 @@ def weights_of(update: int, dtype: torch.dtype) -> dict[str, Tensor]:
             if name != "norm":
                 tensor[some | (name == "layer.0")] += step
     weights["embed"][0, :2] = torch.tensor([-0.0, float("nan")])
-    if update == 3:
-        weights["embed"][0, 0] = 0.0  # equal to -0.0 as a number, and other bits
     return weights
 
 
@@ -54,6 +52,11 @@ class Trainer(Worker):
         super().__init__()
         self.sender, self.dtype = WeightSender(config, self.rank, CPU, dtype), dtype
         self.gathered = 0
+        self.has_adapters = False
+
+    def divide_weights(self, has_adapters: bool) -> None:
+        """Send the weights as a base and, once more, as adapters."""
+        self.has_adapters = has_adapters
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def transfer_facts(self) -> RankFacts:
@@ -65,7 +68,8 @@ class Trainer(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, plan: TransferPlan) -> TransferReport:
         self.gathered = 0
-        return self.sender.send(plan, {"merged": partial(self._weights, plan.version)})
+        names = ("base", "adapters") if self.has_adapters else ("merged",)
+        return self.sender.send(plan, dict.fromkeys(names, partial(self._weights, plan.version)))
 
     def _weights(self, version: int) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights_of(version % 10, self.dtype).items():

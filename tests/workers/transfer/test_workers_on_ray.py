@@ -36,7 +36,7 @@ class Policy(ActorRolloutRefWorker):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["naive", "nccl", "delta_sharded"])
+@pytest.mark.parametrize("backend", ["naive", "nccl"])
 def test_the_engine_has_the_trained_bits(ray_cluster, tmp_path, backend):
     from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
 

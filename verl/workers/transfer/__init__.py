@@ -1,7 +1,6 @@
 """Transfer of the policy's weights from the ranks that train it to ranks of other processes that only sample."""
 
 from verl.workers.transfer.broadcast import Broadcast as Broadcast
-from verl.workers.transfer.delta import Delta as Delta
 from verl.workers.transfer.driver import WeightTransfer as WeightTransfer
 from verl.workers.transfer.shared_memory import SharedMemory as SharedMemory
 from verl.workers.transfer.transport import Participant as Participant

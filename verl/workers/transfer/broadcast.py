@@ -112,7 +112,7 @@ class Broadcast(WeightTransport):
         """See :meth:`WeightTransport.buffer`."""
         return self._staging
 
-    def send(self, section: str, index: int, part: SharedPart, is_base_held: bool) -> Sent:
+    def send(self, section: str, index: int, part: SharedPart) -> Sent:
         """See :meth:`WeightTransport.send`."""
         self.start(part.memory)
         return Sent(len(part.memory))

@@ -61,7 +61,7 @@ class WeightTransfer:
 
         Returns:
             ``timing_s/param_sync`` and ``weight_transfer/*``: ``bytes_sent`` to each receiving machine,
-            ``bytes_of_weights``, ``seconds``, and of ``delta_sharded`` ``changed_share``, of the elements.
+            ``bytes_of_weights``, ``seconds``.
 
         Raises:
             ProcessLostError: a rank of a group died or hangs. After it was replaced, the next update works.
@@ -87,15 +87,12 @@ class WeightTransfer:
             report = self._run(actor_group, rollout_group, plan)
             on_error.pop_all()
         seconds = time.perf_counter() - began
-        metrics = {
+        return {
             "timing_s/param_sync": seconds,
             "weight_transfer/seconds": seconds,
             "weight_transfer/bytes_sent": float(report.bytes_sent),
             "weight_transfer/bytes_of_weights": float(report.bytes_of_weights),
         }
-        if report.compared:
-            metrics["weight_transfer/changed_share"] = report.changed / report.compared
-        return metrics
 
     def close(self) -> None:
         """Forget the connections; the next update makes new ones."""

@@ -65,7 +65,3 @@ class TransferReport:
     """Bytes that each receiving machine was sent."""
     bytes_of_weights: int = 0
     """Bytes of the weights that were given: all, or the adapters of a model whose base the receivers hold."""
-    compared: int = 0
-    """Elements that were compared with those sent before."""
-    changed: int = 0
-    """Of these the ones that differed."""

@@ -109,7 +109,7 @@ class WeightSender:
             try:
                 if name == names[0]:
                     self._meet(plan, link)
-                self._send_section(name, weights, name in held, link, report)
+                self._send_section(name, weights, link, report)
             finally:
                 _finish(weights)  # gathering is collective
         self._transport.wait()
@@ -135,7 +135,7 @@ class WeightSender:
         self._transport.begin()
 
     def _send_section(
-        self, name: str, weights: Iterator[tuple[str, Tensor]], is_held: bool, link: Link, report: TransferReport
+        self, name: str, weights: Iterator[tuple[str, Tensor]], link: Link, report: TransferReport
     ) -> None:
         assert self._transport is not None
         digest, index = hashlib.sha256(), 0
@@ -143,14 +143,12 @@ class WeightSender:
         dtype = None if name == "adapters" else self._dtype
         converted = ((weight, tensor.detach().to(dtype or tensor.dtype)) for weight, tensor in weights)
         for index, part in enumerate(self._transport.buffer(name).parts(converted, bucket_bytes), start=1):
-            sent = self._transport.send(name, index - 1, part, is_held)
+            sent = self._transport.send(name, index - 1, part)
             message = {**part.description(), "checksums": dict(part.checksums), "sent": dict(sent.message)}
             link.write(f"{name}/{index - 1}", message)
             digest.update(_content(part))
             report.bytes_sent += sent.nbytes
             report.bytes_of_weights += part.nbytes
-            report.compared += sent.compared
-            report.changed += sent.changed
         link.write(f"{name}/{index}", {"digest": digest.hexdigest()})
         self._digests[name] = digest.hexdigest()
 

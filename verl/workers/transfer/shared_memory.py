@@ -58,7 +58,7 @@ class SharedMemory(WeightTransport):
         """See :meth:`WeightTransport.buffer`."""
         return self._segments.setdefault(section, Segments())
 
-    def send(self, section: str, index: int, part: SharedPart, is_base_held: bool) -> Sent:
+    def send(self, section: str, index: int, part: SharedPart) -> Sent:
         """See :meth:`WeightTransport.send`."""
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()

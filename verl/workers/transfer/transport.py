@@ -39,10 +39,6 @@ class Sent:
     """Bytes that each receiving machine is sent."""
     message: Mapping[str, Any] = field(default_factory=dict)
     """What a receiver must know besides the layout of the part, as JSON."""
-    compared: int = 0
-    """Elements that were compared with those sent before."""
-    changed: int = 0
-    """Of these the ones that differed."""
 
 
 class WeightTransport(ABC):
@@ -77,21 +73,20 @@ class WeightTransport(ABC):
         """
 
     @abstractmethod
-    def send(self, section: str, index: int, part: SharedPart, is_base_held: bool) -> Sent:
+    def send(self, section: str, index: int, part: SharedPart) -> Sent:
         """Sender: begin to send a part, and return without waiting for its arrival.
 
         Args:
             section: ``merged`` weights, or the ``base`` and the ``adapters`` of a model.
             index: of the part in its section.
             part: the bytes; they stay until :meth:`wait`, or until the buffer gives its memory to another part.
-            is_base_held: whether all receivers hold this section as it was last sent.
         """
 
     def wait(self) -> None:  # noqa: B027  nothing may be under way
         """Sender: wait until all parts are sent."""
 
     def receive(self, message: Mapping[str, Any], memory: Tensor) -> None:
-        """Receiver: write the bytes of a part into ``memory``, which has the bytes of the part received before it.
+        """Receiver: write the bytes of a part into ``memory``.
 
         Args:
             message: :attr:`Sent.message`.
