@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from verl.trainer.health import FINITE, HealthWatch
+from verl.trainer.health import DESCRIPTIONS, FINITE, HealthWatch, health_metrics
 
 
 def rules(name: str, values: list[float]) -> list[tuple[int, str]]:
@@ -37,6 +39,9 @@ def rules(name: str, values: list[float]) -> list[tuple[int, str]]:
         ("actor/grad_norm", [1.0] * 21 + [9.0], []),
         ("critic/grad_norm", [1.0] * 21 + [11.0], [(22, "grad_spike")]),
         ("reward/error_rate", [0.0, 0.06], [(2, "reward_errors")]),
+        ("val-core/gsm8k/acc/mean@4", [0.0] * 9, [(3, "validation_zero")]),
+        ("val-core/gsm8k/acc/mean@4", [0.0, 0.1, 0.0, 0.0, 0.0], []),
+        ("val-core/gsm8k/acc/maj@4/mean", [0.0] * 9, []),  # a majority may be wrong where some are right
     ],
 )
 def test_rules(metric, values, expected):
@@ -51,6 +56,24 @@ def test_a_value_that_is_not_finite_is_told_at_once():
 def test_rewards_that_do_not_change_are_no_trouble_where_only_a_teacher_is_learnt_from(of_policy, told):
     watch, metrics = HealthWatch(), {"critic/score/mean": 0.0, "distillation/loss": 1.0} | of_policy
     assert [(alert.step, alert.rule) for step in range(1, 52) for alert in watch.look(step, metrics)] == told
+
+
+def test_each_data_source_of_validation_is_watched_for_itself():
+    watch = HealthWatch()
+    for step in (0, 10, 20):
+        alerts = watch.look(step, {"val-core/a/acc/mean@1": 0.5, "val-core/b/reward/mean@1": 0.0})
+    assert [(alert.step, alert.metric) for alert in alerts] == [(20, "val-core/b/reward/mean@1")]
+
+
+def test_every_rule_is_described_on_the_page_too():
+    names = ["actor/kl_loss", "actor/loss", "val-core/a/acc/mean@1", "val-core/b/acc/mean@1", "timing_s/step"]
+    tested = health_metrics(names)
+    assert tested.keys() == DESCRIPTIONS.keys()
+    expected = {"not_finite": names[1:2], "kl_runaway": names[:1], "validation_zero": names[2:4]}
+    assert {rule: metrics for rule, metrics in tested.items() if metrics} == expected
+    page = (Path(__file__).parents[2] / "docs/internals/view.md").read_text()
+    for title, condition in DESCRIPTIONS.values():
+        assert f"| {title.lower()} | {condition} |" in page.replace("KL running", "kl running")
 
 
 def test_trouble_that_goes_on_is_told_once_and_again_after_a_pause():

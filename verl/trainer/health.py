@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import statistics
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +16,8 @@ STUCK_STEPS = 50
 """Steps without any change of the reward, after which it counts as stuck."""
 FIRST_STEPS = 5
 """Steps after which responses count as cut from the start."""
+FIRST_VALIDATIONS = 3
+"""Validations after which one whose score is still 0 is an alert."""
 QUIET_STEPS = 20
 """Steps after an alert in which its rule says nothing."""
 
@@ -77,6 +80,7 @@ class Rule:
     """A test of one metric.
 
     Attributes:
+        metric: its name; ``*`` stands for any text, and each metric that fits is tested for itself.
         broken: returns the reason of an alert, or an empty text.
         samples: see :class:`Alert`.
         of_rewards: it does not matter where nothing is learnt from rewards.
@@ -99,7 +103,7 @@ class HealthWatch:
     """
 
     def __init__(self) -> None:
-        self._history: dict[str, History] = {rule.metric: History() for rule in RULES}
+        self._history: dict[str, History] = defaultdict(History)
         self._said: dict[str, int] = {}
 
     def look(self, step: int, metrics: Mapping[str, float]) -> list[Alert]:
@@ -109,17 +113,18 @@ class HealthWatch:
             for name, samples in FINITE.items()
             if name in metrics and not math.isfinite(metrics[name])
         ]
-        for name, history in self._history.items():
-            value = metrics.get(name)
-            if value is not None and math.isfinite(value):
-                history.add(float(value))
+        rule_metrics = {rule: fnmatch.filter(metrics, rule.metric) for rule in RULES}
+        for name in {name for names in rule_metrics.values() for name in names}:
+            if math.isfinite(metrics[name]):
+                self._history[name].add(float(metrics[name]))
         teachers_alone = "distillation/loss" in metrics and "actor/pg_loss" not in metrics
-        for rule in RULES:
+        for rule, names in rule_metrics.items():
             if rule.of_rewards and teachers_alone:
                 continue
-            history = self._history[rule.metric]
-            if rule.metric in metrics and history.recent and (reason := rule.broken(history)):
-                alerts.append(Alert(step, rule.name, rule.metric, reason, rule.samples))
+            for name in names:
+                history = self._history[name]
+                if history.recent and (reason := rule.broken(history)):
+                    alerts.append(Alert(step, rule.name, name, reason, rule.samples))
         return [alert for alert in alerts if self._is_new(alert)]
 
     def _is_new(self, alert: Alert) -> bool:
@@ -209,6 +214,15 @@ def _errors(history: History) -> str:
     return f"{history.last:.0%} of the samples could not be scored; they are left out of training."
 
 
+def _zero(history: History) -> str:
+    if len(history.recent) != FIRST_VALIDATIONS or any(history.recent):
+        return ""
+    return (
+        f"each of the first {FIRST_VALIDATIONS} validations scored 0. Read a response: is the answer in the form that "
+        "the scorer looks for, is it cut at data.max_response_length, and does the ground truth belong to this scorer?"
+    )
+
+
 RULES = (
     Rule("reward_stuck", "critic/score/mean", _stuck, "highest", of_rewards=True),
     Rule("equal_groups", "reward/equal_group_rate", _equal_groups, "no advantage", of_rewards=True),
@@ -221,4 +235,40 @@ RULES = (
     Rule("grad_spike", "critic/grad_norm", _spike, "advantage"),
     Rule("grad_spike", "train/grad_norm", _spike),
     Rule("reward_errors", "reward/error_rate", _errors, "failed"),
+    Rule("validation_zero", "val-core/*/mean@*", _zero, "lowest"),
 )
+DESCRIPTIONS = {
+    "not_finite": ("Not finite", "a loss or a gradient norm is NaN or infinite"),
+    "reward_stuck": ("Reward stuck", f"the mean score did not change for {STUCK_STEPS} steps"),
+    "equal_groups": ("All groups equal", f"over {WINDOW} steps, 95 % of the groups have a single score"),
+    "entropy_collapse": (
+        "Entropy collapsing",
+        f"its mean over {WINDOW} steps is below 0.1 nats and below a tenth of that of the first {WINDOW}",
+    ),
+    "gap_growing": (
+        "Gap growing",
+        "rollout and trainer differ by 0.01 in probability, and three times as much as at first",
+    ),
+    "truncation": (
+        "Responses cut",
+        f"30 % of the responses are cut, and twice as many as at first; or at least half in each of the first "
+        f"{FIRST_STEPS} steps",
+    ),
+    "kl_runaway": ("KL running away", f"a KL above 0.1, and ten times the median of the {WINDOW} steps before"),
+    "grad_spike": ("Gradient spike", f"the gradient norm is ten times the median of the {WINDOW} steps before"),
+    "reward_errors": ("Errors of rewards", "5 % of the samples could not be scored"),
+    "validation_zero": (
+        "Validation at 0",
+        f"a data source has score 0 in each of the first {FIRST_VALIDATIONS} validations",
+    ),
+}
+"""Title of each rule's alerts, and when they come."""
+
+
+def health_metrics(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return by rule those of the metrics that it tests."""
+    names = sorted(names)
+    metrics: dict[str, list[str]] = {"not_finite": [name for name in names if name in FINITE]}
+    for rule in RULES:
+        metrics.setdefault(rule.name, []).extend(fnmatch.filter(names, rule.metric))
+    return metrics

@@ -21,11 +21,10 @@ from tests.support.made_up_run import make_up_run, write_numbers, write_samples
 from verl.plugins.view.curves import CHUNK, Curve, extremes, thinned
 from verl.plugins.view.index import VERSION, Index, place_of_index
 from verl.plugins.view.report import write_report
-from verl.plugins.view.runs import ALERT_TITLES, Library, marks_of, state_of
+from verl.plugins.view.runs import Library, marks_of, state_of
 from verl.plugins.view.samples import SampleFilter, find_samples, one_sample, place_of_sample
 from verl.plugins.view.timeline import chrome_trace, spans_of
 from verl.plugins.view.tokens import tokens_of
-from verl.trainer.health import RULES
 from verl.utils.run_log import clock
 
 
@@ -433,10 +432,6 @@ def test_a_run_whose_process_lives_is_running_and_one_with_its_number_is_not():
     assert marks_of([{"event": "checkpoint", "step": 3, "time": 1.0}]) == [
         {"kind": "checkpoint", "step": 3, "time": 1.0}
     ]
-
-
-def test_every_rule_of_health_has_a_title():
-    assert set(ALERT_TITLES) == {"not_finite", *(rule.name for rule in RULES)}
 
 
 def test_a_long_curve_keeps_its_peaks():

@@ -111,7 +111,7 @@ def page_of(run: Run, about: JsonMapping, index: Index) -> str:
         f"<h1>{escaped(title)}</h1>",
         table({name: value for name, value in facts.items() if value}),
         ending(about),
-        alerts(run.alerts(index)),
+        alerts(run.alerts(index), run.rules()),
         curves(run, index, about["marks"]),
         *(samples(run, index, kind) for kind in about["kinds"]),
         f"<h2>Samples</h2><p>{escaped(about['no_samples'])}</p>" if about["no_samples"] else "",
@@ -131,14 +131,17 @@ def ending(about: JsonMapping) -> str:
     return f"<h2>End</h2><article class=alert><strong>{escaped(state)}</strong><br>{escaped(why)}</article>"
 
 
-def alerts(alert_list: Sequence[Mapping[str, object]]) -> str:
-    """What looked wrong."""
+def alerts(alert_list: Sequence[Mapping[str, object]], rules: Sequence[JsonMapping]) -> str:
+    """The alerts of a run, and the rules that its metrics are tested by."""
     items = [
         f"<article class=alert><strong>{escaped(alert['title'])}, step {alert['step']}</strong><br>"
         f"{escaped(alert['reason'])}</article>"
         for alert in alert_list
     ]
-    return f"<h2>Health</h2>{''.join(items) or '<p>No rule is broken.</p>'}"
+    tested = [rule for rule in rules if rule["metrics"]]
+    listed = table({rule["title"]: rule["condition"] for rule in tested})
+    folded = f"<details><summary>{len(tested)} of {len(rules)} rules tested</summary>{listed}</details>"
+    return f"<h2>Health</h2>{''.join(items) or '<p>No alert.</p>'}{folded}"
 
 
 def curves(run: Run, index: Index, marks: Sequence[Mark]) -> str:

@@ -18,7 +18,7 @@ from verl.plugins.view.discovery import FoundFiles, RunFiles, began, find_runs, 
 from verl.plugins.view.index import Index, places_of_runs
 from verl.plugins.view.ranks import RanksFile
 from verl.plugins.view.samples import kinds_of_samples, refresh_samples, why_no_samples
-from verl.trainer.health import FINITE, RULES, Alert, HealthWatch
+from verl.trainer.health import DESCRIPTIONS, Alert, HealthWatch, health_metrics
 from verl.utils.run_log import clock
 
 if TYPE_CHECKING:
@@ -105,9 +105,16 @@ class Run:
 
     def alerts(self, index: Index) -> Sequence[Mapping[str, object]]:
         """Return the alerts of all steps, newest first."""
-        names = [name for name in {*FINITE, *(rule.metric for rule in RULES)} if name in self.metrics.names]
-        alerts = alerts_of(self.metrics.series(index, names))
-        return [asdict(alert) | {"title": ALERT_TITLES[alert.rule]} for alert in alerts][::-1]
+        names = {name for metrics in health_metrics(self.metrics.names).values() for name in metrics}
+        alerts = alerts_of(self.metrics.series(index, sorted(names)))
+        return [asdict(alert) | {"title": DESCRIPTIONS[alert.rule][0]} for alert in alerts][::-1]
+
+    def rules(self) -> list[dict[str, object]]:
+        """Return the rules of health, each with the metrics of the run that it tests."""
+        return [
+            {"title": DESCRIPTIONS[rule][0], "condition": DESCRIPTIONS[rule][1], "metrics": names}
+            for rule, names in health_metrics(self.metrics.names).items()
+        ]
 
     def _changed_at(self) -> float:
         for file in (self.files.metrics, self.files.events):  # before its first step a run may have the second only
@@ -143,20 +150,6 @@ def main_metrics(names: Iterable[str]) -> list[str]:
         for name in known
         if name == main or (main.endswith("/") and name.startswith(main))
     ]
-
-
-ALERT_TITLES = {
-    "not_finite": "Not finite",
-    "reward_stuck": "Reward stuck",
-    "equal_groups": "All groups equal",
-    "entropy_collapse": "Entropy collapsing",
-    "gap_growing": "Gap growing",
-    "truncation": "Truncation rising",
-    "kl_runaway": "KL running away",
-    "grad_spike": "Gradient spike",
-    "reward_errors": "Errors of rewards",
-}
-"""What people read for the names of the rules of health."""
 
 
 def state_of(events: Sequence[Mapping[str, object]], changed: float) -> str:

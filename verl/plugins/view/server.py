@@ -157,8 +157,10 @@ class Answers:
         return curves_of(list(self._runs(request).values()), names, self.index, averages)
 
     def alerts(self, request: Request) -> object:
-        """Alerts of runs, by run, newest first."""
-        return {key: run.alerts(self.index) for key, run in self._runs(request).items()}
+        """Alerts of runs, newest first, and the rules that they are tested by, by run."""
+        return {
+            key: {"alerts": run.alerts(self.index), "rules": run.rules()} for key, run in self._runs(request).items()
+        }
 
     def samples(self, request: Request) -> object:
         """One page of the samples that a filter chooses."""
