@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -93,6 +94,26 @@ def test_the_address_of_a_ray_that_is_gone_is_not_followed(tmp_path, nobody, som
     assert init_arguments(given) == given
     (tmp_path / "ray_current_cluster").unlink()
     assert init_arguments(given) == given
+
+
+def test_the_ray_of_another_account_is_not_followed(tmp_path, somebody, caplog):
+    file, given = tmp_path / "ray_current_cluster", {"_temp_dir": str(tmp_path)}
+    file.write_text(somebody)
+    tmp_path.chmod(0o777)  # as Ray makes it
+    assert init_arguments(given) == given
+    file.chmod(0o666)
+    assert init_arguments(given) == {**given, "address": "local"}
+    assert "is another account's and is ignored" in caplog.text
+    file.chmod(0o644)
+    if os.getuid() == 0:
+        os.chown(file, 1, -1)
+        assert init_arguments(given) == {**given, "address": "local"}
+        os.chown(file, 0, -1)
+        os.chown(tmp_path, 1, -1)
+        assert init_arguments(given) == {**given, "address": "local"}
+    file.rename(tmp_path / "other")
+    file.symlink_to(tmp_path / "other")
+    assert init_arguments(given) == {**given, "address": "local"}
 
 
 def test_a_size_starts_a_ray_of_its_own(tmp_path, somebody):

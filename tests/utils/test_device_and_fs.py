@@ -3,6 +3,7 @@
 import logging
 import os
 import shutil
+import stat
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,6 +86,34 @@ def test_workers_of_users_find_the_cpu(caplog):
     auto_set_device(config)
     assert config.trainer.device == "cpu"
     assert "this machine has no such device" in caplog.text
+
+
+def test_a_copy_that_another_account_prepared_is_not_read(tmp_path, caplog):
+    model, shared = tmp_path / "model", tmp_path / "shm"
+    model.mkdir()
+    shared.mkdir()
+    (model / "config.json").write_text("{}")
+    copy = Path(fs.in_shared_memory(str(model), shared=shared))
+    for level in (copy.parent, copy.parent.parent):
+        assert stat.S_IMODE(level.stat().st_mode) == 0o700
+        level.chmod(0o777)
+        assert fs.in_shared_memory(str(model), shared=shared) == str(model)
+        assert f"others may write {level}" in caplog.text
+        level.chmod(0o700)
+        if os.getuid() == 0:
+            os.chown(level, 1, -1)
+            assert fs.in_shared_memory(str(model), shared=shared) == str(model)
+            os.chown(level, 0, -1)
+        level.rename(tmp_path / "elsewhere")
+        level.symlink_to(tmp_path / "elsewhere")
+        assert fs.in_shared_memory(str(model), shared=shared) == str(model)
+        level.unlink()
+        (tmp_path / "elsewhere").rename(level)
+    assert fs.in_shared_memory(str(model), shared=shared) == str(copy)
+    record = copy.parent / ".verl-copy-of"
+    if os.getuid() == 0:
+        os.chown(record, 1, -1)
+        assert fs.source_of(str(copy)) == str(copy)
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")

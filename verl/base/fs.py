@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import shutil
+import stat
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -40,6 +41,18 @@ def name_problem(name: str) -> str | None:
     if any(len(part.encode(errors="replace")) > LONGEST_NAME for part in parts):
         return f"it is longer than the {LONGEST_NAME} bytes that a file name may have"
     return None
+
+
+def is_private(path: Path, may_be_written: bool = False) -> bool:
+    """Whether a file or folder belongs to this account or root, is no link, and no other account may write it.
+
+    Args:
+        path: what is checked, without the folders above it.
+        may_be_written: only check the owner and that it is no link.
+    """
+    status = path.lstat()
+    is_closed = may_be_written or not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return status.st_uid in (os.getuid(), 0) and not stat.S_ISLNK(status.st_mode) and is_closed
 
 
 def copy_to_local(
@@ -112,13 +125,18 @@ def in_shared_memory(path: str, filelock: str = ".file.lock", shared: Path = Pat
     description = repr(
         [str(source.resolve()), *((str(f), s.st_size, s.st_mtime_ns) for f, s in zip(files, stats, strict=True))]
     )
-    folder = shared / f"verl-{os.getuid()}" / hashlib.sha256(description.encode()).hexdigest()[:16]
+    own = shared / f"verl-{os.getuid()}"
+    folder = own / hashlib.sha256(description.encode()).hexdigest()[:16]
     target = folder / source.name
-    needed, free = sum(stat.st_size for stat in stats), shutil.disk_usage(shared).free
+    needed, free = sum(each.st_size for each in stats), shutil.disk_usage(shared).free
     if not target.exists() and needed > free:
         logger.warning("%s has %d bytes and %s %d free: it is read where it is.", path, needed, shared, free)
         return path
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for level in (own, folder):
+        level.mkdir(exist_ok=True, mode=0o700)
+        if not is_private(level):  # everybody may make folders in shared memory
+            logger.warning("others may write %s: %s is read where it is. Remove that folder.", level, path)
+            return path
     with _locked(folder / filelock):
         if not target.exists():
             partial = target.with_name(target.name + ".partial")
@@ -136,7 +154,9 @@ def source_of(path: str) -> str:
     Files that leave the machine or outlive the copy must name this, not the copy.
     """
     record = Path(path).parent / _COPY_OF
-    return source_of(record.read_text()) if record.is_file() else path  # in shared memory may lie a copy of a copy
+    if not record.is_file() or not is_private(record, may_be_written=True):  # others may write beside a path of a user
+        return path
+    return source_of(record.read_text())  # in shared memory may lie a copy of a copy
 
 
 def _write_source(copy: Path, source: str) -> None:

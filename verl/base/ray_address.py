@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from verl.base.fs import is_private
+
+logger = logging.getLogger(__name__)
 
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
     [0, 0, 0, 4, 0, 0, 0, 0, 0]
@@ -26,9 +31,20 @@ def cluster_address(ray_init: Mapping[str, Any]) -> str:
         return "" if address == "local" else address
     if any(ray_init.get(name) is not None for name in ("num_cpus", "num_gpus", "resources")):
         return ""
+    return left_behind(ray_init)
+
+
+def left_behind(ray_init: Mapping[str, Any]) -> str:
+    """Return the address that ``ray start`` left on this machine; "" if there is none or another account's."""
     folder = ray_init.get("_temp_dir") or Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray")
-    left_behind = Path(folder, "ray_current_cluster")
-    return left_behind.read_text().strip() if left_behind.is_file() else ""
+    file = Path(folder, "ray_current_cluster")
+    if not file.is_file():
+        return ""
+    # Ray opens its folder for everybody, so the owner of the file counts, too.
+    if not is_private(file) or not is_private(file.parent, may_be_written=True):
+        logger.warning("%s is another account's and is ignored. To join that cluster, set RAY_ADDRESS.", file)
+        return ""
+    return file.read_text().strip()
 
 
 def answers(address: str, timeout_s: float) -> bool:

@@ -20,7 +20,7 @@ from ray import ObjectRef
 
 from verl.backends.cpu.allocator import keep_freed_memory
 from verl.base import env
-from verl.base.ray_address import answers
+from verl.base.ray_address import answers, left_behind
 from verl.base.redact import is_secret
 from verl.errors import ResourceError
 from verl.single_controller.ray.private import SETTINGS, address_left_behind, is_own_head, silence_token_notice
@@ -207,9 +207,11 @@ def init_arguments(configured: Mapping[str, Any]) -> dict[str, Any]:
     if arguments.keys() & {"num_cpus", "num_gpus", "resources"}:
         # Ray refuses these arguments when it connects to a running cluster.
         return {**arguments, "address": "local"}
-    left_behind = address_left_behind(arguments.get("_temp_dir"))
-    if left_behind and not answers(left_behind, CONNECT_TIMEOUT_S):
-        logger.warning("a Ray at %s left its address behind and is gone; a new one is started", left_behind)
+    address = address_left_behind(arguments.get("_temp_dir"))
+    if address and left_behind(arguments) != address:  # it has said why
+        return {**arguments, "address": "local"}
+    if address and not answers(address, CONNECT_TIMEOUT_S):
+        logger.warning("a Ray at %s left its address behind and is gone; a new one is started", address)
         return {**arguments, "address": "local"}
     return arguments
 

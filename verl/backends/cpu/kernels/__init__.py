@@ -40,6 +40,7 @@ from verl.backends.cpu.kernels.decoding import (
     memory_struct,
 )
 from verl.backends.cpu.kernels.training import FeedForward, Heads, TrainingKernels
+from verl.base.fs import is_private
 from verl.errors import RolloutError
 
 __all__ = [
@@ -344,8 +345,8 @@ def _named(library: Path, beginning: Path) -> Path:
 
 def _check_private(path: Path) -> None:
     """Refuse a path that others may write: code is loaded from it."""
-    status = path.stat()
-    if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if not is_private(path.resolve()):  # the cache of a user may be a link
+        status = path.stat()
         raise PermissionError(
             f"{path} belongs to user {status.st_uid} with mode {stat.filemode(status.st_mode)}; only you (user "
             f"{os.getuid()}) or root may be able to write there. Try chmod go-w, or set XDG_CACHE_HOME to your own "
