@@ -211,15 +211,28 @@ def test_main_gets_the_typed_configuration(command_line: CommandLine):
 
 def test_errors_are_text_without_a_traceback(command_line: CommandLine, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stopped:
-        command_line("+data.foo=1", "algorithm.kl_ctl.init_kl_coef=0.1", "algorithm.kl_ctrl.kl_coef=0.001")
+        command_line("trainer.nnodes=two", "algorithm.kl_ctl.init_kl_coef=0.1", "algorithm.kl_ctrl.kl_coef=0.001")
     assert stopped.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("ConfigError: 2 problems in the configuration:\n")
     # kl_coef was set to its default by hand, so the two spellings disagree.
     assert "which is set to 0.001" in said
-    assert "data.foo=1: there is no such key" in said
+    assert "trainer.nnodes=two: this value cannot be used here" in said
     assert "Traceback" not in said
     assert command_line.got == []
+
+
+def test_keys_that_there_are_not_are_told_before_anything_is_composed(
+    command_line: CommandLine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("hydra.compose", None)  # its values may also ask a cluster
+    with pytest.raises(SystemExit):
+        command_line("trainer.nnodes=two", "no_such_key={a:1}", "trainer.no_such_token=abc123", "optim.no=1")
+    said = capsys.readouterr().err
+    assert said.startswith("ConfigError: 3 problems in the configuration:\n")
+    assert "no_such_key.a=1: there is no such key" in said
+    assert "abc123" not in said  # a secret by its name
+    assert not (command_line.run.folder / "outputs").exists()
 
 
 def test_a_training_that_diverges_ends_without_a_traceback(

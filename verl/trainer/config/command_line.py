@@ -36,13 +36,15 @@ from verl.trainer.config.flags import CONFIG_NAMES, Words, read_words
 from verl.trainer.config.keys import keys_named
 from verl.trainer.config.omegaconf_private import use_faster_parsers
 from verl.trainer.config.output_folder import output_folder
-from verl.trainer.config.overrides import force_overrides, keys_set
+from verl.trainer.config.overrides import force_overrides, keys_set, settings_of
 from verl.trainer.config.translate import Translator
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
 
 PLAIN_ERRORS = (ConfigError, DataError, ResourceError, CheckpointError, RewardError, NonFiniteError, RolloutError)
 """Errors caused by the user's settings, data, code or machine; a traceback of verl's code would not help the user."""
+
+VALUES_LATER = "Values, and what depends on them, are checked once these names are right."
 
 FULL_ERROR = "HYDRA_FULL_ERROR"
 """Environment variable that asks for tracebacks, as of programs under ``hydra.main``."""
@@ -66,7 +68,7 @@ def _compose(words: Words, config_name: str, root: type[BaseConfig], job_name: s
 
     folder, more = words.config_folder, words.more_configs
     _find_verls_files(more)
-    overrides = force_overrides(words.overrides, root, [folder, *filter(None, [more])])
+    overrides = force_overrides(words.overrides, root, words.folders)
     with hydra.initialize_config_dir(version_base=None, config_dir=str(folder), job_name=job_name):
         name = words.flags.get("--config-name", config_name)
         return hydra.compose(name, overrides=overrides, return_hydra_config=True)
@@ -179,11 +181,13 @@ def command(
     """
     about = cast(FunctionType, run).__globals__ if module is None else module
 
-    def start(composed: DictConfig, words: Words) -> None:
+    def start(composed: DictConfig, words: Words, write_settings: Callable[[], None]) -> None:
         if restarts:  # a training run; others write their result to standard output
             from verl.utils.console import status
 
             status("checking the configuration")
+        settings: Any = OmegaConf.to_container(composed)
+        del settings["hydra"]
         try:
             with importing():
                 # The checks need torch and transformers, which take seconds; printing the configuration does not.
@@ -191,11 +195,13 @@ def command(
                 from verl.trainer.driver import restarting_driver
 
                 prepare_process()
-                config = load_config(composed, root, keys_set(words.overrides), data_only)
+                config = load_config(settings, root, keys_set(words.overrides), data_only)
+            with _errors_of_output_folder():
+                write_settings()
             with restarting_driver(config) if restarts else nullcontext(config) as config:
                 run(config)
         except PLAIN_ERRORS as error:
-            _end_plainly(error, secrets_in(OmegaConf.to_container(composed)), root)
+            _end_plainly(error, secrets_in(settings), root)
 
     @interruptible()
     def main(arguments: Sequence[str] | None = None) -> None:
@@ -209,6 +215,8 @@ def command(
         words = read_words(arguments, root)
         if words.problems:
             _end_plainly(ConfigError(report(words.problems)))
+        if "--cfg" not in words.flags:
+            _refuse_unknown_keys(words, root)
         with _errors_of_composition():
             composed = _compose(words, config_name, root, Path(about["__file__"]).stem)
             if composed.hydra.mode is not None and composed.hydra.mode.name == "MULTIRUN":
@@ -221,14 +229,19 @@ def command(
         try:
             with ExitStack() as job:
                 with _errors_of_output_folder():
-                    job.enter_context(output_folder(composed))
-                with open_dict(composed):
-                    del composed["hydra"]
-                start(composed, words)
+                    write_settings = job.enter_context(output_folder(composed))
+                start(composed, words, write_settings)
         finally:
             gc.freeze()  # Python would look through a million objects for garbage before the process ends
 
     return main
+
+
+def _refuse_unknown_keys(words: Words, root: type[BaseConfig]) -> None:
+    """End the process with the keys that there are not, the most frequent mistake, before anything is composed."""
+    settings = settings_of(words.overrides, words.folders)
+    if problems := Translator.of(root, keys_set(words.overrides), []).unknown(settings):
+        _end_plainly(ConfigError(f"{report(problems)}\n\n{VALUES_LATER}"), secrets_in(settings))
 
 
 @contextmanager

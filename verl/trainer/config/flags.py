@@ -84,6 +84,11 @@ class Words:
         """A further folder of YAML files: ``--config-dir``."""
         return Path(self.flags["--config-dir"]).absolute() if "--config-dir" in self.flags else None
 
+    @property
+    def folders(self) -> list[Path]:
+        """All folders of the user's YAML files."""
+        return [self.config_folder, *filter(None, [self.more_configs])]
+
 
 def read_words(words: Sequence[str], root: type[BaseConfig]) -> Words:
     """Part a command line into flags and overrides of a command whose configuration has the section ``root``."""

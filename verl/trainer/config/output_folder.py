@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,16 @@ from verl.base.redact import redacted, secrets_in, without_secrets
 
 
 @contextmanager
-def output_folder(composed: DictConfig) -> Iterator[None]:
-    """Make the folder, write the settings into ``.hydra/``, set up logging, and run the block as a job of Hydra.
+def output_folder(composed: DictConfig) -> Iterator[Callable[[], None]]:
+    """Make the folder, set up logging, and run the block, as a job of Hydra.
+
+    The block gets a function that writes the settings into ``.hydra/``: once they are checked.
 
     Args:
         composed: the configuration with Hydra's own section.
 
     Raises:
-        OSError: the folder cannot be made or written.
+        OSError: the folder cannot be made, or that function cannot write into it.
     """
     from hydra.core.hydra_config import HydraConfig
     from hydra.core.utils import configure_log, env_override
@@ -34,13 +36,11 @@ def output_folder(composed: DictConfig) -> Iterator[None]:
     HydraConfig.instance().set_config(composed)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if composed.hydra.output_subdir is not None:
-            _write_settings(folder / composed.hydra.output_subdir, composed)
         configure_log(composed.hydra.job_logging, composed.hydra.verbose)
         if composed.hydra.job.chdir:
             os.chdir(folder)
         with env_override(composed.hydra.job.env_set):
-            yield
+            yield lambda: _write_settings(folder, composed)
     finally:
         HydraConfig.instance().cfg = before
         os.chdir(started_in)
@@ -48,6 +48,9 @@ def output_folder(composed: DictConfig) -> Iterator[None]:
 
 def _write_settings(folder: Path, composed: DictConfig) -> None:
     """Write the three files that Hydra writes for a job; a secret is never on the disk."""
+    if composed.hydra.output_subdir is None:
+        return
+    folder /= composed.hydra.output_subdir
     settings: Any = OmegaConf.to_container(composed, resolve=False)
     hydra = settings.pop("hydra")
     overrides = [str(override) for override in hydra["overrides"]["task"]]

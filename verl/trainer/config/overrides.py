@@ -10,7 +10,7 @@ from verl.base.fs import name_problem
 from verl.config import BaseConfig, Problem
 from verl.trainer.config.key_releases import ALIASES as RELEASE_ALIASES
 from verl.trainer.config.key_table import ALIASES
-from verl.trainer.config.keys import iter_keys, keys_of
+from verl.trainer.config.keys import Tree, iter_keys, keys_of, merged, put
 
 CONFIG_DIR = Path(__file__).parent
 """Folder of verl's own YAML files."""
@@ -37,15 +37,36 @@ def force_overrides(overrides: Iterable[str], root: type[BaseConfig], folders: I
 
 
 def _forced(override: str, root: type[BaseConfig], folders: Sequence[Path]) -> str:
-    key = override.partition("=")[0].lstrip("+")
-    is_name = "." not in key and name_problem(key) is None
-    is_group = "@" in key or "/" in key or (is_name and any((folder / key).is_dir() for folder in folders))
-    if "=" not in override or override.startswith("~") or is_group or key.split(".")[0] == "hydra":
+    if (key := _key_set(override, folders)) is None:
         return override
     value = override.partition("=")[2]
     if _PLAIN_WORD.fullmatch(value) and value.lower() != "null" and _takes_text(key, root):
         value = f"'{value}'"
     return f"++{key}={value}"
+
+
+def _key_set(override: str, folders: Sequence[Path]) -> str | None:
+    """Return the key to which an override gives a value; None of a deletion, a config group, a setting of Hydra."""
+    key = override.partition("=")[0].lstrip("+")
+    is_name = "." not in key and name_problem(key) is None
+    is_group = "@" in key or "/" in key or (is_name and any((folder / key).is_dir() for folder in folders))
+    if "=" not in override or override.startswith("~") or is_group or key.split(".")[0] == "hydra":
+        return None
+    return key
+
+
+def settings_of(overrides: Iterable[str], folders: Iterable[Path] = ()) -> Tree:
+    """Return the values that overrides give to keys, as a nested dict; arguments as of :func:`force_overrides`."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    parser, all_folders = OverridesParser.create(), [CONFIG_DIR, *folders]
+    settings: Tree = {}
+    for override in overrides:
+        if (key := _key_set(override, all_folders)) is not None:
+            setting: Tree = {}
+            put(setting, key, parser.parse_override(override).value())
+            settings = merged(settings, setting)
+    return settings
 
 
 def _takes_text(path: str, root: type[BaseConfig]) -> bool:

@@ -57,6 +57,8 @@ def _left_alone(key: InactiveKey, interpolations: Interpolations) -> Any:
 
 
 def _is_or_is_below(path: str, pattern: str) -> bool:
+    if "*" not in pattern:  # most are plain, and fnmatch would compile each of them
+        return path == pattern or path.startswith(f"{pattern}.")
     return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, f"{pattern}.*")
 
 
@@ -101,6 +103,23 @@ class Translator:
         interpolations = Interpolations(raw)
         tree = self._resolved(raw, interpolations)
         return tree, raw, interpolations, self.values(tree, raw, interpolations)
+
+    def unknown(self, settings: Mapping[str, Any]) -> list[Problem]:
+        """Return the problems of names in ``settings``, of a command line, that no configuration has.
+
+        It takes a tenth of the time of :meth:`translate`, which needs all other settings and may ask a cluster.
+        """
+        raw = merged(self._defaults_with_added(settings), settings)
+        self.names(raw)
+        return [
+            self._unknown(path, value)
+            for path, value in flat(settings)
+            if get(raw, path, _MISSING) is not _MISSING
+            and not self._belongs(path)
+            and not self._is_target(path)
+            and path not in fully_async.MOVED  # keys of another command if the YAML file has its section
+            and self._retired(path) is None
+        ]
 
     def _defaults_with_added(self, settings: Mapping[str, Any]) -> Tree:
         """Return the defaults of all sections; sections that only ``settings`` names become known from now on."""
@@ -230,33 +249,45 @@ class Translator:
 
         An unknown key of a program is entered in ``misspelt`` if it resembles a known one.
         """
-        parent, _, name = path.rpartition(".")
-        retired = next((r for r in RETIRED if _is_or_is_below(path, r.pattern)), None)
-        if retired is not None:
+        parent = path.rpartition(".")[0]
+        if self._is_target(path):
+            target = getattr(self.keys[parent].section, "hydra_target", None) if parent else None
+            if target is not None and value != target and not self.of_program:
+                cause = "another class cannot be put in place of a section"
+                self.problems.append(Problem(path, value, cause, target, "leave _target_ out"))
+        elif (retired := self._retired(path)) is not None:
             if self._says_nothing(retired, path, value, tree):
                 return None
             if not retired.refused:
                 return retired.reason
             self._refuse(path, value, retired.reason)
-        elif name == "_target_" and (parent == "" or self._is_section(parent)):
-            target = getattr(self.keys[parent].section, "hydra_target", None) if parent else None
-            if target is not None and value != target and not self.of_program:
-                cause = "another class cannot be put in place of a section"
-                self.problems.append(Problem(path, value, cause, target, "leave _target_ out"))
         elif self.of_program:
             misspelt |= self._resembled(path)
         else:
-            leaf_paths = self._leaf_paths()
-            near = nearest(path, [*leaf_paths, *(alias.old for alias in ALIASES), *fully_async.MOVED])
-            remedy = f"did you mean {near}?" if near else "remove it"
-            if near is None and not parent and (similar := similar_name(name)):
-                remedy = f"did you mean {similar}? {remedy_for(similar, value, leaf_paths)}"
-            other = other_name(name)
-            is_bare = other is not None and not parent and other[1].settable(leaf_paths)
-            if is_bare or not any(f".{leaf}".endswith(f".{name}") for leaf in leaf_paths):
-                remedy = remedy_for(path, value, leaf_paths) or remedy_for(name, value, leaf_paths) or remedy
-            self.problems.append(Problem(path, value, "there is no such key", remedy=remedy))
+            self.problems.append(self._unknown(path, value))
         return None
+
+    def _is_target(self, path: str) -> bool:
+        """Whether a path is the ``_target_`` of a section, or of the whole configuration."""
+        parent, _, name = path.rpartition(".")
+        return name == "_target_" and (parent == "" or self._is_section(parent))
+
+    def _retired(self, path: str) -> Retired | None:
+        return next((entry for entry in RETIRED if _is_or_is_below(path, entry.pattern)), None)
+
+    def _unknown(self, path: str, value: object) -> Problem:
+        """Describe a key that there is not, with the key that it most likely means."""
+        parent, _, name = path.rpartition(".")
+        leaf_paths = self._leaf_paths()
+        near = nearest(path, [*leaf_paths, *(alias.old for alias in ALIASES), *fully_async.MOVED])
+        remedy = f"did you mean {near}?" if near else "remove it"
+        if near is None and not parent and (similar := similar_name(name)):
+            remedy = f"did you mean {similar}? {remedy_for(similar, value, leaf_paths)}"
+        other = other_name(name)
+        is_bare = other is not None and not parent and other[1].settable(leaf_paths)
+        if is_bare or not any(f".{leaf}".endswith(f".{name}") for leaf in leaf_paths):
+            remedy = remedy_for(path, value, leaf_paths) or remedy_for(name, value, leaf_paths) or remedy
+        return Problem(path, value, "there is no such key", remedy=remedy)
 
     def _says_nothing(self, retired: Retired, path: str, value: object, tree: Tree) -> bool:
         if retired.part:

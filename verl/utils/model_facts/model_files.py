@@ -95,25 +95,24 @@ def head_split_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
 
 
 def config_entries(folder: Path) -> dict[str, object]:
-    """The entries of ``config.json`` of a model folder; empty if there are none to be read.
-
-    A path that is no folder may be a name on the Hugging Face hub, of which a file that was downloaded before is read.
-    """
-    file: Path | None = folder / "config.json"
-    if len(folder.parts) == 2 and not folder.is_absolute() and not folder.is_dir():
-        file = _downloaded_config(folder.as_posix())
-    return _json_object(file)[0] if file is not None and file.is_file() else {}
+    """The entries of ``config.json`` of a model, which may be a name on the hub; empty if there are none to be read."""
+    file = model_folder(folder) / "config.json"
+    return _json_object(file)[0] if file.is_file() else {}
 
 
-def _downloaded_config(name: str) -> Path | None:
+def model_folder(model: str | Path) -> Path:
+    """Return the folder of a model: of a name on the Hugging Face hub that in its cache, if it was downloaded."""
+    folder = Path(model).expanduser()
+    if folder.is_absolute() or len(folder.parts) > 2 or folder.is_dir():
+        return folder
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        file = try_to_load_from_cache(name, "config.json")
+        file = try_to_load_from_cache(folder.as_posix(), "config.json")
     except HFValidationError:  # it is no name of a model
-        return None
-    return Path(file) if isinstance(file, str) else None
+        return folder
+    return Path(file).parent if isinstance(file, str) else folder
 
 
 def _size_of_text_model(folder: Path, name: str) -> int | None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from verl.utils.model_facts.model_files import weight_bytes
+from verl.utils.model_facts.model_files import model_folder, weight_bytes
 
 DISK_BYTES_PER_S = 2e8
 """What the slowest disk reads or writes: a network disk that several nodes share."""
@@ -50,18 +49,4 @@ def time_limits(model: object) -> TimeLimits:
     Args:
         model: the setting ``model.path``.
     """
-    if not isinstance(model, str) or not model:
-        return TimeLimits(0)
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            config = try_to_load_from_cache(model, "config.json")
-        except HFValidationError:  # no name of the hub either; whoever loads the model says so
-            return TimeLimits(0)
-        if not isinstance(config, str):
-            return TimeLimits(0)
-        folder = Path(config).parent
-    return TimeLimits(weight_bytes(folder))
+    return TimeLimits(weight_bytes(model_folder(model)) if isinstance(model, str) and model else 0)
