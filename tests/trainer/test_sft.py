@@ -140,16 +140,35 @@ def test_two_ranks_on_ray_give_the_numbers_of_one_local_rank(train, ray_cluster)
     assert ray[3]["val/loss"] == pytest.approx(local[3]["val/loss"], rel=1e-5)
 
 
+PROGRAM = """
+import hydra
+from verl.trainer.sft_trainer import run_sft
+
+@hydra.main(config_path="pkg://verl.trainer.config", config_name="sft_trainer", version_base=None)
+def main(config):
+    assert config.my_section.switch == "on"
+    run_sft(config)
+
+main()
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_torchrun_starts_two_ranks(tmp_path):
+@pytest.mark.parametrize("program", [None, PROGRAM], ids=["command", "program"])
+def test_torchrun_starts_two_ranks(tmp_path, program):
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "01"}]}] * 4
     settings = {
         "model.path": tiny_model_dir(tmp_path / "model"), "data.train_files": write_jsonl(tmp_path / "sft.jsonl", rows),
         "data.train_batch_size": 4, "data.max_length": 32, "data.num_workers": 0, "trainer.total_training_steps": 1,
         "trainer.device": "cpu", "trainer.logger": "[file]", "trainer.default_local_dir": tmp_path / "run",
     }  # fmt: skip
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "verl.trainer.sft_trainer"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    if program is None:
+        launch += ["-m", "verl.trainer.sft_trainer"]
+    else:
+        (tmp_path / "train.py").write_text(program)
+        launch += [str(tmp_path / "train.py"), "+my_section.switch=on", f"hydra.run.dir={tmp_path}/hydra"]
     subprocess.run(
         [sys.executable, *launch, *(f"{key}={value}" for key, value in settings.items())],
         env=os.environ | {"VERL_FILE_LOGGER_PATH": str(tmp_path / "metrics.jsonl")}, check=True, timeout=850,

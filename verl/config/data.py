@@ -90,7 +90,7 @@ class DataConfig(BaseConfig):
     """Maximum length of a response, in tokens."""
     train_batch_size: int = setting(1024, ge=1)
     """Prompts per step."""
-    gen_batch_size: int | None = setting(None, ge=1)
+    gen_batch_size: int | None = setting(None, ge=1, interpolation="${data.train_batch_size}")
     """Prompts sampled at once with dynamic sampling (`algorithm.filter_groups`); null uses `train_batch_size`."""
     val_batch_size: int | None = setting(None, ge=1)
     """Prompts per validation batch; null uses the whole validation set at once."""

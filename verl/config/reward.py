@@ -137,8 +137,8 @@ class RewardModelConfig(BaseConfig, DistributedModel):
     generative one."""
     enable_resource_pool: bool = setting(False)
     """Run the reward model on separate ranks instead of the policy's."""
-    n_gpus_per_node: int = setting(1, ge=1, interpolation="${trainer.n_gpus_per_node}")
-    """Ranks per node of that pool."""
+    n_gpus_per_node: int = setting(1, ge=0, interpolation="${trainer.n_gpus_per_node}")
+    """Ranks per node of that pool; 0 without one."""
     nnodes: int = setting(0, ge=0)
     """Nodes of that pool."""
     strategy: Strategy = setting("fsdp", refuse_values=NO_OTHER_BACK_END)
@@ -196,6 +196,8 @@ class RewardModelConfig(BaseConfig, DistributedModel):
         if self.enable_resource_pool and self.nnodes == 0:
             remedy = f"set {path}.nnodes and {path}.n_gpus_per_node, or enable_resource_pool=false"
             yield Problem(f"{path}.nnodes", 0, "a separate pool needs at least one node", ">= 1", remedy)
+        if self.enable_resource_pool and self.n_gpus_per_node == 0:
+            yield Problem(f"{path}.n_gpus_per_node", 0, "a separate pool needs at least one rank per node", ">= 1")
         url = self.sandbox_fusion.url
         if url and not url.startswith(("http://", "https://")):
             yield Problem(

@@ -46,6 +46,8 @@ def entry(
 
     def run(config: ConfigT | DictConfig) -> None:
         """Run one configuration, on Ray or in this process (``trainer.controller``)."""
+        if env.rank() > 0:  # under torchrun: rank 0 drives, and starts the other ranks through Ray
+            return
         from verl.trainer.config.load import load_config
 
         checked = load_config(config, root, of_program=True) if isinstance(config, DictConfig) else config
@@ -54,7 +56,7 @@ def entry(
 
     def main() -> None:
         """Run the command line."""
-        if env.rank() > 0:  # under torchrun: rank 0 drives, and starts the other ranks through Ray
+        if env.rank() > 0:  # as in `run`, before the configuration is composed
             return
         command(run, config_name or CONFIG_NAMES[root], root, restarts=restarts, module=module)()
 

@@ -62,7 +62,7 @@ def test_a_whole_configuration_is_checked_without_the_sections_that_are_not_used
     config.my_recipe = {"gen_batch_size": 4}  # the script's own
     with pytest.raises(ConfigError) as error:
         validate_config(config, use_reference_policy=False, use_critic=True)
-    assert "data.train_files" in str(error.value)
+    assert "actor_rollout_ref.model.path" in str(error.value)
     assert "critic.ppo_micro_batch_size_per_gpu" in str(error.value)
     assert "my_recipe" not in str(error.value)
     config.critic.optim.lr = "typo"

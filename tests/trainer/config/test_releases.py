@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 from packaging.requirements import Requirement
 
 from tests.trainer.config.support import Run, only
+from verl.compat.toolkit.config import validate_config
 from verl.config import GenerationConfig, PPOConfig, Problem, SFTConfig
+from verl.errors import ConfigError
 from verl.trainer.config.command_line import compose
-from verl.trainer.config.keys import get, put
+from verl.trainer.config.key_table import REPLACED_BY_REWARD as REPLACED
+from verl.trainer.config.keys import get, keys_of, put
 from verl.trainer.config.load import load_config
 from verl.trainer.config.overrides import keys_set
 from verl.trainer.config.rules_veomni import _why_not_importable
@@ -274,3 +278,30 @@ def test_veomnis_models_of_one_process_have_the_same_kernels(run: Run):
     said = "use_liger=false: VeOmni's models of a process have the same kernels, and actor_rollout_ref.model has null"
     assert said in run.refusal(changes | {"trainer.device": "cuda"})
     assert "the same kernels" not in run.refusal(changes | {"trainer.device": "cpu"})
+
+
+def test_nulls_beside_the_section_reward_are_unset(run: Run):
+    """The releases have the section ``reward``, and nulls in the sections that it replaces."""
+    cfg = compose([f"{key}={value}" for key, value in run.ppo.items()])
+    OmegaConf.set_struct(cfg, False)
+    replaced = [key for key in keys_of(PPOConfig).values() if key.path.startswith(REPLACED) and key.section is None]
+    tree: dict[str, Any] = {}
+    for key in replaced:
+        put(tree, key.path, None)
+    cfg.merge_with(tree)
+    reward = {
+        "num_workers": 8,
+        "reward_manager": {"name": "naive"},
+        "reward_model": {"enable": False, "nnodes": 0, "n_gpus_per_node": 0, "rollout": {"prompt_length": 2048}},
+    }
+    cfg.merge_with({"reward": reward, "critic": {"model": {"_target_": "verl.workers.config.HFModelConfig"}}})
+    # The program has its data in memory.
+    cfg.data.train_files = "nowhere.parquet"
+    validate_config(cfg, use_reference_policy=False, use_critic=True)
+    config = load_config(cfg, of_program=True, reads_data=False)
+    assert (config.reward_model.num_workers, config.reward_model.rollout.max_num_seqs) == (8, 1024)
+    assert config.custom_reward_function.name == "compute_score"
+    assert cfg.data.gen_batch_size == config.data.gen_batch_size == config.data.train_batch_size
+    pool = OmegaConf.merge(cfg, {"reward": {"reward_model": {"enable_resource_pool": True, "nnodes": 1}}})
+    with pytest.raises(ConfigError, match=r"n_gpus_per_node=0: a separate pool needs at least one rank"):
+        validate_config(pool, False, True)

@@ -65,9 +65,10 @@ def _target(values: Mapping[str, object]) -> type:
 
 
 def validate_config(config: DictConfig | PPOConfig, use_reference_policy: bool, use_critic: bool) -> None:
-    """Check a whole configuration of ``main_ppo`` as the command does, before any model loads.
+    """Check a whole configuration of ``main_ppo`` as the command does, before any model loads, but for files of data.
 
-    Keys and sections that verl does not know belong to the script that calls this, and are left to it.
+    A program may have its data elsewhere, in memory for example. Keys and sections that verl does not know belong to
+    the script that calls this, and are left to it.
 
     Args:
         config: the composed configuration.
@@ -78,7 +79,7 @@ def validate_config(config: DictConfig | PPOConfig, use_reference_policy: bool, 
         ConfigError: lists all problems.
     """
     if isinstance(config, BaseConfig):
-        problems = [*broken_rules(config), *broken_algorithm_rules(config)]
+        problems = [*broken_rules(config, reads_data=False), *broken_algorithm_rules(config)]
         if problems := [problem for problem in problems if not problem.advice]:
             raise ConfigError(report(problems))
         return
@@ -88,7 +89,7 @@ def validate_config(config: DictConfig | PPOConfig, use_reference_policy: bool, 
         checked.pop("critic", None)
     if not use_reference_policy and isinstance(actor := checked.get("actor_rollout_ref"), dict):
         checked["actor_rollout_ref"] = {name: value for name, value in actor.items() if name != "ref"}
-    load_config(checked, of_program=True)
+    load_config(checked, of_program=True, reads_data=False)
 
 
 def update_dict_with_config(dictionary: dict[str, object], config: DictConfig | Mapping[str, object]) -> None:

@@ -53,6 +53,9 @@ SETTINGS_OF_VEOMNI: dict[str, tuple[str, object]] = {
 }
 """Settings of a section ``veomni``: FSDP's of the same meaning, and the default, which says nothing."""
 
+TARGETS_ELSEWHERE = {"critic.model": ("verl.workers.config.HFModelConfig",)}
+"""Section → classes that the releases name in its ``_target_``, and that are no class of this section here."""
+
 _SKIP = "actor_rollout_ref.rollout.skip"
 _SERVER = "data.n_samples"  # a key that only generation has
 

@@ -49,6 +49,10 @@ class Retired:
     part: bool = False
 
 
+REPLACED_BY_REWARD = ("reward_model", "reward_manager", "custom_reward_function")
+"""Sections that in the releases hold nulls beside a section ``reward``."""
+
+
 def _of_optimizer(optim: str) -> tuple[Alias, ...]:
     return (
         Alias(f"{optim}.beta1", f"{optim}.betas[0]"),

@@ -54,6 +54,7 @@ def load_config(
     with_algorithms: bool = True,
     of_program: bool = False,
     sections: Collection[str] = (),
+    reads_data: bool = True,
 ) -> ConfigT:
     """Check a composed configuration and freeze it.
 
@@ -70,6 +71,7 @@ def load_config(
             subclass of a section's class, and ``algorithm.adv_estimator`` may be null for a program that computes
             advantages itself.
         sections: report only problems of these sections, for a caller that reads no other; empty for all.
+        reads_data: check that the files of data exist; a program may have its data elsewhere.
 
     Raises:
         ConfigError: lists the problems, each with key, value, allowed values and remedy: those of names, types and
@@ -94,7 +96,9 @@ def load_config(
         from verl.trainer.config.rules import broken_rules
         from verl.trainer.config.rules_shared_prompts import without_sharing
 
-        broken = broken_rules(without_sharing(config)[0] if isinstance(config, PPOConfig) else config, data_only)
+        broken = broken_rules(
+            without_sharing(config)[0] if isinstance(config, PPOConfig) else config, data_only, reads_data
+        )
         broken = [problem for problem in broken if problem.key not in bad | mistyped]
         _raise([problem for problem in broken if not problem.advice], sections, raw, ALGORITHMS_LATER)
     if with_algorithms and "algorithm.adv_estimator" in keys:

@@ -51,10 +51,10 @@ ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
-def broken_rules(config: Any, data_only: bool = False) -> list[Problem]:
+def broken_rules(config: Any, data_only: bool = False, reads_data: bool = True) -> list[Problem]:
     """Return the problems of a typed configuration, of an entry point or of one section, but for its algorithms.
 
-    ``data_only`` checks data and tokenizer.
+    ``data_only`` checks data and tokenizer; without ``reads_data`` files of data need not exist.
     """
     if data_only:
         rules: tuple[Callable[[Any], Problems], ...] = (files.data_files, files.tokenizer, files.own_code)
@@ -62,6 +62,8 @@ def broken_rules(config: Any, data_only: bool = False) -> list[Problem]:
     else:
         # A section by itself has no rules that involve others.
         rules, sections = RULES.get(type(config), ()), section_problems(config)
+    if not reads_data:
+        rules = tuple(rule for rule in rules if rule not in (files.data_files, files.validation_files))
     return [*(problem for rule in rules for problem in rule(config)), *sections]
 
 

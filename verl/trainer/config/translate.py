@@ -133,6 +133,7 @@ class Translator:
 
     def names(self, tree: Tree) -> None:
         """Move other spellings to their keys, in place."""
+        self._fill_in_unset(tree)
         self._restore_sections(tree)
         if "trainer.v1.trainer_mode" in self.keys:
             fully_async.move_settings(tree, self.explicit, self.problems, self._defaults, self.of_program)
@@ -318,7 +319,9 @@ class Translator:
             if key.section is None or not isinstance(values, dict) or not isinstance(values.get("_target_"), str):
                 continue
             target, usual = values["_target_"], getattr(key.section, "hydra_target", None)
-            if target == usual or (cls := self._class_of(f"{path}._target_", target, key.section)) is None:
+            if target == usual or target in key_releases.TARGETS_ELSEWHERE.get(path, ()):
+                continue
+            if (cls := self._class_of(f"{path}._target_", target, key.section)) is None:
                 continue
             added = config_fields(cls).keys() - config_fields(key.section).keys() - {"_target_"}
             self.extended[path] = cls, {name: values.pop(name) for name in added & values.keys()}
@@ -371,6 +374,15 @@ class Translator:
                 cause = "this is a section, it cannot be replaced by a value"
                 self.problems.append(Problem(path, value, cause, remedy=remedy))
                 put(tree, path, default_tree(key.section, key.default) if key.default is not None else None)
+
+    def _fill_in_unset(self, tree: Tree) -> None:
+        """Give keys that are null their defaults in sections that a section ``reward`` beside them replaces."""
+        if not isinstance(get(tree, "reward"), Mapping):
+            return
+        for path, key in {**self.keys, **self.inactive}.items():
+            is_replaced = path.partition(".")[0] in key_table.REPLACED_BY_REWARD and path not in self.explicit
+            if is_replaced and key.yaml_default is not None and get(tree, path, _MISSING) is None:
+                put(tree, path, key.yaml_default)
 
     def _take_out_dotted(self, tree: Tree) -> None:
         """Remove and report names with dots, which a YAML file can contain."""
