@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import verl
 from tests.support.waiting import eventually
+from verl.api.functions import write_module
 from verl.api.result import TrainingResult
 from verl.errors import ConfigError
 from verl.testing.models import hollow_model_dir, tiny_model_dir
@@ -134,6 +136,12 @@ def test_what_an_argument_decides_is_no_setting(tmp_path: Path) -> None:
         verl.train("model", ROWS, lambda solution_str, answer: 1.0, eval_data=[{"prompt": "a"}], output_dir=tmp_path)
     with pytest.raises(ConfigError, match=r"needs ground_truth, and no row of data has .* Columns: answer, prompt"):
         verl.train("model", ROWS, lambda solution_str, ground_truth: 1.0, output_dir=tmp_path)
+
+
+def test_functions_and_what_they_hold_are_for_their_owner_alone(tmp_path: Path) -> None:
+    (tmp_path / "functions.py").write_text("")  # of an earlier run
+    (tmp_path / "functions.py").chmod(0o644)
+    assert stat.S_IMODE(write_module({"digits": digits}, tmp_path).stat().st_mode) == 0o600
 
 
 def test_a_call_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,6 +273,8 @@ def test_a_service_that_is_not_there_is_an_error_and_never_a_score():
         ({"status": "SandboxError", "message": "disk full"}, "disk full"),
         ({"status": "Success", "run_result": None}, "not understood"),
         ({"hello": 1}, "not understood"),
+        ({"status": "Success", "run_result": {"return_code": "0"}}, "not understood: return_code='0'"),
+        ({"status": "Success", "run_result": {"return_code": 10**30}}, "not understood: return_code=1000"),
         ([1], "not an object"),
         ("<html>", "cannot be used"),
         ({"status": "Failed", "run_result": {"status": "Error", "return_code": None, "stderr": "no pod"}}, "no pod"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import pickle
 import sys
 import types
@@ -62,7 +63,10 @@ def write_module(objects: Mapping[str, object], folder: Path) -> Path:
     text = _TEMPLATE.format(path=[folder for folder in sys.path if folder], content=lines, names=names)
     path = folder / MODULE
     folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    # It has what the functions refer to, which may be a key, so other accounts must not read it.
+    with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(text)
     unload_module(path)
     return path
 

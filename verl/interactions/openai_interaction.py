@@ -23,6 +23,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from verl.base import env
+from verl.base.http_limits import UNCOMPRESSED, answer_limit
 from verl.base.registry import suggest
 from verl.base.requirements import install_command
 from verl.base.types import JsonObject
@@ -107,7 +108,12 @@ class OpenAIInteraction(BaseInteraction):
             raise ConfigError(f"a user behind an endpoint needs openai: {install_command('agents')}.") from error
         end = self.endpoint
         return openai.OpenAI(
-            base_url=end.base_url, api_key=self._key or "none", timeout=end.timeout_s, max_retries=end.max_retries
+            base_url=end.base_url,
+            api_key=self._key or "none",
+            timeout=end.timeout_s,
+            max_retries=end.max_retries,
+            default_headers=UNCOMPRESSED,
+            http_client=openai.DefaultHttpxClient(event_hooks=answer_limit()),
         )
 
     async def generate_response(

@@ -15,10 +15,13 @@ from urllib.parse import urlsplit
 import httpx2
 from tenacity import Retrying
 
+from verl.base.http_limits import UNCOMPRESSED, answer_limit
 from verl.base.http_retries import FIRST_PAUSE_S, retry_rule
 from verl.sandbox.types import Limits, ProgramResult, SandboxError, Status, end_of
 
 RETRIES = 4  # attempts after the first
+LONGEST_S = 1e9
+"""Bound of the seconds that a service may report."""
 CONNECT_S = 10.0  # a server that runs accepts at once, so that a wrong address is reported soon
 QUEUE_S = 30.0
 """Extra seconds of a request for waiting in the service's queue."""
@@ -63,7 +66,12 @@ class FusionSandbox:
         self.language = language
         self.retries, self.backoff_s = retries, backoff_s
         # Shared by threads. The semaphore bounds the requests, so connections have no bound of their own.
-        self._client = httpx2.Client(limits=httpx2.Limits(max_connections=None), follow_redirects=True)
+        self._client = httpx2.Client(
+            headers=UNCOMPRESSED,
+            event_hooks=answer_limit(),
+            limits=httpx2.Limits(max_connections=None),
+            follow_redirects=True,
+        )
 
     def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> ProgramResult:
         """Run a program; see :meth:`verl.sandbox.Sandbox.run`.
@@ -143,7 +151,9 @@ def outcome_of(answer: Mapping[str, object], limits: Limits) -> ProgramResult:
     if answer.get("status") not in ("Success", "Failed") or not isinstance(result, Mapping):
         raise SandboxError(f"the code service gave an answer that is not understood: {answer!r:.500}")
     stdout, stderr = str(result.get("stdout") or ""), str(result.get("stderr") or "")
-    code, seconds = result.get("return_code"), float(result.get("execution_time") or math.nan)
+    code, seconds = result.get("return_code"), result.get("execution_time")
+    if not isinstance(code, int | None) or (code is not None and not -(2**31) <= code < 2**32):
+        raise SandboxError(f"the code service gave an answer that is not understood: return_code={code!r:.100}")
     signal_name = None
     if result.get("status") == "TimeLimitExceeded":
         status, code = Status.TIMEOUT, None
@@ -151,7 +161,7 @@ def outcome_of(answer: Mapping[str, object], limits: Limits) -> ProgramResult:
         raise SandboxError(f"the code service could not run the program: {stderr or answer.get('message')}")
     else:
         # Python's subprocess reports a signal as its negative number.
-        status, signal_name = end_of(int(code) if code >= 0 else 128 - int(code), stderr)
+        status, signal_name = end_of(code if code >= 0 else 128 - code, stderr)
     size = limits.max_output_bytes
     if max(len(stdout.encode()), len(stderr.encode())) > size:
         status, code = Status.OUTPUT_LIMIT, None
@@ -160,7 +170,7 @@ def outcome_of(answer: Mapping[str, object], limits: Limits) -> ProgramResult:
         status=status,
         stdout=stdout,
         stderr=stderr,
-        seconds=seconds,
+        seconds=float(seconds) if isinstance(seconds, int | float) and abs(seconds) < LONGEST_S else math.nan,
         exit_code=None if signal_name else code,
         signal=signal_name,
     )

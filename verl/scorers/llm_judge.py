@@ -424,6 +424,8 @@ _CLIENTS: dict[asyncio.AbstractEventLoop, dict[tuple[str, str, float, int], Asyn
 
 def _client(base_url: str, key: str, timeout_s: float, max_retries: int) -> AsyncOpenAI:
     """Client of the running event loop, cached because its TLS context is slow to build."""
+    from verl.base.http_limits import UNCOMPRESSED, async_answer_limit
+
     # "Connection: close" below leaves no connection open when the loop ends.
     for loop in list(_CLIENTS):
         if loop.is_closed():
@@ -436,6 +438,7 @@ def _client(base_url: str, key: str, timeout_s: float, max_retries: int) -> Asyn
             api_key=key,
             timeout=timeout_s,
             max_retries=max_retries,
-            default_headers={"Connection": "close"},
+            default_headers={"Connection": "close", **UNCOMPRESSED},
+            http_client=_library().DefaultAsyncHttpxClient(event_hooks=async_answer_limit()),
         )
     return clients[name]

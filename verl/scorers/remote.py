@@ -68,6 +68,7 @@ class RemoteScorer:
         return self.__dict__ | {"_client": None}
 
     def __setstate__(self, state: Mapping[str, object]) -> None:
+        import verl.base.http_limits
         import verl.base.http_retries  # now: loading its libraries in the first call would block all others  # noqa: F401
 
         self.__dict__.update(state)
@@ -103,12 +104,18 @@ class RemoteScorer:
             raise RewardError(f"{self.url} answered {answer.status_code}: {self._shown(answer.text)}") from None
         except httpx2.TransportError as error:
             raise RewardError(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
+        except httpx2.DecodingError as error:
+            raise RewardError(f"{self.url} gave an answer that is not read: {error}") from error
 
     async def _ask(self, body: Mapping[str, object]) -> object:
         import httpx2
 
+        from verl.base.http_limits import UNCOMPRESSED, async_answer_limit
+
         if self._client is None:
-            self._client = httpx2.AsyncClient(headers=self.headers, timeout=self.request_timeout_s)
+            self._client = httpx2.AsyncClient(
+                headers=UNCOMPRESSED | self.headers, event_hooks=async_answer_limit(), timeout=self.request_timeout_s
+            )
         answer = await self._client.post(self.url, json=body)
         answer.raise_for_status()
         try:

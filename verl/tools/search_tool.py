@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import httpx2
 from tenacity import Retrying
 
+from verl.base.http_limits import UNCOMPRESSED, answer_limit
 from verl.base.http_retries import retry_rule
 from verl.base.types import JsonObject
 from verl.errors import ConfigError
@@ -86,7 +87,12 @@ class SearchTool(CorpusSearchTool):
         timeout_s = float(config.get("timeout", 30))
         # The limit of a call leaves room for the repetitions.
         super().__init__({"max_concurrent": at_once, "timeout_s": timeout_s * (RETRIES + 1), **config}, tool_schema)
-        self._client = httpx2.Client(timeout=timeout_s, limits=httpx2.Limits(max_connections=None))
+        self._client = httpx2.Client(
+            headers=UNCOMPRESSED,
+            event_hooks=answer_limit(),
+            timeout=timeout_s,
+            limits=httpx2.Limits(max_connections=None),
+        )
 
     def search(self, queries: Sequence[str]) -> list[list[str]]:
         """See :meth:`CorpusSearchTool.search`.
