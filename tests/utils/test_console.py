@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import time
 
@@ -12,7 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from verl.tracking import Tracking
-from verl.utils.console import Progress, clock, metrics_line, show, showing_stage, status, working, write_step
+from verl.utils.console import (
+    LogFormatter,
+    Progress,
+    clock,
+    metrics_line,
+    show,
+    showing_stage,
+    status,
+    working,
+    write_step,
+)
 
 METRICS = {
     "critic/score/mean": 0.43125,
@@ -48,6 +59,15 @@ def test_texts_of_models_cannot_write_the_clipboard(capsys: pytest.CaptureFixtur
     assert "[U+009B]2J" in shown
     assert "ø" in shown
     assert all(one.isprintable() or one == "\n" for one in shown)
+
+
+def test_log_records_have_the_style_of_a_status():
+    def line(name: str, level: int) -> str:
+        return LogFormatter().format(logging.LogRecord(name, level, "", 0, "%d rows", (3,), None)).partition("  ")[2]
+
+    assert line("verl.datasets", logging.INFO) == "3 rows"
+    assert line("verl.datasets", logging.WARNING) == "warning: 3 rows"
+    assert line("httpx", logging.ERROR) == "error: httpx: 3 rows"
 
 
 def test_a_long_wait_is_told_again_until_it_ends(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):

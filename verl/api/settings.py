@@ -13,6 +13,7 @@ from verl.base.types import JsonMapping, JsonObject
 from verl.config import BaseConfig
 from verl.config.machine import local_gpus
 from verl.errors import ConfigError
+from verl.trainer.config.key_table import TYPED_FIRST
 from verl.trainer.config.keys import Tree, keys_of, leaves, put
 from verl.trainer.config.other_libraries import other_name
 from verl.utils.model_facts.model_files import longest_context
@@ -36,8 +37,6 @@ THEN_MEANT = (
     "reward_model",
 )
 """Sections whose keys may be named so if only one of them has such a key."""
-TYPED_FIRST = {"steps": "trainer.total_training_steps", "batch_size": "data.train_batch_size"}
-"""Names that people type before they know the keys."""
 
 
 def keys_of_call(settings: JsonMapping, root: type[BaseConfig]) -> JsonObject:

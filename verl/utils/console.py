@@ -124,6 +124,16 @@ def show(content: RenderableType) -> None:
         (_live.console if _live else console()).print(content, soft_wrap=isinstance(content, Text))
 
 
+class LogFormatter(logging.Formatter):
+    """Gives log records the style of :func:`status`; a level other than INFO, and another library, are named."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """See :meth:`logging.Formatter.format`."""
+        level = "" if record.levelno == logging.INFO else f"{record.levelname.lower()}: "
+        library = "" if record.name.startswith("verl") else f"{record.name}: "
+        return f"{clock(time.monotonic() - _began)}  {level}{library}{super().format(record)}"
+
+
 def status(text: str) -> None:
     """Say what the run does now, with the time since the command began: ``0:07  loading actor_rollout``."""
     show(Text(f"{clock(time.monotonic() - _began)}  {text}", style="dim"))

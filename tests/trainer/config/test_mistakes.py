@@ -1,4 +1,4 @@
-"""Sixty mistakes of people who begin: the cause is named, first and alone, with what to do about it."""
+"""Mistakes of people who begin: the cause is named, first and alone, with what to do about it."""
 
 from __future__ import annotations
 
@@ -48,10 +48,12 @@ MISTAKES: list[tuple[str, str, str]] = [
     ("learning_rate=1e-5", "learning_rate=1.0e-05: there is no such key", f"set {LR}=1e-05"),
     ("num_generations=4", "num_generations=4: there is no such key", f"set {ROLLOUT}.n=4"),
     (f"{ACTOR}.lr=1e-5", f"{ACTOR}.lr=1.0e-05: there is no such key", f"did you mean {LR}?"),
+    ("steps=3", "steps=3: there is no such key", "did you mean trainer.total_training_steps?"),
+    ("lr=1e-5", "lr=1.0e-05: there is no such key", f"did you mean {LR}?"),
     ("trainer.epochs=3", "trainer.epochs=3: there is no such key", "did you mean trainer.total_epochs?"),
     ("trainer.max_steps=3", "trainer.max_steps=3: there is no such key", "trainer.total_training_steps"),
     ("rollout.n=4", "rollout.n=4: there is no such key", f"did you mean {ROLLOUT}.n?"),
-    ("data.batch_size=8", "data.batch_size=8: there is no such key", "batch_size?"),
+    ("data.batch_size=8", "data.batch_size=8: there is no such key", "did you mean data.train_batch_size?"),
     ("data.train_file=x", "data.train_file=x: there is no such key", "did you mean data.train_files?"),
     ("trainer.experiment=x", "trainer.experiment=x: there is no such key", "did you mean trainer.experiment_name?"),
     ("algorithm.estimator=grpo", "algorithm.estimator=grpo: there is no such key", "algorithm.adv_estimator?"),
@@ -122,5 +124,5 @@ def test_the_cause_comes_first_and_alone(
     assert remedy in "\n".join([first, *rest])
 
 
-def test_there_are_sixty():
-    assert len(MISTAKES) == 60
+def test_none_is_gone():
+    assert len(MISTAKES) == 62

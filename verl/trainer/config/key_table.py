@@ -122,6 +122,14 @@ ALIASES: tuple[Alias, ...] = (
     Alias("trainer.checkpoint", "checkpoint"),
 )
 
+TYPED_FIRST = {
+    "steps": "trainer.total_training_steps",
+    "epochs": "trainer.total_epochs",
+    "batch_size": "data.train_batch_size",
+    "lr": "actor_rollout_ref.actor.optim.lr",
+}
+"""Names that people type before they know the keys, also in the section of the key; what they mean."""
+
 OLD_DEFAULTS: Mapping[str, tuple[object, object]] = {
     "trainer.resume_from_path": (False, None),
     **{

@@ -24,7 +24,7 @@ from verl.config.base import config_fields
 from verl.config.problems import shown
 from verl.trainer.config import fully_async, key_releases, key_table, megatron_lora
 from verl.trainer.config.interpolations import Interpolations
-from verl.trainer.config.key_table import OLD_DEFAULTS, Alias, Retired
+from verl.trainer.config.key_table import OLD_DEFAULTS, TYPED_FIRST, Alias, Retired
 from verl.trainer.config.keys import (
     InactiveKey,
     Key,
@@ -280,7 +280,9 @@ class Translator:
         """Describe a key that there is not, with the key that it most likely means."""
         parent, _, name = path.rpartition(".")
         leaf_paths = self._leaf_paths()
-        near = nearest(path, [*leaf_paths, *(alias.old for alias in ALIASES), *fully_async.MOVED])
+        near = TYPED_FIRST.get(name)
+        if near not in leaf_paths or not near.startswith(f"{parent}." if parent else ""):
+            near = nearest(path, [*leaf_paths, *(alias.old for alias in ALIASES), *fully_async.MOVED])
         remedy = f"did you mean {near}?" if near else "remove it"
         if near is None and not parent and (similar := similar_name(name)):
             remedy = f"did you mean {similar}? {remedy_for(similar, value, leaf_paths)}"
