@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 import subprocess
 import sys
 
 import pytest
+from omegaconf import OmegaConf
 
 from verl.compat.toolkit.config import omega_conf_to_dataclass
 from verl.config.base import BaseConfig, defaults_of, section, sentence_of, setting, subsection
-from verl.errors import ConfigError
+from verl.errors import ConfigError, SectionError
 from verl.trainer.config import PPOConfig
 from verl.trainer.config.keys import iter_keys
 from verl.workers.config import ActorConfig, CheckpointConfig, FSDPActorConfig
@@ -184,12 +186,30 @@ def test_a_section_is_extended_by_section():
 
     assert (Mine(beta=2.0)["beta"], Mine().clip_ratio) == (2.0, 0.2)
 
-    @dataclasses.dataclass(frozen=True)
-    class Plain(FSDPActorConfig):
-        beta: float = 1.0
 
-    with pytest.raises(ConfigError, match=r"Plain extends a section.*Use @section"):
-        Plain()
+def test_a_section_is_extended_by_a_plain_dataclass():
+    @dataclasses.dataclass
+    class Mine(FSDPActorConfig):
+        api_key: str = ""
+        beta: float = 1.0
+        names: list[str] = dataclasses.field(default_factory=list)
+
+        def __post_init__(self):
+            super().__post_init__()
+            assert self.beta < 9
+
+    mine = Mine(api_key="secret", beta="2.5", ppo_epochs=3)
+    assert (mine.beta, mine["beta"], mine.names, mine.ppo_epochs, mine.clip_ratio) == (2.5, 2.5, [], 3, 0.2)
+    assert "secret" not in repr(mine)
+    assert dataclasses.replace(mine, beta=3.0) == Mine(api_key="secret", beta=3.0, ppo_epochs=3) != mine
+    assert copy.deepcopy(mine) == mine
+    assert omega_conf_to_dataclass(OmegaConf.create({"api_key": "k", "ppo_epochs": 2}), Mine).ppo_epochs == 2
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mine.beta = 1.0
+    with pytest.raises(SectionError, match=r"ppo_epochs=0"):
+        Mine(api_key="k", ppo_epochs=0)
+    with pytest.raises(SectionError, match="Mine has no 'gamma'"):
+        Mine(api_key="k", gamma=1)
 
 
 def test_a_setting_that_is_not_kept_says_how_to_read_it():

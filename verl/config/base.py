@@ -40,7 +40,7 @@ from verl.base.redact import without_secrets
 from verl.base.registry import suggest
 from verl.base.remote import expand, is_remote
 from verl.config.problems import Problem
-from verl.errors import ConfigError, SectionError
+from verl.errors import SectionError
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class _SectionType(ABCMeta):
 
         def __call__(cls, *args: object, **values: object) -> object:
             if is_section(cls):
-                fields = config_fields(cls)
+                fields = config_fields(cls)  # of a plain dataclass they exist from here on
                 values = {cls.key_of_field.get(name, name): value for name, value in values.items()}
                 for name in [name for name, value in values.items() if value is None and _null_is_default(cls, name)]:
                     del values[name]
@@ -176,24 +176,15 @@ ANY = object()
 class BaseConfig(Mapping[str, Any], metaclass=_SectionType):
     """A section: read its fields as ``cfg.lr``, ``cfg["lr"]`` or ``cfg.get("lr", default)``.
 
-    Sections are frozen; a value that is derived from several fields is a property with a name of its own.
+    Sections are frozen; a value that is derived from several fields is a property with a name of its own. A subclass of
+    a section is under ``@section`` too, or under the ``@dataclass`` of the standard library.
     """
 
     key_of_field: ClassVar[Mapping[str, str]] = {}
     """Key of each field whose key is a keyword of Python: ``async`` of the field ``async_``."""
 
-    def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Refuse a class whose own fields the standard library's decorator made, on top of a section's.
-
-        Raises:
-            ConfigError: the class is not under ``@section``.
-        """
-        if is_section(cls) and "__dataclass_fields__" in vars(cls) and "__pydantic_fields__" not in vars(cls):
-            raise ConfigError(
-                f"{cls.__name__} extends a section of verl with @dataclass, which would lose defaults and checks. "
-                "Use @section instead: from verl.base_config import section."
-            )
-        return super().__new__(cls)
+    def __post_init__(self) -> None:
+        """Do nothing; the ``__post_init__`` of a program's subclass may call it."""
 
     @classmethod
     def of(cls, values: Mapping[str, object]) -> Self:
@@ -213,7 +204,17 @@ class BaseConfig(Mapping[str, Any], metaclass=_SectionType):
             logger.warning("%s has no %s; what these keys say has no effect", cls.__name__, ", ".join(others))
         return cls(**known)
 
-    if not TYPE_CHECKING:  # otherwise type checkers would accept misspelled names
+    if not TYPE_CHECKING:  # otherwise type checkers would accept misspelled names, and assignments
+        # Not by frozen dataclasses, which plain ones cannot extend.
+        def __setattr__(self, name: str, value: object) -> None:
+            if is_section(type(self)):
+                raise dataclasses.FrozenInstanceError(f"cannot assign to field '{name}'")
+            super().__setattr__(name, value)
+
+        def __delattr__(self, name: str) -> None:
+            if is_section(type(self)):
+                raise dataclasses.FrozenInstanceError(f"cannot delete field '{name}'")
+            super().__delattr__(name)
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(
@@ -323,22 +324,43 @@ def defaults_of(cls: type[SectionT], **changes: object) -> SectionT:
     return made
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True)
+@dataclass_transform(kw_only_default=True)
 def section(cls: type[T]) -> type[T]:
     """Turn a class into a frozen, keyword-only, validated dataclass that refuses unknown fields."""
-    if not _is_ours(cls):
-        users: Any = pydantic_dataclass(frozen=True, kw_only=True, repr=False, config=_RULES)(cls)
-        if not users.__pydantic_complete__:  # it names classes of the function in which it is defined
-            rebuild_dataclass(users, raise_errors=False, _parent_namespace_depth=3)
-        return users
-    made: Any = pydantic_dataclass(frozen=True, eq=False, kw_only=True, repr=False, config=_OUR_RULES)(cls)
+    is_ours = _is_ours(cls)
+    made: Any = pydantic_dataclass(eq=False, kw_only=True, repr=False, config=_OUR_RULES if is_ours else _RULES)(cls)
+    if not made.__pydantic_complete__ and not is_ours:  # it names classes of the function in which it is defined
+        rebuild_dataclass(made, raise_errors=False, _parent_namespace_depth=3)
     aliases = {name: field.alias for name, field in made.__pydantic_fields__.items() if field.alias}
     if aliases:
         made.key_of_field = aliases
         for name, key in aliases.items():
             setattr(made, key, property(operator.attrgetter(name)))
-    made.__eq__, made.__hash__ = _equal, _hashed  # the decorator's would be compiled for each section
+    if "__eq__" not in vars(made):
+        made.__eq__, made.__hash__ = _equal, _hashed  # the decorator's would be compiled for each section
     return made
+
+
+def _extended_by_dataclass(cls: type) -> bool:
+    """Whether the standard library's decorator made a class's own fields, on top of a section's."""
+    return "__dataclass_fields__" in vars(cls) and "__pydantic_fields__" not in vars(cls)
+
+
+def _remake(cls: Any) -> None:
+    """Turn a section that a plain ``@dataclass`` has extended into one of :func:`section`, in place.
+
+    The decorator's constructor knows neither the defaults nor the checks of the fields that it extends, and its
+    ``__repr__`` shows secrets.
+    """
+    for name in inspect.get_annotations(cls):
+        field = cls.__dataclass_fields__.get(name)
+        if field is not None and field.default_factory is not dataclasses.MISSING:
+            setattr(cls, name, dataclasses.field(default_factory=field.default_factory))
+    for name in ("__repr__", "__eq__", "__hash__"):
+        method = vars(cls).get(name, cls)
+        if method is None or (method is not cls and inspect.unwrap(method).__code__.co_filename == "<string>"):
+            delattr(cls, name)
+    section(cls)
 
 
 def _is_ours(cls: type) -> bool:
@@ -393,6 +415,8 @@ def config_fields(cls: type) -> Mapping[str, FieldInfo]:
     """Map key to pydantic's field info, in the order of the class; a key is the field's name or its alias."""
     if not is_section(cls):  # a plain dataclass of a user's
         return {field.name: FieldInfo() for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    if _extended_by_dataclass(cls):
+        _remake(cls)
     fields: Mapping[str, FieldInfo] = cls.__pydantic_fields__  # type: ignore[attr-defined]
     keys = getattr(cls, "key_of_field", {})
     return {keys.get(name, name): field for name, field in fields.items()} if keys else fields
